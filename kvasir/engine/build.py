@@ -1,0 +1,86 @@
+"""Puts a core together: executor, KV cache of the right size, scheduler."""
+
+from __future__ import annotations
+
+from kvasir.config import EngineConfig
+from kvasir.engine.cache.manager import KVCacheManager
+from kvasir.engine.core import EngineCore
+from kvasir.engine.policies import POLICIES
+from kvasir.engine.scheduler import Limits, Scheduler
+from kvasir.errors import ConfigError
+from kvasir.executor.base import Executor
+from kvasir.executor.uniproc import UniprocExecutor
+from kvasir.log import get_logger
+from kvasir.messages import KVSpec
+
+logger = get_logger(__name__)
+GIB = 1 << 30
+
+
+def build_core(config: EngineConfig, executor: Executor | None = None) -> EngineCore:
+    executor = executor or UniprocExecutor(config)
+    try:
+        num_blocks = count_blocks(config, executor)
+        executor.allocate_kv(num_blocks)
+    except BaseException:
+        executor.close()
+        raise
+    scheduler = make_scheduler(config, num_blocks)
+    lookahead = int(config.scheduler.async_scheduling)
+    return EngineCore(scheduler, executor, lookahead)
+
+
+def make_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
+    settings = config.scheduler
+    max_model_len = config.model.max_model_len
+    limits = Limits(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        chunked_prefill=settings.enable_chunked_prefill,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+    )
+    cache = KVCacheManager(
+        num_blocks, config.cache.block_size, limits.max_num_seqs, max_model_len, config.cache.enable_prefix_caching
+    )
+    return Scheduler(limits, cache, POLICIES[settings.scheduling_policy](), max_model_len)
+
+
+def count_blocks(config: EngineConfig, executor: Executor) -> int:
+    """How many blocks the cache gets, the null block included; at least what one longest request needs."""
+    spec = executor.kv_spec()
+    longest = -(-config.model.max_model_len // spec.block_size)
+    most = longest * config.scheduler.max_num_seqs + 1
+    override = config.cache.num_gpu_blocks_override
+    if override is not None:
+        available = override * spec.block_bytes
+        num_blocks = override
+    else:
+        available = executor.available_kv_bytes()
+        num_blocks = min(available // spec.block_bytes, most)
+    if num_blocks < longest + 1:
+        raise ConfigError(_too_small(config, spec, available, num_blocks))
+    tokens = (num_blocks - 1) * spec.block_size
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %.2f GiB; %d tokens in all, %.1f requests of max_model_len=%d",
+        num_blocks, spec.block_size, num_blocks * spec.block_bytes / GIB, tokens,
+        tokens / config.model.max_model_len, config.model.max_model_len,
+    )  # fmt: skip
+    return num_blocks
+
+
+def _too_small(config: EngineConfig, spec: KVSpec, available: int, num_blocks: int) -> str:
+    needed = (-(-config.model.max_model_len // spec.block_size) + 1) * spec.block_bytes
+    fits = max(0, num_blocks - 1) * spec.block_size
+    lower = f"set max_model_len to {fits} or less, or " if fits else ""
+    if config.cache.num_gpu_blocks_override is not None:
+        raise_it = "raise num_gpu_blocks_override"
+    elif config.cache.kv_cache_memory_bytes is not None:
+        raise_it = "raise kv_cache_memory_bytes"
+    elif config.device.device == "cpu":
+        raise_it = "set kv_cache_memory_bytes to more than that"
+    else:
+        raise_it = "raise gpu_memory_utilization, or lower max_num_seqs or max_num_batched_tokens"
+    return (
+        f"max_model_len={config.model.max_model_len} needs {needed / GIB:.2f} GiB of KV cache, "
+        f"{max(available, 0) / GIB:.2f} GiB is there for it; {lower}{raise_it}"
+    )

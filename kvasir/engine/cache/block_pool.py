@@ -1,0 +1,116 @@
+"""The pool of KV blocks: who holds how many references, what is free, what is cached.
+
+A block is in exactly one of three states: used (referenced), cached (free, but its content may still be hit)
+or empty (free, nothing worth keeping). Every operation is O(1) per block. Knows ids and hashes, not requests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvasir.messages import NULL_BLOCK
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 2, f"a pool needs the null block and at least one more, not {num_blocks}"
+        self.num_blocks = num_blocks
+        self.ref_counts: NDArray[np.int32] = np.zeros(num_blocks, np.int32)
+        self.evictions = 0
+        self._empty = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def usable(self) -> int:
+        """How many blocks requests can hold at once."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.usable - self.num_free
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one reference each. Cached blocks are given up last, oldest first."""
+        assert count <= self.num_free, f"asked for {count} blocks, {self.num_free} are free"
+        cut = max(0, len(self._empty) - count)
+        blocks = self._empty[cut:]
+        del self._empty[cut:]
+        while len(blocks) < count:
+            block, _ = self._cached.popitem(last=False)
+            self.forget(block)
+            self.evictions += 1
+            blocks.append(block)
+        self.ref_counts[blocks] = 1
+        return blocks
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        return self._block_of.get(block_hash)
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """One more reference to each block, which may have been free until now."""
+        for block in blocks:
+            if self.ref_counts[block] == 0:
+                del self._cached[block]
+            self.ref_counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One reference less. Give a sequence's last block first: what is released first is evicted first."""
+        refs = self.ref_counts
+        for block in blocks:
+            refs[block] -= 1
+            if refs[block]:
+                continue
+            if self._hash_of[block] is None:
+                self._empty.append(block)
+            else:
+                self._cached[block] = None
+
+    def register(self, blocks: list[int], hashes: list[bytes]) -> None:
+        """Make full blocks findable. The first block with some content keeps the name."""
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if self._block_of.setdefault(block_hash, block) == block:
+                self._hash_of[block] = block_hash
+
+    def forget(self, block: int) -> None:
+        """The block can no longer be found by content."""
+        block_hash = self._hash_of[block]
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self._hash_of[block] = None
+
+    def reset(self) -> bool:
+        """Forget all cached content. False, and nothing is changed, while any block is in use."""
+        if self.num_used:
+            return False
+        while self._cached:
+            block, _ = self._cached.popitem()
+            self.forget(block)
+            self._empty.append(block)
+        return True
+
+    def check(self) -> None:
+        """Every block is accounted for exactly once. For tests and debugging: O(blocks)."""
+        empty, cached = set(self._empty), set(self._cached)
+        used = {int(block) for block in np.flatnonzero(self.ref_counts)}
+        assert len(empty) == len(self._empty), "a block is on the empty list twice"
+        assert not (empty & cached or empty & used or cached & used), "a block is in two states at once"
+        assert len(empty | cached | used) == self.usable, "a block was lost"
+        assert NULL_BLOCK not in empty | cached | used, "the null block was handed out"
+        assert (self.ref_counts >= 0).all(), "a block was released more often than acquired"
+        assert all(self._hash_of[block] is not None for block in cached), "a cached block has no hash"
+        assert all(self._hash_of[block] is None for block in empty), "an empty block can still be found"
+        assert all(self._hash_of[block] == key for key, block in self._block_of.items()), "the hash maps disagree"

@@ -1,0 +1,66 @@
+"""The engine's loop: schedule, execute, update. Runs in the core process; holds no tensor and no text."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from kvasir.engine.scheduler import Scheduler
+from kvasir.errors import EngineDeadError, EngineError
+from kvasir.executor.base import Executor
+from kvasir.messages import EngineOutput, EngineRequest, StepFuture
+
+
+class EngineCore:
+    """One model, one scheduler. With `lookahead` 1, step N+1 is planned and launched before N's result is read."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, lookahead: int) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.lookahead = lookahead
+        self.results: deque[StepFuture] = deque()
+        self._failure: BaseException | None = None
+
+    def step(self) -> EngineOutput:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.executor.execute(plan)
+            self.results.append(self.executor.sample())
+        if self.results and (plan is None or len(self.results) > self.lookahead):
+            return self.scheduler.update(self.results.popleft().result())
+        assert plan is not None or not len(self.scheduler), "requests wait, nothing is in flight and nothing can run"
+        return NO_OUTPUT
+
+    def run_step(self) -> EngineOutput:
+        """`step`, with a failure of the device turned into an EngineError, after which the core stays dead."""
+        if self._failure is not None:
+            raise EngineDeadError(f"the engine stopped earlier: {self._failure}") from self._failure
+        try:
+            return self.step()
+        except Exception as error:
+            self._failure = error
+            self.results.clear()
+            raise EngineError(f"a step failed: {type(error).__name__}: {error}") from error
+
+    def has_work(self) -> bool:
+        return bool(len(self.scheduler) or self.results)
+
+    def add(self, request: EngineRequest) -> None:
+        self.scheduler.add(request)
+
+    def abort(self, key: int, num_kept: int | None = None) -> bool:
+        return self.scheduler.abort(key, num_kept)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes. False while requests run."""
+        while self.results and not len(self.scheduler):
+            self.scheduler.update(self.results.popleft().result())
+        return self.scheduler.cache.pool.reset()
+
+    def close(self) -> None:
+        self.results.clear()
+        self.executor.close()
+
+
+NO_OUTPUT = EngineOutput(np.zeros(0, np.int64), np.zeros((0, 1), np.int32), np.zeros(0, np.int32))

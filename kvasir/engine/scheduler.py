@@ -1,0 +1,359 @@
+"""Who runs in the next step, and with how many tokens. No torch, no text, no model.
+
+There is no prefill and no decode here: a request has tokens that exist and tokens that are computed, and a step
+hands out one token budget over the difference. Chunked prefill, prefix hits and resuming after preemption are
+all that arithmetic, done on arrays; Python objects are touched only when a request joins, ends or is preempted.
+
+`schedule` may run ahead of `update`: it counts tokens that are still on the device as existing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvasir.engine.cache.manager import IntArray, KVCacheManager
+from kvasir.engine.policies import Policy
+from kvasir.engine.request import Request
+from kvasir.engine.rows import NO_TOKEN, Rows
+from kvasir.errors import RequestError
+from kvasir.messages import (
+    EngineOutput,
+    EngineRequest,
+    Finished,
+    FinishReason,
+    Int32Array,
+    Logprobs,
+    NewRow,
+    StepPlan,
+    StepResult,
+)
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    steps: int = 0
+    scheduled_tokens: int = 0
+    preemptions: int = 0
+    partial_prefills: int = 0  # times a prompt was given less than all it still needed
+    dropped_tokens: int = 0  # sampled for a request that had ended or was preempted meanwhile
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """What `update` must know of a step it gets the result of."""
+
+    rows: IntArray
+    epochs: Int32Array
+    samples: NDArray[np.bool_]
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """The budgets of one step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0  # no request gets more than this per step; 0: off
+
+
+class Scheduler:
+    def __init__(self, limits: Limits, cache: KVCacheManager, policy: Policy, max_model_len: int) -> None:
+        self.limits = limits
+        self.cache = cache
+        self.waiting = policy
+        self.rows = Rows(limits.max_num_seqs, max_model_len)
+        self.stats = SchedulerStats()
+        self._requests: dict[int, Request] = {}
+        self._new_rows: list[NewRow] = []
+        self._in_flight: deque[_InFlight] = deque()
+
+    # ------------------------------------------------------------ requests come and go
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    def add(self, spec: EngineRequest) -> None:
+        request = Request.new(spec)
+        needed = self.cache.blocks_for(request.limit - 1)  # the last token is never fed back
+        if needed > self.cache.pool.usable:
+            raise RequestError(
+                f"this request may grow to {request.limit} tokens, which need {needed} KV blocks of "
+                f"{self.cache.block_size} tokens, but the cache has {self.cache.pool.usable}; "
+                f"shorten the prompt, lower max_tokens, or give the engine more KV cache memory"
+            )
+        self._requests[spec.key] = request
+        self.waiting.add(request)
+
+    def fork(self, parent_key: int, spec: EngineRequest) -> None:
+        """Add a request whose prompt is a prefix of what `parent_key` has so far, sharing the parent's blocks."""
+        parent = self._requests.get(parent_key)
+        row = None if parent is None else parent.row
+        if row is None or not self.rows.num_free:
+            self.add(spec)
+            return
+        request = Request.new(spec)
+        length = len(request.token_ids)
+        assert np.array_equal(self.rows.known_tokens(row)[:length], request.token_ids), "a fork must share its prefix"
+        shared = min(length - 1, int(self.rows.num_computed[row]))
+        child = self._enter(request, shared)
+        self.cache.fork(row, child, shared)
+        self.rows.append([child])
+        self._requests[spec.key] = request
+
+    def abort(self, key: int, num_kept: int | None = None) -> bool:
+        """End a request without a word. `num_kept`: output tokens the caller used (a stop string cut the rest)."""
+        request = self._requests.pop(key, None)
+        if request is None:
+            return False
+        if request.row is None:
+            self.waiting.remove(request)
+        else:
+            known = int(self.rows.num_known[request.row])
+            self._close(request.row, known if num_kept is None else min(known, request.num_prompt_tokens + num_kept))
+            self._leave([request.row])
+        return True
+
+    # ------------------------------------------------------------ schedule
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if nothing can run before a result comes in."""
+        preemptions = self.stats.preemptions
+        rows, grants = self._continue_running()
+        if len(self.waiting) and self.stats.preemptions == preemptions:
+            joined, first_grants = self._admit(self.limits.max_num_batched_tokens - int(grants.sum()))
+            if joined:
+                rows = np.concatenate([rows, np.array(joined, np.int64)])
+                grants = np.concatenate([grants, np.array(first_grants, np.int32)])
+        return self._plan(rows, grants) if len(rows) else None
+
+    def _continue_running(self) -> tuple[IntArray, Int32Array]:
+        """Rows that go on, and how many tokens each, with their blocks made ready."""
+        r = self.rows
+        rows = r.order
+        want = np.minimum(r.num_tokens[rows], r.limit[rows] - 1) - r.num_computed[rows]
+        waits = r.needs_last_token[rows] & (r.num_tokens[rows] > r.num_known[rows])
+        want[waits] = 0
+        grants = self._share(want, self.limits.max_num_batched_tokens)
+        runs = grants > 0
+        if not runs.all():
+            rows, grants = rows[runs], grants[runs]
+        while not self.cache.prepare(rows, r.num_computed[rows], grants):
+            victim = self._preempt()
+            keep = rows != victim
+            rows, grants = rows[keep], grants[keep]
+        return rows, grants
+
+    def _share(self, want: Int32Array, budget: int) -> Int32Array:
+        """Hand out the budget in order. All-or-nothing per request when prefill may not be chunked."""
+        if self.limits.long_prefill_token_threshold:
+            want = np.minimum(want, self.limits.long_prefill_token_threshold)
+        if int(want.sum()) <= budget:
+            return want
+        used_before = np.cumsum(want) - want
+        grants = np.clip(budget - used_before, 0, want)
+        if not self.limits.chunked_prefill:
+            grants[grants < want] = 0
+        self.stats.partial_prefills += int(((grants < want) & (grants > 0)).sum())
+        return grants
+
+    def _preempt(self) -> int:
+        """The policy's last request leaves its row and blocks, keeps its tokens and waits again."""
+        running = [request for row in self.rows.order if (request := self.rows.requests[row]) is not None]
+        assert len(running) > 1, "a single request does not fit the cache: it should have been refused on arrival"
+        request = self.waiting.victim(running)
+        row = request.row
+        assert row is not None
+        request.token_ids = self.rows.known_tokens(row).copy()
+        request.chain = self._close(row, len(request.token_ids))
+        request.num_preemptions += 1
+        self._leave([row])
+        self.waiting.put_back(request)
+        self.stats.preemptions += 1
+        return row
+
+    def _admit(self, budget: int) -> tuple[list[int], list[int]]:
+        """Let waiting requests in while tokens, rows and blocks last."""
+        joined: list[int] = []
+        grants: list[int] = []
+        owed = self._blocks_owed()
+        while len(self.waiting) and self.rows.num_free and budget > 0:
+            request = self.waiting.peek()
+            tokens = request.token_ids
+            hits = self.cache.find_prefix(tokens, request.chain, request.spec.cache_salt)
+            cached = len(hits) * self.cache.block_size
+            grant = self._first_grant(len(tokens) - cached, budget)
+            missing = self.cache.blocks_for(len(tokens)) - len(hits)
+            if grant == 0 or missing + owed > self.cache.num_free_besides(hits):
+                break  # the whole prompt must fit, or chunks of several would starve each other
+            self.waiting.remove(request)
+            row = self._enter(request, cached)
+            self.cache.open(row, hits, request.chain, request.spec.cache_salt, len(tokens))
+            ready = self.cache.prepare(np.array([row]), np.array([cached], np.int32), np.array([grant], np.int32))
+            assert ready, "blocks were counted as free and are not"
+            owed += missing - (int(self.cache.num_blocks[row]) - len(hits))
+            self._name_blocks(row, cached + grant)  # at once: the next in line may share them
+            joined.append(row)
+            grants.append(grant)
+            budget -= grant
+        self.rows.append(joined)
+        return joined, grants
+
+    def _first_grant(self, want: int, budget: int) -> int:
+        threshold = self.limits.long_prefill_token_threshold or want
+        grant = min(want, budget, threshold)
+        if grant < want and not self.limits.chunked_prefill:
+            return 0
+        self.stats.partial_prefills += grant < want
+        return grant
+
+    def _blocks_owed(self) -> int:
+        """Blocks that running requests will still need for tokens they already have."""
+        rows = self.rows.order
+        owed = -(-self.rows.num_tokens[rows] // self.cache.block_size) - self.cache.num_blocks[rows]
+        return int(np.maximum(owed, 0).sum())
+
+    def _enter(self, request: Request, num_computed: int) -> int:
+        row = self.rows.take(request, num_computed)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = num_computed
+        self._new_rows.append(NewRow(row, num_computed, request.spec.sampling))
+        return row
+
+    def _name_blocks(self, row: int, num_tokens: int) -> None:
+        if self.cache.caching:
+            self.cache.commit(row, self.rows.tokens[row, :num_tokens])
+
+    def _close(self, row: int, num_tokens: int) -> list[bytes]:
+        """Give the row's blocks back. Of its tokens, the last one known may not be computed yet."""
+        num_tokens = min(num_tokens, int(self.rows.num_computed[row]))
+        return self.cache.close(row, self.rows.tokens[row, :num_tokens])
+
+    def _plan(self, rows: IntArray, grants: Int32Array) -> StepPlan:
+        r = self.rows
+        num_decodes = len(rows)
+        if grants.max() > 1:  # single tokens first, chunks after them
+            order = np.argsort(grants > 1, kind="stable")
+            rows, grants = rows[order], grants[order]
+            num_decodes = int((grants == 1).sum())
+        token_ids = self._input_tokens(rows, grants)
+        r.num_computed[rows] += grants
+        samples = r.num_computed[rows] == r.num_tokens[rows]
+        r.num_tokens[rows[samples]] += 1
+        for row in rows[num_decodes:].tolist():
+            self._name_blocks(row, int(r.num_computed[row]))
+        table_index, table_block, copies = self.cache.take_changes()
+        new_rows, self._new_rows = self._new_rows, []
+        self._in_flight.append(_InFlight(rows, r.epoch[rows], samples))
+        self.stats.steps += 1
+        self.stats.scheduled_tokens += len(token_ids)
+        return StepPlan(
+            rows=rows.astype(np.int32),
+            num_tokens=grants,
+            samples=samples,
+            token_ids=token_ids,
+            bounds=r.num_computed[rows],
+            num_decodes=num_decodes,
+            new_rows=new_rows,
+            table_index=table_index,
+            table_block=table_block,
+            copies=copies,
+            wants_logprobs=bool((samples & r.logprobs[rows]).any()),
+            step=self.stats.steps,
+        )
+
+    def _input_tokens(self, rows: IntArray, grants: Int32Array) -> Int32Array:
+        """Input ids of the step; those that only the device knows are NO_TOKEN."""
+        r = self.rows
+        token_ids = np.full(int(grants.sum()), NO_TOKEN, np.int32)
+        start = r.num_computed[rows]
+        from_host = np.flatnonzero(start < r.fed_from[rows])
+        if len(from_host):
+            offsets = np.cumsum(grants) - grants
+            for i in from_host.tolist():
+                row, first, count, at = int(rows[i]), int(start[i]), int(grants[i]), int(offsets[i])
+                token_ids[at : at + count] = r.tokens[row, first : first + count]
+        return token_ids
+
+    # ------------------------------------------------------------ update
+
+    def update(self, result: StepResult) -> EngineOutput:
+        """Take in the oldest step's tokens: append, stop, emit."""
+        r = self.rows
+        step = self._in_flight.popleft()
+        current = step.samples & (r.epoch[step.rows] == step.epochs)
+        self.stats.dropped_tokens += int(result.counts[step.samples & ~current].sum())
+        lines = np.flatnonzero(current)
+        rows, tokens, counts = step.rows[lines], result.token_ids[lines], result.counts[lines]
+        reasons, counts = self._append(rows, tokens, counts)
+        emitted = np.flatnonzero(r.stream[rows])
+        output = EngineOutput(
+            keys=r.key[rows[emitted]],
+            token_ids=tokens[emitted],
+            counts=counts[emitted],
+            logprobs=_select_logprobs(result.logprobs, lines[emitted], len(step.rows)),
+        )
+        ended = np.flatnonzero(reasons)
+        if len(ended):
+            self._finish(rows[ended].tolist(), reasons[ended].tolist(), output)
+        return output
+
+    def _append(self, rows: IntArray, tokens: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """Write the new tokens. Returns finish reasons (0: goes on) and how many tokens of each line count."""
+        r = self.rows
+        reasons: Int32Array = np.zeros(len(rows), np.int32)
+        kept: Int32Array = np.zeros(len(rows), np.int32)
+        for column in range(tokens.shape[1]):  # one column unless tokens were speculated
+            goes_on = (reasons == FinishReason.NONE) & (counts > column)
+            line = np.flatnonzero(goes_on)
+            at, new = rows[line], tokens[line, column]
+            known = r.num_known[at]
+            r.tokens[at, known] = new
+            r.num_known[at] = known + 1
+            kept[line] += 1
+            stopped = new == r.stop_ids[at, 0]
+            for other in range(1, r.stop_ids.shape[1]):
+                stopped |= new == r.stop_ids[at, other]
+            full = known + 1 >= r.limit[at]
+            reasons[line] = np.where(stopped, FinishReason.STOP, np.where(full, FinishReason.LENGTH, 0))
+        return reasons, kept
+
+    def _finish(self, rows: list[int], reasons: list[int], output: EngineOutput) -> None:
+        r = self.rows
+        for row, reason in zip(rows, reasons, strict=True):
+            request = r.requests[row]
+            assert request is not None
+            tokens = r.known_tokens(row)
+            output.finished.append(
+                Finished(
+                    key=request.key,
+                    reason=FinishReason(reason),
+                    stop_token_id=int(tokens[-1]) if reason == FinishReason.STOP else None,
+                    num_cached_tokens=request.num_cached_tokens or 0,
+                    token_ids=None if request.spec.stream else tokens[request.num_prompt_tokens :].copy(),
+                )
+            )
+            self._close(row, len(tokens))
+            del self._requests[request.key]
+        self._leave(rows)
+
+    def _leave(self, rows: list[int]) -> None:
+        self.rows.leave(rows)
+        if self._new_rows:  # a fork that never ran
+            self._new_rows = [new for new in self._new_rows if new.row not in rows]
+
+
+def _select_logprobs(logprobs: Logprobs | None, lines: IntArray, num_lines: int) -> Logprobs | None:
+    """Of a step's log-probabilities those of the emitted lines, renumbered to their order of emission."""
+    if logprobs is None or not len(lines):
+        return None
+    position = np.full(num_lines, -1, np.int32)
+    position[lines] = np.arange(len(lines))
+    index = position[logprobs.index]
+    chosen = np.flatnonzero(index >= 0)
+    return Logprobs(index[chosen], logprobs.token_ids[chosen], logprobs.values[chosen], logprobs.ranks[chosen])

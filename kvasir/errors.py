@@ -1,0 +1,39 @@
+"""The error tree. Everything Kvasir raises on purpose is one of these.
+
+KvasirError
+├── ConfigError      the engine cannot be built as asked: a setting, a file or the machine is wrong
+│   └── ModelError   the model's own files are missing, corrupt, or of a kind we do not run
+├── RequestError     one request is wrong; the engine goes on (HTTP 4xx)
+└── EngineError      the engine itself failed (HTTP 5xx)
+    └── EngineDeadError   it failed earlier and takes no more work
+
+A message says what was asked, what is possible and what to change.
+"""
+
+
+class KvasirError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(KvasirError, ValueError):
+    """The engine cannot be built as asked."""
+
+
+class ModelError(ConfigError):
+    """A model's files are missing, corrupt, or of a kind Kvasir does not run."""
+
+
+class RequestError(KvasirError, ValueError):
+    """One request is wrong. `parameter` names the field at fault where there is one."""
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class EngineError(KvasirError, RuntimeError):
+    """The engine failed while running."""
+
+
+class EngineDeadError(EngineError):
+    """The engine failed earlier and takes no more work."""

@@ -1,0 +1,29 @@
+"""What the core may ask of whoever runs the model: one process, several, or a fake."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvasir.messages import KVSpec, StepFuture, StepPlan
+
+
+class Executor(Protocol):
+    overlaps: bool  # whether execute and sample return before the device is done
+
+    def kv_spec(self) -> KVSpec:
+        """The shape of one KV block, as the model needs it."""
+
+    def available_kv_bytes(self) -> int:
+        """Memory that the KV cache may take, after weights and the largest step. Measured, so call it once."""
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        """Take the memory. Must come before the first step."""
+
+    def execute(self, plan: StepPlan) -> None:
+        """Launch the forward pass of a step."""
+
+    def sample(self) -> StepFuture:
+        """Launch sampling for the step last executed; its tokens stay on the device for the next one."""
+
+    def close(self) -> None:
+        """Give all memory back. The executor cannot be used afterwards."""

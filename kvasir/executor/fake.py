@@ -1,0 +1,138 @@
+"""Executors without a model: a device made of numpy for tests, and one that only takes time for benchmarks.
+
+EchoExecutor keeps the *tokens* in its pages where a model keeps keys and values, and answers with a hash of what
+it reads back through the block tables. A block that is lost, shared wrongly or written too late changes the text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvasir.messages import NULL_BLOCK, Int32Array, KVSpec, StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class Ready:
+    """A future whose result came at once, or comes at a given time."""
+
+    value: StepResult
+    at: float = 0.0
+
+    def done(self) -> bool:
+        return time.perf_counter() >= self.at
+
+    def result(self) -> StepResult:
+        left = self.at - time.perf_counter() if self.at else 0.0
+        if left > 0:
+            time.sleep(left)
+        return self.value
+
+
+def echo_next(tokens: Sequence[int] | Int32Array, vocab: int) -> int:
+    """The token that follows `tokens` in the fake language."""
+    state = 1469598103934665603
+    for token in tokens:
+        state = ((state ^ int(token)) * 1099511628211) & 0xFFFFFFFFFFFFFFFF
+    return (state >> 20) % vocab
+
+
+class EchoExecutor:
+    overlaps = True
+
+    def __init__(self, block_size: int, max_rows: int, max_model_len: int, vocab: int = 50) -> None:
+        self.vocab = vocab
+        self.block_size = block_size
+        width = -(-max_model_len // block_size)
+        self.tables = np.full((max_rows, width), NULL_BLOCK, np.int32)
+        self.computed = np.zeros(max_rows, np.int64)
+        self.next_token = np.full(max_rows, -7, np.int64)
+        self.pages = np.zeros((0, block_size), np.int64)
+        self._plan: StepPlan | None = None
+
+    def kv_spec(self) -> KVSpec:
+        return KVSpec(num_layers=1, block_size=self.block_size, page_bytes=1)
+
+    def available_kv_bytes(self) -> int:
+        return 1 << 20
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        self.pages = np.full((num_blocks, self.block_size), -9, np.int64)
+
+    def execute(self, plan: StepPlan) -> None:
+        for new in plan.new_rows:
+            self.computed[new.row] = new.num_computed
+        assert len(set(plan.table_index.tolist())) == len(plan.table_index), "a table entry is set twice in one step"
+        self.tables.reshape(-1)[plan.table_index] = plan.table_block
+        self.pages[plan.copies[:, 1]] = self.pages[plan.copies[:, 0]]
+        self._plan = plan
+        at = 0
+        written: dict[tuple[int, int], int] = {}
+        for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
+            for offset in range(count):
+                token = int(plan.token_ids[at + offset])
+                position = int(self.computed[row]) + offset
+                slot = int(self.tables[row, position // self.block_size]), position % self.block_size
+                assert slot[0] != NULL_BLOCK, f"row {row} writes to the null block"
+                assert slot not in written, f"rows {written.get(slot)} and {row} write the same slot in one step"
+                written[slot] = row
+                self.pages[slot] = self.next_token[row] if token < 0 else token
+            self.computed[row] += count
+            at += count
+
+    def sample(self) -> Ready:
+        plan = self._plan
+        assert plan is not None, "sample follows execute"
+        tokens = np.zeros((len(plan.rows), 1), np.int32)
+        for i in np.flatnonzero(plan.samples):
+            row = int(plan.rows[i])
+            length = int(self.computed[row])
+            used = self.tables[row, : -(-length // self.block_size)]
+            tokens[i, 0] = self.next_token[row] = echo_next(self.pages[used].reshape(-1)[:length], self.vocab)
+        return Ready(StepResult(tokens, plan.samples.astype(np.int32)))
+
+    def close(self) -> None:
+        self.pages = self.pages[:0]
+
+
+class DelayExecutor:
+    """Answers every row with the same token after a fixed time, and notes when it was asked."""
+
+    overlaps = True
+
+    def __init__(self, block_size: int, delay: float = 0.0, token: int = 7) -> None:
+        self.block_size = block_size
+        self.delay = delay
+        self.token = token
+        self.free_at = 0.0  # when the device is done with all it was given
+        self.log: list[tuple[str, int, float]] = []  # (event, step, time)
+        self._plan: StepPlan | None = None
+
+    def kv_spec(self) -> KVSpec:
+        return KVSpec(num_layers=1, block_size=self.block_size, page_bytes=1)
+
+    def available_kv_bytes(self) -> int:
+        return 1 << 30
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        pass
+
+    def execute(self, plan: StepPlan) -> None:
+        self._plan = plan
+        now = time.perf_counter()
+        self.free_at = max(self.free_at, now) + self.delay
+        if self.delay:
+            self.log.append(("execute", plan.step, now))
+            self.log.append(("done", plan.step, self.free_at))
+
+    def sample(self) -> Ready:
+        plan = self._plan
+        assert plan is not None, "sample follows execute"
+        tokens = np.full((len(plan.rows), 1), self.token, np.int32)
+        return Ready(StepResult(tokens, plan.samples.astype(np.int32)), self.free_at if self.delay else 0.0)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,95 @@
+"""Sampling parameters of the running rows: on the device for the sampler, and on the host to know which stages a
+step needs at all. A stage that no row of a step asks for is not run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvasir.messages import NewRow
+
+
+@dataclass(slots=True)
+class Needs:
+    """What the rows of one step ask for."""
+
+    random: bool
+    filters: bool
+    bans: bool
+    logprob_lines: NDArray[np.int64] | None  # which of the sampled lines want log-probabilities
+    num_logprobs: int = 0
+
+
+class SamplingState:
+    # columns of the packed description of a new row, before its stop ids
+    COLUMNS = ("row", "num_computed", "top_k", "seed", "banned_until", "temperature", "top_p", "min_p")
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        def column(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(max_rows, dtype=dtype, device=device)
+
+        self.top_k = column(torch.int32)
+        self.seed = column(torch.int32)
+        self.banned_until = column(torch.int32)
+        self.temperature = column(torch.float32)
+        self.top_p = column(torch.float32)
+        self.min_p = column(torch.float32)
+        self.stop_ids = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)
+        self._random = np.zeros(max_rows, np.bool_)
+        self._filters = np.zeros(max_rows, np.bool_)
+        self._banned_until = np.zeros(max_rows, np.int32)
+        self._logprobs = np.full(max_rows, -1, np.int32)
+
+    def pack(self, new_rows: list[NewRow]) -> NDArray[np.int32]:
+        """New rows as one int32 matrix [rows, columns + stop ids]; floats travel as their bits."""
+        bans = [new.sampling.stop_token_ids if new.sampling.banned_until else () for new in new_rows]
+        width = len(self.COLUMNS) + max(1, *map(len, bans))
+        packed = np.zeros((len(new_rows), width), np.int32)
+        floats = packed.view(np.float32)
+        for line, (new, stop_ids) in enumerate(zip(new_rows, bans, strict=True)):
+            s = new.sampling
+            seed = s.seed - (1 << 32) if s.seed >> 31 else s.seed  # the same 32 bits, signed
+            packed[line, :5] = new.row, new.num_computed, s.top_k, seed, s.banned_until if stop_ids else 0
+            floats[line, 5:8] = s.temperature, s.top_p, s.min_p
+            if stop_ids:  # padded with the first one: banning it twice does no harm
+                packed[line, 8:] = stop_ids[0]
+                packed[line, 8 : 8 + len(stop_ids)] = stop_ids
+            self._random[new.row] = s.temperature > 0
+            self._filters[new.row] = s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
+            self._banned_until[new.row] = packed[line, 4]
+            self._logprobs[new.row] = -1 if s.logprobs is None else s.logprobs
+        return packed
+
+    def write(self, rows: torch.Tensor, packed: torch.Tensor) -> None:
+        """Put what `pack` made, now on the device, into the rows."""
+        floats = packed.view(torch.float32)
+        for column, target in enumerate((self.top_k, self.seed, self.banned_until), start=2):
+            target[rows] = packed[:, column]
+        for column, target in enumerate((self.temperature, self.top_p, self.min_p), start=5):
+            target[rows] = floats[:, column]
+        stop_ids = packed[:, len(self.COLUMNS) :]
+        missing = stop_ids.shape[1] - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = torch.cat([self.stop_ids, self.stop_ids[:, :1].expand(-1, missing)], dim=1)
+        elif missing < 0:
+            stop_ids = torch.cat([stop_ids, stop_ids[:, :1].expand(-1, -missing)], dim=1)
+        self.stop_ids[rows] = stop_ids
+
+    def needs(self, rows: NDArray[np.int32], bounds: NDArray[np.int32], wants_logprobs: bool) -> Needs:
+        """`rows` sample in this step, each for a position of at most its bound."""
+        lines, count = None, 0
+        if wants_logprobs:
+            lines = np.flatnonzero(self._logprobs[rows] >= 0)
+            count = int(self._logprobs[rows].max())
+        random = bool(self._random[rows].any())
+        return Needs(
+            random=random,
+            filters=random and bool(self._filters[rows].any()),
+            # a bound may lie past the true position, never before it: a ban that is over costs a launch, not an error
+            bans=bool((self._banned_until[rows] > 0).any()),
+            logprob_lines=lines,
+            num_logprobs=count,
+        )

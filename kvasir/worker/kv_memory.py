@@ -1,0 +1,35 @@
+"""The KV cache's memory: one byte pool, cut into equal pages, seen by each layer in its own shape.
+
+Layer i of a group owns pool[i]; a block id names the same page of every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kvasir.messages import KVSpec
+
+
+class KVMemory:
+    def __init__(self, spec: KVSpec, num_blocks: int, device: torch.device) -> None:
+        self.spec = spec
+        self.num_blocks = num_blocks
+        shape = spec.num_layers, num_blocks, spec.page_bytes
+        # Zeroed, because gathers may read slots that were never written and 0 * NaN is NaN. On the CPU numpy's
+        # zeros are calloc: pages take memory when they are first used.
+        if device.type == "cpu":
+            self.pool = torch.from_numpy(np.zeros(shape, np.uint8))
+        else:
+            self.pool = torch.zeros(shape, dtype=torch.uint8, device=device)
+
+    def views(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Each layer's pages [num_blocks, page_bytes] seen through `view`."""
+        return [view(layer) for layer in self.pool]
+
+    def copy_blocks(self, pairs: torch.Tensor) -> None:
+        """Copy blocks (from, to) in all layers. All are read before any is written."""
+        source, target = pairs[:, 0].long(), pairs[:, 1].long()
+        self.pool[:, target] = self.pool[:, source]

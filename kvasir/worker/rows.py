@@ -1,0 +1,72 @@
+"""Per-request state on the device, one row per running request: block table, tokens computed, next input token.
+
+The device's `num_computed` is the truth; the host plans with upper bounds. A step's inputs are built here from
+the rows, so that a step sends only what changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvasir.attention.base import AttentionBatch
+from kvasir.messages import StepPlan
+
+
+@dataclass(slots=True)
+class StepInputs:
+    input_ids: torch.Tensor  # [tokens] int64
+    positions: torch.Tensor  # [tokens] int64
+    rows: torch.Tensor  # [rows] int64
+    batch: AttentionBatch
+
+
+class DeviceRows:
+    def __init__(self, max_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        width = -(-max_model_len // block_size)
+        self.tables = torch.zeros(max_rows, width, dtype=torch.int32, device=device)
+        self.num_computed = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.next_token = torch.zeros(max_rows, dtype=torch.int32, device=device)
+
+    def set_tables(self, index: torch.Tensor, block: torch.Tensor) -> None:
+        """Write changed block-table entries, given by their flat positions."""
+        self.tables.view(-1)[index.long()] = block
+
+    def build(
+        self, plan: StepPlan, rows: torch.Tensor, num_tokens: torch.Tensor, token_ids: torch.Tensor
+    ) -> StepInputs:
+        """The step's inputs from the rows; counts the tokens as computed. Never waits for the device."""
+        device = rows.device
+        before = self.num_computed[rows]
+        seq_lens = before + num_tokens
+        query_start = torch.zeros(len(rows) + 1, dtype=torch.int32, device=device)
+        torch.cumsum(num_tokens, 0, dtype=torch.int32, out=query_start[1:])
+        if plan.num_decodes == len(plan.rows):
+            token_rows, positions, known = rows, before.long(), self.next_token[rows]
+        else:
+            line = torch.arange(len(rows), device=device)
+            line = torch.repeat_interleave(line, num_tokens.long(), output_size=plan.total_tokens)
+            token_rows = rows[line]
+            offset = torch.arange(plan.total_tokens, device=device) - query_start[line]
+            positions, known = before[line] + offset, self.next_token[token_rows]
+        input_ids = torch.where(token_ids >= 0, token_ids, known).long()
+        block = self.tables[token_rows, positions // self.block_size].long()
+        self.num_computed[rows] = seq_lens
+        most_blocks = -(-int(plan.bounds.max()) // self.block_size)
+        return StepInputs(
+            input_ids=input_ids,
+            positions=positions,
+            rows=rows,
+            batch=AttentionBatch(
+                slots=block * self.block_size + positions % self.block_size,
+                query_start=query_start,
+                seq_lens=seq_lens,
+                block_tables=self.tables[:, :most_blocks][rows],
+                num_decodes=plan.num_decodes,
+                query_lens=plan.num_tokens,
+                seq_bounds=plan.bounds,
+                block_size=self.block_size,
+            ),
+        )

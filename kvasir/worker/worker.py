@@ -1,0 +1,121 @@
+"""One device's share of the engine: loads the model, sizes and takes the KV cache, runs steps.
+
+Import this module only where the worker runs: it brings torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import numpy as np
+import torch
+
+from kvasir.config import EngineConfig
+from kvasir.log import get_logger
+from kvasir.messages import KVSpec, NewRow, RowSampling, StepPlan
+from kvasir.models.loader import load_model
+from kvasir.models.transformer import Transformer
+from kvasir.platforms import select
+from kvasir.worker.kv_memory import KVMemory
+from kvasir.worker.model_runner import ModelRunner
+from kvasir.worker.staging import DeviceResult
+
+logger = get_logger(__name__)
+GIB = 1 << 30
+
+
+class Worker:
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.platform = select(config.device.device)
+        self.device = torch.device(config.device.device)
+        self.dtype = getattr(torch, config.model.dtype)
+        started = time.perf_counter()
+        self.model: Transformer | None = load_model(config, self.device)
+        self.runner: ModelRunner | None = None
+        logger.info(
+            "loaded %s (%s, %s) in %.1f s",
+            config.model.path, config.model.dtype, config.device.device, time.perf_counter() - started,
+        )  # fmt: skip
+
+    def kv_spec(self) -> KVSpec:
+        assert self.model is not None, "the worker is closed"
+        return self.model.kv_spec(self.config.cache.block_size, self.dtype)
+
+    def available_kv_bytes(self) -> int:
+        """What the cache may take: as told, or what is left after weights and the largest step."""
+        cache = self.config.cache
+        if cache.kv_cache_memory_bytes is not None:
+            return cache.kv_cache_memory_bytes
+        if self.device.type == "cuda":
+            return self._measure_cuda(cache.gpu_memory_utilization)
+        return self.platform.default_kv_bytes()
+
+    def _measure_cuda(self, utilization: float) -> int:
+        """Run the largest step once and see how high memory went."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._largest_step()
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        others = total - free - torch.cuda.memory_reserved(self.device)  # the context, and other processes
+        available = int(total * utilization) - peak - others
+        logger.info(
+            "memory: %.1f GiB in all, %.1f for weights and the largest step, %.1f outside torch, %.1f for the KV cache",
+            total / GIB, peak / GIB, others / GIB, available / GIB,
+        )  # fmt: skip
+        return available
+
+    def _largest_step(self) -> None:
+        """All rows sample with every stage on, and the rest of the token budget is prompt."""
+        scheduler, model_len = self.config.scheduler, self.config.model.max_model_len
+        num_rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        spare = scheduler.max_num_batched_tokens - num_rows
+        lengths = np.ones(num_rows, np.int32)
+        for row in range(num_rows - 1, -1, -1):
+            lengths[row] += min(spare, model_len - 1)
+            spare -= int(lengths[row]) - 1
+        sampling = RowSampling(temperature=1.0, top_p=0.9, top_k=10, min_p=0.1)
+        plan = StepPlan(
+            rows=np.arange(num_rows, dtype=np.int32),
+            num_tokens=lengths,
+            samples=np.ones(num_rows, np.bool_),
+            token_ids=np.zeros(int(lengths.sum()), np.int32),
+            bounds=lengths,
+            num_decodes=int((lengths == 1).sum()),
+            new_rows=[NewRow(row, 0, sampling) for row in range(num_rows)],
+            table_index=np.zeros(0, np.int32),
+            table_block=np.zeros(0, np.int32),
+            copies=np.zeros((0, 2), np.int32),
+        )
+        runner = self._make_runner(num_blocks=1)
+        runner.execute(plan)
+        runner.sample().result()
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        self.runner = self._make_runner(num_blocks)
+
+    def _make_runner(self, num_blocks: int) -> ModelRunner:
+        assert self.model is not None, "the worker is closed"
+        memory = KVMemory(self.kv_spec(), num_blocks, self.device)
+        self.model.bind_kv(memory.pool)
+        return ModelRunner(
+            self.model, memory, self.config.scheduler.max_num_seqs, self.config.model.max_model_len, self.device
+        )
+
+    def execute(self, plan: StepPlan) -> None:
+        assert self.runner is not None, "allocate_kv comes before the first step"
+        self.runner.execute(plan)
+
+    def sample(self) -> DeviceResult:
+        assert self.runner is not None, "allocate_kv comes before the first step"
+        return self.runner.sample()
+
+    def close(self) -> None:
+        self.runner = self.model = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,97 @@
+"""Small engines for tests: a real scheduler and cache over a fake device, and what the fake model would say."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from kvasir.engine.cache.manager import KVCacheManager
+from kvasir.engine.core import EngineCore
+from kvasir.engine.policies import FirstComeFirstServed
+from kvasir.engine.scheduler import Limits, Scheduler
+from kvasir.executor.base import Executor
+from kvasir.executor.fake import EchoExecutor, echo_next
+from kvasir.messages import EngineOutput, EngineRequest, FinishReason, RowSampling
+
+VOCAB = 50
+
+
+def make_scheduler(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    budget: int = 32,
+    max_model_len: int = 64,
+    caching: bool = True,
+    chunked: bool = True,
+    threshold: int = 0,
+) -> Scheduler:
+    cache = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len, caching)
+    limits = Limits(max_num_seqs, budget, chunked, threshold)
+    return Scheduler(limits, cache, FirstComeFirstServed(), max_model_len)
+
+
+def make_core(lookahead: int = 1, executor: Executor | None = None, **settings: int | bool) -> EngineCore:
+    scheduler = make_scheduler(**settings)  # type: ignore[arg-type]
+    if executor is None:
+        shape = scheduler.rows.tokens.shape
+        executor = EchoExecutor(scheduler.cache.block_size, shape[0], shape[1], VOCAB)
+        executor.allocate_kv(scheduler.cache.pool.num_blocks)
+    return EngineCore(scheduler, executor, lookahead)
+
+
+def request(key: int, prompt: list[int], max_tokens: int = 8, stop: tuple[int, ...] = (), **fields: bool | bytes) -> EngineRequest:
+    sampling = RowSampling(stop_token_ids=stop)
+    return EngineRequest(key, np.array(prompt, np.int32), max_tokens, sampling, **fields)  # type: ignore[arg-type]
+
+
+def expected(prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> list[int]:
+    """What the fake model says when it runs alone, one token after the other."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(echo_next(tokens, VOCAB))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(prompt) :]
+
+
+class Collector:
+    """Gathers a core's outputs per request."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.reasons: dict[int, FinishReason] = {}
+        self.cached: dict[int, int] = {}
+
+    def take(self, output: EngineOutput) -> None:
+        for key, line, count in zip(output.keys.tolist(), output.token_ids, output.counts.tolist(), strict=True):
+            self.tokens.setdefault(key, []).extend(line[:count].tolist())
+        for end in output.finished:
+            assert end.key not in self.reasons, f"request {end.key} ended twice"
+            self.reasons[end.key] = end.reason
+            self.cached[end.key] = end.num_cached_tokens
+            if end.token_ids is not None:
+                assert end.key not in self.tokens, "tokens were streamed and sent again with the finish"
+                self.tokens[end.key] = end.token_ids.tolist()
+
+
+def run(core: EngineCore, max_steps: int = 5000) -> Collector:
+    collector = Collector()
+    while core.has_work():
+        collector.take(core.run_step())
+        max_steps -= 1
+        assert max_steps > 0, "the engine does not come to an end"
+    return collector
+
+
+def check_blocks(core: EngineCore) -> None:
+    """Every block is accounted for, and its references are exactly the rows that hold it."""
+    scheduler = core.scheduler
+    cache = scheduler.cache
+    cache.pool.check()
+    held: Counter[int] = Counter()
+    for row in scheduler.rows.order.tolist():
+        held.update(cache.tables[row, : cache.num_blocks[row]].tolist())
+    counts = {int(b): int(cache.pool.ref_counts[b]) for b in np.flatnonzero(cache.pool.ref_counts)}
+    assert counts == dict(held), "reference counts differ from what the rows hold"

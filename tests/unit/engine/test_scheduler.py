@@ -1,0 +1,204 @@
+"""Each mechanism of the scheduler alone, with a counter that shows it was really taken."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.builders import check_blocks, expected, make_core, make_scheduler, request, run
+
+from kvasir.errors import RequestError
+from kvasir.messages import FinishReason, StepResult
+
+LONG = [i % 7 for i in range(30)]
+
+
+def answer(scheduler, plan, token=1):  # type: ignore[no-untyped-def]
+    tokens = np.full((len(plan.rows), 1), token, np.int32)
+    return scheduler.update(StepResult(tokens, plan.samples.astype(np.int32)))
+
+
+def test_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
+    core = make_core(budget=8)
+    core.add(request(0, LONG, 4))
+    sizes = []
+    real = core.executor.execute
+    core.executor.execute = lambda plan: (sizes.append(plan.total_tokens), real(plan))[1]  # type: ignore[method-assign]
+    got = run(core)
+    assert sizes[:4] == [8, 8, 8, 6]
+    assert got.tokens[0] == expected(LONG, 4)
+
+
+def test_decodes_go_on_while_a_long_prompt_is_chunked() -> None:
+    scheduler = make_scheduler(budget=8)
+    scheduler.add(request(0, [1, 2, 3], 20))
+    answer(scheduler, scheduler.schedule())
+    scheduler.add(request(1, LONG, 4))
+    plan = scheduler.schedule()
+    assert plan.num_tokens.tolist() == [1, 7] and plan.num_decodes == 1
+    assert plan.samples.tolist() == [True, False]
+    assert scheduler.stats.partial_prefills == 1
+
+
+def test_without_chunking_a_prompt_waits_for_a_step_that_holds_it_whole() -> None:
+    scheduler = make_scheduler(budget=32, chunked=False)
+    scheduler.add(request(0, LONG, 4))
+    scheduler.add(request(1, LONG[::-1], 4))
+    assert scheduler.schedule().num_tokens.tolist() == [30]
+    assert sorted(scheduler.schedule().num_tokens.tolist()) == [1, 30]
+    assert scheduler.stats.partial_prefills == 0
+
+
+def test_prefill_threshold_bounds_every_prompt() -> None:
+    core = make_core(budget=64, threshold=7)
+    core.add(request(0, LONG, 2))
+    assert core.scheduler.schedule().num_tokens.tolist() == [7]
+
+
+def test_prefix_hit_skips_prefill() -> None:
+    core = make_core()
+    core.add(request(0, LONG, 4))
+    run(core)
+    core.add(request(1, LONG, 4))
+    got = run(core)
+    assert got.tokens[1] == expected(LONG, 4)
+    assert got.cached[1] == 28  # the last token is always computed, so the hit ends at a full block before it
+    assert core.scheduler.cache.stats.prefix_hits == 28
+
+
+def test_generated_text_is_found_by_the_next_turn() -> None:
+    core = make_core()
+    core.add(request(0, LONG, 8))
+    first = run(core).tokens[0]
+    core.add(request(1, LONG + first + [5], 2))
+    assert run(core).cached[1] == 36  # 37 of the 38 tokens were computed: nine full blocks of four
+
+
+def test_requests_of_one_step_share_a_prefix() -> None:
+    core = make_core(budget=64)
+    core.add(request(0, LONG + [1], 2))
+    core.add(request(1, LONG + [2], 2))
+    plan = core.scheduler.schedule()
+    assert sorted(plan.num_tokens.tolist()) == [3, 31]
+    core.executor.execute(plan)
+    core.scheduler.update(core.executor.sample().result())
+    got = run(core)
+    assert got.cached[1] == 28
+
+
+def test_salt_keeps_prefixes_apart() -> None:
+    core = make_core()
+    core.add(request(0, LONG, 1, cache_salt=b"a"))
+    run(core)
+    core.add(request(1, LONG, 1, cache_salt=b"b"))
+    assert run(core).cached[1] == 0
+
+
+def test_prefix_caching_off_finds_nothing() -> None:
+    core = make_core(caching=False)
+    for key in range(2):
+        core.add(request(key, LONG, 4))
+        assert run(core).cached[key] == 0
+    assert core.scheduler.cache.pool.num_cached == 0
+
+
+def test_preempted_request_comes_back_and_loses_nothing() -> None:
+    core = make_core(num_blocks=18, max_model_len=60)
+    for key in range(3):
+        core.add(request(key, [key] * 12, 24))
+    got = run(core)
+    assert core.scheduler.stats.preemptions > 0
+    for key in range(3):
+        assert got.tokens[key] == expected([key] * 12, 24)
+
+
+def test_the_oldest_request_is_never_preempted() -> None:
+    core = make_core(num_blocks=18, max_model_len=60)
+    for key in range(3):
+        core.add(request(key, [key] * 12, 24))
+    while core.has_work():
+        core.run_step()
+        oldest = core.scheduler._requests.get(0)
+        assert oldest is None or oldest.num_preemptions == 0
+
+
+def test_fork_shares_blocks_and_copies_on_the_first_write() -> None:
+    core = make_core()
+    core.add(request(0, LONG, 12))
+    core.run_step()
+    core.run_step()
+    core.run_step()
+    prompt = LONG + expected(LONG, 1)
+    core.scheduler.fork(0, request(1, prompt, 6))
+    used = core.scheduler.cache.pool.num_used
+    assert core.scheduler.cache.stats.shared == 8  # 31 tokens in blocks of four, the last one half full
+    check_blocks(core)
+    got = run(core)
+    assert core.scheduler.cache.stats.copies == 1
+    assert used <= 9, "the child took no blocks of its own until it wrote"
+    assert got.tokens[1] == expected(prompt, 6)
+
+
+def test_abort_of_a_waiting_and_of_a_running_request() -> None:
+    core = make_core(max_num_seqs=1)
+    core.add(request(0, LONG, 12))
+    core.add(request(1, LONG, 12))
+    core.run_step()
+    assert core.abort(0) and core.abort(1)
+    assert not core.abort(0), "it is gone already"
+    run(core)
+    assert core.scheduler.cache.pool.num_used == 0
+
+
+def test_text_cut_by_a_stop_string_is_not_cached_beyond_the_cut() -> None:
+    core = make_core()
+    core.add(request(0, LONG, 12))
+    for _ in range(12):
+        core.run_step()
+    core.abort(0, num_kept=2)
+    assert core.scheduler.cache.pool.num_cached == 8  # 32 tokens kept
+
+
+def test_stop_token_ends_at_once_and_the_wasted_row_is_dropped() -> None:
+    text = expected(LONG, 8)
+    core = make_core()
+    core.add(request(0, LONG, 8, stop=(99, text[3])))
+    core.add(request(1, LONG[1:], 8))
+    got = run(core)
+    assert got.tokens[0] == text[: text.index(text[3]) + 1]
+    assert got.reasons == {0: FinishReason.STOP, 1: FinishReason.LENGTH}
+    assert core.scheduler.stats.dropped_tokens == 1
+
+
+def test_length_end_wastes_no_row() -> None:
+    core = make_core()
+    core.add(request(0, LONG, 5))
+    run(core)
+    assert core.scheduler.stats.dropped_tokens == 0
+    assert core.scheduler.stats.scheduled_tokens == 34  # the last token is never fed back
+
+
+def test_request_that_could_never_fit_is_refused_with_numbers() -> None:
+    scheduler = make_scheduler(num_blocks=6, max_model_len=64)
+    with pytest.raises(RequestError, match=r"may grow to 40 tokens.*10 KV blocks.*the cache has 5"):
+        scheduler.add(request(0, LONG, 10))
+    assert len(scheduler) == 0
+
+
+def test_request_that_needs_its_last_token_waits_for_the_result() -> None:
+    scheduler = make_scheduler()
+    scheduler.add(request(0, [1, 2, 3], 5, needs_last_token=True))
+    first = scheduler.schedule()
+    assert scheduler.schedule() is None
+    answer(scheduler, first)
+    assert scheduler.schedule().num_tokens.tolist() == [1]
+
+
+def test_reset_forgets_prefixes_only_when_idle() -> None:
+    core = make_core()
+    core.add(request(0, LONG, 4))
+    core.run_step()
+    assert not core.reset_prefix_cache()
+    run(core)
+    assert core.reset_prefix_cache()
+    core.add(request(1, LONG, 1))
+    assert run(core).cached[1] == 0
