@@ -93,6 +93,27 @@ class EngineOutput:
     finished: list[Finished] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class EngineStats:
+    """The core's gauges and, since its start, counters. Snapshot, taken when asked for."""
+
+    num_running: int
+    num_waiting: int
+    num_blocks: int  # that requests can hold
+    num_used_blocks: int
+    num_cached_blocks: int
+    steps: int
+    scheduled_tokens: int
+    preemptions: int
+    partial_prefills: int
+    dropped_tokens: int
+    prefix_cache_queries: int  # tokens
+    prefix_cache_hits: int  # tokens
+    evictions: int
+    copied_blocks: int
+    shared_blocks: int
+
+
 # ---------------------------------------------------------------- core -> worker
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from kvasir.engine.scheduler import Scheduler
 from kvasir.errors import EngineDeadError, EngineError
 from kvasir.executor.base import Executor
-from kvasir.messages import EngineOutput, EngineRequest, StepFuture
+from kvasir.messages import EngineOutput, EngineRequest, EngineStats, StepFuture
 
 
 class EngineCore:
@@ -57,6 +57,26 @@ class EngineCore:
         while self.results and not len(self.scheduler):
             self.scheduler.update(self.results.popleft().result())
         return self.scheduler.cache.pool.reset()
+
+    def stats(self) -> EngineStats:
+        scheduler, cache = self.scheduler, self.scheduler.cache
+        return EngineStats(
+            num_running=len(scheduler.rows),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=cache.pool.usable,
+            num_used_blocks=cache.pool.num_used,
+            num_cached_blocks=cache.pool.num_cached,
+            steps=scheduler.stats.steps,
+            scheduled_tokens=scheduler.stats.scheduled_tokens,
+            preemptions=scheduler.stats.preemptions,
+            partial_prefills=scheduler.stats.partial_prefills,
+            dropped_tokens=scheduler.stats.dropped_tokens,
+            prefix_cache_queries=cache.stats.prefix_queries,
+            prefix_cache_hits=cache.stats.prefix_hits,
+            evictions=cache.pool.evictions,
+            copied_blocks=cache.stats.copies,
+            shared_blocks=cache.stats.shared,
+        )
 
     def close(self) -> None:
         self.results.clear()

@@ -5,8 +5,6 @@ Layer i of a group owns pool[i]; a block id names the same page of every layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 import torch
 
@@ -25,9 +23,9 @@ class KVMemory:
         else:
             self.pool = torch.zeros(shape, dtype=torch.uint8, device=device)
 
-    def views(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Each layer's pages [num_blocks, page_bytes] seen through `view`."""
-        return [view(layer) for layer in self.pool]
+    def views(self, page_shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Each layer's pages as [num_blocks, *page_shape]."""
+        return [layer.view(dtype).view(self.num_blocks, *page_shape) for layer in self.pool]
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy blocks (from, to) in all layers. All are read before any is written."""

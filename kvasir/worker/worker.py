@@ -45,23 +45,25 @@ class Worker:
 
     def available_kv_bytes(self) -> int:
         """What the cache may take: as told, or what is left after weights and the largest step."""
-        cache = self.config.cache
-        if cache.kv_cache_memory_bytes is not None:
-            return cache.kv_cache_memory_bytes
-        if self.device.type == "cuda":
-            return self._measure_cuda(cache.gpu_memory_utilization)
+        told = self.config.cache.kv_cache_memory_bytes
+        if told is not None:
+            return told
+        if self.platform.kind in ("cuda", "xpu"):
+            return self._measure(self.config.cache.gpu_memory_utilization)
         return self.platform.default_kv_bytes()
 
-    def _measure_cuda(self, utilization: float) -> int:
+    def _measure(self, utilization: float) -> int:
         """Run the largest step once and see how high memory went."""
-        torch.cuda.reset_peak_memory_stats(self.device)
+        platform = self.platform
+        platform.reset_memory_peak()
         self._largest_step()
-        torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_allocated(self.device)
+        platform.synchronize()
+        peak = platform.memory_peak()
         gc.collect()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
-        others = total - free - torch.cuda.memory_reserved(self.device)  # the context, and other processes
+        platform.release_memory()
+        total, free = platform.memory_bytes(), platform.memory_free()
+        assert total is not None and free is not None, f"{platform.device} does not tell its memory"
+        others = total - free - platform.memory_used()  # the driver's context, and other processes
         available = int(total * utilization) - peak - others
         logger.info(
             "memory: %.1f GiB in all, %.1f for weights and the largest step, %.1f outside torch, %.1f for the KV cache",
@@ -101,7 +103,7 @@ class Worker:
     def _make_runner(self, num_blocks: int) -> ModelRunner:
         assert self.model is not None, "the worker is closed"
         memory = KVMemory(self.kv_spec(), num_blocks, self.device)
-        self.model.bind_kv(memory.pool)
+        self.model.bind_kv(memory.views(self.model.page_shape(memory.spec.block_size), self.dtype))
         return ModelRunner(
             self.model, memory, self.config.scheduler.max_num_seqs, self.config.model.max_model_len, self.device
         )
@@ -117,5 +119,4 @@ class Worker:
     def close(self) -> None:
         self.runner = self.model = None
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.platform.release_memory()

@@ -1,0 +1,46 @@
+"""Kvasir: an LLM inference engine. The names below are its public surface; each is imported when first used,
+so that `import kvasir` is instant and does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__version_tuple__ = (0, 1, 0)
+
+_EXPORTS = {
+    "LLM": "kvasir.llm",
+    "LLMEngine": "kvasir.llm_engine",
+    "EngineArgs": "kvasir.args",
+    "SamplingParams": "kvasir.sampling_params",
+    "RequestOutput": "kvasir.outputs",
+    "CompletionOutput": "kvasir.outputs",
+    "TextPrompt": "kvasir.prompts",
+    "TokensPrompt": "kvasir.prompts",
+    "PromptType": "kvasir.prompts",
+}
+__all__ = ["__version__", "__version_tuple__", *_EXPORTS]
+
+if TYPE_CHECKING:
+    from kvasir.args import EngineArgs as EngineArgs
+    from kvasir.llm import LLM as LLM
+    from kvasir.llm_engine import LLMEngine as LLMEngine
+    from kvasir.outputs import CompletionOutput as CompletionOutput
+    from kvasir.outputs import RequestOutput as RequestOutput
+    from kvasir.prompts import PromptType as PromptType
+    from kvasir.prompts import TextPrompt as TextPrompt
+    from kvasir.prompts import TokensPrompt as TokensPrompt
+    from kvasir.sampling_params import SamplingParams as SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'kvasir' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_EXPORTS[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,218 @@
+"""Paged attention in plain torch, for any device: the reference the other backends must equal.
+
+Nothing here waits for the device: shapes come from the batch's host arrays, true lengths only enter as masks. Decodes
+of like length are gathered into one padded batch; the heads that share a key head stand as its query rows, so keys and
+values are never repeated. Chunks are attended one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from kvasir.attention.base import AttentionBatch
+from kvasir.kernels import store_kv
+
+# A group of decodes gathers at most this much of K or of V (one long sequence may need more), and a mask is at most
+# this large: on a CPU a group stays in the last-level cache, on a GPU fewer launches matter more.
+_GROUP_BYTES = {"cpu": 8 << 20}
+_GROUP_BYTES_ELSEWHERE = 128 << 20
+# Rows shorter than this share of a group's longest go to the next group; padding wastes at most the rest.
+_LIKE_LENGTH = {"cpu": 0.75}
+_LIKE_LENGTH_ELSEWHERE = 0.5
+
+
+class TorchAttention:
+    """See AttentionBackend."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        store_kv(key, value, kv_cache, batch.slots)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for group in _decode_groups(batch, kv_cache):
+            _attend_decodes(out, query, kv_cache, group, scale, window)
+        start = batch.num_decodes
+        for row in range(batch.num_decodes, len(batch.query_lens)):
+            end = start + int(batch.query_lens[row])
+            keys, values = key[start:end], value[start:end]
+            if batch.seq_bounds[row] > end - start:  # there is earlier context
+                keys, values = _gather_row(kv_cache, batch, row)
+            _attend_chunk(out[start:end], query[start:end], keys, values, scale, window, batch.causal)
+            start = end
+        return out
+
+
+# ---------------------------------------------------------------- decodes
+
+
+@dataclass(slots=True)
+class _DecodeGroup:
+    rows: torch.Tensor | None  # [n] int64, which decodes; None: all of them, in order
+    pages: torch.Tensor  # [n * num_blocks] int32, their blocks
+    seq_lens: torch.Tensor  # [n] int32
+    num_keys: int  # per row, padding included
+    masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[n, 1, 1, keys]: 0 where a key is seen, -inf past the row's end or before its window."""
+        if (window, dtype) not in self.masks:
+            position = torch.arange(self.num_keys, device=self.seq_lens.device)
+            end = self.seq_lens[:, None]
+            hidden = position >= end
+            if window is not None:
+                hidden |= position < end - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            self.masks[window, dtype] = mask[:, None, None]
+        return self.masks[window, dtype]
+
+
+def _decode_groups(batch: AttentionBatch, kv_cache: torch.Tensor) -> list[_DecodeGroup]:
+    """Decodes of like length, longest first; worked out once per step."""
+    _, _, block_size, kv_heads, head_dim = kv_cache.shape
+    page_bytes = block_size * kv_heads * head_dim * kv_cache.element_size()
+    note = ("torch decodes", page_bytes)
+    if note not in batch.notes:
+        batch.notes[note] = _group_decodes(batch, page_bytes) if batch.num_decodes else []
+    groups: list[_DecodeGroup] = batch.notes[note]
+    return groups
+
+
+def _group_decodes(batch: AttentionBatch, page_bytes: int) -> list[_DecodeGroup]:
+    tables, lens = batch.block_tables[: batch.num_decodes], batch.seq_lens[: batch.num_decodes]
+    blocks = -(-batch.seq_bounds[: batch.num_decodes] // batch.block_size)
+    order = np.argsort(-blocks, kind="stable")
+    cuts = list(_cut(blocks[order], page_bytes, tables.device.type))
+    if len(cuts) == 1:
+        width = int(blocks.max())
+        return [_DecodeGroup(None, tables[:, :width].reshape(-1), lens, width * batch.block_size)]
+    rows = torch.from_numpy(order)
+    # Only from pinned memory is the copy sure not to wait for the device.
+    rows = rows.pin_memory().to(tables.device, non_blocking=True) if tables.is_cuda else rows.to(tables.device)
+    groups = []
+    for begin, end in cuts:
+        width, some = int(blocks[order[begin]]), rows[begin:end]
+        pages = tables[:, :width].index_select(0, some).reshape(-1)
+        groups.append(_DecodeGroup(some, pages, lens.index_select(0, some), width * batch.block_size))
+    return groups
+
+
+def _cut(blocks: np.ndarray, page_bytes: int, device: str) -> Iterator[tuple[int, int]]:
+    """Ranges of a descending array of block counts that are alike and not too much at once."""
+    like, most = _LIKE_LENGTH.get(device, _LIKE_LENGTH_ELSEWHERE), _GROUP_BYTES.get(device, _GROUP_BYTES_ELSEWHERE)
+    begin = 0
+    while begin < len(blocks):
+        longest = int(blocks[begin])
+        alike = int(np.searchsorted(-blocks, -int(like * longest), side="right"))
+        end = min(alike, begin + max(1, most // (longest * page_bytes)))
+        yield begin, end
+        begin = end
+
+
+def _attend_decodes(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    group: _DecodeGroup,
+    scale: float,
+    window: int | None,
+) -> None:
+    n, (_, heads, head_dim), kv_heads = len(group.seq_lens), query.shape, kv_cache.shape[3]
+    keys, values = _gather(kv_cache, group.pages, n)
+    query = query[:n] if group.rows is None else query.index_select(0, group.rows)
+    query = query.reshape(n, kv_heads, heads // kv_heads, head_dim)
+    keys, values, mask = keys.transpose(1, 2), values.transpose(1, 2), group.mask(window, query.dtype)
+    seen = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale).reshape(n, heads, head_dim)
+    if group.rows is None:
+        out[:n] = seen
+    else:
+        out.index_copy_(0, group.rows, seen)
+
+
+def _gather(kv_cache: torch.Tensor, pages: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and the values of n rows' blocks, each [n, keys, kv_heads, head_dim]."""
+    keys, values = kv_cache[:, 0].index_select(0, pages), kv_cache[:, 1].index_select(0, pages)
+    shape = (n, -1, *kv_cache.shape[3:])
+    return keys.view(shape), values.view(shape)
+
+
+# ---------------------------------------------------------------- chunks
+
+
+def _gather_row(kv_cache: torch.Tensor, batch: AttentionBatch, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """All keys and values of one row, each [keys, kv_heads, head_dim]; a chunk's bound is its true length."""
+    length = int(batch.seq_bounds[row])
+    pages = batch.block_tables[row, : -(-length // batch.block_size)]
+    keys, values = _gather(kv_cache, pages, 1)
+    return keys[0, :length], values[0, :length]
+
+
+def _attend_chunk(
+    out: torch.Tensor,  # [queries, heads, head_dim]
+    query: torch.Tensor,
+    keys: torch.Tensor,  # [keys, kv_heads, head_dim]; the queries are the last of them
+    values: torch.Tensor,
+    scale: float,
+    window: int | None,
+    causal: bool,
+) -> None:
+    """Attend in pieces of queries, each over the keys it may see, so that no mask grows too large."""
+    context = len(keys) - len(query)
+    masked = window is not None and window < len(keys)
+    if not masked and (context == 0 or not causal):
+        _attend_piece(out, query, keys, values, scale, None, is_causal=causal)
+        return
+    most = _GROUP_BYTES.get(query.device.type, _GROUP_BYTES_ELSEWHERE)
+    step = max(16, most // (len(keys) * query.element_size()))
+    for begin in range(0, len(query), step):
+        end = min(begin + step, len(query))
+        first = max(0, context + begin + 1 - window) if window is not None else 0
+        last = context + end if causal else len(keys)
+        shift = context + begin - first  # where the piece's first query stands among the piece's keys
+        mask = _chunk_mask(end - begin, last - first, shift, window if masked else None, causal, query)
+        _attend_piece(out[begin:end], query[begin:end], keys[first:last], values[first:last], scale, mask)
+
+
+def _chunk_mask(
+    queries: int, keys: int, shift: int, window: int | None, causal: bool, like: torch.Tensor
+) -> torch.Tensor:
+    """[queries, keys]: -inf where the key comes after query + shift, or `window` and more before it."""
+    mask = torch.zeros(queries, keys, dtype=like.dtype, device=like.device)
+    hidden = torch.full_like(mask, -torch.inf)
+    if causal:
+        mask += hidden.triu(shift + 1)
+    if window is not None:
+        mask += hidden.tril(shift - window)
+    return mask
+
+
+def _attend_piece(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None,
+    is_causal: bool = False,
+) -> None:
+    # Key heads are the batch; their query heads see one key head expanded without a copy. Every kernel behind
+    # scaled_dot_product_attention takes such strides, while few take enable_gqa together with a mask.
+    (queries, heads, head_dim), kv_heads = query.shape, keys.shape[1]
+    shared = heads // kv_heads
+    query = query.reshape(queries, kv_heads, shared, head_dim).permute(1, 2, 0, 3)
+    keys = keys.transpose(0, 1)[:, None].expand(-1, shared, -1, -1)
+    values = values.transpose(0, 1)[:, None].expand(-1, shared, -1, -1)
+    seen = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale)
+    out.view(queries, kv_heads, shared, head_dim).copy_(seen.permute(2, 0, 1, 3))

@@ -1,0 +1,124 @@
+"""`kvasir bench latency`: time to the first token, and time per token after it, of a batch that starts together.
+
+The first is the time of a call that asks for one token; the second is the rest of a longer call, per token. The two calls
+have different prompts of the same length, so that neither finds anything of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from kvasir.args import EngineArgs
+from kvasir.bench import report
+from kvasir.bench.runners import KvasirRunner, Runner, Timed, make_peer, paired_ratio, take_turns, timed
+from kvasir.bench.workloads import BenchRequest, Span, cut, uniform
+from kvasir.errors import ConfigError
+from kvasir.llm import LLM
+
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyOptions:
+    input_len: int = 128
+    output_len: int = 64
+    batch_size: int = 1
+    num_iters: int = 5
+    compare: str | None = None  # "transformers"
+
+    def __post_init__(self) -> None:
+        if self.output_len < 2:
+            raise ConfigError("--output-len must be at least 2: the time per token is that of the tokens after the first.")
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    first: Timed  # one token
+    whole: Timed  # all of them
+
+
+def run(args: EngineArgs, options: LatencyOptions) -> dict[str, Any]:
+    """Measure, and return the record: conditions, sizes, and what each runner did."""
+    with LLM.from_engine_args(args) as llm:
+        config = llm.llm_engine.config
+        if options.batch_size > config.scheduler.max_num_seqs:
+            raise ConfigError(
+                f"--batch-size {options.batch_size} is more than the {config.scheduler.max_num_seqs} requests that run at "
+                f"once; raise --max-num-seqs."
+            )
+        runners: list[Runner] = [KvasirRunner(llm)]
+        if options.compare:
+            runners.append(make_peer(options.compare, config, options.batch_size))
+        measured = _measure(runners, options, config.model.vocab_size, config.model.seed)
+        record = {"benchmark": "latency", **report.conditions(config), "seed": config.model.seed}
+    record |= {
+        "input_len": options.input_len,
+        "output_len": options.output_len,
+        "batch_size": options.batch_size,
+        "num_iters": options.num_iters,
+        "results": {name: _figures(iterations, options) for name, iterations in measured.items()},
+    }
+    if options.compare:
+        ours, theirs = (record["results"][name] for name in ("kvasir", options.compare))
+        record["comparison"] = {
+            "ttft_ratio": paired_ratio(theirs["all_ttft_ms"], ours["all_ttft_ms"]),
+            "token_ratio": paired_ratio(theirs["all_ms_per_token"], ours["all_ms_per_token"]),
+        }
+    return record
+
+
+def _measure(
+    runners: Sequence[Runner], options: LatencyOptions, vocab_size: int, seed: int
+) -> dict[str, list[Iteration]]:
+    measured: dict[str, list[Iteration]] = {runner.name: [] for runner in runners}
+
+    def prompts(number: int) -> list[BenchRequest]:
+        lengths = Span(options.input_len, options.input_len), Span(options.output_len, options.output_len)
+        return uniform(options.batch_size, *lengths, vocab_size, seed * 1_000_003 + number)
+
+    def once(runner: Runner, round: int) -> None:
+        first = timed(runner, cut(prompts(2 * round), 1))
+        measured[runner.name].append(Iteration(first, timed(runner, prompts(2 * round + 1))))
+
+    for runner in runners:
+        runner.generate(cut(prompts(2 * options.num_iters), WARM_UP_TOKENS))
+    take_turns(runners, options.num_iters, once)
+    return measured
+
+
+def _figures(iterations: Sequence[Iteration], options: LatencyOptions) -> dict[str, Any]:
+    first = [1e3 * one.first.seconds for one in iterations]
+    rest = [1e3 * (one.whole.seconds - one.first.seconds) / (options.output_len - 1) for one in iterations]
+    return {
+        "ttft_ms": median(first),
+        "ms_per_token": median(rest),
+        "out_tok_s": options.batch_size * 1e3 / median(rest),  # while all decode
+        "all_ttft_ms": first,
+        "all_ms_per_token": rest,
+        "others_cpu": [one.whole.others for one in iterations],
+    }
+
+
+def render(record: Mapping[str, Any]) -> str:
+    rows = [
+        [name, f["ttft_ms"], f["ms_per_token"], min(f["all_ms_per_token"]), max(f["all_ms_per_token"]), f["out_tok_s"]]
+        for name, f in record["results"].items()
+    ]
+    lines = [
+        f"{record['model']}: {record['batch_size']} x {record['input_len']} in, {record['output_len']} out, "
+        f"median of {record['num_iters']} (seed {record['seed']})",
+        report.conditions_line(record),
+        "",
+        report.table(["", "TTFT ms", "ms/token", "least", "most", "decode tok/s"], rows),
+    ]
+    if "comparison" in record:
+        name = list(record["results"])[1]
+        lines += [
+            "",
+            report.ratio_line(f"TTFT, {name} / kvasir", record["comparison"]["ttft_ratio"], record["num_iters"]),
+            report.ratio_line(f"ms/token, {name} / kvasir", record["comparison"]["token_ratio"], record["num_iters"]),
+        ]
+    return "\n".join(lines)

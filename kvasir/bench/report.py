@@ -1,0 +1,117 @@
+"""What every figure must come with (machine, versions, commit), and tables of plain text. Imports torch only when asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from kvasir import __version__
+from kvasir.config import EngineConfig
+from kvasir.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def conditions(config: EngineConfig) -> dict[str, Any]:
+    """Everything a figure depends on beside the requests."""
+    import torch
+
+    return {
+        "model": config.model.model,
+        "dtype": config.model.dtype,
+        "device": config.device.device,
+        "hardware": hardware(config.device.device),
+        "threads": torch.get_num_threads(),
+        "attention_backend": config.device.attention_backend,
+        "block_size": config.cache.block_size,
+        "max_num_seqs": config.scheduler.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "kvasir": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def hardware(device: str) -> str:
+    """The device by its maker's name."""
+    if device.partition(":")[0] == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+
+
+def cpu_name(path: str = "/proc/cpuinfo") -> str:
+    """The CPU's name; virtual machines often hide it, so family and model stand with it where they are known."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+    name = fields.get("model name", platform.machine())
+    numbers = [f"{key.removeprefix('cpu ')} {fields[key]}" for key in ("cpu family", "model") if key in fields]
+    return f"{name} ({' '.join(numbers)})" if numbers else name
+
+
+def commit(root: Path = ROOT) -> str | None:
+    """The commit this code runs from, with a plus where files were changed; None outside a checkout."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = _git(root, "rev-parse", "--short=10", "HEAD")
+        return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    ran = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=30)
+    return ran.stdout.strip()
+
+
+def conditions_line(record: Mapping[str, Any]) -> str:
+    """The conditions in one line."""
+    code = record["commit"] or "no checkout"
+    return (
+        f"{record['hardware']}, {record['threads']} threads, {record['dtype']}, torch {record['torch']}, "
+        f"kvasir {record['kvasir']} ({code})"
+    )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns under their names, the first one to the left and numbers to the right."""
+    lines = [list(header), *([_text(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    padded = [
+        [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        for line in lines
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in padded)
+
+
+def ratio_line(what: str, ratio: Mapping[str, float], repeat: int) -> str:
+    spread = f" ({ratio['min']:.2f} to {ratio['max']:.2f} over {repeat} rounds)" if repeat > 1 else ""
+    return f"{what}: {ratio['median']:.2f}x{spread}"
+
+
+def write_json(path: str, record: Mapping[str, Any]) -> None:
+    try:
+        Path(path).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {error.strerror}.") from None
+
+
+def _text(cell: object) -> str:
+    if cell is None:
+        return "-"
+    if isinstance(cell, float):
+        return f"{cell:,.1f}" if cell >= 100 else f"{cell:.2f}"
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)

@@ -1,0 +1,63 @@
+"""The command `kvasir`. A subcommand's module is imported only when it is used, so that --help is instant.
+
+Such a module defines `add_arguments(parser)` and `run(namespace) -> int`, the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+from kvasir import __version__, env
+from kvasir.errors import KvasirError
+from kvasir.log import get_logger
+
+COMMANDS = {"bench": ("kvasir.cli.bench", "measure throughput and latency")}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and takes --max_model_len for --max-model-len as vLLM does."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"kvasir: error: {message} (see {self.prog} --help)\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = sys.argv[1:] if args is None else args
+        return super().parse_known_args([_with_dashes(arg) for arg in given], namespace)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; the exit status is 0, or 2 for what the user must change."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        env.validate()
+        namespace = _parser(arguments).parse_args(arguments)
+        return int(import_module(COMMANDS[namespace.command][0]).run(namespace))
+    except KvasirError as error:
+        if get_logger("kvasir").isEnabledFor(logging.DEBUG):
+            traceback.print_exc()
+        print(f"kvasir: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser(arguments: Sequence[str]) -> Parser:
+    parser = Parser(prog="kvasir", description="An LLM inference engine.")
+    parser.add_argument("--version", action="version", version=f"kvasir {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        if name in arguments[:1]:
+            import_module(module).add_arguments(command)
+    return parser
+
+
+def _with_dashes(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument

@@ -1,0 +1,307 @@
+"""The engine's settings: a few frozen dataclasses, every field written once.
+
+A field made by `setting()` becomes an EngineArgs field, an `LLM(...)` keyword, a flag, a key of the `--config` file and
+a line of docs/configuration.md. One made by `settled()` is filled in by resolve.py. A setting with `auto` holds None
+until resolve.py has settled it; annotations state the settled type. Any process; knows no files, devices or models.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
+
+from kvasir.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is known of a setting beside its name, type and default."""
+
+    help: str
+    choices: tuple[Any, ...] = ()
+    refused: str | None = None  # why nothing but the default is taken
+    minimum: float | None = None
+    above: float | None = None  # an open lower bound
+    maximum: float | None = None
+    short: tuple[str, ...] = ()  # short flags
+    auto: str | None = None  # what None (or "auto") is settled to
+
+
+def setting(default: Any, help: str, *, secret: bool = False, **metadata: Any) -> Any:
+    """A field that a user may set. `default` may be a class, such as dict, which is then called."""
+    known = {"setting": Setting(help, **metadata)}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=known, repr=not secret)
+    return field(default=default, metadata=known, repr=not secret)
+
+
+def settled(default: Callable[[], Any]) -> Any:
+    """A field that resolve.py fills in; not a setting."""
+    return field(default_factory=default)
+
+
+class _Checked:
+    """Checks every setting's type, choices and range when an instance is made."""
+
+    def __post_init__(self) -> None:
+        for f in fields(cast(Any, self)):
+            if f.name in all_settings():
+                all_settings()[f.name].check(f.name, getattr(self, f.name))
+
+
+# ---------------------------------------------------------------- the settings
+
+
+@dataclass(frozen=True)
+class ModelConfig(_Checked):
+    """Which model, and what of its own configuration to change."""
+
+    model: str = setting(None, "The model: a directory, or a name on the Hugging Face hub.")
+    tokenizer: str = setting(None, "The tokenizer: a directory or a hub name.", auto="the model's own")
+    skip_tokenizer_init: bool = setting(False, "Load no tokenizer: prompts are token ids, outputs have no text.")
+    revision: str | None = setting(None, "Branch, tag or commit of the model on the hub.")
+    tokenizer_revision: str | None = setting(None, "Branch, tag or commit of the tokenizer on the hub.")
+    hf_token: bool | str | None = setting(
+        None, "Token for the hub. True: the stored one. Unset: HF_TOKEN or the stored one.", secret=True
+    )
+    trust_remote_code: bool = setting(
+        False, "Run Python code shipped with a model.", refused="Kvasir runs no such code."
+    )
+    dtype: str = setting(
+        "auto",
+        "Type of weights and activations. auto: the checkpoint's own; a float32 one becomes bfloat16 on a GPU.",
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+    )
+    seed: int = setting(0, "Seed of requests that bring none, and of dummy weights.", minimum=0)
+    max_model_len: int = setting(
+        None, "Longest sequence, prompt and output together.", minimum=1, auto="the most the model was made for"
+    )
+    max_logprobs: int = setting(20, "Most log-probabilities a request may ask for per token.", minimum=0)
+    logprobs_mode: str = setting(
+        "raw_logprobs",
+        "Which log-probabilities to return: those before penalties and temperature.",
+        choices=("raw_logprobs",),
+    )
+    hf_overrides: dict[str, Any] = setting(
+        dict, "Replaces entries of the model's config.json (nested ones are merged)."
+    )
+    generation_config: str = setting(
+        "auto",
+        "Where default sampling parameters come from. auto: the model's generation_config.json; kvasir (or vllm): "
+        "none; else a directory that holds such a file.",
+    )
+    override_generation_config: dict[str, Any] = setting(dict, "Replaces entries of the generation config.")
+    chat_template: str | None = setting(None, "Chat template: a file, or the Jinja text itself.")
+    model_impl: str = setting("auto", "Which implementation runs the model.", choices=("auto", "kvasir"))
+    runner: str = setting("auto", "What the model is run for.", choices=("auto", "generate"))
+    convert: str = setting("auto", "Adapter that turns the model into another kind.", choices=("auto", "none"))
+    quantization: str | None = setting(
+        None, "How weights are quantized.", refused="Only unquantized weights run so far."
+    )
+    enable_lora: bool = setting(False, "Serve LoRA adapters.", refused="LoRA adapters are not served yet.")
+    speculative_config: dict[str, Any] | None = setting(
+        None, "Speculative decoding.", refused="Speculative decoding is not there yet."
+    )
+    logits_processors: list[Any] | None = setting(
+        None, "Python callables that change logits.", refused="Logits processors are not there yet."
+    )
+
+    path: str = settled(str)  # the model's local directory
+    hf: dict[str, Any] = settled(dict)  # config.json after hf_overrides, the text model's part
+    vocab_size: int = settled(int)
+    generation: dict[str, Any] = settled(dict)  # the generation config's entries; at least the end-of-text ids
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.model:
+            raise ConfigError("No model was given. Pass a directory or a hub name as `model`.")
+
+
+@dataclass(frozen=True)
+class LoadConfig(_Checked):
+    """How weights get into memory."""
+
+    load_format: str = setting(
+        "auto",
+        "auto and safetensors: read the checkpoint; dummy: random weights, for measuring.",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    download_dir: str | None = setting(
+        None, "Where models from the hub are kept. Unset: the hub's own cache (HF_HOME)."
+    )
+    use_tqdm_on_load: bool = setting(True, "Show a progress bar while weights load.")
+
+
+@dataclass(frozen=True)
+class CacheConfig(_Checked):
+    """The KV cache: block size, memory, reuse."""
+
+    block_size: int = setting(
+        None,
+        "Tokens per block of the KV cache.",
+        choices=(1, 2, 4, 8, 16, 32, 64, 128),
+        auto="64 on CUDA, 16 elsewhere",
+    )
+    gpu_memory_utilization: float = setting(
+        0.92, "Share of the device's memory the engine may take: weights, activations and KV cache.", above=0, maximum=1
+    )
+    kv_cache_memory_bytes: int | None = setting(
+        None, "Size of the KV cache in bytes; takes the place of gpu_memory_utilization.", minimum=1
+    )
+    num_gpu_blocks_override: int | None = setting(
+        None, "Number of KV cache blocks, instead of a measured one.", minimum=1
+    )
+    kv_cache_dtype: str = setting(
+        "auto", "Type of keys and values in the cache.", refused="The cache holds the model's own dtype so far."
+    )
+    enable_prefix_caching: bool = setting(True, "Reuse cached blocks of a prompt's beginning across requests.")
+    swap_space: float = setting(0.0, "GiB of CPU memory for swapped blocks.", refused="There is no CPU tier yet.")
+    cpu_offload_gb: float = setting(0.0, "GiB of weights kept in CPU memory.", refused="Weights are not offloaded yet.")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig(_Checked):
+    """Who runs in a step."""
+
+    max_num_seqs: int = setting(
+        None, "Most requests running at once.", minimum=1, auto="256; 1024 on a GPU of 70 GiB and more"
+    )
+    max_num_batched_tokens: int = setting(
+        None,
+        "Most tokens computed in one step.",
+        minimum=1,
+        auto="8192; 16384 on a GPU of 70 GiB and more, 2048 on a CPU; never under max_num_seqs",
+    )
+    enable_chunked_prefill: bool = setting(True, "Split long prompts over several steps.")
+    long_prefill_token_threshold: int = setting(
+        0, "Most prompt tokens one request may compute in a step while prefilling; 0: no such limit.", minimum=0
+    )
+    scheduling_policy: str = setting("fcfs", "Order of the queue.", choices=("fcfs",))
+    async_scheduling: bool = setting(True, "Schedule the next step while the device runs this one.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs is not None and tokens is not None and tokens < seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={tokens} is less than max_num_seqs={seqs}: every running request needs a "
+                f"token per step. Raise the first or lower the second."
+            )
+
+
+@dataclass(frozen=True)
+class ParallelConfig(_Checked):
+    """How the model is spread over devices."""
+
+    tensor_parallel_size: int = setting(
+        1, "Devices each layer is split over.", minimum=1, short=("-tp",), refused="One device runs the model so far."
+    )
+    pipeline_parallel_size: int = setting(
+        1, "Devices the layers are dealt to.", minimum=1, short=("-pp",), refused="One device runs the model so far."
+    )
+    data_parallel_size: int = setting(
+        1, "Copies of the model.", minimum=1, short=("-dp",), refused="One copy of the model runs so far."
+    )
+    enable_expert_parallel: bool = setting(
+        False, "Spread experts over devices.", refused="One device runs the model so far."
+    )
+    distributed_executor_backend: str = setting(
+        None, "What drives the workers. uni: the engine's own process.", choices=("uni",), auto="uni"
+    )
+
+
+@dataclass(frozen=True)
+class DeviceConfig(_Checked):
+    """What the model runs on."""
+
+    device: str = setting("auto", "cpu, cuda, xpu or mps, or one of several (cuda:1). auto: the best there is.")
+    attention_backend: str = setting(
+        "auto", "Attention implementation. torch: plain torch, on any device.", choices=("auto", "torch")
+    )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything the engine is built from: plain data, fit to be sent to another process."""
+
+    model: ModelConfig
+    load: LoadConfig = field(default_factory=LoadConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+
+
+# ---------------------------------------------------------------- reading the settings back
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A setting with its type and default, as found on its class."""
+
+    section: str  # the EngineConfig field it lives in
+    field: Field[Any]
+    setting: Setting
+    types: tuple[type, ...]
+
+    @property
+    def default(self) -> Any:
+        factory = self.field.default_factory
+        return self.field.default if factory is MISSING else factory()
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise a ConfigError unless `value` may stand here."""
+        rule = self.setting
+        if value is None and (self.default is None or type(None) in self.types):
+            return
+        if not (type(value) in self.types or (type(value) is int and float in self.types)):
+            raise ConfigError(f"{name}={value!r} is {_a(type(value).__name__)}; {name} takes {self.describe_type()}.")
+        if rule.refused and value != self.default:
+            raise ConfigError(f"{name}={value!r} is not available: {rule.refused} Leave it at {self.default!r}.")
+        if rule.choices and value not in rule.choices:
+            raise ConfigError(f"{name}={value!r} is not possible. Possible: {', '.join(map(str, rule.choices))}.")
+        if rule.minimum is not None and not value >= rule.minimum:
+            raise ConfigError(f"{name}={value!r} is too small: at least {rule.minimum} is needed.")
+        if rule.above is not None and not value > rule.above:
+            raise ConfigError(f"{name}={value!r} is too small: it must be more than {rule.above}.")
+        if rule.maximum is not None and not value <= rule.maximum:
+            raise ConfigError(f"{name}={value!r} is too large: at most {rule.maximum} is possible.")
+
+    def describe_type(self) -> str:
+        words = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", dict: "a mapping"}
+        described = [words.get(t, _a(t.__name__)) for t in self.types if t is not type(None)]
+        return " or ".join([*described, *(["'auto'"] if self.setting.auto else [])])
+
+
+@cache
+def all_settings() -> dict[str, Known]:
+    """Every setting of every config class, by name, in order."""
+    found = {}
+    for section, cls in get_type_hints(EngineConfig).items():
+        hints = get_type_hints(cls)
+        for f in fields(cls):
+            if "setting" in f.metadata:
+                found[f.name] = Known(section, f, f.metadata["setting"], tuple(_plain_types(hints[f.name])))
+    return found
+
+
+def did_you_mean(name: object, possible: Iterable[object]) -> str:
+    """A sentence with the names nearest to `name`, or nothing."""
+    near = difflib.get_close_matches(str(name), [str(p) for p in possible], n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+def _plain_types(hint: Any) -> Iterator[type]:
+    if get_origin(hint) in (Union, types.UnionType):
+        for part in get_args(hint):
+            yield from _plain_types(part)
+    else:
+        yield get_origin(hint) or hint
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"

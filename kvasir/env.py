@@ -1,0 +1,48 @@
+"""The environment variables Kvasir reads, all of them. What the engine does is set by settings, not here.
+
+Any process. A bad value is a ConfigError; vLLM's names are taken where they mean the same.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from kvasir.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """An environment variable, its possible values (the first is the default) and vLLM's names for it."""
+
+    name: str
+    help: str
+    values: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
+
+    def read(self) -> tuple[str, str]:
+        """The value, and the name under which it was found."""
+        for name in (self.name, *self.aliases):
+            if text := os.environ.get(name):
+                if text.upper() not in self.values:
+                    raise ConfigError(f"{name}={text} is not possible. Possible: {', '.join(self.values)}.")
+                return text.upper(), name
+        return self.values[0], self.name
+
+
+LOG_LEVEL = Variable(
+    "KVASIR_LOG_LEVEL",
+    "The least important messages to log. DEBUG also shows tracebacks of errors at the command line.",
+    ("INFO", "DEBUG", "WARNING", "ERROR", "CRITICAL"),
+    ("VLLM_LOGGING_LEVEL", "VLLM_LOG_LEVEL"),
+)
+VARIABLES = (LOG_LEVEL,)
+
+# vLLM once took these settings from the environment.
+SETTING_ALIASES = {"VLLM_ATTENTION_BACKEND": "attention_backend"}
+
+
+def validate() -> None:
+    """Raise a ConfigError if any variable holds a value it cannot have."""
+    for variable in VARIABLES:
+        variable.read()

@@ -1,0 +1,75 @@
+"""What each operation means, in plain torch, on any device.
+
+Roundings are those of transformers, so that bfloat16 results stay as near to it as the order of sums allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise the last dimension: in float32, rounded to x's type before the gain."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rms_norm(x + residual), and the sum. The sum may take residual's memory."""
+    residual = x + residual
+    return rms_norm(residual, weight, eps), residual
+
+
+def gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """x [tokens, 2 * n]: the activation of the left half, times the right half."""
+    gate, up = x.chunk(2, dim=-1)
+    return ACTIVATIONS[kind](gate) * up
+
+
+def rotary(
+    query: torch.Tensor,  # [tokens, heads, head_dim]
+    key: torch.Tensor,  # [tokens, kv_heads, head_dim]
+    positions: torch.Tensor,  # [tokens]
+    table: torch.Tensor,  # [positions, rotary_dim] float32: cosines, then sines
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate the first rotary_dim of each head, half against half (the NeoX way)."""
+    cos, sin = table.index_select(0, positions).to(query.dtype).unsqueeze(1).chunk(2, dim=-1)
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = cos.shape[-1]
+    left, right = x[..., :half], x[..., half : 2 * half]
+    return torch.cat((left * cos - right * sin, right * cos + left * sin, x[..., 2 * half :]), dim=-1)
+
+
+def store_kv(
+    key: torch.Tensor,  # [tokens, kv_heads, head_dim]
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,  # [blocks, 2, block_size, kv_heads, head_dim], any strides
+    slots: torch.Tensor,  # [tokens] int64, block * block_size + offset, none negative
+) -> None:
+    """Write each token's key and value to its slot."""
+    block_size = kv_cache.shape[2]
+    place = (slots // block_size, slots % block_size)
+    kv_cache[:, 0].index_put_(place, key)
+    kv_cache[:, 1].index_put_(place, value)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [rows, in] times weight [out, in], plus bias [out]."""
+    return F.linear(x, weight, bias)

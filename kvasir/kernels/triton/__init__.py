@@ -1,0 +1,1 @@
+"""Triton kernels. Each equals a function of kernels/reference.py or the torch attention backend."""

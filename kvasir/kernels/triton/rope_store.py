@@ -1,0 +1,84 @@
+"""What stands between the qkv product and attention, in one launch: optional per-head norm of q and k, rotary
+embedding, and the store of k and v into the paged cache."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rope_store_kernel(
+    qkv_ptr, q_ptr, cache_ptr, q_gain_ptr, k_gain_ptr, position_ptr, slot_ptr, table_ptr, eps,
+    block_stride, value_stride, token_stride, head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, QK_NORM: tl.constexpr,
+):  # fmt: skip
+    """GROUP heads a program, all of one kind (GROUP divides HEADS and KV_HEADS)."""
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * GROUP
+    head = first + tl.arange(0, GROUP)
+    d = tl.arange(0, PADDED)
+    inside = (d < DIM)[None, :]
+    HALF: tl.constexpr = ROTARY // 2
+    partner = tl.where(d < HALF, d + HALF, tl.where(d < ROTARY, d - HALF, d))
+    row = qkv_ptr + token * (HEADS + 2 * KV_HEADS) * DIM + head[:, None] * DIM
+    dtype = q_ptr.dtype.element_ty
+    x = tl.load(row + d[None, :], mask=inside, other=0.0)
+    if first < HEADS + KV_HEADS:
+        # the rotation's other half is simply loaded again: it is in the cache
+        y = tl.load(row + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = x.to(tl.float32)
+        if QK_NORM:
+            gain_ptr = k_gain_ptr
+            if first < HEADS:
+                gain_ptr = q_gain_ptr
+            scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+            gain = tl.load(gain_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
+            other_gain = tl.load(gain_ptr + partner, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
+            x = ((x * scale).to(dtype).to(tl.float32) * gain).to(dtype).to(tl.float32)
+            y = ((y * scale).to(dtype).to(tl.float32) * other_gain).to(dtype).to(tl.float32)
+        table = table_ptr + tl.load(position_ptr + token) * ROTARY + tl.where(d < ROTARY, d % HALF, 0)
+        turned = d < ROTARY
+        cos = tl.where(turned, tl.load(table).to(dtype).to(tl.float32), 1.0)[None, :]
+        sin = tl.where(turned, tl.load(table + HALF).to(dtype).to(tl.float32), 0.0)[None, :]
+        x = (x * cos + y * tl.where(d < HALF, -1.0, 1.0)[None, :] * sin).to(dtype)
+    if first < HEADS:
+        tl.store(q_ptr + token * HEADS * DIM + head[:, None] * DIM + d[None, :], x, mask=inside)
+    else:
+        slot = tl.load(slot_ptr + token)
+        if slot >= 0:
+            at = cache_ptr + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * token_stride
+            kv_head = head - HEADS
+            if first >= HEADS + KV_HEADS:
+                at += value_stride
+                kv_head = head - HEADS - KV_HEADS
+            tl.store(at + kv_head[:, None] * head_stride + d[None, :], x, mask=inside)
+
+
+def rope_store(
+    qkv: torch.Tensor,  # [tokens, (heads + 2 * kv_heads) * head_dim], contiguous
+    heads: int,
+    positions: torch.Tensor,  # [tokens]
+    table: torch.Tensor,  # [positions, rotary_dim] float32: cosines, then sines
+    kv_cache: torch.Tensor,  # [blocks, 2, block_size, kv_heads, head_dim]
+    slots: torch.Tensor,  # [tokens] int64; negative: stored nowhere
+    q_gain: torch.Tensor | None = None,
+    k_gain: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """The rotated queries [tokens, heads, head_dim]. Keys and values are in the cache afterwards."""
+    _, _, block_size, kv_heads, dim = kv_cache.shape
+    query = torch.empty(len(qkv), heads, dim, dtype=qkv.dtype, device=qkv.device)
+    group = 1
+    while group < 4 and kv_heads % (2 * group) == 0 and heads % (2 * group) == 0:
+        group *= 2
+    norm = q_gain is not None
+    _rope_store_kernel[(len(qkv), (heads + 2 * kv_heads) // group)](
+        qkv, query, kv_cache, q_gain if norm else qkv, k_gain if norm else qkv, positions, slots, table, eps,
+        kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=triton.next_power_of_2(dim), ROTARY=table.shape[1],
+        BLOCK_SIZE=block_size, GROUP=group, QK_NORM=norm, num_warps=1,
+    )  # fmt: skip
+    return query

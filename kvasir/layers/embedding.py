@@ -1,0 +1,60 @@
+"""The vocabulary at both ends: token ids to vectors, and vectors to logits. Ranks share the vocabulary out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kvasir import kernels
+from kvasir.layers.base import Build, WeightLayer
+from kvasir.quantization.base import TensorKey
+
+
+class Embedding(WeightLayer):
+    """A vector per token."""
+
+    def __init__(self, build: Build, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.mesh = build.mesh
+        self.vocab_size = vocab_size
+        self.own = build.mesh.shard(vocab_size, "vocab_size")
+        self.weight = build.parameter(self.own.stop - self.own.start, hidden_size)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self.mesh.size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self.own.start
+        elsewhere = (local < 0) | (local >= len(self.weight))
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return self.mesh.all_reduce(found.masked_fill(elsewhere[:, None], 0))
+
+    def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
+        return {("weight", None): (self.vocab_size, self.weight.shape[1])}
+
+    def load(self, key: TensorKey, tensor: torch.Tensor) -> None:
+        self.weight.data.copy_(tensor[self.own])
+
+
+class Head(Embedding):
+    """A logit per token of the vocabulary, from a matrix of its own."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.mesh.all_gather(kernels.linear(hidden, self.weight))
+
+    def process(self) -> None:
+        self.weight = nn.Parameter(kernels.pack_weight(self.weight.data), requires_grad=False)
+
+
+class TiedHead(nn.Module):
+    """A logit per token of the vocabulary, from the embedding's matrix."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__()
+        self._embedding = (embedding,)  # in a tuple: its parameters are not this module's to list or load
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        (embedding,) = self._embedding
+        return embedding.mesh.all_gather(kernels.linear(hidden, embedding.weight))

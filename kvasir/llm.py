@@ -1,0 +1,185 @@
+"""LLM: a model, many prompts at once, answers in order. The engine runs in the caller's process.
+
+    from kvasir import LLM, SamplingParams
+
+    with LLM("path/to/model") as llm:
+        for output in llm.generate(["Hello", "Once upon a time"], SamplingParams(max_tokens=32)):
+            print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from types import TracebackType
+from typing import Any, Self, TypeAlias, cast
+
+from kvasir.args import EngineArgs
+from kvasir.errors import RequestError
+from kvasir.frontend.input import default_sampling_params
+from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.llm_engine import LLMEngine
+from kvasir.metrics import Metric
+from kvasir.outputs import RequestOutput
+from kvasir.prompts import PromptType, TokensPrompt
+from kvasir.sampling_params import RequestOutputKind, SamplingParams
+
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+Progress: TypeAlias = bool | Callable[..., Any]  # False: none; a callable is used in place of tqdm
+Message: TypeAlias = Mapping[str, Any]
+
+
+class LLM:
+    """Takes every setting of docs/configuration.md as a keyword, by its vLLM name."""
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model, **settings))
+        self._ids = count()
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> Self:
+        llm = cls.__new__(cls)
+        llm.llm_engine = LLMEngine.from_engine_args(args)
+        llm._ids = count()
+        return llm
+
+    def generate(
+        self, prompts: PromptType | Sequence[PromptType], sampling_params: Params = None, *, use_tqdm: Progress = True
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; outputs stand in the order of the prompts.
+
+        If any prompt or parameter is wrong, a RequestError says which, and none of them runs.
+        """
+        batch = [cast(PromptType, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[PromptType], prompts))
+        params = self._params_for(batch, sampling_params)
+        ids = [str(next(self._ids)) for _ in batch]
+        try:
+            for i, (request_id, prompt, each) in enumerate(zip(ids, batch, params, strict=True)):
+                self._add(request_id, prompt, each, f"prompt {i}: " if len(batch) > 1 else "")
+            return self._run(ids, use_tqdm)
+        except BaseException:
+            self.llm_engine.abort_request(ids)
+            raise
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        use_tqdm: Progress = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, each a list of {"role": ..., "content": ...}."""
+        tokenizer = self.get_tokenizer()
+        if not messages:
+            raise RequestError("messages is empty; give at least one message", "messages")
+        is_one = isinstance(messages[0], Mapping)
+        conversations = cast(Sequence[Sequence[Message]], [messages] if is_one else messages)
+        prompts: list[PromptType] = []
+        for conversation in conversations:
+            text = tokenizer.render_chat(
+                conversation,
+                chat_template=chat_template or self.llm_engine.config.model.chat_template,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written them already
+            prompts.append(TokensPrompt(prompt_token_ids=ids, prompt=text))
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    # ------------------------------------------------------------ around it
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses when it is given none: the model's generation_config.json over our defaults."""
+        return default_sampling_params(self.llm_engine.config)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.llm_engine.get_tokenizer()
+
+    def reset_prefix_cache(self) -> bool:
+        return self.llm_engine.reset_prefix_cache()
+
+    def get_metrics(self) -> list[Metric]:
+        return self.llm_engine.get_metrics()
+
+    def close(self) -> None:
+        """Free all memory on the device. The LLM cannot be used afterwards."""
+        self.llm_engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ inside
+
+    def _params_for(self, prompts: list[PromptType], given: Params) -> list[SamplingParams]:
+        """One set of parameters per prompt. Nobody reads a batch while it runs, so tokens come once, at the end."""
+        if given is None:
+            given = self.get_default_sampling_params()
+        params = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
+        if len(params) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts came with {len(params)} sampling_params; give one for all, or one each",
+                "sampling_params",
+            )
+        final: dict[int, SamplingParams] = {}  # the same object given for many prompts is copied once
+        for each in params:
+            if id(each) not in final:
+                final[id(each)] = each.clone()
+                final[id(each)].output_kind = RequestOutputKind.FINAL_ONLY
+        return [final[id(each)] for each in params]
+
+    def _add(self, request_id: str, prompt: PromptType, params: SamplingParams, where: str) -> None:
+        try:
+            self.llm_engine.add_request(request_id, prompt, params)
+        except RequestError as error:
+            raise RequestError(f"{where}{error}", error.parameter) from error
+
+    def _run(self, ids: list[str], use_tqdm: Progress) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        bar = _progress_bar(len(ids), use_tqdm)
+        started, tokens_in, tokens_out = time.perf_counter(), 0, 0
+        try:
+            while len(outputs) < len(ids):
+                for output in self.llm_engine.step():
+                    outputs[output.request_id] = output
+                    if bar is not None:
+                        tokens_in += len(output.prompt_token_ids)
+                        tokens_out += len(output.outputs[0].token_ids)
+                        seconds = time.perf_counter() - started
+                        bar.set_postfix_str(f"{tokens_in / seconds:.0f} in, {tokens_out / seconds:.0f} out tok/s", False)
+                        bar.update(1)
+        finally:
+            if bar is not None:
+                bar.close()
+        return [outputs[request_id] for request_id in ids]
+
+
+def _is_one_prompt(prompts: object) -> bool:
+    """Text, a dict, or a flat list of token ids; everything else is a batch."""
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"a prompt is text, token ids or a dict, not {type(prompts).__name__}", "prompts")
+    return len(prompts) > 0 and isinstance(prompts[0], int)
+
+
+def _progress_bar(total: int, use_tqdm: Progress) -> Any:
+    if not use_tqdm:
+        return None
+    if use_tqdm is True:
+        from tqdm import tqdm
+
+        use_tqdm = tqdm
+    return use_tqdm(total=total, desc="Generating", unit="req", dynamic_ncols=True)

@@ -1,0 +1,104 @@
+"""LLMEngine: requests in, steps driven by the caller, outputs out. What LLM is built on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from itertools import count
+from types import TracebackType
+from typing import Self
+
+from kvasir.args import EngineArgs
+from kvasir.config import EngineConfig
+from kvasir.errors import EngineDeadError, RequestError
+from kvasir.frontend.client import EngineClient, InprocClient
+from kvasir.frontend.input import InputProcessor
+from kvasir.frontend.output import OutputProcessor
+from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.frontend.tokenizer_files import load_tokenizer
+from kvasir.metrics import Metric, read_metrics
+from kvasir.outputs import RequestOutput
+from kvasir.prompts import PromptType
+from kvasir.resolve import resolve
+from kvasir.sampling_params import SamplingParams
+
+
+class LLMEngine:
+    def __init__(self, config: EngineConfig, client: EngineClient | None = None) -> None:
+        self.config = config
+        # the tokenizer first: a mistake there should not wait for the weights
+        self.tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model.tokenizer)
+        self.input_processor = InputProcessor(config, self.tokenizer)
+        self.output_processor = OutputProcessor(self.tokenizer)
+        self._keys = count()
+        self._client: EngineClient | None = client or InprocClient(config)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> Self:
+        return cls(resolve(args))
+
+    @property
+    def client(self) -> EngineClient:
+        if self._client is None:
+            raise EngineDeadError("this engine was closed")
+        return self._client
+
+    def add_request(
+        self, request_id: str, prompt: PromptType, params: SamplingParams, arrival_time: float | None = None
+    ) -> None:
+        """Validate and queue a request. Anything wrong with it is a RequestError, and nothing has changed."""
+        if request_id in self.output_processor:
+            raise RequestError(f"request id {request_id!r} is in use by a request that still runs", "request_id")
+        arrived = time.time() if arrival_time is None else arrival_time
+        request, state = self.input_processor.process(request_id, prompt, params, next(self._keys), arrived)
+        self.client.add(request)
+        self.output_processor.add(state)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return what it gave: new text of streaming requests, and requests that ended."""
+        if not self.client.has_work():
+            return []
+        outputs, stopped = self.output_processor.process(self.client.step(), time.time())
+        for stop in stopped:
+            self.client.abort(stop.key, stop.num_tokens_kept)
+        return outputs
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+        """End requests. Returns their last outputs; ids that are not running are ignored."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        aborted = self.output_processor.abort(ids, time.time())
+        for key, _ in aborted:
+            self.client.abort(key)
+        return [output for _, output in aborted]
+
+    def has_unfinished_requests(self) -> bool:
+        return len(self.output_processor) > 0
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.output_processor)
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("this engine has no tokenizer: it was made with skip_tokenizer_init=True")
+        return self.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes. False, and nothing is forgotten, while requests run."""
+        return self.client.reset_prefix_cache()
+
+    def get_metrics(self) -> list[Metric]:
+        return read_metrics(self.client.stats(), self.output_processor.metrics.snapshot())
+
+    def close(self) -> None:
+        """Free the device's memory. Requests that still run are dropped."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

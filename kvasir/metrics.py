@@ -1,0 +1,50 @@
+"""The engine's figures as a caller reads them, with vLLM's names under our prefix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvasir.messages import EngineStats
+
+PREFIX = "kvasir:"
+
+
+@dataclass(slots=True, frozen=True)
+class Metric:
+    name: str
+    value: float
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+class Gauge(Metric):
+    """Goes up and down."""
+
+
+class Counter(Metric):
+    """Only grows."""
+
+
+def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]:
+    """`frontend` are the API process's own counters by name."""
+    gauges = {
+        "num_requests_running": stats.num_running,
+        "num_requests_waiting": stats.num_waiting,
+        "kv_cache_usage_perc": stats.num_used_blocks / stats.num_blocks,
+        "kv_cache_blocks": stats.num_blocks,
+        "kv_cache_blocks_used": stats.num_used_blocks,
+        "kv_cache_blocks_cached": stats.num_cached_blocks,
+    }
+    counters = {
+        "engine_steps": stats.steps,
+        "iteration_tokens": stats.scheduled_tokens,
+        "num_preemptions": stats.preemptions,
+        "partial_prefills": stats.partial_prefills,
+        "dropped_tokens": stats.dropped_tokens,
+        "prefix_cache_queries": stats.prefix_cache_queries,
+        "prefix_cache_hits": stats.prefix_cache_hits,
+        "kv_block_evictions": stats.evictions,
+        "kv_block_copies": stats.copied_blocks,
+        **frontend,
+    }
+    metrics: list[Metric] = [Gauge(PREFIX + name, value) for name, value in gauges.items()]
+    return metrics + [Counter(PREFIX + name, value) for name, value in counters.items()]

@@ -1,0 +1,93 @@
+"""A checkpoint on disk: safetensors files, one or several with an index. Worker process; knows no model.
+
+Files are mapped, not read: a tensor's bytes are fetched when it is copied, so nothing is held twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvasir.errors import ModelError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies, and its shape there."""
+
+    file: Path
+    shape: tuple[int, ...]
+
+
+class Safetensors:
+    """All tensors of a directory, by name."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.entries: dict[str, Entry] = {}
+        for file in _find_files(directory):
+            self.entries.update(_read_header(file))
+
+    def read(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """These tensors one after the other, file by file. Each is a view of its file."""
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.entries[name].file, []).append(name)
+        for file, here in by_file.items():
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                for name in here:
+                    yield name, opened.get_tensor(name)
+
+
+def _find_files(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        raise ModelError(f"The model directory {directory} does not exist.")
+    if (directory / _INDEX).is_file():
+        return _read_index(directory)
+    if (directory / _SINGLE).is_file():
+        return [directory / _SINGLE]
+    # Mistral ships all weights a second time, under other names, as consolidated*.
+    found = sorted(file for file in directory.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    if found:
+        return found
+    if any(directory.glob("*.bin")):
+        raise ModelError(f"{directory} has weights as .bin files only; Kvasir reads safetensors, so convert them.")
+    raise ModelError(f"{directory} has no weights: there is no .safetensors file.")
+
+
+def _read_index(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    try:
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"{index} is not a readable index of safetensors files ({error!r}).") from error
+    missing = [name for name in files if not (directory / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"{directory} lacks {len(missing)} of the {len(files)} files named in {_INDEX} ({some(missing)}); "
+            f"download them again."
+        )
+    return [directory / name for name in files]
+
+
+def _read_header(file: Path) -> dict[str, Entry]:
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            names = opened.keys()
+            return {name: Entry(file, tuple(opened.get_slice(name).get_shape())) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} is truncated or is no safetensors file ({error}); download it again.") from error
+
+
+def some(names: Collection[str]) -> str:
+    """The first few names, and how many more there are."""
+    shown = list(names)[:3]
+    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,160 @@
+"""From settings to a model on its device: built without memory, checked against the checkpoint, then filled.
+
+Worker process. Every tensor goes straight from its file to its place, fused, sliced and cast on the way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from kvasir.attention.select import select as select_attention
+from kvasir.config import EngineConfig
+from kvasir.distributed.mesh import Mesh
+from kvasir.errors import ConfigError, ModelError
+from kvasir.layers.base import Build, WeightLayer
+from kvasir.models import registry
+from kvasir.models.checkpoint import Safetensors, some
+from kvasir.models.spec import Architecture, DecoderSpec
+from kvasir.models.transformer import Transformer
+from kvasir.platforms import select as select_platform
+from kvasir.quantization.base import TensorKey
+
+
+def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = None) -> Transformer:
+    """The model on its device, ready to run. `mesh` says which share of it is wanted; without one it is all of it."""
+    hf, dtype = config.model.hf, getattr(torch, config.model.dtype)
+    architecture = registry.find(hf)
+    _refuse_quantized(hf)
+    spec = architecture.read_spec(hf)
+    backend = select_attention(config.device.attention_backend)
+    model = Transformer(Build(dtype, mesh or Mesh()), spec, backend, config.model.max_model_len)
+    if config.load.load_format == "dummy":
+        _materialise(model, device)
+        _fill_dummy(model, torch.Generator(device).manual_seed(config.model.seed))
+    else:
+        checkpoint = Safetensors(Path(config.model.path))
+        targets = _match(checkpoint, _find_targets(model, architecture), _ignored(architecture, spec))
+        _materialise(model, device)
+        _fill(checkpoint, targets, show_progress=config.load.use_tqdm_on_load)
+    for layer in _weight_layers(model):
+        layer.process()
+    return model.eval()
+
+
+def _refuse_quantized(hf: Mapping[str, object]) -> None:
+    quantization = hf.get("quantization_config")
+    if isinstance(quantization, Mapping):
+        method = quantization.get("quant_method", "unknown")
+        raise ModelError(f"The checkpoint is quantized ({method}); Kvasir runs unquantized weights only so far.")
+
+
+# ---------------------------------------------------------------- what goes where
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint's tensor goes, and the shape it must have."""
+
+    layer: WeightLayer
+    key: TensorKey
+    shape: tuple[int, ...]
+
+
+def _find_targets(model: nn.Module, architecture: Architecture) -> dict[str, Target]:
+    """Every tensor the model wants, by its name in the checkpoint."""
+    theirs = {ours: name for name, ours in architecture.names.items()}
+    targets = {}
+    for path, layer in model.named_modules():
+        if not isinstance(layer, WeightLayer):
+            continue
+        pattern, numbers = re.sub(r"(?<=\.)\d+(?=\.)", "*", path), re.findall(r"(?<=\.)\d+(?=\.)", path)
+        for (tensor, part), shape in layer.tensors().items():
+            name = theirs[f"{pattern}:{part}" if part else pattern]
+            for number in numbers:
+                name = name.replace("*", number, 1)
+            targets[f"{name}.{tensor}"] = Target(layer, (tensor, part), shape)
+    return targets
+
+
+def _ignored(architecture: Architecture, spec: DecoderSpec) -> tuple[str, ...]:
+    """Patterns of tensors that may be there and are not used."""
+    if not spec.tie_embeddings:
+        return architecture.ignored
+    head = next(theirs for theirs, ours in architecture.names.items() if ours == "head")
+    return (*architecture.ignored, f"{head}.*")  # a copy of the embedding
+
+
+def _match(checkpoint: Safetensors, targets: dict[str, Target], ignored: tuple[str, ...]) -> dict[str, Target]:
+    """The targets, once the checkpoint is known to have all of them, in the right shapes, and nothing else."""
+    where = f"The weights in {checkpoint.directory} do not match config.json"
+    if missing := [name for name in targets if name not in checkpoint.entries]:
+        raise ModelError(f"{where}: {len(missing)} of {len(targets)} tensors are missing ({some(missing)}).")
+    unknown = [name for name in checkpoint.entries if name not in targets]
+    if unexpected := [name for name in unknown if not any(fnmatchcase(name, pattern) for pattern in ignored)]:
+        raise ModelError(f"{where}: {len(unexpected)} tensors have no place in the model ({some(unexpected)}).")
+    for name, target in targets.items():
+        entry = checkpoint.entries[name]
+        if entry.shape != target.shape:
+            raise ModelError(
+                f"{where}: {name} in {entry.file.name} is {list(entry.shape)}, but should be {list(target.shape)}."
+            )
+    return targets
+
+
+# ---------------------------------------------------------------- filling
+
+
+def _materialise(model: nn.Module, device: torch.device) -> None:
+    """Give every parameter and buffer memory on the device."""
+    tensors = [*model.parameters(), *model.buffers()]
+    need = sum(tensor.nbytes for tensor in tensors)
+    platform = select_platform(str(device))
+    free = platform.memory_free()
+    if free is not None and need > free:
+        raise _no_room(need, free, device)
+    try:
+        for module in model.modules():
+            for name, value in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(torch.empty_like(value, device=device), requires_grad=False))
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, torch.empty_like(buffer, device=device))
+    except RuntimeError as error:  # torch.OutOfMemoryError is one, and so is what a failed malloc raises
+        raise _no_room(need, platform.memory_free(), device) from error
+
+
+def _no_room(need: int, free: int | None, device: torch.device) -> ConfigError:
+    left = "less" if free is None else f"{free / 2**30:.2f} GiB"
+    return ConfigError(
+        f"The model's weights need {need / 2**30:.2f} GiB, but {left} is free on {device}; "
+        f"free some memory, choose a smaller model, or a dtype of 16 bits if it is not one yet."
+    )
+
+
+def _fill(checkpoint: Safetensors, targets: dict[str, Target], *, show_progress: bool) -> None:
+    with tqdm(
+        total=len(targets), desc="Loading weights", unit="tensor", disable=not show_progress, dynamic_ncols=True
+    ) as progress:
+        for name, tensor in checkpoint.read(targets):
+            targets[name].layer.load(targets[name].key, tensor)
+            progress.update()
+
+
+def _fill_dummy(model: nn.Module, generator: torch.Generator) -> None:
+    """Random matrices, gains of one, biases of zero: quick, and tame enough that activations stay finite."""
+    for name, value in model.named_parameters():
+        if value.dim() > 1:
+            value.data.normal_(0.0, 0.02, generator=generator)
+        else:
+            value.data.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def _weight_layers(model: nn.Module) -> Iterator[WeightLayer]:
+    return (module for module in model.modules() if isinstance(module, WeightLayer))

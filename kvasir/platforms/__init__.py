@@ -1,0 +1,105 @@
+"""What a device can do: asked here and nowhere else. Any process; knows no model and no request.
+
+Importing this costs no torch; asking about a device does.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from kvasir.errors import ConfigError
+
+KINDS = ("cuda", "xpu", "mps", "cpu")  # in the order "auto" prefers them
+DTYPES = ("float32", "bfloat16", "float16")
+_MODEST_KV_BYTES = 4 << 30
+
+
+class Platform(ABC):
+    """One device. Memory is counted in bytes."""
+
+    default_block_size = 16
+    default_attention = "torch"
+
+    def __init__(self, device: str) -> None:
+        self.device = device  # as torch spells it: "cpu", "cuda", "cuda:1"
+        self.kind = device.partition(":")[0]
+
+    @abstractmethod
+    def available(self) -> bool:
+        """Whether this machine and this build of torch have the device."""
+
+    @abstractmethod
+    def memory_bytes(self) -> int | None:
+        """All memory of the device that may be used; None where nobody knows."""
+
+    @abstractmethod
+    def memory_free(self) -> int | None:
+        """What could still be allocated; None where nobody knows."""
+
+    @abstractmethod
+    def memory_used(self) -> int:
+        """What this process holds."""
+
+    @abstractmethod
+    def memory_peak(self) -> int:
+        """The most this process has held since `reset_memory_peak`, or since its start where that cannot be reset."""
+
+    def default_kv_bytes(self) -> int:
+        """A KV cache of modest size, for a device whose memory other programs use too."""
+        free = self.memory_free()
+        return _MODEST_KV_BYTES if free is None else min(_MODEST_KV_BYTES, free // 2)
+
+    def reset_memory_peak(self) -> None:
+        """Begin a new measurement of the peak, where the device can."""
+        return None
+
+    def release_memory(self) -> None:
+        """Give memory that is cached but not used back to the device."""
+        return None
+
+    def synchronize(self) -> None:
+        """Wait until everything launched on the device is done."""
+        return None
+
+    def default_dtype(self, checkpoint_dtype: str) -> str:
+        """What `dtype=auto` means here for a checkpoint of this type."""
+        if checkpoint_dtype not in DTYPES:
+            raise ConfigError(
+                f"The checkpoint's dtype {checkpoint_dtype!r} is not known; set dtype to one of {', '.join(DTYPES)}."
+            )
+        return self._settle_dtype(checkpoint_dtype)
+
+    def _settle_dtype(self, checkpoint_dtype: str) -> str:
+        return checkpoint_dtype
+
+
+def select(device: str = "auto") -> Platform:
+    """The platform of `device`; "auto" takes the best one there is."""
+    if device == "auto":
+        return next(platform for kind in KINDS if (platform := _platform(kind)).available())
+    platform = _platform(device)
+    if not platform.available():
+        raise ConfigError(
+            f"device={device!r} was asked for, but torch finds none on this machine; "
+            f"use device='auto' or check the driver and the torch build."
+        )
+    return platform
+
+
+def _platform(device: str) -> Platform:
+    kind, _, index = device.partition(":")
+    if kind not in KINDS or (":" in device and not index.isdecimal()):
+        raise ConfigError(
+            f"device={device!r} is not known; use auto, {', '.join(KINDS)}, or a number with it (cuda:1)."
+        )
+    if kind == "cpu":
+        from kvasir.platforms.cpu import CpuPlatform
+
+        return CpuPlatform(device)
+    if kind == "mps":
+        from kvasir.platforms.mps import MpsPlatform
+
+        return MpsPlatform(device)
+    from kvasir.platforms.cuda import CudaPlatform
+
+    return CudaPlatform(device)

@@ -1,0 +1,58 @@
+"""GPUs behind torch's CUDA interface (NVIDIA, and AMD through ROCm) and Intel's XPU, which speaks the same one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvasir.platforms import Platform
+
+
+class CudaPlatform(Platform):
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        # Measured on an H200: pages of 64 make prefill attention 11-31% faster and cost decode nothing.
+        self.default_block_size = 64 if self.kind == "cuda" else 16
+
+    @property
+    def _api(self) -> Any:
+        import torch
+
+        return torch.cuda if self.kind == "cuda" else torch.xpu
+
+    @property
+    def _index(self) -> int:
+        return int(self.device.partition(":")[2] or 0)
+
+    def available(self) -> bool:
+        return bool(self._api.is_available()) and self._index < self._api.device_count()
+
+    def memory_bytes(self) -> int | None:
+        return int(self._api.get_device_properties(self._index).total_memory)
+
+    def memory_free(self) -> int | None:
+        """What the driver has left, and what torch holds without using it."""
+        free, _ = self._api.mem_get_info(self._index)
+        held = self._api.memory_reserved(self._index) - self._api.memory_allocated(self._index)
+        return int(free + held)
+
+    def memory_used(self) -> int:
+        return int(self._api.memory_allocated(self._index))
+
+    def memory_peak(self) -> int:
+        return int(self._api.max_memory_allocated(self._index))
+
+    def reset_memory_peak(self) -> None:
+        self._api.reset_peak_memory_stats(self._index)
+
+    def release_memory(self) -> None:
+        self._api.empty_cache()
+
+    def synchronize(self) -> None:
+        self._api.synchronize(self._index)
+
+    def _settle_dtype(self, checkpoint_dtype: str) -> str:
+        if checkpoint_dtype == "float16":
+            return "float16"
+        if self.kind == "cuda" and not self._api.is_bf16_supported(including_emulation=False):
+            return "float16"
+        return "bfloat16"

@@ -1,0 +1,246 @@
+"""Settles every `auto`, once: EngineArgs in, an EngineConfig with nothing left open out, the reasons in the log.
+
+The process that builds the engine. Reads a model's JSON files, never its weights; asks the platform what the device is.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvasir import env, hub, platforms
+from kvasir.args import DTYPE_NAMES, EngineArgs
+from kvasir.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig, SchedulerConfig
+from kvasir.errors import ConfigError, ModelError
+from kvasir.log import get_logger
+from kvasir.platforms.cpu_features import prepare_cpu
+
+logger = get_logger(__name__)
+
+LENGTH_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "max_seq_len",
+    "seq_length",
+)
+LARGE_GPU = 70 * 2**30  # bytes
+NO_GENERATION_CONFIG = ("kvasir", "vllm")
+END_OF_TEXT = "eos_token_id"
+
+
+def resolve(asked: EngineArgs | EngineConfig) -> EngineConfig:
+    """The settled configuration. One that is settled already comes back as it is."""
+    env.validate()
+    config = asked.create_engine_config() if isinstance(asked, EngineArgs) else asked
+    if config.model.path:
+        return config
+    path = hub.find_model(config.model, config.load)
+    prepare_cpu()  # asking the platform may import torch
+    platform = platforms.select(config.device.device)
+    model = _settle_model(config.model, path, platform)
+    model = replace(model, tokenizer=_tokenizer(config.model, config.load, path))
+    cache = config.cache
+    if cache.block_size is None:
+        cache = replace(cache, block_size=platform.default_block_size)
+        _say("block_size", cache.block_size, f"the default on {platform.device}")
+    return EngineConfig(
+        model=model,
+        load=_settle_load(config.load),
+        cache=cache,
+        scheduler=_settle_scheduler(config.scheduler, model.max_model_len, platform),
+        parallel=replace(config.parallel, distributed_executor_backend="uni"),
+        device=_settle_device(config.device, platform),
+    )
+
+
+# ---------------------------------------------------------------- the model
+
+
+def _settle_model(asked: ModelConfig, path: Path, platform: platforms.Platform) -> ModelConfig:
+    hf = read_hf_config(path, asked.hf_overrides)
+    return replace(
+        asked,
+        path=str(path),
+        hf=hf,
+        vocab_size=_vocab_size(hf, path),
+        dtype=_dtype(asked.dtype, hf, platform),
+        max_model_len=_max_model_len(asked.max_model_len, hf, path),
+        generation=_generation(asked, path),
+        chat_template=_chat_template(asked.chat_template),
+        model_impl="kvasir",
+        runner="generate",
+        convert="none",
+    )
+
+
+def read_hf_config(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    """config.json with the overrides merged in: the text model's part, RoPE written as `rope_parameters`."""
+    from kvasir.models import registry
+
+    hf = _read_json(path / "config.json", f"The model directory {path} holds no config.json.")
+    hf = _merge(_with_rope_parameters(hf), _with_rope_parameters(overrides))
+    if isinstance(hf.get("text_config"), dict):
+        outer = {key: hf[key] for key in ("architectures", "dtype", "torch_dtype") if key in hf}
+        hf = _with_rope_parameters(outer | hf["text_config"])
+    registry.find(hf)  # an unknown architecture is refused here, before anything is loaded
+    return hf
+
+
+def _with_rope_parameters(entries: dict[str, Any]) -> dict[str, Any]:
+    """Older configs write rope_theta and rope_scaling, newer ones rope_parameters, which holds both."""
+    rope: dict[str, Any] = {}
+    if "rope_theta" in entries:
+        rope["rope_theta"] = entries["rope_theta"]
+    if "rope_scaling" in entries:
+        scaling = entries["rope_scaling"] or {}
+        if not isinstance(scaling, dict):
+            raise ConfigError(
+                f"rope_scaling={scaling!r} must be a mapping, such as {{'rope_type': 'linear', 'factor': 2.0}}."
+            )
+        rope |= {key: value for key, value in scaling.items() if key != "type"}
+        rope.setdefault("rope_type", scaling.get("type", "default"))
+    if not rope:
+        return entries
+    rest = {key: value for key, value in entries.items() if key not in ("rope_theta", "rope_scaling")}
+    return rest | {"rope_parameters": rope | (rest.get("rope_parameters") or {})}
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _vocab_size(hf: dict[str, Any], path: Path) -> int:
+    size = hf.get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise ModelError(
+            f"vocab_size={size!r} in {path / 'config.json'} is not a positive number; is this a text model?"
+        )
+    return size
+
+
+def _dtype(asked: str, hf: dict[str, Any], platform: platforms.Platform) -> str:
+    if asked != "auto":
+        return DTYPE_NAMES.get(asked, asked)
+    checkpoint = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
+    dtype = platform.default_dtype(checkpoint)
+    _say("dtype", dtype, f"the checkpoint is {checkpoint}, the device {platform.device}")
+    return dtype
+
+
+def _max_model_len(asked: int | None, hf: dict[str, Any], path: Path) -> int:
+    limit = _longest(hf)
+    if asked is None:
+        if limit is None:
+            raise ModelError(f"{path / 'config.json'} does not say how long a sequence may be. Set max_model_len.")
+        _say("max_model_len", limit, "what the model was made for")
+        return limit
+    if limit is not None and asked > limit:
+        raise ConfigError(
+            f"max_model_len={asked} is more than the {limit} tokens the model was made for. Lower it, or, if you know "
+            f"that the model can do more, set hf_overrides={{'max_position_embeddings': {asked}}}."
+        )
+    return asked
+
+
+def _longest(hf: dict[str, Any]) -> int | None:
+    """The longest sequence by config.json. A sliding window is no limit, nor is the length before llama3 scaling."""
+    lengths = [hf[key] for key in LENGTH_KEYS if isinstance(hf.get(key), int)]
+    if not lengths:
+        return None
+    rope = hf.get("rope_parameters") or {}
+    factor = rope.get("factor") or 1.0
+    kind = rope.get("rope_type", "default")
+    if kind in ("linear", "dynamic"):
+        return int(min(lengths) * factor)
+    if kind == "yarn" and "original_max_position_embeddings" in rope:
+        return int(rope["original_max_position_embeddings"] * factor)
+    return int(min(lengths))
+
+
+def _generation(asked: ModelConfig, path: Path) -> dict[str, Any]:
+    """The generation config. Which tokens end a text belongs to the model: that much is read in any case."""
+    own = asked.generation_config in ("auto", *NO_GENERATION_CONFIG)
+    file = (path if own else Path(asked.generation_config)) / "generation_config.json"
+    if not own and not file.is_file():
+        raise ConfigError(
+            f"generation_config={asked.generation_config!r}: there is no {file}. Possible: auto, kvasir, a directory."
+        )
+    entries = _read_json(file) if file.is_file() else {}
+    if asked.generation_config in NO_GENERATION_CONFIG:
+        entries = {key: value for key, value in entries.items() if key == END_OF_TEXT}
+    return entries | asked.override_generation_config
+
+
+def _chat_template(asked: str | None) -> str | None:
+    """The template's text; what has no braces must be a file's name."""
+    if asked is None or "{" in asked:
+        return asked
+    try:
+        return Path(asked).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template={asked!r} is neither a readable file nor Jinja text ({error}).") from None
+
+
+def _tokenizer(asked: ModelConfig, load: LoadConfig, path: Path) -> str:
+    if asked.skip_tokenizer_init or (asked.tokenizer is None and asked.tokenizer_revision in (None, asked.revision)):
+        return str(path)
+    return str(hub.find_tokenizer(asked, load))
+
+
+def _read_json(file: Path, missing: str = "") -> dict[str, Any]:
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(missing or f"{file} is missing.") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read as JSON ({error}). Is the download complete?") from None
+    if not isinstance(entries, dict):
+        raise ModelError(f"{file} holds {type(entries).__name__}, not an object with entries.")
+    return entries
+
+
+# ---------------------------------------------------------------- the rest
+
+
+def _settle_load(asked: LoadConfig) -> LoadConfig:
+    return replace(asked, load_format="safetensors") if asked.load_format == "auto" else asked
+
+
+def _settle_scheduler(asked: SchedulerConfig, max_model_len: int, platform: platforms.Platform) -> SchedulerConfig:
+    large = platform.kind != "cpu" and (platform.memory_bytes() or 0) >= LARGE_GPU
+    seqs, tokens = asked.max_num_seqs, asked.max_num_batched_tokens
+    if seqs is None:
+        seqs = min(1024 if large else 256, tokens or 1024)
+        _say("max_num_seqs", seqs, f"the default on {platform.device}, at most max_num_batched_tokens")
+    if tokens is None:
+        tokens = max(seqs, 2048 if platform.kind == "cpu" else 16384 if large else 8192)
+        if not asked.enable_chunked_prefill:
+            tokens = max(tokens, max_model_len)
+        _say("max_num_batched_tokens", tokens, f"the default on {platform.device}, at least max_num_seqs")
+    if not asked.enable_chunked_prefill and tokens < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens={tokens} is less than max_model_len={max_model_len}, and without chunked prefill "
+            f"a prompt must fit into one step. Raise the first, lower the second, or leave enable_chunked_prefill on."
+        )
+    return replace(asked, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+
+
+def _settle_device(asked: DeviceConfig, platform: platforms.Platform) -> DeviceConfig:
+    backend = platform.default_attention if asked.attention_backend == "auto" else asked.attention_backend
+    if asked.device == "auto":
+        _say("device", platform.device, "the best there is")
+    if asked.attention_backend == "auto":
+        _say("attention_backend", backend, f"the default on {platform.device}")
+    return replace(asked, device=platform.device, attention_backend=backend)
+
+
+def _say(name: str, value: object, why: str) -> None:
+    logger.info("%s=%s (%s)", name, value, why)

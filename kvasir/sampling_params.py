@@ -1,0 +1,246 @@
+"""What a caller asks of one request: `SamplingParams`, with vLLM's names, order and defaults.
+
+Plain data with complete validation; knows nothing of models, tokenizers or devices. What depends on those
+(vocabulary size, context length, the model's end tokens) is checked in frontend/input.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import reprlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+from kvasir.config import did_you_mean
+from kvasir.errors import RequestError
+from kvasir.log import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+# Fields that exist by name only, with the values that ask for nothing. Any other value is refused by name until the
+# feature is there; turning one on means deleting its line here and reading the field where it takes effect.
+NOT_YET: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (None, 1),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "prompt_logprobs": (None,),
+    "logprob_token_ids": (None, []),
+    "flat_logprobs": (False,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (None, 1),
+    "structured_outputs": (None,),
+    "guided_decoding": (None,),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "forbidden_token_ids": (None, []),
+    "logits_processors": (None, []),
+    "truncate_prompt_tokens": (None,),
+    "extra_args": (None, {}),
+    "skip_reading_prefix_cache": (None, False),
+    "thinking_token_budget": (None,),
+    "repetition_detection": (None,),
+    "routed_experts_prompt_start": (None, 0),
+    "trace_decode_token_ids": (None, []),
+}
+
+OLDER_NAMES: Mapping[str, str] = {"stop_strings": "stop"}
+
+_FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
+_LARGEST = sys.float_info.max
+
+
+class RequestOutputKind(Enum):
+    """What a step's output holds: all so far, only what is new, or nothing until the request has ended."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+def _accepts_older_names(cls: type[T]) -> type[T]:
+    """Let the constructor take older names (one warning each), and answer unknown ones with the nearest that exist."""
+    plain_init: Callable[..., None] = cls.__init__
+    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]  # only dataclasses are decorated
+
+    @functools.wraps(plain_init)
+    def init(self: T, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs.keys() - set(known):
+            newer = OLDER_NAMES.get(name)
+            if newer is None:
+                raise _unknown(name, known)
+            if newer in kwargs:
+                raise RequestError(f"{name} is an older name of {newer}; give only {newer}.", newer)
+            warn_once(logger, f"SamplingParams({name}=...) is an older name; use {newer} instead.")
+            kwargs[newer] = kwargs.pop(name)
+        if len(args) > len(known):
+            raise RequestError(f"SamplingParams takes at most {len(known)} values, but {len(args)} were given.")
+        plain_init(self, *args, **kwargs)
+
+    cls.__init__ = init  # type: ignore[assignment]
+    return cls
+
+
+def _unknown(name: str, known: Sequence[str]) -> RequestError:
+    hint = did_you_mean(name, [*known, *OLDER_NAMES]) or f" Known are: {', '.join(known)}."
+    return RequestError(f"SamplingParams has no parameter {name!r}.{hint}", name)
+
+
+@_accepts_older_names
+@dataclass(slots=True, repr=False)
+class SamplingParams:
+    """How to sample one request. `SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64)`."""
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # keep the smallest set of tokens with this much probability; 1: all
+    top_k: int = 0  # keep the k likeliest tokens; 0 or -1: all
+    min_p: float = 0.0  # keep tokens at least this likely, as a share of the likeliest one's probability
+    seed: int | None = None  # None: derived from the engine's seed, different for each request
+    stop: str | list[str] | None = None  # text that ends the request; a list after construction
+    stop_token_ids: list[int] | None = None  # tokens that end the request, besides the model's own
+    ignore_eos: bool = False  # the model's own end tokens do not end the request
+    max_tokens: int | None = 16  # None: as many as fit the model
+    min_tokens: int = 0  # nothing but max_tokens ends the request before so many tokens
+    logprobs: int | None = None  # log-probabilities of the sampled token and of so many likeliest ones
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    flat_logprobs: bool = False
+    detokenize: bool = True  # False: token ids only, no text
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    structured_outputs: Any = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    extra_args: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    routed_experts_prompt_start: int | None = None
+    trace_decode_token_ids: list[int] | None = None
+    # Names of older vLLM versions and of other engines, kept apart from the positional order above.
+    best_of: int | None = field(default=None, kw_only=True)
+    guided_decoding: Any = field(default=None, kw_only=True)
+    forbidden_token_ids: list[int] | None = field(default=None, kw_only=True)
+    logits_processors: list[Any] | None = field(default=None, kw_only=True)
+    truncate_prompt_tokens: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.verify()
+
+    def verify(self) -> None:
+        """Bring every field to its plain type and raise RequestError for the first that is wrong.
+
+        Called by the constructor, and again when a request is made of the parameters, as fields may be assigned.
+        """
+        for name, harmless in NOT_YET.items():
+            _refuse_unless(name, getattr(self, name), harmless)
+        self._verify_distribution()
+        self._verify_lengths()
+        self._verify_stops()
+        for name in _FLAGS:
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name} must be True or False, not {value!r}.", name)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}.", "output_kind")
+        if self.logprobs is not None:
+            self.logprobs = _whole("logprobs", self.logprobs, -1)
+            if self.logprobs == -1:
+                message = "logprobs=-1 (the whole vocabulary) is not supported yet; give a number or None."
+                raise RequestError(message, "logprobs")
+
+    def _verify_distribution(self) -> None:
+        self.temperature = _number("temperature", self.temperature, 0.0, _LARGEST)
+        self.top_p = _number("top_p", self.top_p, 0.0, 1.0, above=True)
+        self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
+        self.top_k = _whole("top_k", self.top_k, -1)
+        if self.seed is not None:
+            self.seed = _whole("seed", self.seed, -(2**63), 2**64 - 1)
+
+    def _verify_lengths(self) -> None:
+        self.min_tokens = _whole("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is None:
+            return
+        self.max_tokens = _whole("max_tokens", self.max_tokens, 1)
+        if self.min_tokens > self.max_tokens:
+            message = f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: change one of them."
+            raise RequestError(message, "min_tokens")
+
+    def _verify_stops(self) -> None:
+        if self.stop is None:
+            self.stop = []
+        elif isinstance(self.stop, str):
+            self.stop = [self.stop]
+        if not isinstance(self.stop, list | tuple) or not all(isinstance(text, str) for text in self.stop):
+            raise RequestError(f"stop must be a string or a list of strings, not {reprlib.repr(self.stop)}.", "stop")
+        if "" in self.stop:
+            raise RequestError("stop has an empty string in it, which would match everywhere; remove it.", "stop")
+        self.stop = list(self.stop)
+        if self.stop and self.detokenize is False:
+            raise RequestError("stop strings are found in text: set detokenize=True or use stop_token_ids.", "stop")
+        ids = [] if self.stop_token_ids is None else self.stop_token_ids
+        if not isinstance(ids, list | tuple | set | frozenset):
+            raise RequestError(f"stop_token_ids must be a list of token ids, not {ids!r}.", "stop_token_ids")
+        self.stop_token_ids = [_whole("stop_token_ids", token, 0) for token in ids]
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares no list or dict with this one."""
+        other = copy.copy(self)
+        for f in fields(self):
+            if isinstance(value := getattr(self, f.name), list | dict):
+                setattr(other, f.name, copy.copy(value))
+        return other
+
+    def __repr__(self) -> str:
+        """Only what differs from the defaults."""
+        values = ((f.name, f.default, getattr(self, f.name)) for f in fields(self))
+        shown = (f"{name}={value!r}" for name, default, value in values if value not in (default, []))
+        return f"SamplingParams({', '.join(shown)})"
+
+
+def _refuse_unless(name: str, value: object, harmless: tuple[object, ...]) -> None:
+    # `type` apart, because True == 1 and False == 0 in Python.
+    for ok in harmless:
+        if value is ok or (isinstance(value, bool) == isinstance(ok, bool) and type(value) is not str and value == ok):
+            return
+    message = f"{name}={reprlib.repr(value)} is not supported yet; leave it at {harmless[0]!r}."
+    raise RequestError(message, name)
+
+
+def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
+    """`value` as a float within [low, high], or (low, high] if `above`. NaN is in no range."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise RequestError(f"{name} must be a number, not {reprlib.repr(value)}.", name)
+    number = float(value)
+    if not low <= number <= high or (above and number == low):
+        where = f"{'above' if above else 'at least'} {low:g}"
+        where += " and finite" if high == _LARGEST else f" and at most {high:g}"
+        raise RequestError(f"{name} must be {where}, not {number:g}.", name)
+    return number
+
+
+def _whole(name: str, value: object, low: int, high: int | None = None) -> int:
+    """`value` as an int within [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise RequestError(f"{name} must be an integer, not {reprlib.repr(value)}.", name)
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        where = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise RequestError(f"{name} must be {where}, not {reprlib.repr(number)}.", name)
+    return number

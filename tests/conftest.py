@@ -1,0 +1,82 @@
+"""Fixtures and settings for all tests. A test whose data is absent is skipped on a user's machine, and fails in CI."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from kvasir import log
+
+ROOT = Path(__file__).parent.parent
+
+# Without a GPU, Triton kernels run in its interpreter. It must know before it is imported, and torch is not asked
+# whether there is one: most tests do without torch.
+if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+for name, examples in {"fast": 200, "soak": 2000}.items():
+    settings.register_profile(
+        name, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    )
+settings.load_profile(os.environ.get("KVASIR_HYPOTHESIS_PROFILE", "fast"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is none. torch is imported only if there are such tests."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """The directory of real tokenizers, templates and traces, named by KVASIR_TEST_DATA."""
+    path = os.environ.get("KVASIR_TEST_DATA")
+    if not path:
+        _absent("KVASIR_TEST_DATA is not set")
+    if not Path(path).is_dir():
+        _absent(f"KVASIR_TEST_DATA={path} is no directory")
+    return Path(path)
+
+
+@pytest.fixture(scope="session")
+def starter_model() -> Path:
+    """The directory of a small real chat model, SmolLM2-135M-Instruct."""
+    path = Path(os.environ.get("KVASIR_STARTER_MODEL") or ROOT / ".models" / "SmolLM2-135M-Instruct")
+    if not (path / "config.json").is_file():
+        _absent(f"there is no model at {path}; `make test` puts it there, KVASIR_STARTER_MODEL names another place")
+    return path
+
+
+@pytest.fixture
+def log_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What Kvasir logs during the test, as "LEVEL message". Warnings given once are given anew."""
+    monkeypatch.setattr(log, "_warned", set())
+    lines: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(f"{record.levelname} {record.getMessage()}")
+
+    collector = Collector()
+    logger = logging.getLogger("kvasir")
+    logger.addHandler(collector)
+    yield lines
+    logger.removeHandler(collector)
+
+
+def _absent(what: str) -> NoReturn:
+    if os.environ.get("CI") == "true":
+        pytest.fail(what)
+    pytest.skip(what)

@@ -1,0 +1,226 @@
+"""Loading: every layout of a checkpoint gives the same model, and every fault one sentence that names it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvasir import platforms
+from kvasir.errors import ConfigError, ModelError
+from kvasir.models import loader
+from kvasir.models.loader import load_model
+from kvasir.models.transformer import Transformer
+from tests.model_builders import PagedModel, make_config, make_hf_model, save
+
+CPU = torch.device("cpu")
+TEXT = list(range(20))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save(make_hf_model("llama"), tmp_path / "model")
+
+
+def logits(model: Transformer) -> torch.Tensor:
+    return PagedModel(model).step({"a": TEXT})["a"]
+
+
+def edit(path: Path, **changes: torch.Tensor | None) -> None:
+    """Replace, add or (None) drop tensors of a checkpoint; `__` stands for a dot."""
+    tensors = load_file(path / "model.safetensors")
+    for name, value in changes.items():
+        name = name.replace("__", ".")
+        tensors.pop(name, None)
+        if value is not None:
+            tensors[name] = value
+    save_file(tensors, path / "model.safetensors")
+
+
+def refusal(checkpoint: Path, /, **changes: object) -> str:
+    with pytest.raises(ModelError) as caught:
+        load_model(make_config(checkpoint, **changes), CPU)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def test_shards_equal_one_file(checkpoint: Path, tmp_path: Path) -> None:
+    sharded = save(make_hf_model("llama"), tmp_path / "sharded", max_shard_size="10KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 3
+    assert torch.equal(logits(load_model(make_config(sharded), CPU)), logits(load_model(make_config(checkpoint), CPU)))
+
+
+def test_shards_without_index(tmp_path: Path) -> None:
+    sharded = save(make_hf_model("llama"), tmp_path, max_shard_size="10KB")
+    before = logits(load_model(make_config(sharded), CPU))
+    (sharded / "model.safetensors.index.json").unlink()
+    (sharded / "consolidated.safetensors").write_bytes(b"Mistral's second copy is not looked at")
+    assert torch.equal(logits(load_model(make_config(sharded), CPU)), before)
+
+
+def test_weights_are_cast(checkpoint: Path) -> None:
+    model = load_model(make_config(checkpoint, dtype="bfloat16"), CPU)
+    assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
+    assert logits(model).dtype == torch.float32
+
+
+def test_no_parameter_wants_a_gradient(checkpoint: Path) -> None:
+    model = load_model(make_config(checkpoint), CPU)
+    assert not model.training
+    assert not any(value.requires_grad for value in model.parameters())
+
+
+def test_old_leftovers_are_ignored(tmp_path: Path) -> None:
+    path = save(make_hf_model("qwen2"), tmp_path)  # tied
+    before = logits(load_model(make_config(path), CPU))
+    edit(path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4), lm_head__weight=torch.ones(96, 32))
+    assert torch.equal(logits(load_model(make_config(path), CPU)), before)
+
+
+def test_progress_bar_is_shown_if_wanted(checkpoint: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load_model(make_config(checkpoint), CPU)
+    assert "Loading weights" not in capfd.readouterr().err
+    load_model(make_config(checkpoint, use_tqdm_on_load=True), CPU)
+    assert "Loading weights: 100%" in capfd.readouterr().err
+
+
+# ---------------------------------------------------------------- dummy weights
+
+
+def test_dummy_weights_need_no_file_and_follow_the_seed(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    models = [load_model(make_config(checkpoint, load_format="dummy", seed=seed), CPU) for seed in (1, 1, 2)]
+    first, again, other = (logits(model) for model in models)
+    assert first.isfinite().all()
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert 0.015 < models[0].embedding.weight.std() < 0.025
+    assert (models[0].norm.weight == 1).all()
+
+
+def test_dummy_biases_are_zero(tmp_path: Path) -> None:
+    model = load_model(make_config(save(make_hf_model("qwen2"), tmp_path), load_format="dummy"), CPU)
+    assert not model.layers[0].attention.qkv.bias.any()
+
+
+# ---------------------------------------------------------------- faults
+
+
+def test_no_directory(checkpoint: Path) -> None:
+    assert refusal(checkpoint, path="/nowhere") == "The model directory /nowhere does not exist."
+
+
+def test_no_weights(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    assert "has no weights: there is no .safetensors file" in refusal(checkpoint)
+    (checkpoint / "pytorch_model.bin").touch()
+    assert "has weights as .bin files only" in refusal(checkpoint)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1])
+def test_truncated_file(checkpoint: Path, keep: int) -> None:
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert f"{file} is truncated or is no safetensors file" in refusal(checkpoint)
+
+
+def test_other_file_under_the_name(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert "is truncated or is no safetensors file" in refusal(checkpoint)
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    path = save(make_hf_model("llama"), tmp_path, max_shard_size="10KB")
+    gone = sorted(path.glob("*.safetensors"))[1]
+    gone.unlink()
+    message = refusal(path)
+    assert "lacks 1 of the" in message
+    assert gone.name in message
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "{}"])
+def test_corrupt_index(checkpoint: Path, text: str) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text(text)
+    assert "model.safetensors.index.json is not a readable index" in refusal(checkpoint)
+
+
+def test_missing_tensors(checkpoint: Path) -> None:
+    edit(checkpoint, model__norm__weight=None, model__layers__1__self_attn__k_proj__weight=None)
+    message = refusal(checkpoint)
+    assert "2 of 30 tensors are missing" in message
+    assert "model.norm.weight" in message
+    assert "model.layers.1.self_attn.k_proj.weight" in message
+
+
+def test_unexpected_tensors(checkpoint: Path) -> None:
+    edit(checkpoint, model__layers__0__self_attn__q_proj__bias=torch.ones(32))
+    assert "1 tensors have no place in the model (model.layers.0.self_attn.q_proj.bias)" in refusal(checkpoint)
+
+
+def test_more_layers_than_the_config_says(checkpoint: Path) -> None:
+    hf = json.loads((checkpoint / "config.json").read_text())
+    message = refusal(checkpoint, hf={**hf, "num_hidden_layers": 2})
+    assert "9 tensors have no place in the model (model.layers.2." in message
+    assert "and 6 more" in message
+
+
+def test_shape_mismatch(checkpoint: Path) -> None:
+    edit(checkpoint, model__layers__0__mlp__up_proj__weight=torch.ones(47, 32))
+    message = refusal(checkpoint)
+    assert "model.layers.0.mlp.up_proj.weight in model.safetensors is [47, 32], but should be [48, 32]" in message
+
+
+def test_untied_head_must_be_there(tmp_path: Path) -> None:
+    path = save(make_hf_model("qwen2"), tmp_path)
+    hf = json.loads((path / "config.json").read_text())
+    assert "lm_head.weight" in refusal(path, hf={**hf, "tie_word_embeddings": False})
+
+
+def test_unknown_architecture(checkpoint: Path) -> None:
+    message = refusal(checkpoint, hf={"architectures": ["GPT2LMHeadModel"]})
+    assert "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM" in message
+
+
+def test_quantized_checkpoint(checkpoint: Path) -> None:
+    hf = json.loads((checkpoint / "config.json").read_text())
+    assert "quantized (gptq)" in refusal(checkpoint, hf={**hf, "quantization_config": {"quant_method": "gptq"}})
+
+
+def test_weights_larger_than_memory(checkpoint: Path) -> None:
+    hf = json.loads((checkpoint / "config.json").read_text())
+    config = make_config(checkpoint, hf={**hf, "vocab_size": 1 << 40}, load_format="dummy")
+    with pytest.raises(ConfigError, match=r"weights need \d+\.\d\d GiB, but \d+\.\d\d GiB is free on cpu"):
+        load_model(config, CPU)
+
+
+def test_allocation_that_fails(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loader.torch, "empty_like", fail)
+    with pytest.raises(ConfigError, match=r"The model's weights need .* GiB is free on cpu"):
+        load_model(make_config(checkpoint), CPU)
+
+
+def test_memory_nobody_knows_is_tried(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platforms.select("cpu").__class__, "memory_free", lambda self: None)
+    load_model(make_config(checkpoint), CPU)
+
+
+def test_weights_are_not_held_twice(tmp_path: Path) -> None:
+    """Filling a model of 100 MB takes about that much more memory, not twice as much."""
+    path = save(make_hf_model("llama", vocab_size=96, hidden_size=1024, intermediate_size=4096), tmp_path)
+    config = make_config(path)
+    platform = platforms.select("cpu")
+    load_model(config, CPU)  # what the libraries take on first use
+    weights = (path / "model.safetensors").stat().st_size
+    before = platform.memory_used()
+    model = load_model(config, CPU)
+    after = platform.memory_used()
+    assert after - before < 1.5 * weights
+    assert model.vocab_size == 96

@@ -1,0 +1,115 @@
+"""Every architecture's logits equal transformers': whole, in chunks, token by token, and mixed with other sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvasir.models.loader import load_model
+from kvasir.models.transformer import Transformer
+from tests.model_builders import TINY, PagedModel, make_config, make_hf_model, save
+
+LENGTHS = (41, 23, 6, 1)  # the longest is well past every window
+
+
+class Pair:
+    """A model of ours and what transformers says to some texts."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.hf = make_hf_model(name)
+        self.ours = load_model(make_config(save(self.hf, directory)), torch.device("cpu"))
+        rng = np.random.default_rng(1)
+        self.texts = {str(n): rng.integers(0, self.hf.config.vocab_size, n).tolist() for n in LENGTHS}
+        self.expected = {key: hf_logits(self.hf, text) for key, text in self.texts.items()}
+
+
+def hf_logits(model: Any, text: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([text]), use_cache=False).logits[0]
+    return logits.float()
+
+
+@pytest.fixture(scope="module", params=list(TINY))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    yield Pair(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def run(model: Transformer, steps: list[dict[str, list[int]]], slack: int = 0) -> dict[str, torch.Tensor]:
+    paged, found = PagedModel(model), {}
+    for step in steps:
+        for key, logits in paged.step(step, slack).items():
+            found[key] = torch.cat([found[key], logits]) if key in found else logits
+    return found
+
+
+def cut(text: list[int], sizes: list[int]) -> list[list[int]]:
+    ends = [*np.cumsum(sizes).tolist(), len(text)]
+    return [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False) if text[begin:end]]
+
+
+def test_prefill(pair: Pair) -> None:
+    found = run(pair.ours, [pair.texts])
+    for key, expected in pair.expected.items():
+        close(found[key], expected)
+
+
+@pytest.mark.parametrize("sizes", [[5, 1, 7, 16], [16, 16], [3, 2, 1, 1, 30]], ids=str)
+def test_chunked_prefill(pair: Pair, sizes: list[int]) -> None:
+    found = run(pair.ours, [{"41": chunk} for chunk in cut(pair.texts["41"], sizes)])
+    close(found["41"], pair.expected["41"])
+
+
+def test_decode(pair: Pair) -> None:
+    found = run(pair.ours, [{"41": chunk} for chunk in cut(pair.texts["41"], [4, *[1] * 37])])
+    close(found["41"], pair.expected["41"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mixed_batches(pair: Pair, seed: int) -> None:
+    """Decodes and chunks of several sequences in every step, joining and ending at different times."""
+    rng = np.random.default_rng(seed)
+    steps: list[dict[str, list[int]]] = [{} for _ in range(64)]
+    for key, text in pair.texts.items():
+        sizes = np.where(rng.random(64) < 0.5, 1, rng.integers(2, 9, 64)).tolist()
+        start = int(rng.integers(0, 4))
+        for step, chunk in enumerate(cut(text, sizes), start):
+            steps[step][key] = chunk
+    found = run(pair.ours, [step for step in steps if step], slack=5)
+    for key, expected in pair.expected.items():
+        close(found[key], expected)
+
+
+def test_bfloat16_follows_transformers(tmp_path: Path) -> None:
+    hf = make_hf_model("qwen3").to(torch.bfloat16)
+    ours = load_model(make_config(save(hf, tmp_path), dtype="bfloat16"), torch.device("cpu"))
+    text = np.random.default_rng(0).integers(0, 96, 30).tolist()
+    exact = hf_logits(hf.float(), text)
+    theirs = (hf_logits(hf.to(torch.bfloat16), text) - exact).abs().mean()
+    error = (run(ours, [{"a": text[:20]}, {"a": text[20:]}])["a"] - exact).abs().mean()
+    assert error < 1.2 * theirs, f"our mean error {error:.4f} is more than transformers' own {theirs:.4f}"
+
+
+def test_windows_really_hide(tmp_path: Path) -> None:
+    """What lies before the window of every layer cannot change the logits; without a window it does."""
+    texts = {"a": [1, *range(2, 32)], "b": [50, *range(2, 32)]}
+    for window, equal in ((4, True), (None, False)):
+        hf = make_hf_model("mistral", sliding_window=window)
+        ours = load_model(make_config(save(hf, tmp_path / str(window))), torch.device("cpu"))
+        found = run(ours, [texts])
+        assert torch.allclose(found["a"][-1], found["b"][-1], atol=1e-6) is equal
+
+
+def test_positions_are_bounded_by_max_model_len(tmp_path: Path) -> None:
+    path = save(make_hf_model("llama"), tmp_path)
+    model = load_model(make_config(path, max_model_len=64), torch.device("cpu"))
+    assert model.rotary.table.shape[0] == 64
+    assert len({id(layer.attention.rotary) for layer in model.layers}) == 1

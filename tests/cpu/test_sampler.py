@@ -1,0 +1,141 @@
+"""The device sampler against an independent numpy reference: distributions, bans, seeds, log-probabilities."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvasir.messages import NewRow, RowSampling
+from kvasir.sampling.random import uniform
+from kvasir.sampling.sampler import Sampler, top_logprobs
+from kvasir.sampling.state import SamplingState
+
+VOCAB = 40
+
+
+def make_state(*rows: RowSampling) -> SamplingState:
+    state = SamplingState(len(rows), torch.device("cpu"))
+    packed = torch.from_numpy(state.pack([NewRow(i, 0, s) for i, s in enumerate(rows)]))
+    state.write(packed[:, 0].long(), packed)
+    return state
+
+
+def sample(state: SamplingState, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
+    bounds = np.array(positions, np.int32)
+    needs = state.needs(np.array(rows, np.int32), bounds, wants_logprobs=False)
+    return Sampler(state).sample(logits, torch.tensor(rows), torch.tensor(positions), needs).tolist()
+
+
+def reference(logits: np.ndarray, s: RowSampling) -> np.ndarray:
+    """Probabilities after temperature, min-p, top-k and top-p, the slow and plain way."""
+    p = np.exp((logits - logits.max()) / s.temperature)
+    p /= p.sum()
+    p[p < s.min_p * p.max()] = 0
+    order = np.argsort(-p)
+    if s.top_k:
+        p[order[s.top_k :]] = 0
+    p /= p.sum()
+    mass = 0.0
+    for token in order:
+        if mass >= s.top_p:
+            p[token] = 0
+        mass += p[token]
+    return p / p.sum()
+
+
+CASES = [
+    RowSampling(temperature=1.0),
+    RowSampling(temperature=0.6),
+    RowSampling(temperature=1.3, top_k=5),
+    RowSampling(temperature=1.0, top_p=0.7),
+    RowSampling(temperature=0.8, min_p=0.1),
+    RowSampling(temperature=1.1, top_k=12, top_p=0.9, min_p=0.02),
+]
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "mixed in one batch"])
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_draws_follow_the_distribution(case: int, mixed: bool) -> None:
+    torch.manual_seed(case)
+    logits = torch.randn(VOCAB) * 2
+    draws = 40_000
+    rows = CASES if mixed else [CASES[case]]
+    at = case if mixed else 0
+    state = make_state(*rows)
+    lines = [i % len(rows) for i in range(draws * len(rows))] if mixed else [0] * draws
+    tokens = np.array(sample(state, logits.expand(len(lines), -1), lines, list(range(len(lines)))))
+    counts = np.bincount(tokens[np.array(lines) == at], minlength=VOCAB)
+    wanted = reference(logits.double().numpy(), CASES[case]) * draws
+    assert (counts[wanted == 0] == 0).all(), "a token outside the allowed set was drawn"
+    live = wanted > 5
+    chi_square = ((counts - wanted)[live] ** 2 / wanted[live]).sum()
+    freedom = live.sum() - 1
+    assert chi_square < freedom + 5 * np.sqrt(2 * freedom) + 5, f"chi-square {chi_square:.0f} at {freedom} degrees"
+
+
+def test_greedy_takes_the_best_whatever_stands_beside_it() -> None:
+    state = make_state(RowSampling(), RowSampling(temperature=1.0, top_k=3, seed=5))
+    logits = torch.randn(2, VOCAB)
+    assert sample(state, logits, [0, 1], [3, 3])[0] == int(logits[0].argmax())
+
+
+def test_draw_depends_on_seed_and_position_alone() -> None:
+    logits = torch.randn(VOCAB)
+    seeded = RowSampling(temperature=1.0, top_p=0.9, seed=123)
+    alone = sample(make_state(seeded), logits.expand(50, -1), [0] * 50, list(range(50)))
+    crowd = make_state(RowSampling(temperature=2.0, seed=9), RowSampling(), seeded)
+    others = torch.randn(50, VOCAB)
+    for position, token in enumerate(alone):
+        lines = torch.stack([others[position], others[position], logits])
+        assert sample(crowd, lines, [0, 1, 2], [7, 8, position])[2] == token
+    assert len(set(alone)) > 5, "different positions draw differently"
+
+
+def test_uniform_numbers_are_uniform_and_independent() -> None:
+    seeds = torch.arange(300).repeat_interleave(300)
+    positions = torch.arange(300).repeat(300)
+    numbers = uniform(seeds, positions).numpy()
+    assert numbers.min() >= 0 and numbers.max() < 1
+    counts = np.histogram(numbers, 100, (0, 1))[0]
+    assert ((counts - 900) ** 2 / 900).sum() < 99 + 5 * np.sqrt(198)
+    grid = numbers.reshape(300, 300)
+    assert abs(np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]) < 0.02
+    assert abs(np.corrcoef(grid[:, :-1].ravel(), grid[:, 1:].ravel())[0, 1]) < 0.02
+
+
+def test_stop_ids_cannot_be_sampled_before_min_tokens() -> None:
+    state = make_state(RowSampling(banned_until=5, stop_token_ids=(3, 0, 7)), RowSampling(stop_token_ids=(3,)))
+    logits = torch.zeros(VOCAB)
+    logits[3], logits[0], logits[7], logits[9] = 9, 8, 7, 6
+    lines = logits.expand(3, -1)
+    assert sample(state, lines, [0, 0, 1], [4, 5, 4]) == [9, 3, 3]
+    assert logits[3] == 9, "the model's logits were changed in place"
+
+
+def test_row_reused_with_fewer_stop_ids_forgets_the_old_ones() -> None:
+    state = make_state(RowSampling(banned_until=9, stop_token_ids=(1, 2, 3)))
+    packed = torch.from_numpy(state.pack([NewRow(0, 0, RowSampling(banned_until=9, stop_token_ids=(5,)))]))
+    state.write(packed[:, 0].long(), packed)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 2], logits[0, 5] = 4, 5
+    assert sample(state, logits, [0], [1]) == [2]
+
+
+def test_top_p_keeps_at_least_the_best_token() -> None:
+    state = make_state(RowSampling(temperature=1.0, top_p=1e-6))
+    logits = torch.randn(100, VOCAB)
+    assert sample(state, logits, [0] * 100, list(range(100))) == logits.argmax(-1).tolist()
+
+
+def test_logprobs_are_of_the_plain_softmax() -> None:
+    logits = torch.randn(6, VOCAB)
+    tokens = torch.randint(0, VOCAB, (6,))
+    top = top_logprobs(logits, tokens, 4)
+    wanted = torch.log_softmax(logits.double(), -1)
+    assert torch.allclose(top.values.double(), wanted.gather(1, top.token_ids.long()), atol=1e-5)
+    assert top.token_ids[:, 0].tolist() == tokens.tolist()
+    assert top.token_ids[:, 1:].tolist() == wanted.topk(4).indices.tolist()
+    ranks = [int((wanted[i] > wanted[i, t]).sum()) + 1 for i, t in enumerate(tokens)]
+    assert top.ranks.tolist() == ranks
+    assert top_logprobs(logits, tokens, 0).token_ids.shape == (6, 1)

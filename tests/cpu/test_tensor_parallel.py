@@ -1,0 +1,78 @@
+"""Two ranks with half of the model each, over Gloo, say what one rank says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+
+from kvasir.distributed.mesh import Mesh
+from kvasir.errors import ConfigError
+from kvasir.layers.base import Build
+from kvasir.layers.linear import replicated_linear
+from kvasir.models.loader import load_model
+from tests.model_builders import PagedModel, make_config, make_hf_model, save
+
+NAMES = ("llama_tied_biases_llama3", "llama_linear_gelu_one_head", "qwen3")  # biases; one key head for two ranks; norms
+STEPS = [{"a": list(range(9)), "b": [5]}, {"a": [3], "b": [1, 2, 3]}]
+
+
+def logits(path: Path, mesh: Mesh | None = None) -> torch.Tensor:
+    paged = PagedModel(load_model(make_config(path), torch.device("cpu"), mesh))
+    return torch.cat([rows for step in STEPS for rows in paged.step(step).values()])
+
+
+def run_rank(rank: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{directory}/meeting", rank=rank, world_size=2)
+    for name in NAMES:
+        torch.save(logits(directory / name, Mesh(rank, 2)), directory / f"{name}.{rank}")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    for name in NAMES:
+        save(make_hf_model(name), tmp_path / name)
+    multiprocessing.spawn(run_rank, (tmp_path,), nprocs=2)  # type: ignore[no-untyped-call]
+    for name in NAMES:
+        expected = logits(tmp_path / name)
+        for rank in range(2):
+            torch.testing.assert_close(torch.load(tmp_path / f"{name}.{rank}"), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_each_rank_keeps_half(tmp_path: Path) -> None:
+    path = save(make_hf_model("qwen3"), tmp_path)
+    whole, half = (load_model(make_config(path, load_format="dummy"), torch.device("cpu"), m) for m in (None, Mesh(1, 2)))
+    assert half.page_shape(4) == (2, 4, 1, 24)
+    assert whole.kv_spec(4, torch.float32).page_bytes == 2 * half.kv_spec(4, torch.float32).page_bytes
+    assert half.embedding.weight.shape[0] == 48
+
+
+def test_what_does_not_divide_is_refused(tmp_path: Path) -> None:
+    path = save(make_hf_model("qwen3"), tmp_path)
+    with pytest.raises(ConfigError, match=r"vocab_size \(96\) cannot be split over 5 ranks"):
+        load_model(make_config(path), torch.device("cpu"), Mesh(0, 5))
+    hf = json.loads((path / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"num_attention_heads \(4\) cannot be split over 3 ranks"):
+        load_model(make_config(path, hf={**hf, "num_hidden_layers": 1}), torch.device("cpu"), Mesh(0, 3))
+    with pytest.raises(ConfigError, match=r"num_key_value_heads \(2\) cannot be dealt to 3 ranks"):
+        Mesh(0, 3).shard_heads(2, "num_key_value_heads")
+
+
+def test_shards_cover_the_whole() -> None:
+    assert [Mesh(rank, 4).shard(12, "x") for rank in range(4)] == [slice(i, i + 3) for i in (0, 3, 6, 9)]
+    assert [Mesh(rank, 4).shard_heads(2, "x") for rank in range(4)] == [slice(0, 1), slice(0, 1), slice(1, 2), slice(1, 2)]
+    assert Mesh().shard(7, "x") == slice(0, 7)
+
+
+def test_replicated_layers_are_whole_on_every_rank() -> None:
+    layer = replicated_linear(Build(torch.float32, Mesh(1, 2), device=torch.device("cpu")), "gate", 6, 4, bias=True)
+    weight, bias = torch.randn(4, 6), torch.randn(4)
+    layer.load(("weight", None), weight)
+    layer.load(("bias", None), bias)
+    layer.process()
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(layer(x), x @ weight.T + bias)

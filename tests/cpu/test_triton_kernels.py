@@ -1,0 +1,135 @@
+"""Triton kernels against their references: on the CPU with Triton's interpreter, on a GPU for real (-m gpu)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvasir.kernels import reference
+
+triton = pytest.importorskip("triton")
+
+from kvasir.kernels.triton.activation import silu_mul  # noqa: E402
+from kvasir.kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
+from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode  # noqa: E402
+from kvasir.kernels.triton.paged_prefill import paged_prefill  # noqa: E402
+from kvasir.kernels.triton.rope_store import rope_store  # noqa: E402
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+# The interpreter's bfloat16 products are wrong, so bfloat16 is checked on the GPU.
+DTYPES = [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float32]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    error = (got.double() - wanted.double()).norm() / wanted.double().norm()
+    assert error < TOLERANCE[dtype], f"relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [64, 192, 896])
+def test_rms_norm(width: int, dtype: torch.dtype) -> None:
+    x, residual, gain = randn(5, width, dtype=dtype), randn(5, width, dtype=dtype), randn(width, dtype=dtype)
+    close(rms_norm(x, gain, 1e-6), reference.rms_norm(x, gain, 1e-6), dtype)
+    wanted, wanted_sum = reference.add_rms_norm(x, residual.clone(), gain, 1e-6)
+    got, total = add_rms_norm(x, residual, gain, 1e-6)
+    close(got, wanted, dtype)
+    assert torch.equal(total, wanted_sum)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_silu_mul(dtype: torch.dtype) -> None:
+    x = randn(3, 2 * 1500, dtype=dtype)
+    close(silu_mul(x), reference.gated_activation(x, "silu"), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), [(4, 2, 32, 32), (9, 3, 64, 64), (8, 4, 80, 40)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_rope_store(heads: int, kv_heads: int, dim: int, rotary: int, norm: bool, dtype: torch.dtype) -> None:
+    tokens, block_size = 6, 16
+    qkv = randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    gains = (randn(dim, dtype=dtype), randn(dim, dtype=dtype)) if norm else (None, None)
+    angles = torch.randn(50, rotary // 2, device=DEVICE)
+    table = torch.cat((angles.cos(), angles.sin()), -1)
+    positions = torch.tensor([3, 0, 40, 7, 49, 1], device=DEVICE)
+    slots = torch.tensor([5, 93, 17, 40, 60, 61], device=DEVICE)
+    cache = torch.zeros(6, 2, block_size, kv_heads, dim, device=DEVICE, dtype=dtype)
+    wanted_cache = cache.clone()
+    query, key, value = qkv.view(tokens, -1, dim).split((heads, kv_heads, kv_heads), 1)
+    if norm:
+        query, key = reference.rms_norm(query, gains[0], 1e-6), reference.rms_norm(key, gains[1], 1e-6)
+    query, key = reference.rotary(query, key, positions, table)
+    reference.store_kv(key, value, wanted_cache, slots)
+    got = rope_store(qkv, heads, positions, table, cache, slots, *gains)
+    close(got, query, dtype)
+    close(cache, wanted_cache, dtype)
+    untouched = torch.ones(6 * block_size, dtype=torch.bool, device=DEVICE)
+    untouched[slots] = False
+    assert (cache.transpose(1, 2).flatten(0, 1)[untouched] == 0).all(), "another slot was touched"
+
+
+def paged(lengths: list[int], kv_heads: int, dim: int, block_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """A cache with scattered pages, tables with some unused rows, and the rows of the sequences."""
+    need = [-(-n // block_size) for n in lengths]
+    pages = np.random.default_rng(0).permutation(sum(need)) + 1
+    tables = torch.zeros(len(lengths) + 3, max(need), dtype=torch.int32)
+    rows = torch.randperm(len(lengths) + 3)[: len(lengths)]
+    at = 0
+    for row, count in zip(rows.tolist(), need, strict=True):
+        tables[row, :count] = torch.from_numpy(pages[at : at + count].astype(np.int32))
+        at += count
+    cache = randn(sum(need) + 1, 2, block_size, kv_heads, dim, dtype=dtype)
+    return cache, tables.to(DEVICE), rows.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+
+
+def attend(query: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
+    """Plain attention of the last len(query) tokens of one sequence, in float64."""
+    count, heads, dim = query.shape
+    kv_heads = cache.shape[3]
+    k, v = (cache[table.long(), i].reshape(-1, kv_heads, dim)[:length].double() for i in (0, 1))
+    k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+    scores = torch.einsum("mhd,nhd->hmn", query.double(), k) * dim**-0.5
+    at = torch.arange(length - count, length, device=query.device)[:, None]
+    key = torch.arange(length, device=query.device)[None]
+    seen = (key <= at) & (key > at - (window or length + 1))
+    return torch.einsum("hmn,nhd->mhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 16), (14, 2, 64, 16), (8, 2, 80, 64)])
+@pytest.mark.parametrize("split", [None, Split(4, 64), Split(8, 32)])
+@pytest.mark.parametrize("window", [None, 50])
+def test_paged_decode(
+    heads: int, kv_heads: int, dim: int, block_size: int, split: Split | None, window: int | None, dtype: torch.dtype
+) -> None:
+    lengths = [1, 16, 17, 300, 64, 131, 0]
+    cache, tables, rows, lens = paged(lengths, kv_heads, dim, block_size, dtype)
+    query = randn(len(lengths), heads, dim, dtype=dtype)
+    out = torch.full_like(query, 7.0)
+    paged_decode(query, cache, tables, rows, lens, out, Workspace(), dim**-0.5, window, split)
+    for i, n in enumerate(lengths[:-1]):
+        close(out[i : i + 1], attend(query[i : i + 1], cache, tables[rows[i]], n, window), dtype)
+    assert (out[-1] == 7).all(), "a padding row was written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 16), (8, 2, 64, 64), (4, 4, 80, 16)])
+@pytest.mark.parametrize("window", [None, 20, 100])
+def test_paged_prefill(heads: int, kv_heads: int, dim: int, block_size: int, window: int | None, dtype: torch.dtype) -> None:
+    lengths, chunks = [5, 150, 200, 131], [5, 150, 70, 1]
+    cache, tables, rows, lens = paged(lengths, kv_heads, dim, block_size, dtype)
+    starts = np.concatenate([[0], np.cumsum(chunks)])
+    query = randn(int(starts[-1]), heads, dim, dtype=dtype)
+    out = torch.full_like(query, float("nan"))
+    starts_on_device = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+    paged_prefill(query, cache, tables, rows, starts_on_device, lens, max(chunks), out, dim**-0.5, window)
+    for i, n in enumerate(lengths):
+        part = slice(starts[i], starts[i + 1])
+        close(out[part], attend(query[part], cache, tables[rows[i]], n, window), dtype)

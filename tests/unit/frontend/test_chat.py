@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvasir.errors import RequestError
+from kvasir.frontend.chat import ChatTemplate, choose_template, compile_template
+
+TEMPLATES = [
+    "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+    "GLM-4.6",
+    "HuggingFaceTB-SmolLM3-3B",
+    "Kimi-K2-Instruct",
+    "Mistral-Small-3.2-24B-Instruct-2506",
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+    "Qwen-Qwen2.5-7B-Instruct",
+    "Qwen-Qwen3-0.6B",
+    "Qwen3-Coder",
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
+    "deepseek-ai-DeepSeek-V3.1",
+    "google-gemma-2-2b-it",
+    "ibm-granite-granite-3.3-2B-Instruct",
+    "meta-llama-Llama-3.1-8B-Instruct",
+    "meta-llama-Llama-3.2-3B-Instruct",
+    "microsoft-Phi-3.5-mini-instruct",
+    "mistralai-Mistral-Nemo-Instruct-2407",
+    "openai-gpt-oss-120b",
+]
+SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Weather of a <place> & time, \"quoted\" é",
+            "parameters": {
+                "type": "object",
+                "properties": {"place": {"type": "string", "description": "Where"}, "days": {"type": "integer"}},
+                "required": ["place"],
+            },
+        },
+    }
+]
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": {"place": "Oslo"}}}
+USER = {"role": "user", "content": "What is 2+2? <b>&amp;</b> 日本"}
+ANSWER = {"role": "assistant", "content": "It is 4.  "}
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    "one turn": {"messages": [USER]},
+    "prompted": {"messages": [USER], "add_generation_prompt": True},
+    "system": {"messages": [{"role": "system", "content": " Be brief. "}, USER], "add_generation_prompt": True},
+    "turns": {"messages": [USER, ANSWER, {"role": "user", "content": "Sure?"}, ANSWER]},
+    "tools": {"messages": [{"role": "system", "content": "Help."}, USER], "tools": TOOLS, "add_generation_prompt": True},
+    "tool call": {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "abcdefghi", "name": "get_weather", "content": "Sunny"},
+        ],
+        "tools": TOOLS,
+    },
+    "reasoning": {
+        "messages": [USER, {"role": "assistant", "reasoning_content": "Add.", "content": "4"}, USER],
+        "enable_thinking": False,
+        "add_generation_prompt": True,
+    },
+    "inline thinking": {"messages": [USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4"}, USER]},
+    "documents": {"messages": [USER], "documents": [{"title": "T", "text": "Text."}], "add_generation_prompt": True},
+    "empty content": {"messages": [{"role": "user", "content": ""}]},
+    "wrong roles": {"messages": [ANSWER, ANSWER]},
+    "unknown role": {"messages": [{"role": "narrator", "content": "Once"}]},
+    "continued": {"messages": [USER, {"role": "assistant", "content": "It is"}], "continue_final_message": True},
+    "continued space": {"messages": [USER, {"role": "assistant", "content": "It is "}], "continue_final_message": True},
+}
+
+
+@pytest.fixture(params=TEMPLATES)
+def source(request: pytest.FixtureRequest, test_data: Path) -> str:
+    return (test_data / "chat_templates" / f"{request.param}.jinja").read_text("utf-8")
+
+
+def test_every_template_is_tested(test_data: Path) -> None:
+    assert sorted(file.stem for file in (test_data / "chat_templates").glob("*.jinja")) == sorted(TEMPLATES)
+
+
+def _theirs(source: str, conversation: dict[str, Any]) -> str | None:
+    """What transformers renders, or None where it refuses."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    options = dict(conversation)
+    try:
+        [text], _ = render_jinja_template([options.pop("messages")], chat_template=source, **SPECIAL, **options)
+    except Exception:
+        return None
+    return str(text)
+
+
+@pytest.mark.parametrize("title", CONVERSATIONS)
+def test_real_templates_render_like_transformers(source: str, title: str) -> None:
+    conversation = CONVERSATIONS[title]
+    expected = _theirs(source, conversation)
+    template = compile_template(source)
+    if expected is None:
+        with pytest.raises(RequestError):
+            template.render(**conversation, **SPECIAL)
+    else:
+        assert template.render(**conversation, **SPECIAL) == expected
+
+
+def test_real_templates_render_ordinary_conversations(source: str) -> None:
+    """That transformers refuses, too, would otherwise hide an error common to both."""
+    for title in ("one turn", "prompted", "turns", "continued"):
+        text = compile_template(source).render(**{"tools": _needed_tools(source)} | CONVERSATIONS[title], **SPECIAL)
+        assert "What is 2+2? <b>&amp;</b> 日本" in text
+    assert text.endswith("It is")
+
+
+def test_content_parts_read_as_text_in_every_real_template(source: str) -> None:
+    template = compile_template(source)
+    parts = [{"type": "text", "text": "alpha"}, {"type": "text", "text": "beta"}]
+    text = template.render([{"role": "user", "content": parts}], tools=_needed_tools(source), **SPECIAL)
+    assert re.search(r"alpha\n?beta", text), text
+    assert "'text'" not in text and '"text"' not in text
+
+
+def _needed_tools(source: str) -> list[dict[str, Any]] | None:
+    return TOOLS if source.startswith("{%- macro json_to_python_type") else None  # Hermes' tool_use template
+
+
+# ---------------------------------------------------------------- content parts
+
+PARTS_ONLY = "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}[{{ p.text }}]{% endif %}{% endfor %}{% endfor %}"
+STRINGS_ONLY = "{% for m in messages %}{{ m.role + ': ' + m.content }}\n{% endfor %}"
+PRINTS_LISTS = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
+JSON_LISTS = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
+
+
+def test_parts_become_text_where_the_template_wants_strings() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}, "c"]}]
+    assert ChatTemplate(STRINGS_ONLY).render(messages) == "user: a\nb\nc\n"
+    assert ChatTemplate(PRINTS_LISTS).render(messages) == "a\nb\nc"
+    assert ChatTemplate(JSON_LISTS).render(messages) == '"a\\nb\\nc"'
+
+
+def test_text_becomes_a_part_where_the_template_wants_parts() -> None:
+    assert ChatTemplate(PARTS_ONLY).render([{"role": "user", "content": "a"}]) == "[a]"
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert ChatTemplate(PARTS_ONLY).render(messages) == "[a][b]"
+    assert ChatTemplate(PARTS_ONLY).render(messages, continue_final_message=True) == "[a][b"
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_audio"}, {"type": 3}])
+def test_parts_that_are_no_text_are_refused(part: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="takes text only"):
+        ChatTemplate(PARTS_ONLY).render([{"role": "user", "content": [part]}])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "hi",
+        {"role": "user", "content": "x"},
+        [{"content": "x"}],
+        ["hi"],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [5]}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        None,
+    ],
+)
+def test_malformed_messages_are_refused(messages: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        ChatTemplate(STRINGS_ONLY).render(messages)
+    assert caught.value.parameter == "messages"
+
+
+# ---------------------------------------------------------------- the sandbox
+
+
+def test_template_errors_are_request_errors() -> None:
+    with pytest.raises(RequestError, match="does not compile at line 2"):
+        ChatTemplate("line one\n{% for %}")
+    with pytest.raises(RequestError, match="only user and assistant"):
+        ChatTemplate("{{ raise_exception('only user and assistant') }}").render([{"role": "user", "content": "x"}])
+    with pytest.raises(RequestError, match="cannot render"):
+        ChatTemplate("{{ 1 / 0 }}").render([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{% set _ = messages.append(1) %}",
+        "{% set _ = messages[0].update({'role': 'x'}) %}",
+        "{{ dict.mro() }}",
+        "{% set n = namespace() %}{% set n.__class__ = 1 %}",
+        "{{ namespace(_x=1) }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ range(99999999) | list }}",
+        "{{ cycler.__init__.__globals__ }}",
+    ],
+)
+def test_templates_cannot_leave_the_sandbox(attack: str) -> None:
+    template = ChatTemplate(attack)
+    try:
+        assert template.render([{"role": "user", "content": "x"}]).strip() == ""  # undefined, and nothing happened
+    except RequestError:
+        pass
+
+
+def test_templates_see_plain_data_only() -> None:
+    class Evil:
+        def write(self) -> str:
+            return "written"
+
+    messages = [{"role": "user", "content": "x", "thing": Evil(), "many": (1, True, None)}]
+    assert ChatTemplate("{{ messages[0].thing }} {{ messages[0].many }}").render(messages) == "<Evil> [1, True, None]"
+    with pytest.raises(RequestError):
+        ChatTemplate("{{ thing.write() }}").render(messages, thing=Evil())
+    assert set(messages[0]) == {"role", "content", "thing", "many"}
+
+
+def test_what_templates_may_use() -> None:
+    render = ChatTemplate(
+        "{% generation %}{{ {'b': '<é>', 'a': 1} | tojson(indent=2, sort_keys=true) }}{% endgeneration %}\n"
+        "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% elif i > 3 %}{% break %}{% endif %}{{ i }}{% endfor %}\n"
+        "{% set ns = namespace(x=1) %}{% set ns.x = ns.x + 1 %}{{ ns.x }} {{ dict(a=2).a }} {{ dict.fromkeys('a') }}\n"
+        "{{ strftime_now('%Y') | int > 2000 }} {{ bos_token }} {{ mine }} {{ 'é' | tojson(ensure_ascii=true) }}"
+    ).render
+    text = render([{"role": "user", "content": "x"}], bos_token="<s>", mine=[1])
+    assert text == '{\n  "a": 1,\n  "b": "<é>"\n}0232 2 {\'a\': None}\nTrue <s> [1] "\\u00e9"'
+
+
+def test_reasoning_goes_by_any_of_its_names() -> None:
+    template = ChatTemplate("{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}")
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        assert template.render([{"role": "assistant", "content": "x", name: "hm"}]) == "hm|hm"
+
+
+def test_continuing_needs_something_to_continue() -> None:
+    template = ChatTemplate(STRINGS_ONLY)
+    with pytest.raises(RequestError, match="set one"):
+        template.render([USER], continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(RequestError, match="has no text"):
+        template.render([{"role": "assistant"}], continue_final_message=True)
+    with pytest.raises(RequestError, match="does not show"):
+        ChatTemplate("nothing").render([USER], continue_final_message=True)
+
+
+def test_tools_and_documents_are_dicts() -> None:
+    for name in ("tools", "documents"):
+        with pytest.raises(RequestError, match=f"{name} must be a list of dicts"):
+            ChatTemplate("x").render([USER], **{name: [len]})  # type: ignore[arg-type]
+
+
+def test_template_choice() -> None:
+    several = {"default": "D", "tool_use": "T", "rag": "R"}
+    assert choose_template(several, None, with_tools=False) == "D"
+    assert choose_template(several, None, with_tools=True) == "T"
+    assert choose_template(several, "rag", with_tools=True) == "R"
+    assert choose_template(several, "{{ x }}", with_tools=False) == "{{ x }}"
+    assert choose_template("own", "asked", with_tools=False) == "asked"
+    with pytest.raises(RequestError, match="name one in chat_template"):
+        choose_template({"rag": "R", "x": "X"}, None, with_tools=True)
+    with pytest.raises(RequestError, match="no chat template"):
+        choose_template(None, None, with_tools=False)
+
+
+def test_compiled_templates_are_kept() -> None:
+    assert compile_template("{{ x }}") is compile_template("{{ x }}")

@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvasir.errors import ModelError, RequestError
+from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.frontend.tokenizer_files import TransformersTokenizer, load_tokenizer
+from tests.unit.frontend.conftest import RealTokenizers
+
+CORPUS = [
+    "",
+    " ",
+    "Hello, world!",
+    "  leading and trailing  ",
+    "tabs\t\tnewlines\n\n\r\n  mixed \t \n end\n",
+    " " * 70 + "x" + "\n" * 17,
+    "def f(x):\n    return {'a': [1, 2.5e-3], \"b\": x ** 2}  # comment\n\n\nclass A:\n\tpass\n",
+    "<div class=\"a\">&amp;</div> https://example.org/?q=1&r=%20#x",
+    "日本語のテキスト。中文字符，混合。한국어 텍스트",
+    "Ünïcödé e\u0301 n\u0303 ﬁ Ⅷ ㎏ ½ ٣ ०१२",
+    "👩‍👩‍👧‍👦 🇳🇴 👍🏽 🤖🤖🤖 ☃\ufe0f",
+    "Привет мир Γειά σου κόσμε שלום עולם مرحبا بالعالم नमस्ते สวัสดี",
+    "1234567890 12 345 6,789.01 1e10 0xDEADBEEF",
+    "I'm you're he'd WE'LL can't 's 'S",
+    "a\u0000b\u200b\u200dc\ufeffd\ufffde",
+    "<|begin_of_text|>hi<|eot_id|> <|im_start|>user\nhi<|im_end|><|endoftext|>",
+    "<s>[INST] hi [/INST]</s> <unk> <pad> <｜begin▁of▁sentence｜>x<｜end▁of▁sentence｜> <|fim_prefix|>",
+    "x" * 500,
+    "aAbBcC" * 30 + "!?" * 40,
+]
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_encode_and_decode_equal_transformers(real: RealTokenizers, name: str, special: bool) -> None:
+    ours, theirs = real.ours(name), real.theirs(name)
+    batch = ours.encode_batch(CORPUS, add_special_tokens=special)
+    for text, from_batch in zip(CORPUS, batch, strict=True):
+        ids = theirs.encode(text, add_special_tokens=special)
+        assert ours.encode(text, add_special_tokens=special) == from_batch == ids, text
+        for skip in (True, False):
+            expected = theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert ours.decode(ids, skip_special_tokens=skip) == expected, text
+
+
+def test_vocabulary_equals_transformers(real: RealTokenizers, name: str) -> None:
+    ours, theirs = real.ours(name), real.theirs(name)
+    assert (len(ours), ours.vocab_size) == (len(theirs), theirs.vocab_size)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.all_special_tokens == theirs.all_special_tokens
+    assert ours.all_special_ids == theirs.all_special_ids
+    assert (ours.bos_token_id, ours.eos_token_id, ours.pad_token_id) == (
+        theirs.bos_token_id,
+        theirs.eos_token_id,
+        theirs.pad_token_id,
+    )
+    assert ours.chat_template == theirs.chat_template
+    ids = [0, 1, 5, 1000, len(ours) - 1]
+    assert ours.convert_ids_to_tokens(ids) == theirs.convert_ids_to_tokens(ids)
+    assert ours.convert_ids_to_tokens(7) == theirs.convert_ids_to_tokens(7)
+    tokens = [*theirs.convert_ids_to_tokens(ids), "no such token \u2603"]
+    assert ours.convert_tokens_to_ids(tokens) == theirs.convert_tokens_to_ids(tokens)
+    assert ours.convert_tokens_to_ids("hello") == theirs.convert_tokens_to_ids("hello")
+
+
+@settings(max_examples=60)
+@given(text=st.text(max_size=80))
+def test_any_text_encodes_like_transformers(real: RealTokenizers, name: str, text: str) -> None:
+    assert real.ours(name).encode(text) == real.theirs(name).encode(text)
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_token_bytes_give_the_text_of_any_tokens(real: RealTokenizers, name: str, data: st.DataObject) -> None:
+    """The table of bytes stands for the library's decoder, invalid UTF-8, special and unknown tokens included."""
+    tokenizer = real.ours(name)
+    size = len(tokenizer)
+    ids = data.draw(st.lists(st.one_of(st.integers(0, 300), st.integers(0, size + 5)), max_size=30))
+    for skip in (True, False):
+        table = tokenizer.token_bytes(skip)
+        assert table is not None
+        assert b"".join(table[i] for i in ids).decode("utf-8", "replace") == tokenizer.decode(ids, skip)
+
+
+def test_chat_equals_transformers(real: RealTokenizers) -> None:
+    messages = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello"}]
+    messages.append({"role": "user", "content": "Tell me <|im_end|> more 👍"})
+    for name in ("llama3_1", "qwen2_5", "deepseek_v3", "mistral_nemo"):
+        ours, theirs = real.ours(name), real.theirs(name)
+        for prompt in (True, False):
+            expected = theirs.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
+            assert ours.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False) == expected
+            text = theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
+            assert ours.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt) == text
+
+
+def test_chat_options_that_are_no_variables_are_refused(sentencepiece: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="return_tensors"):
+        sentencepiece.apply_chat_template([{"role": "user", "content": "x"}], chat_template="x", return_tensors="pt")
+    with pytest.raises(RequestError, match="pass one as chat_template"):
+        sentencepiece.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_token_text_keeps_the_leading_space(real: RealTokenizers, sentencepiece: Tokenizer) -> None:
+    llama = real.ours("llama3_1")
+    assert [llama.token_text(i) for i in llama.encode("Hello world", add_special_tokens=False)] == ["Hello", " world"]
+    assert llama.token_text(128009) == "<|eot_id|>"
+    assert [sentencepiece.token_text(i) for i in sentencepiece.encode("he wo")] == [" h", "e", " w", "o"]
+
+
+def test_sentencepiece_like_equals_transformers(sentencepiece: Tokenizer, sentencepiece_dir: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(sentencepiece_dir)
+    for text in ("hello world", "  hello", "é世界 <s>he</s>", "🤖"):
+        assert sentencepiece.encode(text) == theirs.encode(text)
+        assert sentencepiece.decode(theirs.encode(text)) == theirs.decode(theirs.encode(text))
+    assert sentencepiece.token_bytes(True) is None
+
+
+def test_decode_takes_arrays_and_single_ids(sentencepiece: Tokenizer) -> None:
+    ids = sentencepiece.encode("hello")
+    assert sentencepiece.decode(np.array(ids, np.int32)) == "hello"
+    assert sentencepiece.decode(ids[1]) == "e"
+
+
+def test_text_that_is_no_unicode_is_refused(sentencepiece: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="cannot be tokenized"):
+        sentencepiece.encode("half a pair: \ud83d")
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.fixture
+def copy(sentencepiece_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sentencepiece_dir, tmp_path / "model"))
+
+
+def _config(directory: Path, **entries: Any) -> None:
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+@pytest.mark.parametrize("with_decoder", [True, False])
+def test_special_tokens_come_from_where_transformers_looks(copy: Path, with_decoder: bool) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    as_dict = {"content": "<end>", "lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
+    typed = {"__type": "AddedToken", **as_dict}
+    _config(copy, eos_token=typed, sep_token={**typed, "content": "<sep>"}, pad_token="<pad>", image_token="<img>", additional_special_tokens=["<a>", "<b>"])
+    if with_decoder:
+        _config(copy, added_tokens_decoder={"400": {**as_dict, "special": True}, "290": {**as_dict, "content": "<x>"}})
+    special = {"eos_token": "</s>", "mask_token": {"content": "<m>"}}
+    (copy / "special_tokens_map.json").write_text(json.dumps(special))
+    ours, theirs = load_tokenizer(copy), PreTrainedTokenizerFast.from_pretrained(copy)
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert set(ours.all_special_ids) == set(theirs.all_special_ids)
+    assert ours.get_vocab() == theirs.get_vocab()
+    for text in ("he  <end>lo", "<a><b><img>he<pad>", "he  <sep> lo", "a <x> b <m>"):
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_add_bos_token_is_handled_as_transformers_does(copy: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    for entries in ({"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False, "add_eos_token": False}):
+        _config(copy, **entries)
+        assert load_tokenizer(copy).encode("he") == PreTrainedTokenizerFast.from_pretrained(copy).encode("he")
+
+
+def test_chat_template_files(copy: Path) -> None:
+    assert load_tokenizer(copy).chat_template is None
+    (copy / "chat_template.json").write_text(json.dumps({"chat_template": "from json"}))
+    assert load_tokenizer(copy).chat_template == "from json"
+    _config(copy, chat_template="from config")
+    assert load_tokenizer(copy).chat_template == "from config"
+    _config(copy, chat_template=[{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}])
+    assert load_tokenizer(copy).chat_template == {"default": "A", "tool_use": "B"}
+    (copy / "chat_template.jinja").write_text("from file")
+    assert load_tokenizer(copy).chat_template == "from file"
+    (copy / "additional_chat_templates").mkdir()
+    (copy / "additional_chat_templates" / "rag.jinja").write_text("with documents")
+    assert load_tokenizer(copy).chat_template == {"default": "from file", "rag": "with documents"}
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", '{"model": {}}'),
+        ("tokenizer_config.json", "not json"),
+        ("tokenizer_config.json", "[1]"),
+        ("tokenizer_config.json", '{"eos_token": {"lstrip": true}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": "y"}}'),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}'),
+        ("special_tokens_map.json", '{"eos_token"'),
+        ("chat_template.json", b"\xff\xfe{"),
+    ],
+)
+def test_corrupt_files_are_named(copy: Path, file: str, content: str | bytes) -> None:
+    (copy / file).write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(copy)
+    assert str(copy / file) in str(caught.value)
+    assert "skip_tokenizer_init=True" in str(caught.value)
+
+
+def test_missing_tokenizer_names_the_directory(tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert "tokenizer.json" in str(caught.value)
+    assert "skip_tokenizer_init=True" in str(caught.value)
+
+
+def test_vocabulary_and_merges_alone_go_through_transformers(tmp_path: Path, log_lines: list[str]) -> None:
+    letters = [chr(c) for c in range(0x21, 0x7F)] + ["Ġ"]
+    vocab = {token: i for i, token in enumerate([*letters, "he", "ll", "Ġhe", "<|endoftext|>"])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\nl l\nĠ he\n")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert any("through transformers" in line for line in log_lines)
+    ids = tokenizer.encode("hello hell")
+    assert tokenizer.convert_ids_to_tokens(ids) == ["he", "ll", "o", "Ġhe", "ll"]
+    assert tokenizer.decode(ids) == "hello hell"
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert tokenizer.token_bytes(True) is not None
+
+
+def test_python_tokenizers_have_the_same_surface(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer(extra_ids=4).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert isinstance(tokenizer, TransformersTokenizer)
+    ids = tokenizer.encode("hé", add_special_tokens=True)
+    assert ids == [107, 198, 172, 1]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "hé"
+    assert tokenizer.decode_batch([ids[:1], ids[1:3]]) == ["h", "é"]
+    assert tokenizer.eos_token_id == 1
+    assert tokenizer.convert_ids_to_tokens([107]) == ["h"]
+    assert tokenizer.convert_tokens_to_ids("h") == 107
+    assert len(tokenizer) == len(tokenizer.get_vocab()) >= tokenizer.vocab_size
+    assert tokenizer.token_text(107) == "h"
+
+
+def test_neither_transformers_nor_torch_is_imported(sentencepiece_dir: Path) -> None:
+    code = f"""
+import sys
+from kvasir.frontend.input import InputProcessor
+from kvasir.frontend.output import OutputProcessor
+from kvasir.frontend.tokenizer_files import load_tokenizer
+load_tokenizer({str(sentencepiece_dir)!r}).apply_chat_template([{{"role": "user", "content": "x"}}], chat_template="x")
+assert not {{"torch", "transformers"}} & set(sys.modules), "the API process must stay light"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

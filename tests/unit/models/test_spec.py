@@ -1,0 +1,163 @@
+"""config.json to options: old and new spellings, defaults where the file is silent, refusals that name the entry."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from kvasir.errors import ModelError
+from kvasir.layers.rope import LinearScaling, Llama3Scaling, RopeSpec
+from kvasir.models import registry
+from kvasir.models.spec import Architecture, DecoderSpec
+
+BASE = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def read(architecture: str, **changes: Any) -> DecoderSpec:
+    config = {**BASE, "architectures": [architecture], **changes}
+    return registry.find(config).read_spec(config)
+
+
+def llama(**changes: Any) -> DecoderSpec:
+    return read("LlamaForCausalLM", **changes)
+
+
+# ---------------------------------------------------------------- options
+
+
+def test_llama_defaults() -> None:
+    spec = llama()
+    assert (spec.head_dim, spec.num_kv_heads, spec.norm_eps, spec.activation) == (8, 2, 1e-6, "silu")
+    assert not (spec.qkv_bias or spec.o_bias or spec.mlp_bias or spec.qk_norm or spec.tie_embeddings)
+    assert spec.windows == (None,) * 4
+    assert spec.rope == RopeSpec(rotary_dim=8, theta=10000.0)
+
+
+def test_first_llama_has_as_many_key_heads_as_heads() -> None:
+    assert llama(num_key_value_heads=None).num_kv_heads == 8
+
+
+def test_llama_options() -> None:
+    spec = llama(attention_bias=True, mlp_bias=True, head_dim=32, tie_word_embeddings=True, hidden_act="gelu_new")
+    assert spec.qkv_bias and spec.o_bias and spec.mlp_bias and spec.tie_embeddings
+    assert (spec.head_dim, spec.activation, spec.rope.rotary_dim) == (32, "gelu_tanh", 32)
+
+
+@pytest.mark.parametrize(("given", "window"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 9}, 9)])
+def test_mistral_window(given: dict[str, Any], window: int | None) -> None:
+    assert read("MistralForCausalLM", **given).windows == (window,) * 4
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_qwen_windows(architecture: str) -> None:
+    assert read(architecture, sliding_window=7).windows == (None,) * 4  # use_sliding_window is off by default
+    on = {"use_sliding_window": True, "sliding_window": 7}
+    assert read(architecture, **on, max_window_layers=3).windows == (None, None, None, 7)
+    assert read(architecture, **on).windows == (None,) * 4  # from layer 28 on
+    types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    assert read(architecture, **on, layer_types=types).windows == (7, None, None, 7)
+
+
+def test_qwen2_and_qwen3_differ_in_biases_norms_and_heads() -> None:
+    two, three = read("Qwen2ForCausalLM"), read("Qwen3ForCausalLM")
+    assert (two.qkv_bias, two.o_bias, two.qk_norm, two.head_dim) == (True, False, False, 8)
+    assert (three.qkv_bias, three.o_bias, three.qk_norm, three.head_dim) == (False, False, True, 128)
+
+
+# ---------------------------------------------------------------- rotary embedding
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+        {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "type": "llama3", "rope_type": None}},
+        {"rope_theta": 1e4, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+        {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "original_max_position_embeddings": None}},
+    ],
+    ids=["old", "new", "oldest", "both", "length of the model itself"],
+)
+def test_llama3_scaling_in_every_spelling(given: dict[str, Any]) -> None:
+    assert llama(**given).rope == RopeSpec(8, 5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+
+
+def test_other_rotary_kinds() -> None:
+    assert llama(rope_scaling={"type": "linear", "factor": 4}).rope.scaling == LinearScaling(4.0)
+    assert llama(rope_scaling=None, rope_theta=7).rope == RopeSpec(8, 7.0)
+    assert llama(rope_parameters={"rope_type": "default", "rope_theta": 7.0}).rope == RopeSpec(8, 7.0)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported; supported are default, linear"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "has no factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer type"),
+        ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported; supported are silu"),
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"vocab_size": "many"}, "vocab_size must be a whole number of at least 1, but is 'many'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be"),
+        ({"rms_norm_eps": True}, "rms_norm_eps must be a positive number, but is True"),
+        ({"attention_bias": 1}, "attention_bias must be true or false, but is 1"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads \(8\) is not a multiple of num_key_value_heads \(3\)"),
+    ],
+)
+def test_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        llama(**changes)
+
+
+def test_layer_types_must_be_known_and_as_many_as_layers() -> None:
+    with pytest.raises(ModelError, match="layer type 'chunked_attention' is not supported"):
+        read("Qwen3ForCausalLM", layer_types=["chunked_attention"] * 4)
+    with pytest.raises(ModelError, match="layer_types has 3 entries, num_hidden_layers is 4"):
+        read("Qwen3ForCausalLM", layer_types=["full_attention"] * 3)
+
+
+# ---------------------------------------------------------------- the registry
+
+
+def test_unknown_architecture_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ModelError, match=r"Foo is not supported; supported are LlamaForCausalLM, Mistral"):
+        registry.find({"architectures": ["Foo"]})
+    with pytest.raises(ModelError, match="does not name the model's architecture"):
+        registry.find({})
+
+
+@pytest.mark.parametrize("name", registry.supported())
+def test_an_architecture_is_short_and_whole(name: str) -> None:
+    architecture = registry.find({"architectures": [name]})
+    assert isinstance(architecture, Architecture)
+    assert len(set(architecture.names.values())) == len(architecture.names), "two tensors go to one place"
+    module = registry._ARCHITECTURES[name]
+    assert isinstance(module, str)
+    with open(sys.modules[module].__file__ or "") as source:
+        assert len(source.readlines()) < 100
+
+
+def test_specs_need_no_torch() -> None:
+    modules = ", ".join(f"kvasir.models.{name}" for name in ("registry", "llama", "mistral", "qwen2", "qwen3"))
+    program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

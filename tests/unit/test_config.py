@@ -1,0 +1,398 @@
+"""Settings: every one of them has an effect or is refused; every way of writing them gives the same result."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pickle
+import runpy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvasir import platforms
+from kvasir.args import OLD_NAMES, EngineArgs, flag, parse_size
+from kvasir.cli.main import Parser
+from kvasir.config import EngineConfig, ModelConfig, all_settings
+from kvasir.errors import ConfigError
+from kvasir.platforms.cpu import CpuPlatform
+from kvasir.resolve import resolve
+
+ROOT = Path(__file__).parent.parent.parent
+HF = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+}
+GENERATION = {"eos_token_id": 2, "temperature": 0.6}
+
+
+@dataclass
+class World:
+    """A model directory, and a hub that hands out that directory and remembers what it was asked."""
+
+    path: Path
+    fetched: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def snapshot_download(self, name: str, **asked: Any) -> str:
+        self.fetched[name] = asked
+        return str(self.path)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    path = tmp_path / "tiny"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(HF))
+    (path / "generation_config.json").write_text(json.dumps(GENERATION))
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.1}')
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    monkeypatch.chdir(tmp_path)
+    found = World(path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", found.snapshot_download)
+    monkeypatch.setattr(platforms, "select", lambda device: CpuPlatform("cpu" if device == "auto" else device))
+    return found
+
+
+@dataclass
+class Case:
+    """A value that is not the default, and what it must do: be refused, or show in the settled configuration."""
+
+    value: Any
+    refused: str = ""
+    shows: Callable[[EngineConfig, World], Any] = lambda config, world: False
+    beside: dict[str, Any] = field(default_factory=dict)  # other settings it needs
+
+
+ON_HUB = {"model": "org/model"}
+CASES = {
+    "model": Case("org/other", shows=lambda c, w: "org/other" in w.fetched and c.model.path == str(w.path)),
+    "tokenizer": Case("org/words", shows=lambda c, w: "*.safetensors" not in w.fetched["org/words"]["allow_patterns"]),
+    "skip_tokenizer_init": Case(True, shows=lambda c, w: not w.fetched, beside={"tokenizer": "org/words"}),
+    "revision": Case("v2", shows=lambda c, w: w.fetched["org/model"]["revision"] == "v2", beside=ON_HUB),
+    "tokenizer_revision": Case(
+        "v3",
+        shows=lambda c, w: w.fetched["org/words"]["revision"] == "v3" and w.fetched["org/model"]["revision"] is None,
+        beside=ON_HUB | {"tokenizer": "org/words"},
+    ),
+    "hf_token": Case("secret", shows=lambda c, w: w.fetched["org/model"]["token"] == "secret", beside=ON_HUB),
+    "trust_remote_code": Case(True, refused="runs no such code"),
+    "dtype": Case("half", shows=lambda c, w: c.model.dtype == "float16"),
+    "seed": Case(7, shows=lambda c, w: c.model.seed == 7),
+    "max_model_len": Case("1k", shows=lambda c, w: c.model.max_model_len == 1000),
+    "max_logprobs": Case(5, shows=lambda c, w: c.model.max_logprobs == 5),
+    "logprobs_mode": Case("processed_logits", refused="Possible: raw_logprobs"),
+    "hf_overrides": Case(
+        {"vocab_size": 500, "rope_parameters": {"factor": 2.0}},
+        shows=lambda c, w: (
+            c.model.vocab_size == 500 and c.model.hf["rope_parameters"] == {**HF["rope_parameters"], "factor": 2.0}
+        ),
+    ),
+    "generation_config": Case(".", shows=lambda c, w: c.model.generation == {"temperature": 0.1}),
+    "override_generation_config": Case(
+        {"temperature": 0.3}, shows=lambda c, w: c.model.generation == {"eos_token_id": 2, "temperature": 0.3}
+    ),
+    "chat_template": Case("template.jinja", shows=lambda c, w: c.model.chat_template == "{{ messages }}"),
+    "model_impl": Case("kvasir", shows=lambda c, w: c.model.model_impl == "kvasir"),
+    "runner": Case("generate", shows=lambda c, w: c.model.runner == "generate"),
+    "convert": Case("none", shows=lambda c, w: c.model.convert == "none"),
+    "quantization": Case("awq", refused="unquantized"),
+    "enable_lora": Case(True, refused="LoRA"),
+    "speculative_config": Case({"method": "ngram"}, refused="Speculative decoding"),
+    "logits_processors": Case(["mine"], refused="Logits processors"),
+    "load_format": Case(
+        "dummy",
+        shows=lambda c, w: (
+            c.load.load_format == "dummy" and "*.safetensors" not in w.fetched["org/model"]["allow_patterns"]
+        ),
+        beside=ON_HUB,
+    ),
+    "download_dir": Case("/models", shows=lambda c, w: w.fetched["org/model"]["cache_dir"] == "/models", beside=ON_HUB),
+    "use_tqdm_on_load": Case(False, shows=lambda c, w: c.load.use_tqdm_on_load is False),
+    "block_size": Case(32, shows=lambda c, w: c.cache.block_size == 32),
+    "gpu_memory_utilization": Case(0.5, shows=lambda c, w: c.cache.gpu_memory_utilization == 0.5),
+    "kv_cache_memory_bytes": Case("2G", shows=lambda c, w: c.cache.kv_cache_memory_bytes == 2**31),
+    "num_gpu_blocks_override": Case(99, shows=lambda c, w: c.cache.num_gpu_blocks_override == 99),
+    "kv_cache_dtype": Case("fp8", refused="the model's own dtype"),
+    "enable_prefix_caching": Case(False, shows=lambda c, w: c.cache.enable_prefix_caching is False),
+    "swap_space": Case(4, refused="no CPU tier"),
+    "cpu_offload_gb": Case(1.5, refused="not offloaded"),
+    "max_num_seqs": Case(8, shows=lambda c, w: c.scheduler.max_num_seqs == 8),
+    "max_num_batched_tokens": Case(512, shows=lambda c, w: c.scheduler.max_num_batched_tokens == 512),
+    # Without chunks a whole prompt must fit into a step: the automatic budget grows.
+    "enable_chunked_prefill": Case(False, shows=lambda c, w: c.scheduler.max_num_batched_tokens == 4096),
+    "long_prefill_token_threshold": Case(64, shows=lambda c, w: c.scheduler.long_prefill_token_threshold == 64),
+    "scheduling_policy": Case("priority", refused="Possible: fcfs"),
+    "async_scheduling": Case(False, shows=lambda c, w: c.scheduler.async_scheduling is False),
+    "tensor_parallel_size": Case(2, refused="One device"),
+    "pipeline_parallel_size": Case(2, refused="One device"),
+    "data_parallel_size": Case(2, refused="One copy"),
+    "enable_expert_parallel": Case(True, refused="One device"),
+    "distributed_executor_backend": Case("uni", shows=lambda c, w: c.parallel.distributed_executor_backend == "uni"),
+    "device": Case("cpu:0", shows=lambda c, w: c.device.device == "cpu:0"),
+    "attention_backend": Case("torch", shows=lambda c, w: c.device.attention_backend == "torch"),
+}
+NAMES = [f.name for f in dataclasses.fields(EngineArgs)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_has_an_effect_or_is_refused(name: str, world: World) -> None:
+    assert name in CASES, f"{name} has no entry in CASES: say what it does"
+    case, known = CASES[name], all_settings()[name]
+    assert case.value != known.default, "the value must not be the default"
+    given = {"model": str(world.path), **case.beside, name: case.value}
+    if case.refused:
+        with pytest.raises(ConfigError, match=case.refused) as error:
+            EngineArgs(**given)
+        assert f"{name}={case.value!r}" in str(error.value)
+    else:
+        assert case.shows(resolve(EngineArgs(**given)), world)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flags_and_files_mean_what_keywords_mean(name: str, world: World) -> None:
+    case, known = CASES[name], all_settings()[name]
+    given = {"model": "org/model", **case.beside, name: case.value}
+    if case.refused:
+        for argv in ([*as_flags(given)], ["--config", as_file(given)]):
+            with pytest.raises(ConfigError, match=case.refused):
+                from_command_line(argv)
+        return
+    expected = EngineArgs(**given)
+    assert getattr(expected, name) != known.default
+    assert from_command_line(as_flags(given)) == expected
+    assert from_command_line(["--config", as_file(given)]) == expected
+
+
+def as_flags(given: dict[str, Any]) -> list[str]:
+    argv = []
+    for name, value in given.items():
+        if isinstance(value, bool):
+            argv.append(flag(name) if value else flag("no_" + name))
+        else:
+            argv += [flag(name), json.dumps(value) if isinstance(value, dict | list) else str(value)]
+    return argv
+
+
+def as_file(given: dict[str, Any]) -> str:
+    Path("settings.yaml").write_text(yaml.safe_dump({name.replace("_", "-"): value for name, value in given.items()}))
+    return "settings.yaml"
+
+
+def from_command_line(argv: list[str]) -> EngineArgs:
+    parser = EngineArgs.add_cli_args(Parser(prog="kvasir"))
+    return EngineArgs.from_cli_args(parser.parse_args(argv))
+
+
+# ---------------------------------------------------------------- keywords
+
+
+def test_unknown_keyword_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"max_model_length is not a setting. Did you mean max_model_len"):
+        EngineArgs("m", max_model_length=10)
+    with pytest.raises(ConfigError, match="disable_log_requests is not a setting"):
+        EngineArgs("m", disable_log_requests=True)
+
+
+def test_a_model_is_needed() -> None:
+    with pytest.raises(ConfigError, match="No model was given"):
+        EngineArgs()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("gpu_memory_utilization", 0, "more than 0"),
+        ("gpu_memory_utilization", 1.01, "at most 1"),
+        ("gpu_memory_utilization", float("nan"), "gpu_memory_utilization=nan"),
+        ("gpu_memory_utilization", "much", "is a str; gpu_memory_utilization takes a number"),
+        ("max_model_len", 0, "at least 1"),
+        ("max_model_len", 10.5, "takes a whole number or 'auto'"),
+        ("max_model_len", True, "takes a whole number"),
+        ("max_model_len", "10x", "is not a whole number"),
+        ("max_num_seqs", -1, "at least 1"),
+        ("seed", None, "takes a whole number"),
+        ("block_size", 24, "Possible: 1, 2, 4, 8, 16"),
+        ("enable_prefix_caching", "yes", "takes true or false"),
+        ("enable_prefix_caching", 1, "takes true or false"),
+        ("hf_overrides", "x", "takes a mapping"),
+        ("dtype", "int8", "Possible: auto, half"),
+        ("dtype", {}, "takes a string"),
+        ("model", 3, "takes a string"),
+        ("attention_backend", "flash_attn", "Possible: auto, torch"),
+    ],
+)
+def test_wrong_types_and_ranges_are_refused(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        EngineArgs(**{"model": "m", name: value})
+    assert name in str(error.value)
+
+
+def test_what_is_set_later_is_checked_too() -> None:
+    args = EngineArgs("m")
+    args.gpu_memory_utilization = 3.0
+    with pytest.raises(ConfigError, match="at most 1"):
+        args.create_engine_config()
+
+
+def test_budgets_must_agree() -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=4 is less than max_num_seqs=8"):
+        EngineArgs("m", max_num_seqs=8, max_num_batched_tokens=4)
+
+
+def test_auto_and_none_may_be_written_out() -> None:
+    assert EngineArgs("m", max_model_len="auto", block_size="auto") == EngineArgs("m")
+    assert EngineArgs("m", max_model_len=None, hf_overrides=None, speculative_config=None) == EngineArgs("m")
+
+
+def test_torch_dtypes_are_taken() -> None:
+    class Fake:  # torch itself is not imported for this
+        __module__ = "torch"
+
+        def __str__(self) -> str:
+            return "torch.bfloat16"
+
+    assert EngineArgs("m", dtype=Fake()).dtype == "bfloat16"
+
+
+def test_defaults_are_not_shared() -> None:
+    EngineArgs("m").hf_overrides["vocab_size"] = 1
+    assert EngineArgs("m").hf_overrides == {}
+
+
+def test_the_token_is_not_shown() -> None:
+    args = EngineArgs("m", hf_token="secret")
+    assert "secret" not in repr(args) + repr(args.create_engine_config())
+
+
+@given(whole=st.integers(0, 10**9), unit=st.sampled_from(["", "k", "m", "K", "M", "G"]))
+def test_sizes_are_exact(whole: int, unit: str) -> None:
+    factor = {"": 1, "k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20, "G": 2**30}[unit]
+    assert parse_size("n", f"{whole}{unit}") == whole * factor
+
+
+def test_sizes_with_a_point() -> None:
+    assert parse_size("n", "25.6k") == 25600
+    assert parse_size("n", "1.5K") == 1536
+    for wrong in ("25.6", "1.0001k", "k", "1e3", "", "1 k", "0x10"):
+        with pytest.raises(ConfigError, match="not a whole number"):
+            parse_size("n", wrong)
+
+
+# ---------------------------------------------------------------- older names
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_theta"])
+def test_older_names_warn_once(name: str, log_lines: list[str]) -> None:
+    value = {"rope_type": "linear", "factor": 2.0} if name == "rope_scaling" else 5e5
+    for _ in range(2):
+        args = EngineArgs("m", hf_overrides={"vocab_size": 9}, **{name: value})
+    assert args.hf_overrides == {"vocab_size": 9, name: value}
+    assert [line for line in log_lines if name in line] == [
+        f"WARNING {name} is an older name: set hf_overrides={{'{name}': ...}}."
+    ]
+    assert from_command_line(["m", flag(name), json.dumps(value)]).hf_overrides == {name: value}
+
+
+def test_older_names_of_refused_settings_lead_to_the_new_one() -> None:
+    for name, value in {"speculative_model": "[ngram]", "num_speculative_tokens": 3}.items():
+        assert OLD_NAMES[name][0] == "speculative_config"
+        with pytest.raises(ConfigError, match="speculative_config=.* is not available"):
+            EngineArgs("m", **{name: value})
+
+
+def test_older_and_newer_name_together_are_refused() -> None:
+    with pytest.raises(ConfigError, match="both given"):
+        EngineArgs("m", rope_theta=1.0, hf_overrides={"rope_theta": 2.0})
+
+
+def test_attention_backend_from_the_environment(monkeypatch: pytest.MonkeyPatch, log_lines: list[str]) -> None:
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "TORCH")
+    assert EngineArgs("m").attention_backend == "torch"
+    assert EngineArgs("m", attention_backend="auto").attention_backend == "auto"
+    assert len([line for line in log_lines if line.startswith("WARNING VLLM_ATTENTION_BACKEND")]) == 1
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH_ATTN")
+    with pytest.raises(ConfigError, match="attention_backend='flash_attn' is not possible"):
+        EngineArgs("m")
+
+
+# ---------------------------------------------------------------- the command line and the file
+
+
+@pytest.mark.parametrize("argv", [["m", "--config", "f"], ["--config", "f", "m"], ["--config", "f", "--model", "m"]])
+def test_flags_win_over_the_file(argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("f").write_text("model: other\nseed: 5\nmax_model_len: 2k\n")
+    for order in ([*argv, "--seed", "0"], ["--seed", "0", *argv]):
+        args = from_command_line(order)
+        assert (args.model, args.seed, args.max_model_len) == ("m", 0, 2000)
+
+
+def test_the_file_may_hold_a_subcommands_own_flags(tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    file.write_text("port: 9000\nhost: here\n")
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--host", default="localhost")
+    assert vars(parser.parse_args(["--config", str(file), "--host", "there"])) == {
+        "config": str(file), "port": 9000, "host": "there",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-model-lenn: 1", "max-model-lenn is not a setting. Did you mean --max-model-len"),
+        ("config: other.yaml", "config is not a setting"),
+        ("- a\n- b", "must hold `setting: value` lines"),
+        ("a: [", "is not YAML"),
+        (None, "cannot be read"),
+    ],
+)
+def test_wrong_files_are_refused(text: str | None, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        from_command_line(["m", "--config", str(file)])
+
+
+def test_short_flags_and_underscores() -> None:
+    assert from_command_line(["m", "-tp", "1", "-pp", "1", "-dp", "1", "--max_model_len", "1K"]).max_model_len == 1024
+
+
+def test_hf_token_needs_no_value() -> None:
+    assert from_command_line(["m", "--hf-token"]).hf_token is True
+    assert from_command_line(["m", "--hf-token", "abc"]).hf_token == "abc"
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+def test_the_settled_configuration_is_plain_data(world: World) -> None:
+    config = resolve(EngineArgs(str(world.path)))
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert json.loads(json.dumps(dataclasses.asdict(config)))["model"]["vocab_size"] == 1000
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.model.seed = 3  # type: ignore[misc]
+
+
+def test_a_settled_configuration_stays_as_it_is(world: World) -> None:
+    config = resolve(EngineArgs(str(world.path)))
+    assert resolve(config) is config
+    assert resolve(EngineConfig(ModelConfig(str(world.path)))) == config
+
+
+def test_the_page_is_up_to_date() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "configuration_page.py"))
+    assert script["PAGE"].read_text(encoding="utf-8") == script["page"](), "run `make docs`"

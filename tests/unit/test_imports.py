@@ -1,0 +1,215 @@
+"""Who may import whom. The table below is the package's order: a folder imports what its line names, and the base.
+
+Imports inside functions count as much as those at the top of a file, except where a line says "by name".
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent.parent / "kvasir"
+
+# Everything may import these; they import only each other.
+BASE = {"kvasir", "errors", "env", "config", "args", "log"}
+BASE |= {"sampling_params", "prompts", "outputs", "messages", "metrics"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a folder (or a file at the root) may import, besides the base and itself."""
+
+    may: tuple[str, ...] = ()
+    by_name: tuple[str, ...] = ()  # only inside functions
+    halves: bool = False  # the host half (host.py) imports none of `may`
+
+
+# In order: what stands lower never imports what stands higher.
+ORDER = {
+    "__main__": Line(("cli",)),
+    "entrypoints": Line(("cli",)),
+    "cli": Line(by_name=("anything",)),
+    "bench": Line(("llm", "async_llm")),
+    "tune": Line(("kernels", "attention", "quantization")),
+    "server": Line(("async_llm", "parsers")),
+    "server.routes": Line(("async_llm", "parsers", "server.schema")),
+    "server.schema": Line(),
+    "llm": Line(("llm_engine", "resolve", "frontend")),
+    "async_llm": Line(("resolve", "frontend")),
+    "llm_engine": Line(("resolve", "frontend")),
+    "parsers": Line(),
+    "frontend": Line(("host",)),
+    "frontend.client": Line(("frontend", "engine", "host")),
+    "engine": Line(("executor", "host")),
+    "engine.cache": Line(),
+    # cpu_features has what must be done before the worker, and with it torch, is imported.
+    "executor": Line(("platforms.cpu_features",), by_name=("worker", "distributed")),
+    "worker": Line(
+        ("models", "sampling", "speculative", "lora", "attention", "kernels", "platforms", "distributed", "device")
+    ),
+    "speculative": Line(("models", "sampling"), halves=True),
+    "structured": Line(("kernels",), halves=True),
+    "transfer": Line(("kernels", "distributed"), halves=True),
+    "multimodal": Line(("models",), halves=True),
+    "lora": Line(("layers", "kernels")),
+    "resolve": Line(("hub", "platforms"), by_name=("models.registry",)),
+    "hub": Line(),
+    "models": Line(("layers", "distributed")),
+    "layers": Line(("attention", "quantization", "kernels", "distributed")),
+    "attention": Line(("kernels", "platforms")),
+    "quantization": Line(("kernels",)),
+    "sampling": Line(("kernels", "platforms")),
+    "distributed": Line(("platforms",)),
+    "kernels": Line(("platforms",)),
+    "platforms": Line(),
+}
+
+NO_TORCH = (*sorted(BASE - {"kvasir"}), "hub", "resolve", "engine", "frontend", "parsers", "cli", "server")
+HEAVY = ("torch", "numpy", "transformers")
+
+
+@dataclass(frozen=True)
+class Import:
+    file: Path
+    line: int
+    module: str
+    hidden: bool  # inside a function
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(PACKAGE.parent)}:{self.line} imports {self.module}"
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(file: Path) -> str:
+    """engine/cache/__init__.py -> engine.cache; kvasir/__init__.py -> kvasir."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "kvasir"
+
+
+def imports_of(file: Path, tree: ast.AST | None = None, hidden: bool = False) -> Iterator[Import]:
+    """Every import statement in a file, by the full name of what it imports."""
+    for node in ast.iter_child_nodes(tree or ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (Import(file, node.lineno, alias.name, hidden) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: imports are absolute"
+            for alias in node.names:
+                yield Import(file, node.lineno, _module_in(node.module or "", alias.name), hidden)
+        else:
+            inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from imports_of(file, node, hidden or inside)
+
+
+def _module_in(package: str, name: str) -> str:
+    """`from kvasir import env` imports kvasir.env; `from kvasir.errors import ConfigError` imports kvasir.errors."""
+    path = PACKAGE.parent.joinpath(*package.split("."), name)
+    ours = package.split(".")[0] == "kvasir"
+    return f"{package}.{name}" if ours and (path.is_dir() or path.with_suffix(".py").is_file()) else package
+
+
+def line_for(module: str) -> tuple[str, Line]:
+    """The most specific entry of the table for a module."""
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        if (name := ".".join(parts[:length])) in ORDER:
+            return name, ORDER[name]
+    raise AssertionError(f"kvasir/{module} has no line in the table of tests/unit/test_imports.py")
+
+
+def covers(allowed: tuple[str, ...], target: str) -> bool:
+    """Whether a target such as models.loader is meant by a name such as models; `host` means any */host.py."""
+    parts = target.split(".")
+    halves = {"host", "device"} & set(allowed) & set(parts[1:2])
+    return (
+        "anything" in allowed
+        or bool(halves)
+        or any(target == name or target.startswith(name + ".") for name in allowed)
+    )
+
+
+def is_allowed(found: Import) -> bool:
+    target = found.module.removeprefix("kvasir.")
+    source = module_name(found.file)
+    if target.split(".")[0] in BASE:
+        return True
+    if source == "kvasir":
+        return True  # its imports are for type checkers; test_import_is_light watches the rest
+    if source in BASE:
+        return False
+    name, line = line_for(source)
+    host = line.halves and source.split(".")[1:2] == ["host"]
+    if covers((name,), target):
+        return not (host and "device" in target.split("."))
+    return (not host and covers(line.may, target)) or (found.hidden and covers(line.by_name, target))
+
+
+@pytest.mark.parametrize("file", sources(), ids=module_name)
+def test_order_is_kept(file: Path) -> None:
+    ours = [found for found in imports_of(file) if found.module.split(".")[0] == "kvasir"]
+    wrong = [str(found) for found in ours if not is_allowed(found)]
+    assert not wrong, "The order of the package does not allow this:\n" + "\n".join(wrong)
+
+
+def test_the_table_is_in_order() -> None:
+    names = list(ORDER)
+    for position, (name, line) in enumerate(ORDER.items()):
+        for allowed in line.may + line.by_name:
+            target = next((n for n in names if covers((n,), allowed)), name)
+            inside = covers((target,), name)  # a folder's own files may know each other
+            assert inside or names.index(target) > position, f"{name} stands below {allowed}"
+
+
+@pytest.mark.parametrize("file", sources(), ids=module_name)
+def test_no_torch_above_the_worker(file: Path) -> None:
+    source = module_name(file)
+    if not (covers(NO_TORCH, source) or source.split(".")[-1] == "host"):
+        return
+    wrong = [str(found) for found in imports_of(file) if found.module.split(".")[0] == "torch"]
+    assert not wrong, "\n".join(wrong)
+
+
+def loaded_by(*modules: str) -> set[str]:
+    """Which of the heavy libraries a fresh process has after importing these modules."""
+    program = f"import sys, {', '.join(modules)}; print(*[name for name in {HEAVY} if name in sys.modules])"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
+    )
+    return set(ran.stdout.split())
+
+
+def test_import_is_light() -> None:
+    assert loaded_by("kvasir", "kvasir.args", "kvasir.cli.main") == set()
+
+
+def test_engine_and_frontend_run_without_torch() -> None:
+    # What stands in their way may be something they import, so the modules are really imported.
+    modules = [module_name(f) for f in sources() if covers(("engine", "frontend", "messages"), module_name(f))]
+    assert "torch" not in loaded_by(*(f"kvasir.{m}" for m in modules))
+
+
+def test_the_checker_sees_a_wrong_import() -> None:
+    def allowed(source: str, target: str, hidden: bool = False) -> bool:
+        return is_allowed(Import(PACKAGE / source, 1, target, hidden))
+
+    assert not allowed("engine/scheduler.py", "kvasir.worker.worker")
+    assert not allowed("engine/scheduler.py", "kvasir.worker.worker", hidden=True)
+    assert not allowed("engine/cache/manager.py", "kvasir.engine.scheduler")
+    assert not allowed("config.py", "kvasir.platforms", hidden=True)
+    assert not allowed("frontend/input.py", "kvasir.engine.core")
+    assert not allowed("executor/uniproc.py", "kvasir.worker.worker")
+    assert not allowed("structured/host.py", "kvasir.kernels")
+    assert allowed("structured/device.py", "kvasir.kernels")
+    assert allowed("executor/uniproc.py", "kvasir.worker.worker", hidden=True)
+    assert allowed("frontend/client.py", "kvasir.engine.core")
+    assert allowed("frontend/client.py", "kvasir.frontend.input")
+    assert allowed("engine/scheduler.py", "kvasir.structured.host")
+    assert allowed("engine/scheduler.py", "kvasir.engine.cache.manager")

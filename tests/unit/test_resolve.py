@@ -1,0 +1,388 @@
+"""How `auto` is settled, where a model is found, and what is said when it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from kvasir import platforms
+from kvasir.args import EngineArgs
+from kvasir.config import EngineConfig
+from kvasir.errors import ConfigError, ModelError
+from kvasir.resolve import resolve
+
+ROOT = Path(__file__).parent.parent.parent
+GIB = 2**30
+LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "max_position_embeddings": 4096}
+
+
+class FakePlatform(platforms.Platform):
+    """A device of any kind and size."""
+
+    def __init__(self, device: str, gib: int) -> None:
+        super().__init__(device)
+        self.gib = gib
+        self.default_block_size = 64 if device == "cuda" else 16
+
+    def available(self) -> bool:
+        return True
+
+    def memory_bytes(self) -> int | None:
+        return self.gib * GIB
+
+    def memory_free(self) -> int | None:
+        return self.gib * GIB
+
+    def memory_used(self) -> int:
+        return 0
+
+    def memory_peak(self) -> int:
+        return 0
+
+    def _settle_dtype(self, checkpoint_dtype: str) -> str:
+        return "bfloat16" if self.device == "cuda" else checkpoint_dtype
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, "cpu", 100)
+
+
+def use(monkeypatch: pytest.MonkeyPatch, device: str, gib: int) -> None:
+    monkeypatch.setattr(platforms, "select", lambda asked: FakePlatform(device, gib))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write(tmp_path / "models" / "tiny", LLAMA)
+
+
+def write(path: Path, hf: dict[str, Any]) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(hf))
+    return path
+
+
+def settle(path: Path, hf: dict[str, Any] | None = None, **settings: Any) -> EngineConfig:
+    if hf is not None:
+        write(path, LLAMA | hf)
+    return resolve(EngineArgs(str(path), **settings))
+
+
+# ---------------------------------------------------------------- dtype
+
+
+@pytest.mark.parametrize(
+    ("device", "written", "settled"),
+    [
+        ("cpu", {"torch_dtype": "bfloat16"}, "bfloat16"),
+        ("cpu", {"dtype": "float32"}, "float32"),
+        ("cpu", {"dtype": "torch.bfloat16"}, "bfloat16"),
+        ("cpu", {}, "float32"),
+        ("cuda", {"dtype": "float32"}, "bfloat16"),
+    ],
+)
+def test_dtype_follows_checkpoint_and_device(
+    device: str,
+    written: dict[str, str],
+    settled: str,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log_lines: list[str],
+) -> None:
+    use(monkeypatch, device, 10)
+    assert settle(model, written).model.dtype == settled
+    assert any(line.startswith(f"INFO dtype={settled} (the checkpoint is") for line in log_lines)
+
+
+def test_dtype_that_was_asked_for_is_kept(model: Path) -> None:
+    assert settle(model, {"dtype": "bfloat16"}, dtype="float32").model.dtype == "float32"
+
+
+# ---------------------------------------------------------------- length
+
+
+@pytest.mark.parametrize(
+    ("written", "limit"),
+    [
+        ({}, 4096),
+        ({"sliding_window": 128}, 4096),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 8192),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512}}, 4096),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}}, 16384),
+        ({"rope_scaling": None}, 4096),
+    ],
+)
+def test_length_by_the_models_own_word(written: dict[str, Any], limit: int, model: Path) -> None:
+    assert settle(model, written).model.max_model_len == limit
+    assert settle(model, max_model_len=limit).model.max_model_len == limit
+    with pytest.raises(ConfigError, match=f"max_model_len={limit + 1} is more than the {limit} tokens"):
+        settle(model, max_model_len=limit + 1)
+
+
+def test_length_may_be_raised_on_purpose(model: Path) -> None:
+    assert settle(model, hf_overrides={"max_position_embeddings": 9000}, max_model_len=9000).model.max_model_len == 9000
+    assert settle(model, rope_scaling={"type": "linear", "factor": 2.0}).model.max_model_len == 8192
+
+
+def test_length_unknown(model: Path) -> None:
+    write(model, {"architectures": LLAMA["architectures"], "vocab_size": 5})
+    assert settle(model, max_model_len=77).model.max_model_len == 77
+    with pytest.raises(ModelError, match="Set max_model_len"):
+        settle(model)
+
+
+# ---------------------------------------------------------------- config.json
+
+
+def test_rope_is_written_one_way(model: Path) -> None:
+    scaling = {"type": "linear", "factor": 2.0}
+    expected = {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}
+    older = settle(model, {"rope_theta": 5e5, "rope_scaling": scaling}).model.hf
+    newer = settle(model, {"rope_parameters": expected}).model.hf
+    overridden = settle(
+        model, {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, rope_theta=5e5, rope_scaling=scaling
+    ).model.hf
+    assert older == newer == overridden == LLAMA | {"rope_parameters": expected}
+
+
+def test_the_text_part_of_a_larger_config(model: Path) -> None:
+    outer = {"architectures": LLAMA["architectures"], "dtype": "bfloat16"}
+    write(model, outer | {"text_config": {"vocab_size": 7, "n_positions": 64}})
+    config = settle(model, hf_overrides={"text_config": {"vocab_size": 8}}).model
+    assert (config.vocab_size, config.max_model_len, config.dtype) == (8, 64, "bfloat16")
+    assert config.hf["architectures"] == LLAMA["architectures"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "holds no config.json"),
+        ("{", "cannot be read as JSON"),
+        ("", "Is the download complete"),
+        ("[]", "holds list, not an object"),
+        ("{}", "does not name the model's architecture"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "vocab_size=None"),
+        ('{"architectures": ["LlamaForCausalLM"], "vocab_size": "many"}', "vocab_size='many'"),
+        ('{"architectures": ["Nothing"]}', "The architecture Nothing is not supported"),
+    ],
+)
+def test_a_wrong_config_is_refused(text: str | None, message: str, model: Path) -> None:
+    (model / "config.json").unlink()
+    if text is not None:
+        (model / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=message):
+        settle(model)
+
+
+# ---------------------------------------------------------------- generation config, template
+
+
+def test_generation_config(model: Path, tmp_path: Path) -> None:
+    (model / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.6}')
+    assert settle(model).model.generation == {"eos_token_id": [1, 2], "temperature": 0.6}
+    for none in ("kvasir", "vllm"):
+        config = settle(model, generation_config=none, override_generation_config={"top_k": 5})
+        assert config.model.generation == {"eos_token_id": [1, 2], "top_k": 5}
+    with pytest.raises(ConfigError, match=r"there is no .*generation_config.json"):
+        settle(model, generation_config=str(tmp_path))
+    (model / "generation_config.json").write_text("oops")
+    with pytest.raises(ModelError, match="cannot be read as JSON"):
+        settle(model)
+
+
+def test_chat_template_is_a_file_or_text(model: Path) -> None:
+    (model / "t.jinja").write_text("{{ one }}")
+    assert settle(model, chat_template=str(model / "t.jinja")).model.chat_template == "{{ one }}"
+    assert settle(model, chat_template="{{ two }}").model.chat_template == "{{ two }}"
+    with pytest.raises(ConfigError, match="neither a readable file nor Jinja text"):
+        settle(model, chat_template="t.jinj")
+
+
+# ---------------------------------------------------------------- budgets
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "seqs", "tokens", "block"),
+    [
+        ("cpu", 200, 256, 2048, 16),
+        ("cuda", 40, 256, 8192, 64),
+        ("cuda", 80, 1024, 16384, 64),
+        ("mps", 16, 256, 8192, 16),
+    ],
+)
+def test_budgets_by_device(
+    device: str, gib: int, seqs: int, tokens: int, block: int, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, device, gib)
+    config = settle(model)
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (seqs, tokens)
+    assert (config.cache.block_size, config.device.device) == (block, device)
+    assert config.device.attention_backend == "torch"
+
+
+def test_budgets_follow_each_other(model: Path) -> None:
+    assert settle(model, max_num_seqs=3000).scheduler.max_num_batched_tokens == 3000
+    assert settle(model, max_num_batched_tokens=64).scheduler.max_num_seqs == 64
+
+
+def test_without_chunks_a_prompt_must_fit(model: Path) -> None:
+    whole = settle(model, enable_chunked_prefill=False)
+    assert whole.scheduler.max_num_batched_tokens == 4096
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=4095 is less than max_model_len=4096"):
+        settle(model, enable_chunked_prefill=False, max_num_batched_tokens=4095)
+
+
+# ---------------------------------------------------------------- finding the model
+
+
+def test_a_missing_directory_names_its_neighbours(model: Path) -> None:
+    with pytest.raises(ModelError, match="there is no such directory. Did you mean tiny"):
+        settle(model.parent / "tinny")
+    with pytest.raises(ModelError, match="holds: tiny"):
+        settle(model.parent / "something-else")
+    with pytest.raises(ModelError, match="Nor is there"):
+        settle(model.parent / "no" / "such")
+
+
+def test_files_are_refused(model: Path) -> None:
+    with pytest.raises(ModelError, match="GGUF files cannot be loaded yet"):
+        settle(model / "model.gguf")
+    with pytest.raises(ModelError, match="is a file; a directory"):
+        settle(model / "config.json")
+
+
+def test_a_directory_has_no_revisions(model: Path) -> None:
+    with pytest.raises(ConfigError, match="only the hub has revisions"):
+        settle(model, revision="v1")
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (errors.RepositoryNotFoundError, "the hub knows no such model"),
+        (errors.GatedRepoError, "access to it must be granted"),
+        (errors.RevisionNotFoundError, "it has no revision 'v9'"),
+        (errors.LocalEntryNotFoundError, "not in the local cache, and HF_HUB_OFFLINE is set"),
+        (ConnectionResetError, r"could not be fetched from the hub \(ConnectionResetError: gone\)"),
+    ],
+)
+def test_what_the_hub_answers_is_said_plainly(
+    raised: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    error = raised.__new__(raised, "gone")  # their constructors differ between versions and want an HTTP response
+
+    def fail(*args: Any, **kwargs: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelError, match=f"model='org/name': .*{message}"):
+        resolve(EngineArgs("org/name", revision="v9"))
+
+
+def test_a_hub_name_that_may_have_been_a_path(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    def fail(*args: Any, **kwargs: Any) -> str:
+        raise OSError("unreachable")
+
+    monkeypatch.chdir(model.parent.parent)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelError, match="As a directory it does not exist either. Did you mean tiny"):
+        resolve(EngineArgs("models/tinyy"))
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as a snapshot needs: the list of files, and the files."""
+
+    commit = "0" * 40
+    files: ClassVar = {
+        "config.json": json.dumps(LLAMA),
+        "model.safetensors": "w",
+        "pytorch_model.bin": "x",
+        "a/b.json": "{}",
+    }
+    tokens: ClassVar[set[str | None]] = set()
+
+    def do_GET(self) -> None:
+        self.tokens.add(self.headers.get("authorization"))
+        path = self.path.partition("?")[0]
+        text = self.files.get(path.removeprefix(f"/org/tiny/resolve/{self.commit}/"))
+        if path.startswith("/api/models/org/tiny/revision/"):
+            siblings = [{"rfilename": name, "size": len(text)} for name, text in self.files.items()]
+            text = json.dumps({"id": "org/tiny", "sha": self.commit, "siblings": siblings})
+        elif path.startswith("/api/models/org/tiny/tree/"):
+            text = json.dumps(
+                [{"type": "file", "path": n, "size": len(t), "oid": "1" * 40} for n, t in self.files.items()]
+            )
+        self.send_response(404 if text is None else 200)
+        body = (text or "").encode()
+        for name, value in {
+            "ETag": f'"{hash(body)}"',
+            "X-Repo-Commit": self.commit,
+            "Content-Length": len(body),
+        }.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub_environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment of a process for which a hub on this machine is the hub. The client reads it when imported."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Hub.tokens.clear()
+    ours = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    yield os.environ | ours | {"HF_TOKEN": "abc", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1"}
+    server.shutdown()
+
+
+def resolve_elsewhere(model: str, environment: dict[str, str]) -> Any:
+    program = (
+        "import sys, json, dataclasses; from kvasir.args import EngineArgs; from kvasir.resolve import resolve;"
+        "print(json.dumps(dataclasses.asdict(resolve(EngineArgs(sys.argv[1], device='cpu')))))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, model], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_a_model_is_fetched_by_name(hub_environment: dict[str, str], tmp_path: Path) -> None:
+    model = resolve_elsewhere("org/tiny", hub_environment)["model"]
+    path = Path(model["path"])
+    assert path.is_relative_to(tmp_path)
+    assert sorted(file.name for file in path.iterdir()) == ["config.json", "model.safetensors"]
+    assert model["vocab_size"] == 1000 and model["tokenizer"] == model["path"]
+    assert "Bearer abc" in Hub.tokens
+    assert resolve_elsewhere("org/tiny", hub_environment | {"HF_HUB_OFFLINE": "1"})["model"] == model
+
+
+def test_offline_and_not_there(hub_environment: dict[str, str]) -> None:
+    with pytest.raises(AssertionError, match="it is not in the local cache, and HF_HUB_OFFLINE is set"):
+        resolve_elsewhere("org/other", hub_environment | {"HF_HUB_OFFLINE": "1"})
+
+
+def test_not_on_the_hub(hub_environment: dict[str, str]) -> None:
+    with pytest.raises(AssertionError, match="ModelError: model='org/other': "):
+        resolve_elsewhere("org/other", hub_environment)
