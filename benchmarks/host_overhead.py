@@ -20,13 +20,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run it from a checkout without installing
 
-from kvasir.bench.report import commit, hardware, table  # noqa: E402
-from kvasir.engine.cache.manager import KVCacheManager  # noqa: E402
-from kvasir.engine.core import EngineCore  # noqa: E402
-from kvasir.engine.policies import FirstComeFirstServed  # noqa: E402
-from kvasir.engine.scheduler import Limits, Scheduler  # noqa: E402
-from kvasir.executor.fake import DelayExecutor  # noqa: E402
-from kvasir.messages import EngineRequest  # noqa: E402
+from kvasir.bench.report import commit, hardware, table
+from kvasir.engine.cache.manager import KVCacheManager
+from kvasir.engine.core import EngineCore
+from kvasir.engine.policies import FirstComeFirstServed
+from kvasir.engine.scheduler import Limits, Scheduler
+from kvasir.executor.fake import DelayExecutor
+from kvasir.messages import EngineRequest
 
 RUNNING = (1, 64, 256, 1024)
 BLOCK_SIZES = (16, 64)

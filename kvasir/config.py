@@ -181,7 +181,9 @@ class SchedulerConfig(_Checked):
         0, "Most prompt tokens one request may compute in a step while prefilling; 0: no such limit.", minimum=0
     )
     scheduling_policy: str = setting("fcfs", "Order of the queue.", choices=("fcfs",))
-    async_scheduling: bool = setting(True, "Schedule the next step while the device runs this one.")
+    async_scheduling: bool = setting(
+        None, "Schedule the next step while the device runs this one.", auto="on, except on the CPU, which cannot do both"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

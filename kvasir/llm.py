@@ -157,8 +157,8 @@ class LLM:
                     if bar is not None:
                         tokens_in += len(output.prompt_token_ids)
                         tokens_out += len(output.outputs[0].token_ids)
-                        seconds = time.perf_counter() - started
-                        bar.set_postfix_str(f"{tokens_in / seconds:.0f} in, {tokens_out / seconds:.0f} out tok/s", False)
+                        rates = (count / (time.perf_counter() - started) for count in (tokens_in, tokens_out))
+                        bar.set_postfix_str("{:.0f} in, {:.0f} out tok/s".format(*rates), refresh=False)
                         bar.update(1)
         finally:
             if bar is not None:
@@ -176,10 +176,8 @@ def _is_one_prompt(prompts: object) -> bool:
 
 
 def _progress_bar(total: int, use_tqdm: Progress) -> Any:
-    if not use_tqdm:
+    if use_tqdm is False:
         return None
-    if use_tqdm is True:
-        from tqdm import tqdm
+    from tqdm import tqdm
 
-        use_tqdm = tqdm
-    return use_tqdm(total=total, desc="Generating", unit="req", dynamic_ncols=True)
+    return (tqdm if isinstance(use_tqdm, bool) else use_tqdm)(total=total, desc="Generating", unit="req", dynamic_ncols=True)

@@ -230,7 +230,8 @@ def _settle_scheduler(asked: SchedulerConfig, max_model_len: int, platform: plat
             f"max_num_batched_tokens={tokens} is less than max_model_len={max_model_len}, and without chunked prefill "
             f"a prompt must fit into one step. Raise the first, lower the second, or leave enable_chunked_prefill on."
         )
-    return replace(asked, max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    ahead = platform.kind != "cpu" if asked.async_scheduling is None else asked.async_scheduling
+    return replace(asked, max_num_seqs=seqs, max_num_batched_tokens=tokens, async_scheduling=ahead)
 
 
 def _settle_device(asked: DeviceConfig, platform: platforms.Platform) -> DeviceConfig:

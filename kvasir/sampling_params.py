@@ -150,7 +150,8 @@ class SamplingParams:
         Called by the constructor, and again when a request is made of the parameters, as fields may be assigned.
         """
         for name, harmless in NOT_YET.items():
-            _refuse_unless(name, getattr(self, name), harmless)
+            if (value := getattr(self, name)) is not _DEFAULTS[name]:
+                _refuse_unless(name, value, harmless)
         self._verify_distribution()
         self._verify_lengths()
         self._verify_stops()
@@ -212,6 +213,9 @@ class SamplingParams:
         values = ((f.name, f.default, getattr(self, f.name)) for f in fields(self))
         shown = (f"{name}={value!r}" for name, default, value in values if value not in (default, []))
         return f"SamplingParams({', '.join(shown)})"
+
+
+_DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}
 
 
 def _refuse_unless(name: str, value: object, harmless: tuple[object, ...]) -> None:

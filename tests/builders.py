@@ -41,7 +41,9 @@ def make_core(lookahead: int = 1, executor: Executor | None = None, **settings: 
     return EngineCore(scheduler, executor, lookahead)
 
 
-def request(key: int, prompt: list[int], max_tokens: int = 8, stop: tuple[int, ...] = (), **fields: bool | bytes) -> EngineRequest:
+def request(
+    key: int, prompt: list[int], max_tokens: int = 8, stop: tuple[int, ...] = (), **fields: bool | bytes
+) -> EngineRequest:
     sampling = RowSampling(stop_token_ids=stop)
     return EngineRequest(key, np.array(prompt, np.int32), max_tokens, sampling, **fields)  # type: ignore[arg-type]
 

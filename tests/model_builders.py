@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,15 +85,27 @@ def save(hf_model: Any, path: Path, **options: Any) -> Path:
 def make_config(checkpoint: Path, /, **changes: Any) -> EngineConfig:
     """Settled settings for a checkpoint, without the work of resolving: float32 on the CPU."""
     path, hf = str(checkpoint), json.loads((checkpoint / "config.json").read_text())
-    model = {"dtype": "float32", "max_model_len": 128, "seed": 0, "path": path, "hf": hf, "vocab_size": hf["vocab_size"]}
+    model = {"dtype": "float32", "max_model_len": 128, "seed": 0, "path": path, "hf": hf}
     load = {"load_format": "safetensors", "use_tqdm_on_load": False}
     for key, value in changes.items():
         (load if key in load else model)[key] = value
     return EngineConfig(
-        model=ModelConfig(model=path, **model),
+        model=ModelConfig(model=path, vocab_size=hf["vocab_size"], **model),
         load=LoadConfig(**load),
         device=DeviceConfig(device="cpu", attention_backend="torch"),
     )
+
+
+@contextmanager
+def never_waiting(device: torch.device) -> Iterator[None]:
+    """On a GPU, an error for anything that makes the host wait for it."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @dataclass
@@ -116,15 +129,16 @@ class PagedModel:
         self.sequences: dict[str, Held] = {}
 
     def step(self, work: dict[str, Sequence[int]], slack: int = 0) -> dict[str, torch.Tensor]:
-        """Compute these tokens in one step; each one's logits. `slack`: by how much decodes' bounds exceed the truth."""
+        """Compute these tokens in one step; their logits. `slack`: by how much decodes' bounds exceed the truth."""
         work = dict(sorted(work.items(), key=lambda item: len(item[1]) > 1))
         before = {name: self._extend(name, len(tokens)) for name, tokens in work.items()}
         query_lens = np.array([len(tokens) for tokens in work.values()], np.int32)
         positions = np.concatenate([before[name] + np.arange(len(tokens)) for name, tokens in work.items()])
         batch = self._batch(list(work), query_lens, positions, slack)
         ids = torch.tensor(np.concatenate(list(work.values())), dtype=torch.int64, device=self.device)
-        with torch.inference_mode():
-            logits = self.model.logits(self.model(ids, torch.from_numpy(positions).to(self.device), batch))
+        where = torch.from_numpy(positions).to(self.device)
+        with torch.inference_mode(), never_waiting(self.device):
+            logits = self.model.logits(self.model(ids, where, batch))
         return dict(zip(work, logits.cpu().split(query_lens.tolist()), strict=True))
 
     def _extend(self, name: str, tokens: int) -> int:

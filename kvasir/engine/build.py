@@ -9,7 +9,7 @@ from kvasir.engine.policies import POLICIES
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.errors import ConfigError
 from kvasir.executor.base import Executor
-from kvasir.executor.uniproc import UniprocExecutor
+from kvasir.executor.uniproc import in_process
 from kvasir.log import get_logger
 from kvasir.messages import KVSpec
 
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 def build_core(config: EngineConfig, executor: Executor | None = None) -> EngineCore:
-    executor = executor or UniprocExecutor(config)
+    executor = executor or in_process(config)
     try:
         num_blocks = count_blocks(config, executor)
         executor.allocate_kv(num_blocks)

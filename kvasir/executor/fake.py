@@ -7,12 +7,12 @@ it reads back through the block tables. A block that is lost, shared wrongly or 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvasir.messages import NULL_BLOCK, Int32Array, KVSpec, StepPlan, StepResult
+from kvasir.messages import NULL_BLOCK, KVSpec, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Ready:
         return self.value
 
 
-def echo_next(tokens: Sequence[int] | Int32Array, vocab: int) -> int:
+def echo_next(tokens: Iterable[int], vocab: int) -> int:
     """The token that follows `tokens` in the fake language."""
     state = 1469598103934665603
     for token in tokens:

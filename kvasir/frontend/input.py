@@ -143,7 +143,7 @@ class InputProcessor:
             most = self.config.vocab_size - 1
             message = f"Token id {reprlib.repr(outside)} is not in the model's vocabulary, which goes from 0 to {most}."
             raise RequestError(message, "prompt_token_ids")
-        return [int(token) for token in ids]
+        return list(map(int, ids))
 
     # ------------------------------------------------------------ parameters
 

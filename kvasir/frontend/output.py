@@ -228,14 +228,11 @@ class OutputProcessor:
 
     def abort(self, request_ids: Iterable[str], now: float) -> list[tuple[int, RequestOutput]]:
         """End requests here: the key that the core is to abort, and the last output, for each that was running."""
-        aborted = []
-        for request_id in request_ids:
-            key = self._keys.get(request_id)
-            if key is not None:
-                state = self._states[key]
-                state.flush()
-                aborted.append((key, self._finish(state, str(FinishReason.ABORT), None, None, now)))
-        return aborted
+        keys = [self._keys[request_id] for request_id in dict.fromkeys(request_ids) if request_id in self._keys]
+        outputs = self._finish_all([Finished(key, FinishReason.ABORT, None, 0, None) for key in keys], now)
+        for output in outputs:
+            output.num_cached_tokens = None  # only the core knows
+        return list(zip(keys, outputs, strict=True))
 
 
 def _hides_last(state: RequestState, end: Finished | None) -> bool:

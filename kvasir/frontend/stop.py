@@ -12,11 +12,12 @@ from collections.abc import Sequence
 class StopStrings:
     """Looks for stop strings in one request's text."""
 
-    __slots__ = ("_held", "_include", "_longest", "_stops")
+    __slots__ = ("_beginnings", "_held", "_include", "_longest", "_stops")
 
     def __init__(self, stops: Sequence[str], include_in_output: bool) -> None:
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._longest = len(self._stops[0])
+        self._beginnings = frozenset(stop[:length] for stop in self._stops for length in range(1, len(stop)))
         self._include = include_in_output
         self._held = ""  # the end of the text, which may be the beginning of a stop string
 
@@ -52,7 +53,6 @@ class StopStrings:
     def _beginning_at_end(self, text: str) -> int:
         """How many characters at the end of the text begin a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[-length:]
-            if any(stop.startswith(end) and len(stop) > length for stop in self._stops):
+            if text[-length:] in self._beginnings:
                 return length
         return 0

@@ -42,7 +42,8 @@ class Tokenizer:
         self.special_tokens_map = dict(special)  # by name, such as "eos_token"
         self.all_special_tokens = list(dict.fromkeys([*special.values(), *extra_special]))
         self.chat_template = chat_template  # several: by name
-        self._bytes: dict[bool, TokenBytes] = {}
+        self._bytes: dict[bool, TokenBytes] = {}  # by skip_special_tokens
+        self._texts: dict[int, str] = {}
 
     # ------------------------------------------------------------ text and ids
 
@@ -108,15 +109,17 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """One token's text as it stands inside a longer one: with its leading space, special tokens written out."""
+        found = self._texts.get(token_id)
+        if found is None:
+            found = self._texts[token_id] = self._token_text(token_id)
+        return found
+
+    def _token_text(self, token_id: int) -> str:
         table = self.token_bytes(skip_special_tokens=False)
         if table is not None:
             return table[token_id].decode("utf-8", "replace")
-        before = self._ordinary_token
+        before = self.encode("a", add_special_tokens=False)[-1:]
         return self.decode([*before, token_id])[len(self.decode(before)) :]
-
-    @cached_property
-    def _ordinary_token(self) -> list[int]:
-        return self.encode("a", add_special_tokens=False)[-1:]
 
     # ------------------------------------------------------------ chat
 

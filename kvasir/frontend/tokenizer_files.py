@@ -76,7 +76,7 @@ def _special_tokens(config: Mapping[str, Any], directory: Path) -> tuple[dict[st
     extra = entries.get("extra_special_tokens") or entries.get("additional_special_tokens") or []
     named = {name: _special(entries[name]) for name in _NAMES if entries.get(name) is not None}
     # Models add names of their own, such as image_token.
-    named |= {key: _special(value) for key, value in entries.items() if key.endswith("_token") and isinstance(value, str)}
+    named |= {key: _special(t) for key, t in entries.items() if key.endswith("_token") and isinstance(t, str)}
     if isinstance(extra, dict):
         return named | {name: _special(token) for name, token in extra.items()}, []
     return named, [_special(token) for token in extra]

@@ -19,12 +19,12 @@ def usable(x: torch.Tensor) -> bool:
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     """The same matrix in oneDNN's blocked layout. It cannot be indexed any more."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 32)  # type: ignore[no-any-return]
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 32)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, in] times weight [out, in], plain or packed, plus bias [out]."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 @cache

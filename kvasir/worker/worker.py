@@ -1,4 +1,4 @@
-"""One device's share of the engine: loads the model, sizes and takes the KV cache, runs steps.
+"""One device's share of the engine: loads the model, sizes and takes the KV cache, runs steps. See executor/base.py.
 
 Import this module only where the worker runs: it brings torch.
 """
@@ -32,6 +32,7 @@ class Worker:
         self.device = torch.device(config.device.device)
         self.dtype = getattr(torch, config.model.dtype)
         started = time.perf_counter()
+        self.overlaps = self.device.type != "cpu"
         self.model: Transformer | None = load_model(config, self.device)
         self.runner: ModelRunner | None = None
         logger.info(

@@ -49,7 +49,7 @@ def make_case(
     rows, new, slots = [], [], []
     for row, (context, _queries) in enumerate(work):
         keys, values = torch.randn(2, int(lengths[row]), KV_HEADS, HEAD_DIM).to(dtype)
-        place = tables[row].repeat_interleave(BLOCK_SIZE)[: len(keys)] * BLOCK_SIZE + torch.arange(len(keys)) % BLOCK_SIZE
+        place = (tables[row][:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[: len(keys)]
         for position in range(context):
             block, offset = divmod(int(place[position]), BLOCK_SIZE)
             kv_cache[block, 0, offset], kv_cache[block, 1, offset] = keys[position], values[position]
@@ -90,9 +90,7 @@ def expected(case: Case, window: int | None) -> torch.Tensor:
 def check(case: Case, window: int | None = None, tolerance: float = 1e-5) -> None:
     attention = select("torch")
     for _ in range(2):  # a second layer finds the notes of the first
-        out = attention.forward(
-            case.query, case.key, case.value, case.kv_cache, case.batch, scale=SCALE, window=window
-        )
+        out = attention.forward(case.query, case.key, case.value, case.kv_cache, case.batch, scale=SCALE, window=window)
         torch.testing.assert_close(out.double(), expected(case, window), atol=tolerance, rtol=tolerance)
 
 

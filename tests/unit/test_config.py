@@ -133,7 +133,7 @@ CASES = {
     "enable_chunked_prefill": Case(False, shows=lambda c, w: c.scheduler.max_num_batched_tokens == 4096),
     "long_prefill_token_threshold": Case(64, shows=lambda c, w: c.scheduler.long_prefill_token_threshold == 64),
     "scheduling_policy": Case("priority", refused="Possible: fcfs"),
-    "async_scheduling": Case(False, shows=lambda c, w: c.scheduler.async_scheduling is False),
+    "async_scheduling": Case(True, shows=lambda c, w: c.scheduler.async_scheduling is True),
     "tensor_parallel_size": Case(2, refused="One device"),
     "pipeline_parallel_size": Case(2, refused="One device"),
     "data_parallel_size": Case(2, refused="One copy"),

@@ -60,7 +60,7 @@ ORDER = {
     "lora": Line(("layers", "kernels")),
     "resolve": Line(("hub", "platforms"), by_name=("models.registry",)),
     "hub": Line(),
-    "models": Line(("layers", "distributed")),
+    "models": Line(("layers", "attention", "quantization", "distributed", "platforms")),
     "layers": Line(("attention", "quantization", "kernels", "distributed")),
     "attention": Line(("kernels", "platforms")),
     "quantization": Line(("kernels",)),

@@ -14,7 +14,13 @@ from kvasir.sampling_params import NOT_YET, RequestOutputKind, SamplingParams
 def test_defaults_are_vllms() -> None:
     params = SamplingParams()
     expected = {"n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "max_tokens": 16}
-    expected |= {"min_tokens": 0, "logprobs": None, "ignore_eos": False, "detokenize": True, "skip_special_tokens": True}
+    expected |= {
+        "min_tokens": 0,
+        "logprobs": None,
+        "ignore_eos": False,
+        "detokenize": True,
+        "skip_special_tokens": True,
+    }
     assert {name: getattr(params, name) for name in expected} == expected
     assert (params.stop, params.stop_token_ids) == ([], [])
     assert params.output_kind is RequestOutputKind.CUMULATIVE
@@ -124,12 +130,21 @@ def test_what_is_not_there_yet_is_refused_by_name(name: str) -> None:
 def test_every_field_either_works_or_is_refused() -> None:
     """A new field must be put into the table of refusals or into this list, with its own test."""
     working = {"temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens"}
-    working |= {"min_tokens", "logprobs", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "output_kind"}
+    working |= {
+        "min_tokens",
+        "logprobs",
+        "detokenize",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+        "output_kind",
+    }
     assert {f.name for f in fields(SamplingParams)} == working | set(NOT_YET)
     assert not working & set(NOT_YET)
 
 
-@pytest.mark.parametrize(("name", "value"), [("n", True), ("presence_penalty", False), ("flat_logprobs", 0), ("n", "1")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("n", True), ("presence_penalty", False), ("flat_logprobs", 0), ("n", "1")]
+)
 def test_true_is_not_one(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=name):
         SamplingParams(**{name: value})

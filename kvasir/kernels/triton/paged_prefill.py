@@ -1,7 +1,7 @@
 """Causal paged attention of chunks of query tokens, against a cache that already holds the chunks' own keys and values.
 
-Pages of 64 tokens and more are read through a tensor descriptor (on an H200 11 to 31 % faster than pointers); such a load
-cannot be masked, so the cache must hold no NaN in slots that were never written.
+Pages of 64 tokens and more are read through a tensor descriptor (on an H200 11 to 31 % faster than pointers); such a
+load cannot be masked, so the cache must hold no NaN in slots that were never written.
 """
 
 from __future__ import annotations

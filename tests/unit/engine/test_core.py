@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.builders import expected, make_core, request, run
 
 from kvasir.errors import EngineDeadError, EngineError
 from kvasir.executor.fake import DelayExecutor
+from tests.builders import expected, make_core, request, run
 
 
 def launched_before_done(lookahead: int) -> list[bool]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hypothesis import event, given
 from hypothesis import strategies as st
+
 from tests.builders import Collector, check_blocks, expected, make_core, request
 
 MAX_LEN = 40

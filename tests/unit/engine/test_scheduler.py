@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.builders import check_blocks, expected, make_core, make_scheduler, request, run
 
 from kvasir.errors import RequestError
 from kvasir.messages import FinishReason, StepResult
+from tests.builders import check_blocks, expected, make_core, make_scheduler, request, run
 
 LONG = [i % 7 for i in range(30)]
 
@@ -75,8 +75,8 @@ def test_generated_text_is_found_by_the_next_turn() -> None:
 
 def test_requests_of_one_step_share_a_prefix() -> None:
     core = make_core(budget=64)
-    core.add(request(0, LONG + [1], 2))
-    core.add(request(1, LONG + [2], 2))
+    core.add(request(0, [*LONG, 1], 2))
+    core.add(request(1, [*LONG, 2], 2))
     plan = core.scheduler.schedule()
     assert sorted(plan.num_tokens.tolist()) == [3, 31]
     core.executor.execute(plan)

@@ -1,4 +1,4 @@
-"""Real tokenizers, each as Kvasir's Tokenizer and as transformers' AutoTokenizer, and a small SentencePiece-like one."""
+"""Real tokenizers, each as Kvasir's Tokenizer and as transformers' AutoTokenizer; a small one like SentencePiece's."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _sentencepiece_like() -> tokenizers.Tokenizer:
 def sentencepiece_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("sentencepiece_like")
     _sentencepiece_like().save(str(directory / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
 

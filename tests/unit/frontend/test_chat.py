@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ TOOLS = [
         "type": "function",
         "function": {
             "name": "get_weather",
-            "description": "Weather of a <place> & time, \"quoted\" é",
+            "description": 'Weather of a <place> & time, "quoted" é',
             "parameters": {
                 "type": "object",
                 "properties": {"place": {"type": "string", "description": "Where"}, "days": {"type": "integer"}},
@@ -52,7 +53,11 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
     "prompted": {"messages": [USER], "add_generation_prompt": True},
     "system": {"messages": [{"role": "system", "content": " Be brief. "}, USER], "add_generation_prompt": True},
     "turns": {"messages": [USER, ANSWER, {"role": "user", "content": "Sure?"}, ANSWER]},
-    "tools": {"messages": [{"role": "system", "content": "Help."}, USER], "tools": TOOLS, "add_generation_prompt": True},
+    "tools": {
+        "messages": [{"role": "system", "content": "Help."}, USER],
+        "tools": TOOLS,
+        "add_generation_prompt": True,
+    },
     "tool call": {
         "messages": [
             USER,
@@ -131,7 +136,7 @@ def _needed_tools(source: str) -> list[dict[str, Any]] | None:
 
 # ---------------------------------------------------------------- content parts
 
-PARTS_ONLY = "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}[{{ p.text }}]{% endif %}{% endfor %}{% endfor %}"
+PARTS_ONLY = "{% for m in messages %}{% for p in m.content if p.type == 'text' %}[{{ p.text }}]{% endfor %}{% endfor %}"
 STRINGS_ONLY = "{% for m in messages %}{{ m.role + ': ' + m.content }}\n{% endfor %}"
 PRINTS_LISTS = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
 JSON_LISTS = "{% for m in messages %}{{ m.content | tojson }}{% endfor %}"
@@ -151,7 +156,9 @@ def test_text_becomes_a_part_where_the_template_wants_parts() -> None:
     assert ChatTemplate(PARTS_ONLY).render(messages, continue_final_message=True) == "[a][b"
 
 
-@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_audio"}, {"type": 3}])
+@pytest.mark.parametrize(
+    "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_audio"}, {"type": 3}]
+)
 def test_parts_that_are_no_text_are_refused(part: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="takes text only"):
         ChatTemplate(PARTS_ONLY).render([{"role": "user", "content": [part]}])
@@ -205,10 +212,8 @@ def test_template_errors_are_request_errors() -> None:
 )
 def test_templates_cannot_leave_the_sandbox(attack: str) -> None:
     template = ChatTemplate(attack)
-    try:
+    with contextlib.suppress(RequestError):
         assert template.render([{"role": "user", "content": "x"}]).strip() == ""  # undefined, and nothing happened
-    except RequestError:
-        pass
 
 
 def test_templates_see_plain_data_only() -> None:
@@ -226,7 +231,8 @@ def test_templates_see_plain_data_only() -> None:
 def test_what_templates_may_use() -> None:
     render = ChatTemplate(
         "{% generation %}{{ {'b': '<é>', 'a': 1} | tojson(indent=2, sort_keys=true) }}{% endgeneration %}\n"
-        "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% elif i > 3 %}{% break %}{% endif %}{{ i }}{% endfor %}\n"
+        "{% for i in range(9) %}{% if i == 1 %}{% continue %}{% endif %}{{ i }}{% if i > 2 %}{% break %}{% endif %}"
+        "{% endfor %}\n"
         "{% set ns = namespace(x=1) %}{% set ns.x = ns.x + 1 %}{{ ns.x }} {{ dict(a=2).a }} {{ dict.fromkeys('a') }}\n"
         "{{ strftime_now('%Y') | int > 2000 }} {{ bos_token }} {{ mine }} {{ 'é' | tojson(ensure_ascii=true) }}"
     ).render

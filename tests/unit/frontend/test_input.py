@@ -113,7 +113,12 @@ def test_prompt_list_is_copied() -> None:
 
 def test_tokenize_many_at_once(sentencepiece: Tokenizer) -> None:
     processor = InputProcessor(make_config(), sentencepiece)
-    prompts: list[PromptType] = ["he", [1, 2], {"prompt": "lo", "cache_salt": "s"}, {"prompt_token_ids": [5], "prompt": "x"}]
+    prompts: list[PromptType] = [
+        "he",
+        [1, 2],
+        {"prompt": "lo", "cache_salt": "s"},
+        {"prompt_token_ids": [5], "prompt": "x"},
+    ]
     ready = processor.tokenize(prompts)
     assert ready[1] == [1, 2] and ready[3] is prompts[3]
     for prompt, done in zip(prompts, ready, strict=True):
@@ -133,7 +138,7 @@ def test_lengths_fit_the_model() -> None:
     assert ask([1] * 10, SamplingParams(max_tokens=None))[0].max_tokens == 22
     assert ask([1] * 31, SamplingParams(max_tokens=None))[0].max_tokens == 1
     for length in (32, 33, 1000):
-        with pytest.raises(RequestError, match=f"has {length} tokens, but max_model_len=32 leaves room for 31") as caught:
+        with pytest.raises(RequestError, match=f"has {length} tokens, but max_model_len=32 leaves.* 31") as caught:
             ask([1] * length)
         assert caught.value.parameter == "prompt"
 

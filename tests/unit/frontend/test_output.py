@@ -124,7 +124,8 @@ def test_final_only_that_streams_internally_comes_once(frontend: Frontend) -> No
 def test_many_requests_in_one_step(frontend: Frontend) -> None:
     for key in range(6):
         frontend.add(key, output_kind=FINAL_ONLY if key % 2 else DELTA)
-    results, _ = frontend.step({4: [WORD["he"]], 0: [WORD["lo"]]}, end(3, tokens=[WORD["."]]), end(0), end(5, tokens=[]))
+    ended = [end(3, tokens=[WORD["."]]), end(0), end(5, tokens=[])]
+    results, _ = frontend.step({4: [WORD["he"]], 0: [WORD["lo"]]}, *ended)
     assert {r.request_id: r.outputs[0].text for r in results} == {"r4": "he", "r0": "lo", "r3": ".", "r5": ""}
     assert {r.request_id for r in results if r.finished} == {"r0", "r3", "r5"}
     assert len(frontend.output) == 3
@@ -271,7 +272,8 @@ def test_a_stop_token_has_no_text_to_stop_at(frontend: Frontend) -> None:
 @given(data=st.data())
 def test_all_kinds_of_output_tell_the_same_story(sentencepiece: Tokenizer, data: st.DataObject) -> None:
     """However tokens come and whoever follows: the same text, tokens, reasons; and deltas add up."""
-    vocabulary = st.sampled_from([WORD[w] for w in ("he", "lo", " wo", "rd", " ", "é", "<0xE2>", "<0x82>", "<0xAC>", "<s>")])
+    words = ("he", "lo", " wo", "rd", " ", "é", "<0xE2>", "<0x82>", "<0xAC>", "<s>")
+    vocabulary = st.sampled_from([WORD[word] for word in words])
     tokens = data.draw(st.lists(vocabulary, min_size=1, max_size=12))
     stops = data.draw(st.lists(st.sampled_from(["lo", "elo", "o w", "rdrd", "é", "€", "helohe"]), max_size=3))
     options: dict[str, Any] = {"stop": stops, "min_tokens": data.draw(st.integers(0, 4))}
@@ -323,7 +325,8 @@ def test_logprobs_of_sampled_and_likeliest_tokens(frontend: Frontend) -> None:
     frontend.add(0, logprobs=2)
     frontend.add(1)
     frontend.add(2, logprobs=0, output_kind=DELTA)
-    lines = _logprobs([0, 2], [[he, lo, he, wo], [lo, he, wo, lo]], [[-1.5, -0.5, -1.5, -3], [-2.25, -1, -2, -2.25]], [2, 3])
+    values = [[-1.5, -0.5, -1.5, -3], [-2.25, -1, -2, -2.25]]
+    lines = _logprobs([0, 2], [[he, lo, he, wo], [lo, he, wo, lo]], values, [2, 3])
     results, _ = frontend.step({0: [he], 1: [wo], 2: [lo]}, logprobs=lines)
     one, none, zero = (result.outputs[0] for result in results)
     assert one.logprobs is not None and zero.logprobs is not None

@@ -25,7 +25,7 @@ CORPUS = [
     "tabs\t\tnewlines\n\n\r\n  mixed \t \n end\n",
     " " * 70 + "x" + "\n" * 17,
     "def f(x):\n    return {'a': [1, 2.5e-3], \"b\": x ** 2}  # comment\n\n\nclass A:\n\tpass\n",
-    "<div class=\"a\">&amp;</div> https://example.org/?q=1&r=%20#x",
+    '<div class="a">&amp;</div> https://example.org/?q=1&r=%20#x',
     "日本語のテキスト。中文字符，混合。한국어 텍스트",
     "Ünïcödé e\u0301 n\u0303 ﬁ Ⅷ ㎏ ½ ٣ ०१२",
     "👩‍👩‍👧‍👦 🇳🇴 👍🏽 🤖🤖🤖 ☃\ufe0f",
@@ -158,7 +158,14 @@ def test_special_tokens_come_from_where_transformers_looks(copy: Path, with_deco
 
     as_dict = {"content": "<end>", "lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
     typed = {"__type": "AddedToken", **as_dict}
-    _config(copy, eos_token=typed, sep_token={**typed, "content": "<sep>"}, pad_token="<pad>", image_token="<img>", additional_special_tokens=["<a>", "<b>"])
+    _config(
+        copy,
+        eos_token=typed,
+        sep_token={**typed, "content": "<sep>"},
+        pad_token="<pad>",
+        image_token="<img>",
+        additional_special_tokens=["<a>", "<b>"],
+    )
     if with_decoder:
         _config(copy, added_tokens_decoder={"400": {**as_dict, "special": True}, "290": {**as_dict, "content": "<x>"}})
     special = {"eos_token": "</s>", "mask_token": {"content": "<m>"}}

@@ -1,0 +1,356 @@
+"""The whole engine on tiny models: its log-probabilities and greedy text equal transformers', whatever the load."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvasir import LLM, SamplingParams
+from kvasir.errors import ConfigError, EngineDeadError, KvasirError, ModelError, RequestError
+from kvasir.outputs import RequestOutput
+from tests.model_builders import TINY, make_hf_model, save
+
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+SMALL = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "block_size": 4}  # forces chunks and mixed steps
+TIGHT = {**SMALL, "num_gpu_blocks_override": 40}  # forces preemption as well
+
+
+class Model:
+    """A checkpoint and transformers' word on it."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.hf = make_hf_model(name)
+        self.path = str(save(self.hf, path))
+        rng = np.random.default_rng(3)
+        self.prompts = [rng.integers(2, 96, int(n)).tolist() for n in rng.integers(1, 60, 16)]
+
+    def llm(self, **settings: Any) -> LLM:
+        settings = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 128, "use_tqdm_on_load": False, **settings}
+        return LLM(self.path, skip_tokenizer_init=True, **settings)
+
+    def logprobs(self, text: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return torch.log_softmax(self.hf(torch.tensor([text]), use_cache=False).logits[0].double(), -1)
+
+    def greedy(self, prompt: list[int], count: int = 32) -> list[int]:
+        with torch.inference_mode():
+            text = self.hf.generate(
+                torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        return text[0, len(prompt) :].tolist()
+
+
+def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[RequestOutput]:
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def metric(llm: LLM, name: str) -> float:
+    return next(m.value for m in llm.get_metrics() if m.name == f"kvasir:{name}")
+
+
+@pytest.fixture(scope="module", params=list(TINY))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture
+def llm(qwen: Model) -> Iterator[LLM]:
+    with qwen.llm() as llm:
+        yield llm
+
+
+# ---------------------------------------------------------------- parity
+
+
+def check_logprobs(model: Model, outputs: list[RequestOutput]) -> None:
+    """Every log-probability the engine reports equals transformers' for the same text."""
+    for output in outputs:
+        text = output.prompt_token_ids + output.outputs[0].token_ids
+        wanted = model.logprobs(text)
+        for i, entry in enumerate(output.outputs[0].logprobs or []):
+            at = len(output.prompt_token_ids) + i - 1
+            for token, logprob in entry.items():
+                assert math.isclose(logprob.logprob, wanted[at, token], abs_tol=1e-4), f"position {at}, token {token}"
+
+
+def test_logits_and_text_equal_transformers_under_every_kind_of_load(model: Model) -> None:
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=20)
+    with model.llm(**TIGHT, async_scheduling=True) as llm:
+        outputs = generate(llm, model.prompts, params)
+        again = generate(llm, model.prompts, params)
+        assert metric(llm, "num_preemptions") > 0
+        assert metric(llm, "partial_prefills") > 0
+        assert metric(llm, "prefix_cache_hits") > 0
+    check_logprobs(model, outputs)
+    check_logprobs(model, again)
+    assert tokens(outputs) == tokens(again) == [model.greedy(p) for p in model.prompts]
+
+
+def test_greedy_text_alone_equals_at_once(model: Model) -> None:
+    with model.llm(enable_prefix_caching=False) as llm:
+        together = tokens(generate(llm, model.prompts, GREEDY))
+        alone = [tokens(generate(llm, [p], GREEDY))[0] for p in model.prompts]
+    assert together == alone
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"enable_prefix_caching": False},
+        {"async_scheduling": False},
+        {"async_scheduling": True},
+        SMALL,
+        TIGHT,
+        {**TIGHT, "enable_prefix_caching": False},
+        {**SMALL, "long_prefill_token_threshold": 5},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 128, "max_num_seqs": 8},
+        {"block_size": 1},
+        {"block_size": 64},
+    ],
+    ids=str,
+)
+def test_no_setting_changes_the_text(qwen: Model, settings: dict[str, Any]) -> None:
+    with qwen.llm(**settings) as llm:
+        assert tokens(generate(llm, qwen.prompts, GREEDY)) == [qwen.greedy(p) for p in qwen.prompts]
+
+
+def test_seeded_output_is_the_same_alone_and_in_a_batch_of_64(qwen: Model) -> None:
+    params = [
+        SamplingParams(
+            temperature=0.5 + i % 5 / 4, top_p=0.95, top_k=i % 7 * 10, seed=i, max_tokens=12, ignore_eos=True
+        )
+        for i in range(64)
+    ]
+    prompts = [qwen.prompts[i % 16] for i in range(64)]
+    with qwen.llm(max_num_seqs=64) as llm:
+        together = tokens(generate(llm, prompts, params))
+        alone = [tokens(generate(llm, [p], s))[0] for p, s in zip(prompts[:16], params[:16], strict=True)]
+    assert together[:16] == alone
+    assert len({tuple(text) for text in together}) > 32, "different seeds say different things"
+
+
+def test_fork_shares_blocks_with_a_real_model(qwen: Model) -> None:
+    """A fork taken in the middle of a block goes on as the model would."""
+    prompt = qwen.prompts[0]
+    with qwen.llm(**SMALL) as llm:
+        engine = llm.llm_engine
+        greedy = partial(SamplingParams, temperature=0, ignore_eos=True)
+        engine.add_request("parent", {"prompt_token_ids": prompt}, greedy(max_tokens=20))
+        said: list[int] = []
+        while len(said) < 6:
+            for output in engine.step():
+                said = list(output.outputs[0].token_ids)
+        child = {"prompt_token_ids": prompt + said}
+        request, state = engine.input_processor.process("child", child, greedy(max_tokens=9), 77, 0.0)
+        engine.client.core.scheduler.fork(0, request)  # type: ignore[attr-defined]
+        engine.output_processor.add(state)
+        done = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                done[output.request_id] = output.outputs[0].token_ids
+        assert metric(llm, "kv_block_copies") >= 1
+    wanted = qwen.greedy(prompt, 20)
+    assert done["parent"] == wanted
+    assert done["child"] == wanted[6:15]
+
+
+# ---------------------------------------------------------------- sampling parameters
+
+
+def test_min_tokens_holds_stop_tokens_back(qwen: Model, llm: LLM) -> None:
+    prompt = qwen.prompts[0]
+    stop = qwen.greedy(prompt)[0]
+    short = generate(llm, [prompt], SamplingParams(temperature=0, stop_token_ids=[stop], max_tokens=32))[0].outputs[0]
+    assert short.token_ids == [stop] and short.finish_reason == "stop" and short.stop_reason == stop
+    held = generate(llm, [prompt], SamplingParams(temperature=0, stop_token_ids=[stop], min_tokens=9, max_tokens=32))[0]
+    assert stop not in held.outputs[0].token_ids[:9]
+
+
+def test_length_ends_with_its_reason(llm: LLM, qwen: Model) -> None:
+    (output,) = generate(llm, [qwen.prompts[1]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 3 and output.outputs[0].finish_reason == "length"
+
+
+def test_max_tokens_stops_at_the_model_length(qwen: Model) -> None:
+    with qwen.llm(max_model_len=40) as llm:
+        (output,) = generate(llm, [qwen.prompts[0][:30]], SamplingParams(max_tokens=None, ignore_eos=True))
+    assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 40
+
+
+def test_unseeded_requests_differ_and_the_engine_seed_repeats_them(qwen: Model) -> None:
+    params = SamplingParams(temperature=1.5, max_tokens=16, ignore_eos=True)
+
+    def draw(seed: int) -> list[list[int]]:
+        with qwen.llm(seed=seed) as llm:
+            return tokens(generate(llm, [qwen.prompts[0]] * 4, params))
+
+    first = draw(1)
+    assert len({tuple(text) for text in first}) == 4
+    assert draw(1) == first != draw(2)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    ([], "empty"),
+    ([5] * 128, "128"),
+    ([5, 96], "vocabulary"),
+    ([5, -1], "vocabulary"),
+    ([5, "x"], "integer"),
+    ("text", "tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "said"), BAD_PROMPTS, ids=str)
+def test_bad_prompt_is_refused_and_the_engine_goes_on(llm: LLM, qwen: Model, prompt: Any, said: str) -> None:
+    good = {"prompt_token_ids": qwen.prompts[0]}
+    bad = prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+    with pytest.raises(RequestError, match=said) as error:
+        llm.generate([good, bad], GREEDY, use_tqdm=False)
+    assert str(error.value).startswith("prompt 1: ")
+    assert not llm.llm_engine.has_unfinished_requests(), "the good prompt of the same call was left running"
+    assert tokens(generate(llm, [qwen.prompts[0]], GREEDY)) == [qwen.greedy(qwen.prompts[0])]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SamplingParams(temperature=-1),
+        lambda: SamplingParams(temperature=float("nan")),
+        lambda: SamplingParams(top_p=0),
+        lambda: SamplingParams(top_k=-2),
+        lambda: SamplingParams(min_p=1.5),
+        lambda: SamplingParams(max_tokens=0),
+        lambda: SamplingParams(min_tokens=9, max_tokens=3),
+        lambda: SamplingParams(n=2),
+        lambda: SamplingParams(presence_penalty=0.5),
+        lambda: SamplingParams(temprature=1),
+    ],
+)
+def test_bad_parameters_are_refused_by_name(make: Callable[[], SamplingParams]) -> None:
+    with pytest.raises(RequestError) as error:
+        make()
+    assert error.value.parameter
+
+
+def test_mismatched_parameters_and_too_many_logprobs(llm: LLM, qwen: Model) -> None:
+    with pytest.raises(RequestError, match="16 prompts came with 2 sampling_params"):
+        generate(llm, qwen.prompts, [GREEDY, GREEDY])
+    with pytest.raises(RequestError, match="20"):
+        generate(llm, qwen.prompts, SamplingParams(logprobs=21))
+
+
+def test_model_that_cannot_be_loaded_says_why(qwen: Model, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere"):
+        LLM(str(tmp_path / "nowhere"))
+    unknown = {"architectures": ["NoSuchModel"], "vocab_size": 9, "max_position_embeddings": 8}
+    (tmp_path / "config.json").write_text(json.dumps(unknown))
+    with pytest.raises(ModelError, match="NoSuchModel.*LlamaForCausalLM"):
+        LLM(str(tmp_path), skip_tokenizer_init=True, load_format="dummy")
+    with pytest.raises(ModelError):
+        qwen.llm(hf_overrides={"intermediate_size": 64})
+
+
+def test_cache_that_cannot_hold_one_request_says_what_to_change(qwen: Model) -> None:
+    advice = r"max_model_len=128 needs .* GiB.*set max_model_len to \d+.*num_gpu_blocks_override"
+    with pytest.raises(ConfigError, match=advice):
+        qwen.llm(num_gpu_blocks_override=4, block_size=16)
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
+        qwen.llm(kv_cache_memory_bytes=5000)
+
+
+# ---------------------------------------------------------------- life
+
+
+def test_close_frees_everything_and_says_so_afterwards(qwen: Model) -> None:
+    llm = qwen.llm()
+    worker = llm.llm_engine.client.core.executor  # type: ignore[attr-defined]
+    held = [weakref.ref(worker.model), weakref.ref(worker.runner.kv_memory)]
+    del worker
+    llm.close()
+    llm.close()
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+    with pytest.raises(EngineDeadError, match="closed"):
+        generate(llm, [[1]], GREEDY)
+
+
+def test_engine_steps_streams_and_aborts(qwen: Model) -> None:
+    with qwen.llm() as llm:
+        engine = llm.llm_engine
+        for name in ("a", "b"):
+            engine.add_request(name, {"prompt_token_ids": qwen.prompts[0]}, GREEDY.clone())
+        with pytest.raises(RequestError, match="in use"):
+            engine.add_request("a", {"prompt_token_ids": [1]}, GREEDY)
+        seen: dict[str, list[int]] = {}
+        for step in range(200):
+            for output in engine.step():
+                longer = list(output.outputs[0].token_ids)
+                assert longer[: len(seen.get(output.request_id, []))] == seen.get(output.request_id, [])
+                seen[output.request_id] = longer
+            if step == 9:
+                (last,) = engine.abort_request(["b", "unknown"])
+                assert last.finished and last.outputs[0].finish_reason == "abort"
+        assert not engine.has_unfinished_requests()
+        assert seen["a"] == qwen.greedy(qwen.prompts[0])
+        assert len(seen["b"]) < 32
+        assert metric(llm, "kv_cache_blocks_used") == 0
+
+
+def test_interrupted_generate_leaves_nothing_running(llm: LLM, qwen: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = llm.llm_engine.step
+    calls = iter(range(100))
+
+    def interrupted() -> list[RequestOutput]:
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.llm_engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, qwen.prompts, GREEDY)
+    monkeypatch.undo()
+    assert tokens(generate(llm, qwen.prompts[:2], GREEDY)) == [qwen.greedy(p) for p in qwen.prompts[:2]]
+    assert metric(llm, "kv_cache_blocks_used") == 0
+
+
+def test_failing_step_ends_the_engine_with_its_cause(qwen: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = qwen.llm()
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(llm.llm_engine.client.core.executor, "execute", broken)  # type: ignore[attr-defined]
+    with pytest.raises(KvasirError, match="device lost"):
+        generate(llm, qwen.prompts, GREEDY)
+    with pytest.raises(EngineDeadError, match="device lost"):
+        generate(llm, qwen.prompts, GREEDY)
+    llm.close()
+
+
+def test_reset_prefix_cache(llm: LLM, qwen: Model) -> None:
+    generate(llm, [qwen.prompts[0] * 2], GREEDY)
+    assert generate(llm, [qwen.prompts[0] * 2], GREEDY)[0].num_cached_tokens
+    assert llm.reset_prefix_cache()
+    assert generate(llm, [qwen.prompts[0] * 2], GREEDY)[0].num_cached_tokens == 0
