@@ -1,9 +1,9 @@
-"""What a steady decode step costs the host: the real scheduler, cache, updates and messages over a device that takes no time.
+"""What a steady decode step costs the host: real scheduler, cache, updates and messages, a device that takes no time.
 
     python benchmarks/host_overhead.py [--json FILE] [--check]
 
-Every row decodes one token per step. Prompt lengths are staggered, so that in each step the same share of the rows crosses
-into a new block. Needs numpy only.
+Every row decodes one token per step. Prompt lengths are staggered, so that in each step the same share of the rows
+crosses into a new block. Needs numpy only.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def measure(running: int, block_size: int, stream: bool, num_steps: int) -> Figu
     tokens = after.scheduled_tokens - before.scheduled_tokens
     assert tokens == running * num_steps and after.num_running == running, "not every row decoded in every step"
     times *= 1e6
-    return Figure(running, block_size, stream, float(np.median(times)), float(times.mean()), float(np.quantile(times, 0.99)))
+    return Figure(
+        running, block_size, stream, float(np.median(times)), float(times.mean()), float(np.quantile(times, 0.99))
+    )
 
 
 def conditions(figures: Sequence[Figure]) -> list[tuple[str, bool]]:
@@ -91,7 +93,9 @@ def conditions(figures: Sequence[Figure]) -> list[tuple[str, bool]]:
             small, large = medians[block_size, stream, 64], medians[block_size, stream, 1024]
             where = f"blocks of {block_size}, {'streamed' if stream else 'at the end'}"
             found.append((f"{where}: 1024 running {large:.0f} us, under {LIMIT_US:.0f}", large < LIMIT_US))
-            found.append((f"{where}: {large / small:.2f} times 64 running, under {LIMIT_RATIO:.0f}", large < LIMIT_RATIO * small))
+            found.append(
+                (f"{where}: {large / small:.2f} times 64 running, under {LIMIT_RATIO:.0f}", large < LIMIT_RATIO * small)
+            )
     return found
 
 
@@ -109,7 +113,10 @@ def main() -> int:
     ]
     code = commit() or "no checkout"
     print(f"microseconds per steady decode step, {arguments.steps} steps each; {hardware('cpu')}, commit {code}\n")
-    rows = [[str(f.running), f.block_size, "streamed" if f.stream else "at the end", f.median_us, f.mean_us, f.p99_us] for f in figures]
+    rows = [
+        [str(f.running), f.block_size, "streamed" if f.stream else "at the end", f.median_us, f.mean_us, f.p99_us]
+        for f in figures
+    ]
     print(table(["running", "block size", "tokens sent", "median", "mean", "p99"], rows) + "\n")
     held = conditions(figures)
     for text, holds in held:

@@ -46,7 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
-        "max_position_embeddings": 256, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "max_position_embeddings": 512, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu",
         "tie_word_embeddings": False, "use_sliding_window": False, "bos_token_id": 1, "eos_token_id": 2,
     },
 }  # fmt: skip

@@ -222,8 +222,11 @@ class DeviceConfig(_Checked):
 
     device: str = setting("auto", "cpu, cuda, xpu or mps, or one of several (cuda:1). auto: the best there is.")
     attention_backend: str = setting(
-        "auto", "Attention implementation. torch: plain torch, on any device.", choices=("auto", "torch")
+        "auto",
+        "Attention implementation. torch: plain torch, on any device; triton: our kernels, on a GPU.",
+        choices=("auto", "torch", "triton"),
     )
+    enforce_eager: bool = setting(False, "Launch every kernel by itself instead of replaying CUDA graphs.")
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ class LLM:
         params = self._params_for(batch, sampling_params)
         ids = [str(next(self._ids)) for _ in batch]
         try:
+            batch = self.llm_engine.input_processor.tokenize(batch)
             for i, (request_id, prompt, each) in enumerate(zip(ids, batch, params, strict=True)):
                 self._add(request_id, prompt, each, f"prompt {i}: " if len(batch) > 1 else "")
             return self._run(ids, use_tqdm)

@@ -236,6 +236,8 @@ def _settle_scheduler(asked: SchedulerConfig, max_model_len: int, platform: plat
 
 def _settle_device(asked: DeviceConfig, platform: platforms.Platform) -> DeviceConfig:
     backend = platform.default_attention if asked.attention_backend == "auto" else asked.attention_backend
+    if backend == "triton" and platform.kind == "cpu":
+        raise ConfigError("attention_backend='triton' needs a GPU, and device is cpu; leave it at auto, or set torch.")
     if asked.device == "auto":
         _say("device", platform.device, "the best there is")
     if asked.attention_backend == "auto":

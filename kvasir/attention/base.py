@@ -1,6 +1,7 @@
 """The attention interface: what a step tells a backend, and what a backend must do.
 
-A backend stores the step's keys and values into the paged cache, then attends. It never sees requests.
+The step's own keys and values are in the paged cache already when a backend is asked (see kernels.rope_store).
+A backend never sees requests.
 """
 
 from __future__ import annotations
@@ -18,20 +19,29 @@ from numpy.typing import NDArray
 class AttentionBatch:
     """One step's layout. Tensors live on the device; numpy arrays are host bounds for grids and shapes.
 
-    Rows stand in plan order: `num_decodes` rows of one query token each, then the longer chunks.
+    Sequences stand in plan order: `num_decodes` of one query token each, then the longer chunks.
     """
 
     slots: torch.Tensor  # [tokens] int64: block * block_size + offset, where each token's K/V goes
-    query_start: torch.Tensor  # [rows + 1] int32
-    seq_lens: torch.Tensor  # [rows] int32, true lengths after this step
-    block_tables: torch.Tensor  # [rows, max_blocks] int32; past a row's last block any valid block id may stand
+    query_start: torch.Tensor  # [sequences + 1] int32
+    seq_lens: torch.Tensor  # [sequences] int32, true lengths after this step
+    tables: torch.Tensor  # [rows, max_blocks] int32: the block tables of all rows ...
+    rows: torch.Tensor  # [sequences] int64: ... and which one is whose
     num_decodes: int
-    query_lens: NDArray[np.int32]  # [rows], exact
-    seq_bounds: NDArray[np.int32]  # [rows], upper bounds of seq_lens; exact for chunks
+    query_lens: NDArray[np.int32]  # [sequences], exact
+    seq_bounds: NDArray[np.int32]  # [sequences], upper bounds of seq_lens; exact for chunks
     block_size: int
     causal: bool = True
-    # What a backend has worked out of the fields above, kept for the step's other layers.
+    # What a backend worked out for this step in one layer and uses again in the others.
     notes: dict[Hashable, Any] = field(default_factory=dict)
+
+    def block_tables(self) -> torch.Tensor:
+        """[sequences, blocks]: each sequence's own table, wide enough for the longest."""
+        if "block tables" not in self.notes:
+            width = -(-int(self.seq_bounds.max()) // self.block_size)
+            self.notes["block tables"] = self.tables[:, :width].index_select(0, self.rows)
+        tables: torch.Tensor = self.notes["block tables"]
+        return tables
 
 
 class AttentionBackend(Protocol):
@@ -40,8 +50,6 @@ class AttentionBackend(Protocol):
     def forward(
         self,
         query: torch.Tensor,  # [tokens, heads, head_dim]
-        key: torch.Tensor,  # [tokens, kv_heads, head_dim]
-        value: torch.Tensor,  # [tokens, kv_heads, head_dim]
         kv_cache: torch.Tensor,
         batch: AttentionBatch,
         *,

@@ -14,8 +14,14 @@ def _torch() -> AttentionBackend:
     return TorchAttention()
 
 
+def _triton() -> AttentionBackend:
+    from kvasir.attention.triton import TritonAttention
+
+    return TritonAttention()
+
+
 # Imported on use: a backend may need a library that is not installed.
-_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": _torch}
+_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": _torch, "triton": _triton}
 
 
 def select(name: str) -> AttentionBackend:

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 from kvasir.attention.base import AttentionBatch
-from kvasir.kernels import store_kv
 
 # A group of decodes gathers at most this much of K or of V (one long sequence may need more), and a mask is at most
 # this large: on a CPU a group stays in the last-level cache, on a GPU fewer launches matter more.
@@ -32,24 +31,19 @@ class TorchAttention:
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         kv_cache: torch.Tensor,
         batch: AttentionBatch,
         *,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        store_kv(key, value, kv_cache, batch.slots)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in _decode_groups(batch, kv_cache):
             _attend_decodes(out, query, kv_cache, group, scale, window)
         start = batch.num_decodes
         for row in range(batch.num_decodes, len(batch.query_lens)):
             end = start + int(batch.query_lens[row])
-            keys, values = key[start:end], value[start:end]
-            if batch.seq_bounds[row] > end - start:  # there is earlier context
-                keys, values = _gather_row(kv_cache, batch, row)
+            keys, values = _gather_row(kv_cache, batch, row)
             _attend_chunk(out[start:end], query[start:end], keys, values, scale, window, batch.causal)
             start = end
         return out
@@ -91,7 +85,7 @@ def _decode_groups(batch: AttentionBatch, kv_cache: torch.Tensor) -> list[_Decod
 
 
 def _group_decodes(batch: AttentionBatch, page_bytes: int) -> list[_DecodeGroup]:
-    tables, lens = batch.block_tables[: batch.num_decodes], batch.seq_lens[: batch.num_decodes]
+    tables, lens = batch.block_tables()[: batch.num_decodes], batch.seq_lens[: batch.num_decodes]
     blocks = -(-batch.seq_bounds[: batch.num_decodes] // batch.block_size)
     order = np.argsort(-blocks, kind="stable")
     cuts = list(_cut(blocks[order], page_bytes, tables.device.type))
@@ -154,7 +148,7 @@ def _gather(kv_cache: torch.Tensor, pages: torch.Tensor, n: int) -> tuple[torch.
 def _gather_row(kv_cache: torch.Tensor, batch: AttentionBatch, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     """All keys and values of one row, each [keys, kv_heads, head_dim]; a chunk's bound is its true length."""
     length = int(batch.seq_bounds[row])
-    pages = batch.block_tables[row, : -(-length // batch.block_size)]
+    pages = batch.block_tables()[row, : -(-length // batch.block_size)]
     keys, values = _gather(kv_cache, pages, 1)
     return keys[0, :length], values[0, :length]
 

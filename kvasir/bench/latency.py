@@ -1,7 +1,7 @@
 """`kvasir bench latency`: time to the first token, and time per token after it, of a batch that starts together.
 
-The first is the time of a call that asks for one token; the second is the rest of a longer call, per token. The two calls
-have different prompts of the same length, so that neither finds anything of the other.
+The first is the time of a call that asks for one token; the second is the rest of a longer call, per token. The two
+calls have different prompts of the same length, so that neither finds anything of the other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class LatencyOptions:
 
     def __post_init__(self) -> None:
         if self.output_len < 2:
-            raise ConfigError("--output-len must be at least 2: the time per token is that of the tokens after the first.")
+            raise ConfigError(
+                "--output-len must be at least 2: the time per token is that of the tokens after the first."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +46,16 @@ def run(args: EngineArgs, options: LatencyOptions) -> dict[str, Any]:
     """Measure, and return the record: conditions, sizes, and what each runner did."""
     with LLM.from_engine_args(args) as llm:
         config = llm.llm_engine.config
+        record = {"benchmark": "latency", **report.conditions(config), "seed": config.model.seed}
         if options.batch_size > config.scheduler.max_num_seqs:
             raise ConfigError(
-                f"--batch-size {options.batch_size} is more than the {config.scheduler.max_num_seqs} requests that run at "
-                f"once; raise --max-num-seqs."
+                f"--batch-size {options.batch_size} is more than the {config.scheduler.max_num_seqs} requests that run "
+                f"at once; raise --max-num-seqs."
             )
         runners: list[Runner] = [KvasirRunner(llm)]
         if options.compare:
             runners.append(make_peer(options.compare, config, options.batch_size))
         measured = _measure(runners, options, config.model.vocab_size, config.model.seed)
-        record = {"benchmark": "latency", **report.conditions(config), "seed": config.model.seed}
     record |= {
         "input_len": options.input_len,
         "output_len": options.output_len,
@@ -98,21 +100,24 @@ def _figures(iterations: Sequence[Iteration], options: LatencyOptions) -> dict[s
         "out_tok_s": options.batch_size * 1e3 / median(rest),  # while all decode
         "all_ttft_ms": first,
         "all_ms_per_token": rest,
-        "others_cpu": [one.whole.others for one in iterations],
+        "other_load": [one.whole.others for one in iterations],
     }
 
 
 def render(record: Mapping[str, Any]) -> str:
     rows = [
-        [name, f["ttft_ms"], f["ms_per_token"], min(f["all_ms_per_token"]), max(f["all_ms_per_token"]), f["out_tok_s"]]
+        [
+            name, f["ttft_ms"], f["ms_per_token"], min(f["all_ms_per_token"]), max(f["all_ms_per_token"]),
+            f["out_tok_s"], report.load(f["other_load"]),
+        ]
         for name, f in record["results"].items()
-    ]
+    ]  # fmt: skip
     lines = [
         f"{record['model']}: {record['batch_size']} x {record['input_len']} in, {record['output_len']} out, "
         f"median of {record['num_iters']} (seed {record['seed']})",
         report.conditions_line(record),
         "",
-        report.table(["", "TTFT ms", "ms/token", "least", "most", "decode tok/s"], rows),
+        report.table(["", "TTFT ms", "ms/token", "least", "most", "decode tok/s", "other load"], rows),
     ]
     if "comparison" in record:
         name = list(record["results"])[1]

@@ -1,4 +1,4 @@
-"""What every figure must come with (machine, versions, commit), and tables of plain text. Imports torch only when asked."""
+"""What every figure must come with (machine, versions, commit), and tables of plain text."""
 
 from __future__ import annotations
 
@@ -95,6 +95,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         for line in lines
     ]
     return "\n".join("  ".join(line).rstrip() for line in padded)
+
+
+def load(shares: Sequence[float | None]) -> str | None:
+    """How much of the machine other processes had: figures measured beside much of it are worth little."""
+    known = [share for share in shares if share is not None]
+    return f"{sum(known) / len(known):.0%}" if known else None
 
 
 def ratio_line(what: str, ratio: Mapping[str, float], repeat: int) -> str:

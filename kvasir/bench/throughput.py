@@ -14,6 +14,7 @@ from kvasir.bench.workloads import BenchRequest, Span, cut, named, uniform
 from kvasir.llm import LLM
 
 WARM_UP_TOKENS = 4
+DEFAULT_LENGTH = Span(128, 128)
 COUNTERS = {"steps": "engine_steps", "prefix_hits": "prefix_cache_hits", "preemptions": "num_preemptions"}
 
 
@@ -21,8 +22,8 @@ COUNTERS = {"steps": "engine_steps", "prefix_hits": "prefix_cache_hits", "preemp
 class ThroughputOptions:
     workload: str | None = None  # None: made from the three below
     num_prompts: int = 64
-    input_len: Span = Span(128, 128)
-    output_len: Span = Span(128, 128)
+    input_len: Span = DEFAULT_LENGTH
+    output_len: Span = DEFAULT_LENGTH
     repeat: int = 1
     compare: str | None = None  # "transformers"
     compare_batch: int | None = None  # None: all requests in one, up to the engine's max_num_seqs
@@ -41,6 +42,7 @@ def run(args: EngineArgs, options: ThroughputOptions) -> dict[str, Any]:
     """Measure, and return the record: conditions, sizes, and what each runner did."""
     with LLM.from_engine_args(args) as llm:
         config = llm.llm_engine.config
+        record = {"benchmark": "throughput", **report.conditions(config), "seed": config.model.seed}
         requests = options.requests(config.model.vocab_size, config.model.seed)
         kvasir = KvasirRunner(llm)
         runners: list[Runner] = [kvasir]
@@ -48,7 +50,6 @@ def run(args: EngineArgs, options: ThroughputOptions) -> dict[str, Any]:
             width = options.compare_batch or min(len(requests), config.scheduler.max_num_seqs)
             runners.append(make_peer(options.compare, config, width))
         rounds, counters = _measure(runners, kvasir, requests, options.repeat)
-        record = {"benchmark": "throughput", **report.conditions(config), "seed": config.model.seed}
     record |= _sizes(options, requests)
     record["results"] = {runner.name: _figures(rounds[runner.name], requests) for runner in runners}
     record["results"]["kvasir"] |= counters
@@ -101,7 +102,7 @@ def _figures(rounds: Sequence[Timed], requests: Sequence[BenchRequest]) -> dict[
         "total_tok_s": (tokens_in + tokens_out) / seconds,
         "out_tokens": tokens_out,
         "all_seconds": [one.seconds for one in rounds],
-        "others_cpu": [one.others for one in rounds],
+        "other_load": [one.others for one in rounds],
     }
 
 
@@ -123,11 +124,14 @@ def _compare(ours: Sequence[Timed], theirs: Sequence[Timed]) -> dict[str, Any]:
 
 
 def render(record: Mapping[str, Any]) -> str:
-    header = ["", "seconds", "out tok/s", "in+out tok/s", "steps", "prefix hits", "preemptions"]
+    header = ["", "seconds", "out tok/s", "in+out tok/s", "steps", "prefix hits", "preemptions", "other load"]
     rows = [
-        [name, f["seconds"], f["out_tok_s"], f["total_tok_s"], *(f.get(counter) for counter in COUNTERS)]
+        [
+            name, f["seconds"], f["out_tok_s"], f["total_tok_s"], *(f.get(counter) for counter in COUNTERS),
+            report.load(f["other_load"]),
+        ]
         for name, f in record["results"].items()
-    ]
+    ]  # fmt: skip
     lines = [
         f"{record['model']}: {record['workload']} (seed {record['seed']}), {record['requests']} requests, "
         f"{record['in_tokens']:,} tokens in, {record['out_tokens']:,} out",
@@ -144,6 +148,7 @@ def _render_comparison(record: Mapping[str, Any]) -> list[str]:
     (name, peer), comparison = list(record["results"].items())[1], record["comparison"]
     return [
         report.ratio_line(f"kvasir / {name}", comparison["speed_ratio"], record["repeat"]),
-        f"{name} {peer['version']}: static batches of {peer['batch_size']}, {peer['padded_tokens']:,} tokens with padding",
+        f"{name} {peer['version']}: static batches of {peer['batch_size']}, "
+        f"{peer['padded_tokens']:,} tokens with padding",
         f"the same tokens for {comparison['requests_with_same_tokens']} of {record['requests']} requests",
     ]

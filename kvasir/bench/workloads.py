@@ -1,4 +1,4 @@
-"""What a benchmark asks of an engine: prompts as token ids and how many tokens to answer with. Plain Python, deterministic."""
+"""What a benchmark asks of an engine: prompts as token ids, and how many tokens to answer with. Deterministic."""
 
 from __future__ import annotations
 

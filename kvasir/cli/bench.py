@@ -1,4 +1,4 @@
-"""`kvasir bench`: flags in, a table on standard output and, with --json, the same as a file. Measures nothing itself."""
+"""`kvasir bench`: flags in, a table on standard output and, with --json, the same as a file."""
 
 from __future__ import annotations
 
@@ -59,15 +59,22 @@ def _latency(namespace: argparse.Namespace) -> tuple[dict[str, Any], str]:
 def _add_throughput(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("requests")
     group.add_argument("--num-prompts", type=_count, metavar="N", help="how many requests (default: 64)")
-    group.add_argument("--input-len", type=_span, metavar="N|A:B", help="tokens of a prompt, or their range (default: 128)")
-    group.add_argument("--output-len", type=_span, metavar="N|A:B", help="tokens of an answer, or their range (default: 128)")
+    group.add_argument(
+        "--input-len", type=_span, metavar="N|A:B", help="tokens of a prompt, or their range (default: 128)"
+    )
+    group.add_argument(
+        "--output-len", type=_span, metavar="N|A:B", help="tokens of an answer, or their range (default: 128)"
+    )
     group.add_argument(
         "--workload",
         metavar="mixed:N|FILE",
-        help='mixed:N: N requests of 32-256 tokens in, 16-128 out; a file: {"prompt_token_ids": [...], "max_tokens": n} per line',
+        help="mixed:N: N requests of 32-256 tokens in, 16-128 out; "
+        'a file: {"prompt_token_ids": [...], "max_tokens": n} per line',
     )
     group.add_argument("--repeat", type=_count, metavar="N", help="rounds; the median counts (default: 1)")
-    group.add_argument("--compare-batch", type=_count, metavar="N", help="batch of the other engine (default: all requests)")
+    group.add_argument(
+        "--compare-batch", type=_count, metavar="N", help="batch of the other engine (default: all requests)"
+    )
     _add_shared(parser, group)
 
 

@@ -246,11 +246,11 @@ def _salt(given: object) -> bytes:
 
 def _fold(number: int) -> int:
     """64 bits to 32. Numbers below 2**32 stay what they are."""
-    return (number ^ (number >> 32)) & _MASK32
+    return (number & _MASK32) ^ _mix((number >> 32) & _MASK32)
 
 
 def _mix(number: int) -> int:
-    """A one-to-one scramble of 32 bits (murmur3's last step): neighbours get unlike results, no two the same."""
+    """A one-to-one scramble of 32 bits (murmur3's last step): neighbours get unlike results; 0 stays 0."""
     number = ((number ^ (number >> 16)) * 0x85EBCA6B) & _MASK32
     number = ((number ^ (number >> 13)) * 0xC2B2AE35) & _MASK32
     return number ^ (number >> 16)

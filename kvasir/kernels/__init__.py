@@ -6,21 +6,87 @@ here, by the tensor's device, so that layers call `kernels.rms_norm(...)` and ne
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
 import torch
 
 from kvasir.kernels import onednn, reference
-from kvasir.kernels.reference import ACTIVATIONS, add_rms_norm, gated_activation, rms_norm, rotary, store_kv
+from kvasir.kernels.reference import ACTIVATIONS, rotary, store_kv
 
 __all__ = [
     "ACTIVATIONS",
     "add_rms_norm",
+    "draw",
     "gated_activation",
     "linear",
     "pack_weight",
+    "reference_only",
     "rms_norm",
+    "rope_store",
     "rotary",
     "store_kv",
 ]
+
+
+@cache
+def _triton() -> Any:
+    """Imported on first use: it costs half a second, and few processes have a GPU."""
+    from kvasir.kernels import triton
+
+    return triton
+
+
+_reference_only = False
+
+
+@contextmanager
+def reference_only() -> Iterator[None]:
+    """Run the plain versions everywhere, to check the others against them."""
+    global _reference_only
+    before, _reference_only = _reference_only, True
+    try:
+        yield
+    finally:
+        _reference_only = before
+
+
+def _version_for(x: torch.Tensor) -> Any:
+    return _triton() if x.is_cuda and not _reference_only else reference
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    normed: torch.Tensor = _version_for(x).rms_norm(x, weight, eps)
+    return normed
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    pair: tuple[torch.Tensor, torch.Tensor] = _version_for(x).add_rms_norm(x, residual, weight, eps)
+    return pair
+
+
+def gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    version = _version_for(x)
+    if version is reference or kind != "silu":
+        return reference.gated_activation(x, kind)
+    active: torch.Tensor = version.silu_mul(x)
+    return active
+
+
+def rope_store(qkv: torch.Tensor, *args: Any) -> torch.Tensor:
+    """See reference.rope_store."""
+    query: torch.Tensor = _version_for(qkv).rope_store(qkv, *args)
+    return query
+
+
+def draw(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+    """See reference.draw."""
+    tokens: torch.Tensor = _version_for(logits).draw(logits, *args)
+    return tokens
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -30,4 +96,4 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, in] times weight [out, in] (as it is, or packed), plus bias [out]."""
-    return onednn.linear(x, weight, bias) if onednn.usable(x) else reference.linear(x, weight, bias)
+    return (onednn if onednn.usable(x) else reference).linear(x, weight, bias)

@@ -11,6 +11,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from kvasir.kernels.random import MASK, uniform
+
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -68,6 +70,50 @@ def store_kv(
     place = (slots // block_size, slots % block_size)
     kv_cache[:, 0].index_put_(place, key)
     kv_cache[:, 1].index_put_(place, value)
+
+
+def rope_store(
+    qkv: torch.Tensor,  # [tokens, (heads + 2 * kv_heads) * head_dim]
+    heads: int,
+    positions: torch.Tensor,  # [tokens]
+    table: torch.Tensor,  # [positions, rotary_dim] float32: cosines, then sines
+    kv_cache: torch.Tensor,  # [blocks, 2, block_size, kv_heads, head_dim], any strides
+    slots: torch.Tensor,  # [tokens] int64
+    q_gain: torch.Tensor | None = None,  # [head_dim]: queries and keys are normalised before they are rotated
+    k_gain: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """What stands between the qkv product and attention. Returns the queries [tokens, heads, head_dim]; the keys and
+    values are in the cache afterwards."""
+    kv_heads, head_dim = kv_cache.shape[3:]
+    query, key, value = qkv.view(len(qkv), -1, head_dim).split((heads, kv_heads, kv_heads), dim=1)
+    if q_gain is not None and k_gain is not None:
+        query, key = rms_norm(query, q_gain, eps), rms_norm(key, k_gain, eps)
+    query, key = rotary(query, key, positions, table)
+    store_kv(key, value, kv_cache, slots)
+    return query
+
+
+def draw(
+    logits: torch.Tensor,  # [lines, vocabulary], any float type
+    rows: torch.Tensor,  # [lines]: which entries of the parameters below each line uses
+    positions: torch.Tensor,  # [lines]
+    temperature: torch.Tensor,  # [rows] float32; 0: the best token
+    seeds: torch.Tensor,  # [rows] int32
+    next_token: torch.Tensor,  # [rows] int32: the token is written here too
+) -> torch.Tensor:
+    """One token per line, [lines] int32: the best, or where the running sum of probabilities first exceeds a number
+    that depends on the row's seed and the position alone."""
+    heat = temperature[rows]
+    best = logits.argmax(dim=-1)
+    scaled = logits.float() / torch.where(heat > 0, heat, 1.0)[:, None]
+    sums = torch.exp(scaled - scaled.max(dim=-1, keepdim=True).values).cumsum(dim=-1)
+    goal = (uniform(seeds[rows].long() & MASK, positions.long()) * sums[:, -1].double()).to(sums.dtype)
+    drawn = torch.searchsorted(sums, goal[:, None], right=True).squeeze(1)
+    # rounding may put the goal at the very end, past every token
+    tokens = torch.where((heat > 0) & (drawn < logits.shape[-1]), drawn, best).to(torch.int32)
+    next_token[rows] = tokens
+    return tokens
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from kvasir import kernels
 from kvasir.attention.base import AttentionBackend, AttentionBatch
 from kvasir.layers.base import Build
 from kvasir.layers.linear import qkv_linear, row_linear
@@ -40,16 +41,23 @@ class Attention(nn.Module):
         self.o = row_linear(build, f"{prefix}.o", heads * head_dim, hidden_size, bias=o_bias)
         self.heads, self.kv_heads, _ = (part.num_own // head_dim for part in self.qkv.shape.parts)
         self.q_norm = self.k_norm = None
+        self.norm_eps = qk_norm_eps or 0.0
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(build, head_dim, qk_norm_eps)
             self.k_norm = RMSNorm(build, head_dim, qk_norm_eps)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
-        query, key, value = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = self.rotary(query, key, positions)
-        seen = self.backend.forward(query, key, value, self.kv_cache, batch, scale=self.scale, window=self.window)
+        query = kernels.rope_store(
+            self.qkv(x),
+            self.heads,
+            positions,
+            self.rotary.table,
+            self.kv_cache,
+            batch.slots,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.norm_eps,
+        )
+        seen = self.backend.forward(query, self.kv_cache, batch, scale=self.scale, window=self.window)
         y: torch.Tensor = self.o(seen.view(len(x), -1))
         return y

@@ -6,13 +6,12 @@ import math
 
 import torch
 
-from kvasir import kernels
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.layers.rope import LinearScaling, Llama3Scaling, RopeSpec
 
 
 class Rotary(WeightLayer):
-    """Rotates queries and keys of positions below `max_positions`. Nothing is loaded; `process` computes the table."""
+    """For positions below `max_positions`. Nothing is loaded; `process` computes the table."""
 
     table: torch.Tensor  # [max_positions, rotary_dim] float32: cosines, then sines
 
@@ -26,11 +25,6 @@ class Rotary(WeightLayer):
         positions = torch.arange(len(self.table), dtype=torch.float32, device=self.table.device)
         angles = positions[:, None] * inverse_frequencies(self.rope).to(self.table.device)
         torch.cat((angles.cos(), angles.sin()), dim=-1, out=self.table)
-
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return kernels.rotary(query, key, positions, self.table)
 
 
 def inverse_frequencies(rope: RopeSpec) -> torch.Tensor:

@@ -41,7 +41,8 @@ def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = N
         _fill_dummy(model, torch.Generator(device).manual_seed(config.model.seed))
     else:
         checkpoint = Safetensors(Path(config.model.path))
-        targets = _match(checkpoint, _find_targets(model, architecture), _ignored(architecture, spec))
+        targets = _find_targets(model, architecture)
+        _check(checkpoint, targets, _ignored(architecture, spec))
         _materialise(model, device)
         _fill(checkpoint, targets, show_progress=config.load.use_tqdm_on_load)
     for layer in _weight_layers(model):
@@ -92,8 +93,8 @@ def _ignored(architecture: Architecture, spec: DecoderSpec) -> tuple[str, ...]:
     return (*architecture.ignored, f"{head}.*")  # a copy of the embedding
 
 
-def _match(checkpoint: Safetensors, targets: dict[str, Target], ignored: tuple[str, ...]) -> dict[str, Target]:
-    """The targets, once the checkpoint is known to have all of them, in the right shapes, and nothing else."""
+def _check(checkpoint: Safetensors, targets: Mapping[str, Target], ignored: tuple[str, ...]) -> None:
+    """Raise unless the checkpoint has every target, in the right shape, and nothing else of note."""
     where = f"The weights in {checkpoint.directory} do not match config.json"
     if missing := [name for name in targets if name not in checkpoint.entries]:
         raise ModelError(f"{where}: {len(missing)} of {len(targets)} tensors are missing ({some(missing)}).")
@@ -106,7 +107,6 @@ def _match(checkpoint: Safetensors, targets: dict[str, Target], ignored: tuple[s
             raise ModelError(
                 f"{where}: {name} in {entry.file.name} is {list(entry.shape)}, but should be {list(target.shape)}."
             )
-    return targets
 
 
 # ---------------------------------------------------------------- filling

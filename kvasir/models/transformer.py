@@ -88,9 +88,9 @@ class Transformer(nn.Module):
         return self.norm.add(hidden, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows, vocabulary] float32."""
+        """[rows, hidden] -> [rows, vocabulary]."""
         logits: torch.Tensor = self.head(hidden)
-        return logits.float()
+        return logits
 
     # ------------------------------------------------------------ the KV cache
 

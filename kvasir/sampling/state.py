@@ -11,16 +11,22 @@ from numpy.typing import NDArray
 
 from kvasir.messages import NewRow
 
+NO_LINES: NDArray[np.int32] = np.zeros(0, np.int32)
+
 
 @dataclass(slots=True)
 class Needs:
     """What the rows of one step ask for."""
 
-    random: bool
     filters: bool
     bans: bool
-    logprob_lines: NDArray[np.int64] | None  # which of the sampled lines want log-probabilities
-    num_logprobs: int = 0
+    logprob_lines: NDArray[np.int32]  # which of the sampled lines want log-probabilities
+    num_logprobs: int
+
+    @property
+    def only_draw(self) -> bool:
+        """Nothing but the last stage."""
+        return not (self.filters or self.bans or len(self.logprob_lines))
 
 
 class SamplingState:
@@ -38,9 +44,8 @@ class SamplingState:
         self.top_p = column(torch.float32)
         self.min_p = column(torch.float32)
         self.stop_ids = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)
-        self._random = np.zeros(max_rows, np.bool_)
         self._filters = np.zeros(max_rows, np.bool_)
-        self._banned_until = np.zeros(max_rows, np.int32)
+        self._bans = np.zeros(max_rows, np.bool_)
         self._logprobs = np.full(max_rows, -1, np.int32)
 
     def pack(self, new_rows: list[NewRow]) -> NDArray[np.int32]:
@@ -57,9 +62,8 @@ class SamplingState:
             if stop_ids:  # padded with the first one: banning it twice does no harm
                 packed[line, 8:] = stop_ids[0]
                 packed[line, 8 : 8 + len(stop_ids)] = stop_ids
-            self._random[new.row] = s.temperature > 0
             self._filters[new.row] = s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
-            self._banned_until[new.row] = packed[line, 4]
+            self._bans[new.row] = packed[line, 4] > 0
             self._logprobs[new.row] = -1 if s.logprobs is None else s.logprobs
         return packed
 
@@ -78,18 +82,15 @@ class SamplingState:
             stop_ids = torch.cat([stop_ids, stop_ids[:, :1].expand(-1, -missing)], dim=1)
         self.stop_ids[rows] = stop_ids
 
-    def needs(self, rows: NDArray[np.int32], bounds: NDArray[np.int32], wants_logprobs: bool) -> Needs:
-        """`rows` sample in this step, each for a position of at most its bound."""
-        lines, count = None, 0
+    def needs(self, rows: NDArray[np.int32], wants_logprobs: bool) -> Needs:
+        """Of the rows that sample in this step."""
+        lines, count = NO_LINES, 0
         if wants_logprobs:
-            lines = np.flatnonzero(self._logprobs[rows] >= 0)
+            lines = np.flatnonzero(self._logprobs[rows] >= 0).astype(np.int32)
             count = int(self._logprobs[rows].max())
-        random = bool(self._random[rows].any())
         return Needs(
-            random=random,
-            filters=random and bool(self._filters[rows].any()),
-            # a bound may lie past the true position, never before it: a ban that is over costs a launch, not an error
-            bans=bool((self._banned_until[rows] > 0).any()),
+            filters=bool(self._filters[rows].any()),
+            bans=bool(self._bans[rows].any()),
             logprob_lines=lines,
             num_logprobs=count,
         )

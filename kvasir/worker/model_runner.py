@@ -6,7 +6,8 @@ the host gets them later through a future. Knows tensors and rows; never request
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,35 +17,63 @@ from kvasir.attention.base import AttentionBatch
 from kvasir.messages import Logprobs, StepPlan, StepResult
 from kvasir.sampling.sampler import Sampler, top_logprobs
 from kvasir.sampling.state import Needs, SamplingState
+from kvasir.worker.decode_graphs import DecodeGraphs, Model, graph_sizes
 from kvasir.worker.kv_memory import KVMemory
-from kvasir.worker.rows import DeviceRows, StepInputs
+from kvasir.worker.rows import DeviceRows
 from kvasir.worker.staging import DeviceResult, upload
 
+NO_ROWS: NDArray[np.int32] = np.zeros((0, 0), np.int32)
 
-class Model(Protocol):
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor: ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+@dataclass(slots=True)
+class Running:
+    """A step whose forward pass is launched and whose sampling is not."""
+
+    plan: StepPlan
+    batch: AttentionBatch
+    hidden: torch.Tensor
+    graph_size: int | None  # the forward was a graph of so many rows
 
 
 class ModelRunner:
     def __init__(
-        self, model: Model, kv_memory: KVMemory, max_rows: int, max_model_len: int, device: torch.device
+        self,
+        model: Model,
+        kv_memory: KVMemory,
+        max_rows: int,
+        max_model_len: int,
+        device: torch.device,
+        use_graphs: bool,
     ) -> None:
         self.model = model
         self.kv_memory = kv_memory
         self.device = device
         self.rows = DeviceRows(max_rows, max_model_len, kv_memory.spec.block_size, device)
-        self.sampling = SamplingState(max_rows, device)
-        self.sampler = Sampler(self.sampling)
-        self._step: tuple[StepPlan, StepInputs, torch.Tensor] | None = None
+        self.sampling = SamplingState(max_rows + 1, device)
+        self.sampler = Sampler(self.sampling, self.rows.next_token)
+        self.graphs: DecodeGraphs | None = None
+        if use_graphs:
+            self.graphs = DecodeGraphs(model, self.rows, self.sampler, graph_sizes(max_rows), device)
+        self._running: Running | None = None
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> None:
         """Launch the forward pass."""
-        new_rows = self.sampling.pack(plan.new_rows) if plan.new_rows else np.zeros((0, 0), np.int32)
+        size = self.graphs.size_for(plan) if self.graphs is not None else None
+        new_rows = self.sampling.pack(plan.new_rows) if plan.new_rows else NO_ROWS
+        all_rows = plan.rows if self.graphs is None or size is None else self.graphs.padded_rows(plan, size)
+        # a step of single tokens that all come from the device needs to be told no more than its rows
+        tells_tokens = size is None or bool((plan.token_ids >= 0).any())
         rows, num_tokens, token_ids, packed, index, block, copies = upload(
-            [plan.rows, plan.num_tokens, plan.token_ids, new_rows, plan.table_index, plan.table_block, plan.copies],
+            [
+                all_rows,
+                plan.num_tokens if tells_tokens else NO_ROWS,
+                plan.token_ids if tells_tokens else NO_ROWS,
+                new_rows,
+                plan.table_index,
+                plan.table_block,
+                plan.copies,
+            ],
             self.device,
         )
         if plan.new_rows:
@@ -53,9 +82,16 @@ class ModelRunner:
             self.rows.set_tables(index, block)
         if len(plan.copies):
             self.kv_memory.copy_blocks(copies.view(-1, 2))
-        inputs = self.rows.build(plan, rows.long(), num_tokens, token_ids)
-        hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.batch)
-        self._step = plan, inputs, hidden
+        if self.graphs is None or size is None:
+            inputs = self.rows.build(plan, rows.long(), num_tokens, token_ids)
+            hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.batch)
+            self._running = Running(plan, inputs.batch, hidden, None)
+            return
+        if tells_tokens:
+            own = rows[: len(plan.rows)].long()
+            self.rows.next_token[own] = torch.where(token_ids >= 0, token_ids, self.rows.next_token[own])
+        step = self.graphs.forward(rows)
+        self._running = Running(plan, step.inputs.batch, step.hidden, size)
 
     def _open_rows(self, packed: torch.Tensor) -> None:
         rows = packed[:, 0].long()
@@ -65,34 +101,36 @@ class ModelRunner:
     @torch.inference_mode()
     def sample(self) -> DeviceResult:
         """Launch sampling for the step last executed."""
-        assert self._step is not None, "sample follows execute"
-        (plan, inputs, hidden), self._step = self._step, None
-        lines = np.flatnonzero(plan.samples)
+        assert self._running is not None, "sample follows execute"
+        running, self._running = self._running, None
+        plan = running.plan
+        lines = np.flatnonzero(plan.samples).astype(np.int32)
         if not len(lines):
-            return DeviceResult([], lambda: _result(plan, lines, np.zeros(0, np.int32)))
-        needs = self.sampling.needs(plan.rows[lines], plan.bounds[lines], plan.wants_logprobs)
-        rows, positions, last = inputs.rows, inputs.batch.seq_lens, inputs.batch.query_start[1:] - 1
-        logprob_lines = needs.logprob_lines if needs.logprob_lines is not None else np.zeros(0, np.int64)
-        if len(lines) < len(plan.rows) or len(logprob_lines):
-            chosen, wanted = upload([lines.astype(np.int32), logprob_lines.astype(np.int32)], self.device)
-            if len(lines) < len(plan.rows):
-                rows, positions, last = rows[chosen], positions[chosen], last[chosen]
-        logits = self.model.logits(hidden if len(last) == len(hidden) else hidden[last])
-        tokens = self.sampler.sample(logits, rows, positions.long(), needs)
-        self.rows.next_token[rows] = tokens.to(torch.int32)
-        outputs = [tokens.to(torch.int32)]
-        if len(logprob_lines):
-            top = top_logprobs(logits[wanted], tokens[wanted], needs.num_logprobs)
-            outputs += [top.token_ids, top.values, top.ranks]
-        return DeviceResult(outputs, lambda *arrays: _result(plan, lines, *arrays, needs=needs))
+            return DeviceResult([], lambda: _result(plan, lines, None, np.zeros(0, np.int32)))
+        needs = self.sampling.needs(plan.rows[lines], plan.wants_logprobs)
+        if self.graphs is not None and running.graph_size is not None and needs.only_draw:
+            tokens = self.graphs.head(running.graph_size)[: len(plan.rows)]
+            return DeviceResult([tokens], lambda array: _result(plan, lines, needs, array[lines]))
+        outputs = self._sample_eagerly(running, lines, needs)
+        return DeviceResult(outputs, lambda *arrays: _result(plan, lines, needs, *arrays))
+
+    def _sample_eagerly(self, running: Running, lines: NDArray[np.int32], needs: Needs) -> list[torch.Tensor]:
+        batch, hidden = running.batch, running.hidden
+        chosen, wanted = upload([lines, needs.logprob_lines], self.device)
+        rows, positions = batch.rows[chosen], batch.seq_lens[chosen]
+        logits = self.model.logits(hidden[batch.query_start[1:][chosen] - 1])
+        tokens = self.sampler.sample(logits, rows, positions, needs)
+        if not len(needs.logprob_lines):
+            return [tokens]
+        top = top_logprobs(logits[wanted], tokens[wanted], needs.num_logprobs)
+        return [tokens, top.token_ids, top.values, top.ranks]
 
 
-def _result(plan: StepPlan, lines: NDArray[np.int64], *arrays: NDArray[Any], needs: Needs | None = None) -> StepResult:
+def _result(plan: StepPlan, lines: NDArray[np.int32], needs: Needs | None, *arrays: NDArray[Any]) -> StepResult:
     """What came back from the device, laid out over all rows of the plan."""
     token_ids = np.zeros((len(plan.rows), 1), np.int32)
     token_ids[lines, 0] = arrays[0]
     logprobs = None
-    if needs is not None and needs.logprob_lines is not None and len(needs.logprob_lines):
-        index = lines[needs.logprob_lines].astype(np.int32)
-        logprobs = Logprobs(index, arrays[1], arrays[2], arrays[3])
+    if needs is not None and len(needs.logprob_lines):
+        logprobs = Logprobs(lines[needs.logprob_lines], arrays[1], arrays[2], arrays[3])
     return StepResult(token_ids, plan.samples.astype(np.int32), logprobs)

@@ -18,17 +18,17 @@ from kvasir.messages import StepPlan
 class StepInputs:
     input_ids: torch.Tensor  # [tokens] int64
     positions: torch.Tensor  # [tokens] int64
-    rows: torch.Tensor  # [rows] int64
     batch: AttentionBatch
 
 
 class DeviceRows:
     def __init__(self, max_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
+        self.padding = max_rows  # one row more than requests can have, for steps that are padded to a fixed size
         width = -(-max_model_len // block_size)
-        self.tables = torch.zeros(max_rows, width, dtype=torch.int32, device=device)
-        self.num_computed = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.next_token = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device)
+        self.num_computed = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+        self.next_token = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
 
     def set_tables(self, index: torch.Tensor, block: torch.Tensor) -> None:
         """Write changed block-table entries, given by their flat positions."""
@@ -51,19 +51,17 @@ class DeviceRows:
             token_rows = rows[line]
             offset = torch.arange(plan.total_tokens, device=device) - query_start[line]
             positions, known = before[line] + offset, self.next_token[token_rows]
-        input_ids = torch.where(token_ids >= 0, token_ids, known).long()
         block = self.tables[token_rows, positions // self.block_size].long()
         self.num_computed[rows] = seq_lens
-        most_blocks = -(-int(plan.bounds.max()) // self.block_size)
         return StepInputs(
-            input_ids=input_ids,
+            input_ids=torch.where(token_ids >= 0, token_ids, known).long(),
             positions=positions,
-            rows=rows,
             batch=AttentionBatch(
                 slots=block * self.block_size + positions % self.block_size,
                 query_start=query_start,
                 seq_lens=seq_lens,
-                block_tables=self.tables[:, :most_blocks][rows],
+                tables=self.tables,
+                rows=rows,
                 num_decodes=plan.num_decodes,
                 query_lens=plan.num_tokens,
                 seq_bounds=plan.bounds,

@@ -106,7 +106,12 @@ class Worker:
         memory = KVMemory(self.kv_spec(), num_blocks, self.device)
         self.model.bind_kv(memory.views(self.model.page_shape(memory.spec.block_size), self.dtype))
         return ModelRunner(
-            self.model, memory, self.config.scheduler.max_num_seqs, self.config.model.max_model_len, self.device
+            self.model,
+            memory,
+            self.config.scheduler.max_num_seqs,
+            self.config.model.max_model_len,
+            self.device,
+            use_graphs=self.config.device.attention_backend == "triton" and not self.config.device.enforce_eager,
         )
 
     def execute(self, plan: StepPlan) -> None:

@@ -66,7 +66,7 @@ def test_shards_without_index(tmp_path: Path) -> None:
 def test_weights_are_cast(checkpoint: Path) -> None:
     model = load_model(make_config(checkpoint, dtype="bfloat16"), CPU)
     assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
-    assert logits(model).dtype == torch.float32
+    assert logits(model).dtype == torch.bfloat16
 
 
 def test_no_parameter_wants_a_gradient(checkpoint: Path) -> None:

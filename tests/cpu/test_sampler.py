@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvasir.messages import NewRow, RowSampling
-from kvasir.sampling.random import uniform
+from kvasir.kernels.random import uniform
 from kvasir.sampling.sampler import Sampler, top_logprobs
 from kvasir.sampling.state import SamplingState
 
@@ -22,9 +22,11 @@ def make_state(*rows: RowSampling) -> SamplingState:
 
 
 def sample(state: SamplingState, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
-    bounds = np.array(positions, np.int32)
-    needs = state.needs(np.array(rows, np.int32), bounds, wants_logprobs=False)
-    return Sampler(state).sample(logits, torch.tensor(rows), torch.tensor(positions), needs).tolist()
+    needs = state.needs(np.array(rows, np.int32), wants_logprobs=False)
+    next_token = torch.zeros(len(state.seed), dtype=torch.int32)
+    tokens = Sampler(state, next_token).sample(logits, torch.tensor(rows), torch.tensor(positions), needs)
+    assert {int(next_token[row]) for row in rows} <= set(tokens.tolist()), "the rows learn their tokens"
+    return tokens.tolist()
 
 
 def reference(logits: np.ndarray, s: RowSampling) -> np.ndarray:

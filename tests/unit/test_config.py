@@ -141,6 +141,7 @@ CASES = {
     "distributed_executor_backend": Case("uni", shows=lambda c, w: c.parallel.distributed_executor_backend == "uni"),
     "device": Case("cpu:0", shows=lambda c, w: c.device.device == "cpu:0"),
     "attention_backend": Case("torch", shows=lambda c, w: c.device.attention_backend == "torch"),
+    "enforce_eager": Case(True, shows=lambda c, w: c.device.enforce_eager is True),
 }
 NAMES = [f.name for f in dataclasses.fields(EngineArgs)]
 
@@ -229,7 +230,7 @@ def test_a_model_is_needed() -> None:
         ("dtype", "int8", "Possible: auto, half"),
         ("dtype", {}, "takes a string"),
         ("model", 3, "takes a string"),
-        ("attention_backend", "flash_attn", "Possible: auto, torch"),
+        ("attention_backend", "flash_attn", "Possible: auto, torch, triton"),
     ],
 )
 def test_wrong_types_and_ranges_are_refused(name: str, value: Any, message: str) -> None:

@@ -386,3 +386,8 @@ def test_offline_and_not_there(hub_environment: dict[str, str]) -> None:
 def test_not_on_the_hub(hub_environment: dict[str, str]) -> None:
     with pytest.raises(AssertionError, match="ModelError: model='org/other': "):
         resolve_elsewhere("org/other", hub_environment)
+
+
+def test_triton_attention_needs_a_gpu(model: Path) -> None:
+    with pytest.raises(ConfigError, match="attention_backend='triton' needs a GPU"):
+        resolve(EngineArgs(str(model), attention_backend="triton", device="cpu"))

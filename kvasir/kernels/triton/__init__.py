@@ -1,1 +1,8 @@
 """Triton kernels. Each equals a function of kernels/reference.py or the torch attention backend."""
+
+from kvasir.kernels.triton.activation import silu_mul
+from kvasir.kernels.triton.draw import draw
+from kvasir.kernels.triton.norm import add_rms_norm, rms_norm
+from kvasir.kernels.triton.rope_store import rope_store
+
+__all__ = ["add_rms_norm", "draw", "rms_norm", "rope_store", "silu_mul"]

@@ -246,6 +246,12 @@ def test_reasoning_goes_by_any_of_its_names() -> None:
         assert template.render([{"role": "assistant", "content": "x", name: "hm"}]) == "hm|hm"
 
 
+def test_continuing_is_not_confused_by_what_users_write() -> None:
+    messages = [{"role": "user", "content": "CONTINUE_FINAL_MESSAGE_TAG "}, {"role": "assistant", "content": "So"}]
+    text = ChatTemplate(STRINGS_ONLY).render(messages, continue_final_message=True)
+    assert text == "user: CONTINUE_FINAL_MESSAGE_TAG \nassistant: So"
+
+
 def test_continuing_needs_something_to_continue() -> None:
     template = ChatTemplate(STRINGS_ONLY)
     with pytest.raises(RequestError, match="set one"):

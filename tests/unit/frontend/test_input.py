@@ -223,6 +223,11 @@ def test_own_seeds_do_not_depend_on_engine_or_order(seed: int) -> None:
         assert folded == seed
 
 
+def test_all_bits_of_a_seed_count() -> None:
+    seeds = [0, 1, 2**32, 2**40, 2**63, -2, -(2**40)]
+    assert len({ask([1], SamplingParams(seed=seed))[0].sampling.seed for seed in seeds}) == len(seeds)
+
+
 def test_seeds_made_for_requests_differ_and_repeat() -> None:
     processors = [InputProcessor(make_config(seed=seed), None) for seed in (0, 0, 1)]
     first, again, other = (

@@ -354,6 +354,13 @@ def test_logprobs_are_cut_with_the_tokens(frontend: Frontend) -> None:
     assert last.outputs[0].cumulative_logprob == -1
 
 
+def test_equally_likely_tokens_share_a_rank(frontend: Frontend) -> None:
+    frontend.add(logprobs=2)
+    lines = _logprobs([0], [[5, 6, 5]], [[-1, -1, -1]], [1])  # both are likeliest, and 5 is listed second
+    [entry] = frontend.one([5], logprobs=lines).outputs[0].logprobs or []
+    assert entry[5].rank == 1
+
+
 def test_logprobs_without_text() -> None:
     frontend = Frontend(None)
     frontend.add(logprobs=1)
@@ -376,6 +383,7 @@ def test_abort_ends_requests_here(frontend: Frontend) -> None:
         ("lo", "abort", True),
         ("", "abort", True),
     ]
+    assert [o.num_cached_tokens for _, o in aborted] == [None, None]
     assert len(frontend.output) == 0 and "r0" not in frontend.output
     assert frontend.step({0: [WORD["he"]]}, end(1, tokens=[5])) == ([], [])
 

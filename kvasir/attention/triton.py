@@ -1,0 +1,38 @@
+"""Paged attention by Triton kernels: decodes in one launch, chunks in another. Reads lengths and tables on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from kvasir.attention.base import AttentionBatch
+from kvasir.kernels.triton.paged_decode import Workspace, paged_decode
+from kvasir.kernels.triton.paged_prefill import paged_prefill
+
+
+class TritonAttention:
+    """See AttentionBackend. One object serves all layers, so that they share the workspace."""
+
+    def __init__(self) -> None:
+        self.workspace = Workspace()
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        assert batch.causal, "the Triton kernels are causal"
+        out = torch.empty_like(query)
+        n = batch.num_decodes
+        if n:
+            paged_decode(
+                query[:n], kv_cache, batch.tables, batch.rows[:n], batch.seq_lens[:n], out[:n], self.workspace, scale, window
+            )
+        if n < len(batch.query_lens):
+            longest = int(batch.query_lens[n:].max())
+            rows, starts, lengths = batch.rows[n:], batch.query_start[n:], batch.seq_lens[n:]
+            paged_prefill(query, kv_cache, batch.tables, rows, starts, lengths, longest, out, scale, window)
+        return out

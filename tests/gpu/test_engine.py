@@ -1,0 +1,97 @@
+"""The whole engine on a GPU: graphs, eager kernels and plain torch give the same text, and no step waits for the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvasir import LLM, SamplingParams
+from tests.model_builders import make_hf_model, save
+
+pytestmark = pytest.mark.gpu
+
+WAYS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "eager": {"enforce_eager": True},
+    "torch": {"attention_backend": "torch"},
+    "chunked and tight": {"max_num_batched_tokens": 24, "max_num_seqs": 8, "block_size": 16, "num_gpu_blocks_override": 20},
+    "one at a time": {"async_scheduling": False},
+}
+
+
+@pytest.fixture(scope="module", params=["llama_tied_biases_llama3", "mistral_window", "qwen3"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    hf = make_hf_model(request.param, hidden_size=64, num_attention_heads=4, head_dim=16)
+    return hf, save(hf, tmp_path_factory.mktemp("model"))
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(2, 96, int(n)).tolist() for n in rng.integers(1, 60, 16)]
+
+
+def make(path: Path, **settings: Any) -> LLM:
+    settings = {"kv_cache_memory_bytes": 64 << 20, "dtype": "float32", "max_model_len": 128, **settings}
+    return LLM(str(path), skip_tokenizer_init=True, use_tqdm_on_load=False, **settings)
+
+
+def forbid_waiting(llm: LLM) -> None:
+    """From here on an operation that makes the host wait inside execute or sample is an error."""
+    worker = llm.llm_engine.client.core.executor  # type: ignore[attr-defined]
+    for name in ("execute", "sample"):
+
+        def strict(*args: Any, call: Any = getattr(worker, name)) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return call(*args)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        setattr(worker, name, strict)
+
+
+def run(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_text_equals_transformers(checkpoint: tuple[Any, Path], way: str) -> None:
+    hf, path = checkpoint
+    with make(path, **WAYS[way]) as llm:
+        run(llm, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))  # compiles kernels, captures graphs
+        llm.reset_prefix_cache()
+        forbid_waiting(llm)
+        said = run(llm, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
+        graphs = llm.llm_engine.client.core.executor.runner.graphs  # type: ignore[attr-defined]
+        assert (graphs is not None and graphs.stats.replays > 30) == (way not in ("eager", "torch"))
+    for prompt, text in zip(prompts(), said, strict=True):
+        with torch.inference_mode():
+            wanted = hf.generate(
+                torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        assert text == wanted[0, len(prompt) :].tolist()
+
+
+def test_seeded_text_does_not_depend_on_the_way(checkpoint: tuple[Any, Path]) -> None:
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
+    filtered = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, seed=5, max_tokens=24, ignore_eos=True, logprobs=3)
+    said = []
+    for way in WAYS.values():
+        with make(checkpoint[1], **way) as llm:
+            said.append((run(llm, params), run(llm, filtered)))
+    assert all(one == said[0] for one in said)
+    assert said[0][0] != said[0][1]
+
+
+def test_closing_frees_the_device(checkpoint: tuple[Any, Path]) -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    with make(checkpoint[1]) as llm:
+        run(llm, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        assert torch.cuda.memory_allocated() > before + (60 << 20)
+    assert torch.cuda.memory_allocated() - before < 36 << 20, "only the math library's workspace may stay"
