@@ -1,6 +1,6 @@
 """Are the engine's logits right? They are compared with a decoder of plain torch in float32 on the same weights.
 
-The engine runs prompts of different lengths at once, prefill and decode, through its scheduler, paged cache and kernels;
+The engine runs prompts of different lengths at once, prefill and decode, through its scheduler, paged cache, kernels;
 the reference runs each whole sequence alone, without any of these, and widens one layer's weights at a time.
 """
 

@@ -1,10 +1,10 @@
-"""All of it in one command on a GPU machine: every model's workloads, the record, the table, and the gaps between steps.
+"""All of it in one command on a GPU machine: every workload of every model, the record, the table, gaps between steps.
 
     python benchmarks/h200/run.py [--models NAME,NAME] [--out DIRECTORY] [--profile] [-- flags of measure.py]
 
 Each model runs in a process of its own. What was measured before one of them failed or ran out of time is kept.
-Without --out records go to benchmarks/h200/results.jsonl; with it they are written there, beside the logs, to be carried
-home and appended with record.py --add.
+Without --out records go to benchmarks/h200/results.jsonl; with it they are written there, beside the logs, to be
+carried home and appended with record.py --add.
 """
 
 from __future__ import annotations

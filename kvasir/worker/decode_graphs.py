@@ -62,9 +62,11 @@ class DecodeGraphs:
     _forwards: dict[int, Captured[Forward]] = field(default_factory=dict)
     _heads: dict[int, Captured[torch.Tensor]] = field(default_factory=dict)
     _pool: Any = None
+    _stream: torch.cuda.Stream = field(init=False)  # one for all: the math library keeps a workspace per stream
 
     def __post_init__(self) -> None:
         self._running = torch.full((self.sizes[-1],), self.rows.padding, dtype=torch.int64, device=self.device)
+        self._stream = torch.cuda.Stream(self.device)
 
     def size_for(self, plan: StepPlan) -> int | None:
         """The captured size that holds this step, if it is one of single tokens."""
@@ -120,7 +122,7 @@ class DecodeGraphs:
         """Run once, so that kernels are compiled, then record. Padding rows only, so that no request is touched."""
         running = self._running[:size].clone()
         self._running[:size] = self.rows.padding
-        stream = torch.cuda.Stream(self.device)
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self.device))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):

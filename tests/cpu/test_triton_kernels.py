@@ -11,6 +11,8 @@ from kvasir.kernels import reference
 triton = pytest.importorskip("triton")
 
 from kvasir.kernels.triton.activation import silu_mul  # noqa: E402
+from kvasir.kernels.triton.decode_inputs import decode_inputs  # noqa: E402
+from kvasir.kernels.triton.draw import draw  # noqa: E402
 from kvasir.kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode  # noqa: E402
 from kvasir.kernels.triton.paged_prefill import paged_prefill  # noqa: E402
@@ -133,3 +135,34 @@ def test_paged_prefill(heads: int, kv_heads: int, dim: int, block_size: int, win
     for i, n in enumerate(lengths):
         part = slice(starts[i], starts[i + 1])
         close(out[part], attend(query[part], cache, tables[rows[i]], n, window), dtype)
+
+
+@pytest.mark.parametrize("vocab", [50, 2500])
+def test_draw(vocab: int) -> None:
+    lines = 60
+    logits = randn(lines, vocab) * 3
+    logits[5, 10:] = logits[6, : vocab // 2] = float("-inf")
+    rows = torch.arange(lines, device=DEVICE) % 3
+    positions = torch.arange(lines, device=DEVICE)
+    temperature = torch.tensor([0.0, 0.7, 1.3], device=DEVICE)
+    seeds = torch.tensor([1, -5, 77], dtype=torch.int32, device=DEVICE)
+    next_token, wanted_next = torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)
+    got = draw(logits, rows, positions, temperature, seeds, next_token)
+    wanted = reference.draw(logits, rows, positions, temperature, seeds, wanted_next)
+    assert torch.equal(got[rows == 0], wanted[rows == 0]), "the best token needs no rounding"
+    assert (got == wanted).float().mean() > 0.95, "only a number at the very edge of a token may fall on its neighbour"
+    assert torch.isin(next_token, got).all()
+
+
+def test_decode_inputs() -> None:
+    rows = torch.tensor([4, 1, 7, 7, 0], device=DEVICE)  # 7 stands for padding
+    computed = torch.tensor([3, 17, 0, 0, 32, 0, 0, 5], dtype=torch.int32, device=DEVICE)
+    next_token = torch.arange(100, 108, dtype=torch.int32, device=DEVICE)
+    tables = torch.arange(8 * 3, dtype=torch.int32, device=DEVICE).view(8, 3)
+    before = computed.clone()
+    ids, positions, slots, lengths = decode_inputs(rows, 7, computed, next_token, tables, 16)
+    assert ids.tolist() == [104, 101, 0, 0, 100]
+    assert positions.tolist() == [32, 17, 0, 0, 3]
+    assert slots.tolist() == [14 * 16, 4 * 16 + 1, -1, -1, 3]
+    assert lengths.tolist() == [33, 18, 0, 0, 4]
+    assert (computed - before).tolist() == [1, 1, 0, 0, 1, 0, 0, 0]
