@@ -4,7 +4,8 @@
 
 Lines that start with RESULT are JSON; the first one, of the start, also says how far the engine's logits are off.
 Environment: KVASIR_PEERS, where workloads.py and measure.py lie (default: ../shared/peers/vllm_h200, seen from the
-repository); KVASIR_BENCH_SETTINGS, further engine settings as JSON; MODEL_ROOT, where config.json files are written.
+repository); KVASIR_BENCH_SETTINGS, further engine settings as JSON; KVASIR_BENCH_REFERENCE=1, plain torch in place of
+every kernel of ours; MODEL_ROOT, where config.json files are written.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ sys.path[:0] = [str(ROOT), str(PEERS), str(Path(__file__).parent)]
 
 import measure  # noqa: E402
 import workloads  # noqa: E402
+
+REFERENCE = os.environ.get("KVASIR_BENCH_REFERENCE") == "1"
 
 
 def build_llm(model: str, eager: bool, gpu_mem: float, max_model_len: int) -> Any:
@@ -39,6 +43,8 @@ def build_llm(model: str, eager: bool, gpu_mem: float, max_model_len: int) -> An
         "gpu_memory_utilization": gpu_mem,
         "enforce_eager": eager,
     }
+    if REFERENCE:
+        settings["attention_backend"] = "torch"
     settings |= json.loads(os.environ.get("KVASIR_BENCH_SETTINGS") or "{}")
     root = os.environ.get("MODEL_ROOT") or tempfile.mkdtemp(prefix="kvasir-models-")
     return LLM(workloads.write_model_dir(model, root), **settings)
@@ -68,6 +74,7 @@ class KvasirEngine:
             "construct_s": round(constructed - imported, 2),
             "start_to_first_token_s": None if first_token is None else round(first_token, 2),
             "gpu_mem": gpu_mem,
+            "kernels": "reference" if REFERENCE else "own",
             **self._settings(),
             "logits": logits.check(self.llm),
         }
@@ -103,6 +110,12 @@ class KvasirEngine:
         self.llm.reset_prefix_cache()
 
 
+def reference_kernels() -> AbstractContextManager[None]:
+    from kvasir import kernels
+
+    return kernels.reference_only()
+
+
 def seconds_since_process_start() -> float | None:
     """On Linux, to a hundredth; None elsewhere."""
     try:
@@ -114,4 +127,5 @@ def seconds_since_process_start() -> float | None:
 
 
 if __name__ == "__main__":
-    measure.main(KvasirEngine)
+    with reference_kernels() if REFERENCE else nullcontext():
+        measure.main(KvasirEngine)
