@@ -80,18 +80,20 @@ def test_greedy_text_equals_transformers(checkpoint: tuple[Any, Path], way: str)
 def test_seeded_text_does_not_depend_on_the_way(checkpoint: tuple[Any, Path]) -> None:
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
     filtered = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, seed=5, max_tokens=24, ignore_eos=True, logprobs=3)
-    said = []
-    for way in WAYS.values():
-        with make(checkpoint[1], **way) as llm:
-            said.append((run(llm, params), run(llm, filtered)))
-    assert all(one == said[0] for one in said)
-    assert said[0][0] != said[0][1]
+    said = {}
+    for way, settings in WAYS.items():
+        with make(checkpoint[1], **settings) as llm:
+            said[way] = run(llm, params) + run(llm, filtered)
+    first = said["graphs"]
+    differ = [(way, i) for way, texts in said.items() for i, text in enumerate(texts) if text != first[i]]
+    assert not differ
+    assert first[:16] != first[16:]
 
 
 def test_closing_frees_the_device(checkpoint: tuple[Any, Path]) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    with make(checkpoint[1]) as llm:
+    with make(checkpoint[1], kv_cache_memory_bytes=512 << 20, max_num_seqs=1024) as llm:
         run(llm, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-        assert torch.cuda.memory_allocated() > before + (60 << 20)
-    assert torch.cuda.memory_allocated() - before < 36 << 20, "only the math library's workspace may stay"
+    assert torch.cuda.max_memory_allocated() > before + (400 << 20)
+    assert torch.cuda.memory_allocated() - before < 100 << 20, "only the math library's workspaces may stay"
