@@ -142,6 +142,7 @@ class StepPlan:
     table_block: Int32Array  # ... and block id
     copies: Int32Array  # [c, 2] blocks to copy, (from, to), before this step writes
     wants_logprobs: bool = False
+    shared_tokens: int = 0  # so many first tokens of all rows lie in the same blocks; told where all run one token
     step: int = 0
 
     @property

@@ -32,6 +32,8 @@ class AttentionBatch:
     seq_bounds: NDArray[np.int32]  # [sequences], upper bounds of seq_lens; exact for chunks
     block_size: int
     causal: bool = True
+    # [1] int32: so many first tokens are the same blocks for all sequences, and reading them once would pay; None: no.
+    shared_prefix: torch.Tensor | None = None
     # What a backend worked out for this step in one layer and uses again in the others.
     notes: dict[Hashable, Any] = field(default_factory=dict)
 

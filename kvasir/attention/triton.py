@@ -29,8 +29,9 @@ class TritonAttention:
         n = batch.num_decodes
         if n:
             paged_decode(
-                query[:n], kv_cache, batch.tables, batch.rows[:n], batch.seq_lens[:n], out[:n], self.workspace, scale, window
-            )
+                query[:n], kv_cache, batch.tables, batch.rows[:n], batch.seq_lens[:n], out[:n], self.workspace,
+                scale, window, longest=int(batch.seq_bounds[:n].max()), prefix=batch.shared_prefix,
+            )  # fmt: skip
         if n < len(batch.query_lens):
             longest = int(batch.query_lens[n:].max())
             rows, starts, lengths = batch.rows[n:], batch.query_start[n:], batch.seq_lens[n:]

@@ -38,6 +38,7 @@ class Rows:
         self.tokens: Int32Array = np.zeros((max_rows, max_model_len), np.int32)
         self.requests: list[Request | None] = [None] * max_rows
         self.order: NDArray[np.int64] = np.zeros(0, np.int64)  # rows in use, first admitted first
+        self.version = 0  # changes with `order`
         self._free = list(range(max_rows - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -65,6 +66,7 @@ class Rows:
         return row
 
     def append(self, rows: list[int]) -> None:
+        self.version += 1
         self.order = np.concatenate([self.order, np.array(rows, np.int64)])
 
     def leave(self, rows: list[int]) -> None:
@@ -76,6 +78,7 @@ class Rows:
             self.requests[row] = None
             self._free.append(row)
         self.epoch[rows] += 1
+        self.version += 1
         self.order = self.order[~np.isin(self.order, rows)]
 
     def known_tokens(self, row: int) -> Int32Array:

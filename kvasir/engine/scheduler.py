@@ -71,6 +71,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._new_rows: list[NewRow] = []
         self._in_flight: deque[_InFlight] = deque()
+        self._shared = ((-1, 0), 0)  # what _shared_tokens found, and when
 
     # ------------------------------------------------------------ requests come and go
 
@@ -264,8 +265,18 @@ class Scheduler:
             table_block=table_block,
             copies=copies,
             wants_logprobs=bool((samples & r.logprobs[rows]).any()),
+            shared_tokens=self._shared_tokens() if num_decodes == len(rows) else 0,
             step=self.stats.steps,
         )
+
+    def _shared_tokens(self) -> int:
+        """Tokens at the start of all running rows that lie in the same blocks. Stays so until a row or a block changes."""
+        state = self.rows.version, self.cache.stats.copies
+        if state != self._shared[0]:
+            rows = self.rows.order
+            tokens = self.cache.common_blocks(rows) * self.cache.block_size if len(rows) > 1 else 0
+            self._shared = state, tokens
+        return self._shared[1]
 
     def _input_tokens(self, rows: IntArray, grants: Int32Array) -> Int32Array:
         """Input ids of the step; those that only the device knows are NO_TOKEN."""

@@ -96,4 +96,7 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, in] times weight [out, in] (as it is, or packed), plus bias [out]."""
+    if x.is_cuda and not _reference_only and _triton().takes(x, weight):
+        y: torch.Tensor = _triton().gemv(x, weight, bias)
+        return y
     return (onednn if onednn.usable(x) else reference).linear(x, weight, bias)

@@ -7,7 +7,7 @@ the host gets them later through a future. Knows tensors and rows; never request
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,10 +17,13 @@ from kvasir.attention.base import AttentionBatch
 from kvasir.messages import Logprobs, StepPlan, StepResult
 from kvasir.sampling.sampler import Sampler, top_logprobs
 from kvasir.sampling.state import Needs, SamplingState
-from kvasir.worker.decode_graphs import DecodeGraphs, Model, graph_sizes
 from kvasir.worker.kv_memory import KVMemory
+from kvasir.worker.model import Model
 from kvasir.worker.rows import DeviceRows
 from kvasir.worker.staging import DeviceResult, upload
+
+if TYPE_CHECKING:
+    from kvasir.worker.decode_graphs import DecodeGraphs, Shape
 
 NO_ROWS: NDArray[np.int32] = np.zeros((0, 0), np.int32)
 
@@ -32,7 +35,7 @@ class Running:
     plan: StepPlan
     batch: AttentionBatch
     hidden: torch.Tensor
-    graph_size: int | None  # the forward was a graph of so many rows
+    shape: Shape | None  # of the graph that the forward pass was
 
 
 class ModelRunner:
@@ -53,18 +56,20 @@ class ModelRunner:
         self.sampler = Sampler(self.sampling, self.rows.next_token)
         self.graphs: DecodeGraphs | None = None
         if use_graphs:
+            from kvasir.worker.decode_graphs import DecodeGraphs, graph_sizes
+
             self.graphs = DecodeGraphs(model, self.rows, self.sampler, graph_sizes(max_rows), device)
         self._running: Running | None = None
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> None:
         """Launch the forward pass."""
-        size = self.graphs.size_for(plan) if self.graphs is not None else None
+        shape = self.graphs.shape_for(plan) if self.graphs is not None else None
         new_rows = self.sampling.pack(plan.new_rows) if plan.new_rows else NO_ROWS
-        all_rows = plan.rows if self.graphs is None or size is None else self.graphs.padded_rows(plan, size)
+        all_rows = plan.rows if self.graphs is None or shape is None else self.graphs.padded_rows(plan, shape)
         # a step of single tokens that all come from the device needs to be told no more than its rows
-        tells_tokens = size is None or bool((plan.token_ids >= 0).any())
-        rows, num_tokens, token_ids, packed, index, block, copies = upload(
+        tells_tokens = shape is None or bool((plan.token_ids >= 0).any())
+        rows, num_tokens, token_ids, packed, index, block, copies, shared = upload(
             [
                 all_rows,
                 plan.num_tokens if tells_tokens else NO_ROWS,
@@ -73,6 +78,7 @@ class ModelRunner:
                 plan.table_index,
                 plan.table_block,
                 plan.copies,
+                np.array([plan.shared_tokens] if shape is not None and shape.shares else [], np.int32),
             ],
             self.device,
         )
@@ -82,7 +88,7 @@ class ModelRunner:
             self.rows.set_tables(index, block)
         if len(plan.copies):
             self.kv_memory.copy_blocks(copies.view(-1, 2))
-        if self.graphs is None or size is None:
+        if self.graphs is None or shape is None:
             inputs = self.rows.build(plan, rows.long(), num_tokens, token_ids)
             hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.batch)
             self._running = Running(plan, inputs.batch, hidden, None)
@@ -90,8 +96,10 @@ class ModelRunner:
         if tells_tokens:
             own = rows[: len(plan.rows)].long()
             self.rows.next_token[own] = torch.where(token_ids >= 0, token_ids, self.rows.next_token[own])
-        step = self.graphs.forward(rows)
-        self._running = Running(plan, step.inputs.batch, step.hidden, size)
+        if shape.shares:
+            self.rows.shared_prefix.copy_(shared)
+        step = self.graphs.forward(shape, rows)
+        self._running = Running(plan, step.inputs.batch, step.hidden, shape)
 
     def _open_rows(self, packed: torch.Tensor) -> None:
         rows = packed[:, 0].long()
@@ -108,8 +116,8 @@ class ModelRunner:
         if not len(lines):
             return DeviceResult([], lambda: _result(plan, lines, None, np.zeros(0, np.int32)))
         needs = self.sampling.needs(plan.rows[lines], plan.wants_logprobs)
-        if self.graphs is not None and running.graph_size is not None and needs.only_draw:
-            tokens = self.graphs.head(running.graph_size)[: len(plan.rows)]
+        if self.graphs is not None and running.shape is not None and needs.only_draw:
+            tokens = self.graphs.head(running.shape)[: len(plan.rows)]
             return DeviceResult([tokens], lambda array: _result(plan, lines, needs, array[lines]))
         outputs = self._sample_eagerly(running, lines, needs)
         return DeviceResult(outputs, lambda *arrays: _result(plan, lines, needs, *arrays))

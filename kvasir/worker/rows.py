@@ -29,6 +29,7 @@ class DeviceRows:
         self.tables = torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device)
         self.num_computed = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         self.next_token = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+        self.shared_prefix = torch.zeros(1, dtype=torch.int32, device=device)  # see AttentionBatch
 
     def set_tables(self, index: torch.Tensor, block: torch.Tensor) -> None:
         """Write changed block-table entries, given by their flat positions."""

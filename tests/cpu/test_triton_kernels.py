@@ -13,6 +13,7 @@ triton = pytest.importorskip("triton")
 from kvasir.kernels.triton.activation import silu_mul  # noqa: E402
 from kvasir.kernels.triton.decode_inputs import decode_inputs  # noqa: E402
 from kvasir.kernels.triton.draw import draw  # noqa: E402
+from kvasir.kernels.triton.gemv import gemv, takes  # noqa: E402
 from kvasir.kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode  # noqa: E402
 from kvasir.kernels.triton.paged_prefill import paged_prefill  # noqa: E402
@@ -166,3 +167,31 @@ def test_decode_inputs() -> None:
     assert slots.tolist() == [14 * 16, 4 * 16 + 1, -1, -1, 3]
     assert lengths.tolist() == [33, 18, 0, 0, 4]
     assert (computed - before).tolist() == [1, 1, 0, 0, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("split", [Split(1, 1 << 30), Split(4, 32)])
+@pytest.mark.parametrize("shared", [16, 128, 192])
+def test_shared_prefix(shared: int, split: Split, dtype: torch.dtype) -> None:
+    heads, kv_heads, dim, block_size = 8, 2, 32, 16
+    lengths = [shared + n for n in (1, 40, 100, 17, 64)]
+    cache, tables, rows, lens = paged([*lengths, 0], kv_heads, dim, block_size, dtype)
+    tables[rows[1:], : shared // block_size] = tables[rows[0], : shared // block_size].clone()
+    query = randn(len(lengths) + 1, heads, dim, dtype=dtype)
+    out = torch.full_like(query, 7.0)
+    prefix = torch.tensor([shared], dtype=torch.int32, device=DEVICE)
+    paged_decode(query, cache, tables, rows, lens, out, Workspace(), dim**-0.5, split=split, prefix=prefix)
+    for i, n in enumerate(lengths):
+        close(out[i : i + 1], attend(query[i : i + 1], cache, tables[rows[i]], n, None), dtype)
+    assert (out[-1] == 7).all(), "a padding row was written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "inner"), [(7, 512), (64, 1536), (6144, 1024)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gemv(outputs: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
+    x, weight = randn(1, inner, dtype=dtype), randn(outputs, inner, dtype=dtype)
+    added = randn(outputs, dtype=dtype) if bias else None
+    assert takes(x, weight)
+    wanted = reference.linear(x.double(), weight.double(), None if added is None else added.double())
+    close(gemv(x, weight, added), wanted, dtype)

@@ -121,6 +121,19 @@ class KVCacheManager:
             self.changes.index.append(np.arange(start, start + len(blocks)))
             self.changes.block.append(np.array(blocks))
 
+    def common_blocks(self, rows: IntArray) -> int:
+        """How many first blocks all these rows have in common."""
+        most = int(self.num_blocks[rows].min())
+        first = self.tables[rows[0]]
+        count, stride = 0, 1
+        while count < most:
+            end = min(most, count + stride)
+            same = (self.tables[rows, count:end] == first[count:end]).all(axis=0)
+            if not same.all():
+                return count + int(same.argmin())
+            count, stride = end, 2 * stride
+        return count
+
     # ------------------------------------------------------------ steps
 
     def prepare(self, rows: IntArray, num_computed: Int32Array, num_new: Int32Array) -> bool:

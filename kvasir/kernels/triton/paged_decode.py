@@ -3,6 +3,7 @@
 Lengths and block tables are read from device memory, so that a launch is the same for every step and can sit in a CUDA
 graph. Each sequence is cut into at most SPLITS parts of its own length (at least `min_split` tokens each), so that the
 grid never depends on the longest context; a sequence of one part writes its output directly, the others are merged.
+Where all sequences share a prefix, shared_prefix.py has attended it and only what follows is read here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvasir.kernels.triton.shared_prefix import PARTS, attend_prefix
+
 LOG2E = 1.4426950408889634
 
 
@@ -22,9 +25,11 @@ def _part_length(span, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_N: t
 
 
 @triton.jit
-def _first_key(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where a sequence's keys begin: at 0, or at the tile that holds the window's first."""
+def _first_key(length, prefix_ptr, WINDOW: tl.constexpr, EXTRA: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where a sequence's keys begin: at 0, after the shared prefix, or at the tile that holds the window's first."""
     first = 0
+    if EXTRA > 0:
+        first = tl.minimum(tl.load(prefix_ptr), length)
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // BLOCK_N * BLOCK_N
     return first
@@ -32,18 +37,18 @@ def _first_key(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _decode_kernel(
-    q_ptr, cache_ptr, table_ptr, row_ptr, length_ptr, out_ptr, part_ptr, lse_ptr, scale,
+    q_ptr, cache_ptr, table_ptr, row_ptr, length_ptr, prefix_ptr, out_ptr, part_ptr, lse_ptr, scale,
     table_stride, block_stride, value_stride, token_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, EXTRA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)  # fastest: the heads of one token lie side by side in memory
     seq = tl.program_id(1)
     part = tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     length = tl.load(length_ptr + seq)
-    origin = _first_key(length, WINDOW, BLOCK_N)
+    origin = _first_key(length, prefix_ptr, WINDOW, EXTRA, BLOCK_N)
     size = _part_length(length - origin, SPLITS, MIN_SPLIT, BLOCK_N)
     start = origin + part * size
     if start >= length:  # padding rows have length 0; they and unused parts cost about half a nanosecond
@@ -78,37 +83,38 @@ def _decode_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         top = new_top
     acc = acc / total[:, None]
-    if size >= length - origin:
+    if EXTRA == 0 and size >= length - origin:
         tl.store(out_ptr + head[:, None] * DIM + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=used)
     else:
-        slot = head * SPLITS + part
+        slot = head * (EXTRA + SPLITS) + EXTRA + part
         tl.store(part_ptr + slot[:, None] * DIM + d[None, :], acc, mask=used)
         tl.store(lse_ptr + slot, top + tl.log2(total), mask=g < GROUP)
 
 
 @triton.jit
 def _merge_kernel(
-    part_ptr, lse_ptr, length_ptr, out_ptr,
+    part_ptr, lse_ptr, length_ptr, prefix_ptr, out_ptr,
     HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, WINDOW: tl.constexpr, EXTRA: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Parts weighted by their log-sum-exp, all of a head as one tile."""
+    """Parts weighted by their log-sum-exp, all of a head as one tile of SLOTS (a power of two)."""
     head = tl.program_id(0)
     seq = tl.program_id(1)
     length = tl.load(length_ptr + seq)
-    span = length - _first_key(length, WINDOW, BLOCK_N)
-    count = tl.cdiv(span, _part_length(span, SPLITS, MIN_SPLIT, BLOCK_N))
-    if count < 2:  # a padding row, or written directly
+    span = length - _first_key(length, prefix_ptr, WINDOW, EXTRA, BLOCK_N)
+    count = tl.cdiv(span, _part_length(span, SPLITS, MIN_SPLIT, BLOCK_N)) + EXTRA
+    if count < 2 or length == 0:  # written directly, or a padding row
         return
     d = tl.arange(0, PADDED)
-    j = tl.arange(0, SPLITS)
-    row = (seq * HEADS + head).to(tl.int64) * SPLITS
+    j = tl.arange(0, SLOTS)
+    line = (seq * HEADS + head).to(tl.int64)
+    row = line * (EXTRA + SPLITS)
     lse = tl.load(lse_ptr + row + j, mask=j < count, other=-float("inf"))
     mask = (j < count)[:, None] & (d < DIM)[None, :]
     x = tl.load(part_ptr + (row + j)[:, None] * DIM + d[None, :], mask=mask, other=0.0)
     weight = tl.exp2(lse - tl.max(lse, 0))
     out = tl.sum(x * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(out_ptr + (row // SPLITS) * DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM)
+    tl.store(out_ptr + line * DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +135,9 @@ def choose_split(sequences: int, kv_heads: int) -> Split:
     if programs <= 512:
         return Split(16, 512)
     return Split(8, 1024) if programs <= 2048 else Split(4, 2048)
+
+
+NO_SPLIT = Split(1, 1 << 30)
 
 
 class Workspace:
@@ -155,22 +164,33 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     split: Split | None = None,
+    longest: int | None = None,  # no sequence is longer; None: not known
+    prefix: torch.Tensor | None = None,  # [1] int32: so many tokens are the same blocks for all sequences
 ) -> None:
     sequences, heads, dim = query.shape
     _, _, block_size, kv_heads, _ = kv_cache.shape
     split = split or choose_split(sequences, kv_heads)
-    part, lse = workspace.get(sequences * heads * split.count, dim, query.device)
+    if longest is not None and longest <= split.least:
+        split = NO_SPLIT
+    extra = PARTS if prefix is not None and window is None else 0
+    slots = extra + split.count
+    part, lse = workspace.get(sequences * heads * slots, dim, query.device)
+    if prefix is not None and extra:
+        attend_prefix(query, kv_cache, tables, rows, prefix, part, lse, slots, scale)
     few = sequences * kv_heads <= 16  # latency, not bandwidth
     block_n, warps, stages = (32, 4, 4) if few else (64, 2, 5 if sequences * kv_heads >= 1024 else 3)
     shape = dict(
         HEADS=heads, DIM=dim, PADDED=triton.next_power_of_2(dim), BLOCK_N=block_n, SPLITS=split.count,
-        MIN_SPLIT=split.least, WINDOW=window or 0,
+        MIN_SPLIT=split.least, WINDOW=window or 0, EXTRA=extra,
     )  # fmt: skip
+    after = lengths if prefix is None else prefix
     _decode_kernel[(kv_heads, sequences, split.count)](
-        query, kv_cache, tables, rows, lengths, out, part, lse, scale * LOG2E,
+        query, kv_cache, tables, rows, lengths, after, out, part, lse, scale * LOG2E,
         tables.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
         KV_HEADS=kv_heads, TILE=max(16, triton.next_power_of_2(heads // kv_heads)), BLOCK_SIZE=block_size,
         STAGES=stages, num_warps=warps, num_stages=stages, **shape,
     )  # fmt: skip
-    if split.count > 1:
-        _merge_kernel[(heads, sequences)](part, lse, lengths, out, num_warps=1, **shape)
+    if slots > 1:
+        _merge_kernel[(heads, sequences)](
+            part, lse, lengths, after, out, SLOTS=triton.next_power_of_2(slots), num_warps=1, **shape
+        )

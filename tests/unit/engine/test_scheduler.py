@@ -202,3 +202,17 @@ def test_reset_forgets_prefixes_only_when_idle() -> None:
     assert core.reset_prefix_cache()
     core.add(request(1, LONG, 1))
     assert run(core).cached[1] == 0
+
+
+def test_plan_tells_how_much_all_rows_share() -> None:
+    scheduler = make_scheduler(budget=256, max_model_len=64)
+    stem = LONG[:20]
+    for key in range(3):
+        scheduler.add(request(key, [*stem, 40 + key], 8))
+    answer(scheduler, scheduler.schedule())
+    assert scheduler.schedule().shared_tokens == 20
+    scheduler.add(request(3, [9] * 10, 8))
+    assert scheduler.schedule().shared_tokens == 0, "a step with a prompt in it says nothing"
+    assert scheduler.schedule().shared_tokens == 0, "the newcomer shares nothing"
+    scheduler.abort(3)
+    assert scheduler.schedule().shared_tokens == 20

@@ -1,0 +1,17 @@
+"""What the runner asks of a model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kvasir.attention.base import AttentionBatch
+
+
+class Model(Protocol):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        """Hidden states [tokens, hidden] of a step."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocabulary]."""
