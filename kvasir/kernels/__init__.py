@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from kvasir.kernels import onednn, reference
 from kvasir.kernels.reference import ACTIVATIONS, rotary, store_kv
+from kvasir.log import get_logger
+
+logger = get_logger(__name__)
 
 __all__ = [
     "ACTIVATIONS",
@@ -32,8 +36,11 @@ __all__ = [
 
 
 @cache
-def _triton() -> Any:
-    """Imported on first use: it costs half a second, and few processes have a GPU."""
+def _fast() -> Any:
+    """The versions for GPUs. Imported on first use: Triton costs half a second, and few processes have a GPU."""
+    if find_spec("triton") is None:
+        logger.warning("Triton is not installed: the GPU runs plain torch operations, which is much slower.")
+        return reference
     from kvasir.kernels import triton
 
     return triton
@@ -54,7 +61,7 @@ def reference_only() -> Iterator[None]:
 
 
 def _version_for(x: torch.Tensor) -> Any:
-    return _triton() if x.is_cuda and not _reference_only else reference
+    return _fast() if x.is_cuda and not _reference_only else reference
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -96,7 +103,8 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, in] times weight [out, in] (as it is, or packed), plus bias [out]."""
-    if x.is_cuda and not _reference_only and _triton().takes(x, weight):
-        y: torch.Tensor = _triton().gemv(x, weight, bias)
+    version = _version_for(x)
+    if version is not reference and version.takes(x, weight):
+        y: torch.Tensor = version.gemv(x, weight, bias)
         return y
     return (onednn if onednn.usable(x) else reference).linear(x, weight, bias)

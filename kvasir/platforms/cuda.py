@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from kvasir.platforms import Platform
@@ -10,7 +11,7 @@ from kvasir.platforms import Platform
 class CudaPlatform(Platform):
     def __init__(self, device: str) -> None:
         super().__init__(device)
-        self.default_attention = "triton" if self.kind == "cuda" else "torch"
+        self.default_attention = "triton" if self.kind == "cuda" and find_spec("triton") else "torch"
         # Measured on an H200: pages of 64 make prefill attention 11-31% faster and cost decode nothing.
         self.default_block_size = 64 if self.kind == "cuda" else 16
 

@@ -354,3 +354,47 @@ def test_reset_prefix_cache(llm: LLM, qwen: Model) -> None:
     assert generate(llm, [qwen.prompts[0] * 2], GREEDY)[0].num_cached_tokens
     assert llm.reset_prefix_cache()
     assert generate(llm, [qwen.prompts[0] * 2], GREEDY)[0].num_cached_tokens == 0
+
+
+# ---------------------------------------------------------------- settings reach the engine
+
+REACHED: list[tuple[dict[str, Any], Callable[[LLM], Any], Any]] = [
+    ({"block_size": 8}, lambda llm: core(llm).scheduler.cache.block_size, 8),
+    ({"num_gpu_blocks_override": 77}, lambda llm: core(llm).scheduler.cache.pool.num_blocks, 77),
+    ({"kv_cache_memory_bytes": 1 << 20, "block_size": 16}, lambda llm: core(llm).scheduler.cache.pool.num_blocks, 56),
+    ({"enable_prefix_caching": False}, lambda llm: core(llm).scheduler.cache.caching, False),
+    ({"max_num_seqs": 3}, lambda llm: core(llm).scheduler.rows.num_free, 3),
+    ({"max_num_batched_tokens": 300}, lambda llm: core(llm).scheduler.limits.max_num_batched_tokens, 300),
+    ({"long_prefill_token_threshold": 9}, lambda llm: core(llm).scheduler.limits.long_prefill_token_threshold, 9),
+    ({"enable_chunked_prefill": False}, lambda llm: core(llm).scheduler.limits.chunked_prefill, False),
+    ({"async_scheduling": True}, lambda llm: core(llm).lookahead, 1),
+    ({"async_scheduling": False}, lambda llm: core(llm).lookahead, 0),
+    ({"max_model_len": 50}, lambda llm: core(llm).scheduler.rows.tokens.shape[1], 50),
+    ({"dtype": "bfloat16"}, lambda llm: core(llm).executor.model.norm.weight.dtype, torch.bfloat16),
+    ({"max_logprobs": 2}, lambda llm: refusal(llm, SamplingParams(logprobs=3)), "logprobs"),
+]
+
+
+def core(llm: LLM) -> Any:
+    return llm.llm_engine.client.core  # type: ignore[attr-defined]
+
+
+def refusal(llm: LLM, params: SamplingParams) -> str | None:
+    try:
+        generate(llm, [[1, 2]], params)
+    except RequestError as error:
+        return error.parameter
+    return None
+
+
+@pytest.mark.parametrize(("settings", "read", "wanted"), REACHED, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_setting_reaches_the_engine(qwen: Model, settings: dict[str, Any], read: Callable[[LLM], Any], wanted: Any) -> None:
+    with qwen.llm(**settings) as llm:
+        assert read(llm) == wanted
+
+
+def test_progress_bar_while_loading_can_be_turned_off(qwen: Model, capfd: pytest.CaptureFixture[str]) -> None:
+    qwen.llm(use_tqdm_on_load=True).close()
+    assert "Loading weights" in capfd.readouterr().err
+    qwen.llm(use_tqdm_on_load=False).close()
+    assert "Loading weights" not in capfd.readouterr().err
