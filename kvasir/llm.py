@@ -181,4 +181,5 @@ def _progress_bar(total: int, use_tqdm: Progress) -> Any:
         return None
     from tqdm import tqdm
 
-    return (tqdm if isinstance(use_tqdm, bool) else use_tqdm)(total=total, desc="Generating", unit="req", dynamic_ncols=True)
+    make_bar = tqdm if isinstance(use_tqdm, bool) else use_tqdm
+    return make_bar(total=total, desc="Generating", unit="req", dynamic_ncols=True)

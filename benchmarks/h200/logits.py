@@ -20,7 +20,7 @@ from kvasir.layers.rotary import inverse_frequencies
 
 PROMPT_LENGTHS = (1, 17, 64, 65, 130, 257, 600, 1000)
 OUTPUT_TOKENS = 4
-# How much more than rounding alone an engine may be off: the order of sums differs, and lengths decide which is luckier.
+# How much more than rounding alone an engine may be off: sums are taken in another order, for better or worse.
 MARGIN, LEAST = 1.5, 1e-4
 
 Logits = dict[tuple[int, int], torch.Tensor]  # (prompt, how many tokens were seen) -> [vocabulary]

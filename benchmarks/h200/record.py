@@ -78,14 +78,16 @@ def _output(*command: str) -> str:
 def table(records: Sequence[Record], vllm: Mapping[str, Any]) -> str:
     """The latest figure of each workload, in Markdown. A workload that was cut has no figure of vLLM's beside it."""
     lines = [
-        f"| workload | model | requests | | Kvasir | {vllm['engine']} | times vLLM's speed | commit |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| workload | model | requests | kernels | | Kvasir | runs | {vllm['engine']} | times vLLM's speed | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    records = _with_kernels(records)
     for record in _latest(records, "workload"):
         key, unit = _figure(record["workload"])
         ours, theirs = record[key], vllm["workloads"].get(record["workload"], {}).get(key)
         ratio = None if theirs is None else theirs / ours if key == "ms_per_step" else ours / theirs
-        cells = [record["workload"], record["model"], record["requests"], unit, ours, theirs, ratio, record["commit"]]
+        cells = [record["workload"], record["model"], record["requests"], record["kernels"], unit, ours]
+        cells += [len(record["times_s"]), theirs, ratio, record["commit"]]
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     lines += ["", *_startup_lines(records, vllm)]
     return "\n".join(lines)
@@ -93,9 +95,9 @@ def table(records: Sequence[Record], vllm: Mapping[str, Any]) -> str:
 
 def _startup_lines(records: Sequence[Record], vllm: Mapping[str, Any]) -> list[str]:
     lines = [
-        "| model | import + construct, s | process start to first token, s | vLLM import + construct, s "
+        "| model | kernels | import + construct, s | process start to first token, s | vLLM import + construct, s "
         "(caches empty / full) | logits: largest relative error | argmax the same | commit |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     starts = [record for record in records if record.get("kind") == "startup"]
     for record in _latest(starts, "model"):
@@ -104,6 +106,7 @@ def _startup_lines(records: Sequence[Record], vllm: Mapping[str, Any]) -> list[s
         error = f"{logits['max_relative_error']:.2g}{'' if logits['ok'] else ' **TOO MUCH**'}"
         cells = [
             record["model"],
+            record["kernels"],
             record["import_s"] + record["construct_s"],
             record["start_to_first_token_s"],
             " / ".join(f"{seconds:.1f}" for seconds in their_starts),
@@ -115,12 +118,18 @@ def _startup_lines(records: Sequence[Record], vllm: Mapping[str, Any]) -> list[s
     return lines if starts else []
 
 
+def _with_kernels(records: Sequence[Record]) -> list[Record]:
+    """Each record with the kernels it was measured with, which the start of its run has noted."""
+    noted = {(start["run"], start["model"]): start["kernels"] for start in records if start.get("kind") == "startup"}
+    return [record | {"kernels": noted.get((record["run"], record.get("model")))} for record in records]
+
+
 def _latest(records: Sequence[Record], key: str) -> list[Record]:
-    """The last record of each value of `key`, in the order in which the values first came; failed ones do not count."""
-    found: dict[str, Record] = {}
+    """The last record of each value of `key` and each kind of kernels, as they first came; failed ones do not count."""
+    found: dict[tuple[str, str | None], Record] = {}
     for record in records:
         if key in record and "skipped" not in record:
-            found[record[key]] = record
+            found[record[key], record["kernels"]] = record
     return list(found.values())
 
 

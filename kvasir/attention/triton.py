@@ -1,4 +1,4 @@
-"""Paged attention by Triton kernels: decodes in one launch, chunks in another. Reads lengths and tables on the device."""
+"""Paged attention by Triton kernels: decodes in one launch, chunks in another. Lengths are read on the device."""
 
 from __future__ import annotations
 

@@ -270,7 +270,7 @@ class Scheduler:
         )
 
     def _shared_tokens(self) -> int:
-        """Tokens at the start of all running rows that lie in the same blocks. Stays so until a row or a block changes."""
+        """Tokens at the start of all running rows that lie in the same blocks, until a row or a block changes."""
         state = self.rows.version, self.cache.stats.copies
         if state != self._shared[0]:
             rows = self.rows.order

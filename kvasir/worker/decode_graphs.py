@@ -1,8 +1,8 @@
 """Steps in which every row runs one token, as CUDA graphs: two replays instead of some hundred launches.
 
-A step of n rows is padded to the next size there is a graph for. The forward graph reads which rows run from a fixed buffer
-and everything else from the rows on the device; the head graph turns its hidden states into tokens. Graphs are captured when
-first needed (about 20 ms) and share one memory pool. Import this where there is a GPU: it brings Triton.
+A step of n rows is padded to the next size there is a graph for. The forward graph reads which rows run from a fixed
+buffer and everything else from the rows on the device; the head graph turns its hidden states into tokens. Graphs are
+captured when first needed (about 20 ms) and share one memory pool. Import this where there is a GPU: it brings Triton.
 """
 
 from __future__ import annotations

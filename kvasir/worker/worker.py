@@ -31,7 +31,7 @@ class Worker:
         self.platform = select(config.device.device)
         self.device = torch.device(config.device.device)
         self.dtype = getattr(torch, config.model.dtype)
-        self.platform.release_memory()  # what this process cached before could not be given to the KV cache in one piece
+        self.platform.release_memory()  # what is cached in pieces could not become a KV cache in one piece
         started = time.perf_counter()
         self.overlaps = self.device.type != "cpu"
         self.model: Transformer | None = load_model(config, self.device)

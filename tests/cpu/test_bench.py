@@ -206,7 +206,7 @@ def test_the_peers_measure_runs_the_adapter(model: Path, tmp_path: Path) -> None
     assert [record.get("workload", "startup") for record in records] == ["startup", "nano_bench_greedy", "q_decode_b1"]
     assert records[0]["logits"]["ok"] and records[0]["commit"] == "abc123"
     assert records[2]["ms_per_step"] > 0
-    assert "| nano_bench_greedy | qwen3-0.6b | 6 | out tok/s |" in ran.stdout
+    assert "| nano_bench_greedy | qwen3-0.6b | 6 | own | out tok/s |" in ran.stdout
     profiles = [
         json.loads(line.removeprefix("PROFILE ")) for line in ran.stdout.splitlines() if line.startswith("PROFILE ")
     ]

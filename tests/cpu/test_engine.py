@@ -387,8 +387,10 @@ def refusal(llm: LLM, params: SamplingParams) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(("settings", "read", "wanted"), REACHED, ids=lambda value: str(value) if isinstance(value, dict) else "")
-def test_setting_reaches_the_engine(qwen: Model, settings: dict[str, Any], read: Callable[[LLM], Any], wanted: Any) -> None:
+@pytest.mark.parametrize(("settings", "read", "wanted"), REACHED, ids=[str(case[0]) for case in REACHED])
+def test_setting_reaches_the_engine(
+    qwen: Model, settings: dict[str, Any], read: Callable[[LLM], Any], wanted: Any
+) -> None:
     with qwen.llm(**settings) as llm:
         assert read(llm) == wanted
 

@@ -92,7 +92,9 @@ def paged(lengths: list[int], kv_heads: int, dim: int, block_size: int, dtype: t
     return cache, tables.to(DEVICE), rows.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
 
 
-def attend(query: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
+def attend(
+    query: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, length: int, window: int | None
+) -> torch.Tensor:
     """Plain attention of the last len(query) tokens of one sequence, in float64."""
     count, heads, dim = query.shape
     kv_heads = cache.shape[3]
@@ -125,7 +127,9 @@ def test_paged_decode(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 16), (8, 2, 64, 64), (4, 4, 80, 16)])
 @pytest.mark.parametrize("window", [None, 20, 100])
-def test_paged_prefill(heads: int, kv_heads: int, dim: int, block_size: int, window: int | None, dtype: torch.dtype) -> None:
+def test_paged_prefill(
+    heads: int, kv_heads: int, dim: int, block_size: int, window: int | None, dtype: torch.dtype
+) -> None:
     lengths, chunks = [5, 150, 200, 131], [5, 150, 70, 1]
     cache, tables, rows, lens = paged(lengths, kv_heads, dim, block_size, dtype)
     starts = np.concatenate([[0], np.cumsum(chunks)])

@@ -1,4 +1,4 @@
-"""The whole engine on a GPU: graphs, eager kernels and plain torch give the same text, and no step waits for the device."""
+"""The whole engine on a GPU: graphs, eager kernels and plain torch give the same text, and no step waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "eager": {"enforce_eager": True},
     "torch": {"attention_backend": "torch"},
-    "chunked and tight": {"max_num_batched_tokens": 24, "max_num_seqs": 8, "block_size": 16, "num_gpu_blocks_override": 20},
+    "chunked and tight": {
+        "max_num_batched_tokens": 24,
+        "max_num_seqs": 8,
+        "block_size": 16,
+        "num_gpu_blocks_override": 20,
+    },
     "one at a time": {"async_scheduling": False},
 }
 
@@ -42,16 +47,18 @@ def make(path: Path, **settings: Any) -> LLM:
 def forbid_waiting(llm: LLM) -> None:
     """From here on an operation that makes the host wait inside execute or sample is an error."""
     worker = llm.llm_engine.client.core.executor  # type: ignore[attr-defined]
-    for name in ("execute", "sample"):
 
-        def strict(*args: Any, call: Any = getattr(worker, name)) -> Any:
+    def strict(call: Any) -> Any:
+        def wrapped(*args: Any) -> Any:
             torch.cuda.set_sync_debug_mode("error")
             try:
                 return call(*args)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        setattr(worker, name, strict)
+        return wrapped
+
+    worker.execute, worker.sample = strict(worker.execute), strict(worker.sample)
 
 
 def run(llm: LLM, params: SamplingParams) -> list[list[int]]:
@@ -103,7 +110,7 @@ def test_closing_frees_the_device(checkpoint: tuple[Any, Path]) -> None:
 
 
 def test_shared_prefix_is_read_once_and_changes_nothing(checkpoint: tuple[Any, Path]) -> None:
-    hf, path = checkpoint
+    _, path = checkpoint
     rng = np.random.default_rng(1)
     stem = rng.integers(2, 96, 2048).tolist()
     texts = [{"prompt_token_ids": stem + rng.integers(2, 96, int(n)).tolist()} for n in rng.integers(1, 70, 40)]

@@ -60,10 +60,12 @@ def test_conditions_of_host_overhead(host_overhead: ModuleType) -> None:
 
 STARTUP = {
     "kind": "startup", "model": "qwen3-0.6b", "import_s": 6.0, "construct_s": 3.0, "start_to_first_token_s": 9.5,
+    "kernels": "own",
     "logits": {"max_relative_error": 0.0123, "same_argmax": 0.875, "ok": True},
 }  # fmt: skip
 NANO = {"workload": "nano_bench", "model": "qwen3-0.6b", "requests": 256, "out_tok_s": 46242.0, "total_tok_s": 90000.0}
-DECODE = {"workload": "q_decode_b1", "model": "qwen3-0.6b", "requests": 1, "out_tok_s": 1.0, "ms_per_step": 1.1436}
+NANO |= {"times_s": [3.0, 2.9, 3.1]}
+DECODE = {"workload": "q_decode_b1", "model": "qwen3-0.6b", "requests": 1, "ms_per_step": 1.1436, "times_s": [1.0]}
 
 
 def test_records_come_from_result_lines_alone(record: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,13 +97,31 @@ def test_the_table_stands_beside_vllm(record: ModuleType) -> None:
     cut = NANO | {"workload": "nano_bench[:16]", "requests": 16, "commit": "new"}
     skipped: dict[str, Any] = {"workload": "nano_bench_greedy", "skipped": "out of time", "commit": "new"}
     now = [STARTUP, earlier, NANO, DECODE, cut, skipped]
-    lines = record.table([line | {"commit": line.get("commit", "new")} for line in now], vllm).splitlines()
+    lines = record.table([{"commit": "new", "run": "1"} | line for line in now], vllm).splitlines()
     assert lines[2:5] == [
-        "| nano_bench | qwen3-0.6b | 256 | out tok/s | 46,242 | 23,121 | 2.00 | new |",
-        "| q_decode_b1 | qwen3-0.6b | 1 | ms/step | 1.14 | 2.29 | 2.00 | new |",
-        "| nano_bench[:16] | qwen3-0.6b | 16 | out tok/s | 46,242 | - | - | new |",
+        "| nano_bench | qwen3-0.6b | 256 | own | out tok/s | 46,242 | 3 | 23,121 | 2.00 | new |",
+        "| q_decode_b1 | qwen3-0.6b | 1 | own | ms/step | 1.14 | 1 | 2.29 | 2.00 | new |",
+        "| nano_bench[:16] | qwen3-0.6b | 16 | own | out tok/s | 46,242 | 3 | - | - | new |",
     ]
-    assert lines[-1] == "| qwen3-0.6b | 9.00 | 9.50 | 60.0 / 28.6 | 0.012 | 88% | new |"
+    assert lines[-1] == "| qwen3-0.6b | own | 9.00 | 9.50 | 60.0 / 28.6 | 0.012 | 88% | new |"
+
+
+def test_figures_of_other_kernels_stand_apart(record: ModuleType) -> None:
+    reference = [{"run": "1", "commit": "a"} | line for line in (STARTUP | {"kernels": "reference"}, NANO)]
+    own = [{"run": "2", "commit": "a"} | line for line in (STARTUP, NANO | {"out_tok_s": 1.0})]
+    lines = record.table(reference + own, json.loads(record.VLLM.read_text())).splitlines()
+    assert ["| reference |" in lines[2], "| own |" in lines[3]] == [True, True]
+    assert "| 46,242 |" in lines[2] and "| 1.00 |" in lines[3]
+    assert "| reference |" in lines[-2] and "| own |" in lines[-1]
+
+
+def test_too_large_an_error_is_said_aloud(record: ModuleType) -> None:
+    wrong = STARTUP | {
+        "logits": {"max_relative_error": 0.2, "same_argmax": 0.5, "ok": False},
+        "run": "1",
+        "commit": "a",
+    }
+    assert "0.2 **TOO MUCH**" in record.table([wrong], json.loads(record.VLLM.read_text()))
 
 
 def test_the_table_of_nothing(record: ModuleType) -> None:
