@@ -26,6 +26,7 @@ __all__ = [
     "draw",
     "gated_activation",
     "linear",
+    "logit_floor",
     "pack_weight",
     "reference_only",
     "rms_norm",
@@ -88,6 +89,12 @@ def rope_store(qkv: torch.Tensor, *args: Any) -> torch.Tensor:
     """See reference.rope_store."""
     query: torch.Tensor = _version_for(qkv).rope_store(qkv, *args)
     return query
+
+
+def logit_floor(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+    """See reference.logit_floor."""
+    floor: torch.Tensor = _version_for(logits).logit_floor(logits, *args)
+    return floor
 
 
 def draw(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:

@@ -94,6 +94,40 @@ def rope_store(
     return query
 
 
+def logit_floor(
+    logits: torch.Tensor,  # [lines, vocabulary], any float type
+    rows: torch.Tensor,  # [lines]: which entries of the parameters below each line uses
+    temperature: torch.Tensor,  # [rows] float32
+    min_p: torch.Tensor,  # [rows] float32; 0: off
+    top_k: torch.Tensor,  # [rows] int32; 0: off
+    top_p: torch.Tensor,  # [rows] float32; 1: off
+) -> torch.Tensor:
+    """The lowest logit that each line keeps, [lines] float32: min-p, then top-k, then top-p, each over what the one before
+    left. Equal logits are kept or dropped together, and the best always stays."""
+    heat, min_p, top_k, top_p = (x[rows, None] for x in (temperature, min_p, top_k, top_p))
+    vocab = logits.shape[-1]
+    scaled = logits.float() / torch.where(heat > 0, heat, 1.0)
+    best = scaled.max(dim=-1, keepdim=True).values
+    least = best + min_p.log()  # p(token) >= min_p * p(best) is a difference of logits; log(0) = -inf turns it off
+    weights = torch.where(scaled >= least, torch.exp(scaled - best), 0.0)
+    limit = torch.where(top_k > 0, top_k, vocab)
+    count = min(vocab, 1024)
+    while True:  # the likeliest few nearly always tell; a flat line wants more of them
+        ordered, places = scaled.topk(count, dim=-1)
+        kept = (ordered >= least) & (torch.arange(count, device=logits.device) < limit)
+        mass = weights.gather(1, places) * kept
+        total = torch.where(limit <= count, mass.sum(dim=-1, keepdim=True), weights.sum(dim=-1, keepdim=True))
+        inside = kept & (mass.cumsum(dim=-1) - mass < top_p * total)
+        # told once something among them is dropped, or nothing is left
+        if count == vocab or bool((~inside[:, -1] | (heat[:, 0] == 0)).all()):
+            break
+        count = min(vocab, 8 * count)
+    last = inside.sum(dim=-1, keepdim=True).clamp(min=1) - 1  # those inside stand first
+    floor = logits.gather(1, places.gather(1, last)).float().squeeze(1)
+    on = (heat > 0) & ((min_p > 0) | (top_k > 0) | (top_p < 1))
+    return torch.where(on[:, 0], floor, -torch.inf)
+
+
 def draw(
     logits: torch.Tensor,  # [lines, vocabulary], any float type
     rows: torch.Tensor,  # [lines]: which entries of the parameters below each line uses

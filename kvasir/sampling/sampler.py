@@ -45,19 +45,10 @@ class Sampler:
         return logits.scatter(1, stop_ids, values)
 
     def _filter(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Min-p, then top-k, then top-p, each over what the one before left. Ties at a threshold are kept."""
+        """Only what min-p, top-k and top-p keep."""
         state = self.state
-        heat, min_p, top_k, top_p = (x[rows, None] for x in (state.temperature, state.min_p, state.top_k, state.top_p))
-        ordered = logits.float().sort(dim=-1, descending=True).values
-        vocab = logits.shape[-1]
-        scaled = ordered / torch.where(heat > 0, heat, 1.0)
-        # p(token) >= min_p * p(best) is a difference of logits; log(0) = -inf turns it off
-        kept = scaled >= scaled[:, :1] + min_p.log()
-        kept &= torch.arange(vocab, device=logits.device) < torch.where(top_k > 0, top_k, vocab)
-        probs = torch.softmax(scaled.masked_fill(~kept, NEVER), dim=-1)
-        kept &= probs.cumsum(dim=-1) - probs < torch.where(top_p < 1, top_p, 2.0)
-        last = kept.sum(dim=-1, keepdim=True).clamp(min=1) - 1  # the kept ones stand first, and the best always stays
-        return logits.masked_fill(logits < ordered.gather(1, last), NEVER)
+        floor = kernels.logit_floor(logits, rows, state.temperature, state.min_p, state.top_k, state.top_p)
+        return logits.masked_fill(logits < floor[:, None], NEVER)
 
 
 def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> TopLogprobs:

@@ -14,6 +14,7 @@ from kvasir.kernels.triton.activation import silu_mul  # noqa: E402
 from kvasir.kernels.triton.decode_inputs import decode_inputs  # noqa: E402
 from kvasir.kernels.triton.draw import draw  # noqa: E402
 from kvasir.kernels.triton.gemv import gemv, takes  # noqa: E402
+from kvasir.kernels.triton.logit_floor import logit_floor  # noqa: E402
 from kvasir.kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode  # noqa: E402
 from kvasir.kernels.triton.paged_prefill import paged_prefill  # noqa: E402
@@ -199,3 +200,19 @@ def test_gemv(outputs: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
     assert takes(x, weight)
     wanted = reference.linear(x.double(), weight.double(), None if added is None else added.double())
     close(gemv(x, weight, added), wanted, dtype)
+
+
+def test_logit_floor() -> None:
+    """Against the reference, which is checked by the sampler's tests: peaked and flat lines, each filter, all of them."""
+    vocab = 4500  # more than fit the list of candidates
+    settings = [(0.0, 5, 0.5, 0.1), (1.0, 0, 1.0, 0.0)]
+    settings += [(0.7, k, p, m) for k in (0, 40, 4300) for p in (1.0, 0.3, 0.95) for m in (0.0, 0.02)]
+    heat, top_k, top_p, min_p = (torch.tensor(column, device=DEVICE) for column in zip(*settings, strict=True))
+    rows = torch.arange(len(settings), device=DEVICE).repeat(2)
+    spread = torch.tensor([3.0] * len(settings) + [0.05] * len(settings), device=DEVICE)[:, None]
+    logits = torch.randn(len(rows), vocab, device=DEVICE) * spread
+    arguments = (logits, rows, heat, min_p, top_k.int(), top_p)
+    kept, wanted = (logits >= f(*arguments)[:, None] for f in (logit_floor, reference.logit_floor))
+    for line, (ours, theirs) in enumerate(zip(kept.sum(1).tolist(), wanted.sum(1).tolist(), strict=True)):
+        # a sum that is rounded otherwise may move the edge by a token, of the thousands in a flat line by a few
+        assert abs(ours - theirs) <= 1 + theirs // 1000, (settings[line % len(settings)], ours, theirs)
