@@ -102,8 +102,8 @@ def logit_floor(
     top_k: torch.Tensor,  # [rows] int32; 0: off
     top_p: torch.Tensor,  # [rows] float32; 1: off
 ) -> torch.Tensor:
-    """The lowest logit that each line keeps, [lines] float32: min-p, then top-k, then top-p, each over what the one before
-    left. Equal logits are kept or dropped together, and the best always stays."""
+    """The lowest logit that each line keeps, [lines] float32: min-p, then top-k, then top-p, each over what the one
+    before left. Equal logits are kept or dropped together, and the best always stays."""
     heat, min_p, top_k, top_p = (x[rows, None] for x in (temperature, min_p, top_k, top_p))
     vocab = logits.shape[-1]
     scaled = logits.float() / torch.where(heat > 0, heat, 1.0)
@@ -117,7 +117,7 @@ def logit_floor(
         kept = (ordered >= least) & (torch.arange(count, device=logits.device) < limit)
         mass = weights.gather(1, places) * kept
         total = torch.where(limit <= count, mass.sum(dim=-1, keepdim=True), weights.sum(dim=-1, keepdim=True))
-        inside = kept & (mass.cumsum(dim=-1) - mass < top_p * total)
+        inside = kept & ((mass.cumsum(dim=-1) - mass < top_p * total) | (top_p >= 1))  # a sum may reach 1 by rounding
         # told once something among them is dropped, or nothing is left
         if count == vocab or bool((~inside[:, -1] | (heat[:, 0] == 0)).all()):
             break

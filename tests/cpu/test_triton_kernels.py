@@ -203,7 +203,7 @@ def test_gemv(outputs: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
 
 
 def test_logit_floor() -> None:
-    """Against the reference, which is checked by the sampler's tests: peaked and flat lines, each filter, all of them."""
+    """Against the reference, which the sampler's tests check: peaked and flat lines, each filter, and all of them."""
     vocab = 4500  # more than fit the list of candidates
     settings = [(0.0, 5, 0.5, 0.1), (1.0, 0, 1.0, 0.0)]
     settings += [(0.7, k, p, m) for k in (0, 40, 4300) for p in (1.0, 0.3, 0.95) for m in (0.0, 0.02)]
