@@ -1,7 +1,7 @@
 """Min-p, top-k and top-p without a sort: the lowest logit that each row keeps.
 
 One program per row. It reads the row twice: for the maximum and the sum, then to put what is likely enough into a short
-list, in the order of the vocabulary, so that every sum comes out the same each time. Thresholds are found in the list by
+list, in the order of the vocabulary, so that every sum comes out the same each time. Thresholds are found there by
 bisection. A row too flat for the list is bisected over the whole vocabulary instead: slower, and as exact.
 """
 
