@@ -67,8 +67,9 @@ class LLMEngine:
         """End requests. Returns their last outputs; ids that are not running are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         aborted = self.output_processor.abort(ids, time.time())
-        for key, _ in aborted:
-            self.client.abort(key)
+        for keys, _ in aborted:
+            for key in keys:
+                self.client.abort(key)
         return [output for _, output in aborted]
 
     def has_unfinished_requests(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,26 @@ class FinishReason(IntEnum):
 
 
 @dataclass(slots=True, frozen=True)
+class Extras:
+    """What few rows ask of sampling beyond RowSampling. Each group of fields is read by one stage of the sampler."""
+
+    num_prompt_tokens: int  # of the row's tokens the first so many were given, the rest generated
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    forbidden_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    top_ema_p: float = 0.0  # 0: off
+    top_ema_d: int = 0
+    ema_key: int = 0  # under this number the moving average survives preemption
+    processors: tuple[Any, ...] = ()  # Python callables (output ids, logits) or (prompt ids, output ids, logits)
+    logprob_token_ids: tuple[int, ...] = ()  # log-probabilities of these in place of the likeliest
+    prompt_logprobs: int | None = None  # top-n for each prompt token; None: off
+
+
+@dataclass(slots=True, frozen=True)
 class RowSampling:
     """What a worker must know to sample for one row. Everything textual stays in the API process."""
 
@@ -46,6 +66,7 @@ class RowSampling:
     logprobs: int | None = None  # top-n beside the sampled token's own; None: off
     banned_until: int = 0  # stop_token_ids cannot be sampled at positions below this (min_tokens)
     stop_token_ids: tuple[int, ...] = ()
+    extras: Extras | None = None
 
 
 @dataclass(slots=True)
@@ -59,6 +80,7 @@ class EngineRequest:
     stream: bool = True  # send tokens as they come; otherwise all of them with the finish
     cache_salt: bytes = b""  # requests share cached prefixes only within one salt
     needs_last_token: bool = False  # leave it out of a step until its last token is known to the host
+    reads_cache: bool = True  # False: compute the whole prompt, whatever is cached
 
 
 @dataclass(slots=True)
@@ -83,6 +105,17 @@ class Logprobs:
 
 
 @dataclass(slots=True)
+class PromptLogprobs:
+    """Log-probabilities of some consecutive prompt tokens, each given the tokens before it. Column 0 is the token."""
+
+    of: int  # the line of the plan, or, once the core has looked it up, the request's key
+    start: int  # position of the first of the tokens
+    token_ids: Int32Array  # [m, 1 + n]
+    values: FloatArray  # [m, 1 + n]
+    ranks: Int32Array  # [m]
+
+
+@dataclass(slots=True)
 class EngineOutput:
     """What one step gives the API process: arrays for streamed tokens, objects only for finishes."""
 
@@ -91,6 +124,7 @@ class EngineOutput:
     counts: Int32Array  # [n] how many of a line's tokens are real
     logprobs: Logprobs | None = None
     finished: list[Finished] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -124,6 +158,7 @@ class NewRow:
     row: int
     num_computed: int  # tokens whose KV already lies in the cache
     sampling: RowSampling
+    token_ids: Int32Array | None = None  # all its tokens, where sampling has extras
 
 
 @dataclass(slots=True)
@@ -173,6 +208,7 @@ class StepResult:
     token_ids: Int32Array  # [n, 1 + k]
     counts: Int32Array  # [n]
     logprobs: Logprobs | None = None  # `index` counts lines of token_ids
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
 
 class StepFuture(Protocol):

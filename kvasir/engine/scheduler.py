@@ -10,7 +10,7 @@ all that arithmetic, done on arrays; Python objects are touched only when a requ
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -185,7 +185,8 @@ class Scheduler:
         while len(self.waiting) and self.rows.num_free and budget > 0:
             request = self.waiting.peek()
             tokens = request.token_ids
-            hits = self.cache.find_prefix(tokens, request.chain, request.spec.cache_salt)
+            reads = request.spec.reads_cache
+            hits = self.cache.find_prefix(tokens, request.chain, request.spec.cache_salt) if reads else []
             cached = len(hits) * self.cache.block_size
             grant = self._first_grant(len(tokens) - cached, budget)
             missing = self.cache.blocks_for(len(tokens)) - len(hits)
@@ -222,7 +223,9 @@ class Scheduler:
         row = self.rows.take(request, num_computed)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_computed
-        self._new_rows.append(NewRow(row, num_computed, request.spec.sampling))
+        sampling = request.spec.sampling
+        token_ids = None if sampling.extras is None else request.token_ids
+        self._new_rows.append(NewRow(row, num_computed, sampling, token_ids))
         return row
 
     def _name_blocks(self, row: int, num_tokens: int) -> None:
@@ -298,6 +301,9 @@ class Scheduler:
             counts=counts[emitted],
             logprobs=_select_logprobs(result.logprobs, lines[emitted], len(step.rows)),
         )
+        for part in result.prompt_logprobs:
+            if r.epoch[step.rows[part.of]] == step.epochs[part.of]:
+                output.prompt_logprobs.append(replace(part, of=int(r.key[step.rows[part.of]])))
         ended = np.flatnonzero(reasons)
         if len(ended):
             self._finish(rows[ended].tolist(), reasons[ended].tolist(), output)

@@ -14,8 +14,9 @@ import numpy as np
 
 from kvasir.config import EngineConfig
 from kvasir.errors import ModelError, RequestError
-from kvasir.frontend.output import RequestState
-from kvasir.frontend.stop import StopStrings
+from kvasir.frontend.extras import ExtrasBuilder
+from kvasir.frontend.state import RequestState
+from kvasir.frontend.stop import Repetitions, StopStrings
 from kvasir.frontend.tokenizer import Tokenizer
 from kvasir.log import get_logger, warn_once
 from kvasir.messages import EngineRequest, RowSampling
@@ -49,7 +50,9 @@ class InputProcessor:
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.config = config.model
+        self.stream_interval = config.scheduler.stream_interval
         self.tokenizer = tokenizer
+        self.extras = ExtrasBuilder(config.model, tokenizer)
         self.eos_token_ids = self._find_eos_token_ids()
 
     def process(
@@ -65,24 +68,45 @@ class InputProcessor:
         self._check_needs(params, stop_ids)
         sampling = self._row_sampling(params, key, len(ids), stop_ids)
         followed = params.output_kind is not RequestOutputKind.FINAL_ONLY
-        stream = followed or bool(params.stop) or params.logprobs is not None
-        request = EngineRequest(key, np.array(ids, np.int32), max_tokens, sampling, stream, salt)
-        state = RequestState(
+        watched = bool(params.stop) or params.repetition_detection is not None
+        request = EngineRequest(
+            key,
+            np.array(ids, np.int32),
+            max_tokens,
+            sampling,
+            stream=followed or watched or sampling.logprobs is not None,
+            cache_salt=salt,
+            needs_last_token=sampling.extras is not None and bool(sampling.extras.processors),
+            reads_cache=not params.skip_reading_prefix_cache and params.prompt_logprobs is None,
+        )
+        return request, self._state(key, request_id, _Prompt(text, ids, salt), params, arrival_time)
+
+    def _state(
+        self, key: int, request_id: str, prompt: _Prompt, params: SamplingParams, arrival_time: float
+    ) -> RequestState:
+        named = params.logprob_token_ids
+        detection = params.repetition_detection
+        return RequestState(
             key,
             request_id,
-            text,
-            ids,
+            prompt.text,
+            prompt.ids,
             RequestMetrics(arrival_time),
             kind=params.output_kind,
             min_tokens=params.min_tokens,
-            num_logprobs=params.logprobs,
+            num_logprobs=len(dict.fromkeys(named)) if named else self.extras.count("logprobs", params.logprobs),
+            named_logprobs=bool(named),
+            num_prompt_logprobs=self.extras.count("prompt_logprobs", params.prompt_logprobs),
+            flat_logprobs=params.flat_logprobs,
             detokenize=params.detokenize,
             skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
             include_stop=params.include_stop_str_in_output,
             stops=StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None,
+            repetitions=Repetitions(detection) if detection is not None and detection.max_pattern_size else None,
+            stream_interval=params.stream_interval or self.stream_interval,
             eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
         )
-        return request, state
 
     def tokenize(self, prompts: Sequence[PromptType]) -> list[PromptType]:
         """Texts tokenized all at once, which uses every core; other prompts as they are. Checks nothing."""
@@ -166,11 +190,7 @@ class InputProcessor:
         if params.stop and self.tokenizer is None:
             message = "stop strings need a tokenizer, and skip_tokenizer_init=True loads none: use stop_token_ids."
             raise RequestError(message, "stop")
-        if params.logprobs is not None and params.logprobs > self.config.max_logprobs:
-            message = f"logprobs={params.logprobs} is more than the engine's max_logprobs={self.config.max_logprobs}."
-            raise RequestError(message, "logprobs")
-        if params.min_tokens and len(stop_ids) >= self.config.vocab_size:
-            raise RequestError("min_tokens forbids every token, as all of them are in stop_token_ids.", "min_tokens")
+        self.extras.check_possible(params, stop_ids)
 
     def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         own, size = params.stop_token_ids or [], self.config.vocab_size
@@ -186,17 +206,22 @@ class InputProcessor:
     ) -> RowSampling:
         # min_tokens forbids what would end the request: under ignore_eos the model's end tokens do not, so they stay.
         banned_until = num_prompt_tokens + params.min_tokens if params.min_tokens else 0
+        extras = self.extras.build(params, key, num_prompt_tokens)
+        logprobs = 0 if params.logprob_token_ids else self.extras.count("logprobs", params.logprobs)
         if params.temperature < _GREEDY_BELOW:  # the other settings could not change the likeliest token
-            return RowSampling(logprobs=params.logprobs, banned_until=banned_until, stop_token_ids=stop_ids)
+            return RowSampling(
+                logprobs=logprobs, banned_until=banned_until, stop_token_ids=stop_ids, extras=extras
+            )
         return RowSampling(
             temperature=params.temperature,
             top_k=params.top_k if 0 < params.top_k < self.config.vocab_size else 0,
             top_p=params.top_p,
             min_p=params.min_p,
             seed=self._seed(params.seed, key),
-            logprobs=params.logprobs,
+            logprobs=logprobs,
             banned_until=banned_until,
             stop_token_ids=stop_ids,
+            extras=extras,
         )
 
     def _seed(self, asked: int | None, key: int) -> int:

@@ -19,6 +19,7 @@ from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.triton.decode_inputs import decode_inputs
 from kvasir.messages import StepPlan
 from kvasir.sampling.sampler import Sampler
+from kvasir.sampling.stages import SampledRows
 from kvasir.sampling.state import NO_LINES, Needs
 from kvasir.worker.rows import DeviceRows, StepInputs
 
@@ -27,6 +28,8 @@ ONLY_DRAW = Needs(filters=False, bans=False, logprob_lines=NO_LINES, num_logprob
 
 
 class Model(Protocol):
+    vocab_size: int
+
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
@@ -116,7 +119,8 @@ class DecodeGraphs:
 
     def _head(self, step: Forward) -> torch.Tensor:
         batch = step.inputs.batch
-        return self.sampler.sample(self.model.logits(step.hidden), batch.rows, batch.seq_lens, ONLY_DRAW)
+        lines = SampledRows(NO_LINES, batch.rows, batch.seq_lens)
+        return self.sampler.sample(self.model.logits(step.hidden), lines, ONLY_DRAW)
 
     def _capture(self, run: Callable[[], T], size: int) -> Captured[T]:
         """Run once, so that kernels are compiled, then record. Padding rows only, so that no request is touched."""

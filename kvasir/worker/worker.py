@@ -112,6 +112,7 @@ class Worker:
             self.config.model.max_model_len,
             self.device,
             use_graphs=self.config.device.attention_backend == "triton" and not self.config.device.enforce_eager,
+            logprobs_mode=self.config.model.logprobs_mode,
         )
 
     def execute(self, plan: StepPlan) -> None:

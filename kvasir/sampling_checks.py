@@ -1,0 +1,114 @@
+"""Checks of single request parameters: each returns the value in its plain type or raises a RequestError that names
+the parameter. Knows nothing of models or tokenizers."""
+
+from __future__ import annotations
+
+import reprlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from kvasir.config import did_you_mean
+from kvasir.errors import RequestError
+
+LARGEST = sys.float_info.max
+BIAS_LIMIT = 100.0  # beyond this a bias decides alone; larger ones are cut, as in vLLM
+
+
+@dataclass(slots=True)
+class RepetitionDetectionParams:
+    """End a request once a pattern of min_pattern_size to max_pattern_size tokens stands min_count times in a row at
+    the end of its output."""
+
+    max_pattern_size: int = 0  # 0: off
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+    def __post_init__(self) -> None:
+        name = "repetition_detection"
+        self.max_pattern_size = whole(f"{name}.max_pattern_size", self.max_pattern_size, 0)
+        self.min_pattern_size = max(1, whole(f"{name}.min_pattern_size", self.min_pattern_size, 0))
+        self.min_count = whole(f"{name}.min_count", self.min_count, 2)
+        if self.max_pattern_size and self.min_pattern_size > self.max_pattern_size:
+            raise RequestError(f"{name}: min_pattern_size is more than max_pattern_size.", name)
+
+
+def repetition_detection(value: object) -> RepetitionDetectionParams | None:
+    """From its parameters or a dict of them."""
+    name = "repetition_detection"
+    if isinstance(value, Mapping):
+        fields = list(RepetitionDetectionParams.__dataclass_fields__)
+        for key in value.keys() - set(fields):
+            raise RequestError(f"{name} has no {key!r}.{did_you_mean(key, fields)}", name)
+        try:
+            return RepetitionDetectionParams(**value)
+        except RequestError as error:
+            raise RequestError(str(error), name) from error
+    if value is None or isinstance(value, RepetitionDetectionParams):
+        return value
+    raise RequestError(f"{name} must be RepetitionDetectionParams or a dict, not {reprlib.repr(value)}.", name)
+
+
+def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
+    """`value` as a float within [low, high], or (low, high] if `above`. NaN is in no range."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise RequestError(f"{name} must be a number, not {reprlib.repr(value)}.", name)
+    found = float(value)
+    if not low <= found <= high or (above and found == low):
+        where = f"{'above' if above else 'at least'} {low:g}"
+        where += " and finite" if high == LARGEST else f" and at most {high:g}"
+        raise RequestError(f"{name} must be {where}, not {found:g}.", name)
+    return found
+
+
+def whole(name: str, value: object, low: int, high: int | None = None) -> int:
+    """`value` as an int within [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise RequestError(f"{name} must be an integer, not {reprlib.repr(value)}.", name)
+    found = int(value)
+    if found < low or (high is not None and found > high):
+        where = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise RequestError(f"{name} must be {where}, not {reprlib.repr(found)}.", name)
+    return found
+
+
+def flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be True or False, not {value!r}.", name)
+    return value
+
+
+def token_ids(name: str, value: object) -> list[int]:
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise RequestError(f"{name} must be a list of token ids, not {value!r}.", name)
+    return [whole(name, token, 0) for token in value]
+
+
+def texts(name: str, value: object) -> list[str]:
+    """Not one of them empty."""
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
+        raise RequestError(f"{name} must be a list of strings, not {reprlib.repr(value)}.", name)
+    if not all(text.strip() for text in value):
+        raise RequestError(f"{name} has an empty string in it; remove it.", name)
+    return list(value)
+
+
+def logit_bias(value: object) -> dict[int, float]:
+    """Token ids may be written as strings, as JSON has them."""
+    name = "logit_bias"
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{name} must be a dict of token ids and numbers, not {reprlib.repr(value)}.", name)
+    found = {}
+    for token, bias in value.items():
+        key = int(token) if isinstance(token, str) and token.isdecimal() else token
+        limited = number(name, bias, -LARGEST, LARGEST)
+        found[whole(name, key, 0)] = min(BIAS_LIMIT, max(-BIAS_LIMIT, limited))
+    return found
+
+
+def callables(name: str, value: object) -> list[Any]:
+    if not isinstance(value, list | tuple) or not all(callable(each) for each in value):
+        raise RequestError(f"{name} must be a list of callables, not {reprlib.repr(value)}.", name)
+    return list(value)
