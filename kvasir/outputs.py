@@ -22,7 +22,8 @@ class Logprob:
 class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
     """Log-probabilities of many positions in a few flat lists: far fewer objects than a dict for each position.
 
-    Reads like the list of dicts it stands for; `start_indices[i]` to `end_indices[i]` is where position i's entries are.
+    Reads like the list of dicts it stands for; position i's entries are those
+    from `start_indices[i]` to `end_indices[i]`.
     """
 
     __slots__ = ("decoded_tokens", "end_indices", "logprobs", "ranks", "start_indices", "token_ids")
@@ -54,7 +55,7 @@ class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
     @overload
     def __getitem__(self, index: slice) -> FlatLogprobs: ...
 
-    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | None | FlatLogprobs:
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | FlatLogprobs | None:
         if isinstance(index, slice):
             part = FlatLogprobs()
             for position in range(*index.indices(len(self))):

@@ -1,4 +1,4 @@
-"""What a request asks of sampling beyond temperature and its kin, settled for one model: `Extras`, or None. API process.
+"""What a request asks of sampling beyond temperature and its kin, for one model: `Extras`, or None. API process.
 
 Loads the engine's start-up logits processors, too: for each request they become some of its own.
 """

@@ -18,13 +18,10 @@ from kvasir.frontend.extras import ExtrasBuilder
 from kvasir.frontend.state import RequestState
 from kvasir.frontend.stop import Repetitions, StopStrings
 from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.log import get_logger, warn_once
 from kvasir.messages import EngineRequest, RowSampling
 from kvasir.outputs import RequestMetrics
 from kvasir.prompts import PromptType, TokensPrompt
-from kvasir.sampling_params import NOT_YET, RequestOutputKind, SamplingParams
-
-logger = get_logger(__name__)
+from kvasir.sampling_params import RequestOutputKind, SamplingParams
 
 _GREEDY_BELOW = 1e-5  # a temperature under this leaves no other token a chance, but could overflow
 _MASK32 = 0xFFFFFFFF
@@ -245,9 +242,6 @@ def default_sampling_params(config: EngineConfig) -> SamplingParams:
     """What a request gets that asks for nothing: the model's generation config over our defaults."""
     given = {ours: config.model.generation.get(theirs) for theirs, ours in _GENERATION_NAMES.items()}
     asked = {name: value for name, value in given.items() if value is not None}
-    for name in [name for name, value in asked.items() if value not in NOT_YET.get(name, (value,))]:
-        value = asked.pop(name)
-        warn_once(logger, f"The generation config asks for {name}={value}, which is not supported yet: left out.")
     try:
         return SamplingParams(**asked)
     except RequestError as error:

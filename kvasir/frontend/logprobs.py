@@ -28,7 +28,7 @@ def lines_of(part: PromptLogprobs) -> list[LogprobLine]:
 
 
 class LogprobLists:
-    """Grows by one position per token. `count` tokens beside the token itself; `named`: asked for, not the likeliest."""
+    """Grows by one position per token, with `count` tokens beside the token itself; `named`: not the likeliest."""
 
     __slots__ = ("count", "entries", "named")
 

@@ -1,7 +1,8 @@
 """What ends a request besides its tokens' own meaning. API process.
 
-Stop strings: finds the first in text that comes piece by piece, and holds back what might be its beginning. "First" is the one whose end comes first, so the answer does not depend on how the text
-was cut into pieces. Of two that end together the longer one counts.
+Stop strings: finds the first in text that comes piece by piece, and holds back what might be its beginning. "First" is
+the one whose end comes first, so the answer does not depend on how the text was cut into pieces. Of two that end
+together the longer one counts.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.messages import NewRow, RowSampling
 from kvasir.kernels.random import uniform
+from kvasir.messages import NewRow, RowSampling
 from kvasir.sampling.logprobs import top_logprobs
 from kvasir.sampling.sampler import Sampler
 from kvasir.sampling.stages import SampledRows

@@ -378,7 +378,7 @@ def test_abort_ends_requests_here(frontend: Frontend) -> None:
     frontend.add(1, output_kind=FINAL_ONLY)
     frontend.step({0: [WORD["lo"]]})
     aborted = frontend.output.abort(["r0", "r1", "unknown"], 7.0)
-    assert [key for key, _ in aborted] == [0, 1]
+    assert [keys for keys, _ in aborted] == [[0], [1]]
     assert [(o.outputs[0].text, o.outputs[0].finish_reason, o.finished) for _, o in aborted] == [
         ("lo", "abort", True),
         ("", "abort", True),
