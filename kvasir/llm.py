@@ -157,7 +157,7 @@ class LLM:
                     outputs[output.request_id] = output
                     if bar is not None:
                         tokens_in += len(output.prompt_token_ids)
-                        tokens_out += len(output.outputs[0].token_ids)
+                        tokens_out += sum(len(each.token_ids) for each in output.outputs)
                         rates = (count / (time.perf_counter() - started) for count in (tokens_in, tokens_out))
                         bar.set_postfix_str("{:.0f} in, {:.0f} out tok/s".format(*rates), refresh=False)
                         bar.update(1)

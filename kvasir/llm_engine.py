@@ -50,9 +50,9 @@ class LLMEngine:
         if request_id in self.output_processor:
             raise RequestError(f"request id {request_id!r} is in use by a request that still runs", "request_id")
         arrived = time.time() if arrival_time is None else arrival_time
-        request, state = self.input_processor.process(request_id, prompt, params, next(self._keys), arrived)
+        request, states = self.input_processor.process_all(request_id, prompt, params, self._keys, arrived)
         self.client.add(request)
-        self.output_processor.add(state)
+        self.output_processor.add(*states, num_returned=params.n)
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return what it gave: new text of streaming requests, and requests that ended."""

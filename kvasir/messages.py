@@ -81,6 +81,7 @@ class EngineRequest:
     cache_salt: bytes = b""  # requests share cached prefixes only within one salt
     needs_last_token: bool = False  # leave it out of a step until its last token is known to the host
     reads_cache: bool = True  # False: compute the whole prompt, whatever is cached
+    forks: tuple[EngineRequest, ...] = ()  # requests of the same prompt that share what this one computes of it
 
 
 @dataclass(slots=True)

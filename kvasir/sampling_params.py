@@ -26,8 +26,6 @@ T = TypeVar("T")
 # Fields that exist by name only, with the values that ask for nothing. Any other value is refused by name until the
 # feature is there; turning one on means deleting its line here and reading the field where it takes effect.
 NOT_YET: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (None, 1),
     "structured_outputs": (None,),
     "guided_decoding": (None,),
     "truncate_prompt_tokens": (None,),
@@ -38,6 +36,7 @@ NOT_YET: Mapping[str, tuple[object, ...]] = {
 
 OLDER_NAMES: Mapping[str, str] = {"stop_strings": "stop"}
 
+MOST_BRANCHES = 16384
 _FLAGS = (
     "ignore_eos",
     "detokenize",
@@ -89,7 +88,7 @@ def _unknown(name: str, known: Sequence[str]) -> RequestError:
 class SamplingParams:
     """How to sample one request. `SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64)`."""
 
-    n: int = 1
+    n: int = 1  # completions of the prompt
     presence_penalty: float = 0.0  # taken off the logits of tokens that were generated already
     frequency_penalty: float = 0.0  # the same, times how often they were generated
     repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt or output, multiplies negative ones
@@ -124,7 +123,7 @@ class SamplingParams:
     routed_experts_prompt_start: int | None = None
     trace_decode_token_ids: list[int] | None = None
     # Names of older vLLM versions and of other engines, kept apart from the positional order above.
-    best_of: int | None = field(default=None, kw_only=True)
+    best_of: int | None = field(default=None, kw_only=True)  # sample so many, return the n likeliest
     guided_decoding: Any = field(default=None, kw_only=True)
     forbidden_token_ids: list[int] | None = field(default=None, kw_only=True)  # cannot be sampled
     # callables (output ids, logits) or (prompt ids, output ids, logits), each returning logits
@@ -145,6 +144,7 @@ class SamplingParams:
             if (value := getattr(self, name)) is not _DEFAULTS[name]:
                 _refuse_unless(name, value, harmless)
         self._verify_distribution()
+        self._verify_branches()
         self._verify_lengths()
         self._verify_stops()
         self._verify_tokens()
@@ -165,6 +165,19 @@ class SamplingParams:
         self.top_ema_d = check.whole("top_ema_d", self.top_ema_d, 0)
         if self.seed is not None:
             self.seed = check.whole("seed", self.seed, -(2**63), 2**64 - 1)
+
+    def _verify_branches(self) -> None:
+        self.n = check.whole("n", self.n, 1, MOST_BRANCHES)
+        if self.best_of is not None:
+            self.best_of = check.whole("best_of", self.best_of, self.n, MOST_BRANCHES)
+        if self.num_branches > 1 and self.temperature == 0:
+            name = "n" if self.n > 1 else "best_of"
+            raise RequestError(f"{name} must be 1 with temperature=0: all completions would be the same.", name)
+
+    @property
+    def num_branches(self) -> int:
+        """How many completions are sampled."""
+        return self.best_of or self.n
 
     def _verify_tokens(self) -> None:
         """What singles out tokens."""

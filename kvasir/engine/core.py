@@ -6,6 +6,7 @@ from collections import deque
 
 import numpy as np
 
+from kvasir.engine.forks import Forks
 from kvasir.engine.scheduler import Scheduler
 from kvasir.errors import EngineDeadError, EngineError
 from kvasir.executor.base import Executor
@@ -19,6 +20,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.lookahead = lookahead
+        self.forks = Forks(scheduler)
         self.results: deque[StepFuture] = deque()
         self._failure: BaseException | None = None
 
@@ -27,6 +29,8 @@ class EngineCore:
         if plan is not None:
             self.executor.execute(plan)
             self.results.append(self.executor.sample())
+            if len(self.forks):
+                self.forks.start()
         if self.results and (plan is None or len(self.results) > self.lookahead):
             return self.scheduler.update(self.results.popleft().result())
         assert plan is not None or not len(self.scheduler), "requests wait, nothing is in flight and nothing can run"
@@ -48,9 +52,10 @@ class EngineCore:
 
     def add(self, request: EngineRequest) -> None:
         self.scheduler.add(request)
+        self.forks.expect(request)
 
     def abort(self, key: int, num_kept: int | None = None) -> bool:
-        return self.scheduler.abort(key, num_kept)
+        return self.forks.abort(key) or self.scheduler.abort(key, num_kept)
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes. False while requests run."""

@@ -106,6 +106,11 @@ class Scheduler:
         self.rows.append([child])
         self._requests[spec.key] = request
 
+    def num_computed(self, key: int) -> int:
+        """Tokens of a request whose KV is computed or planned; 0 unless it runs."""
+        request = self._requests.get(key)
+        return 0 if request is None or request.row is None else int(self.rows.num_computed[request.row])
+
     def abort(self, key: int, num_kept: int | None = None) -> bool:
         """End a request without a word. `num_kept`: output tokens the caller used (a stop string cut the rest)."""
         request = self._requests.pop(key, None)

@@ -68,6 +68,8 @@ WRONG: list[tuple[str, Any]] = [
     *[("top_ema_p", value) for value in (-0.1, 1.1, math.nan)],
     *[("top_ema_d", value) for value in (-1, 0.5)],
     *[("repetition_detection", value) for value in (3, {"window": 3}, {"min_count": 1}, {"max_pattern_size": -1})],
+    *[("n", value) for value in (0, -1, 1.5, 20_000)],
+    *[("best_of", value) for value in (0, 1.5, "2")],
     ("repetition_detection", {"max_pattern_size": 2, "min_pattern_size": 3}),
     *[("include_stop_str_in_output", 0), ("output_kind", 1), ("output_kind", "delta")],
 ]
@@ -101,14 +103,16 @@ def test_right_values_are_taken(name: str, value: Any) -> None:
 def test_contradictions_are_refused() -> None:
     with pytest.raises(RequestError, match="min_tokens=9 is more than max_tokens=8"):
         SamplingParams(min_tokens=9, max_tokens=8)
+    with pytest.raises(RequestError, match="n must be 1 with temperature=0"):
+        SamplingParams(n=2, temperature=0)
+    with pytest.raises(RequestError, match="best_of must be between 3"):
+        SamplingParams(n=3, best_of=2)
     with pytest.raises(RequestError, match="detokenize=True"):
         SamplingParams(stop="END", detokenize=False)
 
 
 # A value that asks for something, for every field that is not there yet.
 ASKING: dict[str, Any] = {
-    "n": 2,
-    "best_of": 2,
     "structured_outputs": {"json": {}},
     "guided_decoding": {"regex": "a"},
     "truncate_prompt_tokens": 5,
@@ -134,7 +138,7 @@ def test_every_field_either_works_or_is_refused() -> None:
         skip_special_tokens include_stop_str_in_output output_kind presence_penalty frequency_penalty
         repetition_penalty prompt_logprobs logprob_token_ids flat_logprobs spaces_between_special_tokens
         stream_interval logit_bias allowed_token_ids bad_words forbidden_token_ids logits_processors extra_args
-        skip_reading_prefix_cache repetition_detection top_ema_p top_ema_d
+        skip_reading_prefix_cache repetition_detection top_ema_p top_ema_d n best_of
     """
     assert {f.name for f in fields(SamplingParams)} == set(working.split()) | set(NOT_YET)
     assert not set(working.split()) & set(NOT_YET)
