@@ -21,9 +21,9 @@ from kvasir.frontend.input import default_sampling_params
 from kvasir.frontend.tokenizer import Tokenizer
 from kvasir.llm_engine import LLMEngine
 from kvasir.metrics import Metric
-from kvasir.outputs import RequestOutput
+from kvasir.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 from kvasir.prompts import PromptType, TokensPrompt
-from kvasir.sampling_params import RequestOutputKind, SamplingParams
+from kvasir.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 Progress: TypeAlias = bool | Callable[..., Any]  # False: none; a callable is used in place of tqdm
@@ -95,6 +95,17 @@ class LLM:
             prompts.append(TokensPrompt(prompt_token_ids=ids, prompt=text))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def beam_search(
+        self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, *, use_tqdm: Progress = False
+    ) -> list[BeamSearchOutput]:
+        """Search the likeliest completions of one prompt or many; outputs stand in the order of the prompts."""
+        asked = params.to_sampling_params()
+        found = []
+        for output in self.generate(prompts, asked, use_tqdm=use_tqdm):
+            prompt = output.prompt_token_ids
+            found.append(BeamSearchOutput([_sequence(prompt, each, params.length_penalty) for each in output.outputs]))
+        return found
+
     # ------------------------------------------------------------ around it
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -165,6 +176,13 @@ class LLM:
             if bar is not None:
                 bar.close()
         return [outputs[request_id] for request_id in ids]
+
+
+def _sequence(prompt: list[int], text: CompletionOutput, length_penalty: float) -> BeamSearchSequence:
+    total = text.cumulative_logprob
+    assert total is not None, "a search knows its texts' log-probabilities"
+    score = total / len(text.token_ids) ** length_penalty
+    return BeamSearchSequence(prompt + text.token_ids, total, text.text, text.finish_reason, text.stop_reason, score)
 
 
 def _is_one_prompt(prompts: object) -> bool:

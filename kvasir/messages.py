@@ -69,6 +69,18 @@ class RowSampling:
     extras: Extras | None = None
 
 
+@dataclass(slots=True, frozen=True)
+class BeamSpec:
+    """A request is searched by beams instead of sampled."""
+
+    width: int  # beams in all
+    num_groups: int = 1  # the beams are dealt to; groups after the first avoid the tokens of those before them
+    diversity_penalty: float = 0.0  # off a token's log-probability for each beam of an earlier group that takes it
+    length_penalty: float = 1.0  # a text's score is its log-probability / length ** length_penalty
+    early_stopping: bool | str = False  # True: as soon as there are enough texts; "never": only when none can be better
+    eos_token_ids: tuple[int, ...] = ()
+
+
 @dataclass(slots=True)
 class EngineRequest:
     """A validated request. `key` is the number the API process knows it by."""
@@ -81,6 +93,8 @@ class EngineRequest:
     cache_salt: bytes = b""  # requests share cached prefixes only within one salt
     needs_last_token: bool = False  # leave it out of a step until its last token is known to the host
     reads_cache: bool = True  # False: compute the whole prompt, whatever is cached
+    picked: bool = False  # sampled tokens are proposals: whoever sent it picks (Scheduler.pick), and it waits for that
+    beam: BeamSpec | None = None
     forks: tuple[EngineRequest, ...] = ()  # requests of the same prompt that share what this one computes of it
 
 
@@ -104,6 +118,16 @@ class Logprobs:
     values: FloatArray  # [m, 1 + n]
     ranks: Int32Array  # [m] rank of the sampled token, 1 = most likely
 
+    def select(self, lines: NDArray[np.int64], num_lines: int) -> Logprobs | None:
+        """Those of some of the step's lines, renumbered by their place among `lines`."""
+        if not len(lines):
+            return None
+        place = np.full(num_lines, -1, np.int32)
+        place[lines] = np.arange(len(lines))
+        index = place[self.index]
+        chosen = np.flatnonzero(index >= 0)
+        return Logprobs(index[chosen], self.token_ids[chosen], self.values[chosen], self.ranks[chosen])
+
 
 @dataclass(slots=True)
 class PromptLogprobs:
@@ -117,6 +141,27 @@ class PromptLogprobs:
 
 
 @dataclass(slots=True)
+class Hypothesis:
+    """A text that a beam search has found."""
+
+    token_ids: Int32Array
+    score: float  # what texts are ranked by
+    cumulative_logprob: float
+    stop_token_id: int | None = None
+
+
+@dataclass(slots=True)
+class BeamOutput:
+    """Where a beam search stands: the best text so far, or all of them, best first, when it is done."""
+
+    key: int
+    hypotheses: list[Hypothesis]
+    num_agreed: int  # that many tokens of the best will not change any more
+    finished: bool
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
 class EngineOutput:
     """What one step gives the API process: arrays for streamed tokens, objects only for finishes."""
 
@@ -126,6 +171,7 @@ class EngineOutput:
     logprobs: Logprobs | None = None
     finished: list[Finished] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    beams: list[BeamOutput] = field(default_factory=list)
 
 
 @dataclass(slots=True)

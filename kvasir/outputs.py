@@ -125,3 +125,22 @@ class RequestOutput:
     lora_request: Any = None
     num_cached_tokens: int | None = None  # known once the request has ended
     kv_transfer_params: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One text of a beam search."""
+
+    tokens: list[int]  # the prompt's and the text's
+    cum_logprob: float
+    text: str  # without the prompt
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    score: float = 0.0  # log-probability / length ** length_penalty; texts are ranked by it, less diversity penalties
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The texts that a beam search found for one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

@@ -3,15 +3,21 @@ the parameter. Knows nothing of models or tokenizers."""
 
 from __future__ import annotations
 
+import functools
 import reprlib
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 from kvasir.config import did_you_mean
 from kvasir.errors import RequestError
+from kvasir.log import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 LARGEST = sys.float_info.max
 BIAS_LIMIT = 100.0  # beyond this a bias decides alone; larger ones are cut, as in vLLM
@@ -39,9 +45,9 @@ def repetition_detection(value: object) -> RepetitionDetectionParams | None:
     """From its parameters or a dict of them."""
     name = "repetition_detection"
     if isinstance(value, Mapping):
-        fields = list(RepetitionDetectionParams.__dataclass_fields__)
-        for key in value.keys() - set(fields):
-            raise RequestError(f"{name} has no {key!r}.{did_you_mean(key, fields)}", name)
+        known = [f.name for f in fields(RepetitionDetectionParams)]
+        for key in value.keys() - set(known):
+            raise RequestError(f"{name} has no {key!r}.{did_you_mean(key, known)}", name)
         try:
             return RepetitionDetectionParams(**value)
         except RequestError as error:
@@ -112,3 +118,36 @@ def callables(name: str, value: object) -> list[Any]:
     if not isinstance(value, list | tuple) or not all(callable(each) for each in value):
         raise RequestError(f"{name} must be a list of callables, not {reprlib.repr(value)}.", name)
     return list(value)
+
+
+def accepts_older_names(older: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """Let a dataclass's constructor take older names (one warning each), and answer unknown ones with the nearest that
+    exist."""
+    return functools.partial(_with_older_names, older)
+
+
+def _with_older_names(older: Mapping[str, str], cls: type[T]) -> type[T]:
+    plain_init: Callable[..., None] = cls.__init__
+    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]  # only dataclasses are decorated
+
+    @functools.wraps(plain_init)
+    def init(self: T, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs.keys() - set(known):
+            newer = older.get(name)
+            if newer is None:
+                raise _unknown(name, known, older)
+            if newer in kwargs:
+                raise RequestError(f"{name} is an older name of {newer}; give only {newer}.", newer)
+            warn_once(logger, f"SamplingParams({name}=...) is an older name; use {newer} instead.")
+            kwargs[newer] = kwargs.pop(name)
+        if len(args) > len(known):
+            raise RequestError(f"SamplingParams takes at most {len(known)} values, but {len(args)} were given.")
+        plain_init(self, *args, **kwargs)
+
+    cls.__init__ = init  # type: ignore[assignment]
+    return cls
+
+
+def _unknown(name: str, known: Sequence[str], older: Mapping[str, str]) -> RequestError:
+    hint = did_you_mean(name, [*known, *older]) or f" Known are: {', '.join(known)}."
+    return RequestError(f"SamplingParams has no parameter {name!r}.{hint}", name)

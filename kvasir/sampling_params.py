@@ -7,21 +7,14 @@ Plain data with complete validation; knows nothing of models, tokenizers or devi
 from __future__ import annotations
 
 import copy
-import functools
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 from kvasir import sampling_checks as check
-from kvasir.config import did_you_mean
 from kvasir.errors import RequestError
-from kvasir.log import get_logger, warn_once
-
-logger = get_logger(__name__)
-
-T = TypeVar("T")
 
 # Fields that exist by name only, with the values that ask for nothing. Any other value is refused by name until the
 # feature is there; turning one on means deleting its line here and reading the field where it takes effect.
@@ -55,35 +48,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-def _accepts_older_names(cls: type[T]) -> type[T]:
-    """Let the constructor take older names (one warning each), and answer unknown ones with the nearest that exist."""
-    plain_init: Callable[..., None] = cls.__init__
-    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]  # only dataclasses are decorated
-
-    @functools.wraps(plain_init)
-    def init(self: T, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() - set(known):
-            newer = OLDER_NAMES.get(name)
-            if newer is None:
-                raise _unknown(name, known)
-            if newer in kwargs:
-                raise RequestError(f"{name} is an older name of {newer}; give only {newer}.", newer)
-            warn_once(logger, f"SamplingParams({name}=...) is an older name; use {newer} instead.")
-            kwargs[newer] = kwargs.pop(name)
-        if len(args) > len(known):
-            raise RequestError(f"SamplingParams takes at most {len(known)} values, but {len(args)} were given.")
-        plain_init(self, *args, **kwargs)
-
-    cls.__init__ = init  # type: ignore[assignment]
-    return cls
-
-
-def _unknown(name: str, known: Sequence[str]) -> RequestError:
-    hint = did_you_mean(name, [*known, *OLDER_NAMES]) or f" Known are: {', '.join(known)}."
-    return RequestError(f"SamplingParams has no parameter {name!r}.{hint}", name)
-
-
-@_accepts_older_names
+@check.accepts_older_names(OLDER_NAMES)
 @dataclass(slots=True, repr=False)
 class SamplingParams:
     """How to sample one request. `SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64)`."""
@@ -130,6 +95,11 @@ class SamplingParams:
     logits_processors: list[Any] | None = field(default=None, kw_only=True)
     top_ema_p: float = field(default=0.0, kw_only=True)  # Top-EMA, see docs/sampling.md; 0: off
     top_ema_d: int = field(default=0, kw_only=True)
+    use_beam_search: bool = field(default=False, kw_only=True)  # search best_of (or n) beams in place of sampling
+    length_penalty: float = field(default=1.0, kw_only=True)  # these four: see BeamSearchParams
+    early_stopping: bool | str = field(default=False, kw_only=True)
+    num_beam_groups: int = field(default=1, kw_only=True)
+    diversity_penalty: float = field(default=0.0, kw_only=True)
     truncate_prompt_tokens: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -170,13 +140,26 @@ class SamplingParams:
         self.n = check.whole("n", self.n, 1, MOST_BRANCHES)
         if self.best_of is not None:
             self.best_of = check.whole("best_of", self.best_of, self.n, MOST_BRANCHES)
-        if self.num_branches > 1 and self.temperature == 0:
+        self._verify_search()
+        if self.num_branches > 1 and self.temperature == 0 and not self.use_beam_search:
             name = "n" if self.n > 1 else "best_of"
             raise RequestError(f"{name} must be 1 with temperature=0: all completions would be the same.", name)
 
+    def _verify_search(self) -> None:
+        check.flag("use_beam_search", self.use_beam_search)
+        self.length_penalty = check.number("length_penalty", self.length_penalty, -check.LARGEST, check.LARGEST)
+        self.num_beam_groups = check.whole("num_beam_groups", self.num_beam_groups, 1)
+        self.diversity_penalty = check.number("diversity_penalty", self.diversity_penalty, 0, check.LARGEST)
+        if self.early_stopping not in (True, False, "never"):
+            message = f"early_stopping must be True, False or 'never', not {self.early_stopping!r}."
+            raise RequestError(message, "early_stopping")
+        for name in ("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"):
+            if not self.use_beam_search and getattr(self, name) != _DEFAULTS[name]:
+                raise RequestError(f"{name} is for beam search: set use_beam_search=True or leave it out.", name)
+
     @property
     def num_branches(self) -> int:
-        """How many completions are sampled."""
+        """How many completions are sampled, or searched."""
         return self.best_of or self.n
 
     def _verify_tokens(self) -> None:
@@ -248,6 +231,39 @@ class SamplingParams:
 
 
 _DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}
+
+
+@dataclass(slots=True)
+class BeamSearchParams:
+    """`LLM.beam_search(prompts, BeamSearchParams(beam_width=4, max_tokens=64))`."""
+
+    beam_width: int  # beams, and texts that come back
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # 0 or 1: log-probabilities are the model's own
+    length_penalty: float = 1.0  # a text is ranked by log-probability / length ** length_penalty
+    include_stop_str_in_output: bool = False
+    structured_outputs: Any = None
+    early_stopping: bool | str = False  # True: end with beam_width texts; "never": only when none can become better
+    num_beam_groups: int = 1  # diverse beam search: beams are dealt to so many groups ...
+    diversity_penalty: float = 0.0  # ... and a group pays this for a token that beams of earlier groups take
+
+    def to_sampling_params(self) -> SamplingParams:
+        """The same as SamplingParams, which check it."""
+        check.whole("beam_width", self.beam_width, 1)
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            structured_outputs=self.structured_outputs,
+            early_stopping=self.early_stopping,
+            num_beam_groups=self.num_beam_groups,
+            diversity_penalty=self.diversity_penalty,
+        )
 
 
 def _refuse_unless(name: str, value: object, harmless: tuple[object, ...]) -> None:

@@ -19,8 +19,8 @@ TIGHT = {**SMALL, "num_gpu_blocks_override": 40}  # forces preemption as well
 class Model:
     """A checkpoint and transformers' word on it."""
 
-    def __init__(self, name: str, path: Path) -> None:
-        self.hf = make_hf_model(name)
+    def __init__(self, name: str, path: Path, **changes: Any) -> None:
+        self.hf = make_hf_model(name, **changes)
         self.path = str(save(self.hf, path))
         rng = np.random.default_rng(3)
         self.prompts = [rng.integers(2, 96, int(n)).tolist() for n in rng.integers(1, 60, 16)]

@@ -6,8 +6,7 @@ API process. Tokenizes, settles what depends on the model (end tokens, lengths, 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from kvasir.frontend.extras import ExtrasBuilder
 from kvasir.frontend.state import RequestState
 from kvasir.frontend.stop import Repetitions, StopStrings
 from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.messages import EngineRequest, Extras, RowSampling
+from kvasir.messages import EngineRequest, RowSampling
 from kvasir.outputs import RequestMetrics
 from kvasir.prompts import PromptType, TokensPrompt
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
@@ -77,48 +76,19 @@ class InputProcessor:
             needs_last_token=sampling.extras is not None and bool(sampling.extras.processors),
             reads_cache=not params.skip_reading_prefix_cache and params.prompt_logprobs is None,
         )
-        return request, self._state(key, request_id, _Prompt(text, ids, salt), params, arrival_time)
+        return request, self.state(key, request_id, text, ids, params, arrival_time)
 
-    def process_all(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, keys: Iterator[int], arrival_time: float
-    ) -> tuple[EngineRequest, list[RequestState]]:
-        """As `process`, for all completions that are asked for: the first one's request carries the others."""
-        request, state = self.process(request_id, prompt, params, next(keys), arrival_time)
-        if params.num_branches == 1:
-            return request, [state]
-        if params.num_branches > params.n:
-            request = self._ranked(request, params)
-        others = params.clone()
-        others.prompt_logprobs = None  # the first one has them
-        states, forks = [state], []
-        for index in range(1, params.num_branches):
-            key = next(keys)
-            given = _Prompt(state.prompt, state.prompt_token_ids, request.cache_salt)
-            states.append(self._state(key, request_id, given, others, arrival_time))
-            forks.append(_fork(request, key, index))
-        return replace(request, forks=tuple(forks)), states
-
-    def _ranked(self, request: EngineRequest, params: SamplingParams) -> EngineRequest:
-        """With the log-probabilities that the best are found by."""
-        if params.output_kind is not RequestOutputKind.FINAL_ONLY:
-            message = "best_of more than n cannot be streamed, as the best are known at the end: use FINAL_ONLY."
-            raise RequestError(message, "best_of")
-        if self.config.logprobs_mode.endswith("logits"):
-            message = f"best_of ranks by log-probability, and logprobs_mode={self.config.logprobs_mode} gives logits."
-            raise RequestError(message, "best_of")
-        sampling = replace(request.sampling, logprobs=request.sampling.logprobs or 0)
-        return replace(request, sampling=sampling, stream=True)
-
-    def _state(
-        self, key: int, request_id: str, prompt: _Prompt, params: SamplingParams, arrival_time: float
+    def state(
+        self, key: int, request_id: str, text: str | None, ids: list[int], params: SamplingParams, arrival_time: float
     ) -> RequestState:
+        """What OutputProcessor must know of a request."""
         named = params.logprob_token_ids
         detection = params.repetition_detection
         return RequestState(
             key,
             request_id,
-            prompt.text,
-            prompt.ids,
+            text,
+            ids,
             RequestMetrics(arrival_time),
             kind=params.output_kind,
             min_tokens=params.min_tokens,
@@ -256,7 +226,7 @@ class InputProcessor:
         """32 bits: the request's own seed folded, or one made of the engine's seed and the request's number."""
         if asked is not None and asked != -1:  # -1 means unset, as in vLLM
             return _fold(asked)
-        return _mix(_fold(key) ^ _mix(_fold(self.config.seed)))
+        return mix(_fold(key) ^ mix(_fold(self.config.seed)))
 
     def _find_eos_token_ids(self) -> frozenset[int]:
         """The tokens at which the model ends a text."""
@@ -267,17 +237,6 @@ class InputProcessor:
         if not all(isinstance(token, int) for token in ids):
             raise ModelError(f"eos_token_id in the model's generation_config.json must be ints, not {found!r}.")
         return frozenset(token for token in ids if 0 <= token < self.config.vocab_size)
-
-
-def _fork(request: EngineRequest, key: int, index: int) -> EngineRequest:
-    """Another completion of the same prompt, with a random stream of its own."""
-    sampling = request.sampling
-    extras = sampling.extras
-    if extras is not None:
-        extras = replace(extras, prompt_logprobs=None, ema_key=key if extras.top_ema_p else 0)
-        extras = None if extras == Extras(extras.num_prompt_tokens) else extras
-    seed = _mix(sampling.seed ^ _mix(index))
-    return replace(request, key=key, sampling=replace(sampling, seed=seed, extras=extras))
 
 
 def default_sampling_params(config: EngineConfig) -> SamplingParams:
@@ -307,10 +266,10 @@ def _salt(given: object) -> bytes:
 
 def _fold(number: int) -> int:
     """64 bits to 32. Numbers below 2**32 stay what they are."""
-    return (number & _MASK32) ^ _mix((number >> 32) & _MASK32)
+    return (number & _MASK32) ^ mix((number >> 32) & _MASK32)
 
 
-def _mix(number: int) -> int:
+def mix(number: int) -> int:
     """A one-to-one scramble of 32 bits (murmur3's last step): neighbours get unlike results; 0 stays 0."""
     number = ((number ^ (number >> 16)) * 0x85EBCA6B) & _MASK32
     number = ((number ^ (number >> 13)) * 0xC2B2AE35) & _MASK32

@@ -9,14 +9,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvasir.errors import RequestError
+from kvasir.frontend.beams import BeamState
 from kvasir.frontend.branches import Branches
 from kvasir.frontend.detokenizer import whole
 from kvasir.frontend.logprobs import LogprobLine, by_line
 from kvasir.frontend.metrics import FrontendMetrics
 from kvasir.frontend.state import Ending, RequestState
 from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.messages import EngineOutput, Finished, FinishReason
+from kvasir.messages import BeamOutput, EngineOutput, Finished, FinishReason
 from kvasir.outputs import RequestOutput
+from kvasir.sampling_params import RequestOutputKind
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,7 +37,8 @@ class OutputProcessor:
         self.metrics = FrontendMetrics()
         self._states: dict[int, RequestState] = {}
         self._branches: dict[int, Branches] = {}  # of requests that have several, by the key of each
-        self._requests: dict[str, RequestState | Branches] = {}  # by request id
+        self._searches: dict[int, BeamState] = {}
+        self._requests: dict[str, RequestState | Branches | BeamState] = {}  # by request id
 
     def add(self, *states: RequestState, num_returned: int = 1) -> None:
         """Expect output of this request, which may have several branches. Call before the core gets it."""
@@ -50,6 +53,13 @@ class OutputProcessor:
         if len(states) > 1:
             self._requests[first.request_id] = branches = Branches(states, num_returned)
             self._branches.update((state.key, branches) for state in states)
+
+    def add_search(self, search: BeamState) -> None:
+        """Expect output of a beam search."""
+        state = search.state
+        if state.kind is RequestOutputKind.DELTA:
+            state.attach(self.tokenizer)
+        self._searches[state.key] = self._requests[state.request_id] = search
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -82,7 +92,25 @@ class OutputProcessor:
             elif end is None and state.is_due:
                 self._give(state, step)
         self._finish_all(list(ended.values()), now, step)
+        self._take_beams(output.beams, now, step)
         return step.outputs(), aborts
+
+    def _take_beams(self, beams: list[BeamOutput], now: float, step: _Step) -> None:
+        for beam in beams:
+            search = self._searches.get(beam.key)
+            given = None if search is None else search.take(beam, self.tokenizer, now)
+            if given is not None:
+                step.results.append(given)
+            if search is not None and beam.finished:
+                reason = "stop" if beam.hypotheses[0].stop_token_id is not None else "length"
+                self._close_search(search, beam.num_cached_tokens, reason, now)
+
+    def _close_search(self, search: BeamState, num_cached: int, reason: str, now: float) -> None:
+        state = search.state
+        del self._searches[state.key], self._requests[state.request_id]
+        state.metrics.finished_time = now
+        state.metrics.num_generation_tokens = len(state.token_ids)
+        self.metrics.observe(state.metrics, len(state.prompt_token_ids), num_cached, reason)
 
     def _take(
         self, state: RequestState, tokens: list[int], lines: list[LogprobLine], end: Finished | None, now: float
@@ -158,6 +186,10 @@ class OutputProcessor:
         for request_id in dict.fromkeys(request_ids):
             request = self._requests.get(request_id)
             if request is None:
+                continue
+            if isinstance(request, BeamState):
+                self._close_search(request, 0, "abort", now)
+                aborted.append(([request.state.key], request.abort()))
                 continue
             keys = [request.key] if isinstance(request, RequestState) else request.running()
             step = _Step()
