@@ -6,6 +6,7 @@ Plain slotted dataclasses of ints, strings and numpy arrays; no torch, no transp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ class FinishReason(IntEnum):
     STOP = 1
     LENGTH = 2
     ABORT = 3
+    ERROR = 4  # something of the request's own failed: Finished.error says what
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -107,6 +109,7 @@ class Finished:
     stop_token_id: int | None
     num_cached_tokens: int
     token_ids: Int32Array | None
+    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -170,8 +173,8 @@ class EngineOutput:
     counts: Int32Array  # [n] how many of a line's tokens are real
     logprobs: Logprobs | None = None
     finished: list[Finished] = field(default_factory=list)
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    beams: list[BeamOutput] = field(default_factory=list)
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    beams: Sequence[BeamOutput] = ()
 
 
 @dataclass(slots=True)
@@ -255,7 +258,8 @@ class StepResult:
     token_ids: Int32Array  # [n, 1 + k]
     counts: Int32Array  # [n]
     logprobs: Logprobs | None = None  # `index` counts lines of token_ids
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    failures: dict[int, str] | None = None  # by line: a row's own code failed, and the row must end
 
 
 class StepFuture(Protocol):

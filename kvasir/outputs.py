@@ -103,8 +103,8 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: SampleLogprobs | None = None
-    finish_reason: str | None = None  # "stop", "length", "repetition" or "abort"; None while it runs
-    stop_reason: int | str | None = None  # the stop string or stop token id; None for the model's own end token
+    finish_reason: str | None = None  # "stop", "length", "repetition", "error", "abort"; None: it runs
+    stop_reason: int | str | None = None  # the stop string or token id, or the error; None for the model's own end token
     lora_request: Any = None
 
     def finished(self) -> bool:

@@ -144,9 +144,8 @@ class Beams:
             finished=output.finished,
             prompt_logprobs=output.prompt_logprobs,
         )
-        for search in touched:
-            if len(search.proposals) == len(search.keys):
-                rest.beams += self._advance(search)
+        ready = [search for search in touched if len(search.proposals) == len(search.keys)]
+        rest.beams = [found for search in ready for found in self._advance(search)]
         return rest
 
     def _collect(self, keys: list[int], logprobs: Logprobs) -> list[Search]:

@@ -311,6 +311,8 @@ class Scheduler:
         """Take in the oldest step's tokens: append, stop, emit."""
         r = self.rows
         step = self._in_flight.popleft()
+        if result.failures:
+            result.counts[list(result.failures)] = 0
         current = step.samples & (r.epoch[step.rows] == step.epochs)
         self.stats.dropped_tokens += int(result.counts[step.samples & ~current].sum())
         lines = np.flatnonzero(current)
@@ -328,13 +330,21 @@ class Scheduler:
             counts=counts[emitted],
             logprobs=None if result.logprobs is None else result.logprobs.select(lines[emitted], len(step.rows)),
         )
-        for part in result.prompt_logprobs:
-            if r.epoch[step.rows[part.of]] == step.epochs[part.of]:
-                output.prompt_logprobs.append(replace(part, of=int(r.key[step.rows[part.of]])))
+        if result.prompt_logprobs:
+            parts = [part for part in result.prompt_logprobs if self._is_current(step, part.of)]
+            output.prompt_logprobs = [replace(part, of=int(r.key[step.rows[part.of]])) for part in parts]
         ended = np.flatnonzero(reasons)
         if len(ended):
             self._finish(rows[ended].tolist(), reasons[ended].tolist(), output)
+        for line, said in (result.failures or {}).items():
+            if self._is_current(step, line):
+                self._finish([int(step.rows[line])], [FinishReason.ERROR], output)
+                output.finished[-1].error = said
         return output
+
+    def _is_current(self, step: _InFlight, line: int) -> bool:
+        """Whether a line's row still has the tenant that the step was planned for."""
+        return bool(self.rows.epoch[step.rows[line]] == step.epochs[line])
 
     def _append(self, rows: IntArray, tokens: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
         """Write the new tokens. Returns finish reasons (0: goes on) and how many tokens of each line count."""

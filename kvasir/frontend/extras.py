@@ -127,7 +127,10 @@ def _load(entry: Any) -> Any:
             message = f"logits_processors: {entry!r} cannot be loaded ({error}); write it as 'module:name'."
             raise ConfigError(message) from error
     if isinstance(found, type):
-        found = found()
+        try:
+            found = found()
+        except TypeError as error:
+            raise ConfigError(f"logits_processors: {entry!r} must be made without arguments ({error}).") from error
     if not callable(found) and not hasattr(found, "for_request"):
         raise ConfigError(f"logits_processors: {entry!r} is neither callable nor has it a for_request method.")
     return found

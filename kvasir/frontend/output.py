@@ -95,7 +95,7 @@ class OutputProcessor:
         self._take_beams(output.beams, now, step)
         return step.outputs(), aborts
 
-    def _take_beams(self, beams: list[BeamOutput], now: float, step: _Step) -> None:
+    def _take_beams(self, beams: Sequence[BeamOutput], now: float, step: _Step) -> None:
         for beam in beams:
             search = self._searches.get(beam.key)
             given = None if search is None else search.take(beam, self.tokenizer, now)
@@ -217,5 +217,7 @@ def _hides_last(state: RequestState, end: Finished | None) -> bool:
     return end is not None and end.stop_token_id is not None and not state.include_stop
 
 
-def _stop_reason(state: RequestState, end: Finished) -> int | None:
+def _stop_reason(state: RequestState, end: Finished) -> int | str | None:
+    if end.error is not None:
+        return end.error
     return None if end.stop_token_id in state.eos_token_ids else end.stop_token_id

@@ -44,15 +44,22 @@ class Processors(Stage):
         held = self.slots[step.host_rows]
         for line in np.flatnonzero(held >= 0).tolist():
             history = self._histories[int(held[line])]
-            changed = logits[line]
-            for process in history.processors:
-                changed = process(history.prompt, history.output, changed)
-                if not isinstance(changed, torch.Tensor) or changed.shape != logits[line].shape:
-                    kind = tuple(changed.shape) if isinstance(changed, torch.Tensor) else type(changed).__name__
-                    raise TypeError(f"a logits processor must return logits of shape {(logits.shape[1],)}, not {kind}")
-            logits[line] = changed
+            try:
+                logits[line] = _processed(history, logits[line])
+            except Exception as error:  # a caller's code may raise anything; only that caller's request ends
+                step.failures[line] = f"a logits processor failed: {type(error).__name__}: {error}"
             # bound to the history, not to the row, which may have another tenant by then
             step.learners.append(partial(_learn, history.output, line))
+
+
+def _processed(history: History, logits: torch.Tensor) -> torch.Tensor:
+    changed = logits.clone()
+    for process in history.processors:
+        changed = process(history.prompt, history.output, changed)
+        if not isinstance(changed, torch.Tensor) or changed.shape != logits.shape:
+            kind = f"shape {tuple(changed.shape)}" if isinstance(changed, torch.Tensor) else type(changed).__name__
+            raise TypeError(f"it must return logits of shape {tuple(logits.shape)}, not {kind}")
+    return changed
 
 
 def _learn(output: list[int], line: int, tokens: NDArray[np.int32]) -> None:

@@ -28,6 +28,7 @@ class SampledRows:
     positions: torch.Tensor  # [n] where each token will stand
     # called with the tokens [n] when the host has them
     learners: list[Callable[[NDArray[np.int32]], None]] = field(default_factory=list)
+    failures: dict[int, str] = field(default_factory=dict)  # by line: why it cannot go on
 
 
 class Stage:

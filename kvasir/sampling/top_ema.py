@@ -67,9 +67,10 @@ class TopEma(Stage):
             for new, extras, slot in zip(new_rows, wishes, slots, strict=True)
             if new.token_ids is None or len(new.token_ids) == extras.num_prompt_tokens  # it has said nothing yet
         ]
-        (begins,) = self.upload(np.array(fresh, np.int32))
-        self.before[begins.long()] = self.now[begins.long()] = UNSET
-        self.position[begins.long()] = -1
+        if fresh:
+            (begins,) = self.upload(np.array(fresh, np.int32))
+            self.before[begins.long()] = self.now[begins.long()] = UNSET
+            self.position[begins.long()] = -1
 
     def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
         lines, slots = self.lines(step)

@@ -6,7 +6,7 @@ the host gets them later through a future. Knows tensors and rows; never request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,7 +145,7 @@ class ModelRunner:
         logits = self.model.logits(hidden[batch.query_start[1:][chosen] - 1])
         processed = self.sampler.process(logits, step, needs)
         tokens = self.sampler.draw(processed, step, needs)
-        sampled = Sampled([tokens], lines, needs.logprob_lines, step.learners)
+        sampled = Sampled([tokens], lines, needs.logprob_lines, step)
         if len(needs.logprob_lines):
             mode, named = self.logprobs_mode, self.named_tokens.of(step.host_rows[needs.logprob_lines])
             shown = logits if mode.startswith("raw") else self.sampler.heated(processed, step)
@@ -161,7 +161,7 @@ class Sampled:
     tensors: list[torch.Tensor]
     lines: NDArray[np.int32]  # of the plan, which sampled
     logprob_lines: NDArray[np.int32] = field(default_factory=lambda: NO_LINES)  # which of those want log-probabilities
-    learners: list[Callable[[NDArray[np.int32]], None]] = field(default_factory=list)
+    step: SampledRows | None = None
     all_rows: bool = False  # the tokens are of all the plan's lines
 
     def result(self, plan: StepPlan, arrays: Sequence[NDArray[Any]]) -> StepResult:
@@ -170,9 +170,12 @@ class Sampled:
         if len(self.lines):
             tokens = arrays[0][self.lines] if self.all_rows else arrays[0]
             token_ids[self.lines, 0] = tokens
-            for learn in self.learners:
+            for learn in self.step.learners if self.step is not None else ():
                 learn(tokens)
+        failures = None
+        if self.step is not None and self.step.failures:
+            failures = {int(self.lines[i]): said for i, said in self.step.failures.items()}
         logprobs = None
         if len(self.logprob_lines):
             logprobs = Logprobs(self.lines[self.logprob_lines], arrays[1], arrays[2], arrays[3])
-        return StepResult(token_ids, plan.samples.astype(np.int32), logprobs)
+        return StepResult(token_ids, plan.samples.astype(np.int32), logprobs, failures=failures)

@@ -221,6 +221,19 @@ def test_one_processor_leaves_the_other_rows_asynchronous(model: Model) -> None:
     assert steps <= 33, "the others waited for the row that must wait"
 
 
+@pytest.mark.parametrize(
+    ("broken", "said"), [(lambda said, logits: 1 / 0, "ZeroDivisionError"), (lambda said, logits: None, "NoneType")]
+)
+def test_a_processor_that_fails_ends_its_own_request_only(model: Model, broken: Any, said: str) -> None:
+    params = [greedy(), greedy(logits_processors=[lambda s, x: broken(s, x) if len(s) == 3 else x]), greedy()]
+    with model.llm(async_scheduling=True) as llm:
+        outputs = generate(llm, model.prompts[:3], params)
+        assert metric(llm, "kv_cache_blocks_used") == 0
+    assert outputs[1].outputs[0].finish_reason == "error" and said in str(outputs[1].outputs[0].stop_reason)
+    assert len(outputs[1].outputs[0].token_ids) == 3
+    assert [tokens(outputs)[i] for i in (0, 2)] == [model.greedy(model.prompts[i], 12) for i in (0, 2)]
+
+
 class OnlyEven:
     """A start-up processor: every request, unless it asks for odd ones."""
 

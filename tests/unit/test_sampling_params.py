@@ -139,6 +139,7 @@ def test_every_field_either_works_or_is_refused() -> None:
         repetition_penalty prompt_logprobs logprob_token_ids flat_logprobs spaces_between_special_tokens
         stream_interval logit_bias allowed_token_ids bad_words forbidden_token_ids logits_processors extra_args
         skip_reading_prefix_cache repetition_detection top_ema_p top_ema_d n best_of
+        use_beam_search length_penalty early_stopping num_beam_groups diversity_penalty
     """
     assert {f.name for f in fields(SamplingParams)} == set(working.split()) | set(NOT_YET)
     assert not set(working.split()) & set(NOT_YET)
