@@ -99,12 +99,19 @@ class LLM:
         self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, *, use_tqdm: Progress = False
     ) -> list[BeamSearchOutput]:
         """Search the likeliest completions of one prompt or many; outputs stand in the order of the prompts."""
-        asked = params.to_sampling_params()
-        found = []
-        for output in self.generate(prompts, asked, use_tqdm=use_tqdm):
-            prompt = output.prompt_token_ids
-            found.append(BeamSearchOutput([_sequence(prompt, each, params.length_penalty) for each in output.outputs]))
-        return found
+        outputs = self.generate(prompts, params.to_sampling_params(), use_tqdm=use_tqdm)
+        return [BeamSearchOutput([self._sequence(each, text, params) for text in each.outputs]) for each in outputs]
+
+    def _sequence(self, output: RequestOutput, text: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
+        total, said = text.cumulative_logprob, text.token_ids
+        assert total is not None, "a search knows its texts' log-probabilities"
+        score = total / len(said) ** params.length_penalty
+        if text.finish_reason == "stop" and not params.include_stop_str_in_output:
+            said = said[:-1]
+        tokens = output.prompt_token_ids + said
+        tokenizer = self.llm_engine.tokenizer
+        decoded = "" if tokenizer is None else tokenizer.decode(tokens)
+        return BeamSearchSequence(tokens, total, decoded, text.finish_reason, text.stop_reason, score)
 
     # ------------------------------------------------------------ around it
 
@@ -176,13 +183,6 @@ class LLM:
             if bar is not None:
                 bar.close()
         return [outputs[request_id] for request_id in ids]
-
-
-def _sequence(prompt: list[int], text: CompletionOutput, length_penalty: float) -> BeamSearchSequence:
-    total = text.cumulative_logprob
-    assert total is not None, "a search knows its texts' log-probabilities"
-    score = total / len(text.token_ids) ** length_penalty
-    return BeamSearchSequence(prompt + text.token_ids, total, text.text, text.finish_reason, text.stop_reason, score)
 
 
 def _is_one_prompt(prompts: object) -> bool:

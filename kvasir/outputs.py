@@ -104,7 +104,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: SampleLogprobs | None = None
     finish_reason: str | None = None  # "stop", "length", "repetition", "error", "abort"; None: it runs
-    stop_reason: int | str | None = None  # the stop string or token id, or the error; None for the model's own end token
+    stop_reason: int | str | None = None  # stop string or token id, or the error; None for the model's own end token
     lora_request: Any = None
 
     def finished(self) -> bool:
@@ -131,12 +131,12 @@ class RequestOutput:
 class BeamSearchSequence:
     """One text of a beam search."""
 
-    tokens: list[int]  # the prompt's and the text's
+    tokens: list[int]  # the prompt's and the text's; a token that ended it only with include_stop_str_in_output
     cum_logprob: float
-    text: str  # without the prompt
+    text: str  # of all these tokens, special ones included
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    score: float = 0.0  # log-probability / length ** length_penalty; texts are ranked by it, less diversity penalties
+    score: float = 0.0  # log-probability / length ** length_penalty: texts are ranked by it, less diversity penalties
 
 
 @dataclass(slots=True)

@@ -37,9 +37,7 @@ class Branches:
         if first.kind is RequestOutputKind.FINAL_ONLY and not self.finished:
             return None
         shown = self._best() if len(self.states) > self.num_returned else self.states
-        completions = [
-            self._completion(index, state) for index, state in enumerate(shown) if self._has_news(state)
-        ]
+        completions = [self._completion(index, state) for index, state in enumerate(shown) if self._has_news(state)]
         num_cached = self.num_cached if self.finished else None
         return first.output(completions, self.finished, num_cached) if completions else None
 

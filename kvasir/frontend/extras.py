@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -43,9 +44,7 @@ class ExtrasBuilder:
         )
         if extras == Extras(num_prompt_tokens):
             return None
-        if extras.top_ema_p:
-            object.__setattr__(extras, "ema_key", key)  # only here does a row's identity matter
-        return extras
+        return replace(extras, ema_key=key) if extras.top_ema_p else extras  # only there does a row's identity matter
 
     def count(self, name: str, asked: int | None) -> int | None:
         """How many log-probabilities: -1 means the whole vocabulary."""
@@ -108,9 +107,7 @@ class ExtrasBuilder:
         if asked and not any(hasattr(plugin, "for_request") for plugin in self.plugins):
             message = "extra_args are for start-up logits processors with a for_request method; this engine has none."
             raise RequestError(message, "extra_args")
-        found = [
-            plugin.for_request(asked) if hasattr(plugin, "for_request") else plugin for plugin in self.plugins
-        ]
+        found = [plugin.for_request(asked) if hasattr(plugin, "for_request") else plugin for plugin in self.plugins]
         return tuple(_three_arguments(each) for each in [*found, *(params.logits_processors or ())] if each is not None)
 
 

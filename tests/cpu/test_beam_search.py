@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,6 @@ from kvasir import BeamSearchParams, SamplingParams
 from kvasir.errors import RequestError
 from kvasir.sampling_params import RequestOutputKind
 from tests.engine_builders import SMALL, TIGHT, Model, generate, metric
-
-EOS = [5, 17, 40]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,9 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model("llama", tmp_path_factory.mktemp("long"), max_position_embeddings=1024)
 
 
-def theirs(model: Model, prompt: list[int], width: int, count: int, eos: list[int], **options: Any) -> list[tuple[list[int], float]]:
+def theirs(
+    model: Model, prompt: list[int], width: int, count: int, eos: list[int], **options: Any
+) -> list[tuple[list[int], float]]:
     with torch.inference_mode():
         found = model.hf.generate(
             torch.tensor([prompt]),
@@ -51,6 +52,12 @@ def theirs(model: Model, prompt: list[int], width: int, count: int, eos: list[in
     return texts
 
 
+def ends(model: Model, prompt: list[int]) -> list[int]:
+    """Tokens that beams of this prompt do come upon, some early and some late, to be used as end tokens."""
+    texts = [text for text, _ in theirs(model, prompt, 4, 12, [])]
+    return sorted({texts[0][2], texts[1][6], texts[3][4]})
+
+
 def search(width: int, count: int, eos: list[int], **options: Any) -> SamplingParams:
     return SamplingParams(
         n=width, use_beam_search=True, temperature=0, max_tokens=count, ignore_eos=True, stop_token_ids=eos, **options
@@ -67,15 +74,18 @@ def check(output: Any, wanted: list[tuple[list[int], float]], length_penalty: fl
 @pytest.mark.parametrize("width", [2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("stops", [False, True], ids=["no end tokens", "end tokens"])
 def test_tokens_and_scores_equal_transformers(model: Model, width: int, stops: bool) -> None:
-    eos = EOS if stops else []
+    num_ended = 0
     with model.llm(block_size=4, async_scheduling=True) as llm:
         for prompt, count in zip(model.prompts[:3], (1, 7, 20), strict=True):
+            eos = ends(model, prompt) if stops else []
             for length_penalty in (1.0, 0.0, -0.5, 2.0):
                 for early in (False, True, "never"):
                     options = {"length_penalty": length_penalty, "early_stopping": early}
                     (output,) = generate(llm, [prompt], search(width, count, eos, **options))
                     check(output, theirs(model, prompt, width, count, eos, **options), length_penalty)
+                    num_ended += sum(text.finish_reason == "stop" for text in output.outputs)
         assert metric(llm, "kv_cache_blocks_used") == 0
+    assert (num_ended > 20) == stops
 
 
 def test_one_beam_is_greedy(model: Model) -> None:
@@ -84,11 +94,31 @@ def test_one_beam_is_greedy(model: Model) -> None:
     assert output.sequences[0].tokens == model.prompts[0] + model.greedy(model.prompts[0], 12)
 
 
-@pytest.mark.parametrize("settings", [{}, SMALL, {**TIGHT, "max_num_seqs": 9}, {"enable_prefix_caching": False}], ids=str)
+def test_sequences_are_vllms(model: Model) -> None:
+    prompt = model.prompts[1]
+    eos = ends(model, prompt)
+    wanted = theirs(model, prompt, 4, 12, eos, length_penalty=0.7)
+    assert any(text[-1] in eos for text, _ in wanted), "the case is about ends"
+    for include in (True, False):
+        params = BeamSearchParams(4, 12, length_penalty=0.7, include_stop_str_in_output=include)
+        with model.llm(override_generation_config={"eos_token_id": eos}) as llm:
+            (output,) = llm.beam_search([{"prompt_token_ids": prompt}], params)
+        for sequence, (text, score) in zip(output.sequences, wanted, strict=True):
+            cut = text if include or text[-1] not in eos else text[:-1]
+            assert sequence.tokens == prompt + cut
+            assert math.isclose(sequence.score, score, abs_tol=2e-4)
+            assert sequence.finish_reason == ("stop" if text[-1] in eos else "length")
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, SMALL, {**TIGHT, "max_num_seqs": 9}, {"enable_prefix_caching": False}], ids=str
+)
 def test_searches_and_samples_in_one_batch(model: Model, settings: dict[str, Any]) -> None:
     """Many searches at once, among ordinary requests, with chunks and preemption: the texts of running alone."""
     params = [
-        search(2 + i % 4, 9, EOS if i % 3 else []) if i % 2 else SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        search(2 + i % 4, 9, ends(model, model.prompts[i]) if i % 3 else [])
+        if i % 2
+        else SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         for i in range(16)
     ]
     with model.llm(**settings, async_scheduling=True) as llm:
@@ -98,7 +128,7 @@ def test_searches_and_samples_in_one_batch(model: Model, settings: dict[str, Any
             assert metric(llm, "num_preemptions") > 0
     for i, (prompt, output) in enumerate(zip(model.prompts, outputs, strict=True)):
         if i % 2:
-            check(output, theirs(model, prompt, 2 + i % 4, 9, EOS if i % 3 else []), 1.0)
+            check(output, theirs(model, prompt, 2 + i % 4, 9, ends(model, prompt) if i % 3 else []), 1.0)
         else:
             assert output.outputs[0].token_ids == model.greedy(prompt, 20)
 
@@ -122,7 +152,9 @@ def test_eight_beams_hold_a_long_prompt_once(long_model: Model) -> None:
 # ---------------------------------------------------------------- diverse
 
 
-def diverse(model: Model, prompt: list[int], groups: int, width: int, count: int, eos: list[int], penalty: float) -> list[list[int]]:
+def diverse(
+    model: Model, prompt: list[int], groups: int, width: int, count: int, eos: list[int], penalty: float
+) -> list[list[int]]:
     """Diverse beam search over whole distributions, written as in the paper; length penalty 1, early stopping."""
 
     def logprobs(said: tuple[int, ...]) -> np.ndarray:
@@ -147,12 +179,13 @@ def diverse(model: Model, prompt: list[int], groups: int, width: int, count: int
             beams[g] = [p for p in found if p[1][-1] not in eos][:width]
             if len(done[g]) < width:
                 taken.update(said[-1] for _, said in beams[g])
-    return [list(said) for _, said in sorted(sum(done, []), key=lambda pair: -pair[0])]
+    return [list(said) for _, said in sorted(chain(*done), key=lambda pair: -pair[0])]
 
 
-@pytest.mark.parametrize(("groups", "width", "eos"), [(2, 1, []), (2, 2, EOS), (3, 2, []), (4, 2, EOS)])
-def test_diverse_search_equals_a_plain_one(model: Model, groups: int, width: int, eos: list[int]) -> None:
+@pytest.mark.parametrize(("groups", "width", "stops"), [(2, 1, False), (2, 2, True), (3, 2, False), (4, 2, True)])
+def test_diverse_search_equals_a_plain_one(model: Model, groups: int, width: int, stops: bool) -> None:
     prompt = model.prompts[3]
+    eos = ends(model, prompt) if stops else []
     options = {"num_beam_groups": groups, "early_stopping": True}
     with model.llm(async_scheduling=True) as llm:
         texts = {}
@@ -179,7 +212,7 @@ def test_the_best_beam_is_streamed(model: Model, kind: RequestOutputKind) -> Non
             for output in engine.step():
                 pieces.append(output.outputs[0].token_ids)
     ((wanted, _), *others) = theirs(model, prompt, 4, 16, [])
-    assert (sum(pieces, []) if kind is RequestOutputKind.DELTA else pieces[-1]) == wanted
+    assert (list(chain(*pieces)) if kind is RequestOutputKind.DELTA else pieces[-1]) == wanted
     assert len(pieces) > (1 if kind is RequestOutputKind.DELTA else 14)
     assert [text.token_ids for text in output.outputs[1:]] == [text for text, _ in others]
 
@@ -214,7 +247,9 @@ def test_abort_ends_a_search_and_lets_the_next_begin(model: Model) -> None:
         (lambda: BeamSearchParams(2, 4, structured_outputs={"json": {}}).to_sampling_params(), "structured_outputs"),
     ],
 )
-def test_what_a_search_cannot_do_is_refused_by_name(model: Model, make: Callable[[], SamplingParams], said: str) -> None:
+def test_what_a_search_cannot_do_is_refused_by_name(
+    model: Model, make: Callable[[], SamplingParams], said: str
+) -> None:
     with model.llm(max_num_seqs=8) as llm, pytest.raises(RequestError) as error:
         generate(llm, [model.prompts[0]], make())
     assert error.value.parameter == said

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvasir import LLM, SamplingParams
+from kvasir import SamplingParams
 from kvasir.errors import ConfigError, RequestError
 from kvasir.outputs import FlatLogprobs, RequestOutput
 from kvasir.sampling_params import RequestOutputKind
@@ -140,6 +141,17 @@ def test_prompt_logprobs_equal_transformers(model: Model, settings: dict[str, An
     assert tokens(outputs) == [model.greedy(p, 12) for p in model.prompts]
 
 
+def test_prompt_logprobs_come_with_the_first_delta_only(model: Model) -> None:
+    with model.llm(**SMALL) as llm:
+        params = greedy(prompt_logprobs=1, output_kind=RequestOutputKind.DELTA, max_tokens=4)
+        llm.llm_engine.add_request("a", {"prompt_token_ids": model.prompts[0]}, params)
+        outputs = []
+        while llm.llm_engine.has_unfinished_requests():
+            outputs += llm.llm_engine.step()
+    check_prompt_logprobs(model, outputs[0], 1)
+    assert [output.prompt_logprobs for output in outputs[1:]] == [None] * 3
+
+
 def test_skipping_the_prefix_cache(model: Model) -> None:
     long = (model.prompts[0] * 3)[:100]
     with model.llm() as llm:
@@ -152,7 +164,12 @@ def test_whole_vocabulary_named_and_flat_logprobs(model: Model) -> None:
     prompt = model.prompts[1]
     with model.llm(max_logprobs=-1) as llm:
         (all_of_them,) = generate(llm, [prompt], greedy(logprobs=-1, prompt_logprobs=-1, max_tokens=3))
-        mix = [greedy(logprob_token_ids=[7, 50, 7]), greedy(logprobs=4), greedy(flat_logprobs=True, logprobs=2), greedy()]
+        mix = [
+            greedy(logprob_token_ids=[7, 50, 7]),
+            greedy(logprobs=4),
+            greedy(flat_logprobs=True, logprobs=2),
+            greedy(),
+        ]
         named, top, flat, plain = generate(llm, [prompt] * 4, mix)
     wanted = model.logprobs(prompt + top.outputs[0].token_ids)[len(prompt) - 1 :]
     assert all(len(entry) == VOCAB for entry in all_of_them.outputs[0].logprobs or [])
@@ -282,4 +299,4 @@ def test_stream_interval(model: Model, own: int | None, engine: int) -> None:
             pieces += [output.outputs[0] for output in llm.llm_engine.step()]
     assert [len(piece.token_ids) for piece in pieces] == [1, 4, 4, 3]
     assert [len(piece.logprobs or []) for piece in pieces] == [1, 4, 4, 3]
-    assert sum((piece.token_ids for piece in pieces), []) == model.greedy(model.prompts[0], 12)
+    assert list(chain(*(piece.token_ids for piece in pieces))) == model.greedy(model.prompts[0], 12)
