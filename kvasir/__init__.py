@@ -15,6 +15,7 @@ _EXPORTS = {
     "LLMEngine": "kvasir.llm_engine",
     "EngineArgs": "kvasir.args",
     "SamplingParams": "kvasir.sampling_params",
+    "BeamSearchParams": "kvasir.sampling_params",
     "RequestOutput": "kvasir.outputs",
     "CompletionOutput": "kvasir.outputs",
     "TextPrompt": "kvasir.prompts",
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kvasir.prompts import PromptType as PromptType
     from kvasir.prompts import TextPrompt as TextPrompt
     from kvasir.prompts import TokensPrompt as TokensPrompt
+    from kvasir.sampling_params import BeamSearchParams as BeamSearchParams
     from kvasir.sampling_params import SamplingParams as SamplingParams
 
 

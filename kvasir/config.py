@@ -80,11 +80,14 @@ class ModelConfig(_Checked):
     max_model_len: int = setting(
         None, "Longest sequence, prompt and output together.", minimum=1, auto="the most the model was made for"
     )
-    max_logprobs: int = setting(20, "Most log-probabilities a request may ask for per token.", minimum=0)
+    max_logprobs: int = setting(
+        20, "Most log-probabilities a request may ask for per token; -1: the whole vocabulary.", minimum=-1
+    )
     logprobs_mode: str = setting(
         "raw_logprobs",
-        "Which log-probabilities to return: those before penalties and temperature.",
-        choices=("raw_logprobs",),
+        "What stands in logprobs: of the model's own distribution (raw) or of the one drawn from, after penalties, "
+        "temperature and filters (processed); log-probabilities or logits.",
+        choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     )
     hf_overrides: dict[str, Any] = setting(
         dict, "Replaces entries of the model's config.json (nested ones are merged)."
@@ -107,7 +110,7 @@ class ModelConfig(_Checked):
         None, "Speculative decoding.", refused="Speculative decoding is not there yet."
     )
     logits_processors: list[Any] | None = setting(
-        None, "Python callables that change logits.", refused="Logits processors are not there yet."
+        None, "Python callables that change every request's logits, as 'module:name'. See docs/sampling.md."
     )
 
     path: str = settled(str)  # the model's local directory
@@ -186,6 +189,8 @@ class SchedulerConfig(_Checked):
         "Schedule the next step while the device runs this one.",
         auto="on, except on the CPU, which cannot do both",
     )
+
+    stream_interval: int = setting(1, "Tokens between two outputs of a streaming request.", minimum=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,9 +21,9 @@ from kvasir.frontend.input import default_sampling_params
 from kvasir.frontend.tokenizer import Tokenizer
 from kvasir.llm_engine import LLMEngine
 from kvasir.metrics import Metric
-from kvasir.outputs import RequestOutput
+from kvasir.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 from kvasir.prompts import PromptType, TokensPrompt
-from kvasir.sampling_params import RequestOutputKind, SamplingParams
+from kvasir.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 Progress: TypeAlias = bool | Callable[..., Any]  # False: none; a callable is used in place of tqdm
@@ -95,6 +95,24 @@ class LLM:
             prompts.append(TokensPrompt(prompt_token_ids=ids, prompt=text))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def beam_search(
+        self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, *, use_tqdm: Progress = False
+    ) -> list[BeamSearchOutput]:
+        """Search the likeliest completions of one prompt or many; outputs stand in the order of the prompts."""
+        outputs = self.generate(prompts, params.to_sampling_params(), use_tqdm=use_tqdm)
+        return [BeamSearchOutput([self._sequence(each, text, params) for text in each.outputs]) for each in outputs]
+
+    def _sequence(self, output: RequestOutput, text: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
+        total, said = text.cumulative_logprob, text.token_ids
+        assert total is not None, "a search knows its texts' log-probabilities"
+        score = total / len(said) ** params.length_penalty
+        if text.finish_reason == "stop" and not params.include_stop_str_in_output:
+            said = said[:-1]
+        tokens = output.prompt_token_ids + said
+        tokenizer = self.llm_engine.tokenizer
+        decoded = "" if tokenizer is None else tokenizer.decode(tokens)
+        return BeamSearchSequence(tokens, total, decoded, text.finish_reason, text.stop_reason, score)
+
     # ------------------------------------------------------------ around it
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -157,7 +175,7 @@ class LLM:
                     outputs[output.request_id] = output
                     if bar is not None:
                         tokens_in += len(output.prompt_token_ids)
-                        tokens_out += len(output.outputs[0].token_ids)
+                        tokens_out += sum(len(each.token_ids) for each in output.outputs)
                         rates = (count / (time.perf_counter() - started) for count in (tokens_in, tokens_out))
                         bar.set_postfix_str("{:.0f} in, {:.0f} out tok/s".format(*rates), refresh=False)
                         bar.update(1)

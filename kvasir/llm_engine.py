@@ -11,7 +11,9 @@ from typing import Self
 from kvasir.args import EngineArgs
 from kvasir.config import EngineConfig
 from kvasir.errors import EngineDeadError, RequestError
+from kvasir.frontend.beams import BeamState
 from kvasir.frontend.client import EngineClient, InprocClient
+from kvasir.frontend.fanout import process_all
 from kvasir.frontend.input import InputProcessor
 from kvasir.frontend.output import OutputProcessor
 from kvasir.frontend.tokenizer import Tokenizer
@@ -50,9 +52,12 @@ class LLMEngine:
         if request_id in self.output_processor:
             raise RequestError(f"request id {request_id!r} is in use by a request that still runs", "request_id")
         arrived = time.time() if arrival_time is None else arrival_time
-        request, state = self.input_processor.process(request_id, prompt, params, next(self._keys), arrived)
+        request, states = process_all(self.input_processor, request_id, prompt, params, self._keys, arrived)
         self.client.add(request)
-        self.output_processor.add(state)
+        if isinstance(states, BeamState):
+            self.output_processor.add_search(states)
+        else:
+            self.output_processor.add(*states, num_returned=params.n)
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return what it gave: new text of streaming requests, and requests that ended."""
@@ -67,8 +72,9 @@ class LLMEngine:
         """End requests. Returns their last outputs; ids that are not running are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         aborted = self.output_processor.abort(ids, time.time())
-        for key, _ in aborted:
-            self.client.abort(key)
+        for keys, _ in aborted:
+            for key in keys:
+                self.client.abort(key)
         return [output for _, output in aborted]
 
     def has_unfinished_requests(self) -> bool:

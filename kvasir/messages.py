@@ -6,9 +6,10 @@ Plain slotted dataclasses of ints, strings and numpy arrays; no torch, no transp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +27,33 @@ class FinishReason(IntEnum):
     STOP = 1
     LENGTH = 2
     ABORT = 3
+    ERROR = 4  # something of the request's own failed: Finished.error says what
 
     def __str__(self) -> str:
         return self.name.lower()
 
 
 # ---------------------------------------------------------------- API process -> core
+
+
+@dataclass(slots=True, frozen=True)
+class Extras:
+    """What few rows ask of sampling beyond RowSampling. Each group of fields is read by one stage of the sampler."""
+
+    num_prompt_tokens: int  # of the row's tokens the first so many were given, the rest generated
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    forbidden_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    top_ema_p: float = 0.0  # 0: off
+    top_ema_d: int = 0
+    ema_key: int = 0  # under this number the moving average survives preemption
+    processors: tuple[Any, ...] = ()  # Python callables (output ids, logits) or (prompt ids, output ids, logits)
+    logprob_token_ids: tuple[int, ...] = ()  # log-probabilities of these in place of the likeliest
+    prompt_logprobs: int | None = None  # top-n for each prompt token; None: off
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,6 +68,19 @@ class RowSampling:
     logprobs: int | None = None  # top-n beside the sampled token's own; None: off
     banned_until: int = 0  # stop_token_ids cannot be sampled at positions below this (min_tokens)
     stop_token_ids: tuple[int, ...] = ()
+    extras: Extras | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class BeamSpec:
+    """A request is searched by beams instead of sampled."""
+
+    width: int  # beams in all
+    num_groups: int = 1  # the beams are dealt to; groups after the first avoid the tokens of those before them
+    diversity_penalty: float = 0.0  # off a token's log-probability for each beam of an earlier group that takes it
+    length_penalty: float = 1.0  # a text's score is its log-probability / length ** length_penalty
+    early_stopping: bool | str = False  # True: as soon as there are enough texts; "never": only when none can be better
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -59,6 +94,10 @@ class EngineRequest:
     stream: bool = True  # send tokens as they come; otherwise all of them with the finish
     cache_salt: bytes = b""  # requests share cached prefixes only within one salt
     needs_last_token: bool = False  # leave it out of a step until its last token is known to the host
+    reads_cache: bool = True  # False: compute the whole prompt, whatever is cached
+    picked: bool = False  # sampled tokens are proposals: whoever sent it picks (Scheduler.pick), and it waits for that
+    beam: BeamSpec | None = None
+    forks: tuple[EngineRequest, ...] = ()  # requests of the same prompt that share what this one computes of it
 
 
 @dataclass(slots=True)
@@ -70,6 +109,7 @@ class Finished:
     stop_token_id: int | None
     num_cached_tokens: int
     token_ids: Int32Array | None
+    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -81,6 +121,48 @@ class Logprobs:
     values: FloatArray  # [m, 1 + n]
     ranks: Int32Array  # [m] rank of the sampled token, 1 = most likely
 
+    def select(self, lines: NDArray[np.int64], num_lines: int) -> Logprobs | None:
+        """Those of some of the step's lines, renumbered by their place among `lines`."""
+        if not len(lines):
+            return None
+        place = np.full(num_lines, -1, np.int32)
+        place[lines] = np.arange(len(lines))
+        index = place[self.index]
+        chosen = np.flatnonzero(index >= 0)
+        return Logprobs(index[chosen], self.token_ids[chosen], self.values[chosen], self.ranks[chosen])
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """Log-probabilities of some consecutive prompt tokens, each given the tokens before it. Column 0 is the token."""
+
+    of: int  # the line of the plan, or, once the core has looked it up, the request's key
+    start: int  # position of the first of the tokens
+    token_ids: Int32Array  # [m, 1 + n]
+    values: FloatArray  # [m, 1 + n]
+    ranks: Int32Array  # [m]
+
+
+@dataclass(slots=True)
+class Hypothesis:
+    """A text that a beam search has found."""
+
+    token_ids: Int32Array
+    score: float  # what texts are ranked by
+    cumulative_logprob: float
+    stop_token_id: int | None = None
+
+
+@dataclass(slots=True)
+class BeamOutput:
+    """Where a beam search stands: the best text so far, or all of them, best first, when it is done."""
+
+    key: int
+    hypotheses: list[Hypothesis]
+    num_agreed: int  # that many tokens of the best will not change any more
+    finished: bool
+    num_cached_tokens: int = 0
+
 
 @dataclass(slots=True)
 class EngineOutput:
@@ -91,6 +173,8 @@ class EngineOutput:
     counts: Int32Array  # [n] how many of a line's tokens are real
     logprobs: Logprobs | None = None
     finished: list[Finished] = field(default_factory=list)
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    beams: Sequence[BeamOutput] = ()
 
 
 @dataclass(slots=True)
@@ -124,6 +208,7 @@ class NewRow:
     row: int
     num_computed: int  # tokens whose KV already lies in the cache
     sampling: RowSampling
+    token_ids: Int32Array | None = None  # all its tokens, where sampling has extras
 
 
 @dataclass(slots=True)
@@ -174,6 +259,8 @@ class StepResult:
     token_ids: Int32Array  # [n, 1 + k]
     counts: Int32Array  # [n]
     logprobs: Logprobs | None = None  # `index` counts lines of token_ids
+    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    failures: dict[int, str] | None = None  # by line: a row's own code failed, and the row must end
 
 
 class StepFuture(Protocol):

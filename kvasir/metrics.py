@@ -44,6 +44,7 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
         "prefix_cache_hits": stats.prefix_cache_hits,
         "kv_block_evictions": stats.evictions,
         "kv_block_copies": stats.copied_blocks,
+        "kv_block_shares": stats.shared_blocks,
         **frontend,
     }
     metrics: list[Metric] = [Gauge(PREFIX + name, value) for name, value in gauges.items()]

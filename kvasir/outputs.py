@@ -5,8 +5,9 @@ Plain data. Under RequestOutputKind.CUMULATIVE the lists of one request's output
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 
 @dataclass(slots=True)
@@ -18,8 +19,59 @@ class Logprob:
     decoded_token: str | None = None
 
 
-# One dict per position: the sampled token first, then the likeliest ones in order.
-SampleLogprobs = list[dict[int, Logprob]]
+class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
+    """Log-probabilities of many positions in a few flat lists: far fewer objects than a dict for each position.
+
+    Reads like the list of dicts it stands for; position i's entries are those
+    from `start_indices[i]` to `end_indices[i]`.
+    """
+
+    __slots__ = ("decoded_tokens", "end_indices", "logprobs", "ranks", "start_indices", "token_ids")
+
+    def __init__(self) -> None:
+        self.start_indices: list[int] = []
+        self.end_indices: list[int] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.ranks: list[int | None] = []
+        self.decoded_tokens: list[str | None] = []
+
+    def append(self, entry: Iterable[tuple[int, float, int | None, str | None]] | None) -> None:
+        """The next position: (token id, value, rank, text) for each of its tokens; None: it has none."""
+        self.start_indices.append(len(self.token_ids))
+        for token, value, rank, text in entry or ():
+            self.token_ids.append(token)
+            self.logprobs.append(value)
+            self.ranks.append(rank)
+            self.decoded_tokens.append(text)
+        self.end_indices.append(len(self.token_ids))
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob] | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> FlatLogprobs: ...
+
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | FlatLogprobs | None:
+        if isinstance(index, slice):
+            part = FlatLogprobs()
+            for position in range(*index.indices(len(self))):
+                part.append(self._entries(position) or None)
+            return part
+        return {t: Logprob(value, rank, text) for t, value, rank, text in self._entries(index)} or None
+
+    def _entries(self, position: int) -> list[tuple[int, float, int | None, str | None]]:
+        at = slice(self.start_indices[position], self.end_indices[position])
+        columns = (self.token_ids[at], self.logprobs[at], self.ranks[at], self.decoded_tokens[at])
+        return list(zip(*columns, strict=True))
+
+
+# One dict per position: the token itself first, then the likeliest ones in order.
+SampleLogprobs = list[dict[int, Logprob]] | FlatLogprobs
+PromptLogprobs = list[dict[int, Logprob] | None] | FlatLogprobs  # nothing predicts the first token: None
 
 
 @dataclass(slots=True)
@@ -51,8 +103,8 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: SampleLogprobs | None = None
-    finish_reason: str | None = None  # "stop", "length" or "abort"; None while it runs
-    stop_reason: int | str | None = None  # the stop string or stop token id; None for the model's own end token
+    finish_reason: str | None = None  # "stop", "length", "repetition", "error", "abort"; None: it runs
+    stop_reason: int | str | None = None  # stop string or token id, or the error; None for the model's own end token
     lora_request: Any = None
 
     def finished(self) -> bool:
@@ -66,10 +118,29 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: None
+    prompt_logprobs: PromptLogprobs | None
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics | None = None
     lora_request: Any = None
     num_cached_tokens: int | None = None  # known once the request has ended
     kv_transfer_params: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One text of a beam search."""
+
+    tokens: list[int]  # the prompt's and the text's; a token that ended it only with include_stop_str_in_output
+    cum_logprob: float
+    text: str  # of all these tokens, special ones included
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    score: float = 0.0  # log-probability / length ** length_penalty: texts are ranked by it, less diversity penalties
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The texts that a beam search found for one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

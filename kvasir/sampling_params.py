@@ -7,56 +7,37 @@ Plain data with complete validation; knows nothing of models, tokenizers or devi
 from __future__ import annotations
 
 import copy
-import functools
 import reprlib
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any
 
-from kvasir.config import did_you_mean
+from kvasir import sampling_checks as check
 from kvasir.errors import RequestError
-from kvasir.log import get_logger, warn_once
-
-logger = get_logger(__name__)
-
-T = TypeVar("T")
 
 # Fields that exist by name only, with the values that ask for nothing. Any other value is refused by name until the
 # feature is there; turning one on means deleting its line here and reading the field where it takes effect.
 NOT_YET: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
-    "best_of": (None, 1),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "prompt_logprobs": (None,),
-    "logprob_token_ids": (None, []),
-    "flat_logprobs": (False,),
-    "spaces_between_special_tokens": (True,),
-    "stream_interval": (None, 1),
     "structured_outputs": (None,),
     "guided_decoding": (None,),
-    "logit_bias": (None, {}),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "forbidden_token_ids": (None, []),
-    "logits_processors": (None, []),
     "truncate_prompt_tokens": (None,),
-    "extra_args": (None, {}),
-    "skip_reading_prefix_cache": (None, False),
     "thinking_token_budget": (None,),
-    "repetition_detection": (None,),
     "routed_experts_prompt_start": (None, 0),
     "trace_decode_token_ids": (None, []),
 }
 
 OLDER_NAMES: Mapping[str, str] = {"stop_strings": "stop"}
 
-_FLAGS = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
-_LARGEST = sys.float_info.max
+MOST_BRANCHES = 16384
+_FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "flat_logprobs",
+)
 
 
 class RequestOutputKind(Enum):
@@ -67,43 +48,15 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-def _accepts_older_names(cls: type[T]) -> type[T]:
-    """Let the constructor take older names (one warning each), and answer unknown ones with the nearest that exist."""
-    plain_init: Callable[..., None] = cls.__init__
-    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]  # only dataclasses are decorated
-
-    @functools.wraps(plain_init)
-    def init(self: T, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() - set(known):
-            newer = OLDER_NAMES.get(name)
-            if newer is None:
-                raise _unknown(name, known)
-            if newer in kwargs:
-                raise RequestError(f"{name} is an older name of {newer}; give only {newer}.", newer)
-            warn_once(logger, f"SamplingParams({name}=...) is an older name; use {newer} instead.")
-            kwargs[newer] = kwargs.pop(name)
-        if len(args) > len(known):
-            raise RequestError(f"SamplingParams takes at most {len(known)} values, but {len(args)} were given.")
-        plain_init(self, *args, **kwargs)
-
-    cls.__init__ = init  # type: ignore[assignment]
-    return cls
-
-
-def _unknown(name: str, known: Sequence[str]) -> RequestError:
-    hint = did_you_mean(name, [*known, *OLDER_NAMES]) or f" Known are: {', '.join(known)}."
-    return RequestError(f"SamplingParams has no parameter {name!r}.{hint}", name)
-
-
-@_accepts_older_names
+@check.accepts_older_names(OLDER_NAMES)
 @dataclass(slots=True, repr=False)
 class SamplingParams:
     """How to sample one request. `SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64)`."""
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    n: int = 1  # completions of the prompt
+    presence_penalty: float = 0.0  # taken off the logits of tokens that were generated already
+    frequency_penalty: float = 0.0  # the same, times how often they were generated
+    repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt or output, multiplies negative ones
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # keep the smallest set of tokens with this much probability; 1: all
     top_k: int = 0  # keep the k likeliest tokens; 0 or -1: all
@@ -114,31 +67,39 @@ class SamplingParams:
     ignore_eos: bool = False  # the model's own end tokens do not end the request
     max_tokens: int | None = 16  # None: as many as fit the model
     min_tokens: int = 0  # nothing but max_tokens ends the request before so many tokens
-    logprobs: int | None = None  # log-probabilities of the sampled token and of so many likeliest ones
-    prompt_logprobs: int | None = None
-    logprob_token_ids: list[int] | None = None
-    flat_logprobs: bool = False
+    logprobs: int | None = None  # log-probabilities of the sampled token and of so many likeliest ones; -1: of all
+    prompt_logprobs: int | None = None  # the same for every token of the prompt but the first
+    logprob_token_ids: list[int] | None = None  # log-probabilities of these tokens, in place of the likeliest
+    flat_logprobs: bool = False  # as one FlatLogprobs in place of a list of dicts
     detokenize: bool = True  # False: token ids only, no text
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    stream_interval: int | None = None
+    stream_interval: int | None = None  # tokens between two outputs; None: the engine's setting
     structured_outputs: Any = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    extra_args: dict[str, Any] | None = None
-    skip_reading_prefix_cache: bool | None = None
+    logit_bias: dict[int, float] | None = None  # added to these tokens' logits, cut to [-100, 100]
+    allowed_token_ids: list[int] | None = None  # no other can be sampled
+    bad_words: list[str] | None = None  # texts that cannot be completed
+    extra_args: dict[str, Any] | None = None  # for the engine's start-up logits processors
+    skip_reading_prefix_cache: bool | None = None  # compute the whole prompt; implied by prompt_logprobs
     thinking_token_budget: int | None = None
-    repetition_detection: Any = None
+    repetition_detection: Any = None  # RepetitionDetectionParams or a dict of its fields
     routed_experts_prompt_start: int | None = None
     trace_decode_token_ids: list[int] | None = None
     # Names of older vLLM versions and of other engines, kept apart from the positional order above.
-    best_of: int | None = field(default=None, kw_only=True)
+    best_of: int | None = field(default=None, kw_only=True)  # sample so many, return the n likeliest
     guided_decoding: Any = field(default=None, kw_only=True)
-    forbidden_token_ids: list[int] | None = field(default=None, kw_only=True)
+    forbidden_token_ids: list[int] | None = field(default=None, kw_only=True)  # cannot be sampled
+    # callables (output ids, logits) or (prompt ids, output ids, logits), each returning logits
     logits_processors: list[Any] | None = field(default=None, kw_only=True)
+    top_ema_p: float = field(default=0.0, kw_only=True)  # Top-EMA, see docs/sampling.md; 0: off
+    top_ema_d: int = field(default=0, kw_only=True)
+    use_beam_search: bool = field(default=False, kw_only=True)  # search best_of (or n) beams in place of sampling
+    length_penalty: float = field(default=1.0, kw_only=True)  # these four: see BeamSearchParams
+    early_stopping: bool | str = field(default=False, kw_only=True)
+    num_beam_groups: int = field(default=1, kw_only=True)
+    diversity_penalty: float = field(default=0.0, kw_only=True)
     truncate_prompt_tokens: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -153,32 +114,88 @@ class SamplingParams:
             if (value := getattr(self, name)) is not _DEFAULTS[name]:
                 _refuse_unless(name, value, harmless)
         self._verify_distribution()
+        self._verify_branches()
         self._verify_lengths()
         self._verify_stops()
-        for name in _FLAGS:
-            if not isinstance(value := getattr(self, name), bool):
-                raise RequestError(f"{name} must be True or False, not {value!r}.", name)
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise RequestError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}.", "output_kind")
-        if self.logprobs is not None:
-            self.logprobs = _whole("logprobs", self.logprobs, -1)
-            if self.logprobs == -1:
-                message = "logprobs=-1 (the whole vocabulary) is not supported yet; give a number or None."
-                raise RequestError(message, "logprobs")
+        self._verify_tokens()
+        self._verify_outputs()
+        self.repetition_detection = check.repetition_detection(self.repetition_detection)
 
     def _verify_distribution(self) -> None:
-        self.temperature = _number("temperature", self.temperature, 0.0, _LARGEST)
-        self.top_p = _number("top_p", self.top_p, 0.0, 1.0, above=True)
-        self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
-        self.top_k = _whole("top_k", self.top_k, -1)
+        self.presence_penalty = check.number("presence_penalty", self.presence_penalty, -2, 2)
+        self.frequency_penalty = check.number("frequency_penalty", self.frequency_penalty, -2, 2)
+        self.repetition_penalty = check.number(
+            "repetition_penalty", self.repetition_penalty, 0, check.LARGEST, above=True
+        )
+        self.temperature = check.number("temperature", self.temperature, 0.0, check.LARGEST)
+        self.top_p = check.number("top_p", self.top_p, 0.0, 1.0, above=True)
+        self.min_p = check.number("min_p", self.min_p, 0.0, 1.0)
+        self.top_k = check.whole("top_k", self.top_k, -1)
+        self.top_ema_p = check.number("top_ema_p", self.top_ema_p, 0.0, 1.0)
+        self.top_ema_d = check.whole("top_ema_d", self.top_ema_d, 0)
         if self.seed is not None:
-            self.seed = _whole("seed", self.seed, -(2**63), 2**64 - 1)
+            self.seed = check.whole("seed", self.seed, -(2**63), 2**64 - 1)
+
+    def _verify_branches(self) -> None:
+        self.n = check.whole("n", self.n, 1, MOST_BRANCHES)
+        if self.best_of is not None:
+            self.best_of = check.whole("best_of", self.best_of, self.n, MOST_BRANCHES)
+        self._verify_search()
+        if self.num_branches > 1 and self.temperature == 0 and not self.use_beam_search:
+            name = "n" if self.n > 1 else "best_of"
+            raise RequestError(f"{name} must be 1 with temperature=0: all completions would be the same.", name)
+
+    def _verify_search(self) -> None:
+        check.flag("use_beam_search", self.use_beam_search)
+        self.length_penalty = check.number("length_penalty", self.length_penalty, -check.LARGEST, check.LARGEST)
+        self.num_beam_groups = check.whole("num_beam_groups", self.num_beam_groups, 1)
+        self.diversity_penalty = check.number("diversity_penalty", self.diversity_penalty, 0, check.LARGEST)
+        if self.early_stopping not in (True, False, "never"):
+            message = f"early_stopping must be True, False or 'never', not {self.early_stopping!r}."
+            raise RequestError(message, "early_stopping")
+        for name in ("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"):
+            if not self.use_beam_search and getattr(self, name) != _DEFAULTS[name]:
+                raise RequestError(f"{name} is for beam search: set use_beam_search=True or leave it out.", name)
+
+    @property
+    def num_branches(self) -> int:
+        """How many completions are sampled, or searched."""
+        return self.best_of or self.n
+
+    def _verify_tokens(self) -> None:
+        """What singles out tokens."""
+        if self.logit_bias is not None:
+            self.logit_bias = check.logit_bias(self.logit_bias)
+        for name in ("allowed_token_ids", "forbidden_token_ids", "logprob_token_ids"):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, check.token_ids(name, value))
+        if self.allowed_token_ids == []:
+            raise RequestError("allowed_token_ids is empty, which allows no token.", "allowed_token_ids")
+        if self.bad_words is not None:
+            self.bad_words = check.texts("bad_words", self.bad_words)
+        if self.logits_processors is not None:
+            self.logits_processors = check.callables("logits_processors", self.logits_processors)
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            raise RequestError(f"extra_args must be a dict, not {self.extra_args!r}.", "extra_args")
+
+    def _verify_outputs(self) -> None:
+        for name in _FLAGS:
+            check.flag(name, getattr(self, name))
+        if self.skip_reading_prefix_cache is not None:
+            check.flag("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}.", "output_kind")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, check.whole(name, value, -1))
+        if self.stream_interval is not None:
+            self.stream_interval = check.whole("stream_interval", self.stream_interval, 1)
 
     def _verify_lengths(self) -> None:
-        self.min_tokens = _whole("min_tokens", self.min_tokens, 0)
+        self.min_tokens = check.whole("min_tokens", self.min_tokens, 0)
         if self.max_tokens is None:
             return
-        self.max_tokens = _whole("max_tokens", self.max_tokens, 1)
+        self.max_tokens = check.whole("max_tokens", self.max_tokens, 1)
         if self.min_tokens > self.max_tokens:
             message = f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: change one of them."
             raise RequestError(message, "min_tokens")
@@ -196,9 +213,7 @@ class SamplingParams:
         if self.stop and self.detokenize is False:
             raise RequestError("stop strings are found in text: set detokenize=True or use stop_token_ids.", "stop")
         ids = [] if self.stop_token_ids is None else self.stop_token_ids
-        if not isinstance(ids, list | tuple | set | frozenset):
-            raise RequestError(f"stop_token_ids must be a list of token ids, not {ids!r}.", "stop_token_ids")
-        self.stop_token_ids = [_whole("stop_token_ids", token, 0) for token in ids]
+        self.stop_token_ids = check.token_ids("stop_token_ids", ids)
 
     def clone(self) -> SamplingParams:
         """A copy that shares no list or dict with this one."""
@@ -218,6 +233,39 @@ class SamplingParams:
 _DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}
 
 
+@dataclass(slots=True)
+class BeamSearchParams:
+    """`LLM.beam_search(prompts, BeamSearchParams(beam_width=4, max_tokens=64))`."""
+
+    beam_width: int  # beams, and texts that come back
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # 0 or 1: log-probabilities are the model's own
+    length_penalty: float = 1.0  # a text is ranked by log-probability / length ** length_penalty
+    include_stop_str_in_output: bool = False
+    structured_outputs: Any = None
+    early_stopping: bool | str = False  # True: end with beam_width texts; "never": only when none can become better
+    num_beam_groups: int = 1  # diverse beam search: beams are dealt to so many groups ...
+    diversity_penalty: float = 0.0  # ... and a group pays this for a token that beams of earlier groups take
+
+    def to_sampling_params(self) -> SamplingParams:
+        """The same as SamplingParams, which check it."""
+        check.whole("beam_width", self.beam_width, 1)
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=self.temperature,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            structured_outputs=self.structured_outputs,
+            early_stopping=self.early_stopping,
+            num_beam_groups=self.num_beam_groups,
+            diversity_penalty=self.diversity_penalty,
+        )
+
+
 def _refuse_unless(name: str, value: object, harmless: tuple[object, ...]) -> None:
     # `type` apart, because True == 1 and False == 0 in Python.
     for ok in harmless:
@@ -225,26 +273,3 @@ def _refuse_unless(name: str, value: object, harmless: tuple[object, ...]) -> No
             return
     message = f"{name}={reprlib.repr(value)} is not supported yet; leave it at {harmless[0]!r}."
     raise RequestError(message, name)
-
-
-def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
-    """`value` as a float within [low, high], or (low, high] if `above`. NaN is in no range."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise RequestError(f"{name} must be a number, not {reprlib.repr(value)}.", name)
-    number = float(value)
-    if not low <= number <= high or (above and number == low):
-        where = f"{'above' if above else 'at least'} {low:g}"
-        where += " and finite" if high == _LARGEST else f" and at most {high:g}"
-        raise RequestError(f"{name} must be {where}, not {number:g}.", name)
-    return number
-
-
-def _whole(name: str, value: object, low: int, high: int | None = None) -> int:
-    """`value` as an int within [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise RequestError(f"{name} must be an integer, not {reprlib.repr(value)}.", name)
-    number = int(value)
-    if number < low or (high is not None and number > high):
-        where = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{name} must be {where}, not {reprlib.repr(number)}.", name)
-    return number

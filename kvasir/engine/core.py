@@ -6,6 +6,8 @@ from collections import deque
 
 import numpy as np
 
+from kvasir.engine.beams import Beams
+from kvasir.engine.forks import Forks
 from kvasir.engine.scheduler import Scheduler
 from kvasir.errors import EngineDeadError, EngineError
 from kvasir.executor.base import Executor
@@ -19,6 +21,8 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.lookahead = lookahead
+        self.forks = Forks(scheduler)
+        self.beams = Beams(scheduler)
         self.results: deque[StepFuture] = deque()
         self._failure: BaseException | None = None
 
@@ -27,8 +31,11 @@ class EngineCore:
         if plan is not None:
             self.executor.execute(plan)
             self.results.append(self.executor.sample())
+            if len(self.forks):
+                self.forks.start()
         if self.results and (plan is None or len(self.results) > self.lookahead):
-            return self.scheduler.update(self.results.popleft().result())
+            output = self.scheduler.update(self.results.popleft().result())
+            return self.beams.update(output) if len(self.beams) else output
         assert plan is not None or not len(self.scheduler), "requests wait, nothing is in flight and nothing can run"
         return NO_OUTPUT
 
@@ -44,13 +51,17 @@ class EngineCore:
             raise EngineError(f"a step failed: {type(error).__name__}: {error}") from error
 
     def has_work(self) -> bool:
-        return bool(len(self.scheduler) or self.results)
+        return bool(len(self.scheduler) or self.results or len(self.beams))
 
     def add(self, request: EngineRequest) -> None:
-        self.scheduler.add(request)
+        if request.beam is not None:
+            self.beams.add(request)
+        else:
+            self.scheduler.add(request)
+            self.forks.expect(request)
 
     def abort(self, key: int, num_kept: int | None = None) -> bool:
-        return self.scheduler.abort(key, num_kept)
+        return self.forks.abort(key) or self.beams.abort(key) or self.scheduler.abort(key, num_kept)
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes. False while requests run."""

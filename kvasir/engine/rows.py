@@ -32,6 +32,8 @@ class Rows:
         self.stream = bools()
         self.logprobs = bools()
         self.needs_last_token = bools()
+        self.picked = bools()
+        self.any_picked = False  # whether there ever was such a row
         self.key = np.zeros(max_rows, np.int64)
         self.stop_ids: Int32Array = np.full((max_rows, 1), NO_TOKEN, np.int32)
         # calloc: pages that no request has touched take no memory
@@ -60,7 +62,9 @@ class Rows:
         self.limit[row] = request.limit
         self.stream[row] = request.spec.stream
         self.logprobs[row] = request.spec.sampling.logprobs is not None
-        self.needs_last_token[row] = request.spec.needs_last_token
+        self.needs_last_token[row] = request.spec.needs_last_token or request.spec.picked
+        self.picked[row] = request.spec.picked
+        self.any_picked |= request.spec.picked
         self.key[row] = request.key
         self._set_stop_ids(row, request.spec.sampling.stop_token_ids)
         return row

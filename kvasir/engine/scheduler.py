@@ -10,7 +10,7 @@ all that arithmetic, done on arrays; Python objects are touched only when a requ
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ from kvasir.messages import (
     Finished,
     FinishReason,
     Int32Array,
-    Logprobs,
     NewRow,
     StepPlan,
     StepResult,
@@ -49,6 +48,7 @@ class _InFlight:
     rows: IntArray
     epochs: Int32Array
     samples: NDArray[np.bool_]
+    lengths: Int32Array  # tokens of each row that its sampled token follows
 
 
 @dataclass(slots=True, frozen=True)
@@ -92,20 +92,41 @@ class Scheduler:
         self.waiting.add(request)
 
     def fork(self, parent_key: int, spec: EngineRequest) -> None:
-        """Add a request whose prompt is a prefix of what `parent_key` has so far, sharing the parent's blocks."""
+        """Add a request whose prompt, but for its last token, is a prefix of what `parent_key` has so far, on the
+        parent's blocks."""
         parent = self._requests.get(parent_key)
         row = None if parent is None else parent.row
         if row is None or not self.rows.num_free:
             self.add(spec)
             return
         request = Request.new(spec)
-        length = len(request.token_ids)
-        assert np.array_equal(self.rows.known_tokens(row)[:length], request.token_ids), "a fork must share its prefix"
-        shared = min(length - 1, int(self.rows.num_computed[row]))
+        shared = min(len(request.token_ids) - 1, int(self.rows.num_computed[row]))
+        known = self.rows.known_tokens(row)[:shared]
+        assert np.array_equal(known, request.token_ids[:shared]), "a fork must share its prefix"
         child = self._enter(request, shared)
         self.cache.fork(row, child, shared)
         self.rows.append([child])
         self._requests[spec.key] = request
+
+    def pick(self, key: int, token: int) -> None:
+        """The next token of a request that takes its tokens from outside."""
+        request, r = self._requests[key], self.rows
+        if request.row is None:
+            request.token_ids = np.append(request.token_ids, np.int32(token))
+            return
+        row, known = request.row, int(r.num_known[request.row])
+        r.tokens[row, known] = token
+        r.num_known[row] = r.fed_from[row] = known + 1  # the device drew another: this one is fed from here
+        r.num_tokens[row] = max(known + 1, int(r.num_tokens[row]))
+
+    def num_computed(self, key: int) -> int:
+        """Tokens of a request whose KV is computed or planned; 0 unless it runs."""
+        request = self._requests.get(key)
+        return 0 if request is None or request.row is None else int(self.rows.num_computed[request.row])
+
+    def num_cached_tokens(self, key: int) -> int:
+        """Tokens of its prompt that a request found in the cache."""
+        return self._requests[key].num_cached_tokens or 0
 
     def abort(self, key: int, num_kept: int | None = None) -> bool:
         """End a request without a word. `num_kept`: output tokens the caller used (a stop string cut the rest)."""
@@ -186,7 +207,8 @@ class Scheduler:
         while len(self.waiting) and self.rows.num_free and budget > 0:
             request = self.waiting.peek()
             tokens = request.token_ids
-            hits = self.cache.find_prefix(tokens, request.chain, request.spec.cache_salt)
+            reads = request.spec.reads_cache
+            hits = self.cache.find_prefix(tokens, request.chain, request.spec.cache_salt) if reads else []
             cached = len(hits) * self.cache.block_size
             grant = self._first_grant(len(tokens) - cached, budget)
             missing = self.cache.blocks_for(len(tokens)) - len(hits)
@@ -223,7 +245,9 @@ class Scheduler:
         row = self.rows.take(request, num_computed)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_computed
-        self._new_rows.append(NewRow(row, num_computed, request.spec.sampling))
+        sampling = request.spec.sampling
+        token_ids = None if sampling.extras is None else request.token_ids
+        self._new_rows.append(NewRow(row, num_computed, sampling, token_ids))
         return row
 
     def _name_blocks(self, row: int, num_tokens: int) -> None:
@@ -244,13 +268,14 @@ class Scheduler:
             num_decodes = int((grants == 1).sum())
         token_ids = self._input_tokens(rows, grants)
         r.num_computed[rows] += grants
-        samples = r.num_computed[rows] == r.num_tokens[rows]
+        lengths = r.num_computed[rows]
+        samples = lengths == r.num_tokens[rows]
         r.num_tokens[rows[samples]] += 1
         for row in rows[num_decodes:].tolist():
             self._name_blocks(row, int(r.num_computed[row]))
         table_index, table_block, copies = self.cache.take_changes()
         new_rows, self._new_rows = self._new_rows, []
-        self._in_flight.append(_InFlight(rows, r.epoch[rows], samples))
+        self._in_flight.append(_InFlight(rows, r.epoch[rows], samples, lengths))
         self.stats.steps += 1
         self.stats.scheduled_tokens += len(token_ids)
         return StepPlan(
@@ -258,7 +283,7 @@ class Scheduler:
             num_tokens=grants,
             samples=samples,
             token_ids=token_ids,
-            bounds=r.num_computed[rows],
+            bounds=lengths,
             num_decodes=num_decodes,
             new_rows=new_rows,
             table_index=table_index,
@@ -297,22 +322,40 @@ class Scheduler:
         """Take in the oldest step's tokens: append, stop, emit."""
         r = self.rows
         step = self._in_flight.popleft()
+        if result.failures:
+            result.counts[list(result.failures)] = 0
         current = step.samples & (r.epoch[step.rows] == step.epochs)
         self.stats.dropped_tokens += int(result.counts[step.samples & ~current].sum())
         lines = np.flatnonzero(current)
+        if r.any_picked:  # of rows whose tokens come from outside, a proposal may have come too late
+            late = r.picked[step.rows[lines]] & (step.lengths[lines] != r.num_known[step.rows[lines]])
+            lines = lines[~late]
         rows, tokens, counts = step.rows[lines], result.token_ids[lines], result.counts[lines]
+        if r.any_picked:
+            counts = np.where(r.picked[rows], 0, counts)
         reasons, counts = self._append(rows, tokens, counts)
         emitted = np.flatnonzero(r.stream[rows])
         output = EngineOutput(
             keys=r.key[rows[emitted]],
             token_ids=tokens[emitted],
             counts=counts[emitted],
-            logprobs=_select_logprobs(result.logprobs, lines[emitted], len(step.rows)),
+            logprobs=None if result.logprobs is None else result.logprobs.select(lines[emitted], len(step.rows)),
         )
+        if result.prompt_logprobs:
+            parts = [part for part in result.prompt_logprobs if self._is_current(step, part.of)]
+            output.prompt_logprobs = [replace(part, of=int(r.key[step.rows[part.of]])) for part in parts]
         ended = np.flatnonzero(reasons)
         if len(ended):
             self._finish(rows[ended].tolist(), reasons[ended].tolist(), output)
+        for line, said in (result.failures or {}).items():
+            if self._is_current(step, line):
+                self._finish([int(step.rows[line])], [FinishReason.ERROR], output)
+                output.finished[-1].error = said
         return output
+
+    def _is_current(self, step: _InFlight, line: int) -> bool:
+        """Whether a line's row still has the tenant that the step was planned for."""
+        return bool(self.rows.epoch[step.rows[line]] == step.epochs[line])
 
     def _append(self, rows: IntArray, tokens: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
         """Write the new tokens. Returns finish reasons (0: goes on) and how many tokens of each line count."""
@@ -357,14 +400,3 @@ class Scheduler:
         self.rows.leave(rows)
         if self._new_rows:  # a fork that never ran
             self._new_rows = [new for new in self._new_rows if new.row not in rows]
-
-
-def _select_logprobs(logprobs: Logprobs | None, lines: IntArray, num_lines: int) -> Logprobs | None:
-    """Of a step's log-probabilities those of the emitted lines, renumbered to their order of emission."""
-    if logprobs is None or not len(lines):
-        return None
-    position = np.full(num_lines, -1, np.int32)
-    position[lines] = np.arange(len(lines))
-    index = position[logprobs.index]
-    chosen = np.flatnonzero(index >= 0)
-    return Logprobs(index[chosen], logprobs.token_ids[chosen], logprobs.values[chosen], logprobs.ranks[chosen])

@@ -8,7 +8,7 @@ a token's text depends on the one before it, so they decode with a few tokens of
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvasir.frontend.tokenizer import TokenBytes, Tokenizer
@@ -28,21 +28,29 @@ class Detokenizer(Protocol):
         """What is left when the request ends."""
 
 
-def incremental(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
+def incremental(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool, spaces_between: bool = True
+) -> Detokenizer:
     table = tokenizer.token_bytes(skip_special_tokens)
     if table is not None:
         return BytesDetokenizer(table)
     context = _context(tokenizer, prompt_ids, skip_special_tokens)
-    return TextDetokenizer(tokenizer, context, skip_special_tokens)
+    steps = TextDetokenizer(tokenizer, context, skip_special_tokens)
+    return steps if spaces_between else UnspacedDetokenizer(steps, tokenizer.added_tokens(skip_special_tokens))
 
 
 def whole(
-    tokenizer: Tokenizer, requests: Sequence[tuple[Sequence[int], list[int]]], skip_special_tokens: bool
+    tokenizer: Tokenizer,
+    requests: Sequence[tuple[Sequence[int], list[int]]],
+    skip_special_tokens: bool,
+    spaces_between: bool = True,
 ) -> list[str]:
     """The texts of requests that have ended: each is a prompt's ids and the output's."""
     table = tokenizer.token_bytes(skip_special_tokens)
     if table is not None:
         return [b"".join([table[token] for token in ids]).decode("utf-8", "replace") for _, ids in requests]
+    if not spaces_between:
+        return [_in_steps(incremental(tokenizer, prompt, skip_special_tokens, False), ids) for prompt, ids in requests]
     contexts = [_context(tokenizer, prompt_ids, skip_special_tokens) for prompt_ids, _ in requests]
     before = tokenizer.decode_batch(contexts, skip_special_tokens)
     with_context = [context + ids for context, (_, ids) in zip(contexts, requests, strict=True)]
@@ -51,9 +59,12 @@ def whole(
         if _REPLACEMENT not in text:
             texts[i] = text[len(before[i]) :]
         else:  # bytes that are no UTF-8: what they look like depends on where they are cut, so cut as in streaming
-            steps = TextDetokenizer(tokenizer, contexts[i], skip_special_tokens)
-            texts[i] = "".join([*map(steps.push, requests[i][1]), steps.flush()])
+            texts[i] = _in_steps(TextDetokenizer(tokenizer, contexts[i], skip_special_tokens), requests[i][1])
     return texts
+
+
+def _in_steps(steps: Detokenizer, ids: Sequence[int]) -> str:
+    return "".join([*map(steps.push, ids), steps.flush()])
 
 
 class BytesDetokenizer:
@@ -105,6 +116,28 @@ class TextDetokenizer:
 
     def flush(self) -> str:
         return self._tokenizer.decode(self._ids, self._skip)[len(self._before) :]
+
+
+class UnspacedDetokenizer:
+    """Writes added tokens that follow each other as they are, without the space the tokenizer would put between."""
+
+    __slots__ = ("_added", "_after_added", "_steps")
+
+    def __init__(self, steps: TextDetokenizer, added: Mapping[int, str]) -> None:
+        self._steps = steps
+        self._added = added
+        self._after_added = False
+
+    def push(self, token_id: int) -> str:
+        text = self._steps.push(token_id)
+        is_added = token_id in self._added
+        if is_added and self._after_added:
+            text = self._added[token_id]
+        self._after_added = is_added
+        return text
+
+    def flush(self) -> str:
+        return self._steps.flush()
 
 
 def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:

@@ -14,16 +14,14 @@ import numpy as np
 
 from kvasir.config import EngineConfig
 from kvasir.errors import ModelError, RequestError
-from kvasir.frontend.output import RequestState
-from kvasir.frontend.stop import StopStrings
+from kvasir.frontend.extras import ExtrasBuilder
+from kvasir.frontend.state import RequestState
+from kvasir.frontend.stop import Repetitions, StopStrings
 from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.log import get_logger, warn_once
 from kvasir.messages import EngineRequest, RowSampling
 from kvasir.outputs import RequestMetrics
 from kvasir.prompts import PromptType, TokensPrompt
-from kvasir.sampling_params import NOT_YET, RequestOutputKind, SamplingParams
-
-logger = get_logger(__name__)
+from kvasir.sampling_params import RequestOutputKind, SamplingParams
 
 _GREEDY_BELOW = 1e-5  # a temperature under this leaves no other token a chance, but could overflow
 _MASK32 = 0xFFFFFFFF
@@ -49,7 +47,9 @@ class InputProcessor:
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.config = config.model
+        self.stream_interval = config.scheduler.stream_interval
         self.tokenizer = tokenizer
+        self.extras = ExtrasBuilder(config.model, tokenizer)
         self.eos_token_ids = self._find_eos_token_ids()
 
     def process(
@@ -65,9 +65,26 @@ class InputProcessor:
         self._check_needs(params, stop_ids)
         sampling = self._row_sampling(params, key, len(ids), stop_ids)
         followed = params.output_kind is not RequestOutputKind.FINAL_ONLY
-        stream = followed or bool(params.stop) or params.logprobs is not None
-        request = EngineRequest(key, np.array(ids, np.int32), max_tokens, sampling, stream, salt)
-        state = RequestState(
+        watched = bool(params.stop) or params.repetition_detection is not None
+        request = EngineRequest(
+            key,
+            np.array(ids, np.int32),
+            max_tokens,
+            sampling,
+            stream=followed or watched or sampling.logprobs is not None,
+            cache_salt=salt,
+            needs_last_token=sampling.extras is not None and bool(sampling.extras.processors),
+            reads_cache=not params.skip_reading_prefix_cache and params.prompt_logprobs is None,
+        )
+        return request, self.state(key, request_id, text, ids, params, arrival_time)
+
+    def state(
+        self, key: int, request_id: str, text: str | None, ids: list[int], params: SamplingParams, arrival_time: float
+    ) -> RequestState:
+        """What OutputProcessor must know of a request."""
+        named = params.logprob_token_ids
+        detection = params.repetition_detection
+        return RequestState(
             key,
             request_id,
             text,
@@ -75,14 +92,19 @@ class InputProcessor:
             RequestMetrics(arrival_time),
             kind=params.output_kind,
             min_tokens=params.min_tokens,
-            num_logprobs=params.logprobs,
+            num_logprobs=len(dict.fromkeys(named)) if named else self.extras.count("logprobs", params.logprobs),
+            named_logprobs=bool(named),
+            num_prompt_logprobs=self.extras.count("prompt_logprobs", params.prompt_logprobs),
+            flat_logprobs=params.flat_logprobs,
             detokenize=params.detokenize,
             skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
             include_stop=params.include_stop_str_in_output,
             stops=StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None,
+            repetitions=Repetitions(detection) if detection is not None and detection.max_pattern_size else None,
+            stream_interval=params.stream_interval or self.stream_interval,
             eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
         )
-        return request, state
 
     def tokenize(self, prompts: Sequence[PromptType]) -> list[PromptType]:
         """Texts tokenized all at once, which uses every core; other prompts as they are. Checks nothing."""
@@ -166,11 +188,7 @@ class InputProcessor:
         if params.stop and self.tokenizer is None:
             message = "stop strings need a tokenizer, and skip_tokenizer_init=True loads none: use stop_token_ids."
             raise RequestError(message, "stop")
-        if params.logprobs is not None and params.logprobs > self.config.max_logprobs:
-            message = f"logprobs={params.logprobs} is more than the engine's max_logprobs={self.config.max_logprobs}."
-            raise RequestError(message, "logprobs")
-        if params.min_tokens and len(stop_ids) >= self.config.vocab_size:
-            raise RequestError("min_tokens forbids every token, as all of them are in stop_token_ids.", "min_tokens")
+        self.extras.check_possible(params, stop_ids)
 
     def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         own, size = params.stop_token_ids or [], self.config.vocab_size
@@ -186,24 +204,29 @@ class InputProcessor:
     ) -> RowSampling:
         # min_tokens forbids what would end the request: under ignore_eos the model's end tokens do not, so they stay.
         banned_until = num_prompt_tokens + params.min_tokens if params.min_tokens else 0
+        extras = self.extras.build(params, key, num_prompt_tokens)
+        logprobs = 0 if params.logprob_token_ids else self.extras.count("logprobs", params.logprobs)
         if params.temperature < _GREEDY_BELOW:  # the other settings could not change the likeliest token
-            return RowSampling(logprobs=params.logprobs, banned_until=banned_until, stop_token_ids=stop_ids)
+            return RowSampling(
+                logprobs=logprobs, banned_until=banned_until, stop_token_ids=stop_ids, extras=extras
+            )
         return RowSampling(
             temperature=params.temperature,
             top_k=params.top_k if 0 < params.top_k < self.config.vocab_size else 0,
             top_p=params.top_p,
             min_p=params.min_p,
             seed=self._seed(params.seed, key),
-            logprobs=params.logprobs,
+            logprobs=logprobs,
             banned_until=banned_until,
             stop_token_ids=stop_ids,
+            extras=extras,
         )
 
     def _seed(self, asked: int | None, key: int) -> int:
         """32 bits: the request's own seed folded, or one made of the engine's seed and the request's number."""
         if asked is not None and asked != -1:  # -1 means unset, as in vLLM
             return _fold(asked)
-        return _mix(_fold(key) ^ _mix(_fold(self.config.seed)))
+        return mix(_fold(key) ^ mix(_fold(self.config.seed)))
 
     def _find_eos_token_ids(self) -> frozenset[int]:
         """The tokens at which the model ends a text."""
@@ -220,9 +243,6 @@ def default_sampling_params(config: EngineConfig) -> SamplingParams:
     """What a request gets that asks for nothing: the model's generation config over our defaults."""
     given = {ours: config.model.generation.get(theirs) for theirs, ours in _GENERATION_NAMES.items()}
     asked = {name: value for name, value in given.items() if value is not None}
-    for name in [name for name, value in asked.items() if value not in NOT_YET.get(name, (value,))]:
-        value = asked.pop(name)
-        warn_once(logger, f"The generation config asks for {name}={value}, which is not supported yet: left out.")
     try:
         return SamplingParams(**asked)
     except RequestError as error:
@@ -246,10 +266,10 @@ def _salt(given: object) -> bytes:
 
 def _fold(number: int) -> int:
     """64 bits to 32. Numbers below 2**32 stay what they are."""
-    return (number & _MASK32) ^ _mix((number >> 32) & _MASK32)
+    return (number & _MASK32) ^ mix((number >> 32) & _MASK32)
 
 
-def _mix(number: int) -> int:
+def mix(number: int) -> int:
     """A one-to-one scramble of 32 bits (murmur3's last step): neighbours get unlike results; 0 stays 0."""
     number = ((number ^ (number >> 16)) * 0x85EBCA6B) & _MASK32
     number = ((number ^ (number >> 13)) * 0xC2B2AE35) & _MASK32

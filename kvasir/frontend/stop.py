@@ -1,12 +1,15 @@
-"""Stop strings: finds the first in text that comes piece by piece, and holds back what might be its beginning.
+"""What ends a request besides its tokens' own meaning. API process.
 
-API process; knows text only. "First" is the one whose end comes first, so the answer does not depend on how the text
-was cut into pieces. Of two that end together the longer one counts.
+Stop strings: finds the first in text that comes piece by piece, and holds back what might be its beginning. "First" is
+the one whose end comes first, so the answer does not depend on how the text was cut into pieces. Of two that end
+together the longer one counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from kvasir.sampling_checks import RepetitionDetectionParams
 
 
 class StopStrings:
@@ -56,3 +59,30 @@ class StopStrings:
             if text[-length:] in self._beginnings:
                 return length
         return 0
+
+
+class Repetitions:
+    """Notices when a request's tokens end with one pattern several times in a row.
+
+    A pattern of length n has stood k times when the last n * (k - 1) tokens equal those n places earlier; that run is
+    kept per length, so that a token costs one comparison for each length.
+    """
+
+    __slots__ = ("_goals", "_runs", "_tokens")
+
+    def __init__(self, params: RepetitionDetectionParams) -> None:
+        sizes = range(params.min_pattern_size, params.max_pattern_size + 1)
+        self._goals = {size: size * (params.min_count - 1) for size in sizes}
+        self._runs = dict.fromkeys(sizes, 0)
+        self._tokens: list[int] = []
+
+    def feed(self, token: int) -> bool:
+        """Take the next token; whether a pattern has now been repeated often enough."""
+        tokens = self._tokens
+        found = False
+        for size, goal in self._goals.items():
+            same = len(tokens) >= size and tokens[-size] == token
+            self._runs[size] = self._runs[size] + 1 if same else 0
+            found |= self._runs[size] >= goal
+        tokens.append(token)
+        return found

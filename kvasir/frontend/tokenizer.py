@@ -107,6 +107,11 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder().values()
         return frozenset(token.content for token in added if token.special)
 
+    def added_tokens(self, skip_special_tokens: bool) -> dict[int, str]:
+        """Tokens added to the vocabulary that a text shows, as they are written in it."""
+        added = self._backend.get_added_tokens_decoder().items()
+        return {token_id: token.content for token_id, token in added if not (skip_special_tokens and token.special)}
+
     def token_text(self, token_id: int) -> str:
         """One token's text as it stands inside a longer one: with its leading space, special tokens written out."""
         found = self._texts.get(token_id)

@@ -1,26 +1,34 @@
 """From logits to tokens, on the device, without a host sync.
 
-Bans and filters are stages that change logits, run only if some row of the step asks for them; the last stage draws
-(kernels.draw). A row's token depends on its own logits, seed and position, and never on its neighbours in the batch.
+Stages change logits and are run only if some row of the step asks for them; the last of all draws (kernels.draw). A
+row's token depends on its own logits, history, seed and position, and never on its neighbours in the batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from kvasir import kernels
+from kvasir.sampling.penalties import Penalties
+from kvasir.sampling.processors import Processors
+from kvasir.sampling.stages import NEVER, SampledRows, Stages
 from kvasir.sampling.state import Needs, SamplingState
+from kvasir.sampling.tokens import BadWords, Bans, Bias
+from kvasir.sampling.top_ema import TopEma
 
-NEVER = float("-inf")
 
-
-@dataclass(slots=True)
-class TopLogprobs:
-    token_ids: torch.Tensor  # [lines, 1 + n] int32, the sampled token first
-    values: torch.Tensor  # [lines, 1 + n] float32
-    ranks: torch.Tensor  # [lines] int32
+def make_stages(max_rows: int, vocab_size: int, state: SamplingState, device: torch.device) -> Stages:
+    """In vLLM's order where it matters: the callers' own processors, bias, penalties, then what is forbidden."""
+    return Stages(
+        [
+            Processors(max_rows, device),
+            Bias(max_rows, device),
+            Penalties(max_rows, vocab_size, device),
+            Bans(max_rows, vocab_size, device),
+            BadWords(max_rows, device),
+            TopEma(max_rows, state.temperature, device),
+        ]
+    )
 
 
 class Sampler:
@@ -30,13 +38,35 @@ class Sampler:
         self.state = state
         self.next_token = next_token
 
-    def sample(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, needs: Needs) -> torch.Tensor:
-        """Tokens [n] int32 for `rows` [n] at `positions` [n], from logits [n, vocab]."""
+    def sample(self, logits: torch.Tensor, step: SampledRows, needs: Needs) -> torch.Tensor:
+        """Tokens [n] int32 from logits [n, vocab]."""
+        return self.draw(self.process(logits, step, needs), step, needs)
+
+    def process(self, logits: torch.Tensor, step: SampledRows, needs: Needs) -> torch.Tensor:
+        """The logits to draw from, but for temperature. The given ones are left as they are."""
+        if needs.stages:
+            logits = logits.to(torch.float32, copy=True)
+        for stage in needs.stages:
+            if not stage.narrows:
+                stage.apply(logits, step)
         if needs.bans:
-            logits = self._ban_stop_ids(logits, rows, positions)
-        if needs.filters:
-            logits = self._filter(logits, rows)
-        return kernels.draw(logits, rows, positions, self.state.temperature, self.state.seed, self.next_token)
+            logits = self._ban_stop_ids(logits, step.rows, step.positions)
+        for stage in needs.stages:
+            if stage.narrows:
+                stage.apply(logits, step)
+        return self._filter(logits, step.rows) if needs.filters else logits
+
+    def draw(self, logits: torch.Tensor, step: SampledRows, needs: Needs) -> torch.Tensor:
+        state = self.state
+        tokens = kernels.draw(logits, step.rows, step.positions, state.temperature, state.seed, self.next_token)
+        for stage in needs.stages:
+            stage.observe(tokens, step)
+        return tokens
+
+    def heated(self, logits: torch.Tensor, step: SampledRows) -> torch.Tensor:
+        """Divided by the rows' temperatures, as `draw` does it; greedy rows have none."""
+        heat = self.state.temperature[step.rows, None]
+        return logits.float() / torch.where(heat > 0, heat, 1.0)
 
     def _ban_stop_ids(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         stop_ids = self.state.stop_ids[rows].long()
@@ -49,17 +79,3 @@ class Sampler:
         state = self.state
         floor = kernels.logit_floor(logits, rows, state.temperature, state.min_p, state.top_k, state.top_p)
         return logits.masked_fill(logits < floor[:, None], NEVER)
-
-
-def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> TopLogprobs:
-    """Of the unmodified logits [lines, vocab]: the sampled tokens' log-probabilities and ranks, and the top `count`."""
-    logits, tokens = logits.float(), tokens.long()
-    chosen = logits.gather(1, tokens[:, None])
-    best = logits.topk(count, dim=-1) if count else None
-    ids = tokens[:, None] if best is None else torch.cat([tokens[:, None], best.indices], dim=1)
-    values = chosen if best is None else torch.cat([chosen, best.values], dim=1)
-    return TopLogprobs(
-        token_ids=ids.to(torch.int32),
-        values=values - logits.logsumexp(dim=-1, keepdim=True),
-        ranks=((logits > chosen).sum(dim=-1) + 1).to(torch.int32),
-    )

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.messages import NewRow
+from kvasir.sampling.stages import Stage, Stages
 
 NO_LINES: NDArray[np.int32] = np.zeros(0, np.int32)
 
@@ -22,11 +23,12 @@ class Needs:
     bans: bool
     logprob_lines: NDArray[np.int32]  # which of the sampled lines want log-probabilities
     num_logprobs: int
+    stages: tuple[Stage, ...] = ()  # what the rows ask for beyond that
 
     @property
     def only_draw(self) -> bool:
         """Nothing but the last stage."""
-        return not (self.filters or self.bans or len(self.logprob_lines))
+        return not (self.filters or self.bans or self.stages or len(self.logprob_lines))
 
 
 class SamplingState:
@@ -47,6 +49,7 @@ class SamplingState:
         self._filters = np.zeros(max_rows, np.bool_)
         self._bans = np.zeros(max_rows, np.bool_)
         self._logprobs = np.full(max_rows, -1, np.int32)
+        self.stages = Stages()
 
     def pack(self, new_rows: list[NewRow]) -> NDArray[np.int32]:
         """New rows as one int32 matrix [rows, columns + stop ids]; floats travel as their bits."""
@@ -93,4 +96,5 @@ class SamplingState:
             bans=bool(self._bans[rows].any()),
             logprob_lines=lines,
             num_logprobs=count,
+            stages=self.stages.needed(rows),
         )

@@ -22,6 +22,7 @@ from kvasir.kernels.triton import shared_prefix
 from kvasir.kernels.triton.decode_inputs import decode_inputs
 from kvasir.messages import StepPlan
 from kvasir.sampling.sampler import Sampler
+from kvasir.sampling.stages import SampledRows
 from kvasir.sampling.state import NO_LINES, Needs
 from kvasir.worker.model import Model
 from kvasir.worker.rows import DeviceRows, StepInputs
@@ -126,7 +127,8 @@ class DecodeGraphs:
 
     def _head(self, step: Forward) -> torch.Tensor:
         batch = step.inputs.batch
-        return self.sampler.sample(self.model.logits(step.hidden), batch.rows, batch.seq_lens, ONLY_DRAW)
+        lines = SampledRows(NO_LINES, batch.rows, batch.seq_lens)
+        return self.sampler.sample(self.model.logits(step.hidden), lines, ONLY_DRAW)
 
     def _capture(self, run: Callable[[], T], size: int) -> Captured[T]:
         """Run once, so that kernels are compiled, then record. Padding rows only, so that no request is touched."""

@@ -10,6 +10,8 @@ from kvasir.attention.base import AttentionBatch
 
 
 class Model(Protocol):
+    vocab_size: int
+
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """Hidden states [tokens, hidden] of a step."""
 

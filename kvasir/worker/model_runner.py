@@ -6,7 +6,8 @@ the host gets them later through a future. Knows tensors and rows; never request
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,13 +15,16 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.attention.base import AttentionBatch
-from kvasir.messages import Logprobs, StepPlan, StepResult
-from kvasir.sampling.sampler import Sampler, top_logprobs
-from kvasir.sampling.state import Needs, SamplingState
+from kvasir.kernels.upload import upload
+from kvasir.messages import Logprobs, NewRow, StepPlan, StepResult
+from kvasir.sampling.logprobs import NamedTokens, PromptScores, prompt_results, top_logprobs
+from kvasir.sampling.sampler import Sampler, make_stages
+from kvasir.sampling.stages import SampledRows, Stages
+from kvasir.sampling.state import NO_LINES, Needs, SamplingState
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.model import Model
 from kvasir.worker.rows import DeviceRows
-from kvasir.worker.staging import DeviceResult, upload
+from kvasir.worker.staging import DeviceResult
 
 if TYPE_CHECKING:
     from kvasir.worker.decode_graphs import DecodeGraphs, Shape
@@ -47,13 +51,19 @@ class ModelRunner:
         max_model_len: int,
         device: torch.device,
         use_graphs: bool,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
         self.model = model
         self.kv_memory = kv_memory
         self.device = device
         self.rows = DeviceRows(max_rows, max_model_len, kv_memory.spec.block_size, device)
         self.sampling = SamplingState(max_rows + 1, device)
+        self.sampling.stages = make_stages(max_rows + 1, model.vocab_size, self.sampling, device)
         self.sampler = Sampler(self.sampling, self.rows.next_token)
+        self.logprobs_mode = logprobs_mode
+        self.named_tokens = NamedTokens(max_rows + 1, device)
+        self.named_rows = Stages([self.named_tokens])
+        self.prompt_scores = PromptScores(max_rows, logprobs_mode.endswith("logits"), device)
         self.graphs: DecodeGraphs | None = None
         if use_graphs:
             from kvasir.worker.decode_graphs import DecodeGraphs, graph_sizes
@@ -83,7 +93,7 @@ class ModelRunner:
             self.device,
         )
         if plan.new_rows:
-            self._open_rows(packed.view(new_rows.shape))
+            self._open_rows(packed.view(new_rows.shape), plan.new_rows)
         if len(plan.table_index):
             self.rows.set_tables(index, block)
         if len(plan.copies):
@@ -101,10 +111,12 @@ class ModelRunner:
         step = self.graphs.forward(shape, rows)
         self._running = Running(plan, step.inputs.batch, step.hidden, shape)
 
-    def _open_rows(self, packed: torch.Tensor) -> None:
+    def _open_rows(self, packed: torch.Tensor, new_rows: list[NewRow]) -> None:
         rows = packed[:, 0].long()
         self.rows.num_computed[rows] = packed[:, 1]
         self.sampling.write(rows, packed)
+        for keeper in (self.sampling.stages, self.named_rows, self.prompt_scores):
+            keeper.open(new_rows)
 
     @torch.inference_mode()
     def sample(self) -> DeviceResult:
@@ -113,32 +125,65 @@ class ModelRunner:
         running, self._running = self._running, None
         plan = running.plan
         lines = np.flatnonzero(plan.samples).astype(np.int32)
-        if not len(lines):
-            return DeviceResult([], lambda: _result(plan, lines, None, np.zeros(0, np.int32)))
+        sampled = self._sample(running, lines) if len(lines) else Sampled([], lines)
+        chunks = self.prompt_scores.chunks(plan)
+        if not chunks:
+            return DeviceResult(sampled.tensors, lambda *arrays: sampled.result(plan, arrays))
+        tensors = [*sampled.tensors, *self.prompt_scores.score(chunks, running.hidden, self.model.logits)]
+
+        def finish(*arrays: NDArray[Any]) -> StepResult:
+            result = sampled.result(plan, arrays)
+            result.prompt_logprobs = prompt_results(chunks, arrays[len(sampled.tensors) :])
+            return result
+
+        return DeviceResult(tensors, finish)
+
+    def _sample(self, running: Running, lines: NDArray[np.int32]) -> Sampled:
+        plan = running.plan
         needs = self.sampling.needs(plan.rows[lines], plan.wants_logprobs)
         if self.graphs is not None and running.shape is not None and needs.only_draw:
             tokens = self.graphs.head(running.shape)[: len(plan.rows)]
-            return DeviceResult([tokens], lambda array: _result(plan, lines, needs, array[lines]))
-        outputs = self._sample_eagerly(running, lines, needs)
-        return DeviceResult(outputs, lambda *arrays: _result(plan, lines, needs, *arrays))
+            return Sampled([tokens], lines, all_rows=True)
+        return self._sample_eagerly(running, lines, needs)
 
-    def _sample_eagerly(self, running: Running, lines: NDArray[np.int32], needs: Needs) -> list[torch.Tensor]:
+    def _sample_eagerly(self, running: Running, lines: NDArray[np.int32], needs: Needs) -> Sampled:
         batch, hidden = running.batch, running.hidden
         chosen, wanted = upload([lines, needs.logprob_lines], self.device)
-        rows, positions = batch.rows[chosen], batch.seq_lens[chosen]
+        step = SampledRows(running.plan.rows[lines], batch.rows[chosen], batch.seq_lens[chosen])
         logits = self.model.logits(hidden[batch.query_start[1:][chosen] - 1])
-        tokens = self.sampler.sample(logits, rows, positions, needs)
-        if not len(needs.logprob_lines):
-            return [tokens]
-        top = top_logprobs(logits[wanted], tokens[wanted], needs.num_logprobs)
-        return [tokens, top.token_ids, top.values, top.ranks]
+        processed = self.sampler.process(logits, step, needs)
+        tokens = self.sampler.draw(processed, step, needs)
+        sampled = Sampled([tokens], lines, needs.logprob_lines, step)
+        if len(needs.logprob_lines):
+            mode, named = self.logprobs_mode, self.named_tokens.of(step.host_rows[needs.logprob_lines])
+            shown = logits if mode.startswith("raw") else self.sampler.heated(processed, step)
+            top = top_logprobs(shown[wanted], tokens[wanted], needs.num_logprobs, named, mode.endswith("logits"))
+            sampled.tensors += top.tensors()
+        return sampled
 
 
-def _result(plan: StepPlan, lines: NDArray[np.int32], needs: Needs | None, *arrays: NDArray[Any]) -> StepResult:
-    """What came back from the device, laid out over all rows of the plan."""
-    token_ids = np.zeros((len(plan.rows), 1), np.int32)
-    token_ids[lines, 0] = arrays[0]
-    logprobs = None
-    if needs is not None and len(needs.logprob_lines):
-        logprobs = Logprobs(lines[needs.logprob_lines], arrays[1], arrays[2], arrays[3])
-    return StepResult(token_ids, plan.samples.astype(np.int32), logprobs)
+@dataclass(slots=True)
+class Sampled:
+    """What sampling left on the device: tokens, then three tensors of log-probabilities if any are wanted."""
+
+    tensors: list[torch.Tensor]
+    lines: NDArray[np.int32]  # of the plan, which sampled
+    logprob_lines: NDArray[np.int32] = field(default_factory=lambda: NO_LINES)  # which of those want log-probabilities
+    step: SampledRows | None = None
+    all_rows: bool = False  # the tokens are of all the plan's lines
+
+    def result(self, plan: StepPlan, arrays: Sequence[NDArray[Any]]) -> StepResult:
+        """Laid out over all rows of the plan, once the host has the arrays."""
+        token_ids = np.zeros((len(plan.rows), 1), np.int32)
+        if len(self.lines):
+            tokens = arrays[0][self.lines] if self.all_rows else arrays[0]
+            token_ids[self.lines, 0] = tokens
+            for learn in self.step.learners if self.step is not None else ():
+                learn(tokens)
+        failures = None
+        if self.step is not None and self.step.failures:
+            failures = {int(self.lines[i]): said for i, said in self.step.failures.items()}
+        logprobs = None
+        if len(self.logprob_lines):
+            logprobs = Logprobs(self.lines[self.logprob_lines], arrays[1], arrays[2], arrays[3])
+        return StepResult(token_ids, plan.samples.astype(np.int32), logprobs, failures=failures)

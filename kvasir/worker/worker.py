@@ -13,7 +13,7 @@ import torch
 
 from kvasir.config import EngineConfig
 from kvasir.log import get_logger
-from kvasir.messages import KVSpec, NewRow, RowSampling, StepPlan
+from kvasir.messages import Extras, KVSpec, NewRow, RowSampling, StepPlan
 from kvasir.models.loader import load_model
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select
@@ -82,7 +82,8 @@ class Worker:
         for row in range(num_rows - 1, -1, -1):
             lengths[row] += min(spare, model_len - 1)
             spare -= int(lengths[row]) - 1
-        sampling = RowSampling(temperature=1.0, top_p=0.9, top_k=10, min_p=0.1)
+        extras = Extras(1, presence_penalty=1.0, top_ema_p=0.9, top_ema_d=1)  # the stages that take most memory
+        sampling = RowSampling(temperature=1.0, top_p=0.9, top_k=10, min_p=0.1, extras=extras)
         plan = StepPlan(
             rows=np.arange(num_rows, dtype=np.int32),
             num_tokens=lengths,
@@ -90,7 +91,7 @@ class Worker:
             token_ids=np.zeros(int(lengths.sum()), np.int32),
             bounds=lengths,
             num_decodes=int((lengths == 1).sum()),
-            new_rows=[NewRow(row, 0, sampling) for row in range(num_rows)],
+            new_rows=[NewRow(row, 0, sampling, np.zeros(1, np.int32)) for row in range(num_rows)],
             table_index=np.zeros(0, np.int32),
             table_block=np.zeros(0, np.int32),
             copies=np.zeros((0, 2), np.int32),
@@ -113,6 +114,7 @@ class Worker:
             self.config.model.max_model_len,
             self.device,
             use_graphs=self.config.device.attention_backend == "triton" and not self.config.device.enforce_eager,
+            logprobs_mode=self.config.model.logprobs_mode,
         )
 
     def execute(self, plan: StepPlan) -> None:

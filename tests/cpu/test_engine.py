@@ -11,55 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from kvasir import LLM, SamplingParams
 from kvasir.errors import ConfigError, EngineDeadError, KvasirError, ModelError, RequestError
 from kvasir.outputs import RequestOutput
-from tests.model_builders import TINY, make_hf_model, save
+from tests.engine_builders import SMALL, TIGHT, Model, generate, metric, tokens
+from tests.model_builders import TINY
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-SMALL = {"max_num_batched_tokens": 24, "max_num_seqs": 8, "block_size": 4}  # forces chunks and mixed steps
-TIGHT = {**SMALL, "num_gpu_blocks_override": 40}  # forces preemption as well
-
-
-class Model:
-    """A checkpoint and transformers' word on it."""
-
-    def __init__(self, name: str, path: Path) -> None:
-        self.hf = make_hf_model(name)
-        self.path = str(save(self.hf, path))
-        rng = np.random.default_rng(3)
-        self.prompts = [rng.integers(2, 96, int(n)).tolist() for n in rng.integers(1, 60, 16)]
-
-    def llm(self, **settings: Any) -> LLM:
-        settings = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 128, "use_tqdm_on_load": False, **settings}
-        return LLM(self.path, skip_tokenizer_init=True, **settings)
-
-    def logprobs(self, text: list[int]) -> torch.Tensor:
-        with torch.inference_mode():
-            return torch.log_softmax(self.hf(torch.tensor([text]), use_cache=False).logits[0].double(), -1)
-
-    def greedy(self, prompt: list[int], count: int = 32) -> list[int]:
-        with torch.inference_mode():
-            text = self.hf.generate(
-                torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
-            )
-        return text[0, len(prompt) :].tolist()
-
-
-def generate(llm: LLM, prompts: list[list[int]], params: Any) -> list[RequestOutput]:
-    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def metric(llm: LLM, name: str) -> float:
-    return next(m.value for m in llm.get_metrics() if m.name == f"kvasir:{name}")
 
 
 @pytest.fixture(scope="module", params=list(TINY))
@@ -243,8 +203,8 @@ def test_bad_prompt_is_refused_and_the_engine_goes_on(llm: LLM, qwen: Model, pro
         lambda: SamplingParams(min_p=1.5),
         lambda: SamplingParams(max_tokens=0),
         lambda: SamplingParams(min_tokens=9, max_tokens=3),
-        lambda: SamplingParams(n=2),
-        lambda: SamplingParams(presence_penalty=0.5),
+        lambda: SamplingParams(thinking_token_budget=2),
+        lambda: SamplingParams(presence_penalty=2.5),
         lambda: SamplingParams(temprature=1),
     ],
 )

@@ -8,7 +8,9 @@ import torch
 
 from kvasir.kernels.random import uniform
 from kvasir.messages import NewRow, RowSampling
-from kvasir.sampling.sampler import Sampler, top_logprobs
+from kvasir.sampling.logprobs import top_logprobs
+from kvasir.sampling.sampler import Sampler
+from kvasir.sampling.stages import SampledRows
 from kvasir.sampling.state import SamplingState
 
 VOCAB = 40
@@ -24,7 +26,8 @@ def make_state(*rows: RowSampling) -> SamplingState:
 def sample(state: SamplingState, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
     needs = state.needs(np.array(rows, np.int32), wants_logprobs=False)
     next_token = torch.zeros(len(state.seed), dtype=torch.int32)
-    tokens = Sampler(state, next_token).sample(logits, torch.tensor(rows), torch.tensor(positions), needs)
+    step = SampledRows(np.array(rows, np.int32), torch.tensor(rows), torch.tensor(positions))
+    tokens = Sampler(state, next_token).sample(logits, step, needs)
     assert {int(next_token[row]) for row in rows} <= set(tokens.tolist()), "the rows learn their tokens"
     return tokens.tolist()
 

@@ -98,6 +98,32 @@ def test_seeded_text_does_not_depend_on_the_way(checkpoint: tuple[Any, Path]) ->
     assert first[:16] != first[16:]
 
 
+WISHES: list[dict[str, Any]] = [
+    {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.2},
+    {"logit_bias": {3: 2.0}, "logprobs": 4},
+    {"allowed_token_ids": list(range(10, 60)), "top_p": 0.9},
+    {"forbidden_token_ids": [1, 2, 3], "prompt_logprobs": 2},
+    {"top_ema_p": 0.5, "top_ema_d": 2},
+    {"logits_processors": [lambda said, logits: logits.roll(len(said) % 3)]},
+    {"logprob_token_ids": [4, 5], "n": 3},
+    {"use_beam_search": True, "n": 4, "temperature": 0, "seed": None},
+]
+
+
+def test_every_stage_gives_the_same_text_in_every_way_without_waiting(checkpoint: tuple[Any, Path]) -> None:
+    params = [
+        SamplingParams(**{"seed": i, "max_tokens": 16, "ignore_eos": True, **WISHES[i % len(WISHES)]}) for i in range(16)
+    ]
+    said = []
+    for way in WAYS.values():
+        with make(checkpoint[1], **way) as llm:
+            run(llm, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+            forbid_waiting(llm)
+            outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
+            said.append([[branch.token_ids for branch in output.outputs] for output in outputs])
+    assert all(one == said[0] for one in said)
+
+
 def test_closing_frees_the_device(checkpoint: tuple[Any, Path]) -> None:
     left = []
     for _ in range(3):  # the first leaves the math library's workspaces behind

@@ -91,7 +91,7 @@ CASES = {
     "seed": Case(7, shows=lambda c, w: c.model.seed == 7),
     "max_model_len": Case("1k", shows=lambda c, w: c.model.max_model_len == 1000),
     "max_logprobs": Case(5, shows=lambda c, w: c.model.max_logprobs == 5),
-    "logprobs_mode": Case("processed_logits", refused="Possible: raw_logprobs"),
+    "logprobs_mode": Case("processed_logits", shows=lambda c, w: c.model.logprobs_mode == "processed_logits"),
     "hf_overrides": Case(
         {"vocab_size": 500, "rope_parameters": {"factor": 2.0}},
         shows=lambda c, w: (
@@ -109,7 +109,7 @@ CASES = {
     "quantization": Case("awq", refused="unquantized"),
     "enable_lora": Case(True, refused="LoRA"),
     "speculative_config": Case({"method": "ngram"}, refused="Speculative decoding"),
-    "logits_processors": Case(["mine"], refused="Logits processors"),
+    "logits_processors": Case(["a:b"], shows=lambda c, w: c.model.logits_processors == ["a:b"]),
     "load_format": Case(
         "dummy",
         shows=lambda c, w: (
@@ -119,6 +119,7 @@ CASES = {
     ),
     "download_dir": Case("/models", shows=lambda c, w: w.fetched["org/model"]["cache_dir"] == "/models", beside=ON_HUB),
     "use_tqdm_on_load": Case(False, shows=lambda c, w: c.load.use_tqdm_on_load is False),
+    "stream_interval": Case(4, shows=lambda c, w: c.scheduler.stream_interval == 4),
     "block_size": Case(32, shows=lambda c, w: c.cache.block_size == 32),
     "gpu_memory_utilization": Case(0.5, shows=lambda c, w: c.cache.gpu_memory_utilization == 0.5),
     "kv_cache_memory_bytes": Case("2G", shows=lambda c, w: c.cache.kv_cache_memory_bytes == 2**31),

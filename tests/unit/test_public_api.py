@@ -3,7 +3,7 @@
 import kvasir
 
 PUBLIC = [
-    "LLM", "LLMEngine", "EngineArgs", "SamplingParams", "RequestOutput", "CompletionOutput",
+    "LLM", "LLMEngine", "EngineArgs", "SamplingParams", "RequestOutput", "BeamSearchParams", "CompletionOutput",
     "TextPrompt", "TokensPrompt", "PromptType", "__version__", "__version_tuple__",
 ]  # fmt: skip
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvasir.errors import RequestError
+from kvasir.sampling_checks import RepetitionDetectionParams
 from kvasir.sampling_params import NOT_YET, RequestOutputKind, SamplingParams
 
 
@@ -51,10 +52,25 @@ WRONG: list[tuple[str, Any]] = [
     *[("max_tokens", value) for value in (0, -1, 1.0, True, "16")],
     *[("min_tokens", value) for value in (-1, 17, 0.5, False, None)],
     *[("seed", value) for value in (1.5, "7", True, 2**64, -(2**63) - 1)],
-    *[("logprobs", value) for value in (-1, -2, 0.5, True, "5")],
+    *[("logprobs", value) for value in (-2, -3, 0.5, True, "5")],
     *[("stop", value) for value in ("", ["a", ""], [1], 5, {"a": 1})],
     *[("stop_token_ids", value) for value in ([-1], ["a"], [1.0], [True], 5, "5")],
     *[(name, value) for name in ("ignore_eos", "detokenize", "skip_special_tokens") for value in (1, None, "yes")],
+    *[(name, value) for name in ("presence_penalty", "frequency_penalty") for value in (-2.1, 2.1, math.nan, "1")],
+    *[("repetition_penalty", value) for value in (0, -1, math.inf, math.nan, None)],
+    *[("prompt_logprobs", value) for value in (-2, 0.5, True)],
+    *[(name, value) for name in ("logprob_token_ids", "forbidden_token_ids") for value in ([-1], ["a"], [1.0], 5)],
+    *[("allowed_token_ids", value) for value in ([], [-1], "5")],
+    *[("logit_bias", value) for value in ([1], {"a": 1.0}, {-1: 1.0}, {1: math.nan}, {1: "x"})],
+    *[("bad_words", value) for value in ("bad", [""], [" "], [1])],
+    *[("extra_args", [1]), ("skip_reading_prefix_cache", 1), ("flat_logprobs", 1), ("stream_interval", 0)],
+    *[("spaces_between_special_tokens", None), ("logits_processors", [1]), ("logits_processors", len)],
+    *[("top_ema_p", value) for value in (-0.1, 1.1, math.nan)],
+    *[("top_ema_d", value) for value in (-1, 0.5)],
+    *[("repetition_detection", value) for value in (3, {"window": 3}, {"min_count": 1}, {"max_pattern_size": -1})],
+    *[("n", value) for value in (0, -1, 1.5, 20_000)],
+    *[("best_of", value) for value in (0, 1.5, "2")],
+    ("repetition_detection", {"max_pattern_size": 2, "min_pattern_size": 3}),
     *[("include_stop_str_in_output", 0), ("output_kind", 1), ("output_kind", "delta")],
 ]
 
@@ -71,6 +87,8 @@ RIGHT: list[tuple[str, Any]] = [
     *[("temperature", 0), ("temperature", 100.0), ("temperature", np.float32(0.5)), ("top_p", 1), ("top_p", 1e-9)],
     *[("top_k", -1), ("top_k", 10**9), ("top_k", np.int64(4)), ("min_p", 0), ("min_p", 1), ("max_tokens", None)],
     *[("min_tokens", 16), ("seed", 0), ("seed", 2**64 - 1), ("seed", -(2**63)), ("logprobs", 0), ("logprobs", 5)],
+    *[("logprobs", -1), ("prompt_logprobs", -1), ("presence_penalty", -2), ("repetition_penalty", 0.5)],
+    *[("allowed_token_ids", [3]), ("forbidden_token_ids", []), ("stream_interval", 3), ("extra_args", {"a": 1})],
     *[("stop", None), ("stop", ("a", "b")), ("stop_token_ids", (1, 2)), ("stop_token_ids", None)],
 ]
 
@@ -85,34 +103,20 @@ def test_right_values_are_taken(name: str, value: Any) -> None:
 def test_contradictions_are_refused() -> None:
     with pytest.raises(RequestError, match="min_tokens=9 is more than max_tokens=8"):
         SamplingParams(min_tokens=9, max_tokens=8)
+    with pytest.raises(RequestError, match="n must be 1 with temperature=0"):
+        SamplingParams(n=2, temperature=0)
+    with pytest.raises(RequestError, match="best_of must be between 3"):
+        SamplingParams(n=3, best_of=2)
     with pytest.raises(RequestError, match="detokenize=True"):
         SamplingParams(stop="END", detokenize=False)
 
 
 # A value that asks for something, for every field that is not there yet.
 ASKING: dict[str, Any] = {
-    "n": 2,
-    "best_of": 2,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
-    "repetition_penalty": 1.1,
-    "prompt_logprobs": 0,
-    "logprob_token_ids": [1],
-    "flat_logprobs": True,
-    "spaces_between_special_tokens": False,
-    "stream_interval": 2,
     "structured_outputs": {"json": {}},
     "guided_decoding": {"regex": "a"},
-    "logit_bias": {1: 2.0},
-    "allowed_token_ids": [],
-    "bad_words": ["bad"],
-    "forbidden_token_ids": [3],
-    "logits_processors": [len],
     "truncate_prompt_tokens": 5,
-    "extra_args": {"a": 1},
-    "skip_reading_prefix_cache": True,
     "thinking_token_budget": 10,
-    "repetition_detection": {"window": 3},
     "routed_experts_prompt_start": 4,
     "trace_decode_token_ids": [1],
 }
@@ -129,17 +133,16 @@ def test_what_is_not_there_yet_is_refused_by_name(name: str) -> None:
 
 def test_every_field_either_works_or_is_refused() -> None:
     """A new field must be put into the table of refusals or into this list, with its own test."""
-    working = {"temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens"}
-    working |= {
-        "min_tokens",
-        "logprobs",
-        "detokenize",
-        "skip_special_tokens",
-        "include_stop_str_in_output",
-        "output_kind",
-    }
-    assert {f.name for f in fields(SamplingParams)} == working | set(NOT_YET)
-    assert not working & set(NOT_YET)
+    working = """
+        temperature top_p top_k min_p seed stop stop_token_ids ignore_eos max_tokens min_tokens logprobs detokenize
+        skip_special_tokens include_stop_str_in_output output_kind presence_penalty frequency_penalty
+        repetition_penalty prompt_logprobs logprob_token_ids flat_logprobs spaces_between_special_tokens
+        stream_interval logit_bias allowed_token_ids bad_words forbidden_token_ids logits_processors extra_args
+        skip_reading_prefix_cache repetition_detection top_ema_p top_ema_d n best_of
+        use_beam_search length_penalty early_stopping num_beam_groups diversity_penalty
+    """
+    assert {f.name for f in fields(SamplingParams)} == set(working.split()) | set(NOT_YET)
+    assert not set(working.split()) & set(NOT_YET)
 
 
 @pytest.mark.parametrize(
@@ -196,3 +199,12 @@ def test_repr_shows_what_was_asked() -> None:
     params = SamplingParams(temperature=0.5, stop="END")
     assert repr(params) == "SamplingParams(temperature=0.5, stop=['END'])"
     assert eval(repr(params)) == params
+
+
+def test_bias_is_cut_and_takes_json_keys() -> None:
+    assert SamplingParams(logit_bias={"3": 400, 5: -1.5}).logit_bias == {3: 100.0, 5: -1.5}  # type: ignore[dict-item]
+
+
+def test_repetition_detection_takes_a_dict() -> None:
+    params = SamplingParams(repetition_detection={"max_pattern_size": 4, "min_pattern_size": 0, "min_count": 3})
+    assert params.repetition_detection == RepetitionDetectionParams(4, 1, 3)

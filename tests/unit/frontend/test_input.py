@@ -278,18 +278,13 @@ def test_parameters_are_verified_again_and_may_change_later(sentencepiece: Token
 
 def test_default_sampling_params_come_from_the_generation_config(log_lines: list[str]) -> None:
     generation = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "max_new_tokens": 50}
-    generation |= {"do_sample": True, "eos_token_id": 3, "repetition_penalty": 1.0, "bos_token_id": None}
-    expected = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, max_tokens=50)
+    generation |= {"do_sample": True, "eos_token_id": 3, "repetition_penalty": 1.05, "bos_token_id": None}
+    expected = SamplingParams(
+        temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, max_tokens=50, repetition_penalty=1.05
+    )
     assert default_sampling_params(make_config(generation=generation)) == expected
     assert default_sampling_params(make_config()) == SamplingParams()
     assert log_lines == []
-
-
-def test_defaults_not_supported_yet_are_left_out_with_a_warning(log_lines: list[str]) -> None:
-    config = make_config(generation={"repetition_penalty": 1.05, "top_p": 0.8})
-    for _ in range(2):
-        assert default_sampling_params(config) == SamplingParams(top_p=0.8)
-    assert len(log_lines) == 1 and "repetition_penalty=1.05" in log_lines[0]
 
 
 def test_wrong_defaults_are_the_models_fault() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvasir.config import EngineConfig, ModelConfig
 from kvasir.errors import RequestError
+from kvasir.frontend.fanout import process_all
 from kvasir.frontend.input import InputProcessor
 from kvasir.frontend.output import OutputProcessor, StopAbort
 from kvasir.frontend.tokenizer import Tokenizer
@@ -378,7 +379,7 @@ def test_abort_ends_requests_here(frontend: Frontend) -> None:
     frontend.add(1, output_kind=FINAL_ONLY)
     frontend.step({0: [WORD["lo"]]})
     aborted = frontend.output.abort(["r0", "r1", "unknown"], 7.0)
-    assert [key for key, _ in aborted] == [0, 1]
+    assert [keys for keys, _ in aborted] == [[0], [1]]
     assert [(o.outputs[0].text, o.outputs[0].finish_reason, o.finished) for _, o in aborted] == [
         ("lo", "abort", True),
         ("", "abort", True),
@@ -433,3 +434,23 @@ def test_totals(frontend: Frontend) -> None:
         "e2e_request_latency_seconds_count": 3,
         "e2e_request_latency_seconds_sum": 110.0,
     }
+
+
+# ---------------------------------------------------------------- branches
+
+
+def test_a_stop_string_ends_one_branch_and_the_request_ends_with_the_last(frontend: Frontend) -> None:
+    params = SamplingParams(n=3, stop="lol", output_kind=DELTA)
+    request, states = process_all(frontend.input, "r", [WORD["wo"]], params, iter(range(3)), 50.0)
+    assert isinstance(states, list) and [fork.key for fork in request.forks] == [1, 2]
+    assert len({request.sampling.seed, *(fork.sampling.seed for fork in request.forks)}) == 3
+    frontend.output.add(*states, num_returned=3)
+    assert len(frontend.output) == 1
+    [output], aborts = frontend.step({0: [WORD["he"]], 1: [WORD["lo"]], 2: [WORD["lo"]]})
+    assert [branch.index for branch in output.outputs] == [0, 1, 2] and not aborts
+    [output], aborts = frontend.step({0: [WORD["he"]], 1: [WORD["lo"]]})
+    assert [abort.key for abort in aborts] == [1] and not output.finished
+    assert [(branch.index, branch.finish_reason) for branch in output.outputs] == [(0, None), (1, "stop")]
+    [output], _ = frontend.step({0: [WORD["he"]], 2: [WORD["he"]]}, end(0), end(2))
+    assert output.finished and [branch.index for branch in output.outputs] == [0, 2]
+    assert len(frontend.output) == 0 and frontend.output.metrics.prompt_tokens == 1

@@ -1,0 +1,206 @@
+"""Beam searches as requests that fork: each beam is a request whose tokens are picked here. Core process.
+
+After every step of a search its beams continue in place, fork or end, so that common beginnings are held once. A beam
+waits for its pick (Scheduler.pick), so the loop and the scheduler know nothing of searches.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import numpy as np
+
+from kvasir.engine.beam_search import Beam, BeamSearch, Proposals, candidates_per_beam
+from kvasir.engine.scheduler import Scheduler
+from kvasir.errors import RequestError
+from kvasir.messages import (
+    BeamOutput,
+    BeamSpec,
+    EngineOutput,
+    EngineRequest,
+    Hypothesis,
+    Logprobs,
+    RowSampling,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """A beam search and the requests that run its beams."""
+
+    request: EngineRequest
+    beam: EngineRequest  # what each beam is made of
+    search: BeamSearch
+    blocks: int  # it may need so many at most
+    keys: list[int] = field(default_factory=list)  # of its beams, in the search's order
+    proposals: dict[int, Proposals] = field(default_factory=dict)  # by key
+    num_cached: int = 0
+
+
+class Beams:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._running: dict[int, Search] = {}  # by the request's key
+        self._waiting: deque[Search] = deque()
+        self._of_beam: dict[int, Search] = {}
+        self._keys = count(-1, -1)  # no request of the API process has a negative one
+
+    def __len__(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    def add(self, request: EngineRequest) -> None:
+        spec = request.beam
+        assert spec is not None, "only beam searches are added here"
+        search = Search(request, self._beam(request, spec), BeamSearch(spec, request.max_tokens), 0)
+        search.blocks = self._most_blocks(request, spec)
+        rows, usable = self._scheduler.limits.max_num_seqs, self._scheduler.cache.pool.usable
+        if spec.width > rows:
+            raise RequestError(f"{spec.width} beams need as many rows, but max_num_seqs={rows}.", "beam_width")
+        if search.blocks > usable:
+            raise RequestError(
+                f"{spec.width} beams of this prompt may need {search.blocks} KV blocks, but the cache has {usable}; "
+                f"lower beam_width or max_tokens, or give the engine more KV cache memory",
+                "beam_width",
+            )
+        self._waiting.append(search)
+        self._start()
+
+    def _beam(self, request: EngineRequest, spec: BeamSpec) -> EngineRequest:
+        wanted = candidates_per_beam(spec.eos_token_ids, spec.width // spec.num_groups)
+        wanted += spec.width if spec.diversity_penalty else 0  # penalties may push that many tokens down
+        return EngineRequest(
+            0,
+            request.prompt_token_ids,
+            request.max_tokens + 1,  # never reached: the search ends it first
+            RowSampling(logprobs=wanted),
+            cache_salt=request.cache_salt,
+            reads_cache=request.reads_cache,
+            picked=True,
+        )
+
+    def _most_blocks(self, request: EngineRequest, spec: BeamSpec) -> int:
+        """What all beams may hold at once; the prompt's full blocks are one for all, unless a preempted beam must
+        compute them again for itself."""
+        cache, prompt = self._scheduler.cache, len(request.prompt_token_ids)
+        shared = prompt // cache.block_size if cache.caching and request.reads_cache else 0
+        own = cache.blocks_for(prompt + request.max_tokens) - shared + 1  # one for a copy
+        return shared + spec.width * own
+
+    def _start(self) -> None:
+        """Let searches begin while all that run can hold every block they may need: or they could wait for each
+        other forever."""
+        while self._waiting:
+            held = [*self._running.values(), self._waiting[0]]
+            rows = sum(search.search.spec.width for search in held)
+            blocks = sum(search.blocks for search in held)
+            limits = self._scheduler.limits
+            if rows > limits.max_num_seqs or blocks > self._scheduler.cache.pool.usable:
+                return
+            search = self._waiting.popleft()
+            self._running[search.request.key] = search
+            key = next(self._keys)
+            self._of_beam[key] = search
+            search.keys = [key]
+            self._scheduler.add(replace(search.beam, key=key))
+
+    def abort(self, key: int) -> bool:
+        if key in self._running:
+            self._end(self._running[key])
+            return True
+        for search in self._waiting:
+            if search.request.key == key:
+                self._waiting.remove(search)
+                return True
+        return False
+
+    def _end(self, search: Search) -> None:
+        del self._running[search.request.key]
+        self._abort_beams(search.keys)
+        self._start()
+
+    def _abort_beams(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            del self._of_beam[key]
+            self._scheduler.abort(key)
+
+    # ------------------------------------------------------------ steps
+
+    def update(self, output: EngineOutput) -> EngineOutput:
+        """Take the beams' proposals out of a step's output and put in how their searches stand."""
+        ours = np.array([key in self._of_beam for key in output.keys.tolist()], np.bool_)
+        if not ours.any():
+            return output
+        assert output.logprobs is not None, "beams ask for log-probabilities"
+        touched = self._collect(output.keys.tolist(), output.logprobs)
+        others = np.flatnonzero(~ours)
+        rest = EngineOutput(
+            keys=output.keys[others],
+            token_ids=output.token_ids[others],
+            counts=output.counts[others],
+            logprobs=output.logprobs.select(others, len(output.keys)),
+            finished=output.finished,
+            prompt_logprobs=output.prompt_logprobs,
+        )
+        ready = [search for search in touched if len(search.proposals) == len(search.keys)]
+        rest.beams = [found for search in ready for found in self._advance(search)]
+        return rest
+
+    def _collect(self, keys: list[int], logprobs: Logprobs) -> list[Search]:
+        touched: dict[int, Search] = {}
+        for index, ids, values in zip(
+            logprobs.index.tolist(), logprobs.token_ids.tolist(), logprobs.values.tolist(), strict=True
+        ):
+            search = self._of_beam.get(keys[index])
+            if search is None:
+                continue
+            wanted = search.beam.sampling.logprobs or 0
+            search.proposals[keys[index]] = Proposals(ids[1 : 1 + wanted], values[1 : 1 + wanted])
+            touched[search.request.key] = search
+        return list(touched.values())
+
+    def _advance(self, search: Search) -> list[BeamOutput]:
+        if not search.search.groups[0].beams[0].tokens and not search.num_cached:
+            search.num_cached = self._scheduler.num_cached_tokens(search.keys[0])
+        proposals = [search.proposals[key] for key in search.keys]
+        search.proposals.clear()
+        beams = search.search.advance(proposals)
+        if search.search.done:
+            self._end(search)
+            return [self._result(search)]
+        self._continue(search, beams)
+        if not search.request.stream:
+            return []
+        tokens, agreed = search.search.best()
+        best = Hypothesis(np.array(tokens, np.int32), 0.0, 0.0)
+        return [BeamOutput(search.request.key, [best], agreed, finished=False)]
+
+    def _continue(self, search: Search, beams: list[Beam]) -> None:
+        """Beams without a child end; the first child of a beam takes its place, the others fork from it."""
+        old, parents = search.keys, {beam.parent for beam in beams}
+        self._abort_beams(key for place, key in enumerate(old) if place not in parents)
+        search.keys = []
+        first: dict[int, int] = {}  # by parent: the token its own place goes on with
+        for beam in beams:
+            if beam.parent not in first:
+                first[beam.parent] = beam.tokens[-1]
+                search.keys.append(old[beam.parent])
+                continue
+            key = next(self._keys)
+            prompt = np.concatenate([search.request.prompt_token_ids, np.array(beam.tokens, np.int32)])
+            left = search.beam.max_tokens - len(beam.tokens)
+            fork = replace(search.beam, key=key, prompt_token_ids=prompt, max_tokens=left)
+            self._scheduler.fork(old[beam.parent], fork)
+            self._of_beam[key] = search
+            search.keys.append(key)
+        for parent, token in first.items():
+            self._scheduler.pick(old[parent], token)
+
+    def _result(self, search: Search) -> BeamOutput:
+        texts = [
+            Hypothesis(np.array(text.tokens, np.int32), text.score, text.logprob, text.stop_token_id)
+            for text in search.search.texts()
+        ]
+        return BeamOutput(search.request.key, texts, len(texts[0].token_ids), True, search.num_cached)

@@ -1,0 +1,58 @@
+"""Several completions of one prompt, given out as one request. API process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvasir.frontend.state import Ending, RequestState
+from kvasir.outputs import CompletionOutput, RequestOutput
+from kvasir.sampling_params import RequestOutputKind
+
+
+class Branches:
+    """The branches of a request, in the order of their indices; at the end the best `num_returned` are given out."""
+
+    def __init__(self, states: Sequence[RequestState], num_returned: int) -> None:
+        self.states = list(states)
+        self.num_returned = num_returned
+        self.num_cached: int | None = None
+        self._endings: dict[int, Ending] = {}  # by key
+        self._told: set[int] = set()  # keys whose end was given out
+
+    @property
+    def finished(self) -> bool:
+        return len(self._endings) == len(self.states)
+
+    def running(self) -> list[int]:
+        return [state.key for state in self.states if state.key not in self._endings]
+
+    def end(self, state: RequestState, ending: Ending, num_cached: int | None) -> None:
+        self._endings[state.key] = ending
+        if state is self.states[0]:  # the others' prompts were computed with its
+            self.num_cached = num_cached
+
+    def output(self) -> RequestOutput | None:
+        """What there is to give out now. With deltas, the branches in which something is new; else all of them."""
+        first = self.states[0]
+        if first.kind is RequestOutputKind.FINAL_ONLY and not self.finished:
+            return None
+        shown = self._best() if len(self.states) > self.num_returned else self.states
+        completions = [self._completion(index, state) for index, state in enumerate(shown) if self._has_news(state)]
+        num_cached = self.num_cached if self.finished else None
+        return first.output(completions, self.finished, num_cached) if completions else None
+
+    def _best(self) -> list[RequestState]:
+        ranked = sorted(self.states, key=lambda state: state.cumulative_logprob or 0.0, reverse=True)
+        return ranked[: self.num_returned]
+
+    def _has_news(self, state: RequestState) -> bool:
+        if state.kind is not RequestOutputKind.DELTA:
+            return True
+        ended = state.key in self._endings
+        return state.key not in self._told and (ended or (state.num_emitted < len(state.token_ids) and state.is_due))
+
+    def _completion(self, index: int, state: RequestState) -> CompletionOutput:
+        ending = self._endings.get(state.key)
+        if ending is not None:
+            self._told.add(state.key)
+        return state.completion(index, ending)

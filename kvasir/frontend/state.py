@@ -1,0 +1,158 @@
+"""One running request (or one branch of it) as the API process knows it: its tokens, text and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvasir.frontend.detokenizer import Detokenizer, incremental
+from kvasir.frontend.logprobs import LogprobLine, LogprobLists, TokenText, lines_of
+from kvasir.frontend.stop import Repetitions, StopStrings
+from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.messages import PromptLogprobs
+from kvasir.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from kvasir.sampling_params import RequestOutputKind
+
+
+class Ending(NamedTuple):
+    """Why a request ended, as callers are told."""
+
+    reason: str
+    stop_reason: int | str | None
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """Made by InputProcessor, kept by OutputProcessor."""
+
+    key: int
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    metrics: RequestMetrics
+    kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    min_tokens: int = 0
+    num_logprobs: int | None = None
+    named_logprobs: bool = False  # they are of tokens asked for, not of the likeliest
+    num_prompt_logprobs: int | None = None
+    flat_logprobs: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop: bool = False  # in the text
+    stops: StopStrings | None = None
+    repetitions: Repetitions | None = None
+    stream_interval: int = 1
+    eos_token_ids: frozenset[int] = frozenset()  # tokens at which it ends without a stop_reason
+
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)  # text not given out yet; all of it unless outputs are deltas
+    logprobs: LogprobLists | None = None
+    prompt_logprobs: LogprobLists | None = None
+    cumulative_logprob: float | None = None
+    num_emitted: int = 0  # tokens already given out
+    detokenizer: Detokenizer | None = None  # None: no text, or all of it at the end
+
+    def __post_init__(self) -> None:
+        if self.num_logprobs is not None:
+            self.logprobs = LogprobLists(self.num_logprobs, self.named_logprobs, self.flat_logprobs)
+        if self.num_prompt_logprobs is not None:
+            self.prompt_logprobs = LogprobLists(self.num_prompt_logprobs, flat=self.flat_logprobs)
+            self.prompt_logprobs.add_nothing()
+
+    def attach(self, tokenizer: Tokenizer | None) -> None:
+        """Detokenize step by step if somebody follows the text."""
+        follows = self.stops is not None or self.kind is not RequestOutputKind.FINAL_ONLY
+        if tokenizer is not None and self.detokenize and follows:
+            self.detokenizer = incremental(
+                tokenizer, self.prompt_token_ids, self.skip_special_tokens, self.spaces_between_special_tokens
+            )
+
+    def take(self, token_ids: Sequence[int], num_with_text: int) -> Ending | None:
+        """Append sampled tokens, of which the last may have no text, up to one that ends the request here."""
+        if self.detokenizer is None and self.repetitions is None:
+            self.token_ids.extend(token_ids)
+            return None
+        for i, token in enumerate(token_ids):
+            self.token_ids.append(token)
+            if self.detokenizer is not None and i < num_with_text:
+                stop = self._show(self.detokenizer.push(token))
+                if stop is not None:
+                    return Ending("stop", stop)
+            if self.repetitions is not None and self.repetitions.feed(token) and len(self.token_ids) > self.min_tokens:
+                return Ending("repetition", "repetition_detected")
+        return None
+
+    def _show(self, piece: str) -> str | None:
+        stop = None
+        if self.stops is not None:
+            piece, stop = self.stops.feed(piece, len(self.token_ids) > self.min_tokens)
+        if piece:
+            self.pieces.append(piece)
+        return stop
+
+    def flush(self) -> str | None:
+        """Show what was waiting for more text. That may complete a stop string, too."""
+        if self.detokenizer is None:
+            return None
+        stop = self._show(self.detokenizer.flush())
+        if self.stops is not None and stop is None:
+            self.pieces.append(self.stops.flush())
+        return stop
+
+    def add_logprobs(self, lines: Iterable[LogprobLine], tokenizer: Tokenizer | None) -> None:
+        text = self._token_text(tokenizer)
+        for line in lines:
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + line[1][0]
+            if self.logprobs is not None:
+                self.logprobs.add(line, text)
+
+    def add_prompt_logprobs(self, part: PromptLogprobs, tokenizer: Tokenizer | None) -> None:
+        """A request that was preempted may bring some a second time."""
+        found = self.prompt_logprobs
+        assert found is not None, "this request asked for no prompt_logprobs"
+        text = self._token_text(tokenizer)
+        for line in lines_of(part)[len(found) - part.start :]:
+            found.add(line, text)
+
+    def _token_text(self, tokenizer: Tokenizer | None) -> TokenText:
+        return tokenizer.token_text if tokenizer is not None and self.detokenize else lambda token: None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough is new to be given out before the end."""
+        new = len(self.token_ids) - self.num_emitted
+        return self.kind is not RequestOutputKind.FINAL_ONLY and (self.num_emitted == 0 or new >= self.stream_interval)
+
+    def completion(self, index: int, ending: Ending | None) -> CompletionOutput:
+        """What there is to give out now."""
+        text, token_ids = "".join(self.pieces), self.token_ids
+        logprobs = None if self.logprobs is None else self.logprobs.entries
+        if self.kind is RequestOutputKind.DELTA:
+            token_ids = token_ids[self.num_emitted :]
+            logprobs = None if logprobs is None else logprobs[self.num_emitted :]
+            self.pieces = []
+        else:
+            self.pieces = [text]
+        self.num_emitted = len(self.token_ids)
+        total = self.cumulative_logprob
+        if total is None and self.logprobs is not None:
+            total = 0.0
+        reason, stop_reason = ending or (None, None)
+        return CompletionOutput(index, text, token_ids, total, logprobs, reason, stop_reason)
+
+    def output(self, completions: list[CompletionOutput], finished: bool, num_cached: int | None) -> RequestOutput:
+        prompt_logprobs = self.prompt_logprobs
+        if self.kind is RequestOutputKind.DELTA:
+            self.prompt_logprobs = None  # with the first output only
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            None if prompt_logprobs is None else prompt_logprobs.entries,  # type: ignore[arg-type]
+            completions,
+            finished,
+            self.metrics,
+            num_cached_tokens=num_cached,
+        )

@@ -1,0 +1,152 @@
+"""Log-probabilities of sampled tokens and of prompt tokens, on the device. Nothing here waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvasir.kernels.upload import upload
+from kvasir.messages import Extras, NewRow, PromptLogprobs, StepPlan
+from kvasir.sampling.stages import SampledRows, Stage, padded
+
+UNNAMED = -1
+
+
+@dataclass(slots=True)
+class TopLogprobs:
+    token_ids: torch.Tensor  # [lines, 1 + n] int32, the sampled token first
+    values: torch.Tensor  # [lines, 1 + n] float32
+    ranks: torch.Tensor  # [lines] int32
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.token_ids, self.values, self.ranks]
+
+
+def top_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, count: int, named: torch.Tensor | None = None, as_logits: bool = False
+) -> TopLogprobs:
+    """Of logits [lines, vocab]: the tokens' own log-probabilities and ranks, and those of the top `count`.
+
+    `named` [lines, n] int32: tokens asked for in place of the likeliest; UNNAMED where none is.
+    """
+    logits, tokens = logits.float(), tokens.long()
+    count = min(count, logits.shape[-1])
+    others = logits.topk(count, dim=-1).indices if count else tokens[:, None][:, :0]
+    if named is not None:
+        missing = named.shape[1] - others.shape[1]
+        if missing > 0:
+            others = torch.cat([others, tokens[:, None].expand(-1, missing)], dim=1)
+        asked = torch.where(named >= 0, named.long(), others[:, : named.shape[1]])
+        others = torch.cat([asked, others[:, named.shape[1] :]], dim=1)
+    ids = torch.cat([tokens[:, None], others], dim=1)
+    values = logits.gather(1, ids)
+    ranks = (logits > values[:, :1]).sum(dim=-1) + 1
+    if not as_logits:
+        values = values - logits.logsumexp(dim=-1, keepdim=True)
+    return TopLogprobs(ids.to(torch.int32), values, ranks.to(torch.int32))
+
+
+class NamedTokens(Stage):
+    """The tokens whose log-probabilities rows ask for by name. Changes no logits."""
+
+    tables = ("ids",)
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        super().__init__(max_rows, device)
+        self.ids = self.table(1, dtype=torch.int32)
+
+    def asks(self, extras: Extras) -> bool:
+        return bool(extras.logprob_token_ids)
+
+    def fill(self, new_rows: Sequence[NewRow], slots: list[int]) -> None:
+        lists = [extras.logprob_token_ids for new in new_rows if (extras := new.sampling.extras) is not None]
+        width = max(self.ids.shape[1], *map(len, lists))
+        self.widen("ids", width, UNNAMED)
+        own, ids = self.upload(np.array(slots, np.int32), padded(lists, UNNAMED, width))
+        self.ids[own.long()] = ids.view(-1, width)
+
+    def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
+        pass
+
+    def of(self, rows: NDArray[np.int32]) -> torch.Tensor | None:
+        """[rows, n], or None if none of these rows names any."""
+        held = self.slots[rows]
+        if not (held >= 0).any():
+            return None
+        slots, unheld = self.upload(held, (held < 0).astype(np.int32))
+        return self.ids[slots.long().clamp(min=0)].masked_fill((unheld > 0)[:, None], UNNAMED)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A stretch of a prompt whose tokens get their log-probabilities in this step."""
+
+    line: int  # of the plan
+    first: int  # of the step's tokens, the one that predicts the first of the stretch
+    start: int  # position of the first of the stretch
+    targets: NDArray[np.int32]
+    count: int  # likeliest tokens wanted
+
+
+class PromptScores:
+    """Log-probabilities of prompt tokens, computed with the steps that compute the prompt."""
+
+    def __init__(self, most_lines: int, as_logits: bool, device: torch.device) -> None:
+        self.most_lines = most_lines  # of logits at once: no more memory than sampling for all rows takes
+        self.as_logits = as_logits
+        self.device = device
+        self._prompts: dict[int, tuple[NDArray[np.int32], int]] = {}  # by row: prompt, likeliest tokens wanted
+
+    def open(self, new_rows: list[NewRow]) -> None:
+        for new in new_rows:
+            self._prompts.pop(new.row, None)
+            extras = new.sampling.extras
+            if extras is not None and extras.prompt_logprobs is not None:
+                assert new.token_ids is not None, "a row with extras comes with its tokens"
+                self._prompts[new.row] = new.token_ids[: extras.num_prompt_tokens], extras.prompt_logprobs
+
+    def chunks(self, plan: StepPlan) -> list[Chunk]:
+        """What this step computes of prompts that are asked for."""
+        if not self._prompts:
+            return []
+        found = []
+        firsts = np.cumsum(plan.num_tokens) - plan.num_tokens
+        for line, row in enumerate(plan.rows.tolist()):
+            if row not in self._prompts:
+                continue
+            prompt, count = self._prompts[row]
+            end = int(plan.bounds[line])  # exact: nothing of a prompt is still on the device
+            start = end - int(plan.num_tokens[line]) + 1
+            targets = prompt[start : end + 1]
+            if len(targets):
+                found.append(Chunk(line, int(firsts[line]), start, targets, count))
+            if end + 1 >= len(prompt):
+                del self._prompts[row]
+        return found
+
+    def score(
+        self, chunks: list[Chunk], hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Three tensors (ids, values, ranks) for each chunk."""
+        tensors: list[torch.Tensor] = []
+        for chunk in chunks:
+            (targets,) = upload([chunk.targets], self.device)
+            parts = []
+            for at in range(0, len(chunk.targets), self.most_lines):
+                some = targets[at : at + self.most_lines]
+                logits = head(hidden[chunk.first + at : chunk.first + at + len(some)])
+                parts.append(top_logprobs(logits, some, chunk.count, as_logits=self.as_logits).tensors())
+            tensors += [torch.cat(columns) for columns in zip(*parts, strict=True)]
+        return tensors
+
+
+def prompt_results(chunks: list[Chunk], arrays: Sequence[NDArray[np.generic]]) -> list[PromptLogprobs]:
+    """What `score` gave, once the host has it."""
+    return [
+        PromptLogprobs(chunk.line, chunk.start, *arrays[3 * i : 3 * i + 3])  # type: ignore[arg-type]
+        for i, chunk in enumerate(chunks)
+    ]

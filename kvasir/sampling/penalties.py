@@ -1,0 +1,61 @@
+"""Presence, frequency and repetition penalties. Counts of a row's tokens live on the device and learn each drawn token
+there, so that such rows run as asynchronously as others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvasir.messages import Extras, NewRow
+from kvasir.sampling.stages import SampledRows, Stage, bits, ragged
+
+
+class Penalties(Stage):
+    tables = ("counts", "in_prompt", "presence", "frequency", "repetition")
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        super().__init__(max_rows, device)
+        self.counts = self.table(vocab_size, dtype=torch.int32)  # how often each token was generated
+        self.in_prompt = self.table(vocab_size, dtype=torch.bool)
+        self.presence, self.frequency, self.repetition = self.table(), self.table(), self.table()
+
+    def asks(self, extras: Extras) -> bool:
+        return bool(extras.presence_penalty or extras.frequency_penalty or extras.repetition_penalty != 1)
+
+    def fill(self, new_rows: Sequence[NewRow], slots: list[int]) -> None:
+        given, generated, parameters = [], [], []
+        for new in new_rows:
+            extras, tokens = new.sampling.extras, new.token_ids
+            assert extras is not None and tokens is not None, "a row with extras comes with its tokens"
+            given.append(tokens[: extras.num_prompt_tokens])
+            generated.append(tokens[extras.num_prompt_tokens :])
+            parameters += [extras.presence_penalty, extras.frequency_penalty, extras.repetition_penalty]
+        prompt_slots, prompt, output_slots, output, own, floats = self.upload(
+            *ragged(given, slots), *ragged(generated, slots), np.array(slots, np.int32), bits(parameters)
+        )
+        own = own.long()
+        values = floats.view(torch.float32).view(-1, 3)
+        self.presence[own], self.frequency[own], self.repetition[own] = values[:, 0], values[:, 1], values[:, 2]
+        self.counts[own] = 0
+        self.in_prompt[own] = False
+        self.in_prompt[prompt_slots.long(), prompt.long()] = True
+        self._count(output_slots.long(), output)
+
+    def _count(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        ones = torch.ones(len(tokens), dtype=torch.int32, device=self.device)
+        self.counts.index_put_((slots, tokens.long()), ones, accumulate=True)
+
+    def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
+        lines, slots = self.lines(step)
+        own, counts = logits[lines], self.counts[slots]
+        generated = counts > 0
+        factor = torch.where(generated | self.in_prompt[slots], self.repetition[slots, None], 1.0)
+        own = torch.where(own > 0, own / factor, own * factor)
+        own -= self.frequency[slots, None] * counts + self.presence[slots, None] * generated
+        logits[lines] = own
+
+    def observe(self, tokens: torch.Tensor, step: SampledRows) -> None:
+        lines, slots = self.lines(step)
+        self._count(slots, tokens[lines])

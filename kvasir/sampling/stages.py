@@ -1,0 +1,163 @@
+"""What few rows ask of sampling: stages that change logits, run only in steps in which some row asks.
+
+A stage keeps its rows' parameters in tables on the device that grow on first use; a row that asks holds one line of
+them, its slot. Worker process; knows rows and logits, neither requests nor text. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvasir.kernels.upload import upload
+from kvasir.messages import Extras, NewRow
+
+NEVER = float("-inf")
+
+
+@dataclass(slots=True)
+class SampledRows:
+    """The lines of a step that sample."""
+
+    host_rows: NDArray[np.int32]  # [n]
+    rows: torch.Tensor  # [n]
+    positions: torch.Tensor  # [n] where each token will stand
+    # called with the tokens [n] when the host has them
+    learners: list[Callable[[NDArray[np.int32]], None]] = field(default_factory=list)
+    failures: dict[int, str] = field(default_factory=dict)  # by line: why it cannot go on
+
+
+class Stage:
+    """One way to change logits. `tables` names the attributes that have a line per slot."""
+
+    narrows = False  # runs after all others, on what is then the distribution to draw from
+    tables: tuple[str, ...] = ()
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.device = device
+        self.slots: NDArray[np.int32] = np.full(max_rows, -1, np.int32)
+        self._free: list[int] = []
+        self._size = 0
+
+    # ------------------------------------------------------------ what a stage says
+
+    def asks(self, extras: Extras) -> bool:
+        """Whether a row with these wishes needs this stage."""
+        raise NotImplementedError
+
+    def fill(self, new_rows: Sequence[NewRow], slots: list[int]) -> None:
+        """Write the parameters of rows that ask into their slots."""
+        raise NotImplementedError
+
+    def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
+        """Change the logits [n, vocabulary], float32, in place."""
+        raise NotImplementedError
+
+    def observe(self, tokens: torch.Tensor, step: SampledRows) -> None:
+        """Learn what was drawn, [n] int32."""
+
+    # ------------------------------------------------------------ slots
+
+    def open(self, new_rows: Sequence[NewRow]) -> None:
+        slots = [self.take(new) for new in new_rows]
+        self.slots[[new.row for new in new_rows]] = slots
+        self.fill(new_rows, slots)
+
+    def take(self, new: NewRow) -> int:
+        """A slot for this row."""
+        if not self._free:
+            added = max(4, self._size)
+            self._free = list(range(self._size + added - 1, self._size - 1, -1))
+            self._size += added
+            for name in self.tables:
+                table: torch.Tensor = getattr(self, name)
+                more = torch.zeros(added, *table.shape[1:], dtype=table.dtype, device=self.device)
+                setattr(self, name, torch.cat([table, more]))
+        return self._free.pop()
+
+    def close(self, row: int) -> None:
+        self._free.append(int(self.slots[row]))
+        self.slots[row] = -1
+
+    def holds_any(self, rows: NDArray[np.int32]) -> bool:
+        return bool((self.slots[rows] >= 0).any())
+
+    def table(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An empty table with lines of this shape."""
+        return torch.zeros(0, *shape, dtype=dtype, device=self.device)
+
+    def upload(self, *arrays: NDArray[np.int32]) -> list[torch.Tensor]:
+        return upload(arrays, self.device)
+
+    def lines(self, step: SampledRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which lines of the step ask, and their slots."""
+        held = self.slots[step.host_rows]
+        lines = np.flatnonzero(held >= 0)
+        at, slots = self.upload(lines.astype(np.int32), held[lines])
+        return at.long(), slots.long()
+
+    def widen(self, name: str, width: int, value: float) -> None:
+        """Give a table [slots, width, ...] at least this width."""
+        table: torch.Tensor = getattr(self, name)
+        missing = width - table.shape[1]
+        if missing > 0:
+            shape = (table.shape[0], missing, *table.shape[2:])
+            more = torch.full(shape, value, dtype=table.dtype, device=self.device)
+            setattr(self, name, torch.cat([table, more], dim=1))
+
+
+class Stages:
+    """All stages, in the order in which they run."""
+
+    def __init__(self, stages: Iterable[Stage] = ()) -> None:
+        self._stages = tuple(stages)
+        self._holders: dict[int, list[Stage]] = {}  # by row
+
+    def open(self, new_rows: list[NewRow]) -> None:
+        """Rows get new tenants: forget the old ones' wishes and take in the new ones'."""
+        if self._holders:
+            for new in new_rows:
+                for stage in self._holders.pop(new.row, ()):
+                    stage.close(new.row)
+        asking = [(new, new.sampling.extras) for new in new_rows if new.sampling.extras is not None]
+        if not asking:
+            return
+        for stage in self._stages:
+            rows = [new for new, extras in asking if stage.asks(extras)]
+            if rows:
+                stage.open(rows)
+            for new in rows:
+                self._holders.setdefault(new.row, []).append(stage)
+
+    def needed(self, rows: NDArray[np.int32]) -> tuple[Stage, ...]:
+        """Those that some of these rows ask for."""
+        if not self._holders:
+            return ()
+        return tuple(stage for stage in self._stages if stage.holds_any(rows))
+
+
+def bits(floats: Sequence[float]) -> NDArray[np.int32]:
+    """Floats as they travel: by their bits. `view(torch.float32)` on the device makes floats of them again."""
+    return np.array(floats, np.float32).view(np.int32)
+
+
+def ragged(
+    lists: Sequence[Sequence[int] | NDArray[np.int32]], slots: Sequence[int]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Lists of numbers end to end, and for each number the slot of its list."""
+    lengths = [len(each) for each in lists]
+    flat = np.concatenate([np.asarray(each, np.int32) for each in lists]) if lists else np.zeros(0, np.int32)
+    return np.repeat(np.array(slots, np.int32), lengths), flat
+
+
+def padded(lists: Sequence[Sequence[int]], value: int, width: int = 0) -> NDArray[np.int32]:
+    """Lists of numbers as one matrix, at least `width` wide."""
+    width = max(width, *map(len, lists))
+    matrix = np.full((len(lists), width), value, np.int32)
+    for line, each in enumerate(lists):
+        matrix[line, : len(each)] = each
+    return matrix

@@ -1,0 +1,137 @@
+"""Stages about single tokens: bias, allowed and forbidden ids, and words that must not be completed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+
+from kvasir.messages import Extras, NewRow
+from kvasir.sampling.stages import NEVER, SampledRows, Stage, bits, padded, ragged
+
+ANY, NO_WORD, NO_TOKEN = -1, -2, -3  # in the beginnings of bad words: matches every token; none; no token yet
+
+
+def _extras(new_rows: Sequence[NewRow]) -> list[Extras]:
+    return [new.sampling.extras for new in new_rows if new.sampling.extras is not None]
+
+
+class Bias(Stage):
+    """Adds a number to some tokens' logits."""
+
+    tables = ("ids", "values")
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        super().__init__(max_rows, device)
+        self.ids, self.values = self.table(1, dtype=torch.int64), self.table(1)
+
+    def asks(self, extras: Extras) -> bool:
+        return bool(extras.logit_bias)
+
+    def fill(self, new_rows: Sequence[NewRow], slots: list[int]) -> None:
+        pairs = [extras.logit_bias for extras in _extras(new_rows)]
+        width = max(self.ids.shape[1], *map(len, pairs))
+        self.widen("ids", width, 0)
+        self.widen("values", width, 0)
+        values = [[value for _, value in each] + [0.0] * (width - len(each)) for each in pairs]
+        own, ids, floats = self.upload(
+            np.array(slots, np.int32),
+            padded([[token for token, _ in each] for each in pairs], 0, width),
+            bits(list(chain.from_iterable(values))),
+        )
+        self.ids[own.long()] = ids.view(-1, width).long()
+        self.values[own.long()] = floats.view(torch.float32).view(-1, width)
+
+    def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
+        lines, slots = self.lines(step)
+        logits[lines] = logits[lines].scatter_add(1, self.ids[slots], self.values[slots])
+
+
+class Bans(Stage):
+    """Allowed and forbidden token ids, as one mask."""
+
+    tables = ("banned",)
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        super().__init__(max_rows, device)
+        self.banned = self.table(vocab_size, dtype=torch.bool)
+
+    def asks(self, extras: Extras) -> bool:
+        return bool(extras.allowed_token_ids or extras.forbidden_token_ids)
+
+    def fill(self, new_rows: Sequence[NewRow], slots: list[int]) -> None:
+        wishes = _extras(new_rows)
+        own, strict, allowed_slots, allowed, forbidden_slots, forbidden = self.upload(
+            np.array(slots, np.int32),
+            np.array([bool(extras.allowed_token_ids) for extras in wishes], np.int32),
+            *ragged([extras.allowed_token_ids for extras in wishes], slots),
+            *ragged([extras.forbidden_token_ids for extras in wishes], slots),
+        )
+        self.banned[own.long()] = (strict > 0)[:, None]
+        self.banned[allowed_slots.long(), allowed.long()] = False
+        self.banned[forbidden_slots.long(), forbidden.long()] = True
+
+    def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
+        lines, slots = self.lines(step)
+        logits[lines] = logits[lines].masked_fill(self.banned[slots], NEVER)
+
+
+class BadWords(Stage):
+    """Token sequences of which the last token is banned where the generated text ends with the ones before it."""
+
+    tables = ("beginnings", "ends", "recent")
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        super().__init__(max_rows, device)
+        self.beginnings = self.table(1, 1, dtype=torch.int32)  # [slots, words, tokens], to the right
+        self.ends = self.table(1, dtype=torch.int64)  # [slots, words]
+        self.recent = self.table(1, dtype=torch.int32)  # [slots, tokens] generated last
+
+    def asks(self, extras: Extras) -> bool:
+        return bool(extras.bad_words)
+
+    def fill(self, new_rows: Sequence[NewRow], slots: list[int]) -> None:
+        wishes = _extras(new_rows)
+        words = max(self.beginnings.shape[1], *(len(extras.bad_words) for extras in wishes))
+        length = max(self.recent.shape[1], *(len(word) - 1 for extras in wishes for word in extras.bad_words))
+        self._make_room(words, length)
+        beginnings = np.full((len(wishes), words, length), NO_WORD, np.int32)
+        ends = np.zeros((len(wishes), words), np.int32)
+        recent = np.full((len(wishes), length), NO_TOKEN, np.int32)
+        for line, (new, extras) in enumerate(zip(new_rows, wishes, strict=True)):
+            assert new.token_ids is not None, "a row with extras comes with its tokens"
+            said = new.token_ids[extras.num_prompt_tokens :][-length:]
+            recent[line, length - len(said) :] = said
+            for i, word in enumerate(extras.bad_words):
+                beginnings[line, i] = ANY
+                beginnings[line, i, length - len(word) + 1 :] = word[:-1]
+                ends[line, i] = word[-1]
+        own, *parts = self.upload(np.array(slots, np.int32), beginnings, ends, recent)
+        self.beginnings[own.long()] = parts[0].view(beginnings.shape)
+        self.ends[own.long()] = parts[1].view(ends.shape).long()
+        self.recent[own.long()] = parts[2].view(recent.shape)
+
+    def _make_room(self, words: int, length: int) -> None:
+        self.widen("beginnings", words, NO_WORD)
+        self.widen("ends", words, 0)
+        missing = length - self.recent.shape[1]
+        if missing:  # to the left: words end at the right edge. What was written is still right, and just as short
+            slots = len(self.recent)
+            first = self.beginnings[:, :, :1]
+            more = torch.where(first == NO_WORD, NO_WORD, ANY).to(torch.int32).expand(-1, -1, missing)
+            self.beginnings = torch.cat([more, self.beginnings], dim=2)
+            unknown = torch.full((slots, missing), NO_TOKEN, dtype=torch.int32, device=self.device)
+            self.recent = torch.cat([unknown, self.recent], dim=1)
+
+    def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
+        lines, slots = self.lines(step)
+        beginnings = self.beginnings[slots]
+        same = (beginnings == self.recent[slots, None]) | (beginnings == ANY)
+        change = torch.where(same.all(dim=-1), NEVER, 0.0)
+        logits[lines] = logits[lines].scatter_add(1, self.ends[slots], change)
+
+    def observe(self, tokens: torch.Tensor, step: SampledRows) -> None:
+        lines, slots = self.lines(step)
+        self.recent[slots] = torch.cat([self.recent[slots, 1:], tokens[lines, None]], dim=1)

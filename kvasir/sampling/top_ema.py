@@ -1,0 +1,90 @@
+"""Top-EMA: a nucleus that widens when the distribution is flatter than it lately was. docs/sampling.md has a picture.
+
+H_t is the mass of the `top_ema_d` likeliest tokens, m_t its moving average. The nucleus kept is the smallest set with
+mass >= top_ema_p * m_t / H_t, clipped to [top_ema_p, 1].
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvasir.messages import Extras, NewRow
+from kvasir.sampling.stages import NEVER, SampledRows, Stage, bits
+
+BETA = 0.9
+UNSET = -1.0
+
+
+class TopEma(Stage):
+    """A slot belongs to a request, not to a row: the average must survive preemption. Those of the least recent
+    requests are given to new ones."""
+
+    narrows = True
+    tables = ("share", "depth", "before", "now", "position")
+
+    def __init__(self, max_rows: int, temperature: torch.Tensor, device: torch.device) -> None:
+        super().__init__(max_rows, device)
+        self.temperature = temperature  # [rows]
+        self.share, self.depth = self.table(), self.table(dtype=torch.int32)
+        # The average at the last step and the one before it, which counts if that step is drawn again: a step in
+        # flight is dropped when its request is preempted.
+        self.before, self.now, self.position = self.table(), self.table(), self.table(dtype=torch.int32)
+        self._slot_of: OrderedDict[int, int] = OrderedDict()  # by the request's key, least recent first
+        self._most = 4 * max_rows
+
+    def asks(self, extras: Extras) -> bool:
+        return extras.top_ema_p > 0 and extras.top_ema_d > 0
+
+    def take(self, new: NewRow) -> int:
+        assert new.sampling.extras is not None, "only rows with extras ask"
+        key = new.sampling.extras.ema_key
+        if key not in self._slot_of and len(self._slot_of) >= self._most:
+            in_use = set(self.slots.tolist())
+            oldest = next(old for old, slot in self._slot_of.items() if slot not in in_use)
+            self._free.append(self._slot_of.pop(oldest))
+        slot = self._slot_of.pop(key, None)
+        self._slot_of[key] = super().take(new) if slot is None else slot
+        return self._slot_of[key]
+
+    def close(self, row: int) -> None:
+        self.slots[row] = -1
+
+    def fill(self, new_rows: Sequence[NewRow], slots: list[int]) -> None:
+        wishes = [extras for new in new_rows if (extras := new.sampling.extras) is not None]
+        own, share, depth = self.upload(
+            np.array(slots, np.int32),
+            bits([extras.top_ema_p for extras in wishes]),
+            np.array([extras.top_ema_d for extras in wishes], np.int32),
+        )
+        self.share[own.long()] = share.view(torch.float32)
+        self.depth[own.long()] = depth
+        fresh = [
+            slot
+            for new, extras, slot in zip(new_rows, wishes, slots, strict=True)
+            if new.token_ids is None or len(new.token_ids) == extras.num_prompt_tokens  # it has said nothing yet
+        ]
+        if fresh:
+            (begins,) = self.upload(np.array(fresh, np.int32))
+            self.before[begins.long()] = self.now[begins.long()] = UNSET
+            self.position[begins.long()] = -1
+
+    def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
+        lines, slots = self.lines(step)
+        heat, position = self.temperature[step.rows[lines], None], step.positions[lines].to(torch.int32)
+        ordered = (logits[lines] / torch.where(heat > 0, heat, 1.0)).sort(dim=-1, descending=True)
+        probs = torch.softmax(ordered.values, dim=-1)
+        sums = probs.cumsum(dim=-1)
+        depth = self.depth[slots].clamp(max=logits.shape[-1]).long()
+        mass = sums.gather(1, depth[:, None] - 1).squeeze(1)
+        base = torch.where(position > self.position[slots], self.now[slots], self.before[slots])
+        average = torch.where(base < 0, mass, BETA * base + (1 - BETA) * mass)
+        self.before[slots], self.now[slots], self.position[slots] = base, average, position
+        share = self.share[slots]
+        goal = torch.minimum(torch.maximum(share * average / mass, share), torch.ones_like(share))
+        kept = sums - probs < torch.where(goal < 1, goal, 2.0)[:, None]
+        kept[:, 0] = True
+        logits[lines] = logits[lines].masked_fill(~torch.zeros_like(kept).scatter(1, ordered.indices, kept), NEVER)

@@ -1,0 +1,263 @@
+"""Each stage of the sampler against a brute-force loop, and all of them mixed in one batch against numpy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvasir.messages import Extras, NewRow, RowSampling
+from kvasir.sampling.penalties import Penalties
+from kvasir.sampling.sampler import Sampler, make_stages
+from kvasir.sampling.stages import SampledRows
+from kvasir.sampling.state import SamplingState
+from kvasir.sampling.top_ema import BETA
+
+VOCAB = 24
+CPU = torch.device("cpu")
+
+
+class Bench:
+    """A sampler for a few rows, and the slow and plain way to the same distributions."""
+
+    def __init__(self, max_rows: int = 16) -> None:
+        self.state = SamplingState(max_rows, CPU)
+        self.state.stages = make_stages(max_rows, VOCAB, self.state, CPU)
+        self.next_token = torch.zeros(max_rows, dtype=torch.int32)
+        self.sampler = Sampler(self.state, self.next_token)
+        self.texts: dict[int, tuple[RowSampling, list[int], list[int]]] = {}
+
+    def open(self, *rows: tuple[int, RowSampling, list[int], list[int]]) -> None:
+        new = [NewRow(row, 0, s, np.array(prompt + said, np.int32)) for row, s, prompt, said in rows]
+        packed = torch.from_numpy(self.state.pack(new))
+        self.state.write(packed[:, 0].long(), packed)
+        self.state.stages.open(new)
+        for row, s, prompt, said in rows:
+            self.texts[row] = s, prompt, list(said)
+
+    def step(self, rows: list[int], logits: torch.Tensor) -> tuple[list[int], np.ndarray]:
+        """Tokens drawn, and the logits they were drawn from."""
+        positions = [len(self.texts[row][1]) + len(self.texts[row][2]) for row in rows]
+        step = SampledRows(np.array(rows, np.int32), torch.tensor(rows), torch.tensor(positions))
+        needs = self.state.needs(np.array(rows, np.int32), wants_logprobs=False)
+        before = logits.clone()
+        processed = self.sampler.process(logits, step, needs)
+        tokens = self.sampler.draw(processed, step, needs)
+        assert torch.equal(logits, before), "the model's logits were changed in place"
+        for learn in step.learners:
+            learn(tokens.numpy())
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            self.texts[row][2].append(token)
+        return tokens.tolist(), processed.numpy()
+
+    def wanted(self, row: int, logits: np.ndarray) -> np.ndarray:
+        s, prompt, said = self.texts[row]
+        return brute_force(logits, s, prompt, said)
+
+
+def brute_force(logits: np.ndarray, s: RowSampling, prompt: list[int], said: list[int]) -> np.ndarray:
+    x = [float(value) for value in logits]
+    e = s.extras or Extras(len(prompt))
+    for process in e.processors:
+        x = process(prompt, said, torch.tensor(x)).tolist()
+    for token, bias in e.logit_bias:
+        x[token] += bias
+    for token in range(VOCAB):
+        if token in prompt or token in said:
+            x[token] = x[token] / e.repetition_penalty if x[token] > 0 else x[token] * e.repetition_penalty
+        x[token] -= e.frequency_penalty * said.count(token)
+        x[token] -= e.presence_penalty * (token in said)
+    for token in range(VOCAB):
+        if (e.allowed_token_ids and token not in e.allowed_token_ids) or token in e.forbidden_token_ids:
+            x[token] = -np.inf
+    for *beginning, last in e.bad_words:
+        if len(beginning) <= len(said) and said[len(said) - len(beginning) :] == beginning:
+            x[last] = -np.inf
+    return np.array(x)
+
+
+def process(prompt: list[int], said: list[int], logits: torch.Tensor) -> torch.Tensor:
+    logits = logits.clone()
+    logits[sum(said) % VOCAB] += 3.0
+    logits[prompt[0]] -= 1.0
+    return logits
+
+
+WISHES: dict[str, dict[str, Any]] = {
+    "presence": {"presence_penalty": 1.3},
+    "frequency": {"frequency_penalty": -0.7},
+    "repetition": {"repetition_penalty": 1.8},
+    "all penalties": {"presence_penalty": -0.4, "frequency_penalty": 0.6, "repetition_penalty": 0.7},
+    "bias": {"logit_bias": ((3, 2.5), (7, -100.0), (0, 0.3))},
+    "allowed": {"allowed_token_ids": (2, 5, 11)},
+    "forbidden": {"forbidden_token_ids": (1, 2, 3, 4, 20)},
+    "allowed and forbidden": {"allowed_token_ids": (2, 5, 11, 12), "forbidden_token_ids": (5,)},
+    "bad words": {"bad_words": ((4,), (1, 2), (2, 2), (7, 8, 9), (0, 1, 2, 3))},
+    "processor": {"processors": (process,)},
+    "mixed": {"repetition_penalty": 1.2, "logit_bias": ((9, 4.0),), "bad_words": ((9, 9),), "processors": (process,)},
+    "nothing": {},
+}
+
+
+def sampling(name: str, num_prompt: int, **changes: Any) -> RowSampling:
+    wishes = WISHES[name]
+    extras = Extras(num_prompt, **wishes) if wishes else None
+    return RowSampling(temperature=1.0, seed=len(name), extras=extras, **changes)
+
+
+@pytest.mark.parametrize("name", WISHES)
+def test_each_stage_equals_brute_force_over_many_steps(name: str) -> None:
+    rng = np.random.default_rng(1)
+    bench = Bench()
+    prompt, said = [1, 1, 6, 2], [2, 5]
+    bench.open((3, sampling(name, 4), prompt, said))
+    for _ in range(60):
+        logits = torch.tensor(rng.normal(0, 2, (1, VOCAB)), dtype=torch.float32)
+        wanted = bench.wanted(3, logits[0].numpy())
+        _, got = bench.step([3], logits)
+        np.testing.assert_allclose(got[0], wanted, atol=1e-5)
+
+
+def test_all_stages_mixed_in_one_batch_with_rows_coming_and_going() -> None:
+    rng = np.random.default_rng(2)
+    bench = Bench()
+    names = list(WISHES)
+    for round_number in range(12):
+        fresh = rng.permutation(12)[:5].tolist()
+        tenants = []
+        for row in fresh:
+            prompt = rng.integers(0, VOCAB, rng.integers(1, 6)).tolist()
+            tenants.append((row, sampling(names[int(rng.integers(len(names)))], len(prompt)), prompt, []))
+        bench.open(*tenants)
+        for _ in range(6):
+            rows = [row for row in bench.texts if rng.random() < 0.7]
+            if not rows:
+                continue
+            logits = torch.tensor(rng.normal(0, 2, (len(rows), VOCAB)), dtype=torch.float32)
+            wanted = [bench.wanted(row, logits[i].numpy()) for i, row in enumerate(rows)]
+            _, got = bench.step(rows, logits)
+            np.testing.assert_allclose(got, np.array(wanted), atol=1e-5, err_msg=f"round {round_number}")
+
+
+def test_stages_grow_on_first_use_and_give_slots_back() -> None:
+    bench = Bench()
+    (penalties,) = (stage for stage in bench.state.stages._stages if isinstance(stage, Penalties))
+    bench.open(*((row, sampling("nothing", 1), [1], []) for row in range(16)))
+    assert len(penalties.counts) == 0 and bench.state.stages.needed(np.arange(16, dtype=np.int32)) == ()
+    for _ in range(5):
+        for row in range(16):
+            bench.open((row, sampling("presence", 1), [1], []))
+            bench.open((row, sampling("nothing", 1), [1], []))
+    assert len(penalties.counts) == 4
+    bench.open(*((row, sampling("presence", 1), [1], []) for row in range(9)))
+    assert len(penalties.counts) == 16
+    assert bench.state.stages.needed(np.array([9, 10], np.int32)) == ()
+
+
+def chi_square(counts: np.ndarray, probs: np.ndarray, draws: int) -> None:
+    wanted = probs * draws
+    assert (counts[wanted == 0] == 0).all(), "a token outside the allowed set was drawn"
+    live = wanted > 5
+    value, freedom = ((counts - wanted)[live] ** 2 / wanted[live]).sum(), live.sum() - 1
+    assert value < freedom + 5 * np.sqrt(2 * freedom) + 5, f"chi-square {value:.0f} at {freedom} degrees"
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "mixed in one batch"])
+def test_a_million_draws_follow_the_distribution(mixed: bool) -> None:
+    """Rows that differ in everything, 1.2 million draws in all, as many rows of one step."""
+    rng = np.random.default_rng(5)
+    logits = torch.tensor(rng.normal(0, 1.5, VOCAB), dtype=torch.float32)
+    names, each = list(WISHES), 100_000
+    prompt, said = [1, 1, 6, 2], [2, 5, 9]
+    rows = [
+        replace(sampling(name, 4), temperature=0.7 + 0.1 * (i % 5), top_k=(0, 9)[i % 2], top_p=(1.0, 0.9, 0.8)[i % 3])
+        for i, name in enumerate(names)
+    ]
+    bench = Bench(max_rows=1200)
+    copies = 100  # rows of one kind, which differ by seed
+    tenants = [
+        (kind * copies + i, replace(s, seed=kind * 1000 + i), prompt, said)
+        for kind, s in enumerate(rows)
+        for i in range(copies)
+    ]
+    groups = [tenants] if mixed else [tenants[k * copies : (k + 1) * copies] for k in range(len(rows))]
+    counts = np.zeros((len(rows), VOCAB))
+    for group in groups:
+        for turn in range(each // copies // 50):
+            bench.open(*group)  # as if none had drawn yet: the history is part of the distribution
+            ids = [row for row, *_ in group] * 50
+            step = SampledRows(np.array(ids, np.int32), torch.tensor(ids), torch.arange(len(ids)) + turn * 70_000)
+            needs = bench.state.needs(step.host_rows, wants_logprobs=False)
+            drawn = bench.sampler.sample(logits.expand(len(ids), -1), step, needs).numpy()
+            np.add.at(counts, (step.host_rows // copies, drawn), 1)
+    for kind, s in enumerate(rows):
+        x = brute_force(logits.numpy(), s, prompt, said)
+        chi_square(counts[kind], filtered(x, s), int(counts[kind].sum()))
+
+
+def filtered(x: np.ndarray, s: RowSampling) -> np.ndarray:
+    p = np.exp((x - x.max()) / s.temperature)
+    p /= p.sum()
+    order = np.argsort(-p)
+    if s.top_k:
+        p[order[s.top_k :]] = 0
+    p /= p.sum()
+    before = np.concatenate([[0], np.cumsum(p[order])[:-1]])
+    p[order[before >= s.top_p]] = 0
+    return p / p.sum()
+
+
+# ---------------------------------------------------------------- Top-EMA
+
+
+def ema_reference(steps: list[np.ndarray], share: float, depth: int, heat: float) -> list[set[int]]:
+    """Which tokens each step keeps, as issue and docs define it."""
+    average, kept = None, []
+    for x in steps:
+        p = np.exp((x - x.max()) / heat)
+        p /= p.sum()
+        order = np.argsort(-p, kind="stable")
+        mass = p[order[:depth]].sum()
+        average = mass if average is None else BETA * average + (1 - BETA) * mass
+        goal = min(1.0, max(share, min(1.0, share * average / mass)))
+        keep, total = set(), 0.0
+        for token in order:
+            if total >= goal and goal < 1:
+                break
+            keep.add(int(token))
+            total += p[token]
+        kept.append(keep)
+    return kept
+
+
+@pytest.mark.parametrize(("share", "depth", "heat"), [(0.5, 1, 1.0), (0.7, 3, 0.8), (0.9, 5, 1.4), (0.3, 99, 1.0)])
+def test_top_ema_keeps_what_its_definition_keeps(share: float, depth: int, heat: float) -> None:
+    rng = np.random.default_rng(3)
+    steps = [rng.normal(0, [0.3, 1, 3][i % 3], VOCAB).astype(np.float32) for i in range(30)]
+    bench = Bench()
+    extras = Extras(2, top_ema_p=share, top_ema_d=depth, ema_key=5)
+    bench.open((2, RowSampling(temperature=heat, extras=extras), [1, 2], []))
+    bench.open((4, RowSampling(temperature=heat), [1, 2], []))
+    for x, wanted in zip(steps, ema_reference(steps, share, depth, heat), strict=True):
+        _, got = bench.step([4, 2], torch.tensor(np.stack([x, x])))
+        assert set(np.flatnonzero(np.isfinite(got[1])).tolist()) == wanted
+        assert np.isfinite(got[0]).all(), "a neighbour that did not ask was narrowed"
+
+
+def test_top_ema_survives_preemption_and_a_step_drawn_twice() -> None:
+    rng = np.random.default_rng(4)
+    steps = [rng.normal(0, [0.3, 3][i % 2], VOCAB).astype(np.float32) for i in range(12)]
+    wanted = ema_reference(steps, 0.6, 2, 1.0)
+    bench = Bench()
+    s = RowSampling(temperature=1.0, extras=Extras(1, top_ema_p=0.6, top_ema_d=2, ema_key=77))
+    bench.open((0, s, [1], []))
+    for x in steps[:7]:
+        bench.step([0], torch.tensor(x[None]))
+    said = bench.texts[0][2][:6]  # the seventh step was in flight, and is dropped
+    bench.open((0, RowSampling(), [3], []), (5, s, [1], said))
+    for x, keep in zip(steps[6:], wanted[6:], strict=True):
+        _, got = bench.step([5], torch.tensor(x[None]))
+        assert set(np.flatnonzero(np.isfinite(got[0])).tolist()) == keep

@@ -1,0 +1,117 @@
+"""Requests whose tokens are picked from outside, and forks that wait for another's prompt, on a device of numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvasir.engine.core import EngineCore
+from kvasir.executor.fake import echo_next
+from kvasir.messages import EngineRequest
+from tests.builders import VOCAB, check_blocks, expected, make_core, request, run
+
+
+def proposals(core: EngineCore, want: set[int]) -> dict[int, int]:
+    """Step until each of these requests has proposed a token."""
+    found: dict[int, int] = {}
+    for _ in range(50):
+        output = core.run_step()
+        for key, tokens, count in zip(output.keys.tolist(), output.token_ids, output.counts.tolist(), strict=True):
+            if key in want:
+                assert count == 0, "a proposal is no token of the text"
+                found[key] = int(tokens[0])
+        if found.keys() >= want:
+            return found
+    raise AssertionError("the requests wait for ever")
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_picked_request_goes_on_with_what_it_is_given(lookahead: int) -> None:
+    core = make_core(lookahead)
+    core.add(request(1, [3, 4, 5], max_tokens=30, picked=True))
+    core.add(request(2, [9, 8], max_tokens=40))
+    text = [3, 4, 5]
+    for token in (7, 1, 1, 30, 2, 2, 41):
+        assert proposals(core, {1}) == {1: echo_next(text, VOCAB)}
+        core.scheduler.pick(1, token)
+        text.append(token)
+        check_blocks(core)
+    core.abort(1)
+    rest = run(core)
+    assert 1 not in rest.tokens and 2 in rest.tokens
+
+
+def test_it_waits_until_it_is_given_one_and_others_go_on() -> None:
+    core = make_core(1)
+    core.add(request(1, [3, 4, 5], max_tokens=30, picked=True))
+    core.add(request(2, [9, 8], max_tokens=20))
+    proposals(core, {1})
+    steps = core.scheduler.stats.scheduled_tokens
+    said: list[int] = []
+    while len(core.scheduler) > 1:
+        output = core.run_step()
+        assert 1 not in output.keys.tolist()
+        said += [int(tokens[0]) for key, tokens in zip(output.keys, output.token_ids, strict=True) if key == 2]
+    assert said == expected([9, 8], 20)[-len(said) :]
+    assert core.scheduler.stats.scheduled_tokens - steps <= 20
+    core.abort(1)
+
+
+def test_a_pick_may_come_while_it_waits_after_preemption() -> None:
+    core = make_core(1)
+    core.add(request(1, [3, 4, 5], max_tokens=30, picked=True))
+    core.add(request(2, [7, 7], max_tokens=2, picked=True))
+    proposals(core, {1, 2})
+    while core.results:
+        core.scheduler.update(core.results.popleft().result())
+    core.scheduler._preempt()  # the second, as it came last
+    core.scheduler.pick(2, 11)
+    core.scheduler.pick(1, 12)
+    assert proposals(core, {1, 2}) == {1: echo_next([3, 4, 5, 12], VOCAB), 2: echo_next([7, 7, 11], VOCAB)}
+
+
+def test_a_proposal_that_comes_after_the_pick_is_dropped() -> None:
+    core = make_core(1)
+    core.add(request(1, [3, 4, 5], max_tokens=30, picked=True))
+    core.add(request(2, [9], max_tokens=30))
+    plan = core.scheduler.schedule()
+    assert plan is not None
+    core.executor.execute(plan)
+    in_flight = core.executor.sample()
+    core.scheduler.pick(1, 20)  # whoever picks knew the proposal from an earlier run of the same step
+    late = core.scheduler.update(in_flight.result())
+    assert late.keys.tolist() == [2]
+    assert proposals(core, {1}) == {1: echo_next([3, 4, 5, 20], VOCAB)}
+
+
+def forked(key: int, prompt: list[int], forks: int, max_tokens: int = 6) -> EngineRequest:
+    first = request(key, prompt, max_tokens)
+    first.forks = tuple(request(key + 1 + i, prompt, max_tokens) for i in range(forks))
+    return first
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("caching", [False, True])
+def test_forks_share_the_prompt_whatever_the_load(lookahead: int, caching: bool) -> None:
+    core = make_core(lookahead, caching=caching, budget=8)
+    prompt = list(range(14))
+    core.add(forked(10, prompt, 3))
+    core.add(forked(20, prompt[:5], 3, max_tokens=1))
+    done = run(core)
+    assert all(done.tokens[key] == expected(prompt, 6) for key in range(10, 14))
+    assert all(done.tokens[key] == expected(prompt[:5], 1) for key in range(20, 24))
+    assert core.scheduler.cache.stats.shared == 3 * 4 + 3 * 1
+    assert core.scheduler.cache.stats.copies > 0
+    core.scheduler.cache.pool.check()
+    assert core.scheduler.cache.pool.num_used == 0 and len(core.forks) == 0
+
+
+def test_aborting_the_first_lets_its_forks_go_on_by_themselves() -> None:
+    core = make_core(1, budget=4)
+    core.add(forked(10, list(range(14)), 2))
+    core.run_step()
+    assert core.abort(12), "one that has not started is forgotten"
+    assert core.abort(10)
+    done = run(core)
+    assert done.tokens.keys() == {11} and done.tokens[11] == expected(list(range(14)), 6)
+    assert np.flatnonzero(core.scheduler.cache.pool.ref_counts).tolist() == []
