@@ -158,6 +158,8 @@ def _longest(hf: dict[str, Any]) -> int | None:
     rope = hf.get("rope_parameters") or {}
     factor = rope.get("factor") or 1.0
     kind = rope.get("rope_type", "default")
+    if str(hf.get("model_type")).startswith("gemma3"):
+        return int(min(lengths))  # there it is the length after scaling
     if kind in ("linear", "dynamic"):
         return int(min(lengths) * factor)
     if kind == "yarn" and "original_max_position_embeddings" in rope:

@@ -22,7 +22,8 @@ from kvasir.errors import ConfigError, ModelError
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.models import registry
 from kvasir.models.checkpoint import Safetensors, some
-from kvasir.models.spec import Architecture, DecoderSpec
+from kvasir.models.fused import Stored
+from kvasir.models.spec import Architecture, DecoderSpec, Names
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select as select_platform
 from kvasir.quantization.base import TensorKey
@@ -40,11 +41,12 @@ def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = N
         _materialise(model, device)
         _fill_dummy(model, torch.Generator(device).manual_seed(config.model.seed))
     else:
-        checkpoint = Safetensors(Path(config.model.path))
-        targets = _find_targets(model, architecture)
-        _check(checkpoint, targets, _ignored(architecture, spec))
+        checkpoint = Safetensors(Path(config.model.path), architecture.prefix)
+        names = architecture.names_for(hf)
+        places = find_places(model, names)
+        _check(checkpoint, places, _ignored(architecture, names, spec))
         _materialise(model, device)
-        _fill(checkpoint, targets, show_progress=config.load.use_tqdm_on_load)
+        _fill(checkpoint, places, spec, show_progress=config.load.use_tqdm_on_load)
     for layer in _weight_layers(model):
         layer.process()
     return model.eval()
@@ -62,50 +64,82 @@ def _refuse_quantized(hf: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint's tensor goes, and the shape it must have."""
+    """Where a tensor, or a part of one, goes, and the shape it must have."""
 
     layer: WeightLayer
     key: TensorKey
     shape: tuple[int, ...]
 
 
-def _find_targets(model: nn.Module, architecture: Architecture) -> dict[str, Target]:
+@dataclass
+class Place:
+    """What becomes of one tensor of the checkpoint."""
+
+    stored: Stored
+    targets: dict[str, Target]  # by their pattern in `stored`
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What the tensor must be in the checkpoint."""
+        shapes = [self.targets[pattern].shape for pattern in self.stored.targets]
+        shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        return shape[::-1] if self.stored.transposed else shape
+
+    def load(self, tensor: torch.Tensor, spec: DecoderSpec) -> None:
+        if self.stored.transposed and tensor.dim() == 2:
+            tensor = tensor.T
+        parts = self.stored.split(tensor, spec)
+        for pattern, part in zip(self.stored.targets, parts, strict=True):
+            target = self.targets[pattern]
+            assert tuple(part.shape) == target.shape, f"{pattern}: {tuple(part.shape)} is not {target.shape}"
+            target.layer.load(target.key, part)
+
+
+def find_places(model: nn.Module, names: Names) -> dict[str, Place]:
     """Every tensor the model wants, by its name in the checkpoint."""
-    theirs = {ours: name for name, ours in architecture.names.items()}
-    targets = {}
+    theirs: dict[str, tuple[str, Stored]] = {}
+    for name, ours in names.items():
+        stored = Stored((ours,)) if isinstance(ours, str) else ours
+        theirs.update((pattern, (name, stored)) for pattern in stored.targets)
+    places: dict[str, Place] = {}
     for path, layer in model.named_modules():
         if not isinstance(layer, WeightLayer):
             continue
-        pattern, numbers = re.sub(r"(?<=\.)\d+(?=\.)", "*", path), re.findall(r"(?<=\.)\d+(?=\.)", path)
         for (tensor, part), shape in layer.tensors().items():
-            name = theirs[f"{pattern}:{part}" if part else pattern]
+            full = f"{path}:{part}" if part else path
+            pattern, numbers = _NUMBER.sub("*", full), _NUMBER.findall(full)
+            name, stored = theirs[pattern]
             for number in numbers:
                 name = name.replace("*", number, 1)
-            targets[f"{name}.{tensor}"] = Target(layer, (tensor, part), shape)
-    return targets
+            place = places.setdefault(f"{name}.{tensor}", Place(stored, {}))
+            place.targets[pattern] = Target(layer, (tensor, part), shape)
+    return places
 
 
-def _ignored(architecture: Architecture, spec: DecoderSpec) -> tuple[str, ...]:
+_NUMBER = re.compile(r"(?<=\.)\d+(?=[.:]|$)")
+
+
+def _ignored(architecture: Architecture, names: Names, spec: DecoderSpec) -> tuple[str, ...]:
     """Patterns of tensors that may be there and are not used."""
     if not spec.tie_embeddings:
         return architecture.ignored
-    head = next(theirs for theirs, ours in architecture.names.items() if ours == "head")
-    return (*architecture.ignored, f"{head}.*")  # a copy of the embedding
+    heads = [f"{theirs}.*" for theirs, ours in names.items() if ours == "head"]
+    return (*architecture.ignored, *heads)  # a copy of the embedding
 
 
-def _check(checkpoint: Safetensors, targets: Mapping[str, Target], ignored: tuple[str, ...]) -> None:
+def _check(checkpoint: Safetensors, places: Mapping[str, Place], ignored: tuple[str, ...]) -> None:
     """Raise unless the checkpoint has every target, in the right shape, and nothing else of note."""
     where = f"The weights in {checkpoint.directory} do not match config.json"
-    if missing := [name for name in targets if name not in checkpoint.entries]:
-        raise ModelError(f"{where}: {len(missing)} of {len(targets)} tensors are missing ({some(missing)}).")
-    unknown = [name for name in checkpoint.entries if name not in targets]
+    if missing := [name for name in places if name not in checkpoint.entries]:
+        raise ModelError(f"{where}: {len(missing)} of {len(places)} tensors are missing ({some(missing)}).")
+    unknown = [name for name in checkpoint.entries if name not in places]
     if unexpected := [name for name in unknown if not any(fnmatchcase(name, pattern) for pattern in ignored)]:
         raise ModelError(f"{where}: {len(unexpected)} tensors have no place in the model ({some(unexpected)}).")
-    for name, target in targets.items():
+    for name, place in places.items():
         entry = checkpoint.entries[name]
-        if entry.shape != target.shape:
+        if entry.shape != place.shape:
             raise ModelError(
-                f"{where}: {name} in {entry.file.name} is {list(entry.shape)}, but should be {list(target.shape)}."
+                f"{where}: {name} in {entry.file.name} is {list(entry.shape)}, but should be {list(place.shape)}."
             )
 
 
@@ -138,12 +172,12 @@ def _no_room(need: int, free: int | None, device: torch.device) -> ConfigError:
     )
 
 
-def _fill(checkpoint: Safetensors, targets: dict[str, Target], *, show_progress: bool) -> None:
+def _fill(checkpoint: Safetensors, places: dict[str, Place], spec: DecoderSpec, *, show_progress: bool) -> None:
     with tqdm(
-        total=len(targets), desc="Loading weights", unit="tensor", disable=not show_progress, dynamic_ncols=True
+        total=len(places), desc="Loading weights", unit="tensor", disable=not show_progress, dynamic_ncols=True
     ) as progress:
-        for name, tensor in checkpoint.read(targets):
-            targets[name].layer.load(targets[name].key, tensor)
+        for name, tensor in checkpoint.read(places):
+            places[name].load(tensor, spec)
             progress.update()
 
 

@@ -5,14 +5,35 @@ from __future__ import annotations
 from importlib import import_module
 
 from kvasir.errors import ModelError
-from kvasir.models.spec import Architecture, Config
+from kvasir.models.spec import Architecture
+from kvasir.models.values import Config
 
 # Hugging Face's name -> the module whose ARCHITECTURE it is, or an Architecture itself.
 _ARCHITECTURES: dict[str, str | Architecture] = {
     "LlamaForCausalLM": "kvasir.models.llama",
     "MistralForCausalLM": "kvasir.models.mistral",
+    "MixtralForCausalLM": "kvasir.models.mixtral",
     "Qwen2ForCausalLM": "kvasir.models.qwen2",
+    "Qwen2MoeForCausalLM": "kvasir.models.qwen2_moe",
     "Qwen3ForCausalLM": "kvasir.models.qwen3",
+    "Qwen3MoeForCausalLM": "kvasir.models.qwen3_moe",
+    "GemmaForCausalLM": "kvasir.models.gemma",
+    "Gemma2ForCausalLM": "kvasir.models.gemma2",
+    "Gemma3ForCausalLM": "kvasir.models.gemma3",
+    "Phi3ForCausalLM": "kvasir.models.phi3",
+    "GPT2LMHeadModel": "kvasir.models.gpt2",
+    "GPTJForCausalLM": "kvasir.models.gptj",
+    "GPTNeoXForCausalLM": "kvasir.models.gpt_neox",
+    "OPTForCausalLM": "kvasir.models.opt",
+    "FalconForCausalLM": "kvasir.models.falcon",
+    "Starcoder2ForCausalLM": "kvasir.models.starcoder2",
+    "Olmo2ForCausalLM": "kvasir.models.olmo2",
+    "GraniteForCausalLM": "kvasir.models.granite",
+    "SmolLM3ForCausalLM": "kvasir.models.smollm3",
+    "CohereForCausalLM": "kvasir.models.cohere",
+    "Cohere2ForCausalLM": "kvasir.models.cohere2",
+    "StableLmForCausalLM": "kvasir.models.stablelm",
+    "InternLM2ForCausalLM": "kvasir.models.internlm2",
 }
 
 

@@ -2,7 +2,8 @@
 
 from kvasir.kernels.triton.activation import silu_mul
 from kvasir.kernels.triton.draw import draw
+from kvasir.kernels.triton.grouped_linear import grouped_linear
 from kvasir.kernels.triton.norm import add_rms_norm, rms_norm
 from kvasir.kernels.triton.rope_store import rope_store
 
-__all__ = ["add_rms_norm", "draw", "rms_norm", "rope_store", "silu_mul"]
+__all__ = ["add_rms_norm", "draw", "grouped_linear", "rms_norm", "rope_store", "silu_mul"]
