@@ -31,6 +31,8 @@ class Entry:
 class Safetensors:
     """All tensors of a directory, by name. Every name gets `prefix` where none has it."""
 
+    described_by = "config.json"
+
     def __init__(self, directory: Path, prefix: str = "") -> None:
         self.directory = directory
         self.entries: dict[str, Entry] = {}

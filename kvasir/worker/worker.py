@@ -14,7 +14,8 @@ import torch
 from kvasir.config import EngineConfig
 from kvasir.log import get_logger
 from kvasir.messages import KVSpec, NewRow, RowSampling, StepPlan
-from kvasir.models.loader import load_model
+from kvasir.models.fallback import TransformersModel
+from kvasir.models.loader import load
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select
 from kvasir.worker.kv_memory import KVMemory
@@ -33,7 +34,7 @@ class Worker:
         self.dtype = getattr(torch, config.model.dtype)
         started = time.perf_counter()
         self.overlaps = self.device.type != "cpu"
-        self.model: Transformer | None = load_model(config, self.device)
+        self.model: Transformer | TransformersModel | None = load(config, self.device)
         self.runner: ModelRunner | None = None
         logger.info(
             "loaded %s (%s, %s) in %.1f s",
@@ -111,7 +112,9 @@ class Worker:
             self.config.scheduler.max_num_seqs,
             self.config.model.max_model_len,
             self.device,
-            use_graphs=self.config.device.attention_backend == "triton" and not self.config.device.enforce_eager,
+            use_graphs=self.config.device.attention_backend == "triton"
+            and not self.config.device.enforce_eager
+            and isinstance(self.model, Transformer),  # nobody knows whether others' code can be captured
         )
 
     def execute(self, plan: StepPlan) -> None:
