@@ -205,7 +205,7 @@ class ParallelConfig(_Checked):
     """How the model is spread over devices."""
 
     tensor_parallel_size: int = setting(
-        1, "Devices each layer is split over.", minimum=1, short=("-tp",), refused="One device runs the model so far."
+        1, "Devices each layer is split over; on the CPU, processes.", minimum=1, short=("-tp",)
     )
     pipeline_parallel_size: int = setting(
         1, "Devices the layers are dealt to.", minimum=1, short=("-pp",), refused="One device runs the model so far."
@@ -217,7 +217,10 @@ class ParallelConfig(_Checked):
         False, "Spread experts over devices.", refused="One device runs the model so far."
     )
     distributed_executor_backend: str = setting(
-        None, "What drives the workers. uni: the engine's own process.", choices=("uni",), auto="uni"
+        None,
+        "What drives the workers. uni: the engine's own process; mp: a process for each.",
+        choices=("uni", "mp"),
+        auto="uni for one device, mp for several",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvasir import env, hub, platforms
 from kvasir.args import DTYPE_NAMES, EngineArgs
-from kvasir.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig, SchedulerConfig
+from kvasir.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from kvasir.errors import ConfigError, ModelError
 from kvasir.gguf_file import read_gguf
 from kvasir.log import get_logger
@@ -53,7 +53,7 @@ def resolve(asked: EngineArgs | EngineConfig) -> EngineConfig:
         load=_settle_load(config.load, path),
         cache=cache,
         scheduler=_settle_scheduler(config.scheduler, model.max_model_len, platform),
-        parallel=replace(config.parallel, distributed_executor_backend="uni"),
+        parallel=_settle_parallel(config.parallel),
         device=_settle_device(config.device, platform),
     )
 
@@ -236,6 +236,16 @@ def _settle_load(asked: LoadConfig, path: Path) -> LoadConfig:
     if asked.load_format not in ("auto", "dummy", own):
         raise ConfigError(f"load_format={asked.load_format!r}: {path} is {own}. Leave it at auto.")
     return replace(asked, load_format=own) if asked.load_format == "auto" else asked
+
+
+def _settle_parallel(asked: ParallelConfig) -> ParallelConfig:
+    several, backend = asked.tensor_parallel_size > 1, asked.distributed_executor_backend
+    if several and backend == "uni":
+        raise ConfigError(
+            f"distributed_executor_backend='uni' is one process, and tensor_parallel_size={asked.tensor_parallel_size} "
+            f"needs as many; leave the first at auto."
+        )
+    return replace(asked, distributed_executor_backend=backend or ("mp" if several else "uni"))
 
 
 def _settle_scheduler(asked: SchedulerConfig, max_model_len: int, platform: platforms.Platform) -> SchedulerConfig:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvasir.config import EngineConfig
+from kvasir.distributed.mesh import Mesh
 from kvasir.log import get_logger
 from kvasir.messages import KVSpec, NewRow, RowSampling, StepPlan
 from kvasir.models.fallback import TransformersModel
@@ -27,14 +28,14 @@ GIB = 1 << 30
 
 
 class Worker:
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, mesh: Mesh | None = None) -> None:
         self.config = config
         self.platform = select(config.device.device)
         self.device = torch.device(config.device.device)
         self.dtype = getattr(torch, config.model.dtype)
         started = time.perf_counter()
         self.overlaps = self.device.type != "cpu"
-        self.model: Transformer | TransformersModel | None = load(config, self.device)
+        self.model: Transformer | TransformersModel | None = load(config, self.device, mesh)
         self.runner: ModelRunner | None = None
         logger.info(
             "loaded %s (%s, %s) in %.1f s",

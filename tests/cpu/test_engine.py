@@ -105,6 +105,7 @@ def check_logprobs(model: Model, outputs: list[RequestOutput]) -> None:
 def test_logits_and_text_equal_transformers_under_every_kind_of_load(model: Model) -> None:
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=20)
     with model.llm(**TIGHT, async_scheduling=True) as llm:
+        assert llm.llm_engine.config.model.model_impl == "kvasir", "transformers would be compared with itself"
         outputs = generate(llm, model.prompts, params)
         again = generate(llm, model.prompts, params)
         assert metric(llm, "num_preemptions") > 0
