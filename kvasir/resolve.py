@@ -12,8 +12,9 @@ from typing import Any
 
 from kvasir import env, hub, platforms
 from kvasir.args import DTYPE_NAMES, EngineArgs
-from kvasir.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig, SchedulerConfig
+from kvasir.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from kvasir.errors import ConfigError, ModelError
+from kvasir.gguf_file import read_gguf
 from kvasir.log import get_logger
 from kvasir.platforms.cpu_features import prepare_cpu
 
@@ -49,10 +50,10 @@ def resolve(asked: EngineArgs | EngineConfig) -> EngineConfig:
         _say("block_size", cache.block_size, f"the default on {platform.device}")
     return EngineConfig(
         model=model,
-        load=_settle_load(config.load),
+        load=_settle_load(config.load, path),
         cache=cache,
         scheduler=_settle_scheduler(config.scheduler, model.max_model_len, platform),
-        parallel=replace(config.parallel, distributed_executor_backend="uni"),
+        parallel=_settle_parallel(config.parallel),
         device=_settle_device(config.device, platform),
     )
 
@@ -61,7 +62,10 @@ def resolve(asked: EngineArgs | EngineConfig) -> EngineConfig:
 
 
 def _settle_model(asked: ModelConfig, path: Path, platform: platforms.Platform) -> ModelConfig:
+    from kvasir.models import registry
+
     hf = read_hf_config(path, asked.hf_overrides)
+    implementation = registry.settle_implementation(hf, asked.model_impl)
     return replace(
         asked,
         path=str(path),
@@ -71,7 +75,7 @@ def _settle_model(asked: ModelConfig, path: Path, platform: platforms.Platform) 
         max_model_len=_max_model_len(asked.max_model_len, hf, path),
         generation=_generation(asked, path),
         chat_template=_chat_template(asked.chat_template),
-        model_impl="kvasir",
+        model_impl=implementation,
         runner="generate",
         convert="none",
     )
@@ -79,15 +83,22 @@ def _settle_model(asked: ModelConfig, path: Path, platform: platforms.Platform) 
 
 def read_hf_config(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     """config.json with the overrides merged in: the text model's part, RoPE written as `rope_parameters`."""
-    from kvasir.models import registry
-
-    hf = _read_json(path / "config.json", f"The model directory {path} holds no config.json.")
+    hf = (
+        _read_gguf_config(path)
+        if path.is_file()
+        else _read_json(path / "config.json", f"The model directory {path} holds no config.json.")
+    )
     hf = _merge(_with_rope_parameters(hf), _with_rope_parameters(overrides))
     if isinstance(hf.get("text_config"), dict):
         outer = {key: hf[key] for key in ("architectures", "dtype", "torch_dtype") if key in hf}
         hf = _with_rope_parameters(outer | hf["text_config"])
-    registry.find(hf)  # an unknown architecture is refused here, before anything is loaded
     return hf
+
+
+def _read_gguf_config(path: Path) -> dict[str, Any]:
+    from kvasir.models import gguf
+
+    return gguf.read_config(read_gguf(path))
 
 
 def _with_rope_parameters(entries: dict[str, Any]) -> dict[str, Any]:
@@ -158,6 +169,8 @@ def _longest(hf: dict[str, Any]) -> int | None:
     rope = hf.get("rope_parameters") or {}
     factor = rope.get("factor") or 1.0
     kind = rope.get("rope_type", "default")
+    if str(hf.get("model_type")).startswith("gemma3"):
+        return int(min(lengths))  # there it is the length after scaling
     if kind in ("linear", "dynamic"):
         return int(min(lengths) * factor)
     if kind == "yarn" and "original_max_position_embeddings" in rope:
@@ -168,6 +181,8 @@ def _longest(hf: dict[str, Any]) -> int | None:
 def _generation(asked: ModelConfig, path: Path) -> dict[str, Any]:
     """The generation config. Which tokens end a text belongs to the model: that much is read in any case."""
     own = asked.generation_config in ("auto", *NO_GENERATION_CONFIG)
+    if own and path.is_file():
+        return _gguf_end_of_text(path) | asked.override_generation_config
     file = (path if own else Path(asked.generation_config)) / "generation_config.json"
     if not own and not file.is_file():
         raise ConfigError(
@@ -177,6 +192,12 @@ def _generation(asked: ModelConfig, path: Path) -> dict[str, Any]:
     if asked.generation_config in NO_GENERATION_CONFIG:
         entries = {key: value for key, value in entries.items() if key == END_OF_TEXT}
     return entries | asked.override_generation_config
+
+
+def _gguf_end_of_text(path: Path) -> dict[str, Any]:
+    metadata = read_gguf(path).metadata
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    return {END_OF_TEXT: list(dict.fromkeys(number for number in ends if number is not None))}
 
 
 def _chat_template(asked: str | None) -> str | None:
@@ -210,8 +231,21 @@ def _read_json(file: Path, missing: str = "") -> dict[str, Any]:
 # ---------------------------------------------------------------- the rest
 
 
-def _settle_load(asked: LoadConfig) -> LoadConfig:
-    return replace(asked, load_format="safetensors") if asked.load_format == "auto" else asked
+def _settle_load(asked: LoadConfig, path: Path) -> LoadConfig:
+    own = "gguf" if path.is_file() else "safetensors"
+    if asked.load_format not in ("auto", "dummy", own):
+        raise ConfigError(f"load_format={asked.load_format!r}: {path} is {own}. Leave it at auto.")
+    return replace(asked, load_format=own) if asked.load_format == "auto" else asked
+
+
+def _settle_parallel(asked: ParallelConfig) -> ParallelConfig:
+    several, backend = asked.tensor_parallel_size > 1, asked.distributed_executor_backend
+    if several and backend == "uni":
+        raise ConfigError(
+            f"distributed_executor_backend='uni' is one process, and tensor_parallel_size={asked.tensor_parallel_size} "
+            f"needs as many; leave the first at auto."
+        )
+    return replace(asked, distributed_executor_backend=backend or ("mp" if several else "uni"))
 
 
 def _settle_scheduler(asked: SchedulerConfig, max_model_len: int, platform: platforms.Platform) -> SchedulerConfig:

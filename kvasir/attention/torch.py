@@ -36,15 +36,16 @@ class TorchAttention:
         *,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in _decode_groups(batch, kv_cache):
-            _attend_decodes(out, query, kv_cache, group, scale, window)
+            _attend_decodes(out, query, kv_cache, group, scale, window, softcap)
         start = batch.num_decodes
         for row in range(batch.num_decodes, len(batch.query_lens)):
             end = start + int(batch.query_lens[row])
             keys, values = _gather_row(kv_cache, batch, row)
-            _attend_chunk(out[start:end], query[start:end], keys, values, scale, window, batch.causal)
+            _attend_chunk(out[start:end], query[start:end], keys, values, scale, window, softcap, batch.causal)
             start = end
         return out
 
@@ -122,13 +123,14 @@ def _attend_decodes(
     group: _DecodeGroup,
     scale: float,
     window: int | None,
+    softcap: float | None,
 ) -> None:
     n, (_, heads, head_dim), kv_heads = len(group.seq_lens), query.shape, kv_cache.shape[3]
     keys, values = _gather(kv_cache, group.pages, n)
     query = query[:n] if group.rows is None else query.index_select(0, group.rows)
     query = query.reshape(n, kv_heads, heads // kv_heads, head_dim)
     keys, values, mask = keys.transpose(1, 2), values.transpose(1, 2), group.mask(window, query.dtype)
-    seen = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale).reshape(n, heads, head_dim)
+    seen = _attend(query, keys, values, mask, scale, softcap).reshape(n, heads, head_dim)
     if group.rows is None:
         out[:n] = seen
     else:
@@ -160,13 +162,14 @@ def _attend_chunk(
     values: torch.Tensor,
     scale: float,
     window: int | None,
+    softcap: float | None,
     causal: bool,
 ) -> None:
     """Attend in pieces of queries, each over the keys it may see, so that no mask grows too large."""
     context = len(keys) - len(query)
     masked = window is not None and window < len(keys)
-    if not masked and (context == 0 or not causal):
-        _attend_piece(out, query, keys, values, scale, None, is_causal=causal)
+    if not masked and softcap is None and (context == 0 or not causal):
+        _attend_piece(out, query, keys, values, scale, None, None, is_causal=causal)
         return
     most = _GROUP_BYTES.get(query.device.type, _GROUP_BYTES_ELSEWHERE)
     step = max(16, most // (len(keys) * query.element_size()))
@@ -176,7 +179,7 @@ def _attend_chunk(
         last = context + end if causal else len(keys)
         shift = context + begin - first  # where the piece's first query stands among the piece's keys
         mask = _chunk_mask(end - begin, last - first, shift, window if masked else None, causal, query)
-        _attend_piece(out[begin:end], query[begin:end], keys[first:last], values[first:last], scale, mask)
+        _attend_piece(out[begin:end], query[begin:end], keys[first:last], values[first:last], scale, mask, softcap)
 
 
 def _chunk_mask(
@@ -199,6 +202,7 @@ def _attend_piece(
     values: torch.Tensor,
     scale: float,
     mask: torch.Tensor | None,
+    softcap: float | None,
     is_causal: bool = False,
 ) -> None:
     # Key heads are the batch; their query heads see one key head expanded without a copy. Every kernel behind
@@ -208,5 +212,21 @@ def _attend_piece(
     query = query.reshape(queries, kv_heads, shared, head_dim).permute(1, 2, 0, 3)
     keys = keys.transpose(0, 1)[:, None].expand(-1, shared, -1, -1)
     values = values.transpose(0, 1)[:, None].expand(-1, shared, -1, -1)
-    seen = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale)
+    seen = _attend(query, keys, values, mask, scale, softcap, is_causal)
     out.view(queries, kv_heads, shared, head_dim).copy_(seen.permute(2, 0, 1, 3))
+
+
+def _attend(
+    query: torch.Tensor,  # [..., queries, head_dim]
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale)
+    assert mask is not None and not is_causal, "with a soft cap what is hidden stands in the mask"
+    scores = softcap * torch.tanh(query @ keys.transpose(-1, -2) * (scale / softcap))
+    return torch.softmax(scores + mask, dim=-1, dtype=torch.float32).to(query.dtype) @ values

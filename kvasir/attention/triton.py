@@ -23,17 +23,19 @@ class TritonAttention:
         *,
         scale: float,
         window: int | None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         assert batch.causal, "the Triton kernels are causal"
         out = torch.empty_like(query)
         n = batch.num_decodes
         if n:
+            rows, lengths = batch.rows[:n], batch.seq_lens[:n]
             paged_decode(
-                query[:n], kv_cache, batch.tables, batch.rows[:n], batch.seq_lens[:n], out[:n], self.workspace,
-                scale, window, longest=int(batch.seq_bounds[:n].max()), prefix=batch.shared_prefix,
+                query[:n], kv_cache, batch.tables, rows, lengths, out[:n], self.workspace, scale, window, softcap,
+                longest=int(batch.seq_bounds[:n].max()), prefix=batch.shared_prefix,
             )  # fmt: skip
         if n < len(batch.query_lens):
             longest = int(batch.query_lens[n:].max())
             rows, starts, lengths = batch.rows[n:], batch.query_start[n:], batch.seq_lens[n:]
-            paged_prefill(query, kv_cache, batch.tables, rows, starts, lengths, longest, out, scale, window)
+            paged_prefill(query, kv_cache, batch.tables, rows, starts, lengths, longest, out, scale, window, softcap)
         return out

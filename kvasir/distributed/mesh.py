@@ -62,3 +62,10 @@ class Mesh:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         torch.distributed.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim=-1)
+
+
+def join(device: str, rank: int, size: int, meeting: str) -> Mesh:
+    """Meet the other ranks; `meeting` is a file that all of them can write, on one machine."""
+    backend = "gloo" if device == "cpu" else "nccl"
+    torch.distributed.init_process_group(backend, f"file://{meeting}", rank=rank, world_size=size)
+    return Mesh(rank, size)

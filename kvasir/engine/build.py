@@ -9,6 +9,7 @@ from kvasir.engine.policies import POLICIES
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.errors import ConfigError
 from kvasir.executor.base import Executor
+from kvasir.executor.multiproc import MultiprocExecutor
 from kvasir.executor.uniproc import in_process
 from kvasir.log import get_logger
 from kvasir.messages import KVSpec
@@ -18,7 +19,7 @@ GIB = 1 << 30
 
 
 def build_core(config: EngineConfig, executor: Executor | None = None) -> EngineCore:
-    executor = executor or in_process(config)
+    executor = executor or make_executor(config)
     try:
         num_blocks = count_blocks(config, executor)
         executor.allocate_kv(num_blocks)
@@ -28,6 +29,11 @@ def build_core(config: EngineConfig, executor: Executor | None = None) -> Engine
     scheduler = make_scheduler(config, num_blocks)
     lookahead = int(config.scheduler.async_scheduling)
     return EngineCore(scheduler, executor, lookahead)
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    several = config.parallel.distributed_executor_backend == "mp"
+    return MultiprocExecutor(config) if several else in_process(config)
 
 
 def make_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:

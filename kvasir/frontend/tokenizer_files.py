@@ -17,6 +17,8 @@ from tokenizers import AddedToken
 
 from kvasir.errors import ModelError
 from kvasir.frontend.tokenizer import TokenBytes, Tokenizer
+from kvasir.frontend.tokenizer_gguf import load_gguf_tokenizer
+from kvasir.gguf_file import read_gguf
 from kvasir.log import get_logger
 
 logger = get_logger(__name__)
@@ -26,8 +28,10 @@ _INSTEAD = "Name another tokenizer with tokenizer=..., or set skip_tokenizer_ini
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer of a local model directory, or a ModelError."""
+    """The tokenizer of a local model directory or GGUF file, or a ModelError."""
     directory = Path(directory)
+    if directory.is_file():
+        return load_gguf_tokenizer(read_gguf(directory))
     file = directory / "tokenizer.json"
     if not file.is_file():
         return _through_transformers(directory)

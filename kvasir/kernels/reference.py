@@ -22,10 +22,10 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise the last dimension: in float32, rounded to x's type before the gain."""
+    """Normalise the last dimension: in float32, rounded to the gain's type before the gain, to x's after it."""
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return wide.to(x.dtype) * weight
+    return (wide.to(weight.dtype) * weight).to(x.dtype)
 
 
 def add_rms_norm(
@@ -47,16 +47,25 @@ def rotary(
     key: torch.Tensor,  # [tokens, kv_heads, head_dim]
     positions: torch.Tensor,  # [tokens]
     table: torch.Tensor,  # [positions, rotary_dim] float32: cosines, then sines
+    interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate the first rotary_dim of each head, half against half (the NeoX way)."""
+    """Rotate the first rotary_dim of each head: half against half (the NeoX way), or neighbours (the GPT-J way)."""
     cos, sin = table.index_select(0, positions).to(query.dtype).unsqueeze(1).chunk(2, dim=-1)
-    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+    rotate = _rotate_neighbours if interleaved else _rotate
+    return rotate(query, cos, sin), rotate(key, cos, sin)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     half = cos.shape[-1]
     left, right = x[..., :half], x[..., half : 2 * half]
     return torch.cat((left * cos - right * sin, right * cos + left * sin, x[..., 2 * half :]), dim=-1)
+
+
+def _rotate_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    turned, rest = x.split((2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]), dim=-1)
+    left, right = turned[..., ::2], turned[..., 1::2]
+    turned = torch.stack((left * cos - right * sin, right * cos + left * sin), dim=-1).flatten(-2)
+    return torch.cat((turned, rest), dim=-1)
 
 
 def store_kv(
@@ -76,12 +85,13 @@ def rope_store(
     qkv: torch.Tensor,  # [tokens, (heads + 2 * kv_heads) * head_dim]
     heads: int,
     positions: torch.Tensor,  # [tokens]
-    table: torch.Tensor,  # [positions, rotary_dim] float32: cosines, then sines
+    table: torch.Tensor | None,  # [positions, rotary_dim] float32: cosines, then sines; None: nothing is rotated
     kv_cache: torch.Tensor,  # [blocks, 2, block_size, kv_heads, head_dim], any strides
     slots: torch.Tensor,  # [tokens] int64
     q_gain: torch.Tensor | None = None,  # [head_dim]: queries and keys are normalised before they are rotated
     k_gain: torch.Tensor | None = None,
     eps: float = 0.0,
+    interleaved: bool = False,  # rotate neighbours instead of halves
 ) -> torch.Tensor:
     """What stands between the qkv product and attention. Returns the queries [tokens, heads, head_dim]; the keys and
     values are in the cache afterwards."""
@@ -89,7 +99,8 @@ def rope_store(
     query, key, value = qkv.view(len(qkv), -1, head_dim).split((heads, kv_heads, kv_heads), dim=1)
     if q_gain is not None and k_gain is not None:
         query, key = rms_norm(query, q_gain, eps), rms_norm(key, k_gain, eps)
-    query, key = rotary(query, key, positions, table)
+    if table is not None:
+        query, key = rotary(query, key, positions, table, interleaved)
     store_kv(key, value, kv_cache, slots)
     return query
 
@@ -153,3 +164,14 @@ def draw(
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, in] times weight [out, in], plus bias [out]."""
     return F.linear(x, weight, bias)
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """x [rows, in] times each group's own matrix, weight [groups, out, in]; group g has the rows starts[g] up to
+    starts[g + 1]. This version waits for the device to learn how many those are."""
+    out = x.new_empty(len(x), weight.shape[1])
+    bounds = starts.tolist()
+    for matrix, begin, end in zip(weight, bounds, bounds[1:], strict=False):
+        if begin < end:
+            out[begin:end] = F.linear(x[begin:end], matrix)
+    return out

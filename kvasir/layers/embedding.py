@@ -38,11 +38,34 @@ class Embedding(WeightLayer):
         self.weight.data.copy_(tensor[self.own])
 
 
+class PositionEmbedding(WeightLayer):
+    """A vector per position, the same on every rank; position 0 is entry `offset`."""
+
+    def __init__(self, build: Build, count: int, offset: int, hidden_size: int) -> None:
+        super().__init__()
+        self.offset = offset
+        self.weight = build.parameter(count + offset, hidden_size)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return F.embedding(positions + self.offset, self.weight)
+
+
 class Head(Embedding):
     """A logit per token of the vocabulary, from a matrix of its own."""
 
+    def __init__(self, build: Build, vocab_size: int, hidden_size: int, *, bias: bool = False) -> None:
+        super().__init__(build, vocab_size, hidden_size)
+        self.bias = build.parameter(len(self.weight)) if bias else None
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.mesh.all_gather(kernels.linear(hidden, self.weight))
+        return self.mesh.all_gather(kernels.linear(hidden, self.weight, self.bias))
+
+    def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
+        bias: dict[TensorKey, tuple[int, ...]] = {("bias", None): (self.vocab_size,)}
+        return {**super().tensors(), **(bias if self.bias is not None else {})}
+
+    def load(self, key: TensorKey, tensor: torch.Tensor) -> None:
+        self.get_parameter(key[0]).data.copy_(tensor[self.own])
 
     def process(self) -> None:
         self.weight = nn.Parameter(kernels.pack_weight(self.weight.data), requires_grad=False)

@@ -1,4 +1,4 @@
-"""The gated feed-forward network."""
+"""The feed-forward network, with a gate and without."""
 
 from __future__ import annotations
 
@@ -24,4 +24,20 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.down(kernels.gated_activation(self.gate_up(x), self.activation))
+        return y
+
+
+class MLP(nn.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(
+        self, build: Build, prefix: str, hidden_size: int, intermediate_size: int, activation: str, *, bias: bool
+    ) -> None:
+        super().__init__()
+        self.up = column_linear(build, f"{prefix}.up", hidden_size, {"up": intermediate_size}, bias=bias)
+        self.down = row_linear(build, f"{prefix}.down", intermediate_size, hidden_size, bias=bias)
+        self.activation = kernels.ACTIVATIONS[activation]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.activation(self.up(x)))
         return y

@@ -7,7 +7,14 @@ import math
 import torch
 
 from kvasir.layers.base import Build, WeightLayer
-from kvasir.layers.rope import LinearScaling, Llama3Scaling, RopeSpec
+from kvasir.layers.rope import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeSpec,
+    YarnScaling,
+)
 
 
 class Rotary(WeightLayer):
@@ -22,20 +29,34 @@ class Rotary(WeightLayer):
         self.register_buffer("table", table, persistent=False)
 
     def process(self) -> None:
-        positions = torch.arange(len(self.table), dtype=torch.float32, device=self.table.device)
-        angles = positions[:, None] * inverse_frequencies(self.rope).to(self.table.device)
+        count = len(self.table)
+        positions = torch.arange(count, dtype=torch.float32, device=self.table.device)
+        angles = positions[:, None] * inverse_frequencies(self.rope, count).to(self.table.device)
         torch.cat((angles.cos(), angles.sin()), dim=-1, out=self.table)
+        self.table *= getattr(self.rope.scaling, "attention_factor", 1.0)
 
 
-def inverse_frequencies(rope: RopeSpec) -> torch.Tensor:
-    """Angle per position of each pair of dimensions, [rotary_dim / 2], float32 on the CPU as transformers has it."""
-    dim = rope.rotary_dim
-    plain = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
-    if isinstance(rope.scaling, LinearScaling):
-        return plain / rope.scaling.factor
-    if isinstance(rope.scaling, Llama3Scaling):
-        return _llama3(plain, rope.scaling)
+def inverse_frequencies(rope: RopeSpec, max_positions: int) -> torch.Tensor:
+    """Angle per position of each pair of dimensions, [rotary_dim / 2], or [max_positions, rotary_dim / 2] where it
+    depends on the position; float32 on the CPU as transformers has it."""
+    plain = 1.0 / _wavelengths(rope.theta, rope.rotary_dim)
+    match rope.scaling:
+        case LinearScaling(factor):
+            return plain / factor
+        case Llama3Scaling():
+            return _llama3(plain, rope.scaling)
+        case YarnScaling():
+            return _yarn(rope, rope.scaling)
+        case DynamicScaling():
+            return _dynamic(rope, rope.scaling, max_positions)
+        case LongRopeScaling():
+            long = max_positions > rope.scaling.original_max_positions
+            return plain / torch.tensor(rope.scaling.long_factor if long else rope.scaling.short_factor)
     return plain
+
+
+def _wavelengths(theta: float | torch.Tensor, dim: int) -> torch.Tensor:
+    return theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
 def _llama3(plain: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
@@ -47,3 +68,28 @@ def _llama3(plain: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
     share = share / (scaling.high_freq_factor - scaling.low_freq_factor)
     blended = (1 - share) * slowed / scaling.factor + share * slowed
     return torch.where((wavelength >= short) & (wavelength <= long), blended, slowed)
+
+
+def _yarn(rope: RopeSpec, scaling: YarnScaling) -> torch.Tensor:
+    dim = rope.rotary_dim
+
+    def pair_that_turns(times: float) -> float:
+        """Which pair of dimensions turns so often over the trained length."""
+        return dim * math.log(scaling.original_max_positions / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    slowed = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    wavelengths = _wavelengths(rope.theta, dim)
+    return slowed / (scaling.factor * wavelengths) + (1 - slowed) / wavelengths
+
+
+def _dynamic(rope: RopeSpec, scaling: DynamicScaling, max_positions: int) -> torch.Tensor:
+    """Every token is rotated as for a text that ends with it, as transformers does when it generates with a cache; so
+    a token's key does not depend on what follows, and may be cached."""
+    dim, trained = rope.rotary_dim, scaling.original_max_positions
+    length = torch.arange(1, max_positions + 1, dtype=torch.float32).clamp(min=trained)
+    growth = (scaling.factor * length / trained - (scaling.factor - 1)) ** (dim / (dim - 2))
+    return 1.0 / _wavelengths((rope.theta * growth)[:, None], dim)

@@ -21,20 +21,25 @@ _SINGLE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies, and its shape there."""
+    """Where a tensor lies, its name there, and its shape."""
 
     file: Path
+    name: str
     shape: tuple[int, ...]
 
 
 class Safetensors:
-    """All tensors of a directory, by name."""
+    """All tensors of a directory, by name. Every name gets `prefix` where none has it."""
 
-    def __init__(self, directory: Path) -> None:
+    described_by = "config.json"
+
+    def __init__(self, directory: Path, prefix: str = "") -> None:
         self.directory = directory
         self.entries: dict[str, Entry] = {}
         for file in _find_files(directory):
             self.entries.update(_read_header(file))
+        if not any(name.startswith(prefix) for name in self.entries):
+            self.entries = {prefix + name: entry for name, entry in self.entries.items()}
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """These tensors one after the other, file by file. Each is a view of its file."""
@@ -44,7 +49,7 @@ class Safetensors:
         for file, here in by_file.items():
             with safe_open(file, framework="pt", device="cpu") as opened:
                 for name in here:
-                    yield name, opened.get_tensor(name)
+                    yield name, opened.get_tensor(self.entries[name].name)
 
 
 def _find_files(directory: Path) -> list[Path]:
@@ -82,7 +87,7 @@ def _read_header(file: Path) -> dict[str, Entry]:
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             names = opened.keys()
-            return {name: Entry(file, tuple(opened.get_slice(name).get_shape())) for name in names}
+            return {name: Entry(file, name, tuple(opened.get_slice(name).get_shape())) for name in names}
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} is truncated or is no safetensors file ({error}); download it again.") from error
 

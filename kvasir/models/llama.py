@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvasir.models.spec import Architecture, Config, DecoderSpec, flag, read_decoder
+from kvasir.models.spec import Architecture, DecoderSpec, read_decoder
+from kvasir.models.values import Config, flag
 
 NAMES = {
     "model.embed_tokens": "embedding",

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,35 +20,70 @@ from kvasir.attention.select import select as select_attention
 from kvasir.config import EngineConfig
 from kvasir.distributed.mesh import Mesh
 from kvasir.errors import ConfigError, ModelError
+from kvasir.gguf_file import read_gguf
 from kvasir.layers.base import Build, WeightLayer
-from kvasir.models import registry
+from kvasir.layers.linear import Linear
+from kvasir.models import gguf, registry
 from kvasir.models.checkpoint import Safetensors, some
-from kvasir.models.spec import Architecture, DecoderSpec
+from kvasir.models.fallback import TransformersModel, load_fallback
+from kvasir.models.fused import Stored, whole
+from kvasir.models.gguf_checkpoint import GGUFCheckpoint
+from kvasir.models.spec import Architecture, DecoderSpec, Names
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select as select_platform
 from kvasir.quantization.base import TensorKey
+from kvasir.quantization.gguf import PackedRows, gguf_linear
+
+
+def load(config: EngineConfig, device: torch.device, mesh: Mesh | None = None) -> Transformer | TransformersModel:
+    """The model on its device, ready to run, by whoever the settings say."""
+    if config.model.model_impl != "transformers":
+        return load_model(config, device, mesh)
+    if mesh is not None and mesh.size > 1:
+        raise ConfigError("model_impl='transformers' runs on one device; set tensor_parallel_size=1.")
+    return load_fallback(config, device, select_attention(config.device.attention_backend))
 
 
 def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = None) -> Transformer:
-    """The model on its device, ready to run. `mesh` says which share of it is wanted; without one it is all of it."""
+    """A model that has a spec. `mesh` says which share of it is wanted; without one it is all of it."""
     hf, dtype = config.model.hf, getattr(torch, config.model.dtype)
     architecture = registry.find(hf)
     _refuse_quantized(hf)
     spec = architecture.read_spec(hf)
+    build = Build(dtype, mesh or Mesh())
+    source: Source | None = None
+    if config.load.load_format == "gguf":
+        file = read_gguf(config.model.path)
+        source = Source(GGUFCheckpoint(file), gguf.names_for(file), gguf.IGNORED)
+        spec, build = gguf.adapt(spec, file), replace(build, method_of=gguf_linear)
+    elif config.load.load_format != "dummy":
+        source = _open_safetensors(Path(config.model.path), architecture, hf)
     backend = select_attention(config.device.attention_backend)
-    model = Transformer(Build(dtype, mesh or Mesh()), spec, backend, config.model.max_model_len)
-    if config.load.load_format == "dummy":
+    model = Transformer(build, spec, backend, config.model.max_model_len)
+    if source is None:
         _materialise(model, device)
         _fill_dummy(model, torch.Generator(device).manual_seed(config.model.seed))
     else:
-        checkpoint = Safetensors(Path(config.model.path))
-        targets = _find_targets(model, architecture)
-        _check(checkpoint, targets, _ignored(architecture, spec))
+        places = find_places(model, source.names)
+        _check(source, places, spec)
         _materialise(model, device)
-        _fill(checkpoint, targets, show_progress=config.load.use_tqdm_on_load)
+        _fill(source.checkpoint, places, spec, show_progress=config.load.use_tqdm_on_load)
     for layer in _weight_layers(model):
         layer.process()
     return model.eval()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint with the names it uses."""
+
+    checkpoint: Safetensors | GGUFCheckpoint
+    names: Names
+    ignored: tuple[str, ...]  # patterns of tensors that may be there and are not used
+
+
+def _open_safetensors(path: Path, architecture: Architecture, hf: Mapping[str, Any]) -> Source:
+    return Source(Safetensors(path, architecture.prefix), architecture.names_for(hf), architecture.ignored)
 
 
 def _refuse_quantized(hf: Mapping[str, object]) -> None:
@@ -62,50 +98,83 @@ def _refuse_quantized(hf: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a checkpoint's tensor goes, and the shape it must have."""
+    """Where a tensor, or a part of one, goes, and the shape it must have."""
 
     layer: WeightLayer
     key: TensorKey
     shape: tuple[int, ...]
 
 
-def _find_targets(model: nn.Module, architecture: Architecture) -> dict[str, Target]:
+@dataclass
+class Place:
+    """What becomes of one tensor of the checkpoint."""
+
+    stored: Stored
+    targets: dict[str, Target]  # by their pattern in `stored`
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What the tensor must be in the checkpoint."""
+        shapes = [self.targets[pattern].shape for pattern in self.stored.targets]
+        shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        return shape[::-1] if self.stored.transposed else shape
+
+    def load(self, tensor: torch.Tensor | PackedRows, spec: DecoderSpec) -> None:
+        if isinstance(tensor, PackedRows):
+            first = self.targets[self.stored.targets[0]]
+            if self.stored.split is whole and isinstance(first.layer, Linear):
+                first.layer.load(first.key, tensor)  # type: ignore[arg-type]  # its method knows them
+                return
+            tensor = tensor.expand()
+        if self.stored.transposed and tensor.dim() == 2:
+            tensor = tensor.T
+        parts = self.stored.split(tensor, spec)
+        for pattern, part in zip(self.stored.targets, parts, strict=True):
+            target = self.targets[pattern]
+            assert tuple(part.shape) == target.shape, f"{pattern}: {tuple(part.shape)} is not {target.shape}"
+            target.layer.load(target.key, part)
+
+
+def find_places(model: nn.Module, names: Names) -> dict[str, Place]:
     """Every tensor the model wants, by its name in the checkpoint."""
-    theirs = {ours: name for name, ours in architecture.names.items()}
-    targets = {}
+    theirs: dict[str, tuple[str, Stored]] = {}
+    for name, ours in names.items():
+        stored = Stored((ours,)) if isinstance(ours, str) else ours
+        theirs.update((pattern, (name, stored)) for pattern in stored.targets)
+    places: dict[str, Place] = {}
     for path, layer in model.named_modules():
         if not isinstance(layer, WeightLayer):
             continue
-        pattern, numbers = re.sub(r"(?<=\.)\d+(?=\.)", "*", path), re.findall(r"(?<=\.)\d+(?=\.)", path)
         for (tensor, part), shape in layer.tensors().items():
-            name = theirs[f"{pattern}:{part}" if part else pattern]
+            full = f"{path}:{part}" if part else path
+            pattern, numbers = _NUMBER.sub("*", full), _NUMBER.findall(full)
+            name, stored = theirs[pattern]
             for number in numbers:
                 name = name.replace("*", number, 1)
-            targets[f"{name}.{tensor}"] = Target(layer, (tensor, part), shape)
-    return targets
+            place = places.setdefault(f"{name}.{tensor}", Place(stored, {}))
+            place.targets[pattern] = Target(layer, (tensor, part), shape)
+    return places
 
 
-def _ignored(architecture: Architecture, spec: DecoderSpec) -> tuple[str, ...]:
-    """Patterns of tensors that may be there and are not used."""
-    if not spec.tie_embeddings:
-        return architecture.ignored
-    head = next(theirs for theirs, ours in architecture.names.items() if ours == "head")
-    return (*architecture.ignored, f"{head}.*")  # a copy of the embedding
+_NUMBER = re.compile(r"(?<=\.)\d+(?=[.:]|$)")
 
 
-def _check(checkpoint: Safetensors, targets: Mapping[str, Target], ignored: tuple[str, ...]) -> None:
-    """Raise unless the checkpoint has every target, in the right shape, and nothing else of note."""
-    where = f"The weights in {checkpoint.directory} do not match config.json"
-    if missing := [name for name in targets if name not in checkpoint.entries]:
-        raise ModelError(f"{where}: {len(missing)} of {len(targets)} tensors are missing ({some(missing)}).")
-    unknown = [name for name in checkpoint.entries if name not in targets]
+def _check(source: Source, places: Mapping[str, Place], spec: DecoderSpec) -> None:
+    """Raise unless the checkpoint has every tensor, in the right shape, and nothing else of note."""
+    checkpoint, ignored = source.checkpoint, source.ignored
+    if spec.tie_embeddings:  # then the head, if there is one, is a copy of the embedding
+        ignored = (*ignored, *(f"{theirs}.*" for theirs, ours in source.names.items() if ours == "head"))
+    where = f"The weights in {checkpoint.directory} do not match {checkpoint.described_by}"
+    if missing := [name for name in places if name not in checkpoint.entries]:
+        raise ModelError(f"{where}: {len(missing)} of {len(places)} tensors are missing ({some(missing)}).")
+    unknown = [name for name in checkpoint.entries if name not in places]
     if unexpected := [name for name in unknown if not any(fnmatchcase(name, pattern) for pattern in ignored)]:
         raise ModelError(f"{where}: {len(unexpected)} tensors have no place in the model ({some(unexpected)}).")
-    for name, target in targets.items():
+    for name, place in places.items():
         entry = checkpoint.entries[name]
-        if entry.shape != target.shape:
+        if entry.shape != place.shape:
             raise ModelError(
-                f"{where}: {name} in {entry.file.name} is {list(entry.shape)}, but should be {list(target.shape)}."
+                f"{where}: {name} in {entry.file.name} is {list(entry.shape)}, but should be {list(place.shape)}."
             )
 
 
@@ -138,12 +207,14 @@ def _no_room(need: int, free: int | None, device: torch.device) -> ConfigError:
     )
 
 
-def _fill(checkpoint: Safetensors, targets: dict[str, Target], *, show_progress: bool) -> None:
+def _fill(
+    checkpoint: Safetensors | GGUFCheckpoint, places: dict[str, Place], spec: DecoderSpec, *, show_progress: bool
+) -> None:
     with tqdm(
-        total=len(targets), desc="Loading weights", unit="tensor", disable=not show_progress, dynamic_ncols=True
+        total=len(places), desc="Loading weights", unit="tensor", disable=not show_progress, dynamic_ncols=True
     ) as progress:
-        for name, tensor in checkpoint.read(targets):
-            targets[name].layer.load(targets[name].key, tensor)
+        for name, tensor in checkpoint.read(places):
+            places[name].load(tensor, spec)
             progress.update()
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from kvasir.models.llama import NAMES
-from kvasir.models.spec import Architecture, Config, DecoderSpec, integer, read_decoder
+from kvasir.models.spec import Architecture, DecoderSpec, one_window, read_decoder
+from kvasir.models.values import Config
 
 
 def read_spec(config: Config) -> DecoderSpec:
-    # A null means no window; a file that does not speak of it means the first version's.
-    window = None if config.get("sliding_window", 4096) is None else integer(config, "sliding_window", 4096)
-    return read_decoder(config, windows=(window,) * integer(config, "num_hidden_layers"))
+    return read_decoder(config, windows=one_window(config, 4096))
 
 
 ARCHITECTURE = Architecture(read_spec, NAMES)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvasir.models.llama import NAMES
-from kvasir.models.spec import Architecture, Config, DecoderSpec, read_decoder, read_layer_windows
+from kvasir.models.spec import Architecture, DecoderSpec, read_decoder, read_layer_windows
+from kvasir.models.values import Config
 
 
 def read_spec(config: Config) -> DecoderSpec:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvasir.models import llama
-from kvasir.models.spec import Architecture, Config, DecoderSpec, flag, read_decoder, read_layer_windows
+from kvasir.models.spec import Architecture, DecoderSpec, read_decoder, read_layer_windows
+from kvasir.models.values import Config, flag
 
 NAMES = {
     **llama.NAMES,
@@ -15,7 +16,7 @@ NAMES = {
 def read_spec(config: Config) -> DecoderSpec:
     bias = flag(config, "attention_bias")
     windows = read_layer_windows(config)
-    return read_decoder(config, head_dim=128, qk_norm=True, qkv_bias=bias, o_bias=bias, windows=windows)
+    return read_decoder(config, head_dim=128, qk_norm="head", qkv_bias=bias, o_bias=bias, windows=windows)
 
 
 ARCHITECTURE = Architecture(read_spec, NAMES)

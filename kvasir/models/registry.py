@@ -1,37 +1,140 @@
-"""Which architectures there are, by the name config.json gives them. No torch; an architecture is imported on use."""
+"""Which architectures there are, by the name config.json gives them. No torch; an architecture is imported on use.
+
+Users add their own with ModelRegistry.register_model, or from an installed package: an entry point of the group
+"kvasir.plugins" is a function that is called before the first model is looked up, in every process.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 
-from kvasir.errors import ModelError
-from kvasir.models.spec import Architecture, Config
+from kvasir.errors import ConfigError, ModelError
+from kvasir.log import get_logger
+from kvasir.models.spec import Architecture
+from kvasir.models.values import Config
 
-# Hugging Face's name -> the module whose ARCHITECTURE it is, or an Architecture itself.
+logger = get_logger(__name__)
+PLUGINS = "kvasir.plugins"
+
+# Hugging Face's name -> where its Architecture is ("module:name"), or an Architecture itself.
 _ARCHITECTURES: dict[str, str | Architecture] = {
     "LlamaForCausalLM": "kvasir.models.llama",
     "MistralForCausalLM": "kvasir.models.mistral",
+    "MixtralForCausalLM": "kvasir.models.mixtral",
     "Qwen2ForCausalLM": "kvasir.models.qwen2",
+    "Qwen2MoeForCausalLM": "kvasir.models.qwen2_moe",
     "Qwen3ForCausalLM": "kvasir.models.qwen3",
+    "Qwen3MoeForCausalLM": "kvasir.models.qwen3_moe",
+    "GemmaForCausalLM": "kvasir.models.gemma",
+    "Gemma2ForCausalLM": "kvasir.models.gemma2",
+    "Gemma3ForCausalLM": "kvasir.models.gemma3",
+    "Phi3ForCausalLM": "kvasir.models.phi3",
+    "GPT2LMHeadModel": "kvasir.models.gpt2",
+    "GPTJForCausalLM": "kvasir.models.gptj",
+    "GPTNeoXForCausalLM": "kvasir.models.gpt_neox",
+    "OPTForCausalLM": "kvasir.models.opt",
+    "FalconForCausalLM": "kvasir.models.falcon",
+    "Starcoder2ForCausalLM": "kvasir.models.starcoder2",
+    "Olmo2ForCausalLM": "kvasir.models.olmo2",
+    "GraniteForCausalLM": "kvasir.models.granite",
+    "SmolLM3ForCausalLM": "kvasir.models.smollm3",
+    "CohereForCausalLM": "kvasir.models.cohere",
+    "Cohere2ForCausalLM": "kvasir.models.cohere2",
+    "StableLmForCausalLM": "kvasir.models.stablelm",
+    "InternLM2ForCausalLM": "kvasir.models.internlm2",
 }
+
+
+class ModelRegistry:
+    """What a user may do with the table."""
+
+    @staticmethod
+    def register_model(name: str, architecture: Architecture | str) -> None:
+        """Run models that config.json calls `name` as `architecture`, or as what stands under "module:name"; this takes
+        the place of what was known by that name."""
+        if not isinstance(architecture, Architecture | str):
+            raise ConfigError(
+                f"register_model({name!r}): an Architecture or 'module:name' is needed, "
+                f"not {type(architecture).__name__}."
+            )
+        _ARCHITECTURES[name] = architecture
+
+    @staticmethod
+    def get_supported_archs() -> tuple[str, ...]:
+        return supported()
 
 
 def supported() -> tuple[str, ...]:
     """The names that may stand in a config.json."""
+    _load_plugins()
     return tuple(_ARCHITECTURES)
 
 
 def find(config: Config) -> Architecture:
     """The architecture of a model, by the `architectures` of its config.json."""
-    names = config.get("architectures") or ()
-    for name in names:
-        if name in _ARCHITECTURES:
-            found = _ARCHITECTURES[name]
-            return import_module(found).ARCHITECTURE if isinstance(found, str) else found
-    known = ", ".join(_ARCHITECTURES)
+    found = _find(config)
+    if found is not None:
+        return found
+    names, known = config.get("architectures") or (), ", ".join(_ARCHITECTURES)
     if not names:
         raise ModelError(
             f"config.json does not name the model's architecture; set `architectures` there or through hf_overrides "
             f"to one of {known}."
         )
     raise ModelError(f"The architecture {', '.join(names)} is not supported; supported are {known}.")
+
+
+def settle_implementation(config: Config, asked: str) -> str:
+    """Who runs the model: "kvasir" where there is a spec, else "transformers" if it has such a model."""
+    if asked == "transformers":
+        return asked
+    if asked == "kvasir" or _find(config) is not None or not _transformers_has(config):
+        find(config)  # an unknown architecture is refused here, before anything is loaded
+        return "kvasir"
+    logger.warning(
+        "%s has no spec here: it runs through transformers, slower than it could", ", ".join(config["architectures"])
+    )
+    return "transformers"
+
+
+def _find(config: Config) -> Architecture | None:
+    _load_plugins()
+    for name in config.get("architectures") or ():
+        if name in _ARCHITECTURES:
+            found = _ARCHITECTURES[name]
+            return _import(name, found) if isinstance(found, str) else found
+    return None
+
+
+def _import(name: str, place: str) -> Architecture:
+    module, _, attribute = place.partition(":")
+    try:
+        found = getattr(import_module(module), attribute or "ARCHITECTURE")
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"The architecture {name} is registered as {place!r}, which cannot be imported: {error}."
+        ) from error
+    if not isinstance(found, Architecture):
+        raise ModelError(f"The architecture {name} is registered as {place!r}, which is no Architecture.")
+    return found
+
+
+def _transformers_has(config: Config) -> bool:
+    # Imported here because it takes seconds and models with a spec do without.
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
+
+    return any(name in MODELS.values() for name in config.get("architectures") or ())
+
+
+@cache
+def _load_plugins() -> None:
+    for plugin in entry_points(group=PLUGINS):
+        try:
+            plugin.load()()
+        except Exception as error:  # anything a stranger's code may raise
+            raise ConfigError(
+                f"The plugin {plugin.name} ({plugin.value}) failed: {type(error).__name__}: {error}."
+            ) from error
+        logger.info("plugin %s is loaded", plugin.name)

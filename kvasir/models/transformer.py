@@ -15,47 +15,14 @@ from torch import nn
 from kvasir.attention.base import AttentionBackend, AttentionBatch
 from kvasir.layers.attention import Attention
 from kvasir.layers.base import Build
-from kvasir.layers.embedding import Embedding, Head, TiedHead
-from kvasir.layers.mlp import GatedMLP
-from kvasir.layers.norm import RMSNorm
+from kvasir.layers.embedding import Embedding, Head, PositionEmbedding, TiedHead
+from kvasir.layers.linear import replicated_linear
+from kvasir.layers.norm import NoNorm, Norm, make_norm
+from kvasir.layers.rope import RopeSpec
 from kvasir.layers.rotary import Rotary
 from kvasir.messages import KVSpec
+from kvasir.models.decoder_layer import make_layer
 from kvasir.models.spec import DecoderSpec
-
-
-class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm; the residual is added within the next norm."""
-
-    def __init__(self, build: Build, spec: DecoderSpec, index: int, backend: AttentionBackend, rotary: Rotary) -> None:
-        super().__init__()
-        prefix = f"layers.{index}"
-        self.attention_norm = RMSNorm(build, spec.hidden_size, spec.norm_eps)
-        self.attention = Attention(
-            build,
-            f"{prefix}.attention",
-            backend,
-            rotary,
-            hidden_size=spec.hidden_size,
-            heads=spec.num_heads,
-            kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            qkv_bias=spec.qkv_bias,
-            o_bias=spec.o_bias,
-            qk_norm_eps=spec.norm_eps if spec.qk_norm else None,
-            window=spec.windows[index],
-        )
-        self.mlp_norm = RMSNorm(build, spec.hidden_size, spec.norm_eps)
-        self.mlp = GatedMLP(
-            build, f"{prefix}.mlp", spec.hidden_size, spec.intermediate_size, spec.activation, bias=spec.mlp_bias
-        )
-
-    def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, batch: AttentionBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = self.attention_norm.add(hidden, residual)
-        hidden = self.attention(hidden, positions, batch)
-        hidden, residual = self.mlp_norm.add(hidden, residual)
-        return self.mlp(hidden), residual
 
 
 class Transformer(nn.Module):
@@ -64,16 +31,30 @@ class Transformer(nn.Module):
     def __init__(self, build: Build, spec: DecoderSpec, backend: AttentionBackend, max_positions: int) -> None:
         super().__init__()
         self.spec, self.vocab_size = spec, spec.vocab_size
-        self.embedding = Embedding(build, spec.vocab_size, spec.hidden_size)
-        self.rotary = Rotary(build, spec.rope, max_positions)
+        width = spec.embedding_size or spec.hidden_size
+        self.embedding = Embedding(build, spec.vocab_size, width)
+        self.project_in: nn.Module = NoNorm()
+        self.project_out: nn.Module = NoNorm()
+        if width != spec.hidden_size:
+            self.project_in = replicated_linear(build, "project_in", width, spec.hidden_size, bias=False)
+            self.project_out = replicated_linear(build, "project_out", spec.hidden_size, width, bias=False)
+        # The scale as the model's own type has it: transformers keeps it in a tensor.
+        self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=build.dtype))
+        self.positions: PositionEmbedding | None = None
+        if spec.num_positions is not None:
+            self.positions = PositionEmbedding(build, spec.num_positions, spec.position_offset, spec.hidden_size)
+        rotaries = {rope: Rotary(build, rope, max_positions) for rope in dict.fromkeys(spec.ropes) if rope is not None}
+        self.rotaries = nn.ModuleList(rotaries.values())
         self.layers = nn.ModuleList(
-            DecoderLayer(build, spec, index, backend, self.rotary) for index in range(spec.num_layers)
+            make_layer(build, spec, index, backend, _rotary(rotaries, rope)) for index, rope in enumerate(spec.ropes)
         )
-        self.norm = RMSNorm(build, spec.hidden_size, spec.norm_eps)
+        self.norm: Norm = NoNorm()
+        if spec.final_norm:
+            self.norm = make_norm(build, spec.norm, spec.hidden_size, spec.norm_eps)
         if spec.tie_embeddings:
             self.head: nn.Module = TiedHead(self.embedding)
         else:
-            self.head = Head(build, spec.vocab_size, spec.hidden_size)
+            self.head = Head(build, spec.vocab_size, width, bias=spec.head_bias)
 
     def forward(
         self,
@@ -82,15 +63,26 @@ class Transformer(nn.Module):
         batch: AttentionBatch,
     ) -> torch.Tensor:
         """The hidden states after the last norm, [tokens, hidden]."""
-        hidden, residual = self.embedding(input_ids), None
+        hidden, residual = self._embed(input_ids, positions), None
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, positions, batch)
-        return self.norm.add(hidden, residual)[0]
+        hidden = self.norm.add(hidden, residual)[0]
+        projected: torch.Tensor = self.project_out(hidden)
+        return projected
+
+    def _embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.project_in(self.embedding(input_ids))
+        if self.embedding_scale != 1.0:
+            hidden = hidden * self.embedding_scale
+        return hidden if self.positions is None else hidden + self.positions(positions)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocabulary]."""
         logits: torch.Tensor = self.head(hidden)
-        return logits
+        if self.spec.logit_scale != 1.0:
+            logits = logits * self.spec.logit_scale
+        cap = self.spec.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     # ------------------------------------------------------------ the KV cache
 
@@ -110,3 +102,7 @@ class Transformer(nn.Module):
 
     def _attentions(self) -> list[Attention]:
         return [module for module in self.modules() if isinstance(module, Attention)]
+
+
+def _rotary(rotaries: dict[RopeSpec, Rotary], rope: RopeSpec | None) -> Rotary | None:
+    return None if rope is None else rotaries[rope]

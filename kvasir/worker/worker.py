@@ -12,9 +12,11 @@ import numpy as np
 import torch
 
 from kvasir.config import EngineConfig
+from kvasir.distributed.mesh import Mesh
 from kvasir.log import get_logger
 from kvasir.messages import Extras, KVSpec, NewRow, RowSampling, StepPlan
-from kvasir.models.loader import load_model
+from kvasir.models.fallback import TransformersModel
+from kvasir.models.loader import load
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select
 from kvasir.worker.kv_memory import KVMemory
@@ -26,7 +28,7 @@ GIB = 1 << 30
 
 
 class Worker:
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, mesh: Mesh | None = None) -> None:
         self.config = config
         self.platform = select(config.device.device)
         self.device = torch.device(config.device.device)
@@ -34,7 +36,7 @@ class Worker:
         self.platform.release_memory()  # what is cached in pieces could not become a KV cache in one piece
         started = time.perf_counter()
         self.overlaps = self.device.type != "cpu"
-        self.model: Transformer | None = load_model(config, self.device)
+        self.model: Transformer | TransformersModel | None = load(config, self.device, mesh)
         self.runner: ModelRunner | None = None
         logger.info(
             "loaded %s (%s, %s) in %.1f s",
@@ -113,7 +115,9 @@ class Worker:
             self.config.scheduler.max_num_seqs,
             self.config.model.max_model_len,
             self.device,
-            use_graphs=self.config.device.attention_backend == "triton" and not self.config.device.enforce_eager,
+            use_graphs=self.config.device.attention_backend == "triton"
+            and not self.config.device.enforce_eager
+            and isinstance(self.model, Transformer),  # nobody knows whether others' code can be captured
             logprobs_mode=self.config.model.logprobs_mode,
         )
 

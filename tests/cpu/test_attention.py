@@ -74,7 +74,7 @@ def make_case(
     return Case(query, key, value, kv_cache, batch, rows)
 
 
-def expected(case: Case, window: int | None) -> torch.Tensor:
+def expected(case: Case, window: int | None, softcap: float | None = None) -> torch.Tensor:
     out, start = torch.empty(case.query.shape, dtype=torch.float64), 0
     for (keys, values), queries in zip(case.rows, case.batch.query_lens, strict=True):
         for index in range(queries):
@@ -83,18 +83,21 @@ def expected(case: Case, window: int | None) -> torch.Tensor:
             first = 0 if window is None else max(0, at + 1 - window)
             for head in range(KV_HEADS * SHARED):
                 k, v = (x[first:last, head // SHARED].double() for x in (keys, values))
-                weights = (k @ case.query[start + index, head].double() * SCALE).softmax(0)
-                out[start + index, head] = weights @ v
+                scores = k @ case.query[start + index, head].double() * SCALE
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                out[start + index, head] = scores.softmax(0) @ v
         start += int(queries)
     return out
 
 
-def check(case: Case, window: int | None = None, tolerance: float = 1e-5) -> None:
+def check(case: Case, window: int | None = None, tolerance: float = 1e-5, softcap: float | None = None) -> None:
     attention = select("torch")
     kernels.store_kv(case.key, case.value, case.kv_cache, case.batch.slots)
     for _ in range(2):  # a second layer finds the notes of the first
-        out = attention.forward(case.query, case.kv_cache, case.batch, scale=SCALE, window=window)
-        torch.testing.assert_close(out.double(), expected(case, window), atol=tolerance, rtol=tolerance)
+        options = {"scale": SCALE, "window": window, "softcap": softcap}
+        out = attention.forward(case.query, case.kv_cache, case.batch, **options)  # type: ignore[arg-type]
+        torch.testing.assert_close(out.double(), expected(case, window, softcap), atol=tolerance, rtol=tolerance)
 
 
 MIXED = [(9, 1), (0, 1), (31, 1), (8, 1), (3, 1), (0, 7), (0, 2), (5, 3), (12, 12), (1, 2)]
@@ -104,6 +107,11 @@ MIXED = [(9, 1), (0, 1), (31, 1), (8, 1), (3, 1), (0, 7), (0, 2), (5, 3), (12, 1
 @pytest.mark.parametrize("slack", [0, 1, 6])
 def test_mixed_batch(window: int | None, slack: int) -> None:
     check(make_case(MIXED, slack=slack), window)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_soft_cap(window: int | None) -> None:
+    check(make_case(MIXED, slack=2), window, softcap=0.4)
 
 
 @pytest.mark.parametrize("work", [[(0, 1)], [(6, 1)] * 5, [(0, 9)], [(4, 4), (11, 2)]], ids=str)

@@ -182,8 +182,8 @@ def test_untied_head_must_be_there(tmp_path: Path) -> None:
 
 
 def test_unknown_architecture(checkpoint: Path) -> None:
-    message = refusal(checkpoint, hf={"architectures": ["GPT2LMHeadModel"]})
-    assert "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM" in message
+    message = refusal(checkpoint, hf={"architectures": ["NoSuchModel"]})
+    assert "NoSuchModel is not supported; supported are LlamaForCausalLM" in message
 
 
 def test_quantized_checkpoint(checkpoint: Path) -> None:

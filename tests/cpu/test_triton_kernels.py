@@ -14,6 +14,7 @@ from kvasir.kernels.triton.activation import silu_mul  # noqa: E402
 from kvasir.kernels.triton.decode_inputs import decode_inputs  # noqa: E402
 from kvasir.kernels.triton.draw import draw  # noqa: E402
 from kvasir.kernels.triton.gemv import gemv, takes  # noqa: E402
+from kvasir.kernels.triton.grouped_linear import grouped_linear  # noqa: E402
 from kvasir.kernels.triton.logit_floor import logit_floor  # noqa: E402
 from kvasir.kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode  # noqa: E402
@@ -56,12 +57,14 @@ def test_silu_mul(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), [(4, 2, 32, 32), (9, 3, 64, 64), (8, 4, 80, 40)])
 @pytest.mark.parametrize("norm", [False, True])
-def test_rope_store(heads: int, kv_heads: int, dim: int, rotary: int, norm: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("way", ["halves", "neighbours", "not"])
+def test_rope_store(heads: int, kv_heads: int, dim: int, rotary: int, norm: bool, way: str, dtype: torch.dtype) -> None:
     tokens, block_size = 6, 16
     qkv = randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     gains = (randn(dim, dtype=dtype), randn(dim, dtype=dtype)) if norm else (None, None)
     angles = torch.randn(50, rotary // 2, device=DEVICE)
-    table = torch.cat((angles.cos(), angles.sin()), -1)
+    table = None if way == "not" else torch.cat((angles.cos(), angles.sin()), -1)
+    turned = way == "neighbours"
     positions = torch.tensor([3, 0, 40, 7, 49, 1], device=DEVICE)
     slots = torch.tensor([5, 93, 17, 40, 60, 61], device=DEVICE)
     cache = torch.zeros(6, 2, block_size, kv_heads, dim, device=DEVICE, dtype=dtype)
@@ -69,9 +72,10 @@ def test_rope_store(heads: int, kv_heads: int, dim: int, rotary: int, norm: bool
     query, key, value = qkv.view(tokens, -1, dim).split((heads, kv_heads, kv_heads), 1)
     if norm:
         query, key = reference.rms_norm(query, gains[0], 1e-6), reference.rms_norm(key, gains[1], 1e-6)
-    query, key = reference.rotary(query, key, positions, table)
+    if table is not None:
+        query, key = reference.rotary(query, key, positions, table, turned)
     reference.store_kv(key, value, wanted_cache, slots)
-    got = rope_store(qkv, heads, positions, table, cache, slots, *gains)
+    got = rope_store(qkv, heads, positions, table, cache, slots, *gains, eps=1e-6, interleaved=turned)
     close(got, query, dtype)
     close(cache, wanted_cache, dtype)
     untouched = torch.ones(6 * block_size, dtype=torch.bool, device=DEVICE)
@@ -94,7 +98,12 @@ def paged(lengths: list[int], kv_heads: int, dim: int, block_size: int, dtype: t
 
 
 def attend(
-    query: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, length: int, window: int | None
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    table: torch.Tensor,
+    length: int,
+    window: int | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Plain attention of the last len(query) tokens of one sequence, in float64."""
     count, heads, dim = query.shape
@@ -102,6 +111,8 @@ def attend(
     k, v = (cache[table.long(), i].reshape(-1, kv_heads, dim)[:length].double() for i in (0, 1))
     k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
     scores = torch.einsum("mhd,nhd->hmn", query.double(), k) * dim**-0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     at = torch.arange(length - count, length, device=query.device)[:, None]
     key = torch.arange(length, device=query.device)[None]
     seen = (key <= at) & (key > at - (window or length + 1))
@@ -119,10 +130,35 @@ def test_paged_decode(
     cache, tables, rows, lens = paged(lengths, kv_heads, dim, block_size, dtype)
     query = randn(len(lengths), heads, dim, dtype=dtype)
     out = torch.full_like(query, 7.0)
-    paged_decode(query, cache, tables, rows, lens, out, Workspace(), dim**-0.5, window, split)
+    paged_decode(query, cache, tables, rows, lens, out, Workspace(), dim**-0.5, window, split=split)
     for i, n in enumerate(lengths[:-1]):
         close(out[i : i + 1], attend(query[i : i + 1], cache, tables[rows[i]], n, window), dtype)
     assert (out[-1] == 7).all(), "a padding row was written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [None, 20])
+def test_soft_cap(window: int | None, dtype: torch.dtype) -> None:
+    """A cap that most scores are well above, so that it matters."""
+    lengths, chunks, dim, cap = [40, 150, 70], [1, 90, 70], 32, 0.7
+    cache, tables, rows, lens = paged(lengths, 2, dim, 16, dtype)
+    starts = [0, *np.cumsum(chunks).tolist()]
+    query = randn(starts[-1], 4, dim, dtype=dtype) * 4
+    out = torch.full_like(query, float("nan"))
+    on_device = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+    paged_decode(query[:1], cache, tables, rows[:1], lens[:1], out[:1], Workspace(), dim**-0.5, window, cap)
+    paged_prefill(query, cache, tables, rows[1:], on_device[1:], lens[1:], 90, out, dim**-0.5, window, cap)
+    for i, n in enumerate(lengths):
+        part = slice(starts[i], starts[i + 1])
+        close(out[part], attend(query[part], cache, tables[rows[i]], n, window, cap), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("counts", [[3, 0, 40, 1, 0], [0, 0, 1, 0, 0], [200, 130, 0, 64, 129]], ids=str)
+def test_grouped_linear(counts: list[int], dtype: torch.dtype) -> None:
+    x, weight = randn(sum(counts), 80, dtype=dtype), randn(len(counts), 100, 80, dtype=dtype)
+    starts = torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32, device=DEVICE)
+    close(grouped_linear(x, weight, starts), reference.grouped_linear(x, weight, starts), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

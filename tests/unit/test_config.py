@@ -135,7 +135,7 @@ CASES = {
     "long_prefill_token_threshold": Case(64, shows=lambda c, w: c.scheduler.long_prefill_token_threshold == 64),
     "scheduling_policy": Case("priority", refused="Possible: fcfs"),
     "async_scheduling": Case(True, shows=lambda c, w: c.scheduler.async_scheduling is True),
-    "tensor_parallel_size": Case(2, refused="One device"),
+    "tensor_parallel_size": Case(2, shows=lambda c, w: c.parallel.distributed_executor_backend == "mp"),
     "pipeline_parallel_size": Case(2, refused="One device"),
     "data_parallel_size": Case(2, refused="One copy"),
     "enable_expert_parallel": Case(True, refused="One device"),

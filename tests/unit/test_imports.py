@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parent.parent.parent / "kvasir"
 
 # Everything may import these; they import only each other.
 BASE = {"kvasir", "errors", "env", "config", "args", "log"}
-BASE |= {"sampling_params", "sampling_checks", "prompts", "outputs", "messages", "metrics"}
+BASE |= {"sampling_params", "sampling_checks", "prompts", "outputs", "messages", "metrics", "gguf_file"}
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,10 @@ ORDER = {
     "transfer": Line(("kernels", "distributed"), halves=True),
     "multimodal": Line(("models",), halves=True),
     "lora": Line(("layers", "kernels")),
-    "resolve": Line(("hub", "platforms"), by_name=("models.registry",)),
+    "resolve": Line(("hub", "platforms"), by_name=("models.registry", "models.gguf")),
     "hub": Line(),
-    "models": Line(("layers", "attention", "quantization", "distributed", "platforms")),
+    # kernels: transformers' own layers, in models.fallback, bring keys and values to store
+    "models": Line(("layers", "attention", "quantization", "distributed", "kernels", "platforms")),
     "layers": Line(("attention", "quantization", "kernels", "distributed")),
     "attention": Line(("kernels", "platforms")),
     "quantization": Line(("kernels",)),

@@ -4,7 +4,7 @@ import kvasir
 
 PUBLIC = [
     "LLM", "LLMEngine", "EngineArgs", "SamplingParams", "RequestOutput", "BeamSearchParams", "CompletionOutput",
-    "TextPrompt", "TokensPrompt", "PromptType", "__version__", "__version_tuple__",
+    "TextPrompt", "TokensPrompt", "PromptType", "ModelRegistry", "__version__", "__version_tuple__",
 ]  # fmt: skip
 
 

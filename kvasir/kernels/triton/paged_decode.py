@@ -36,12 +36,18 @@ def _first_key(length, prefix_ptr, WINDOW: tl.constexpr, EXTRA: tl.constexpr, BL
 
 
 @triton.jit
+def soft_cap(s, CAP: tl.constexpr):
+    """CAP * tanh(s / CAP), where s and the result are in units of log2(e)."""
+    return CAP * 1.4426950408889634 * (1.0 - 2.0 / (tl.exp2(s * (2.0 / CAP)) + 1.0))
+
+
+@triton.jit
 def _decode_kernel(
     q_ptr, cache_ptr, table_ptr, row_ptr, length_ptr, prefix_ptr, out_ptr, part_ptr, lse_ptr, scale,
     table_stride, block_stride, value_stride, token_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, EXTRA: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, EXTRA: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)  # fastest: the heads of one token lie side by side in memory
     seq = tl.program_id(1)
@@ -75,7 +81,10 @@ def _decode_kernel(
         seen = valid
         if WINDOW > 0:
             seen = valid & (token >= length - WINDOW)
-        s = tl.where(seen[None, :], tl.dot(q, tl.trans(k), input_precision="ieee") * scale, -float("inf"))
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SOFTCAP > 0:
+            s = soft_cap(s, SOFTCAP)
+        s = tl.where(seen[None, :], s, -float("inf"))
         new_top = tl.maximum(top, tl.max(s, 1))
         p = tl.exp2(s - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -163,6 +172,8 @@ def paged_decode(
     workspace: Workspace,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    *,
     split: Split | None = None,
     longest: int | None = None,  # no sequence is longer; None: not known
     prefix: torch.Tensor | None = None,  # [1] int32: so many tokens are the same blocks for all sequences
@@ -172,7 +183,7 @@ def paged_decode(
     split = split or choose_split(sequences, kv_heads)
     if longest is not None and longest <= split.least:
         split = NO_SPLIT
-    extra = PARTS if prefix is not None and window is None else 0
+    extra = PARTS if prefix is not None and window is None and softcap is None else 0
     slots = extra + split.count
     part, lse = workspace.get(sequences * heads * slots, dim, query.device)
     if prefix is not None and extra:
@@ -188,7 +199,7 @@ def paged_decode(
         query, kv_cache, tables, rows, lengths, after, out, part, lse, scale * LOG2E,
         tables.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
         KV_HEADS=kv_heads, TILE=max(16, triton.next_power_of_2(heads // kv_heads)), BLOCK_SIZE=block_size,
-        STAGES=stages, num_warps=warps, num_stages=stages, **shape,
+        SOFTCAP=softcap or 0.0, STAGES=stages, num_warps=warps, num_stages=stages, **shape,
     )  # fmt: skip
     if slots > 1:
         _merge_kernel[(heads, sequences)](

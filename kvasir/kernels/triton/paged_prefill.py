@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.triton.paged_decode import LOG2E
+from kvasir.kernels.triton.paged_decode import LOG2E, soft_cap
 
 
 @triton.jit
@@ -18,7 +18,8 @@ def _prefill_kernel(
     q_ptr, cache_ptr, pages, table_ptr, row_ptr, start_ptr, length_ptr, out_ptr, scale,
     table_stride, block_stride, value_stride, token_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, DESCRIPTOR: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    DESCRIPTOR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest tiles first: a shorter tail
@@ -42,6 +43,9 @@ def _prefill_kernel(
     first_pos = length - num_q + tile * BLOCK_M  # position of the tile's first query
     position = first_pos + tl.arange(0, BLOCK_M)
     end = tl.minimum(first_pos + BLOCK_M, length)
+    factor = scale  # what still multiplies the scores when their exponential is taken
+    if SOFTCAP > 0:
+        factor = 1.0
     begin = 0
     free_from = 0
     if WINDOW > 0:
@@ -75,16 +79,18 @@ def _prefill_kernel(
                     k = tl.load(cache_ptr + at[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0)
                     v = tl.load(cache_ptr + value_stride + at[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0)
                 s = tl.dot(q, tl.trans(k), input_precision="ieee")
+                if SOFTCAP > 0:
+                    s = soft_cap(s * scale, SOFTCAP)
                 if phase != 1:
                     key = (first + n)[None, :]
                     seen = key <= position[:, None]
                     if WINDOW > 0:
                         seen = seen & (key > position[:, None] - WINDOW)
                     s = tl.where(seen, s, -float("inf"))
-                new_top = tl.maximum(top, tl.max(s, 1) * scale)
+                new_top = tl.maximum(top, tl.max(s, 1) * factor)
                 if WINDOW > 0:  # a row may see nothing of a tile
                     new_top = tl.maximum(new_top, -1.0e30)
-                p = tl.exp2(s * scale - new_top[:, None])
+                p = tl.exp2(s * factor - new_top[:, None])
                 shrink = tl.exp2(top - new_top)
                 total = total * shrink + tl.sum(p, 1)
                 acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
@@ -103,6 +109,7 @@ def paged_prefill(
     out: torch.Tensor,  # like query
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> None:
     _, heads, dim = query.shape
     blocks, _, block_size, kv_heads, _ = kv_cache.shape
@@ -121,5 +128,6 @@ def paged_prefill(
         query, kv_cache, pages, tables, rows, starts, lengths, out, scale * LOG2E,
         tables.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=padded, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n,
-        WINDOW=window or 0, DESCRIPTOR=descriptor, STAGES=stages, num_warps=warps, num_stages=stages,
+        WINDOW=window or 0, SOFTCAP=softcap or 0.0, DESCRIPTOR=descriptor, STAGES=stages, num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip

@@ -13,7 +13,7 @@ def _rope_store_kernel(
     qkv_ptr, q_ptr, cache_ptr, q_gain_ptr, k_gain_ptr, position_ptr, slot_ptr, table_ptr, eps,
     block_stride, value_stride, token_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROTARY: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, QK_NORM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, QK_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads a program, all of one kind (GROUP divides HEADS and KV_HEADS)."""
     token = tl.program_id(0).to(tl.int64)
@@ -22,7 +22,15 @@ def _rope_store_kernel(
     d = tl.arange(0, PADDED)
     inside = (d < DIM)[None, :]
     HALF: tl.constexpr = ROTARY // 2
-    partner = tl.where(d < HALF, d + HALF, tl.where(d < ROTARY, d - HALF, d))
+    # which element each is turned against, which angle they turn by, and whether it is the left one of the two
+    if INTERLEAVED:
+        partner = tl.where(d < ROTARY, d ^ 1, d)
+        angle = d // 2
+        left = d % 2 == 0
+    else:
+        partner = tl.where(d < HALF, d + HALF, tl.where(d < ROTARY, d - HALF, d))
+        angle = tl.where(d < HALF, d, d - HALF)
+        left = d < HALF
     row = qkv_ptr + token * (HEADS + 2 * KV_HEADS) * DIM + head[:, None] * DIM
     dtype = q_ptr.dtype.element_ty
     x = tl.load(row + d[None, :], mask=inside, other=0.0)
@@ -37,13 +45,16 @@ def _rope_store_kernel(
             scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
             gain = tl.load(gain_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
             other_gain = tl.load(gain_ptr + partner, mask=d < DIM, other=0.0).to(tl.float32)[None, :]
-            x = ((x * scale).to(dtype).to(tl.float32) * gain).to(dtype).to(tl.float32)
-            y = ((y * scale).to(dtype).to(tl.float32) * other_gain).to(dtype).to(tl.float32)
-        table = table_ptr + tl.load(position_ptr + token) * ROTARY + tl.where(d < ROTARY, d % HALF, 0)
-        turned = d < ROTARY
-        cos = tl.where(turned, tl.load(table).to(dtype).to(tl.float32), 1.0)[None, :]
-        sin = tl.where(turned, tl.load(table + HALF).to(dtype).to(tl.float32), 0.0)[None, :]
-        x = (x * cos + y * tl.where(d < HALF, -1.0, 1.0)[None, :] * sin).to(dtype)
+            rounded = q_gain_ptr.dtype.element_ty
+            x = ((x * scale).to(rounded).to(tl.float32) * gain).to(dtype).to(tl.float32)
+            y = ((y * scale).to(rounded).to(tl.float32) * other_gain).to(dtype).to(tl.float32)
+        if ROTARY > 0:
+            turned = d < ROTARY
+            table = table_ptr + tl.load(position_ptr + token) * ROTARY + tl.where(turned, angle, 0)
+            cos = tl.where(turned, tl.load(table).to(dtype).to(tl.float32), 1.0)[None, :]
+            sin = tl.where(turned, tl.load(table + HALF).to(dtype).to(tl.float32), 0.0)[None, :]
+            x = x * cos + y * tl.where(left, -1.0, 1.0)[None, :] * sin
+        x = x.to(dtype)
     if first < HEADS:
         tl.store(q_ptr + token * HEADS * DIM + head[:, None] * DIM + d[None, :], x, mask=inside)
     else:
@@ -61,12 +72,13 @@ def rope_store(
     qkv: torch.Tensor,  # [tokens, (heads + 2 * kv_heads) * head_dim], contiguous
     heads: int,
     positions: torch.Tensor,  # [tokens]
-    table: torch.Tensor,  # [positions, rotary_dim] float32: cosines, then sines
+    table: torch.Tensor | None,  # [positions, rotary_dim] float32: cosines, then sines; None: nothing is rotated
     kv_cache: torch.Tensor,  # [blocks, 2, block_size, kv_heads, head_dim]
     slots: torch.Tensor,  # [tokens] int64; negative: stored nowhere
     q_gain: torch.Tensor | None = None,
     k_gain: torch.Tensor | None = None,
     eps: float = 1e-6,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """The rotated queries [tokens, heads, head_dim]. Keys and values are in the cache afterwards."""
     _, _, block_size, kv_heads, dim = kv_cache.shape
@@ -76,9 +88,11 @@ def rope_store(
         group *= 2
     norm = q_gain is not None
     _rope_store_kernel[(len(qkv), (heads + 2 * kv_heads) // group)](
-        qkv, query, kv_cache, q_gain if norm else qkv, k_gain if norm else qkv, positions, slots, table, eps,
+        qkv, query, kv_cache, q_gain if norm else qkv, k_gain if norm else qkv, positions, slots,
+        qkv if table is None else table, eps,
         kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=triton.next_power_of_2(dim), ROTARY=table.shape[1],
-        BLOCK_SIZE=block_size, GROUP=group, QK_NORM=norm, num_warps=1,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=triton.next_power_of_2(dim),
+        ROTARY=0 if table is None else table.shape[1], BLOCK_SIZE=block_size, GROUP=group, QK_NORM=norm,
+        INTERLEAVED=interleaved, num_warps=1,
     )  # fmt: skip
     return query

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvasir.errors import ModelError
-from kvasir.layers.rope import LinearScaling, Llama3Scaling, RopeSpec
+from kvasir.layers.rope import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeSpec, YarnScaling
 from kvasir.models import registry
 from kvasir.models.spec import Architecture, DecoderSpec
 
@@ -46,9 +47,9 @@ def llama(**changes: Any) -> DecoderSpec:
 def test_llama_defaults() -> None:
     spec = llama()
     assert (spec.head_dim, spec.num_kv_heads, spec.norm_eps, spec.activation) == (8, 2, 1e-6, "silu")
-    assert not (spec.qkv_bias or spec.o_bias or spec.mlp_bias or spec.qk_norm or spec.tie_embeddings)
+    assert not (spec.qkv_bias or spec.o_bias or spec.mlp_bias or spec.tie_embeddings)
     assert spec.windows == (None,) * 4
-    assert spec.rope == RopeSpec(rotary_dim=8, theta=10000.0)
+    assert spec.ropes == (RopeSpec(rotary_dim=8, theta=10000.0),) * 4
 
 
 def test_first_llama_has_as_many_key_heads_as_heads() -> None:
@@ -58,7 +59,7 @@ def test_first_llama_has_as_many_key_heads_as_heads() -> None:
 def test_llama_options() -> None:
     spec = llama(attention_bias=True, mlp_bias=True, head_dim=32, tie_word_embeddings=True, hidden_act="gelu_new")
     assert spec.qkv_bias and spec.o_bias and spec.mlp_bias and spec.tie_embeddings
-    assert (spec.head_dim, spec.activation, spec.rope.rotary_dim) == (32, "gelu_tanh", 32)
+    assert (spec.head_dim, spec.activation, spec.ropes[0]) == (32, "gelu_tanh", RopeSpec(32))
 
 
 @pytest.mark.parametrize(
@@ -80,8 +81,8 @@ def test_qwen_windows(architecture: str) -> None:
 
 def test_qwen2_and_qwen3_differ_in_biases_norms_and_heads() -> None:
     two, three = read("Qwen2ForCausalLM"), read("Qwen3ForCausalLM")
-    assert (two.qkv_bias, two.o_bias, two.qk_norm, two.head_dim) == (True, False, False, 8)
-    assert (three.qkv_bias, three.o_bias, three.qk_norm, three.head_dim) == (False, False, True, 128)
+    assert (two.qkv_bias, two.o_bias, two.qk_norm, two.head_dim) == (True, False, None, 8)
+    assert (three.qkv_bias, three.o_bias, three.qk_norm, three.head_dim) == (False, False, "head", 128)
 
 
 # ---------------------------------------------------------------- rotary embedding
@@ -99,13 +100,41 @@ def test_qwen2_and_qwen3_differ_in_biases_norms_and_heads() -> None:
     ids=["old", "new", "oldest", "both", "length of the model itself"],
 )
 def test_llama3_scaling_in_every_spelling(given: dict[str, Any]) -> None:
-    assert llama(**given).rope == RopeSpec(8, 5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    assert llama(**given).ropes[0] == RopeSpec(8, 5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192))
 
 
 def test_other_rotary_kinds() -> None:
-    assert llama(rope_scaling={"type": "linear", "factor": 4}).rope.scaling == LinearScaling(4.0)
-    assert llama(rope_scaling=None, rope_theta=7).rope == RopeSpec(8, 7.0)
-    assert llama(rope_parameters={"rope_type": "default", "rope_theta": 7.0}).rope == RopeSpec(8, 7.0)
+    assert llama(rope_scaling={"type": "linear", "factor": 4}).ropes[0].scaling == LinearScaling(4.0)
+    assert llama(rope_scaling=None, rope_theta=7).ropes[0] == RopeSpec(8, 7.0)
+    assert llama(rope_parameters={"rope_type": "default", "rope_theta": 7.0}).ropes[0] == RopeSpec(8, 7.0)
+
+
+def test_scaling_kinds_beside_the_first() -> None:
+    yarn = llama(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048})
+    assert yarn.ropes[0] == RopeSpec(8, 1e4, YarnScaling(4.0, 2048, 0.1 * math.log(4) + 1))
+    dynamic = llama(rope_scaling={"type": "dynamic", "factor": 4.0})
+    assert dynamic.ropes[0] == RopeSpec(8, 1e4, DynamicScaling(4.0, 8192))
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    long = llama(rope_scaling={"type": "longrope", **factors}, original_max_position_embeddings=1024)
+    scaling = LongRopeScaling((1.0,) * 4, (2.0,) * 4, 1024, math.sqrt(1 + math.log(8) / math.log(1024)))
+    assert long.ropes[0] == RopeSpec(8, 1e4, scaling)
+
+
+def test_gemma3_rotates_by_layer_type_in_both_spellings() -> None:
+    near, far = RopeSpec(256, 1e4), RopeSpec(256, 1e6, LinearScaling(8.0))
+    old = {"rope_local_base_freq": 1e4, "rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    new = {"sliding_attention": {"rope_type": "default"}, "full_attention": {"rope_type": "linear", "factor": 8.0}}
+    for given in (old, {"rope_parameters": new}):
+        spec = read("Gemma3ForCausalLM", sliding_window_pattern=2, **given)
+        assert spec.ropes == (near, far) * 2
+        assert spec.windows == (4096, None) * 2
+
+
+def test_smollm3_layers_without_rotation() -> None:
+    assert [rope is None for rope in read("SmolLM3ForCausalLM").ropes] == [False, False, False, True]
+    assert [rope is None for rope in read("SmolLM3ForCausalLM", no_rope_layers=[0, 1, 1, 0]).ropes] == [
+        True, False, False, True,
+    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------- refusals
@@ -114,7 +143,8 @@ def test_other_rotary_kinds() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported; supported are default"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "'mrope' is not supported; supported are default"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": 3}}, "short_factor must be a list of numbers"),
         ({"rope_scaling": {"rope_type": "linear"}}, "has no factor"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer type"),
         ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported; supported are silu"),
@@ -129,6 +159,21 @@ def test_other_rotary_kinds() -> None:
 def test_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         llama(**changes)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("FalconForCausalLM", {"alibi": True}, "alibi is not supported"),
+        ("CohereForCausalLM", {"use_qk_norm": True}, "use_qk_norm is not supported"),
+        ("StableLmForCausalLM", {"qk_layernorm": True}, "qk_layernorm is not supported"),
+        ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries|layer_types has 2 entries"),
+    ],
+)
+def test_variants_that_do_not_run_are_refused(architecture: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(architecture, **changes)
 
 
 def test_layer_types_must_be_known_and_as_many_as_layers() -> None:
@@ -152,7 +197,8 @@ def test_unknown_architecture_is_answered_with_the_known_ones() -> None:
 def test_an_architecture_is_short_and_whole(name: str) -> None:
     architecture = registry.find({"architectures": [name]})
     assert isinstance(architecture, Architecture)
-    assert len(set(architecture.names.values())) == len(architecture.names), "two tensors go to one place"
+    names = architecture.names_for({})
+    assert len(set(names.values())) == len(names), "two tensors go to one place"
     module = registry._ARCHITECTURES[name]
     assert isinstance(module, str)
     with open(sys.modules[module].__file__ or "") as source:
@@ -160,6 +206,6 @@ def test_an_architecture_is_short_and_whole(name: str) -> None:
 
 
 def test_specs_need_no_torch() -> None:
-    modules = ", ".join(f"kvasir.models.{name}" for name in ("registry", "llama", "mistral", "qwen2", "qwen3"))
+    modules = ", ".join(["kvasir.models.registry", *sorted(str(m) for m in registry._ARCHITECTURES.values())])
     program = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

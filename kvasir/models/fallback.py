@@ -1,0 +1,166 @@
+"""Models without a spec: transformers' own modelling code, with our paged cache behind its attention interface.
+
+Worker process. transformers computes everything of a layer but attention; that it asks of `_attend`, which stores the
+step's keys and values and calls our backend. Scheduling, caching and sampling do not know the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvasir import kernels
+from kvasir.attention.base import AttentionBackend, AttentionBatch
+from kvasir.config import EngineConfig
+from kvasir.errors import ModelError
+from kvasir.messages import KVSpec
+
+NAME = "kvasir"  # of our function among transformers' attention implementations
+# What attention functions are given for models that need more than ours can do.
+_EXTRAS = ("s_aux", "position_bias", "head_mask", "alibi")
+
+
+@dataclass(slots=True)
+class Layer:
+    """One attention layer as it was first seen: its place in the cache, and the shape of a token's keys."""
+
+    index: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass
+class Step:
+    """What the layers of one model need to know of the step that runs. Every module of the model holds it."""
+
+    backend: AttentionBackend
+    layers: dict[nn.Module, Layer] = field(default_factory=dict)
+    caches: Sequence[torch.Tensor] = ()
+    batch: AttentionBatch | None = None  # None: the model is only being looked at
+
+
+class TransformersModel(nn.Module):
+    """Does what models.transformer.Transformer does."""
+
+    def __init__(self, causal: Any, backend: AttentionBackend) -> None:
+        super().__init__()
+        prefix = causal.base_model_prefix
+        self.base, self.causal = getattr(causal, prefix), causal
+        self.step = Step(backend)
+        for module in causal.modules():
+            object.__setattr__(module, "kvasir_step", self.step)
+        # The head is run by itself, later and for some tokens only; what a model does to its logits stays its own.
+        self.given = GivenStates()
+        setattr(causal, prefix, self.given)
+        self.vocab_size = int(causal.config.get_text_config().vocab_size)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch | None) -> torch.Tensor:
+        self.step.batch = batch
+        output = self.base(input_ids=input_ids[None], position_ids=positions[None].long(), use_cache=False)
+        hidden: torch.Tensor = output[0][0]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.given.hidden = hidden[None]
+        logits: torch.Tensor = self.causal(input_ids=None, use_cache=False).logits[0]
+        return logits
+
+    def look(self) -> None:
+        """Run one token without a cache, to learn how many layers attend and in what shape."""
+        device = next(self.base.parameters()).device
+        one = torch.zeros(1, dtype=torch.int64, device=device)
+        with torch.inference_mode():
+            self.logits(self.forward(one, one, None))
+        if len({(layer.kv_heads, layer.head_dim) for layer in self.step.layers.values()}) != 1:
+            raise ModelError("its layers do not all attend, with keys of one shape, through transformers' interface")
+
+    # ------------------------------------------------------------ the KV cache
+
+    def page_shape(self, block_size: int) -> tuple[int, int, int, int]:
+        layer = next(iter(self.step.layers.values()))
+        return 2, block_size, layer.kv_heads, layer.head_dim
+
+    def kv_spec(self, block_size: int, dtype: torch.dtype) -> KVSpec:
+        page_bytes = prod(self.page_shape(block_size)) * dtype.itemsize
+        return KVSpec(num_layers=len(self.step.layers), block_size=block_size, page_bytes=page_bytes)
+
+    def bind_kv(self, caches: Sequence[torch.Tensor]) -> None:
+        self.step.caches = caches
+
+
+class GivenStates(nn.Module):
+    """Stands where the head's model expects the decoder, and gives it states that were computed before."""
+
+    hidden: torch.Tensor
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,  # [1, heads, tokens, head_dim]
+    key: torch.Tensor,  # [1, kv_heads, tokens, head_dim]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function. Gives [1, tokens, heads, head_dim]."""
+    step: Step = module.kvasir_step
+    if step.batch is None:
+        _look_at(module, step, key, value, others)
+        return query.transpose(1, 2).contiguous(), None
+    cache = step.caches[step.layers[module].index]
+    kernels.store_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, step.batch.slots)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rows = query[0].transpose(0, 1).contiguous()
+    seen = step.backend.forward(rows, cache, step.batch, scale=scale, window=sliding_window, softcap=softcap)
+    return seen[None], None
+
+
+def _look_at(module: Any, step: Step, key: torch.Tensor, value: torch.Tensor, others: dict[str, Any]) -> None:
+    if extra := [name for name in _EXTRAS if others.get(name) is not None]:
+        raise ModelError(f"its attention needs {extra[0]}, which Kvasir's does not have")
+    if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
+        raise ModelError("its attention is not causal")
+    if key.shape != value.shape:
+        raise ModelError("its keys and values differ in size")
+    if module in step.layers:
+        raise ModelError("a layer attends more than once")
+    step.layers[module] = Layer(len(step.layers), key.shape[1], key.shape[3])
+
+
+def load_fallback(config: EngineConfig, device: torch.device, backend: AttentionBackend) -> TransformersModel:
+    """The model through transformers, ready to run, or a ModelError that says why it cannot be."""
+    import transformers
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    AttentionInterface.register(NAME, _attend)
+    transformers.utils.logging.disable_progress_bar()
+    asked, dtype = config.model, getattr(torch, config.model.dtype)
+    named = ", ".join(asked.hf.get("architectures") or ["this model"])
+    try:
+        hf = AutoConfig.from_pretrained(asked.path, **asked.hf_overrides)
+        if config.load.load_format == "dummy":
+            torch.manual_seed(asked.seed)
+            causal = AutoModelForCausalLM.from_config(hf, attn_implementation=NAME, dtype=dtype)
+        else:
+            options = {"attn_implementation": NAME, "dtype": dtype, "local_files_only": True}
+            causal = AutoModelForCausalLM.from_pretrained(asked.path, config=hf, **options)
+        if not getattr(causal, "_supports_attention_backend", False):
+            raise ModelError("its code does not use transformers' attention interface")
+        model = TransformersModel(causal.eval().requires_grad_(False).to(device), backend)
+        model.look()
+    except Exception as error:  # whatever some hundred modelling files raise
+        raise ModelError(f"{named} has no spec, and cannot be run through transformers: {error}.") from error
+    return model

@@ -1,0 +1,173 @@
+"""GGUF files as models: their metadata in config.json's words, and their tensors' names. No torch.
+
+Llama's file has queries and keys in the order in which llama.cpp rotates them, neighbours against each other; the
+decoder is told to do the same, so that every row stays where the file has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from kvasir.errors import ModelError
+from kvasir.gguf_file import GGUFFile
+from kvasir.models.fused import GATE_UP, QKV, Stored, halves, stacked_qkv
+from kvasir.models.spec import DecoderSpec, Names
+
+# general.architecture -> config.json's
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+_ENTRIES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_SCALING = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "attn_factor": "attention_factor",
+}
+
+
+def read_config(file: GGUFFile) -> dict[str, Any]:
+    """What config.json would say."""
+    kind = file.architecture
+    if kind not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ModelError(f"{file.path} holds a model of the kind {kind!r}; GGUF files of {known} can be run.")
+    if file.get("expert_count"):
+        raise ModelError(f"{file.path} holds a mixture of experts; such models run from safetensors.")
+    config = {ours: file.get(theirs) for theirs, ours in _ENTRIES.items() if file.get(theirs) is not None}
+    if missing := [key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads") if key not in config]:
+        raise ModelError(f"{file.path} does not say what {missing[0]} is.")
+    config |= {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "vocab_size": _vocab_size(file),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": "bfloat16",
+    }
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    if kind == "llama":
+        config |= {"sliding_window": None, "attention_bias": "blk.0.attn_q.bias" in file.tensors}
+    return config | {"rope_scaling": _scaling(file)} | _OF_KIND.get(kind, lambda *_: {})(file, config)
+
+
+def _vocab_size(file: GGUFFile) -> int:
+    if "token_embd.weight" not in file.tensors:
+        raise ModelError(f"{file.path} lacks the tensor token_embd.weight.")
+    return file.tensors["token_embd.weight"].shape[0]
+
+
+def _scaling(file: GGUFFile) -> dict[str, Any] | None:
+    """Factors for every pair of dimensions are tensors of the file: Llama 3's are the same for all lengths."""
+    if "rope_factors_long.weight" in file.tensors:
+        factors = {f"{kind}_factor": file.floats(f"rope_factors_{kind}.weight") for kind in ("long", "short")}
+    elif "rope_freqs.weight" in file.tensors:
+        same = file.floats("rope_freqs.weight")
+        return {"rope_type": "longrope", "long_factor": same, "short_factor": same, "attention_factor": 1.0}
+    else:
+        kind = file.get("rope.scaling.type")
+        given = {ours: file.get(f"rope.scaling.{theirs}") for theirs, ours in _SCALING.items()}
+        return {"rope_type": kind, **given} if kind not in (None, "none") else None
+    given = {ours: file.get(f"rope.scaling.{theirs}") for theirs, ours in _SCALING.items()}
+    return {"rope_type": "longrope", **given, **factors}
+
+
+def _gemma(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    # The two largest are the only ones whose scores are scaled by something else than the size of a head.
+    largest = {"gemma2": 46, "gemma3": 62}.get(file.architecture) == config["num_hidden_layers"]
+    shared = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "query_pre_attn_scalar": shared if largest else config["head_dim"],
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def _phi3(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    rotated = file.get("rope.dimension_count") or config["head_dim"]
+    return {
+        "partial_rotary_factor": rotated / config["head_dim"],
+        "sliding_window": config.get("sliding_window") or None,
+    }
+
+
+_OF_KIND: dict[str, Callable[[GGUFFile, dict[str, Any]], dict[str, Any]]] = {
+    "gemma": _gemma,
+    "gemma2": _gemma,
+    "gemma3": _gemma,
+    "phi3": _phi3,
+}
+
+# ---------------------------------------------------------------- tensors
+
+_COMMON: dict[str, str | Stored] = {
+    "token_embd": "embedding",
+    "blk.*.attn_norm": "layers.*.attention_norm",
+    "blk.*.attn_output": "layers.*.attention.o",
+    "blk.*.ffn_norm": "layers.*.mlp_norm",
+    "blk.*.ffn_down": "layers.*.mlp.down",
+    "output_norm": "norm",
+    "output": "head",
+}
+_SPLIT: dict[str, str | Stored] = {
+    **_COMMON,
+    "blk.*.attn_q": "layers.*.attention.qkv:q",
+    "blk.*.attn_k": "layers.*.attention.qkv:k",
+    "blk.*.attn_v": "layers.*.attention.qkv:v",
+    "blk.*.ffn_gate": "layers.*.mlp.gate_up:gate",
+    "blk.*.ffn_up": "layers.*.mlp.gate_up:up",
+    "blk.*.attn_q_norm": "layers.*.attention.q_norm",
+    "blk.*.attn_k_norm": "layers.*.attention.k_norm",
+}
+_FUSED = {
+    **_COMMON,
+    "blk.*.attn_qkv": Stored(QKV, stacked_qkv),
+    "blk.*.ffn_up": Stored(GATE_UP, halves),
+}
+_AROUND = {
+    "blk.*.post_attention_norm": "layers.*.attention_post_norm",
+    "blk.*.post_ffw_norm": "layers.*.mlp_post_norm",
+}
+IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def _less_one(tensor: Any, spec: DecoderSpec) -> tuple[Any]:
+    """Files have Gemma's gains as they are; the decoder adds one to what it loads."""
+    return (tensor - 1.0,)
+
+
+def names_for(file: GGUFFile) -> Names:
+    if file.architecture == "phi3":
+        return _FUSED
+    if not file.architecture.startswith("gemma"):
+        return _SPLIT
+    names = _SPLIT if file.architecture == "gemma" else {**_SPLIT, **_AROUND}
+    return {
+        theirs: Stored((ours,), _less_one) if isinstance(ours, str) and theirs.endswith("norm") else ours
+        for theirs, ours in names.items()
+    }
+
+
+def adapt(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
+    """The spec for the order in which the file has queries and keys."""
+    if file.architecture != "llama":
+        return spec
+    return replace(spec, ropes=tuple(rope and replace(rope, interleaved=True) for rope in spec.ropes))

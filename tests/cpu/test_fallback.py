@@ -1,0 +1,143 @@
+"""Architectures without a spec run through transformers' code with our attention; users add specs of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvasir import LLM, ModelRegistry, SamplingParams
+from kvasir.errors import ConfigError, ModelError
+from kvasir.models import registry
+from kvasir.models.fallback import TransformersModel
+from kvasir.models.transformer import Transformer
+from tests.conftest import ROOT
+from tests.cpu.test_engine import TIGHT, Model, check_logprobs, generate, metric
+from tests.model_builders import TINY
+
+WITHOUT_A_SPEC: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi": ("phi", {"pad_token_id": 0}),
+    "olmo": ("olmo", {"pad_token_id": 0, "clip_qkv": 1.5}),
+    "glm": ("glm", {"pad_token_id": 0, "head_dim": 8}),
+    "nemotron": ("nemotron", {"pad_token_id": 0, "head_dim": 8}),
+}
+PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=20)
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_ARCHITECTURES", dict(registry._ARCHITECTURES))
+    registry._load_plugins.cache_clear()
+    yield
+    registry._load_plugins.cache_clear()
+
+
+def make(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+    monkeypatch.setitem(TINY, name, WITHOUT_A_SPEC.get(name) or TINY[name])
+    return Model(name, path)
+
+
+def runs(llm: LLM) -> Any:
+    return llm.llm_engine.client.core.executor.model  # type: ignore[attr-defined]
+
+
+def check_under_load(model: Model, kind: type, **settings: Any) -> None:
+    with model.llm(**TIGHT, **settings) as llm:
+        assert isinstance(runs(llm), kind)
+        outputs = generate(llm, model.prompts, PARAMS)
+        again = generate(llm, model.prompts, PARAMS)
+        assert metric(llm, "num_preemptions") > 0
+        assert metric(llm, "prefix_cache_hits") > 0
+    check_logprobs(model, outputs)
+    check_logprobs(model, again)
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_SPEC)
+def test_without_a_spec_it_runs_through_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
+) -> None:
+    model = make(name, tmp_path, monkeypatch)
+    check_under_load(model, TransformersModel)
+    assert any("runs through transformers" in line for line in log_lines)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral_window", "gemma2", "cohere"])  # windows, soft caps, scaled logits
+def test_on_request_others_do_as_well(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_under_load(make(name, tmp_path, monkeypatch), TransformersModel, model_impl="transformers")
+
+
+def test_kvasir_alone_refuses_what_it_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("phi", tmp_path, monkeypatch)
+    with pytest.raises(ModelError, match="PhiForCausalLM is not supported; supported are LlamaForCausalLM"):
+        model.llm(model_impl="kvasir")
+
+
+def test_what_cannot_run_says_why(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="MambaForCausalLM has no spec, and cannot be run through transformers"):
+        LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=64)
+
+
+# ---------------------------------------------------------------- models of users
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("add_a_model", ROOT / "examples" / "add_a_model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_adds_a_model_in_under_60_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = example()
+    assert len((ROOT / "examples" / "add_a_model.py").read_text().splitlines()) < 60
+    module.register()
+    assert "PhiForCausalLM" in ModelRegistry.get_supported_archs()
+    check_under_load(make("phi", tmp_path, monkeypatch), Transformer)
+
+
+def test_plugins_are_called_once_and_before_the_first_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def plugin() -> None:
+        calls.append(1)
+        ModelRegistry.register_model("Mine", "kvasir.models.llama:ARCHITECTURE")
+
+    point = EntryPoint("mine", "somewhere:plugin", registry.PLUGINS)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: plugin)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "kvasir.plugins" else [])
+    assert registry.find({"architectures": ["Mine"]}) is registry.find({"architectures": ["LlamaForCausalLM"]})
+    assert calls == [1]
+
+
+def test_a_plugin_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("broken", "kvasir_no_such_module:register", registry.PLUGINS)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    with pytest.raises(ConfigError, match="plugin broken .*failed: ModuleNotFoundError"):
+        registry.supported()
+
+
+def test_wrong_registrations_are_refused() -> None:
+    with pytest.raises(ConfigError, match="an Architecture or 'module:name' is needed, not int"):
+        ModelRegistry.register_model("Mine", 3)  # type: ignore[arg-type]
+    for place, said in (("no.such.module", "cannot be imported"), ("json:dumps", "is no Architecture")):
+        ModelRegistry.register_model("Mine", place)
+        with pytest.raises(ModelError, match=said):
+            registry.find({"architectures": ["Mine"]})
+
+
+def test_overrides_reach_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("phi", tmp_path, monkeypatch)
+    layers = json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
+    with model.llm(load_format="dummy", hf_overrides={"num_hidden_layers": layers - 1}) as llm:
+        assert len(runs(llm).step.layers) == layers - 1

@@ -1,0 +1,261 @@
+"""GGUF files: logits, tokenizers and refusals."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("gguf")
+
+from gguf import GGMLQuantizationType as Kind
+
+from kvasir import LLM, SamplingParams
+from kvasir.errors import ConfigError, ModelError
+from kvasir.frontend.tokenizer_files import load_tokenizer
+from kvasir.gguf_file import read_gguf
+from tests.cpu.test_engine import SMALL, check_logprobs, generate
+from tests.gguf_builders import write_model, write_tokenizer
+from tests.model_builders import TINY, make_hf_model
+
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=10)
+LARGE_ROWS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}  # K-quants have blocks of 256
+CORPUS = [
+    "Hello, world!", "  leading and   inner    spaces\t\ttabs\n\n\nlines \r\n windows  ", "", " ", "\n",
+    "a\u00a0b\u2003c",
+    "def f(x: int) -> int:\n    return x**2 + 10_000  # 3.14159, 0xFF, 1e-9\n\n\tif x != 0: pass",
+    "12345678901234567890 v1.2.3 1,000,000 ½ ²³ ٣٤", "don't I'LL we've THEY'RE it's 'tis", 
+    "naïve café \u0065\u0301 Ångström",
+    "日本語のテキストと漢字、ひらがな。中文混合English文字123", "한국어 텍스트", "مرحبا بالعالم", "Привет, мир!",
+    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈🇩🇪 end", "<|im_start|>user\nhi<|im_end|>",
+    "https://example.com/a?b=c&d=%20#x", "CamelCaseAndSHOUTING_snake",
+]  # fmt: skip
+
+
+class Written:
+    """A GGUF file and transformers' model with the same weights."""
+
+    def __init__(
+        self, name: str, arch: str, path: Path, kind: Kind = Kind.F32, change: Any = None, **sizes: Any
+    ) -> None:
+        self.hf = make_hf_model(name, **sizes)
+        self.path = str(path)
+        write_model(path, self.hf, arch, kind, change)
+        rng = np.random.default_rng(3)
+        self.prompts = [rng.integers(2, 96, int(n)).tolist() for n in rng.integers(1, 40, 5)]
+
+    def logprobs(self, text: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return torch.log_softmax(self.hf(torch.tensor([text]), use_cache=False).logits[0].double(), -1)
+
+    def llm(self, **settings: Any) -> LLM:
+        settings = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 128, "use_tqdm_on_load": False, **settings}
+        return LLM(self.path, dtype="float32", skip_tokenizer_init=True, **SMALL, **settings)
+
+    def check(self) -> None:
+        with self.llm() as llm:
+            check_logprobs(self, generate(llm, self.prompts, PARAMS))  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- families and types
+
+
+def gemma2(writer: Any) -> None:
+    writer.add_sliding_window(6)
+    writer.add_attn_logit_softcapping(3.0)
+    writer.add_final_logit_softcapping(5.0)
+
+
+SCALE_16 = {"query_pre_attn_scalar": 16}
+FAMILIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "llama": ("llama", None, {}),
+    "llama_tied_biases_llama3": ("llama", None, {"rope_parameters": None, "mlp_bias": False}),
+    "mistral": ("llama", None, {}),
+    "qwen2": ("qwen2", None, {}),
+    "qwen3": ("qwen3", None, {}),
+    "gemma": ("gemma", None, {"num_key_value_heads": 1}),
+    "gemma2": ("gemma2", gemma2, {"query_pre_attn_scalar": 16}),
+    "gemma3": ("gemma3", lambda w: w.add_sliding_window(6), {**SCALE_16, "layer_types": None, "num_hidden_layers": 7}),
+    "phi3": ("phi3", lambda w: (w.add_sliding_window(9), w.add_rope_dimension_count(8)), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name: str, tmp_path: Path) -> None:
+    arch, change, sizes = FAMILIES[name]
+    Written(name, arch, tmp_path / "m.gguf", change=change, **sizes).check()
+
+
+KINDS = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_types(kind: str, tmp_path: Path) -> None:
+    model = Written("llama", "llama", tmp_path / "m.gguf", Kind[kind], **LARGE_ROWS)
+    assert read_gguf(model.path).tensors["blk.0.attn_q.weight"].kind == kind
+    model.check()
+
+
+def test_llama3_factors_come_from_a_tensor(tmp_path: Path) -> None:
+    """llama.cpp writes them out instead of naming the kind of scaling."""
+    from kvasir.layers.rope import RopeSpec
+    from kvasir.layers.rotary import inverse_frequencies
+    from kvasir.models.rope import read_rope
+
+    hf = TINY["llama_tied_biases_llama3"][1]["rope_parameters"]
+    scaled = inverse_frequencies(read_rope({"rope_parameters": hf}, 8), 128)
+    factors = inverse_frequencies(RopeSpec(8, hf["rope_theta"]), 128) / scaled
+    change = lambda writer: writer.add_tensor("rope_freqs.weight", factors.numpy())  # noqa: E731
+    Written("llama", "llama", tmp_path / "m.gguf", change=change, rope_parameters=hf).check()
+
+
+def test_packed_rows_stay_at_hand(tmp_path: Path) -> None:
+    model = Written("llama", "llama", tmp_path / "m.gguf", Kind.Q4_0, **LARGE_ROWS)
+    with model.llm() as llm:
+        layer = llm.llm_engine.client.core.executor.model.layers[0].attention.qkv  # type: ignore[attr-defined]
+        packed = layer.packed["k"]
+        assert (packed.kind, packed.shape, packed.data.dtype) == ("Q4_0", (128, 256), torch.uint8)
+        assert packed.data.shape == (128, 256 // 32 * 18)
+        weight = layer.weight.to_dense() if layer.weight.is_mkldnn else layer.weight
+        torch.testing.assert_close(packed.expand(), weight[256 : 256 + 128].float())
+
+
+# ---------------------------------------------------------------- tokenizers
+
+REAL = {
+    "llama3_1": ("llama-bpe", True), "qwen2_5": ("qwen2", False), "deepseek_v3": ("deepseek-v3", False),
+    "mistral_nemo": ("tekken", True), "gpt2": ("gpt-2", False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_tokenizers_equal_the_real_ones(name: str, test_data: Path, tmp_path: Path) -> None:
+    """A file with a real vocabulary, its way of splitting only named: the same ids as from tokenizer.json."""
+    with tarfile.open(test_data / "tokenizers" / f"{name}.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    directory = next(tmp_path.rglob("tokenizer.json")).parent
+    pre, bos = REAL[name]
+    write_tokenizer(tmp_path / "m.gguf", directory, pre, bos)
+    real, ours = load_tokenizer(directory), load_tokenizer(tmp_path / "m.gguf")
+    sonnet = (test_data / "sonnet.txt").read_text()[:5000]
+    for text in [*CORPUS, sonnet]:
+        ids = real.encode(text)
+        assert ours.encode(text) == ids, text
+        assert ours.decode(ids) == real.decode(ids)
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    """Merges by score, bytes for what is unknown, and the space before the first word."""
+    import gguf
+
+    pieces = [("<unk>", 2, 0.0), ("<s>", 3, 0.0), ("</s>", 3, 0.0)]
+    pieces += [(f"<0x{byte:02X}>", 6, 0.0) for byte in range(256)]
+    words = ["▁", "a", "b", "c", "ab", "bc", "▁a", "▁ab", "abc", "d"]
+    pieces += [(word, 1, -float(rank)) for rank, word in enumerate(words)]
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([piece for piece, _, _ in pieces])
+    writer.add_token_types([kind for _, kind, _ in pieces])
+    writer.add_token_scores([score for _, _, score in pieces])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = load_tokenizer(tmp_path / "m.gguf")
+
+    def pieces_of(text: str) -> list[str | None]:
+        return tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
+
+    assert pieces_of("abc d") == ["<s>", "▁", "abc", "▁", "d"] or pieces_of("abc d") == ["<s>", "▁ab", "c", "▁", "d"]
+    assert pieces_of("é") == ["<s>", "▁", "<0xC3>", "<0xA9>"]
+    for text in ("abc d", "é a😀b", "  a  b "):
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+
+
+# ---------------------------------------------------------------- a real model
+
+
+def test_smollm2_logits_equal_transformers(starter_model: Path) -> None:
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
+    hf = AutoModelForCausalLM.from_pretrained(starter_model.parent, gguf_file=starter_model.name, **options)
+    settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
+    with LLM(str(starter_model), use_tqdm_on_load=False, **settings) as llm:
+        tokenizer = llm.get_tokenizer()
+        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        prompts = [tokenizer.encode("Once upon a time, in 1984,"), tokenizer.apply_chat_template(messages)]
+        params = SamplingParams(temperature=0, max_tokens=12, logprobs=5, ignore_eos=True)
+        outputs = generate(llm, prompts, params)  # type: ignore[arg-type]
+        (answer,) = llm.chat([messages], SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
+    assert "Paris" in answer.outputs[0].text and answer.outputs[0].finish_reason == "stop"
+
+    class Reference:
+        def logprobs(self, text: list[int]) -> torch.Tensor:
+            with torch.inference_mode():
+                return torch.log_softmax(hf(torch.tensor([text]), use_cache=False).logits[0].double(), -1)
+
+    check_logprobs(Reference(), outputs)  # type: ignore[arg-type]
+
+
+def test_smollm2_tokenizer(starter_model: Path, test_data: Path) -> None:
+    """transformers' own conversion, but with digits split as the model's real tokenizer.json has them."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(starter_model.parent, gguf_file=starter_model.name)
+    digits, letters = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, letters])
+    ours = load_tokenizer(starter_model)
+    for text in [*CORPUS, (test_data / "sonnet.txt").read_text()]:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False), text
+        assert ours.decode(ids) == text, "byte-level tokens lose nothing"
+    assert (ours.eos_token, ours.bos_token, ours.pad_token) == ("<|im_end|>", "<|im_start|>", "<|im_end|>")
+    assert len(ours.encode("1984")) == 4
+    messages = [{"role": "user", "content": "hi"}]
+    rendered = ours.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert rendered == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_wrong_and_damaged_files(tmp_path: Path) -> None:
+    good = Written("llama", "llama", tmp_path / "good.gguf")
+    data = Path(good.path).read_bytes()
+    name = b"blk.1.ffn_norm.weight"
+    kind_at = data.index(name) + len(name) + 4 + 8
+    cases = {
+        "GGUF file: it does not begin with GGUF": b"not a model at all",
+        "is truncated or damaged: its header ends early": data[:300],
+        "is truncated: it ends before the end of": data[:-4000],
+        "version 9; versions 2 and 3": data[:4] + b"\x09" + data[5:],
+        "blk.1.ffn_norm.weight is of tensor type 99": data[:kind_at] + b"\x63" + data[kind_at + 1 :],
+        "1 of 30 tensors are missing": data.replace(name, b"blk.1.ffn_morn.weight"),
+        "of the kind 'lloma'": data.replace(b"llama", b"lloma"),
+    }
+    for message, content in cases.items():
+        (tmp_path / "bad.gguf").write_bytes(content)
+        with pytest.raises(ModelError, match=message) as error:
+            LLM(str(tmp_path / "bad.gguf"), skip_tokenizer_init=True, dtype="float32")
+        assert "\n" not in str(error.value)
+    with pytest.raises(ModelError, match="there is no such file"):
+        LLM(str(tmp_path / "none.gguf"))
+    with pytest.raises(ModelError, match=r"good.gguf has no tokenizer. Name another"):
+        LLM(good.path)
+    with pytest.raises(ConfigError, match="load_format='safetensors'.*is gguf"):
+        good.llm(load_format="safetensors")
+
+
+def test_unknown_ways_of_splitting_are_named(tmp_path: Path, test_data: Path) -> None:
+    with tarfile.open(test_data / "tokenizers" / "gpt2.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    write_tokenizer(tmp_path / "m.gguf", next(tmp_path.rglob("tokenizer.json")).parent, "strange", False)
+    with pytest.raises(ModelError, match="in the way 'strange', which is not known; known are default"):
+        load_tokenizer(tmp_path / "m.gguf")

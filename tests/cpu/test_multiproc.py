@@ -1,0 +1,98 @@
+"""Two worker processes over Gloo: the logits of one rank, an error when one dies, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvasir import LLM
+from kvasir.errors import ConfigError, EngineDeadError, EngineError
+from tests.conftest import ROOT
+from tests.cpu.test_engine import GREEDY, TIGHT, Model, check_logprobs, generate, metric
+from tests.cpu.test_fallback import PARAMS
+
+
+def processes(llm: LLM) -> list[subprocess.Popen[bytes]]:
+    return [rank.process for rank in llm.llm_engine.client.core.executor._ranks]  # type: ignore[attr-defined]
+
+
+def gone(pid: int, seconds: float = 15.0) -> bool:
+    """Whether the process ends in time; a zombie that nobody has waited for counts as ended."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "olmo2", "gpt2"])
+def test_two_ranks_say_what_transformers_says(name: str, tmp_path: Path) -> None:
+    model = Model(name, tmp_path)
+    settings: dict[str, Any] = {**TIGHT, "tensor_parallel_size": 2, "async_scheduling": True}
+    with model.llm(**settings) as llm:
+        workers = processes(llm)
+        assert len(workers) == 2
+        outputs = generate(llm, model.prompts[:8], PARAMS)
+        assert metric(llm, "partial_prefills") > 0
+    check_logprobs(model, outputs)
+    assert [worker.returncode for worker in workers] == [0, 0], "closing ends the workers, and in peace"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_dead_rank_is_an_error_and_takes_the_others_along(victim: int, tmp_path: Path) -> None:
+    model = Model("llama", tmp_path)
+    llm = model.llm(tensor_parallel_size=2)
+    workers = processes(llm)
+    engine = llm.llm_engine
+    engine.add_request("a", {"prompt_token_ids": model.prompts[0]}, GREEDY.clone())
+    engine.step()
+    os.kill(workers[victim].pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=r"worker \d"):
+        while True:
+            engine.step()
+    assert time.monotonic() - started < 20
+    with pytest.raises(EngineDeadError):
+        generate(llm, model.prompts, GREEDY)
+    llm.close()
+    assert all(gone(worker.pid) for worker in workers)
+
+
+def test_workers_end_when_the_engine_is_killed(tmp_path: Path) -> None:
+    model = Model("llama", tmp_path)
+    program = (
+        "import sys, time; from kvasir import LLM\n"
+        "llm = LLM(sys.argv[1], skip_tokenizer_init=True, tensor_parallel_size=2, max_model_len=64, "
+        "kv_cache_memory_bytes=1 << 24, use_tqdm_on_load=False)\n"
+        "print(*[r.process.pid for r in llm.llm_engine.client.core.executor._ranks], flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    engine = subprocess.Popen([sys.executable, "-c", program, model.path], stdout=subprocess.PIPE, env=environment)
+    assert engine.stdout is not None
+    pids = [int(pid) for pid in engine.stdout.readline().split()]
+    assert len(pids) == 2
+    engine.kill()
+    engine.wait()
+    assert all(gone(pid) for pid in pids)
+
+
+def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    model = Model("qwen3", tmp_path)
+    with pytest.raises(ConfigError, match="cannot be split over 5 ranks"):
+        model.llm(tensor_parallel_size=5)
+    with pytest.raises(ConfigError, match="distributed_executor_backend='uni' is one process"):
+        model.llm(tensor_parallel_size=2, distributed_executor_backend="uni")
+    with pytest.raises(ConfigError, match="model_impl='transformers' runs on one device"):
+        model.llm(tensor_parallel_size=2, model_impl="transformers")

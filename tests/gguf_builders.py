@@ -1,0 +1,119 @@
+"""GGUF files for tests, written by the gguf package from transformers' models and real tokenizers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+
+
+def gguf_name(name: str, around: bool) -> str:
+    after = "post_attention_norm" if around else "ffn_norm"
+    name = re.sub(r"model\.layers\.(\d+)\.", r"blk.\1.", name)
+    for theirs, ours in {**NAMES, "post_attention_layernorm": after}.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama.cpp's order of Llama's queries and keys: the halves of a head by turns."""
+    return weight.view(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def random_blocks(shape: tuple[int, ...], kind: Kind, rng: np.random.Generator) -> np.ndarray:
+    """Random packed rows with small scales, for types that the package can only expand."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    rows = rng.integers(0, 256, (shape[0], shape[1] // block, size), dtype=np.uint8)
+    scales = {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
+    for at in scales[kind]:
+        rows[:, :, at : at + 2] = np.array([0.0001 if kind is Kind.Q6_K else 0.0004], np.float16).view(np.uint8)
+    return rows.reshape(shape[0], -1)
+
+
+def write_model(
+    path: Path, model: Any, arch: str, kind: Kind = Kind.F32, change: Callable[..., None] | None = None
+) -> None:
+    """The model's file; its own weights become what the file says once it is expanded again."""
+    config, rng = model.config, np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if change is not None:
+        change(writer)
+    for name, value in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        _add_tensor(writer, gguf_name(name, arch in ("gemma2", "gemma3")), value, config, arch, kind, rng)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_tensor(writer: Any, name: str, value: torch.Tensor, config: Any, arch: str, kind: Kind, rng: Any) -> None:
+    heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
+    count = next((heads[part] for part in heads if part in name and arch == "llama"), None)
+    stored = value if count is None else permuted(value, count)
+    if arch.startswith("gemma") and "norm" in name:
+        stored = stored + 1.0
+    if value.dim() == 1 or kind is Kind.F32:
+        writer.add_tensor(name, stored.float().numpy())
+        return
+    packable = kind not in (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+    data = gguf.quantize(stored.numpy(), kind) if packable else random_blocks(tuple(value.shape), kind, rng)
+    writer.add_tensor(name, data, raw_dtype=kind)
+    back = torch.from_numpy(np.array(gguf.dequantize(data, kind), np.float32)).view(value.shape)
+    if count is not None:
+        back = back.view(count, -1, 2, *back.shape[1:]).swapaxes(1, 2).reshape(back.shape)
+    value.copy_(back)
+
+
+def write_tokenizer(path: Path, directory: Path, pre: str, add_bos: bool) -> None:
+    """A file with the vocabulary of a real tokenizer.json and no tensors."""
+    found = json.loads((directory / "tokenizer.json").read_text())
+    added = {token["id"]: token for token in found["added_tokens"]}
+    vocab = {number: token for token, number in found["model"]["vocab"].items()}
+    size = max([*vocab, *added]) + 1
+    tokens = [added[i]["content"] if i in added else vocab.get(i, f"[PAD{i}]") for i in range(size)]
+    kinds = [(3 if added[i]["special"] else 4) if i in added else 1 if i in vocab else 5 for i in range(size)]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in found["model"]["merges"]]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    writer.add_add_bos_token(add_bos)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    bos = config.get("bos_token")
+    bos = bos["content"] if isinstance(bos, dict) else bos
+    if bos is not None:
+        writer.add_bos_token_id(tokens.index(bos))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
