@@ -148,8 +148,8 @@ def test_wrong_logits_are_noticed(llm: LLM) -> None:
     class Forgetful:
         """Loses the oldest token of every sequence."""
 
-        def forward(self, *tensors: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
-            result: torch.Tensor = backend.forward(*tensors, scale=scale, window=8)
+        def forward(self, *tensors: torch.Tensor, window: int | None, **options: Any) -> torch.Tensor:
+            result: torch.Tensor = backend.forward(*tensors, window=8, **options)
             return result
 
     attention.backend = Forgetful()
