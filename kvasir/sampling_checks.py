@@ -59,7 +59,8 @@ def repetition_detection(value: object) -> RepetitionDetectionParams | None:
 
 def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
     """`value` as a float within [low, high], or (low, high] if `above`. NaN is in no range."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    # the exact types first: asking for an abstract one costs more than all the rest
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise RequestError(f"{name} must be a number, not {reprlib.repr(value)}.", name)
     found = float(value)
     if not low <= found <= high or (above and found == low):
@@ -71,7 +72,7 @@ def number(name: str, value: object, low: float, high: float, *, above: bool = F
 
 def whole(name: str, value: object, low: int, high: int | None = None) -> int:
     """`value` as an int within [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
         raise RequestError(f"{name} must be an integer, not {reprlib.repr(value)}.", name)
     found = int(value)
     if found < low or (high is not None and found > high):

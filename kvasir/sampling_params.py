@@ -30,6 +30,7 @@ NOT_YET: Mapping[str, tuple[object, ...]] = {
 OLDER_NAMES: Mapping[str, str] = {"stop_strings": "stop"}
 
 MOST_BRANCHES = 16384
+_SEARCH = ("use_beam_search", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
 _FLAGS = (
     "ignore_eos",
     "detokenize",
@@ -146,6 +147,8 @@ class SamplingParams:
             raise RequestError(f"{name} must be 1 with temperature=0: all completions would be the same.", name)
 
     def _verify_search(self) -> None:
+        if all(getattr(self, name) is _DEFAULTS[name] for name in _SEARCH):
+            return
         check.flag("use_beam_search", self.use_beam_search)
         self.length_penalty = check.number("length_penalty", self.length_penalty, -check.LARGEST, check.LARGEST)
         self.num_beam_groups = check.whole("num_beam_groups", self.num_beam_groups, 1)
@@ -153,7 +156,7 @@ class SamplingParams:
         if self.early_stopping not in (True, False, "never"):
             message = f"early_stopping must be True, False or 'never', not {self.early_stopping!r}."
             raise RequestError(message, "early_stopping")
-        for name in ("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"):
+        for name in _SEARCH[1:]:
             if not self.use_beam_search and getattr(self, name) != _DEFAULTS[name]:
                 raise RequestError(f"{name} is for beam search: set use_beam_search=True or leave it out.", name)
 

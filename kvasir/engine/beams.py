@@ -37,7 +37,7 @@ class Search:
     blocks: int  # it may need so many at most
     keys: list[int] = field(default_factory=list)  # of its beams, in the search's order
     proposals: dict[int, Proposals] = field(default_factory=dict)  # by key
-    num_cached: int = 0
+    num_cached: int | None = None
 
 
 class Beams:
@@ -162,7 +162,7 @@ class Beams:
         return list(touched.values())
 
     def _advance(self, search: Search) -> list[BeamOutput]:
-        if not search.search.groups[0].beams[0].tokens and not search.num_cached:
+        if search.num_cached is None:  # the first step, which the prompt's own request has run
             search.num_cached = self._scheduler.num_cached_tokens(search.keys[0])
         proposals = [search.proposals[key] for key in search.keys]
         search.proposals.clear()
@@ -203,4 +203,4 @@ class Beams:
             Hypothesis(np.array(text.tokens, np.int32), text.score, text.logprob, text.stop_token_id)
             for text in search.search.texts()
         ]
-        return BeamOutput(search.request.key, texts, len(texts[0].token_ids), True, search.num_cached)
+        return BeamOutput(search.request.key, texts, len(texts[0].token_ids), True, search.num_cached or 0)

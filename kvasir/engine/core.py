@@ -6,8 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from kvasir.engine.beams import Beams
-from kvasir.engine.forks import Forks
+from kvasir.engine.families import Families
 from kvasir.engine.scheduler import Scheduler
 from kvasir.errors import EngineDeadError, EngineError
 from kvasir.executor.base import Executor
@@ -21,21 +20,21 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.lookahead = lookahead
-        self.forks = Forks(scheduler)
-        self.beams = Beams(scheduler)
+        self.families = Families(scheduler)
         self.results: deque[StepFuture] = deque()
         self._failure: BaseException | None = None
 
     def step(self) -> EngineOutput:
         plan = self.scheduler.schedule()
+        several = len(self.families) > 0
         if plan is not None:
             self.executor.execute(plan)
             self.results.append(self.executor.sample())
-            if len(self.forks):
-                self.forks.start()
+            if several:
+                self.families.planned()
         if self.results and (plan is None or len(self.results) > self.lookahead):
             output = self.scheduler.update(self.results.popleft().result())
-            return self.beams.update(output) if len(self.beams) else output
+            return self.families.update(output) if several else output
         assert plan is not None or not len(self.scheduler), "requests wait, nothing is in flight and nothing can run"
         return NO_OUTPUT
 
@@ -51,17 +50,13 @@ class EngineCore:
             raise EngineError(f"a step failed: {type(error).__name__}: {error}") from error
 
     def has_work(self) -> bool:
-        return bool(len(self.scheduler) or self.results or len(self.beams))
+        return bool(len(self.scheduler) or self.results or len(self.families))
 
     def add(self, request: EngineRequest) -> None:
-        if request.beam is not None:
-            self.beams.add(request)
-        else:
-            self.scheduler.add(request)
-            self.forks.expect(request)
+        self.families.add(request)
 
     def abort(self, key: int, num_kept: int | None = None) -> bool:
-        return self.forks.abort(key) or self.beams.abort(key) or self.scheduler.abort(key, num_kept)
+        return self.families.abort(key) or self.scheduler.abort(key, num_kept)
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes. False while requests run."""

@@ -79,7 +79,8 @@ class Scheduler:
         """Requests that have not ended."""
         return len(self._requests)
 
-    def add(self, spec: EngineRequest) -> None:
+    def add(self, spec: EngineRequest, ahead: bool = False) -> None:
+        """Let a request wait for its turn, or ahead of those that never ran."""
         request = Request.new(spec)
         needed = self.cache.blocks_for(request.limit - 1)  # the last token is never fed back
         if needed > self.cache.pool.usable:
@@ -89,7 +90,10 @@ class Scheduler:
                 f"shorten the prompt, lower max_tokens, or give the engine more KV cache memory"
             )
         self._requests[spec.key] = request
-        self.waiting.add(request)
+        if ahead:
+            self.waiting.put_back(request)
+        else:
+            self.waiting.add(request)
 
     def fork(self, parent_key: int, spec: EngineRequest) -> None:
         """Add a request whose prompt, but for its last token, is a prefix of what `parent_key` has so far, on the
@@ -97,7 +101,7 @@ class Scheduler:
         parent = self._requests.get(parent_key)
         row = None if parent is None else parent.row
         if row is None or not self.rows.num_free:
-            self.add(spec)
+            self.add(spec, ahead=True)  # what it forks from has had its turn
             return
         request = Request.new(spec)
         shared = min(len(request.token_ids) - 1, int(self.rows.num_computed[row]))

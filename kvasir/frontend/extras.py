@@ -18,6 +18,16 @@ from kvasir.messages import Extras
 from kvasir.sampling_params import SamplingParams
 
 
+# Fields that make Extras, with the values that ask for nothing; found without making any.
+_UNSET: tuple[tuple[str, tuple[object, ...]], ...] = (
+    *((name, (0,)) for name in ("presence_penalty", "frequency_penalty", "top_ema_p")),
+    ("repetition_penalty", (1,)),
+    *((name, (None, [])) for name in ("allowed_token_ids", "forbidden_token_ids", "bad_words", "logprob_token_ids")),
+    *((name, (None, [], {})) for name in ("logits_processors", "logit_bias", "extra_args")),
+    ("prompt_logprobs", (None,)),
+)
+
+
 class ExtrasBuilder:
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
         self.vocab_size = config.vocab_size
@@ -27,6 +37,8 @@ class ExtrasBuilder:
 
     def build(self, params: SamplingParams, key: int, num_prompt_tokens: int) -> Extras | None:
         """None for the many that ask for nothing of the kind."""
+        if not self.plugins and all(getattr(params, name) in unset for name, unset in _UNSET):
+            return None
         extras = Extras(
             num_prompt_tokens,
             presence_penalty=params.presence_penalty,

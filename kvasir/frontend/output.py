@@ -90,7 +90,10 @@ class OutputProcessor:
                     self._complete_text(state)
                 self._finish(state, ending, end, now, step)
             elif end is None and state.is_due:
-                self._give(state, step)
+                if key not in self._branches:
+                    step.results.append(state.output([state.completion(0, None)], False, None))
+                else:
+                    step.touch(self._branches[key])
         self._finish_all(list(ended.values()), now, step)
         self._take_beams(output.beams, now, step)
         return step.outputs(), aborts
@@ -124,14 +127,6 @@ class OutputProcessor:
         if lines:
             state.add_logprobs(lines[: len(state.token_ids) - num_before], self.tokenizer)
         return ending
-
-    def _give(self, state: RequestState, step: _Step) -> None:
-        """Something is new in a request that goes on."""
-        branches = self._branches.get(state.key)
-        if branches is None:
-            step.results.append(state.output([state.completion(0, None)], False, None))
-        else:
-            step.touched[id(branches)] = branches
 
     def _finish_all(self, ended: Sequence[Finished], now: float, step: _Step) -> None:
         """The last outputs of requests that the core has ended. Texts nobody followed are made here, all at once."""
@@ -178,7 +173,7 @@ class OutputProcessor:
         branches.end(state, ending, num_cached)
         if branches.finished:
             del self._requests[state.request_id]
-        step.touched[id(branches)] = branches
+        step.touch(branches)
 
     def abort(self, request_ids: Iterable[str], now: float) -> list[tuple[list[int], RequestOutput]]:
         """End requests here: the keys that the core is to abort, and the last output, for each that was running."""
@@ -206,6 +201,9 @@ class _Step:
     def __init__(self) -> None:
         self.results: list[RequestOutput] = []
         self.touched: dict[int, Branches] = {}
+
+    def touch(self, branches: Branches) -> None:
+        self.touched[id(branches)] = branches
 
     def outputs(self) -> list[RequestOutput]:
         found = [output for branches in self.touched.values() if (output := branches.output()) is not None]

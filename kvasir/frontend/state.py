@@ -22,6 +22,9 @@ class Ending(NamedTuple):
     stop_reason: int | str | None
 
 
+NO_ENDING = (None, None)
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """Made by InputProcessor, kept by OutputProcessor."""
@@ -122,13 +125,17 @@ class RequestState:
     @property
     def is_due(self) -> bool:
         """Whether enough is new to be given out before the end."""
-        new = len(self.token_ids) - self.num_emitted
-        return self.kind is not RequestOutputKind.FINAL_ONLY and (self.num_emitted == 0 or new >= self.stream_interval)
+        if self.kind is RequestOutputKind.FINAL_ONLY:
+            return False
+        if self.stream_interval == 1 or self.num_emitted == 0:
+            return True
+        return len(self.token_ids) - self.num_emitted >= self.stream_interval
 
     def completion(self, index: int, ending: Ending | None) -> CompletionOutput:
         """What there is to give out now."""
-        text, token_ids = "".join(self.pieces), self.token_ids
-        logprobs = None if self.logprobs is None else self.logprobs.entries
+        text, token_ids, logprobs, total = "".join(self.pieces), self.token_ids, None, self.cumulative_logprob
+        if self.logprobs is not None:
+            logprobs, total = self.logprobs.entries, total or 0.0
         if self.kind is RequestOutputKind.DELTA:
             token_ids = token_ids[self.num_emitted :]
             logprobs = None if logprobs is None else logprobs[self.num_emitted :]
@@ -136,10 +143,7 @@ class RequestState:
         else:
             self.pieces = [text]
         self.num_emitted = len(self.token_ids)
-        total = self.cumulative_logprob
-        if total is None and self.logprobs is not None:
-            total = 0.0
-        reason, stop_reason = ending or (None, None)
+        reason, stop_reason = ending or NO_ENDING
         return CompletionOutput(index, text, token_ids, total, logprobs, reason, stop_reason)
 
     def output(self, completions: list[CompletionOutput], finished: bool, num_cached: int | None) -> RequestOutput:

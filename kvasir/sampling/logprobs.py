@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from kvasir.kernels.upload import upload
 from kvasir.messages import Extras, NewRow, PromptLogprobs, StepPlan
-from kvasir.sampling.stages import SampledRows, Stage, padded
+from kvasir.sampling.stages import SampledRows, Stage, Stages, padded
+from kvasir.sampling.state import Needs
 
 UNNAMED = -1
 
@@ -79,6 +80,36 @@ class NamedTokens(Stage):
             return None
         slots, unheld = self.upload(held, (held < 0).astype(np.int32))
         return self.ids[slots.long().clamp(min=0)].masked_fill((unheld > 0)[:, None], UNNAMED)
+
+
+class TokenScores:
+    """Log-probabilities of sampled tokens, of the kind the engine was asked for."""
+
+    def __init__(self, mode: str, max_rows: int, device: torch.device) -> None:
+        self.is_raw = mode.startswith("raw")
+        self.as_logits = mode.endswith("logits")
+        self.device = device
+        self._named = NamedTokens(max_rows, device)
+        self._rows = Stages([self._named])
+
+    def open(self, new_rows: list[NewRow]) -> None:
+        self._rows.open(new_rows)
+
+    def score(
+        self,
+        raw: torch.Tensor,
+        processed: Callable[[], torch.Tensor],
+        tokens: torch.Tensor,
+        step: SampledRows,
+        needs: Needs,
+    ) -> list[torch.Tensor]:
+        """Three tensors (ids, values, ranks), or none if no line wants any."""
+        if not len(needs.logprob_lines):
+            return []
+        (lines,) = upload([needs.logprob_lines], self.device)
+        named = self._named.of(step.host_rows[needs.logprob_lines])
+        logits = raw if self.is_raw else processed()
+        return top_logprobs(logits[lines], tokens[lines], needs.num_logprobs, named, self.as_logits).tensors()
 
 
 @dataclass(slots=True)

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.upload import upload
 from kvasir.messages import Logprobs, NewRow, StepPlan, StepResult
-from kvasir.sampling.logprobs import NamedTokens, PromptScores, prompt_results, top_logprobs
+from kvasir.sampling.logprobs import PromptScores, TokenScores, prompt_results
 from kvasir.sampling.sampler import Sampler, make_stages
-from kvasir.sampling.stages import SampledRows, Stages
+from kvasir.sampling.stages import SampledRows
 from kvasir.sampling.state import NO_LINES, Needs, SamplingState
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.model import Model
@@ -60,9 +60,7 @@ class ModelRunner:
         self.sampling = SamplingState(max_rows + 1, device)
         self.sampling.stages = make_stages(max_rows + 1, model.vocab_size, self.sampling, device)
         self.sampler = Sampler(self.sampling, self.rows.next_token)
-        self.logprobs_mode = logprobs_mode
-        self.named_tokens = NamedTokens(max_rows + 1, device)
-        self.named_rows = Stages([self.named_tokens])
+        self.token_scores = TokenScores(logprobs_mode, max_rows + 1, device)
         self.prompt_scores = PromptScores(max_rows, logprobs_mode.endswith("logits"), device)
         self.graphs: DecodeGraphs | None = None
         if use_graphs:
@@ -115,7 +113,7 @@ class ModelRunner:
         rows = packed[:, 0].long()
         self.rows.num_computed[rows] = packed[:, 1]
         self.sampling.write(rows, packed)
-        for keeper in (self.sampling.stages, self.named_rows, self.prompt_scores):
+        for keeper in (self.sampling.stages, self.token_scores, self.prompt_scores):
             keeper.open(new_rows)
 
     @torch.inference_mode()
@@ -125,18 +123,17 @@ class ModelRunner:
         running, self._running = self._running, None
         plan = running.plan
         lines = np.flatnonzero(plan.samples).astype(np.int32)
-        sampled = self._sample(running, lines) if len(lines) else Sampled([], lines)
         chunks = self.prompt_scores.chunks(plan)
-        if not chunks:
-            return DeviceResult(sampled.tensors, lambda *arrays: sampled.result(plan, arrays))
-        tensors = [*sampled.tensors, *self.prompt_scores.score(chunks, running.hidden, self.model.logits)]
+        # before sampling: that may replay a graph, in whose memory the hidden states may lie
+        scores = self.prompt_scores.score(chunks, running.hidden, self.model.logits)
+        sampled = self._sample(running, lines) if len(lines) else Sampled([], lines)
 
         def finish(*arrays: NDArray[Any]) -> StepResult:
-            result = sampled.result(plan, arrays)
-            result.prompt_logprobs = prompt_results(chunks, arrays[len(sampled.tensors) :])
+            result = sampled.result(plan, arrays[len(scores) :])
+            result.prompt_logprobs = prompt_results(chunks, arrays)
             return result
 
-        return DeviceResult(tensors, finish)
+        return DeviceResult([*scores, *sampled.tensors], finish)
 
     def _sample(self, running: Running, lines: NDArray[np.int32]) -> Sampled:
         plan = running.plan
@@ -148,18 +145,13 @@ class ModelRunner:
 
     def _sample_eagerly(self, running: Running, lines: NDArray[np.int32], needs: Needs) -> Sampled:
         batch, hidden = running.batch, running.hidden
-        chosen, wanted = upload([lines, needs.logprob_lines], self.device)
+        (chosen,) = upload([lines], self.device)
         step = SampledRows(running.plan.rows[lines], batch.rows[chosen], batch.seq_lens[chosen])
         logits = self.model.logits(hidden[batch.query_start[1:][chosen] - 1])
         processed = self.sampler.process(logits, step, needs)
         tokens = self.sampler.draw(processed, step, needs)
-        sampled = Sampled([tokens], lines, needs.logprob_lines, step)
-        if len(needs.logprob_lines):
-            mode, named = self.logprobs_mode, self.named_tokens.of(step.host_rows[needs.logprob_lines])
-            shown = logits if mode.startswith("raw") else self.sampler.heated(processed, step)
-            top = top_logprobs(shown[wanted], tokens[wanted], needs.num_logprobs, named, mode.endswith("logits"))
-            sampled.tensors += top.tensors()
-        return sampled
+        scores = self.token_scores.score(logits, lambda: self.sampler.heated(processed, step), tokens, step, needs)
+        return Sampled([tokens, *scores], lines, needs.logprob_lines, step)
 
 
 @dataclass(slots=True)

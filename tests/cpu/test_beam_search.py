@@ -91,7 +91,11 @@ def test_tokens_and_scores_equal_transformers(model: Model, width: int, stops: b
 def test_one_beam_is_greedy(model: Model) -> None:
     with model.llm() as llm:
         (output,) = llm.beam_search({"prompt_token_ids": model.prompts[0]}, BeamSearchParams(1, 12, ignore_eos=True))
-    assert output.sequences[0].tokens == model.prompts[0] + model.greedy(model.prompts[0], 12)
+    text = output.sequences[0].tokens
+    assert text == model.prompts[0] + model.greedy(model.prompts[0], 12)
+    wanted = model.logprobs(text)
+    total = sum(float(wanted[at - 1, text[at]]) for at in range(len(text) - 12, len(text)))
+    assert math.isclose(output.sequences[0].score, total / 12, abs_tol=1e-4)
 
 
 def test_sequences_are_vllms(model: Model) -> None:
@@ -182,7 +186,7 @@ def diverse(
     return [list(said) for _, said in sorted(chain(*done), key=lambda pair: -pair[0])]
 
 
-@pytest.mark.parametrize(("groups", "width", "stops"), [(2, 1, False), (2, 2, True), (3, 2, False), (4, 2, True)])
+@pytest.mark.parametrize(("groups", "width", "stops"), [(2, 1, False), (2, 2, True), (3, 2, False), (4, 2, True), (4, 1, True)])
 def test_diverse_search_equals_a_plain_one(model: Model, groups: int, width: int, stops: bool) -> None:
     prompt = model.prompts[3]
     eos = ends(model, prompt) if stops else []

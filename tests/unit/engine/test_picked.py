@@ -103,7 +103,7 @@ def test_forks_share_the_prompt_whatever_the_load(lookahead: int, caching: bool)
     assert core.scheduler.cache.stats.shared == 3 * 4 + 3 * 1
     assert core.scheduler.cache.stats.copies > 0
     core.scheduler.cache.pool.check()
-    assert core.scheduler.cache.pool.num_used == 0 and len(core.forks) == 0
+    assert core.scheduler.cache.pool.num_used == 0 and len(core.families) == 0
 
 
 def test_aborting_the_first_lets_its_forks_go_on_by_themselves() -> None:
