@@ -44,6 +44,7 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
         "prefix_cache_hits": stats.prefix_cache_hits,
         "kv_block_evictions": stats.evictions,
         "kv_block_copies": stats.copied_blocks,
+        "kv_blocks_freed_by_window": stats.freed_blocks,
         **frontend,
     }
     metrics: list[Metric] = [Gauge(PREFIX + name, value) for name, value in gauges.items()]

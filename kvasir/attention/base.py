@@ -32,8 +32,13 @@ class AttentionBatch:
     seq_bounds: NDArray[np.int32]  # [sequences], upper bounds of seq_lens; exact for chunks
     block_size: int
     causal: bool = True
+    # The step of the other groups of layers, whose blocks are others.
+    others: tuple[AttentionBatch, ...] = ()
     # What a backend worked out for this step in one layer and uses again in the others.
     notes: dict[Hashable, Any] = field(default_factory=dict)
+
+    def of_group(self, group: int) -> AttentionBatch:
+        return self.others[group - 1] if group else self
 
     def block_tables(self) -> torch.Tensor:
         """[sequences, blocks]: each sequence's own table, wide enough for the longest."""

@@ -101,6 +101,9 @@ class Scheduler:
         length = len(request.token_ids)
         assert np.array_equal(self.rows.known_tokens(row)[:length], request.token_ids), "a fork must share its prefix"
         shared = min(length - 1, int(self.rows.num_computed[row]))
+        if not self.cache.can_fork(row, shared):
+            self.add(spec)
+            return
         child = self._enter(request, shared)
         self.cache.fork(row, child, shared)
         self.rows.append([child])
@@ -185,18 +188,18 @@ class Scheduler:
         while len(self.waiting) and self.rows.num_free and budget > 0:
             request = self.waiting.peek()
             tokens = request.token_ids
-            hits = self.cache.find_prefix(tokens, request.chain, request.spec.cache_salt)
-            cached = len(hits) * self.cache.block_size
+            prefix = self.cache.find_prefix(tokens, request.chain, request.spec.cache_salt)
+            cached = prefix.columns * self.cache.block_size
             grant = self._first_grant(len(tokens) - cached, budget)
-            missing = self.cache.blocks_for(len(tokens)) - len(hits)
-            if grant == 0 or missing + owed > self.cache.num_free_besides(hits):
+            missing = self.cache.blocks_for(len(tokens)) - self.cache.blocks_for(cached)
+            if grant == 0 or missing + owed > self.cache.num_free_besides(prefix):
                 break  # the whole prompt must fit, or chunks of several would starve each other
             self.waiting.remove(request)
             row = self._enter(request, cached)
-            self.cache.open(row, hits, request.chain, request.spec.cache_salt, len(tokens))
+            self.cache.open(row, prefix, request.chain, request.spec.cache_salt, len(tokens))
             ready = self.cache.prepare(np.array([row]), np.array([cached], np.int32), np.array([grant], np.int32))
             assert ready, "blocks were counted as free and are not"
-            owed += missing - (int(self.cache.num_blocks[row]) - len(hits))
+            owed += missing - self.cache.num_groups * (int(self.cache.num_blocks[row]) - prefix.columns)
             self._name_blocks(row, cached + grant)  # at once: the next in line may share them
             joined.append(row)
             grants.append(grant)
@@ -216,7 +219,7 @@ class Scheduler:
         """Blocks that running requests will still need for tokens they already have."""
         rows = self.rows.order
         owed = -(-self.rows.num_tokens[rows] // self.cache.block_size) - self.cache.num_blocks[rows]
-        return int(np.maximum(owed, 0).sum())
+        return int(np.maximum(owed, 0).sum()) * self.cache.num_groups
 
     def _enter(self, request: Request, num_computed: int) -> int:
         row = self.rows.take(request, num_computed)

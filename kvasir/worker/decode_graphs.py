@@ -112,6 +112,8 @@ class DecodeGraphs:
             seq_bounds=np.zeros(size, np.int32),  # a graph serves every length: nothing may be sized by these
             block_size=state.block_size,
         )
+        if state.other_tables:
+            batch.others = state.batches_of_others(batch, rows, positions)
         return Forward(StepInputs(ids, positions, batch), self.model.forward(ids, positions, batch))
 
     def _head(self, step: Forward) -> torch.Tensor:

@@ -48,7 +48,8 @@ class ModelRunner:
         self.model = model
         self.kv_memory = kv_memory
         self.device = device
-        self.rows = DeviceRows(max_rows, max_model_len, kv_memory.spec.block_size, device)
+        spec = kv_memory.spec
+        self.rows = DeviceRows(max_rows, max_model_len, spec.block_size, device, len(spec.windows))
         self.sampling = SamplingState(max_rows + 1, device)
         self.sampler = Sampler(self.sampling, self.rows.next_token)
         self.graphs: DecodeGraphs | None = None

@@ -17,6 +17,8 @@ import torch
 
 from kvasir import LLM, SamplingParams
 from kvasir.errors import ConfigError, EngineDeadError, KvasirError, ModelError, RequestError
+from kvasir.models import registry
+from kvasir.models.kv_groups import group_layers
 from kvasir.outputs import RequestOutput
 from tests.model_builders import TINY, make_hf_model, save
 
@@ -41,6 +43,12 @@ class Model:
     def llm(self, **settings: Any) -> LLM:
         settings = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 128, "use_tqdm_on_load": False, **settings}
         return LLM(self.path, skip_tokenizer_init=True, **settings)
+
+    def tight(self) -> dict[str, Any]:
+        """So few blocks that requests are preempted, or live on what windows give back."""
+        config = json.loads((Path(self.path) / "config.json").read_text())
+        windows = [w if w is not None and w < 128 else None for w in registry.find(config).read_spec(config).windows]
+        return {**TIGHT, "num_gpu_blocks_override": 39 * len(group_layers(windows)) + 1}
 
     def logprobs(self, text: list[int]) -> torch.Tensor:
         with torch.inference_mode():
@@ -104,20 +112,55 @@ def check_logprobs(model: Model, outputs: list[RequestOutput]) -> None:
 
 def test_logits_and_text_equal_transformers_under_every_kind_of_load(model: Model) -> None:
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=20)
-    with model.llm(**TIGHT, async_scheduling=True) as llm:
+    with model.llm(**model.tight(), async_scheduling=True) as llm:
         assert llm.llm_engine.config.model.model_impl == "kvasir", "transformers would be compared with itself"
         outputs = generate(llm, model.prompts, params)
-        again = generate(llm, model.prompts, params)
-        assert metric(llm, "num_preemptions") > 0
+        again = generate(llm, model.prompts[::-1], params)  # what ended last is cached still
+        assert metric(llm, "num_preemptions") + metric(llm, "kv_blocks_freed_by_window") > 0
         assert metric(llm, "partial_prefills") > 0
         assert metric(llm, "prefix_cache_hits") > 0
     check_logprobs(model, outputs)
     check_logprobs(model, again)
-    assert tokens(outputs) == tokens(again)
+    assert tokens(outputs) == tokens(again)[::-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "most"),
+    [
+        ("mistral_window", 1, 3),  # all layers see 7 tokens, blocks hold 4: no more than 3 blocks are ever needed
+        ("gemma2", 2, 25 + 3),  # half of them see everything
+        ("smollm3_windows", 3, 2 * 25 + 3),
+        ("phi3", 1, 4),
+    ],
+)
+def test_windows_give_blocks_back(name: str, groups: int, most: int, tmp_path: Path) -> None:
+    """Text far beyond the window equals transformers', on the few blocks that the window needs."""
+    model = Model(name, tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, logprobs=5)
+    with model.llm(**SMALL) as llm:
+        engine = llm.llm_engine
+        assert engine.client.core.scheduler.cache.num_groups == groups  # type: ignore[attr-defined]
+        engine.add_request("a", {"prompt_token_ids": model.prompts[0][:10]}, params)
+        used, last = [], []
+        while engine.has_unfinished_requests():
+            last = engine.step() or last
+            used.append(metric(llm, "kv_cache_blocks_used"))
+        assert max(used) <= most
+        assert metric(llm, "kv_blocks_freed_by_window") > 15
+        # a prefix is found again even where the window's group has only its end
+        again = generate(llm, [model.prompts[0][:10] + last[0].outputs[0].token_ids], params.clone())
+        assert again[0].num_cached_tokens >= 92
+    check_logprobs(model, last)
+    check_logprobs(model, again)
+
+
+def test_a_window_that_no_text_outgrows_makes_no_group(tmp_path: Path) -> None:
+    with Model("mistral_window", tmp_path).llm(max_model_len=7) as llm:
+        assert llm.llm_engine.client.core.scheduler.cache.windows == (None,)  # type: ignore[attr-defined]
 
 
 def test_text_equals_what_transformers_generates(core_model: Model) -> None:
-    with core_model.llm(**TIGHT) as llm:
+    with core_model.llm(**core_model.tight()) as llm:
         assert tokens(generate(llm, core_model.prompts, GREEDY)) == [core_model.greedy(p) for p in core_model.prompts]
 
 
