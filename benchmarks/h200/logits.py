@@ -116,7 +116,7 @@ def reference_logits(model: Any, sequences: Sequence[Sequence[int]], places: Seq
     device = model.norm.weight.device
     embedding = _wide(model.embedding.weight)
     hidden = [F.embedding(torch.tensor(tokens, device=device), embedding) for tokens in sequences]
-    frequencies = inverse_frequencies(model.rotary.rope).to(device)
+    frequencies = inverse_frequencies(model.rotaries[0].rope, len(model.rotaries[0].table)).to(device)
     for layer in model.layers:
         weights = {name: _wide(value) for name, value in layer.named_parameters()}
         hidden = [_layer(x, layer, weights, frequencies) for x in hidden]
