@@ -41,7 +41,8 @@ through transformers' own code with Kvasir's paged attention, scheduling and sam
 ## GGUF
 
 `LLM("model.gguf")` runs files of {kinds} (Mistral's are `llama`), with tensors of {types},
-expanded to the model's type. The tokenizer is made from the file: SentencePiece vocabularies, and byte-level ones split in the ways {splits}.
+expanded to the model's type. The tokenizer is made from the file: SentencePiece vocabularies, and byte-level ones split
+in the ways {splits}.
 Proof: `tests/cpu/test_gguf.py`.
 """
 
