@@ -196,6 +196,7 @@ class EngineStats:
     evictions: int
     copied_blocks: int
     shared_blocks: int
+    freed_blocks: int  # given back by rows that go on, because no layer of their group sees them any more
 
 
 # ---------------------------------------------------------------- core -> worker
@@ -223,7 +224,8 @@ class StepPlan:
     bounds: Int32Array  # [n] upper bound of each row's length after this step
     num_decodes: int  # the first so many rows run exactly one token
     new_rows: list[NewRow]
-    table_index: Int32Array  # block-table entries that changed: flat position (row * width + column) ...
+    # block-table entries that changed: flat position ((group * rows + row) * width + column) ...
+    table_index: Int32Array
     table_block: Int32Array  # ... and block id
     copies: Int32Array  # [c, 2] blocks to copy, (from, to), before this step writes
     wants_logprobs: bool = False
@@ -237,15 +239,17 @@ class StepPlan:
 
 @dataclass(slots=True)
 class KVSpec:
-    """What the worker needs of the KV cache, per group of layers that share block tables."""
+    """What the worker needs of the KV cache. Layers are in groups that have block tables of their own; a block is one
+    group's, and every group has as many layers (the last of a kind may leave some unused)."""
 
-    num_layers: int
+    num_layers: int  # of a group
     block_size: int
     page_bytes: int  # one block of one layer
+    windows: tuple[int | None, ...] = (None,)  # per group: how many last tokens its layers see, None: all
 
     @property
     def block_bytes(self) -> int:
-        """One block of all layers."""
+        """One block of all layers of a group."""
         return self.num_layers * self.page_bytes
 
 

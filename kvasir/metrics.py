@@ -45,6 +45,7 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
         "kv_block_evictions": stats.evictions,
         "kv_block_copies": stats.copied_blocks,
         "kv_block_shares": stats.shared_blocks,
+        "kv_blocks_freed_by_window": stats.freed_blocks,
         **frontend,
     }
     metrics: list[Metric] = [Gauge(PREFIX + name, value) for name, value in gauges.items()]

@@ -23,7 +23,8 @@ Written by `make docs`; do not edit. An architecture is the name that a model's 
 
 The proof of each is `tests/cpu/test_engine.py::{test}[NAME]`: log-probabilities
 within 1e-4 of transformers' and its greedy text, in float32, chunked, batched, with prefix hits and after preemption.
-`tests/cpu/test_models_parity.py` compares all logits with scattered blocks. NAME stands in the last column; variants of an architecture have names that begin with it.
+`tests/cpu/test_models_parity.py` compares all logits with scattered blocks. NAME stands in the last column; variants of
+an architecture have names that begin with it.
 
 | architecture | what it is | proof |
 |---|---|---|
@@ -34,14 +35,15 @@ RoPE scaling: linear, dynamic, yarn, llama3, longrope. ALiBi is not there.
 ## Everything else
 
 Any other model that transformers has as `AutoModelForCausalLM`, and whose code uses its attention interface, runs
-through transformers' own code with Kvasir's paged attention, scheduling and sampling (`model_impl`, on one device; proof:
-`tests/cpu/test_fallback.py`). Models of your own: `kvasir.ModelRegistry.register_model`, or an entry point of the group
-`kvasir.plugins`; `examples/add_a_model.py` adds one in under 60 lines.
+through transformers' own code with Kvasir's paged attention, scheduling and sampling (`model_impl`, on one device;
+proof: `tests/cpu/test_fallback.py`). Models of your own: `kvasir.ModelRegistry.register_model`, or an entry point of
+the group `kvasir.plugins`; `examples/add_a_model.py` adds one in under 60 lines.
 
 ## GGUF
 
 `LLM("model.gguf")` runs files of {kinds} (Mistral's are `llama`), with tensors of {types},
-expanded to the model's type. The tokenizer is made from the file: SentencePiece vocabularies, and byte-level ones split in the ways {splits}.
+expanded to the model's type. The tokenizer is made from the file: SentencePiece vocabularies, and byte-level ones split
+in the ways {splits}.
 Proof: `tests/cpu/test_gguf.py`.
 """
 

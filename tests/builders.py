@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from kvasir.engine.policies import FirstComeFirstServed
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.executor.base import Executor
 from kvasir.executor.fake import EchoExecutor, echo_next
-from kvasir.messages import EngineOutput, EngineRequest, FinishReason, RowSampling
+from kvasir.messages import NULL_BLOCK, EngineOutput, EngineRequest, FinishReason, RowSampling
 
 VOCAB = 50
 
@@ -26,17 +27,18 @@ def make_scheduler(
     caching: bool = True,
     chunked: bool = True,
     threshold: int = 0,
+    windows: tuple[int | None, ...] = (None,),
 ) -> Scheduler:
-    cache = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len, caching)
+    cache = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len, caching, windows)
     limits = Limits(max_num_seqs, budget, chunked, threshold)
     return Scheduler(limits, cache, FirstComeFirstServed(), max_model_len)
 
 
-def make_core(lookahead: int = 1, executor: Executor | None = None, **settings: int | bool) -> EngineCore:
-    scheduler = make_scheduler(**settings)  # type: ignore[arg-type]
+def make_core(lookahead: int = 1, executor: Executor | None = None, **settings: Any) -> EngineCore:
+    scheduler = make_scheduler(**settings)
     if executor is None:
         shape = scheduler.rows.tokens.shape
-        executor = EchoExecutor(scheduler.cache.block_size, shape[0], shape[1], VOCAB)
+        executor = EchoExecutor(scheduler.cache.block_size, shape[0], shape[1], VOCAB, scheduler.cache.windows)
         executor.allocate_kv(scheduler.cache.pool.num_blocks)
     return EngineCore(scheduler, executor, lookahead)
 
@@ -94,6 +96,10 @@ def check_blocks(core: EngineCore) -> None:
     cache.pool.check()
     held: Counter[int] = Counter()
     for row in scheduler.rows.order.tolist():
-        held.update(cache.tables[row, : cache.num_blocks[row]].tolist())
+        for line in range(row, len(cache.tables), cache.max_rows):
+            blocks = cache.tables[line, : cache.num_blocks[row]].tolist()
+            freed = int(cache.num_freed[line])
+            assert NULL_BLOCK not in blocks[freed:], "a row lacks a block that it needs"
+            held.update(blocks[freed:])
     counts = {int(b): int(cache.pool.ref_counts[b]) for b in np.flatnonzero(cache.pool.ref_counts)}
     assert counts == dict(held), "reference counts differ from what the rows hold"

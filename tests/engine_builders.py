@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import torch
 
 from kvasir import LLM
+from kvasir.models import registry
+from kvasir.models.kv_groups import group_layers
 from kvasir.outputs import RequestOutput
 from tests.model_builders import make_hf_model, save
 
@@ -28,6 +31,12 @@ class Model:
     def llm(self, **settings: Any) -> LLM:
         settings = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 128, "use_tqdm_on_load": False, **settings}
         return LLM(self.path, skip_tokenizer_init=True, **settings)
+
+    def tight(self) -> dict[str, Any]:
+        """So few blocks that requests are preempted, or live on what windows give back."""
+        config = json.loads((Path(self.path) / "config.json").read_text())
+        windows = [w if w is not None and w < 128 else None for w in registry.find(config).read_spec(config).windows]
+        return {**TIGHT, "num_gpu_blocks_override": 39 * len(group_layers(windows)) + 1}
 
     def logprobs(self, text: list[int]) -> torch.Tensor:
         with torch.inference_mode():

@@ -136,8 +136,7 @@ def reference_logits(
     device = model.norm.weight.device
     embedding = _wide(model.embedding.weight)
     hidden = [F.embedding(torch.tensor(tokens, device=device), embedding) for tokens in sequences]
-    rotary = model.layers[0].attention.rotary
-    frequencies = inverse_frequencies(rotary.rope, len(rotary.table)).to(device)
+    frequencies = inverse_frequencies(model.rotaries[0].rope, len(model.rotaries[0].table)).to(device)
     for layer in model.layers:
         weights = {name: _wide(value) for name, value in layer.named_parameters()}
         hidden = [_layer(x, layer, weights, frequencies, rounded) for x in hidden]

@@ -34,8 +34,13 @@ class AttentionBatch:
     causal: bool = True
     # [1] int32: so many first tokens are the same blocks for all sequences, and reading them once would pay; None: no.
     shared_prefix: torch.Tensor | None = None
+    # The step of the other groups of layers, whose blocks are others.
+    others: tuple[AttentionBatch, ...] = ()
     # What a backend worked out for this step in one layer and uses again in the others.
     notes: dict[Hashable, Any] = field(default_factory=dict)
+
+    def of_group(self, group: int) -> AttentionBatch:
+        return self.others[group - 1] if group else self
 
     def block_tables(self) -> torch.Tensor:
         """[sequences, blocks]: each sequence's own table, wide enough for the longest."""

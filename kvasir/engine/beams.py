@@ -85,8 +85,9 @@ class Beams:
         """What all beams may hold at once; the prompt's full blocks are one for all, unless a preempted beam must
         compute them again for itself."""
         cache, prompt = self._scheduler.cache, len(request.prompt_token_ids)
-        shared = prompt // cache.block_size if cache.caching and request.reads_cache else 0
-        own = cache.blocks_for(prompt + request.max_tokens) - shared + 1  # one for a copy
+        full = prompt - prompt % cache.block_size if cache.caching and request.reads_cache else 0
+        shared = cache.blocks_for(full)
+        own = cache.blocks_for(prompt + request.max_tokens) - shared + cache.num_groups  # one in each for a copy
         return shared + spec.width * own
 
     def _start(self) -> None:

@@ -26,7 +26,7 @@ def build_core(config: EngineConfig, executor: Executor | None = None) -> Engine
     except BaseException:
         executor.close()
         raise
-    scheduler = make_scheduler(config, num_blocks)
+    scheduler = make_scheduler(config, num_blocks, executor.kv_spec().windows)
     lookahead = int(config.scheduler.async_scheduling)
     return EngineCore(scheduler, executor, lookahead)
 
@@ -36,7 +36,7 @@ def make_executor(config: EngineConfig) -> Executor:
     return MultiprocExecutor(config) if several else in_process(config)
 
 
-def make_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
+def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | None, ...] = (None,)) -> Scheduler:
     settings = config.scheduler
     max_model_len = config.model.max_model_len
     limits = Limits(
@@ -46,7 +46,12 @@ def make_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
     )
     cache = KVCacheManager(
-        num_blocks, config.cache.block_size, limits.max_num_seqs, max_model_len, config.cache.enable_prefix_caching
+        num_blocks,
+        config.cache.block_size,
+        limits.max_num_seqs,
+        max_model_len,
+        config.cache.enable_prefix_caching,
+        windows,
     )
     return Scheduler(limits, cache, POLICIES[settings.scheduling_policy](), max_model_len)
 
@@ -54,7 +59,7 @@ def make_scheduler(config: EngineConfig, num_blocks: int) -> Scheduler:
 def count_blocks(config: EngineConfig, executor: Executor) -> int:
     """How many blocks the cache gets, the null block included; at least what one longest request needs."""
     spec = executor.kv_spec()
-    longest = -(-config.model.max_model_len // spec.block_size)
+    longest = -(-config.model.max_model_len // spec.block_size) * len(spec.windows)
     most = longest * config.scheduler.max_num_seqs + 1
     override = config.cache.num_gpu_blocks_override
     if override is not None:
@@ -65,7 +70,7 @@ def count_blocks(config: EngineConfig, executor: Executor) -> int:
         num_blocks = min(available // spec.block_bytes, most)
     if num_blocks < longest + 1:
         raise ConfigError(_too_small(config, spec, available, num_blocks))
-    tokens = (num_blocks - 1) * spec.block_size
+    tokens = (num_blocks - 1) // len(spec.windows) * spec.block_size
     logger.info(
         "KV cache: %d blocks of %d tokens, %.2f GiB; %d tokens in all, %.1f requests of max_model_len=%d",
         num_blocks, spec.block_size, num_blocks * spec.block_bytes / GIB, tokens,
@@ -75,8 +80,9 @@ def count_blocks(config: EngineConfig, executor: Executor) -> int:
 
 
 def _too_small(config: EngineConfig, spec: KVSpec, available: int, num_blocks: int) -> str:
-    needed = (-(-config.model.max_model_len // spec.block_size) + 1) * spec.block_bytes
-    fits = max(0, num_blocks - 1) * spec.block_size
+    groups = len(spec.windows)
+    needed = (-(-config.model.max_model_len // spec.block_size) * groups + 1) * spec.block_bytes
+    fits = max(0, num_blocks - 1) // groups * spec.block_size
     lower = f"set max_model_len to {fits} or less, or " if fits else ""
     if config.cache.num_gpu_blocks_override is not None:
         raise_it = "raise num_gpu_blocks_override"

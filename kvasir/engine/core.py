@@ -82,6 +82,7 @@ class EngineCore:
             evictions=cache.pool.evictions,
             copied_blocks=cache.stats.copies,
             shared_blocks=cache.stats.shared,
+            freed_blocks=cache.stats.freed,
         )
 
     def close(self) -> None:

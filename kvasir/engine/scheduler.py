@@ -107,6 +107,9 @@ class Scheduler:
         shared = min(len(request.token_ids) - 1, int(self.rows.num_computed[row]))
         known = self.rows.known_tokens(row)[:shared]
         assert np.array_equal(known, request.token_ids[:shared]), "a fork must share its prefix"
+        if not self.cache.can_fork(row, shared):
+            self.add(spec, ahead=True)
+            return
         child = self._enter(request, shared)
         self.cache.fork(row, child, shared)
         self.rows.append([child])
@@ -211,19 +214,20 @@ class Scheduler:
         while len(self.waiting) and self.rows.num_free and budget > 0:
             request = self.waiting.peek()
             tokens = request.token_ids
-            reads = request.spec.reads_cache
-            hits = self.cache.find_prefix(tokens, request.chain, request.spec.cache_salt) if reads else []
-            cached = len(hits) * self.cache.block_size
+            prefix = self.cache.no_prefix()
+            if request.spec.reads_cache:
+                prefix = self.cache.find_prefix(tokens, request.chain, request.spec.cache_salt)
+            cached = prefix.columns * self.cache.block_size
             grant = self._first_grant(len(tokens) - cached, budget)
-            missing = self.cache.blocks_for(len(tokens)) - len(hits)
-            if grant == 0 or missing + owed > self.cache.num_free_besides(hits):
+            missing = self.cache.blocks_for(len(tokens)) - self.cache.blocks_for(cached)
+            if grant == 0 or missing + owed > self.cache.num_free_besides(prefix):
                 break  # the whole prompt must fit, or chunks of several would starve each other
             self.waiting.remove(request)
             row = self._enter(request, cached)
-            self.cache.open(row, hits, request.chain, request.spec.cache_salt, len(tokens))
+            self.cache.open(row, prefix, request.chain, request.spec.cache_salt, len(tokens))
             ready = self.cache.prepare(np.array([row]), np.array([cached], np.int32), np.array([grant], np.int32))
             assert ready, "blocks were counted as free and are not"
-            owed += missing - (int(self.cache.num_blocks[row]) - len(hits))
+            owed += missing - self.cache.num_groups * (int(self.cache.num_blocks[row]) - prefix.columns)
             self._name_blocks(row, cached + grant)  # at once: the next in line may share them
             joined.append(row)
             grants.append(grant)
@@ -243,7 +247,7 @@ class Scheduler:
         """Blocks that running requests will still need for tokens they already have."""
         rows = self.rows.order
         owed = -(-self.rows.num_tokens[rows] // self.cache.block_size) - self.cache.num_blocks[rows]
-        return int(np.maximum(owed, 0).sum())
+        return int(np.maximum(owed, 0).sum()) * self.cache.num_groups
 
     def _enter(self, request: Request, num_computed: int) -> int:
         row = self.rows.take(request, num_computed)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvasir.messages import NULL_BLOCK, KVSpec, StepPlan, StepResult
 
@@ -43,18 +44,26 @@ def echo_next(tokens: Iterable[int], vocab: int) -> int:
 class EchoExecutor:
     overlaps = True
 
-    def __init__(self, block_size: int, max_rows: int, max_model_len: int, vocab: int = 50) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        max_rows: int,
+        max_model_len: int,
+        vocab: int = 50,
+        windows: tuple[int | None, ...] = (None,),  # the first group sees everything
+    ) -> None:
         self.vocab = vocab
         self.block_size = block_size
         width = -(-max_model_len // block_size)
-        self.tables = np.full((max_rows, width), NULL_BLOCK, np.int32)
+        self.windows = windows
+        self.tables = np.full((len(windows), max_rows + 1, width), NULL_BLOCK, np.int32)
         self.computed = np.zeros(max_rows, np.int64)
         self.next_token = np.full(max_rows, -7, np.int64)
         self.pages = np.zeros((0, block_size), np.int64)
         self._plan: StepPlan | None = None
 
     def kv_spec(self) -> KVSpec:
-        return KVSpec(num_layers=1, block_size=self.block_size, page_bytes=1)
+        return KVSpec(num_layers=1, block_size=self.block_size, page_bytes=1, windows=self.windows)
 
     def available_kv_bytes(self) -> int:
         return 1 << 20
@@ -75,11 +84,12 @@ class EchoExecutor:
             for offset in range(count):
                 token = int(plan.token_ids[at + offset])
                 position = int(self.computed[row]) + offset
-                slot = int(self.tables[row, position // self.block_size]), position % self.block_size
-                assert slot[0] != NULL_BLOCK, f"row {row} writes to the null block"
-                assert slot not in written, f"rows {written.get(slot)} and {row} write the same slot in one step"
-                written[slot] = row
-                self.pages[slot] = self.next_token[row] if token < 0 else token
+                for table in self.tables:
+                    slot = int(table[row, position // self.block_size]), position % self.block_size
+                    assert slot[0] != NULL_BLOCK, f"row {row} writes to the null block"
+                    assert slot not in written, f"rows {written.get(slot)} and {row} write the same slot in one step"
+                    written[slot] = row
+                    self.pages[slot] = self.next_token[row] if token < 0 else token
             self.computed[row] += count
             at += count
 
@@ -90,9 +100,17 @@ class EchoExecutor:
         for i in np.flatnonzero(plan.samples):
             row = int(plan.rows[i])
             length = int(self.computed[row])
-            used = self.tables[row, : -(-length // self.block_size)]
-            tokens[i, 0] = self.next_token[row] = echo_next(self.pages[used].reshape(-1)[:length], self.vocab)
+            text = self._read(0, row, length)
+            for group, window in enumerate(self.windows):
+                if window is not None:
+                    seen = self._read(group, row, length)[-window:]
+                    assert np.array_equal(seen, text[-window:]), f"group {group} of row {row} lost what its window sees"
+            tokens[i, 0] = self.next_token[row] = echo_next(text, self.vocab)
         return Ready(StepResult(tokens, plan.samples.astype(np.int32)))
+
+    def _read(self, group: int, row: int, length: int) -> NDArray[np.int64]:
+        used = self.tables[group, row, : -(-length // self.block_size)]
+        return self.pages[used].reshape(-1)[:length]
 
     def close(self) -> None:
         self.pages = self.pages[:0]

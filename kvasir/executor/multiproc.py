@@ -41,7 +41,7 @@ class MultiprocExecutor:
         self._waited: deque[RemoteResult] = deque()  # results not read yet, oldest first
         try:
             for rank in range(self.size):
-                self._ranks.append(Rank(rank))
+                self._ranks.append(Rank(rank, self.size))
                 self._ranks[rank].send(("start", (config, rank, self.size, self._meeting.name)))
             self._answers()
         except BaseException:
@@ -134,12 +134,13 @@ class RemoteResult:
 class Rank:
     """The core's end of one worker process."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         ours, theirs = socket.socketpair()
         # A fresh interpreter, told where to import from: no second run of the caller's script, no half-copied locks.
         paths = os.pathsep.join(path for path in sys.path if path)
-        environment = {**os.environ, "PYTHONPATH": paths}
+        share = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size))}  # of the cores, unless told otherwise
+        environment = {**share, **os.environ, "PYTHONPATH": paths}
         command = [sys.executable, "-c", _SERVE, str(theirs.fileno())]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()

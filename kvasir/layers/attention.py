@@ -35,8 +35,9 @@ class AttentionShape:
 
 
 class Attention(nn.Module):
-    """Heads and caches here are this rank's own. `kv_cache` is set when the cache has been allocated."""
+    """Heads and caches here are this rank's own. `kv_cache` and `group` are set when the cache has been allocated."""
 
+    group = 0  # of layers that share block tables
     kv_cache: torch.Tensor  # [blocks, 2, block_size, kv_heads, head_dim]
 
     def __init__(
@@ -60,6 +61,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = _whole_norms(build, self.qkv, shape)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        batch = batch.of_group(self.group)
         qkv = self.qkv(x)
         if isinstance(self.q_norm, SplitRMSNorm):
             qkv = self._normalise_whole(qkv)

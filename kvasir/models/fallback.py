@@ -142,11 +142,9 @@ def _look_at(module: Any, step: Step, key: torch.Tensor, value: torch.Tensor, ot
 
 def load_fallback(config: EngineConfig, device: torch.device, backend: AttentionBackend) -> TransformersModel:
     """The model through transformers, ready to run, or a ModelError that says why it cannot be."""
-    import transformers
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
     AttentionInterface.register(NAME, _attend)
-    transformers.utils.logging.disable_progress_bar()
     asked, dtype = config.model, getattr(torch, config.model.dtype)
     named = ", ".join(asked.hf.get("architectures") or ["this model"])
     try:

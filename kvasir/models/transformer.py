@@ -7,6 +7,7 @@ for the device or loops over tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from math import prod
 
 import torch
@@ -22,6 +23,7 @@ from kvasir.layers.rope import RopeSpec
 from kvasir.layers.rotary import Rotary
 from kvasir.messages import KVSpec
 from kvasir.models.decoder_layer import make_layer
+from kvasir.models.kv_groups import group_layers
 from kvasir.models.spec import DecoderSpec
 
 
@@ -30,7 +32,7 @@ class Transformer(nn.Module):
 
     def __init__(self, build: Build, spec: DecoderSpec, backend: AttentionBackend, max_positions: int) -> None:
         super().__init__()
-        self.spec, self.vocab_size = spec, spec.vocab_size
+        self.spec, self.vocab_size, self.max_positions = spec, spec.vocab_size, max_positions
         width = spec.embedding_size or spec.hidden_size
         self.embedding = Embedding(build, spec.vocab_size, width)
         self.project_in: nn.Module = NoNorm()
@@ -93,12 +95,22 @@ class Transformer(nn.Module):
     def kv_spec(self, block_size: int, dtype: torch.dtype) -> KVSpec:
         """What this rank needs of the cache."""
         page_bytes = prod(self.page_shape(block_size)) * dtype.itemsize
-        return KVSpec(num_layers=self.spec.num_layers, block_size=block_size, page_bytes=page_bytes)
+        windows = tuple(window for window, _ in self._groups)
+        return KVSpec(max(len(layers) for _, layers in self._groups), block_size, page_bytes, windows)
+
+    @cached_property
+    def _groups(self) -> list[tuple[int | None, list[int]]]:
+        # a window that no text outgrows is none
+        return group_layers([w if w is not None and w < self.max_positions else None for w in self.spec.windows])
 
     def bind_kv(self, caches: Sequence[torch.Tensor]) -> None:
-        """Give each layer its view of the cache, [blocks, 2, block_size, kv_heads, head_dim]."""
-        for attention, cache in zip(self._attentions(), caches, strict=True):
-            attention.kv_cache = cache
+        """Give each layer its view of the cache, [blocks, 2, block_size, kv_heads, head_dim]: one for each layer of a
+        group, or one for each of all layers, which then share block tables."""
+        attentions = self._attentions()
+        groups = [(None, list(range(len(attentions))))] if len(caches) == len(attentions) else self._groups
+        for group, (_, layers) in enumerate(groups):
+            for layer, cache in zip(layers, caches, strict=False):
+                attentions[layer].kv_cache, attentions[layer].group = cache, group
 
     def _attentions(self) -> list[Attention]:
         return [module for module in self.modules() if isinstance(module, Attention)]

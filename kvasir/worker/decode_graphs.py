@@ -123,6 +123,8 @@ class DecodeGraphs:
             block_size=state.block_size,
             shared_prefix=state.shared_prefix if shape.shares else None,
         )
+        if state.other_tables:
+            batch.others = state.batches_of_others(batch, rows, positions)
         return Forward(StepInputs(ids, positions, batch), self.model.forward(ids, positions, batch))
 
     def _head(self, step: Forward) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The KV cache's memory: one byte pool, cut into equal pages, seen by each layer in its own shape.
 
-Layer i of a group owns pool[i]; a block id names the same page of every layer.
+Layer i of every group sees pool[i]; a block belongs to one group and is the same page of each of its layers.
 """
 
 from __future__ import annotations

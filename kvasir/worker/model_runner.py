@@ -56,7 +56,8 @@ class ModelRunner:
         self.model = model
         self.kv_memory = kv_memory
         self.device = device
-        self.rows = DeviceRows(max_rows, max_model_len, kv_memory.spec.block_size, device)
+        spec = kv_memory.spec
+        self.rows = DeviceRows(max_rows, max_model_len, spec.block_size, device, len(spec.windows))
         self.sampling = SamplingState(max_rows + 1, device)
         self.sampling.stages = make_stages(max_rows + 1, model.vocab_size, self.sampling, device)
         self.sampler = Sampler(self.sampling, self.rows.next_token)

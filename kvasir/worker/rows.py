@@ -6,7 +6,7 @@ the rows, so that a step sends only what changed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,18 +22,21 @@ class StepInputs:
 
 
 class DeviceRows:
-    def __init__(self, max_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, max_model_len: int, block_size: int, device: torch.device, num_groups: int = 1
+    ) -> None:
         self.block_size = block_size
         self.padding = max_rows  # one row more than requests can have, for steps that are padded to a fixed size
         width = -(-max_model_len // block_size)
-        self.tables = torch.zeros(max_rows + 1, width, dtype=torch.int32, device=device)
+        self._all_tables = torch.zeros(num_groups, max_rows + 1, width, dtype=torch.int32, device=device)
+        self.tables, *self.other_tables = self._all_tables  # of the first group of layers, and of the others
         self.num_computed = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         self.next_token = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         self.shared_prefix = torch.zeros(1, dtype=torch.int32, device=device)  # see AttentionBatch
 
     def set_tables(self, index: torch.Tensor, block: torch.Tensor) -> None:
         """Write changed block-table entries, given by their flat positions."""
-        self.tables.view(-1)[index.long()] = block
+        self._all_tables.view(-1)[index.long()] = block
 
     def build(
         self, plan: StepPlan, rows: torch.Tensor, num_tokens: torch.Tensor, token_ids: torch.Tensor
@@ -54,18 +57,29 @@ class DeviceRows:
             positions, known = before[line] + offset, self.next_token[token_rows]
         block = self.tables[token_rows, positions // self.block_size].long()
         self.num_computed[rows] = seq_lens
-        return StepInputs(
-            input_ids=torch.where(token_ids >= 0, token_ids, known).long(),
-            positions=positions,
-            batch=AttentionBatch(
-                slots=block * self.block_size + positions % self.block_size,
-                query_start=query_start,
-                seq_lens=seq_lens,
-                tables=self.tables,
-                rows=rows,
-                num_decodes=plan.num_decodes,
-                query_lens=plan.num_tokens,
-                seq_bounds=plan.bounds,
-                block_size=self.block_size,
-            ),
+        batch = AttentionBatch(
+            slots=block * self.block_size + positions % self.block_size,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            tables=self.tables,
+            rows=rows,
+            num_decodes=plan.num_decodes,
+            query_lens=plan.num_tokens,
+            seq_bounds=plan.bounds,
+            block_size=self.block_size,
         )
+        if self.other_tables:
+            batch.others = self.batches_of_others(batch, token_rows, positions)
+        return StepInputs(torch.where(token_ids >= 0, token_ids, known).long(), positions, batch)
+
+    def batches_of_others(
+        self, batch: AttentionBatch, token_rows: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[AttentionBatch, ...]:
+        """The same step for the other groups of layers, whose tokens lie elsewhere; padding rows store nothing."""
+        found = []
+        for tables in self.other_tables:
+            block = tables[token_rows, positions // self.block_size].long()
+            slots = block * self.block_size + positions % self.block_size
+            slots = torch.where(token_rows == self.padding, -1, slots)
+            found.append(replace(batch, slots=slots, tables=tables, notes={}, others=()))
+        return tuple(found)

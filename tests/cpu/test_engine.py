@@ -63,20 +63,55 @@ def check_logprobs(model: Model, outputs: list[RequestOutput]) -> None:
 
 def test_logits_and_text_equal_transformers_under_every_kind_of_load(model: Model) -> None:
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=20)
-    with model.llm(**TIGHT, async_scheduling=True) as llm:
+    with model.llm(**model.tight(), async_scheduling=True) as llm:
         assert llm.llm_engine.config.model.model_impl == "kvasir", "transformers would be compared with itself"
         outputs = generate(llm, model.prompts, params)
-        again = generate(llm, model.prompts, params)
-        assert metric(llm, "num_preemptions") > 0
+        again = generate(llm, model.prompts[::-1], params)  # what ended last is cached still
+        assert metric(llm, "num_preemptions") + metric(llm, "kv_blocks_freed_by_window") > 0
         assert metric(llm, "partial_prefills") > 0
         assert metric(llm, "prefix_cache_hits") > 0
     check_logprobs(model, outputs)
     check_logprobs(model, again)
-    assert tokens(outputs) == tokens(again)
+    assert tokens(outputs) == tokens(again)[::-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "most"),
+    [
+        ("mistral_window", 1, 3),  # all layers see 7 tokens, blocks hold 4: no more than 3 blocks are ever needed
+        ("gemma2", 2, 25 + 3),  # half of them see everything
+        ("smollm3_windows", 3, 2 * 25 + 3),
+        ("phi3", 1, 4),
+    ],
+)
+def test_windows_give_blocks_back(name: str, groups: int, most: int, tmp_path: Path) -> None:
+    """Text far beyond the window equals transformers', on the few blocks that the window needs."""
+    model = Model(name, tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True, logprobs=5)
+    with model.llm(**SMALL) as llm:
+        engine = llm.llm_engine
+        assert engine.client.core.scheduler.cache.num_groups == groups  # type: ignore[attr-defined]
+        engine.add_request("a", {"prompt_token_ids": model.prompts[0][:10]}, params)
+        used, last = [], []
+        while engine.has_unfinished_requests():
+            last = engine.step() or last
+            used.append(metric(llm, "kv_cache_blocks_used"))
+        assert max(used) <= most
+        assert metric(llm, "kv_blocks_freed_by_window") > 15
+        # a prefix is found again even where the window's group has only its end
+        again = generate(llm, [model.prompts[0][:10] + last[0].outputs[0].token_ids], params.clone())
+        assert again[0].num_cached_tokens >= 92
+    check_logprobs(model, last)
+    check_logprobs(model, again)
+
+
+def test_a_window_that_no_text_outgrows_makes_no_group(tmp_path: Path) -> None:
+    with Model("mistral_window", tmp_path).llm(max_model_len=7) as llm:
+        assert llm.llm_engine.client.core.scheduler.cache.windows == (None,)  # type: ignore[attr-defined]
 
 
 def test_text_equals_what_transformers_generates(core_model: Model) -> None:
-    with core_model.llm(**TIGHT) as llm:
+    with core_model.llm(**core_model.tight()) as llm:
         assert tokens(generate(llm, core_model.prompts, GREEDY)) == [core_model.greedy(p) for p in core_model.prompts]
 
 

@@ -48,7 +48,7 @@ def runs(llm: LLM) -> Any:
 
 
 def check_under_load(model: Model, kind: type, **settings: Any) -> None:
-    with model.llm(**TIGHT, **settings) as llm:
+    with model.llm(**(TIGHT if kind is TransformersModel else model.tight()), **settings) as llm:
         assert isinstance(runs(llm), kind)
         outputs = generate(llm, model.prompts, PARAMS)
         again = generate(llm, model.prompts, PARAMS)

@@ -112,7 +112,8 @@ WISHES: list[dict[str, Any]] = [
 
 def test_every_stage_gives_the_same_text_in_every_way_without_waiting(checkpoint: tuple[Any, Path]) -> None:
     params = [
-        SamplingParams(**{"seed": i, "max_tokens": 16, "ignore_eos": True, **WISHES[i % len(WISHES)]}) for i in range(16)
+        SamplingParams(**{"seed": i, "max_tokens": 16, "ignore_eos": True, **WISHES[i % len(WISHES)]})
+        for i in range(16)
     ]
     said = []
     for way in WAYS.values():

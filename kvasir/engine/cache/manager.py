@@ -26,6 +26,7 @@ class CacheStats:
     prefix_hits: int = 0  # of those, found
     copies: int = 0  # blocks copied because a shared one was written
     shared: int = 0  # blocks taken over from another row by a fork
+    freed: int = 0  # blocks given back because they fell out of a window
 
 
 @dataclass(slots=True)
@@ -37,66 +38,133 @@ class CacheChanges:
     copies: list[tuple[int, int]] = field(default_factory=list)
 
 
+@dataclass(slots=True, frozen=True)
+class Prefix:
+    """Cached blocks that hold the beginning of a text: `columns` of them in each group, the null block where a group
+    does not look that far back."""
+
+    columns: int
+    blocks: list[list[int]]
+
+    def held(self) -> list[int]:
+        return [block for line in self.blocks for block in line if block != NULL_BLOCK]
+
+
 class KVCacheManager:
+    """A row has a table per group of layers, all of the same length. Groups with a window give blocks back that no
+    token to come will see."""
+
     def __init__(
-        self, num_blocks: int, block_size: int, max_rows: int, max_model_len: int, enable_prefix_caching: bool
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_model_len: int,
+        enable_prefix_caching: bool,
+        windows: tuple[int | None, ...] = (None,),  # per group: how many last tokens its layers see
     ) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
+        self.max_rows = max_rows
+        self.windows = windows
+        self.num_groups = len(windows)
         self.caching = enable_prefix_caching
         self.stats = CacheStats()
         self.changes = CacheChanges()
         self.width = -(-max_model_len // block_size)  # block-table columns
-        self.tables: Int32Array = np.full((max_rows, self.width), NULL_BLOCK, np.int32)
-        self.num_blocks: Int32Array = np.zeros(max_rows, np.int32)
+        # Group g's table of row r is line g * max_rows + r. On the device a group has one row more, for padding.
+        self.tables: Int32Array = np.full((self.num_groups * max_rows, self.width), NULL_BLOCK, np.int32)
+        self.num_blocks: Int32Array = np.zeros(max_rows, np.int32)  # columns in use
         self.num_hashed: Int32Array = np.zeros(max_rows, np.int32)  # full blocks that have a name
+        self.num_freed: Int32Array = np.zeros(self.tables.shape[0], np.int32)  # columns given back, per line
         self._chains: list[list[bytes]] = [[] for _ in range(max_rows)]
         self._salts: list[bytes] = [b""] * max_rows
+        self._windowed = [(group, window) for group, window in enumerate(windows) if window is not None]
         self._forked = False  # until the first fork no block that is being written can be shared
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """In all groups together."""
+        return -(-num_tokens // self.block_size) * self.num_groups
+
+    def _first_seen(self, position: int, window: int | None) -> int:
+        """The first column that a token at `position` sees."""
+        return 0 if window is None else max(0, position - window + 1) // self.block_size
 
     # ------------------------------------------------------------ rows come and go
 
-    def find_prefix(self, token_ids: Int32Array, chain: list[bytes], salt: bytes) -> list[int]:
+    def find_prefix(self, token_ids: Int32Array, chain: list[bytes], salt: bytes) -> Prefix:
         """Blocks that already hold the longest known prefix; `chain` is extended by what had to be hashed.
 
         The last token is never taken from the cache: its logits are what the request wants.
         """
-        hits: list[int] = []
-        if self.caching:
-            longest = (len(token_ids) - 1) // self.block_size
-            extend_chain(chain, salt, token_ids, longest, self.block_size)
-            for block_hash in chain[:longest]:
-                block = self.pool.lookup(block_hash)
-                if block is None:
-                    break
-                hits.append(block)
-        return hits
+        if not self.caching:
+            return self.no_prefix()
+        longest = (len(token_ids) - 1) // self.block_size
+        extend_chain(chain, salt, token_ids, longest, self.block_size)
+        lines: list[list[int | None]] = []
+        for group, window in enumerate(self.windows):
+            lines.append(self._look_up(group, chain[:longest], stop_at_gap=window is None))
+            longest = min(longest, len(lines[group]))
+        while longest and not all(self._covers(line, longest, window) for line, window in self._looks_back(lines)):
+            longest -= 1
+        firsts = [self._first_seen(longest * self.block_size, window) for window in self.windows]
+        return Prefix(
+            longest,
+            [
+                [NULL_BLOCK] * first + [block or NULL_BLOCK for block in line[first:longest]]
+                for first, line in zip(firsts, lines, strict=True)
+            ],
+        )
 
-    def num_free_besides(self, hits: list[int]) -> int:
-        """Blocks that would be left to allocate once `hits` are taken."""
-        return self.pool.num_free - int((self.pool.ref_counts[hits] == 0).sum() if hits else 0)
+    def no_prefix(self) -> Prefix:
+        return Prefix(0, [[] for _ in self.windows])
 
-    def open(self, row: int, hits: list[int], chain: list[bytes], salt: bytes, num_tokens: int) -> None:
+    def _look_up(self, group: int, chain: list[bytes], stop_at_gap: bool) -> list[int | None]:
+        line: list[int | None] = []
+        for block_hash in chain:
+            block = self.pool.lookup(_name(group, block_hash))
+            if block is None and stop_at_gap:
+                break
+            line.append(block)
+        return line
+
+    def _looks_back(self, lines: list[list[int | None]]) -> list[tuple[list[int | None], int]]:
+        return [(lines[group], window) for group, window in self._windowed]
+
+    def _covers(self, line: list[int | None], columns: int, window: int) -> bool:
+        """Whether the line holds all that the first token after `columns` sees."""
+        return None not in line[self._first_seen(columns * self.block_size, window) : columns]
+
+    def num_free_besides(self, prefix: Prefix) -> int:
+        """Blocks that would be left to allocate once those of `prefix` are taken."""
+        held = prefix.held()
+        return self.pool.num_free - int((self.pool.ref_counts[held] == 0).sum() if held else 0)
+
+    def open(self, row: int, prefix: Prefix, chain: list[bytes], salt: bytes, num_tokens: int) -> None:
         """A row starts with the blocks found for it."""
-        self.pool.acquire(hits)
-        self._place(row, hits)
-        self.num_hashed[row] = len(hits)
+        self.pool.acquire(prefix.held())
+        self._place(row, prefix.blocks)
+        self.num_hashed[row] = prefix.columns
         self._chains[row] = chain
         self._salts[row] = salt
         if self.caching:
             self.stats.prefix_queries += num_tokens
-            self.stats.prefix_hits += len(hits) * self.block_size
+            self.stats.prefix_hits += prefix.columns * self.block_size
+
+    def can_fork(self, parent: int, num_tokens: int) -> bool:
+        """Whether the parent still has all that a child with so many tokens would see."""
+        return all(
+            self.num_freed[group * self.max_rows + parent] <= self._first_seen(num_tokens, window)
+            for group, window in self._windowed
+        )
 
     def fork(self, parent: int, child: int, num_tokens: int) -> None:
         """`child` starts with the blocks of `parent` that hold its first `num_tokens`; the last may be half full."""
-        count = self.blocks_for(num_tokens)
+        count = -(-num_tokens // self.block_size)
         full = min(num_tokens // self.block_size, int(self.num_hashed[parent]))
-        blocks = self.tables[parent, :count].tolist()
-        self.pool.acquire(blocks)
-        self._place(child, blocks)
+        lines = [self.tables[group * self.max_rows + parent, :count].tolist() for group in range(self.num_groups)]
+        self.pool.acquire(Prefix(count, lines).held())
+        self._place(child, lines)
         self.num_hashed[child] = full
         self._chains[child] = self._chains[parent][:full]
         self._salts[child] = self._salts[parent]
@@ -108,27 +176,40 @@ class KVCacheManager:
         for generated text earlier; the names are returned, for a request that will come back."""
         if self.caching:
             self.commit(row, token_ids)
-        self.pool.release(self.tables[row, : self.num_blocks[row]].tolist()[::-1])
+        for line in range(row, len(self.tables), self.max_rows):
+            self.pool.release(self.tables[line, self.num_freed[line] : self.num_blocks[row]].tolist()[::-1])
+            self.num_freed[line] = 0
         chain, self._chains[row] = self._chains[row], []
         self.num_blocks[row] = self.num_hashed[row] = 0
         return chain
 
-    def _place(self, row: int, blocks: list[int]) -> None:
-        self.tables[row, : len(blocks)] = blocks
-        self.num_blocks[row] = len(blocks)
-        if blocks:
-            start = row * self.width
+    def _place(self, row: int, lines: list[list[int]]) -> None:
+        self.num_blocks[row] = len(lines[0])
+        if not lines[0]:
+            return
+        for group, blocks in enumerate(lines):
+            line = group * self.max_rows + row
+            self.tables[line, : len(blocks)] = blocks
+            self.num_freed[line] = next((i for i, block in enumerate(blocks) if block != NULL_BLOCK), len(blocks))
+            start = self._device_line(group, row) * self.width
             self.changes.index.append(np.arange(start, start + len(blocks)))
             self.changes.block.append(np.array(blocks))
 
+    def _device_line(self, group: int, row: int) -> int:
+        return group * (self.max_rows + 1) + row
+
     def common_blocks(self, rows: IntArray) -> int:
-        """How many first blocks all these rows have in common."""
-        most = int(self.num_blocks[rows].min())
-        first = self.tables[rows[0]]
+        """How many first blocks all these rows have in common, in every group that sees them all."""
+        groups = [group for group, window in enumerate(self.windows) if window is None]
+        return min((self._common_columns(group * self.max_rows + rows) for group in groups), default=0)
+
+    def _common_columns(self, lines: IntArray) -> int:
+        most = int(self.num_blocks[lines % self.max_rows].min())
+        first = self.tables[lines[0]]
         count, stride = 0, 1
         while count < most:
             end = min(most, count + stride)
-            same = (self.tables[rows, count:end] == first[count:end]).all(axis=0)
+            same = (self.tables[lines, count:end] == first[count:end]).all(axis=0)
             if not same.all():
                 return count + int(same.argmin())
             count, stride = end, 2 * stride
@@ -138,20 +219,36 @@ class KVCacheManager:
 
     def prepare(self, rows: IntArray, num_computed: Int32Array, num_new: Int32Array) -> bool:
         """Make the next `num_new` tokens of each row writable. False, with nothing changed, if blocks run out."""
+        for group, window in self._windowed:
+            self._give_back(group, window, rows, num_computed)
         have = self.num_blocks[rows]
         extra = -(-(num_computed + num_new) // self.block_size) - have
         shared = self._shared_writes(rows, num_computed) if self._forked else []
         total = int(extra.sum())
-        if total + len(shared) > self.pool.num_free:
+        if total * self.num_groups + len(shared) > self.pool.num_free:
             return False
         if total:
             self._grow(rows, have, extra, total)
-        for i in shared:
-            self._copy_on_write(int(rows[i]), int(num_computed[i]) // self.block_size)
+        for group, i in shared:
+            self._copy_on_write(group, int(rows[i]), int(num_computed[i]) // self.block_size)
         return True
 
+    def _give_back(self, group: int, window: int, rows: IntArray, num_computed: Int32Array) -> None:
+        """Release blocks that lie before the window of every token to come. The device still reads them in steps that
+        are planned already; those run before any step that a new holder writes in."""
+        lines = group * self.max_rows + rows
+        # What is seen from the last full block's end is kept: there another request may go on with this text.
+        resumes_at = num_computed - num_computed % self.block_size
+        first = np.maximum(resumes_at - window + 1, 0) // self.block_size
+        for i in np.flatnonzero(first > self.num_freed[lines]).tolist():
+            line, begin, end = int(lines[i]), int(self.num_freed[lines[i]]), int(first[i])
+            self.pool.release(self.tables[line, begin:end].tolist())
+            self.tables[line, begin:end] = NULL_BLOCK
+            self.num_freed[line] = end
+            self.stats.freed += end - begin
+
     def _grow(self, rows: IntArray, have: Int32Array, extra: Int32Array, total: int) -> None:
-        blocks = np.array(self.pool.allocate(total))
+        blocks = np.array(self.pool.allocate(total * self.num_groups))
         growing = np.flatnonzero(extra)
         rows, have, extra = rows[growing], have[growing], extra[growing]
         if total > len(growing):  # some row needs several: count up within each
@@ -160,26 +257,32 @@ class KVCacheManager:
             at = np.repeat(rows, extra)
         else:
             columns, at = have, rows
-        self.tables[at, columns] = blocks
         self.num_blocks[rows] += extra
-        self.changes.index.append(at * self.width + columns)
-        self.changes.block.append(blocks)
+        for group in range(self.num_groups):
+            own = blocks[group * total : (group + 1) * total]
+            self.tables[group * self.max_rows + at, columns] = own
+            self.changes.index.append((self._device_line(group, 0) + at) * self.width + columns)
+            self.changes.block.append(own)
 
-    def _shared_writes(self, rows: IntArray, num_computed: Int32Array) -> list[int]:
-        """Which rows are about to write into the middle of a block that others hold too."""
+    def _shared_writes(self, rows: IntArray, num_computed: Int32Array) -> list[tuple[int, int]]:
+        """Groups and rows that are about to write into the middle of a block that others hold too."""
         column = np.minimum(num_computed // self.block_size, self.width - 1)
-        held = self.pool.ref_counts[self.tables[rows, column]]
-        shared: list[int] = np.flatnonzero((num_computed % self.block_size != 0) & (held > 1)).tolist()
-        return shared
+        inside = num_computed % self.block_size != 0
+        found: list[tuple[int, int]] = []
+        for group in range(self.num_groups):
+            held = self.pool.ref_counts[self.tables[group * self.max_rows + rows, column]]
+            found += [(group, i) for i in np.flatnonzero(inside & (held > 1)).tolist()]
+        return found
 
-    def _copy_on_write(self, row: int, column: int) -> None:
-        old = int(self.tables[row, column])
+    def _copy_on_write(self, group: int, row: int, column: int) -> None:
+        line = group * self.max_rows + row
+        old = int(self.tables[line, column])
         if self.pool.ref_counts[old] == 1:  # the other holder copied first and left it to us
             return
         (new,) = self.pool.allocate(1)
         self.pool.release([old])
-        self.tables[row, column] = new
-        self.changes.index.append(np.array([row * self.width + column]))
+        self.tables[line, column] = new
+        self.changes.index.append(np.array([self._device_line(group, row) * self.width + column]))
         self.changes.block.append(np.array([new]))
         self.changes.copies.append((old, new))
         self.stats.copies += 1
@@ -190,11 +293,16 @@ class KVCacheManager:
         "Computed" may lie ahead, as long as the device gets there before any step that is planned later.
         """
         done, full = int(self.num_hashed[row]), len(token_ids) // self.block_size
-        if full > done:
-            chain = self._chains[row]
-            extend_chain(chain, self._salts[row], token_ids, full, self.block_size)
-            self.pool.register(self.tables[row, done:full].tolist(), chain[done:full])
-            self.num_hashed[row] = full
+        if full <= done:
+            return
+        chain = self._chains[row]
+        extend_chain(chain, self._salts[row], token_ids, full, self.block_size)
+        for group in range(self.num_groups):
+            line = group * self.max_rows + row
+            first = max(done, int(self.num_freed[line]))
+            names = [_name(group, block_hash) for block_hash in chain[first:full]]
+            self.pool.register(self.tables[line, first:full].tolist(), names)
+        self.num_hashed[row] = full
 
     def take_changes(self) -> tuple[Int32Array, Int32Array, Int32Array]:
         """Changed table positions (each once), the blocks that stand there now, and (from, to) copies."""
@@ -207,3 +315,8 @@ class KVCacheManager:
             latest = dict(zip(index.tolist(), block.tolist(), strict=True))
             index, block = np.array(list(latest), np.int32), np.array(list(latest.values()), np.int32)
         return index, block, np.array(changes.copies, np.int32) if changes.copies else NO_COPIES
+
+
+def _name(group: int, block_hash: bytes) -> bytes:
+    """A block's name in the pool: groups hold different layers of the same text."""
+    return block_hash + bytes([group]) if group else block_hash

@@ -55,6 +55,7 @@ arrivals = st.builds(
     st.booleans(),
     st.sampled_from([0, 1]),
     st.sampled_from([0, 3]),
+    st.sampled_from([(None,), (None,), (None, 3), (None, 7, 7), (None, 1, 20)]),
 )
 def test_any_load_gives_the_text_of_running_alone(
     load: list[Arrival],
@@ -65,8 +66,9 @@ def test_any_load_gives_the_text_of_running_alone(
     caching: bool,
     lookahead: int,
     threshold: int,
+    windows: tuple[int | None, ...],
 ) -> None:
-    smallest = -(-MAX_LEN // block_size) + 1
+    smallest = -(-MAX_LEN // block_size) * len(windows) + 1
     core = make_core(
         lookahead,
         num_blocks=smallest + spare_blocks,
@@ -76,6 +78,7 @@ def test_any_load_gives_the_text_of_running_alone(
         max_model_len=MAX_LEN,
         caching=caching,
         threshold=threshold,
+        windows=windows,
     )
     got = Collector()
     wanted: dict[int, list[int]] = {}
@@ -133,6 +136,7 @@ def _tell_hypothesis_what_was_reached(core) -> None:  # type: ignore[no-untyped-
         "prefix hit": cache.stats.prefix_hits,
         "copy on write": cache.stats.copies,
         "eviction": cache.pool.evictions,
+        "out of the window": cache.stats.freed,
         "dropped": stats.dropped_tokens,
     }.items():
         if count:
