@@ -17,7 +17,6 @@ from kvasir.frontend.tokenizer import Tokenizer
 from kvasir.messages import Extras
 from kvasir.sampling_params import SamplingParams
 
-
 # Fields that make Extras, with the values that ask for nothing; found without making any.
 _UNSET: tuple[tuple[str, tuple[object, ...]], ...] = (
     *((name, (0,)) for name in ("presence_penalty", "frequency_penalty", "top_ema_p")),

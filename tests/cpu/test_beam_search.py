@@ -186,7 +186,9 @@ def diverse(
     return [list(said) for _, said in sorted(chain(*done), key=lambda pair: -pair[0])]
 
 
-@pytest.mark.parametrize(("groups", "width", "stops"), [(2, 1, False), (2, 2, True), (3, 2, False), (4, 2, True), (4, 1, True)])
+@pytest.mark.parametrize(
+    ("groups", "width", "stops"), [(2, 1, False), (2, 2, True), (3, 2, False), (4, 2, True), (4, 1, True)]
+)
 def test_diverse_search_equals_a_plain_one(model: Model, groups: int, width: int, stops: bool) -> None:
     prompt = model.prompts[3]
     eos = ends(model, prompt) if stops else []
