@@ -187,7 +187,7 @@ class SchedulerConfig(_Checked):
     )
     scheduling_policy: str = setting("fcfs", "Order of the queue.", choices=("fcfs",))
     async_scheduling: bool = setting(
-        None, "Schedule the next step while the device runs this one.", auto="on, except on the CPU, which cannot do both"
+        None, "Schedule the next step while the device runs this one.", auto="on, but not on the CPU, which cannot do both"
     )
 
     def __post_init__(self) -> None:

@@ -139,7 +139,7 @@ class StepPlan:
     bounds: Int32Array  # [n] upper bound of each row's length after this step
     num_decodes: int  # the first so many rows run exactly one token
     new_rows: list[NewRow]
-    table_index: Int32Array  # block-table entries that changed: flat position ((group * rows + row) * width + column) ...
+    table_index: Int32Array  # changed table entries: flat position ((group * rows + row) * width + column) ...
     table_block: Int32Array  # ... and block id
     copies: Int32Array  # [c, 2] blocks to copy, (from, to), before this step writes
     wants_logprobs: bool = False

@@ -148,7 +148,9 @@ def test_wrong_logits_are_noticed(llm: LLM) -> None:
     class Forgetful:
         """Loses the oldest token of every sequence."""
 
-        def forward(self, *tensors: torch.Tensor, scale: float, window: int | None, softcap: float | None) -> torch.Tensor:
+        def forward(
+            self, *tensors: torch.Tensor, scale: float, window: int | None, softcap: float | None
+        ) -> torch.Tensor:
             result: torch.Tensor = backend.forward(*tensors, scale=scale, window=8)
             return result
 
