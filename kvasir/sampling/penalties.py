@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvasir.messages import Extras, NewRow
-from kvasir.sampling.stages import SampledRows, Stage, bits, ragged
+from kvasir.sampling.stages import SampledRows, Stage, bits, mark, ragged
 
 
 class Penalties(Stage):
@@ -38,9 +38,9 @@ class Penalties(Stage):
         own = own.long()
         values = floats.view(torch.float32).view(-1, 3)
         self.presence[own], self.frequency[own], self.repetition[own] = values[:, 0], values[:, 1], values[:, 2]
-        self.counts[own] = 0
-        self.in_prompt[own] = False
-        self.in_prompt[prompt_slots.long(), prompt.long()] = True
+        self.counts.index_fill_(0, own, 0)
+        self.in_prompt.index_fill_(0, own, False)
+        mark(self.in_prompt, prompt_slots, prompt, True)
         self._count(output_slots.long(), output)
 
     def _count(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:

@@ -145,6 +145,12 @@ def bits(floats: Sequence[float]) -> NDArray[np.int32]:
     return np.array(floats, np.float32).view(np.int32)
 
 
+def mark(table: torch.Tensor, slots: torch.Tensor, ids: torch.Tensor, value: bool) -> None:
+    """table[slot, id] = value for each pair. Written so because a plain number there would be copied from the host,
+    which waits for the device."""
+    table.index_put_((slots.long(), ids.long()), torch.full((), value, dtype=table.dtype, device=table.device))
+
+
 def ragged(
     lists: Sequence[Sequence[int] | NDArray[np.int32]], slots: Sequence[int]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvasir.messages import Extras, NewRow
-from kvasir.sampling.stages import NEVER, SampledRows, Stage, bits, padded, ragged
+from kvasir.sampling.stages import NEVER, SampledRows, Stage, bits, mark, padded, ragged
 
 ANY, NO_WORD, NO_TOKEN = -1, -2, -3  # in the beginnings of bad words: matches every token; none; no token yet
 
@@ -70,8 +70,8 @@ class Bans(Stage):
             *ragged([extras.forbidden_token_ids for extras in wishes], slots),
         )
         self.banned[own.long()] = (strict > 0)[:, None]
-        self.banned[allowed_slots.long(), allowed.long()] = False
-        self.banned[forbidden_slots.long(), forbidden.long()] = True
+        mark(self.banned, allowed_slots, allowed, False)
+        mark(self.banned, forbidden_slots, forbidden, True)
 
     def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
         lines, slots = self.lines(step)

@@ -68,9 +68,10 @@ class TopEma(Stage):
             if new.token_ids is None or len(new.token_ids) == extras.num_prompt_tokens  # it has said nothing yet
         ]
         if fresh:
-            (begins,) = self.upload(np.array(fresh, np.int32))
-            self.before[begins.long()] = self.now[begins.long()] = UNSET
-            self.position[begins.long()] = -1
+            begins = self.upload(np.array(fresh, np.int32))[0].long()
+            for average in (self.before, self.now):
+                average.index_fill_(0, begins, UNSET)
+            self.position.index_fill_(0, begins, -1)
 
     def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
         lines, slots = self.lines(step)

@@ -137,7 +137,7 @@ def test_closing_frees_the_device(checkpoint: tuple[Any, Path]) -> None:
 
 
 def test_shared_prefix_is_read_once_and_changes_nothing(checkpoint: tuple[Any, Path]) -> None:
-    _, path = checkpoint
+    hf, path = checkpoint
     rng = np.random.default_rng(1)
     stem = rng.integers(2, 96, 2048).tolist()
     texts = [{"prompt_token_ids": stem + rng.integers(2, 96, int(n)).tolist()} for n in rng.integers(1, 70, 40)]
@@ -150,4 +150,5 @@ def test_shared_prefix_is_read_once_and_changes_nothing(checkpoint: tuple[Any, P
             graphs = llm.llm_engine.client.core.executor.runner.graphs  # type: ignore[attr-defined]
             taken.append(graphs.stats.shared_prefix_steps if graphs is not None else 0)
     assert said[0] == said[1]
-    assert taken[0] >= 10 and taken[1] == 0
+    sees_all = getattr(hf.config, "sliding_window", None) is None  # a window forgets the prefix
+    assert (taken[0] >= 10) == sees_all and taken[1] == 0
