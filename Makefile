@@ -23,6 +23,7 @@ test-all: .venv/dev .venv/model
 
 check: .venv/dev
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check --quiet
 	$(BIN)/mypy
 
 run: .venv/runtime .venv/model

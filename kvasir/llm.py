@@ -1,10 +1,10 @@
 """LLM: a model, many prompts at once, answers in order. The engine runs in the caller's process.
 
-    from kvasir import LLM, SamplingParams
+from kvasir import LLM, SamplingParams
 
-    with LLM("path/to/model") as llm:
-        for output in llm.generate(["Hello", "Once upon a time"], SamplingParams(max_tokens=32)):
-            print(output.outputs[0].text)
+with LLM("path/to/model") as llm:
+    for output in llm.generate(["Hello", "Once upon a time"], SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
 """
 
 from __future__ import annotations

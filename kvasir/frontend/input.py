@@ -207,9 +207,7 @@ class InputProcessor:
         extras = self.extras.build(params, key, num_prompt_tokens)
         logprobs = 0 if params.logprob_token_ids else self.extras.count("logprobs", params.logprobs)
         if params.temperature < _GREEDY_BELOW:  # the other settings could not change the likeliest token
-            return RowSampling(
-                logprobs=logprobs, banned_until=banned_until, stop_token_ids=stop_ids, extras=extras
-            )
+            return RowSampling(logprobs=logprobs, banned_until=banned_until, stop_token_ids=stop_ids, extras=extras)
         return RowSampling(
             temperature=params.temperature,
             top_k=params.top_k if 0 < params.top_k < self.config.vocab_size else 0,

@@ -28,9 +28,7 @@ def _uniform(seed, position):
 
 
 @triton.jit
-def _weigh_kernel(
-    logits_ptr, row_ptr, temperature_ptr, best_ptr, top_ptr, sum_ptr, vocab, chunks, CHUNK: tl.constexpr
-):
+def _weigh_kernel(logits_ptr, row_ptr, temperature_ptr, best_ptr, top_ptr, sum_ptr, vocab, chunks, CHUNK: tl.constexpr):
     line = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     temperature = tl.load(temperature_ptr + tl.load(row_ptr + line))

@@ -29,7 +29,7 @@ class Arrival:
 
 # Few different prompts with long common starts, so that prefixes really are shared.
 prompts = st.builds(
-    lambda stem, cut, tail: (stem * 24)[: cut] + tail,
+    lambda stem, cut, tail: (stem * 24)[:cut] + tail,
     st.lists(st.integers(0, 3), min_size=1, max_size=2),
     st.integers(0, 24),
     st.lists(st.integers(0, 9), min_size=1, max_size=4),

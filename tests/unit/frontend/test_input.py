@@ -279,9 +279,7 @@ def test_parameters_are_verified_again_and_may_change_later(sentencepiece: Token
 def test_default_sampling_params_come_from_the_generation_config(log_lines: list[str]) -> None:
     generation = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "max_new_tokens": 50}
     generation |= {"do_sample": True, "eos_token_id": 3, "repetition_penalty": 1.05, "bos_token_id": None}
-    expected = SamplingParams(
-        temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, max_tokens=50, repetition_penalty=1.05
-    )
+    expected = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, max_tokens=50, repetition_penalty=1.05)
     assert default_sampling_params(make_config(generation=generation)) == expected
     assert default_sampling_params(make_config()) == SamplingParams()
     assert log_lines == []
