@@ -6,6 +6,7 @@ them, its slot. Worker process; knows rows and logits, neither requests nor text
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,7 +32,7 @@ class SampledRows:
     failures: dict[int, str] = field(default_factory=dict)  # by line: why it cannot go on
 
 
-class Stage:
+class Stage(ABC):
     """One way to change logits. `tables` names the attributes that have a line per slot."""
 
     narrows = False  # runs after all others, on what is then the distribution to draw from
@@ -45,20 +46,21 @@ class Stage:
 
     # ------------------------------------------------------------ what a stage says
 
+    @abstractmethod
     def asks(self, extras: Extras) -> bool:
         """Whether a row with these wishes needs this stage."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fill(self, new_rows: Sequence[NewRow], slots: list[int]) -> None:
         """Write the parameters of rows that ask into their slots."""
-        raise NotImplementedError
 
+    @abstractmethod
     def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
         """Change the logits [n, vocabulary], float32, in place."""
-        raise NotImplementedError
 
     def observe(self, tokens: torch.Tensor, step: SampledRows) -> None:
-        """Learn what was drawn, [n] int32."""
+        """Learn what was drawn, [n] int32. Most stages need not."""
+        return None
 
     # ------------------------------------------------------------ slots
 
