@@ -107,6 +107,8 @@ def from_python(name: str, known: Known, value: Any) -> Any:
     """The value a setting stands for, as people may write it in Python or YAML."""
     if known.setting.auto and value == "auto":
         return None
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if value is None and dict in known.types:
         return known.default
     if isinstance(value, str) and int in known.types and bool not in known.types:
@@ -217,9 +219,10 @@ class _ConfigFile(argparse.Action):
         setattr(namespace, self.dest, values)
 
     def _read(self, action: argparse.Action, value: Any) -> Any:
-        """Text means in the file what it means on the command line; YAML's own numbers and mappings stay."""
+        """Text and numbers mean in the file what they mean on the command line; YAML's mappings and lists stay."""
         try:
-            return action.type(value) if isinstance(value, str) and callable(action.type) else value
+            plain = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+            return action.type(str(value)) if plain and callable(action.type) else value
         except (argparse.ArgumentTypeError, ValueError) as error:
             raise argparse.ArgumentError(self, f"{action.dest}: {error}") from None
 

@@ -9,12 +9,15 @@ with LLM("path/to/model") as llm:
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import count
 from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
+from kvasir import interrupts
 from kvasir.args import EngineArgs
 from kvasir.errors import RequestError
 from kvasir.frontend.input import default_sampling_params
@@ -34,25 +37,45 @@ class LLM:
     """Takes every setting of docs/configuration.md as a keyword, by its vLLM name."""
 
     def __init__(self, model: str, **settings: Any) -> None:
-        self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model, **settings))
-        self._ids = count()
+        self._start(EngineArgs(model, **settings))
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> Self:
         llm = cls.__new__(cls)
-        llm.llm_engine = LLMEngine.from_engine_args(args)
-        llm._ids = count()
+        llm._start(args)
         return llm
 
+    def _start(self, args: EngineArgs) -> None:
+        self.llm_engine = LLMEngine.from_engine_args(args)
+        self._ids = count()
+        self._turn = threading.Lock()  # threads that call at once take turns
+
     def generate(
-        self, prompts: PromptType | Sequence[PromptType], sampling_params: Params = None, *, use_tqdm: Progress = True
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+        priority: None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; outputs stand in the order of the prompts.
 
         If any prompt or parameter is wrong, a RequestError says which, and none of them runs.
         """
+        _refuse(lora_request=lora_request, priority=priority)
         batch = [cast(PromptType, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[PromptType], prompts))
         params = self._params_for(batch, sampling_params)
+        with self._turn:
+            return self._generate(batch, params, use_tqdm)
+
+    def _generate(
+        self, batch: list[PromptType], params: list[SamplingParams], use_tqdm: Progress
+    ) -> list[RequestOutput]:
+        if self.llm_engine.has_unfinished_requests():
+            raise RequestError(
+                "the engine still runs requests that were added to it by hand; step it until they end, or abort them"
+            )
         ids = [str(next(self._ids)) for _ in batch]
         try:
             batch = self.llm_engine.input_processor.tokenize(batch)
@@ -146,7 +169,11 @@ class LLM:
         """One set of parameters per prompt. Nobody reads a batch while it runs, so tokens come once, at the end."""
         if given is None:
             given = self.get_default_sampling_params()
+        if not isinstance(given, (SamplingParams, list, tuple)):
+            given = [cast(SamplingParams, given)]
         params = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
+        for wrong in (each for each in params if not isinstance(each, SamplingParams)):
+            raise RequestError(f"sampling_params must be SamplingParams, not {type(wrong).__name__}", "sampling_params")
         if len(params) != len(prompts):
             raise RequestError(
                 f"{len(prompts)} prompts came with {len(params)} sampling_params; give one for all, or one each",
@@ -169,8 +196,9 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         bar = _progress_bar(len(ids), use_tqdm)
         started, tokens_in, tokens_out = time.perf_counter(), 0, 0
-        try:
+        with interrupts.held_back() as check, bar or nullcontext():
             while len(outputs) < len(ids):
+                check()
                 for output in self.llm_engine.step():
                     outputs[output.request_id] = output
                     if bar is not None:
@@ -179,10 +207,13 @@ class LLM:
                         rates = (count / (time.perf_counter() - started) for count in (tokens_in, tokens_out))
                         bar.set_postfix_str("{:.0f} in, {:.0f} out tok/s".format(*rates), refresh=False)
                         bar.update(1)
-        finally:
-            if bar is not None:
-                bar.close()
         return [outputs[request_id] for request_id in ids]
+
+
+def _refuse(**given: object) -> None:
+    """vLLM's keywords for what is not there yet."""
+    for name in (name for name, value in given.items() if value is not None):
+        raise RequestError(f"{name} is not supported yet; leave it out", name)
 
 
 def _is_one_prompt(prompts: object) -> bool:

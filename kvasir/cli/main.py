@@ -14,7 +14,8 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from kvasir import __version__, env
-from kvasir.errors import KvasirError
+from kvasir.config import did_you_mean
+from kvasir.errors import ConfigError, KvasirError
 from kvasir.log import get_logger
 
 COMMANDS = {"bench": ("kvasir.cli.bench", "measure throughput and latency")}
@@ -36,7 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         env.validate()
-        namespace = _parser(arguments).parse_args(arguments)
+        parser = _parser(arguments)
+        namespace, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            raise ConfigError(f"{name} is not a flag of this command.{did_you_mean(name, _flags(parser))}")
         return int(import_module(COMMANDS[namespace.command][0]).run(namespace))
     except KvasirError as error:
         if get_logger("kvasir").isEnabledFor(logging.DEBUG):
@@ -56,6 +61,15 @@ def _parser(arguments: Sequence[str]) -> Parser:
         if name in arguments[:1]:
             import_module(module).add_arguments(command)
     return parser
+
+
+def _flags(parser: argparse.ArgumentParser) -> set[str]:
+    """Every flag of the parser and of its subcommands."""
+    flags = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            flags |= {flag for command in action.choices.values() for flag in _flags(command)}
+    return flags
 
 
 def _with_dashes(argument: str) -> str:

@@ -93,6 +93,14 @@ def _too_small(config: EngineConfig, spec: KVSpec, available: int, num_blocks: i
     else:
         raise_it = "raise gpu_memory_utilization, or lower max_num_seqs or max_num_batched_tokens"
     return (
-        f"max_model_len={config.model.max_model_len} needs {needed / GIB:.2f} GiB of KV cache, "
-        f"{max(available, 0) / GIB:.2f} GiB is there for it; {lower}{raise_it}"
+        f"max_model_len={config.model.max_model_len} needs {_size(needed)} of KV cache, "
+        f"{_size(max(available, 0))} is there for it; {lower}{raise_it}"
     )
+
+
+def _size(num_bytes: int) -> str:
+    """In the largest unit of which there is one."""
+    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes} bytes"

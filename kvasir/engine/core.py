@@ -48,6 +48,10 @@ class EngineCore:
             self._failure = error
             self.results.clear()
             raise EngineError(f"a step failed: {type(error).__name__}: {error}") from error
+        except BaseException:  # somebody wants to stop, in the middle of a step: nothing is known of what it computed
+            self.results.clear()
+            self.scheduler.start_over()
+            raise
 
     def has_work(self) -> bool:
         return bool(len(self.scheduler) or self.results or len(self.families))

@@ -48,6 +48,9 @@ class FirstComeFirstServed:
     def put_back(self, request: Request) -> None:
         self._waiting[request.key] = request
         self._waiting.move_to_end(request.key, last=False)
+        if not request.spec.picked:  # those whose tokens are picked wait for each other: nobody may stand before one
+            for key in [key for key, other in self._waiting.items() if other.spec.picked][::-1]:
+                self._waiting.move_to_end(key, last=False)
 
     def peek(self) -> Request:
         return next(iter(self._waiting.values()))

@@ -154,7 +154,8 @@ class Scheduler:
         """The next step, or None if nothing can run before a result comes in."""
         preemptions = self.stats.preemptions
         rows, grants = self._continue_running()
-        if len(self.waiting) and self.stats.preemptions == preemptions:
+        # after a preemption nobody joins, or they would take each other's blocks in turn; unless nobody is left
+        if len(self.waiting) and (self.stats.preemptions == preemptions or not len(rows)):
             joined, first_grants = self._admit(self.limits.max_num_batched_tokens - int(grants.sum()))
             if joined:
                 rows = np.concatenate([rows, np.array(joined, np.int64)])
@@ -195,9 +196,11 @@ class Scheduler:
         """The policy's last request leaves its row and blocks, keeps its tokens and waits again."""
         running = [request for row in self.rows.order if (request := self.rows.requests[row]) is not None]
         assert len(running) > 1, "a single request does not fit the cache: it should have been refused on arrival"
-        request = self.waiting.victim(running)
+        return self._put_back(self.waiting.victim(running))
+
+    def _put_back(self, request: Request) -> int:
         row = request.row
-        assert row is not None
+        assert row is not None, "only a running request can be preempted"
         request.token_ids = self.rows.known_tokens(row).copy()
         request.chain = self._close(row, len(request.token_ids))
         request.num_preemptions += 1
@@ -205,6 +208,17 @@ class Scheduler:
         self.waiting.put_back(request)
         self.stats.preemptions += 1
         return row
+
+    def start_over(self) -> None:
+        """Forget steps in flight and all that is cached: running requests wait again and are computed anew."""
+        for row in self.rows.order.tolist()[::-1]:
+            request = self.rows.requests[row]
+            assert request is not None, f"row {row} has no tenant"
+            self._put_back(request)
+        self._in_flight.clear()
+        self.cache.take_changes()  # of rows that are free now
+        forgotten = self.cache.pool.reset()
+        assert forgotten, "no row is left, so no block is in use"
 
     def _admit(self, budget: int) -> tuple[list[int], list[int]]:
         """Let waiting requests in while tokens, rows and blocks last."""

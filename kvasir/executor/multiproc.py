@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -198,6 +199,7 @@ class Rank:
 
 def serve(handle: int) -> None:
     """The worker's process: answers until the socket closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to us too; the core decides what it means
     _end_with_the_core()
     core = Connection(handle)
     try:

@@ -28,8 +28,9 @@ _UNSET: tuple[tuple[str, tuple[object, ...]], ...] = (
 
 
 class ExtrasBuilder:
-    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, num_workers: int = 1) -> None:
         self.vocab_size = config.vocab_size
+        self.num_workers = num_workers
         self.max_logprobs = config.max_logprobs
         self.tokenizer = tokenizer
         self.plugins = [_load(entry) for entry in config.logits_processors or []]
@@ -119,7 +120,11 @@ class ExtrasBuilder:
             message = "extra_args are for start-up logits processors with a for_request method; this engine has none."
             raise RequestError(message, "extra_args")
         found = [plugin.for_request(asked) if hasattr(plugin, "for_request") else plugin for plugin in self.plugins]
-        return tuple(_three_arguments(each) for each in [*found, *(params.logits_processors or ())] if each is not None)
+        wanted = [each for each in [*found, *(params.logits_processors or ())] if each is not None]
+        if wanted and self.num_workers > 1:  # each would run its own copy, on what it alone has seen
+            message = f"Logits processors run in one process, but tensor_parallel_size={self.num_workers}."
+            raise RequestError(message, "logits_processors")
+        return tuple(_three_arguments(each) for each in wanted)
 
 
 def _load(entry: Any) -> Any:

@@ -49,7 +49,7 @@ class InputProcessor:
         self.config = config.model
         self.stream_interval = config.scheduler.stream_interval
         self.tokenizer = tokenizer
-        self.extras = ExtrasBuilder(config.model, tokenizer)
+        self.extras = ExtrasBuilder(config.model, tokenizer, config.parallel.tensor_parallel_size)
         self.eos_token_ids = self._find_eos_token_ids()
 
     def process(
@@ -109,6 +109,8 @@ class InputProcessor:
     def tokenize(self, prompts: Sequence[PromptType]) -> list[PromptType]:
         """Texts tokenized all at once, which uses every core; other prompts as they are. Checks nothing."""
         texts = {i: text for i, prompt in enumerate(prompts) if (text := _text_of(prompt)) is not None}
+        # what has other entries is left to `process`, which refuses them
+        texts = {i: text for i, text in texts.items() if not _other_entries(prompts[i])}
         if self.tokenizer is None or not texts:
             return list(prompts)
         ready = list(prompts)
@@ -245,6 +247,10 @@ def default_sampling_params(config: EngineConfig) -> SamplingParams:
         return SamplingParams(**asked)
     except RequestError as error:
         raise ModelError(f"The model's generation config has a wrong value: {error}") from error
+
+
+def _other_entries(prompt: PromptType) -> bool:
+    return isinstance(prompt, Mapping) and bool(prompt.keys() - {"prompt", "cache_salt"})
 
 
 def _text_of(prompt: PromptType) -> str | None:

@@ -114,7 +114,8 @@ class RequestState:
     def add_prompt_logprobs(self, part: PromptLogprobs, tokenizer: Tokenizer | None) -> None:
         """A request that was preempted may bring some a second time."""
         found = self.prompt_logprobs
-        assert found is not None, "this request asked for no prompt_logprobs"
+        if found is None:  # given out already, with the first delta
+            return
         text = self._token_text(tokenizer)
         for line in lines_of(part)[len(found) - part.start :]:
             found.add(line, text)

@@ -35,6 +35,7 @@ class TopEma(Stage):
         self.before, self.now, self.position = self.table(), self.table(), self.table(dtype=torch.int32)
         self._slot_of: OrderedDict[int, int] = OrderedDict()  # by the request's key, least recent first
         self._most = 4 * max_rows
+        self._new_slots: set[int] = set()  # taken, and not filled yet
 
     def asks(self, extras: Extras) -> bool:
         return extras.top_ema_p > 0 and extras.top_ema_d > 0
@@ -47,8 +48,11 @@ class TopEma(Stage):
             oldest = next(old for old, slot in self._slot_of.items() if slot not in in_use)
             self._free.append(self._slot_of.pop(oldest))
         slot = self._slot_of.pop(key, None)
-        self._slot_of[key] = super().take(new) if slot is None else slot
-        return self._slot_of[key]
+        if slot is None:
+            slot = super().take(new)
+            self._new_slots.add(slot)
+        self._slot_of[key] = slot
+        return slot
 
     def close(self, row: int) -> None:
         self.slots[row] = -1
@@ -65,8 +69,11 @@ class TopEma(Stage):
         fresh = [
             slot
             for new, extras, slot in zip(new_rows, wishes, slots, strict=True)
-            if new.token_ids is None or len(new.token_ids) == extras.num_prompt_tokens  # it has said nothing yet
+            if slot in self._new_slots
+            or new.token_ids is None
+            or len(new.token_ids) == extras.num_prompt_tokens  # it has said nothing yet
         ]
+        self._new_slots.clear()
         if fresh:
             begins = self.upload(np.array(fresh, np.int32))[0].long()
             for average in (self.before, self.now):

@@ -5,8 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
+import signal
+import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -284,7 +288,7 @@ def test_model_that_cannot_be_loaded_says_why(qwen: Model, tmp_path: Path) -> No
 
 
 def test_cache_that_cannot_hold_one_request_says_what_to_change(qwen: Model) -> None:
-    advice = r"max_model_len=128 needs .* GiB.*set max_model_len to \d+.*num_gpu_blocks_override"
+    advice = r"max_model_len=128 needs [1-9][\d.]* [KM]iB.*set max_model_len to \d+.*num_gpu_blocks_override"
     with pytest.raises(ConfigError, match=advice):
         qwen.llm(num_gpu_blocks_override=4, block_size=16)
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
@@ -411,3 +415,57 @@ def test_progress_bar_while_loading_can_be_turned_off(qwen: Model, capfd: pytest
     assert "Loading weights" in capfd.readouterr().err
     qwen.llm(use_tqdm_on_load=False).close()
     assert "Loading weights" not in capfd.readouterr().err
+
+
+# ---------------------------------------------------------------- interrupted, and misused
+
+
+@pytest.mark.parametrize("prompts", [1, 16])
+def test_ctrl_c_in_the_middle_leaves_a_working_engine(qwen: Model, prompts: int) -> None:
+    with qwen.llm(async_scheduling=True) as llm:
+        endless = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        for _ in range(3):
+            timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    generate(llm, [p[:20] for p in qwen.prompts[:prompts]], endless)
+            timer.join()
+            assert tokens(generate(llm, qwen.prompts[:2], GREEDY)) == [qwen.greedy(p) for p in qwen.prompts[:2]]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_exit_raised_inside_a_step_leaves_a_working_engine(llm: LLM, qwen: Model) -> None:
+    def leave(said: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(said) == 3:
+            raise SystemExit(3)
+        return logits
+
+    with pytest.raises(SystemExit):
+        generate(llm, qwen.prompts[:1], SamplingParams(logits_processors=[leave], max_tokens=9, ignore_eos=True))
+    assert tokens(generate(llm, qwen.prompts, GREEDY)) == [qwen.greedy(p) for p in qwen.prompts]
+
+
+def test_threads_take_turns(llm: LLM, qwen: Model) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(lambda p: tokens(generate(llm, [p], GREEDY))[0], qwen.prompts[:8]))
+    assert texts == [qwen.greedy(p) for p in qwen.prompts[:8]]
+
+
+def test_generate_beside_requests_added_by_hand_is_refused(llm: LLM, qwen: Model) -> None:
+    llm.llm_engine.add_request("mine", {"prompt_token_ids": [5, 6]}, GREEDY.clone())
+    with pytest.raises(RequestError, match="added to it by hand"):
+        generate(llm, qwen.prompts[:1], GREEDY)
+    llm.llm_engine.abort_request("mine")
+    assert tokens(generate(llm, qwen.prompts[:1], GREEDY)) == [qwen.greedy(qwen.prompts[0])]
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 2}, 5, "greedy", [GREEDY, None]], ids=str)
+def test_parameters_of_the_wrong_type_are_refused(llm: LLM, qwen: Model, wrong: Any) -> None:
+    with pytest.raises(RequestError, match="sampling_params must be SamplingParams, not"):
+        generate(llm, qwen.prompts[:2], wrong)
+
+
+def test_what_is_not_there_yet_is_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="lora_request is not supported"):
+        llm.generate([1, 2], GREEDY, use_tqdm=False, lora_request="adapter")  # type: ignore[arg-type]

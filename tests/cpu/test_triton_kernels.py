@@ -227,6 +227,27 @@ def test_shared_prefix(shared: int, split: Split, dtype: torch.dtype) -> None:
     assert (out[-1] == 7).all(), "a padding row was written"
 
 
+def test_small_blocks_read_a_shared_prefix_like_any_other() -> None:
+    """A tile of the prefix stage is a block, and tensor cores want 16 rows."""
+    cache, tables, rows, lens = paged([20, 33], 2, 32, 8, torch.float32)
+    tables[rows[1], :2] = tables[rows[0], :2].clone()
+    query, out = randn(2, 4, 32), torch.empty(2, 4, 32, device=DEVICE)
+    prefix = torch.tensor([16], dtype=torch.int32, device=DEVICE)
+    paged_decode(query, cache, tables, rows, lens, out, Workspace(), 32**-0.5, prefix=prefix)
+    for i, n in enumerate((20, 33)):
+        close(out[i : i + 1], attend(query[i : i + 1], cache, tables[rows[i]], n, None), torch.float32)
+
+
+def test_what_a_workspace_outgrew_stays() -> None:
+    """Graphs that were captured with it go on writing there."""
+    workspace = Workspace()
+    first = [tensor.data_ptr() for tensor in workspace.get(10, 8, torch.device(DEVICE))]
+    larger = [tensor.data_ptr() for tensor in workspace.get(1000, 8, torch.device(DEVICE))]
+    assert not set(first) & set(larger)
+    assert set(first) <= {tensor.data_ptr() for tensor in workspace._outgrown}
+    assert [tensor.data_ptr() for tensor in workspace.get(500, 8, torch.device(DEVICE))] == larger
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outputs", "inner"), [(7, 512), (64, 1536), (6144, 1024)])
 @pytest.mark.parametrize("bias", [False, True])

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parent.parent.parent / "kvasir"
 
 # Everything may import these; they import only each other.
 BASE = {"kvasir", "errors", "env", "config", "args", "log"}
-BASE |= {"sampling_params", "sampling_checks", "prompts", "outputs", "messages", "metrics", "gguf_file"}
+BASE |= {"sampling_params", "sampling_checks", "prompts", "outputs", "messages", "metrics", "gguf_file", "interrupts"}
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ def _pick_kernel(
         token = chunk * CHUNK + tl.minimum(passed, last)
     else:
         token = tl.load(best_ptr + line * chunks + tl.argmax(tops, 0))
+    token = tl.minimum(token, vocab - 1)  # logits that are not numbers may point past the end
     tl.store(out_ptr + line, token)
     tl.store(next_ptr + row, token)
 

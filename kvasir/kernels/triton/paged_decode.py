@@ -150,14 +150,20 @@ NO_SPLIT = Split(1, 1 << 30)
 
 
 class Workspace:
-    """Memory for partial results, shared by all layers of a model and grown when a larger step comes."""
+    """Memory for partial results, shared by all layers of a model and grown when a larger step comes.
+
+    What was outgrown is kept: graphs that were captured with it go on writing there. Each is at least twice as large as
+    the one before, so that all together are less than twice the last."""
 
     def __init__(self) -> None:
         self.part = self.lse = torch.empty(0)
+        self._outgrown: list[torch.Tensor] = []
 
     def get(self, slots: int, dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         if self.lse.numel() < slots or self.part.numel() < slots * dim:
-            self.part = torch.empty(slots * dim, dtype=torch.float32, device=device)
+            self._outgrown += [self.part, self.lse]
+            slots = max(slots, 2 * self.lse.numel())
+            self.part = torch.empty(max(slots * dim, self.part.numel()), dtype=torch.float32, device=device)
             self.lse = torch.empty(slots, dtype=torch.float32, device=device)
         return self.part, self.lse
 
@@ -183,7 +189,8 @@ def paged_decode(
     split = split or choose_split(sequences, kv_heads)
     if longest is not None and longest <= split.least:
         split = NO_SPLIT
-    extra = PARTS if prefix is not None and window is None and softcap is None else 0
+    reads_prefix = prefix is not None and window is None and softcap is None and block_size >= 16  # a tile is a block
+    extra = PARTS if reads_prefix else 0
     slots = extra + split.count
     part, lse = workspace.get(sequences * heads * slots, dim, query.device)
     if prefix is not None and extra:

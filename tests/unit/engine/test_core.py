@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvasir.errors import EngineDeadError, EngineError
-from kvasir.executor.fake import DelayExecutor
-from tests.builders import expected, make_core, request, run
+from kvasir.executor.fake import DelayExecutor, EchoExecutor, Ready
+from kvasir.messages import BeamSpec, Logprobs
+from tests.builders import Collector, expected, make_core, request, run
+
+
+class ScoringExecutor(EchoExecutor):
+    """Proposes twenty tokens a row, so that a beam search can run."""
+
+    def sample(self) -> Ready:
+        ready = super().sample()
+        assert self._plan is not None
+        lines = np.flatnonzero(self._plan.samples).astype(np.int32)
+        best = ready.value.token_ids[lines]
+        ids = np.concatenate([best, (best + 7 * np.arange(20)) % self.vocab], axis=1).astype(np.int32)
+        values = np.broadcast_to(-0.3 * np.log1p(np.arange(21, dtype=np.float32)) - 0.5, ids.shape)
+        ready.value.logprobs = Logprobs(lines, ids, values, np.ones(len(lines), np.int32))
+        return ready
 
 
 def launched_before_done(lookahead: int) -> list[bool]:
@@ -48,3 +64,47 @@ def test_failing_device_kills_the_engine_with_its_cause() -> None:
         core.run_step()
     with pytest.raises(EngineDeadError, match="fell off the bus"):
         core.run_step()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("where", ["execute", "sample"])
+def test_a_step_that_is_broken_off_is_computed_anew(lookahead: int, where: str) -> None:
+    core = make_core(lookahead, num_blocks=30)
+    prompts = {key: [key, 1, 2] * (key + 2) for key in range(4)}
+    for key, prompt in prompts.items():
+        core.add(request(key, prompt, 10))
+    collector = Collector()
+    call, calls = getattr(core.executor, where), iter(range(1000))
+
+    def broken_off(*args):  # type: ignore[no-untyped-def]
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return call(*args)
+
+    setattr(core.executor, where, broken_off)
+    for _ in range(6):
+        try:
+            collector.take(core.run_step())
+        except KeyboardInterrupt:
+            assert core.scheduler.cache.pool.num_used == core.scheduler.cache.pool.num_cached == 0
+            break
+    else:
+        pytest.fail("it was never broken off")
+    while core.has_work():
+        collector.take(core.run_step())
+    assert collector.tokens == {key: expected(prompt, 10) for key, prompt in prompts.items()}
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("num_blocks", [15, 16, 17])
+def test_beams_and_a_large_request_do_not_wait_for_each_other(lookahead: int, num_blocks: int) -> None:
+    executor = ScoringExecutor(4, 4, 60)
+    executor.allocate_kv(num_blocks)
+    settings = {"num_blocks": num_blocks, "max_num_seqs": 4, "budget": 64, "max_model_len": 60}
+    core = make_core(lookahead, executor, **settings)
+    beam = request(0, [1], 20)
+    beam.beam = BeamSpec(width=2)
+    core.add(beam)
+    core.add(request(1, list(range(36)), 20))
+    got = run(core, max_steps=1500)
+    assert got.tokens[1] == expected(list(range(36)), 20)

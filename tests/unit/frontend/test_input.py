@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvasir.config import EngineConfig, ModelConfig
+from kvasir.config import EngineConfig, ModelConfig, ParallelConfig
 from kvasir.errors import ModelError, RequestError
 from kvasir.frontend.input import InputProcessor, default_sampling_params
 from kvasir.frontend.output import RequestState
@@ -289,3 +290,20 @@ def test_wrong_defaults_are_the_models_fault() -> None:
     config = make_config(generation={"top_p": 7})
     with pytest.raises(ModelError, match="generation config.*top_p"):
         default_sampling_params(config)
+
+
+@pytest.mark.parametrize("extra", ["foo", "cache_slat", "multi_modal_data"])
+def test_texts_tokenized_at_once_keep_what_must_be_refused(extra: str, sentencepiece: Tokenizer) -> None:
+    processor = InputProcessor(make_config(), sentencepiece)
+    good, bad = processor.tokenize(["hello", {"prompt": "hello", extra: 1}])  # type: ignore[list-item]
+    assert isinstance(good, dict) and good["prompt_token_ids"] == sentencepiece.encode("hello")
+    with pytest.raises(RequestError, match=extra):
+        processor.process("request", bad, SamplingParams(), 7, 1.5)
+
+
+def test_logits_processors_need_a_single_process() -> None:
+    config = replace(make_config(), parallel=ParallelConfig(tensor_parallel_size=2))
+    processor = InputProcessor(config, None)
+    with pytest.raises(RequestError, match="tensor_parallel_size=2") as error:
+        processor.process("request", [1], SamplingParams(logits_processors=[lambda said, logits: logits]), 7, 1.5)
+    assert error.value.parameter == "logits_processors"
