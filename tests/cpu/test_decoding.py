@@ -300,3 +300,19 @@ def test_stream_interval(model: Model, own: int | None, engine: int) -> None:
     assert [len(piece.token_ids) for piece in pieces] == [1, 4, 4, 3]
     assert [len(piece.logprobs or []) for piece in pieces] == [1, 4, 4, 3]
     assert list(chain(*(piece.token_ids for piece in pieces))) == model.greedy(model.prompts[0], 12)
+
+
+def test_deltas_with_prompt_logprobs_survive_preemption(model: Model) -> None:
+    """A preempted request computes its prompt anew, and its log-probabilities come a second time."""
+    params = SamplingParams(
+        temperature=0, max_tokens=32, ignore_eos=True, prompt_logprobs=1, output_kind=RequestOutputKind.DELTA
+    )
+    said: dict[str, list[int]] = {}
+    with model.llm(**TIGHT) as llm:
+        for i, prompt in enumerate(model.prompts[:8]):
+            llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, params.clone())
+        while llm.llm_engine.has_unfinished_requests():
+            for output in llm.llm_engine.step():
+                said.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
+        assert metric(llm, "num_preemptions") > 0
+    assert [said[str(i)] for i in range(8)] == [model.greedy(prompt) for prompt in model.prompts[:8]]
