@@ -150,6 +150,8 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
             raise RequestError(f"A message must be a dict with a role and content, not {message!r}.", "messages")
         if not isinstance(message.get("content"), str | list | tuple | None):
             raise RequestError("A message's content must be a string or a list of content parts.", "messages")
+        if message["role"] in ("system", "developer", "user") and message.get("content") is None:
+            raise RequestError(f"A message of the role {message['role']} must have content.", "messages")
     return [_plain(message) for message in messages]
 
 

@@ -55,7 +55,7 @@ class Tokenizer:
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeError) as error:  # not a string, or one with lone surrogates in it
-            raise RequestError(f"The text cannot be tokenized: {error}", "prompt") from error
+            raise RequestError(f"The text cannot be tokenized: {_why_no_text(texts)}.", "prompt") from error
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -238,3 +238,13 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_characters()
+
+
+def _why_no_text(texts: Sequence[object]) -> str:
+    for text in texts:
+        if not isinstance(text, str):
+            return f"a {type(text).__name__} is no string"
+        broken = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
+        if broken is not None:
+            return f"{broken!r} is half of a surrogate pair, and no character"
+    return "it is no valid text"

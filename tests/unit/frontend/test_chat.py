@@ -283,3 +283,9 @@ def test_template_choice() -> None:
 
 def test_compiled_templates_are_kept() -> None:
     assert compile_template("{{ x }}") is compile_template("{{ x }}")
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "system", "content": None}], ids=str)
+def test_a_message_without_content_is_refused(message: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=f"role {message['role']} must have content"):
+        compile_template("{{ messages[0].content }}").render([message])

@@ -135,8 +135,10 @@ def test_decode_takes_arrays_and_single_ids(sentencepiece: Tokenizer) -> None:
 
 
 def test_text_that_is_no_unicode_is_refused(sentencepiece: Tokenizer) -> None:
-    with pytest.raises(RequestError, match="cannot be tokenized"):
+    with pytest.raises(RequestError, match=r"cannot be tokenized: '\\ud83d' is half of a surrogate pair"):
         sentencepiece.encode("half a pair: \ud83d")
+    with pytest.raises(RequestError, match="a int is no string"):
+        sentencepiece.encode(5)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- files
