@@ -10,7 +10,7 @@ from typing import Self
 
 from kvasir.args import EngineArgs
 from kvasir.config import EngineConfig
-from kvasir.errors import EngineDeadError, RequestError
+from kvasir.errors import EngineDeadError, EngineError, RequestError
 from kvasir.frontend.beams import BeamState
 from kvasir.frontend.client import EngineClient, InprocClient
 from kvasir.frontend.fanout import process_all
@@ -63,7 +63,12 @@ class LLMEngine:
         """Run one step and return what it gave: new text of streaming requests, and requests that ended."""
         if not self.client.has_work():
             return []
-        outputs, stopped = self.output_processor.process(self.client.step(), time.time())
+        try:
+            output = self.client.step()
+        except EngineError:
+            self.abort_request(self.output_processor.request_ids())  # nobody will answer them any more
+            raise
+        outputs, stopped = self.output_processor.process(output, time.time())
         for stop in stopped:
             self.client.abort(stop.key, stop.num_tokens_kept)
         return outputs

@@ -64,6 +64,9 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def request_ids(self) -> list[str]:
+        return list(self._requests)
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 

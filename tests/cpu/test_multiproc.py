@@ -63,6 +63,7 @@ def test_a_dead_rank_is_an_error_and_takes_the_others_along(victim: int, tmp_pat
         while True:
             engine.step()
     assert time.monotonic() - started < 20
+    assert not engine.has_unfinished_requests(), "nobody will answer them any more"
     with pytest.raises(EngineDeadError):
         generate(llm, model.prompts, GREEDY)
     llm.close()
