@@ -101,7 +101,7 @@ class MultiprocExecutor:
                 if other.socket not in ready or other is rank:
                     continue
                 if other.ended():
-                    raise EngineError(other.last_words())
+                    raise other.last_words()
             if rank.socket in ready:
                 return rank.receive()
             time.sleep(0.0005)  # another rank has answered already and is not asked yet
@@ -154,34 +154,38 @@ class Rank:
         try:
             self.socket.send_bytes(message)
         except OSError as error:
-            raise EngineError(self.last_words()) from error
+            raise self.last_words() from error
 
     def receive(self) -> Any:
         try:
             kind, value = self.socket.recv()
         except (EOFError, OSError) as error:
-            raise EngineError(self.last_words()) from error
+            raise self.last_words() from error
         if kind == "error":
-            raise value if isinstance(value, KvasirError) else EngineError(f"worker {self.rank}: {value}")
+            raise self._error(value)
         return value
 
     def ended(self) -> bool:
         """Whether nothing more will come, or an error has. Answers that are only early are left where they are."""
         return self.process.poll() is not None
 
-    def last_words(self) -> str:
-        try:  # it may have said why before it ended
+    def _error(self, said: Any) -> KvasirError:
+        return said if isinstance(said, KvasirError) else EngineError(f"worker {self.rank}: {said}")
+
+    def last_words(self) -> KvasirError:
+        """Why it ended."""
+        try:  # it may have said so itself
             while self.socket.poll():
                 kind, value = self.socket.recv()
                 if kind == "error":
-                    return f"worker {self.rank}: {value}"
+                    return self._error(value)
         except (EOFError, OSError):
             pass
         try:
             code: int | str = self.process.wait(1.0)
         except subprocess.TimeoutExpired:
             code = "unknown"
-        return f"worker {self.rank} ended (exit code {code})"
+        return EngineError(f"worker {self.rank} ended (exit code {code})")
 
     def close_socket(self) -> None:
         self.socket.close()
