@@ -208,8 +208,9 @@ def test_allocation_that_fails(checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_nobody_knows_is_tried(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = logits(load_model(make_config(checkpoint), CPU))
     monkeypatch.setattr(platforms.select("cpu").__class__, "memory_free", lambda self: None)
-    load_model(make_config(checkpoint), CPU)
+    assert torch.equal(logits(load_model(make_config(checkpoint), CPU)), known)
 
 
 def test_weights_are_not_held_twice(tmp_path: Path) -> None:
