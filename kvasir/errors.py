@@ -4,6 +4,7 @@ KvasirError
 ├── ConfigError      the engine cannot be built as asked: a setting, a file or the machine is wrong
 │   └── ModelError   the model's own files are missing, corrupt, or of a kind we do not run
 ├── RequestError     one request is wrong; the engine goes on (HTTP 4xx)
+│   └── OverloadedError   nothing is wrong with it, but the queue is full (HTTP 429)
 └── EngineError      the engine itself failed (HTTP 5xx)
     └── EngineDeadError   it failed earlier and takes no more work
 
@@ -29,6 +30,14 @@ class RequestError(KvasirError, ValueError):
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+class OverloadedError(RequestError):
+    """The queue is full. `retry_after`: seconds after which another try makes sense."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class EngineError(KvasirError, RuntimeError):

@@ -28,6 +28,7 @@ class FinishReason(IntEnum):
     LENGTH = 2
     ABORT = 3
     ERROR = 4  # something of the request's own failed: Finished.error says what
+    TIMEOUT = 5  # its deadline passed
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -83,6 +84,17 @@ class BeamSpec:
     eos_token_ids: tuple[int, ...] = ()
 
 
+@dataclass(slots=True, frozen=True)
+class Terms:
+    """On what terms a request is served: what queue policies look at. Times are of `time.monotonic`."""
+
+    arrival: float = 0.0
+    priority: int = 0  # lower goes first
+    tenant: str = ""  # whose request it is, an API key's name for example
+    weight: float = 1.0  # the tenant's share against other tenants'
+    deadline: float | None = None  # when it must be done
+
+
 @dataclass(slots=True)
 class EngineRequest:
     """A validated request. `key` is the number the API process knows it by."""
@@ -97,6 +109,7 @@ class EngineRequest:
     reads_cache: bool = True  # False: compute the whole prompt, whatever is cached
     picked: bool = False  # sampled tokens are proposals: whoever sent it picks (Scheduler.pick), and it waits for that
     beam: BeamSpec | None = None
+    terms: Terms = field(default_factory=Terms)
     forks: tuple[EngineRequest, ...] = ()  # requests of the same prompt that share what this one computes of it
 
 
