@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(namespace: argparse.Namespace) -> int:
     from kvasir.server.config import from_namespace
 
-    config, args = from_namespace(namespace), EngineArgs.from_cli_args(namespace)  # what is wrong is said before imports
+    config = from_namespace(namespace)
+    asked = EngineArgs.from_cli_args(namespace).create_engine_config()  # what is wrong is said before the slow imports
     from kvasir.server.launch import serve
 
-    return serve(args, config)
+    return serve(asked, config)

@@ -55,9 +55,6 @@ class ServerConfig:
         None, "Seconds a request may take; one that asks for a shorter timeout gets that.", above=0
     )
     shutdown_timeout: float = setting(30.0, "Seconds that running requests get to finish after SIGTERM.", minimum=0)
-    stall_timeout: float = setting(
-        60.0, "Seconds without a step, while there is work, after which /ready answers 503.", above=0
-    )
     max_stored_responses: int = setting(1000, "Responses of /v1/responses that are kept; 0: none.", minimum=0)
 
     response_role: str = setting("assistant", "Role of replies where a generation prompt is added.")
