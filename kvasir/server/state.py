@@ -20,6 +20,7 @@ from kvasir.server.keys import load_keys
 from kvasir.server.limits import RateLimits
 from kvasir.server.metrics import Metrics
 from kvasir.server.phases import DRAINING, FAILED, Phases
+from kvasir.server.response_store import ResponseStore
 from kvasir.server.tracing import NO_TRACER, Tracer
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class ServerState:
         self.idle = asyncio.Event()  # nothing runs
         self.idle.set()
         self.defaults: SamplingParams | None = None  # of requests that say nothing: the model's generation config
+        self.responses = ResponseStore(config.max_stored_responses)
         self.last_stats: EngineStats | None = None
         self._engine: AsyncLLM | None = None
 
@@ -92,6 +94,17 @@ class ServerState:
         if name is not None and name not in self.model_names:
             raise unknown_model(name, self.model_names)
         return self.model_names[0] if name is None else name
+
+    @property
+    def keeps_responses(self) -> bool:
+        """Whether /v1/responses stores. Of several processes none knows what the others keep."""
+        return self.num_processes == 1 and self.config.max_stored_responses > 0
+
+    @property
+    def why_nothing_is_kept(self) -> str:
+        if self.num_processes > 1:
+            return f"this server has {self.num_processes} API processes (--api-server-count), which share nothing."
+        return "this server keeps none (--max-stored-responses 0)."
 
     def began(self, run: Run) -> None:
         self.runs.add(run)
