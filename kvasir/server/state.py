@@ -15,6 +15,7 @@ from kvasir.errors import EngineDeadError
 from kvasir.messages import EngineStats
 from kvasir.sampling_params import SamplingParams
 from kvasir.server.config import ServerConfig
+from kvasir.server.device import Probe, probe_for
 from kvasir.server.errors import ApiError, unknown_model
 from kvasir.server.keys import load_keys
 from kvasir.server.limits import RateLimits
@@ -50,6 +51,7 @@ class ServerState:
         self.defaults: SamplingParams | None = None  # of requests that say nothing: the model's generation config
         self.responses = ResponseStore(config.max_stored_responses)
         self.last_stats: EngineStats | None = None
+        self.probe_device: Probe = list  # until it is known where the engine runs
         self._engine: AsyncLLM | None = None
 
     # ------------------------------------------------------------ the engine
@@ -68,6 +70,7 @@ class ServerState:
 
     def engine_is_here(self, engine: AsyncLLM) -> None:
         self._engine = engine
+        self.probe_device = probe_for(engine.config.device.device)
 
     def _unavailable(self) -> ApiError:
         if self._engine is not None and self._engine.errored:
@@ -123,4 +126,8 @@ def state_of(connection: HTTPConnection) -> ServerState:
     return found
 
 
-State = Annotated[ServerState, Depends(state_of)]
+async def _state(connection: HTTPConnection) -> ServerState:
+    return state_of(connection)  # a coroutine, because FastAPI runs plain functions in threads
+
+
+State = Annotated[ServerState, Depends(_state)]
