@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.upload import upload
 from kvasir.messages import Logprobs, NewRow, StepPlan, StepResult
-from kvasir.sampling.logprobs import PromptScores, TokenScores, prompt_results
+from kvasir.sampling.logprobs import Chunk, PromptScores, TokenScores, prompt_results
 from kvasir.sampling.sampler import Sampler, make_stages
 from kvasir.sampling.stages import SampledRows
 from kvasir.sampling.state import NO_LINES, Needs, SamplingState
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.model import Model
-from kvasir.worker.rows import DeviceRows
+from kvasir.worker.rows import DeviceRows, StepInputs
 from kvasir.worker.staging import DeviceResult
 
 if TYPE_CHECKING:
@@ -38,8 +38,14 @@ class Running:
 
     plan: StepPlan
     batch: AttentionBatch
-    hidden: torch.Tensor
+    hidden: torch.Tensor  # of the tokens of `batch`
+    chunks: list[Chunk]  # of prompts whose tokens are scored
     shape: Shape | None  # of the graph that the forward pass was
+
+
+@dataclass(slots=True)
+class RunnerStats:
+    narrowed_steps: int = 0  # whose last layer ran for last tokens alone
 
 
 class ModelRunner:
@@ -68,6 +74,7 @@ class ModelRunner:
             from kvasir.worker.decode_graphs import DecodeGraphs, graph_sizes
 
             self.graphs = DecodeGraphs(model, self.rows, self.sampler, graph_sizes(max_rows), device)
+        self.stats = RunnerStats()
         self._running: Running | None = None
 
     @torch.inference_mode()
@@ -99,8 +106,7 @@ class ModelRunner:
             self.kv_memory.copy_blocks(copies.view(-1, 2))
         if self.graphs is None or shape is None:
             inputs = self.rows.build(plan, rows.long(), num_tokens, token_ids)
-            hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.batch)
-            self._running = Running(plan, inputs.batch, hidden, None)
+            self._running = self._forward(plan, inputs)
             return
         if tells_tokens:
             own = rows[: len(plan.rows)].long()
@@ -108,7 +114,16 @@ class ModelRunner:
         if shape.shares:
             self.rows.shared_prefix.copy_(shared)
         step = self.graphs.forward(shape, rows)
-        self._running = Running(plan, step.inputs.batch, step.hidden, shape)
+        self._running = Running(plan, step.inputs.batch, step.hidden, self.prompt_scores.chunks(plan), shape)
+
+    def _forward(self, plan: StepPlan, inputs: StepInputs) -> Running:
+        chunks = self.prompt_scores.chunks(plan)
+        last = None
+        if plan.num_decodes < len(plan.rows) and not chunks:
+            last = inputs.batch.last_tokens()
+            self.stats.narrowed_steps += 1
+        hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.batch, last)
+        return Running(plan, inputs.batch if last is None else last.batch, hidden, chunks, None)
 
     def _open_rows(self, packed: torch.Tensor, new_rows: list[NewRow]) -> None:
         rows = packed[:, 0].long()
@@ -124,7 +139,7 @@ class ModelRunner:
         running, self._running = self._running, None
         plan = running.plan
         lines = np.flatnonzero(plan.samples).astype(np.int32)
-        chunks = self.prompt_scores.chunks(plan)
+        chunks = running.chunks
         # before sampling: that may replay a graph, in whose memory the hidden states may lie
         scores = self.prompt_scores.score(chunks, running.hidden, self.model.logits)
         sampled = self._sample(running, lines) if len(lines) else Sampled([], lines)
