@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvasir.kernels.tiles import Tiles
+
 
 @dataclass(slots=True)
 class AttentionBatch:
@@ -34,6 +36,8 @@ class AttentionBatch:
     causal: bool = True
     # [1] int32: so many first tokens are the same blocks for all sequences, and reading them once would pay; None: no.
     shared_prefix: torch.Tensor | None = None
+    # Set where only the device knows which sequences run one token: num_decodes and query_lens then say nothing.
+    tiles: Tiles | None = None
     # The step of the other groups of layers, whose blocks are others.
     others: tuple[AttentionBatch, ...] = ()
     # What a backend worked out for this step in one layer and uses again in the others.
