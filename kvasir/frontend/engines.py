@@ -10,7 +10,7 @@ import zmq
 
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, EngineDeadError, EngineError, KvasirError
-from kvasir.frontend.engine_launch import EngineProcess, Executor, close_all, launch
+from kvasir.frontend.engine_launch import EngineProcess, Executor, close_all, launch, wait_for_all
 from kvasir.frontend.engine_link import EngineLink, Event, introduce
 from kvasir.frontend.router import Router
 from kvasir.messages import EngineOutput, EngineRequest
@@ -28,7 +28,7 @@ class Engines:
         self.keys: Iterator[int] = itertools.count()  # for requests: in a range that is this client's alone
         self._processes = processes
         self._context: zmq.Context[Any] = zmq.Context()
-        self._router = Router(config.parallel.data_parallel_size, config.cache.block_size)
+        self.router = Router(config.parallel.data_parallel_size, config.cache.block_size)
         self._at: dict[int, int] = {}  # which engine has a request, by key
         self._numbers = itertools.count()
         self.dead: KvasirError | None = None
@@ -37,9 +37,10 @@ class Engines:
     def start(cls, asked: EngineConfig, executor: Executor = None) -> Self:
         """Start the processes. Returns when the settings are settled; the model loads meanwhile."""
         directory = make_directory()
-        processes = launch(asked, executor, directory)
+        processes: list[EngineProcess] = []
         try:
-            settled: list[EngineConfig] = [process.wait_for("settled") for process in processes]
+            processes = launch(asked, executor, directory)
+            settled: list[EngineConfig] = wait_for_all(processes, "settled")
             _check_alike(settled)
         except BaseException:
             close_all(processes)
@@ -62,8 +63,8 @@ class Engines:
 
     def wait(self) -> None:
         """Until all of them serve."""
+        wait_for_all(self._processes, "ready")
         for index, process in enumerate(self._processes):
-            process.wait_for("ready")
             address = Address(self.directory, index)
             self.links.append(EngineLink(self._context, address, 0, process.lifeline, process.process))
 
@@ -72,8 +73,7 @@ class Engines:
     def add(self, request: EngineRequest, engine: int | None = None) -> None:
         if self.dead is not None:
             raise EngineDeadError(str(self.dead)) from self.dead
-        index = self._router.choose(request) if engine is None else engine
-        self._router.sent(request, index)
+        index = self.router.route(request, [link.progress.num_requests for link in self.links], engine)
         for key in (request.key, *(fork.key for fork in request.forks)):
             self._at[key] = index
         self.links[index].add(request)
@@ -84,7 +84,7 @@ class Engines:
         for key, num_kept in keys:
             index = self._at.pop(key, None)
             if index is not None:
-                self._router.ended(key)
+                self.router.ended(key)
                 by_engine.setdefault(index, []).append((key, num_kept))
         for index, some in by_engine.items():
             self.links[index].abort(some)
@@ -97,8 +97,8 @@ class Engines:
 
     # ------------------------------------------------------------ from the engines
 
-    def __len__(self) -> int:
-        """Requests that have not ended."""
+    @property
+    def num_unfinished(self) -> int:
         return len(self._at)
 
     def receive(self) -> Iterator[Event]:
@@ -143,7 +143,7 @@ class Engines:
 
     def _forget(self, key: int) -> None:
         if self._at.pop(key, None) is not None:
-            self._router.ended(key)
+            self.router.ended(key)
 
 
 def _check_alike(settled: list[EngineConfig]) -> None:
