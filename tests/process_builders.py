@@ -109,7 +109,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-# ---------------------------------------------------------------- executors that go wrong; the engine's process makes them
+# ---------------------------------------------------------------- executors that go wrong, in the engine's process
 
 
 class Breaks(DelayExecutor):

@@ -9,13 +9,13 @@ from typing import Any, Self
 import zmq
 
 from kvasir.config import EngineConfig
-from kvasir.errors import ConfigError, EngineDeadError, EngineError, KvasirError
+from kvasir.errors import ConfigError, EngineDeadError, EngineError, KvasirError, RequestError
 from kvasir.frontend.engine_launch import EngineProcess, Executor, close_all, launch, wait_for_all
 from kvasir.frontend.engine_link import EngineLink, Event, introduce
 from kvasir.frontend.router import Router
 from kvasir.messages import EngineOutput, EngineRequest
 from kvasir.transport import words
-from kvasir.transport.address import KEYS_PER_CLIENT, Address, make_directory
+from kvasir.transport.address import KEYS_PER_CLIENT, Address, make_directory, remove_directory
 
 
 class Engines:
@@ -36,7 +36,8 @@ class Engines:
     @classmethod
     def start(cls, asked: EngineConfig, executor: Executor = None) -> Self:
         """Start the processes. Returns when the settings are settled; the model loads meanwhile."""
-        directory = make_directory()
+        size = asked.parallel.data_parallel_size
+        directory = make_directory(size)
         processes: list[EngineProcess] = []
         try:
             processes = launch(asked, executor, directory)
@@ -44,7 +45,7 @@ class Engines:
             _check_alike(settled)
         except BaseException:
             close_all(processes)
-            Address(directory, 0).remove()
+            remove_directory(directory, size)
             raise
         return cls(settled[0], directory, processes)
 
@@ -73,6 +74,9 @@ class Engines:
     def add(self, request: EngineRequest, engine: int | None = None) -> None:
         if self.dead is not None:
             raise EngineDeadError(str(self.dead)) from self.dead
+        if engine is not None and engine not in range(len(self.links)):
+            message = f"data_parallel_rank={engine!r} is none of the {len(self.links)} engines"
+            raise RequestError(message, "data_parallel_rank")
         index = self.router.route(request, [link.progress.num_requests for link in self.links], engine)
         for key in (request.key, *(fork.key for fork in request.forks)):
             self._at[key] = index
@@ -130,8 +134,7 @@ class Engines:
         for link in self.links:
             link.close()
         close_all(self._processes)
-        for index in range(len(self._processes)):
-            Address(self.directory, index).remove()
+        remove_directory(self.directory, len(self._processes))
         self._context.term()
 
     def _note(self, output: EngineOutput) -> None:
