@@ -50,13 +50,17 @@ class Service:
     def run(self) -> None:
         """Until the owner is gone or done with the engine. What breaks a step is raised."""
         while not self.lifelines.over:
-            if not self.core.has_work():
-                self.progress.rest()
-                self._poller.poll()
-            self._receive()
-            if self.core.has_work():
-                self.progress.step(len(self.core.scheduler))
-                self._send(self.core.run_step())
+            self.turn()
+
+    def turn(self) -> None:
+        """Wait if there is nothing to do; take what has come; one step."""
+        if not self.core.has_work():
+            self.progress.rest()
+            self._poller.poll()
+        self._receive()
+        if self.core.has_work():
+            self.progress.step(len(self.core.scheduler))
+            self._send(self.core.run_step())
 
     def close(self) -> None:
         self._socket.close()

@@ -11,6 +11,9 @@ from kvasir.messages import EngineOutput, EngineRequest
 from kvasir.transport import words
 
 
+_AT_ONCE = 4  # outputs of an engine that are taken before their readers run
+
+
 class Listener(Protocol):
     def take(self, output: EngineOutput) -> None: ...
 
@@ -113,8 +116,9 @@ class AsyncClient:
         if self.closed:
             return
         try:
-            for event in self.engines.receive():
+            for event in self.engines.receive(_AT_ONCE):
                 self._take(event)
+                self._look_soon()  # there may be more, but those who wait for this come first
         except Exception as error:  # whoever waits for what was lost must not wait for ever
             self.die(EngineDeadError(f"an output could not be handled: {type(error).__name__}: {error}"))
             raise

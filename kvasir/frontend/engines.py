@@ -105,10 +105,10 @@ class Engines:
     def num_unfinished(self) -> int:
         return len(self._at)
 
-    def receive(self) -> Iterator[Event]:
-        """What has come, without waiting."""
+    def receive(self, most: int | None = None) -> Iterator[Event]:
+        """What has come, at most so much from each engine, without waiting."""
         for link in self.links:
-            for event in link.receive():
+            for event in itertools.islice(link.receive(), most):
                 if isinstance(event, EngineOutput):
                     self._note(event)
                 elif isinstance(event, words.Refused):

@@ -79,6 +79,17 @@ def test_tokens_stream_as_they_come() -> None:
         run(work(llm))
 
 
+def test_an_engine_that_is_quicker_than_its_client_does_not_keep_readers_waiting() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        found = await asyncio.gather(*(outputs(llm, tokens(i), deltas(300)) for i in range(32)))
+        for some in found:
+            assert sum(len(output.outputs[0].token_ids) for output in some) == 300
+            assert len(some) > 20, "tokens came to the reader while others were on their way"
+
+    with engine(slow(0.0), max_num_seqs=32, max_model_len=512) as llm:
+        run(work(llm))
+
+
 def test_a_slow_reader_gets_all_it_missed_at_once() -> None:
     async def work(llm: AsyncLLM) -> None:
         generator = llm.generate(tokens(1), deltas(40, logprobs=None), request_id="slow")
