@@ -24,8 +24,11 @@ __all__ = [
     "ACTIVATIONS",
     "add_rms_norm",
     "draw",
+    "fused_linear",
+    "fuses_one_row",
     "gated_activation",
     "grouped_linear",
+    "is_fit",
     "linear",
     "logit_floor",
     "pack_weight",
@@ -122,3 +125,23 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         y: torch.Tensor = version.gemv(x, weight, bias)
         return y
     return (onednn if onednn.usable(x) else reference).linear(x, weight, bias)
+
+
+def fuses_one_row(x: torch.Tensor) -> bool:
+    """Whether `fused_linear` is the quicker way for this x."""
+    return len(x) == 1 and _version_for(x) is not reference
+
+
+def is_fit(weight: torch.Tensor) -> bool:
+    """Whether `fused_linear` takes this matrix."""
+    version = _version_for(weight)
+    return version is reference or bool(version.is_fit(weight))
+
+
+def fused_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **how: Any) -> torch.Tensor:
+    """See reference.fused_linear. On a GPU for one row, and a matrix that `is_fit`."""
+    version = _version_for(x)
+    if version is reference:
+        return reference.fused_linear(x, weight, bias, product=linear, **how)
+    y: torch.Tensor = version.gemv(x, weight, bias, **how)
+    return y

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -287,6 +289,24 @@ def test_gemv(outputs: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
     assert takes(x, weight)
     wanted = reference.linear(x.double(), weight.double(), None if added is None else added.double())
     close(gemv(x, weight, added), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inner"), [(64, 512), (48, 1536), (4096, 1024)])
+def test_gemv_with_what_stands_around_it(outputs: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
+    x, weight, gain = randn(1, inner, dtype=dtype), randn(outputs, inner, dtype=dtype), randn(inner, dtype=dtype)
+    added = randn(outputs, dtype=dtype) if bias else None
+    stream = randn(1, outputs, dtype=dtype)
+    ways: list[dict[str, Any]] = [
+        {"gain": gain, "eps": 1e-5},
+        {"add": stream},
+        {"gain": gain, "eps": 1e-5, "gated": True},
+    ]
+    for how in ways:
+        wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in how.items()}
+        wanted = reference.fused_linear(x.double(), weight.double(), None if added is None else added.double(), **wide)
+        close(gemv(x, weight, added, **how), wanted, dtype)
 
 
 def test_logit_floor() -> None:

@@ -2,7 +2,7 @@
 
 from kvasir.kernels.triton.activation import silu_mul
 from kvasir.kernels.triton.draw import draw
-from kvasir.kernels.triton.gemv import gemv, takes
+from kvasir.kernels.triton.gemv import gemv, is_fit, takes
 from kvasir.kernels.triton.grouped_linear import grouped_linear
 from kvasir.kernels.triton.logit_floor import logit_floor
 from kvasir.kernels.triton.norm import add_rms_norm, rms_norm
@@ -13,6 +13,7 @@ __all__ = [
     "draw",
     "gemv",
     "grouped_linear",
+    "is_fit",
     "logit_floor",
     "rms_norm",
     "rope_store",
