@@ -121,9 +121,14 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, in] times weight [out, in] (as it is, or packed), plus bias [out]."""
     version = _version_for(x)
-    if version is not reference and version.takes(x, weight):
-        y: torch.Tensor = version.gemv(x, weight, bias)
-        return y
+    if version is not reference:
+        y: torch.Tensor
+        if version.takes(x, weight):
+            y = version.gemv(x, weight, bias)
+            return y
+        if (blocks := version.blocks_for(x, weight)) is not None:
+            y = version.tile_linear(x.contiguous(), weight, bias, blocks)
+            return y
     return (onednn if onednn.usable(x) else reference).linear(x, weight, bias)
 
 

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvasir.kernels.triton import tuned
+
 
 @triton.jit
 def _gemv_kernel(
@@ -49,15 +51,7 @@ def _gemv_kernel(
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-# (rows of the matrix per program, columns per step, warps), best on an H200 by shape (outputs, inputs).
-TUNED = {
-    (6144, 4096): (1, 2048, 4),
-    (28672, 4096): (2, 512, 2),
-    (128256, 4096): (1, 1024, 2),
-    (4096, 1024): (2, 512, 2),
-    (6144, 1024): (2, 512, 2),
-}
-UNTUNED = (2, 1024, 2)
+UNTUNED = [2, 1024, 2]  # rows of the matrix per program, columns per step, warps
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -78,11 +72,13 @@ def gemv(
     eps: float = 0.0,
     add: torch.Tensor | None = None,  # [1, outputs]: added to the result
     gated: bool = False,  # half of the outputs: silu of the first half times the second
+    blocks: list[int] | None = None,  # None: as measured
 ) -> torch.Tensor:
     """See reference.fused_linear."""
     rows, inner = weight.shape
     outputs = rows // 2 if gated else rows
-    block_n, block_k, warps = TUNED.get((rows, inner), UNTUNED)
+    kind = "gated" if gated else "norm" if gain is not None else "add" if add is not None else "plain"
+    block_n, block_k, warps = blocks or tuned.find(tuned.gemv_key(kind, rows, inner), x) or UNTUNED
     while inner % block_k:
         block_k //= 2
     y = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
