@@ -12,16 +12,17 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-from kvasir.kernels.triton import gemv as gemv_module  # noqa: E402
-from kvasir.kernels.triton import tuned  # noqa: E402
-from kvasir.kernels.triton.tile_linear import COUNTS, tile_linear  # noqa: E402
+from kvasir.kernels.triton import add_rms_norm, gemv, linear_parts, tuned  # noqa: E402
+from kvasir.kernels.triton.tile_linear import COUNTS, PARTS_COUNTS, tile_linear  # noqa: E402
 
 # Of each model: outputs and inputs of its products, and how one row goes through them.
 SHAPES = {
@@ -38,6 +39,7 @@ GEMV = [(1, 512, 1), (1, 1024, 2), (1, 1024, 4), (1, 2048, 4), (2, 512, 2), (2, 
 GEMV += [(4, 512, 2), (4, 512, 4), (4, 1024, 4)]
 # Rows of the matrix per tile, columns per step, warps, stages.
 TILE = [(64, 64, 4, 5), (64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 8, 4), (128, 64, 4, 4), (128, 64, 8, 4)]
+PARTS = [(*blocks, split) for blocks in ((64, 128, 4, 4), (64, 128, 4, 5), (64, 64, 4, 5)) for split in (2, 4, 8)]
 AT_ONCE = 200 << 20  # bytes of copies: several times the L2 cache
 Run = Callable[[torch.Tensor], object]
 
@@ -47,7 +49,9 @@ def main() -> None:
     found: dict[str, list[int]] = {}
     for model in arguments.models.split(","):
         for kind, rows, inner in SHAPES[model]:
-            for key, blocks, line in tune(kind, rows, inner, arguments.quick):
+            measured = [] if arguments.parts_only else [tune(kind, rows, inner, arguments.quick)]
+            measured += [tune_parts(rows, inner)] if kind == "add" else []
+            for key, blocks, line in chain(*measured):
                 print(line, flush=True)
                 if blocks is not None:
                     found[key] = blocks
@@ -64,8 +68,9 @@ def main() -> None:
 
 def tune(kind: str, rows: int, inner: int, quick: bool) -> Iterator[tuple[str, list[int] | None, str]]:
     """Keys of products.json with the best blocks, or none where cuBLAS is better."""
-    copies = max(2, AT_ONCE // (rows * inner * 2))
-    weights = [torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies)]
+    weights = [
+        torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(_copies(rows, inner))
+    ]
     for count in (1, *COUNTS):
         x = torch.randn(count, inner, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(count, rows, device="cuda", dtype=torch.bfloat16)
@@ -79,7 +84,7 @@ def tune(kind: str, rows: int, inner: int, quick: bool) -> Iterator[tuple[str, l
         for blocks in usable[::3] if quick else usable:
             try:
                 times[blocks] = time_of(run(list(blocks)), weights)
-            except Exception as error:  # more shared memory than there is: not a candidate
+            except OutOfResources as error:  # more shared memory than there is: not a candidate
                 print(f"  {key} {blocks}: {type(error).__name__}")
         best = min(times, key=lambda blocks: times[blocks])
         gains = count == 1 or times[best] < 0.98 * cublas
@@ -88,11 +93,42 @@ def tune(kind: str, rows: int, inner: int, quick: bool) -> Iterator[tuple[str, l
         yield key, list(best) if gains else None, line + ("" if gains else " (kept)")
 
 
+def tune_parts(rows: int, inner: int) -> Iterator[tuple[str, list[int] | None, str]]:
+    """With the norm that follows, since it has to sum the parts."""
+    weights = [
+        torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(_copies(rows, inner))
+    ]
+    gain = torch.ones(rows, device="cuda", dtype=torch.bfloat16)
+    for count in PARTS_COUNTS:
+        x = torch.randn(count, inner, device="cuda", dtype=torch.bfloat16)
+        residual, y = torch.zeros(2, count, rows, device="cuda", dtype=torch.bfloat16)
+
+        def whole(w: torch.Tensor, x: torch.Tensor = x, y: torch.Tensor = y, r: torch.Tensor = residual) -> None:
+            add_rms_norm(torch.mm(x, w.t(), out=y), r, gain, 1e-6)
+
+        def in_parts(blocks: list[int], x: torch.Tensor = x, r: torch.Tensor = residual) -> Run:
+            return lambda w: add_rms_norm(linear_parts(x, w, blocks), r, gain, 1e-6)
+
+        cublas = time_of(whole, weights)
+        usable = [blocks for blocks in PARTS if inner % (blocks[1] * blocks[4]) == 0]
+        times = {blocks: time_of(in_parts(list(blocks)), weights) for blocks in usable}
+        best = min(times, key=lambda blocks: times[blocks])
+        gains = times[best] < 0.98 * cublas
+        key = tuned.parts_key(rows, inner, count)
+        line = f"{key:34s} {times[best]:7.1f} us with norm {list(best)}, cuBLAS {cublas:7.1f} us"
+        yield key, list(best) if gains else None, line + ("" if gains else " (kept)")
+
+
+def _copies(rows: int, inner: int) -> list[torch.Tensor]:
+    count = max(2, AT_ONCE // (rows * inner * 2))
+    return [torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(count)]
+
+
 def gemv_run(kind: str, x: torch.Tensor, rows: int) -> Callable[[list[int]], Run]:
     gain, stream = torch.ones_like(x[0]), torch.zeros(1, rows, device="cuda", dtype=x.dtype)
     norm = {"gain": gain, "eps": 1e-6}
     how = {"plain": {}, "norm": norm, "add": {"add": stream}, "gated": {**norm, "gated": True}}[kind]
-    return lambda blocks: lambda w: gemv_module.gemv(x, w, blocks=blocks, **how)
+    return lambda blocks: lambda w: gemv(x, w, blocks=blocks, **how)
 
 
 def tile_run(x: torch.Tensor) -> Callable[[list[int]], Run]:
@@ -123,6 +159,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SHAPES))
     parser.add_argument("--out", type=Path, default=tuned.DATA)
+    parser.add_argument("--parts-only", action="store_true", help="only products whose sums are left to a norm")
     parser.add_argument("--quick", action="store_true", help="a third of the candidates")
     return parser.parse_args()
 

@@ -30,6 +30,7 @@ __all__ = [
     "grouped_linear",
     "is_fit",
     "linear",
+    "linear_parts",
     "logit_floor",
     "pack_weight",
     "reference_only",
@@ -130,6 +131,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
             y = version.tile_linear(x.contiguous(), weight, bias, blocks)
             return y
     return (onednn if onednn.usable(x) else reference).linear(x, weight, bias)
+
+
+def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [rows, in] times weight [out, in]: [rows, out], or [parts, rows, out] that must still be summed, which
+    `add_rms_norm` does."""
+    version = _version_for(x)
+    if version is not reference and (blocks := version.parts_for(x, weight)) is not None:
+        parts: torch.Tensor = version.linear_parts(x.contiguous(), weight, blocks)
+        return parts
+    return linear(x, weight)
 
 
 def fuses_one_row(x: torch.Tensor) -> bool:

@@ -31,8 +31,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """rms_norm(x + residual), and the sum. The sum may take residual's memory."""
-    residual = x + residual
+    """rms_norm(x + residual), and the sum. The sum may take residual's memory. x may be parts [parts, rows, width]."""
+    residual = (x.sum(0) + residual).to(residual.dtype) if x.dim() > residual.dim() else x + residual
     return rms_norm(residual, weight, eps), residual
 
 

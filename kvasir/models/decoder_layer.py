@@ -37,6 +37,10 @@ class DecoderLayer(nn.Module):
         self.mlp = _make_mlp(build, spec, index, f"{prefix}.mlp")
         self.mlp_post_norm = _norm(build, spec, after)
         self.residual_scale = spec.residual_scale
+        if _adds_in_norms(spec):
+            self.attention.o.leaves_parts = True
+            if isinstance(self.mlp, GatedMLP | MLP):
+                self.mlp.down.leaves_parts = True
 
     def forward(
         self,
@@ -128,6 +132,12 @@ def make_layer(
 ) -> DecoderLayer:
     kind = ParallelLayer if spec.parallel else SumNormLayer if spec.norm_place == "sum" else DecoderLayer
     return kind(build, spec, index, backend, rotary)
+
+
+def _adds_in_norms(spec: DecoderSpec) -> bool:
+    """Whether what attention and feed-forward give goes nowhere but into RMSNorm.add."""
+    plain = spec.norm_place == "before" and spec.norm.startswith("rms") and spec.final_norm
+    return plain and spec.residual_scale == 1.0 and not (spec.parallel or spec.shared_norm)
 
 
 def _norm(build: Build, spec: DecoderSpec, there: bool) -> Norm:

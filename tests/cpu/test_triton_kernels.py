@@ -28,7 +28,7 @@ from kvasir.kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode  # noqa: E402
 from kvasir.kernels.triton.paged_prefill import paged_prefill  # noqa: E402
 from kvasir.kernels.triton.rope_store import rope_store  # noqa: E402
-from kvasir.kernels.triton.tile_linear import blocks_for, tile_linear  # noqa: E402
+from kvasir.kernels.triton.tile_linear import blocks_for, linear_parts, parts_for, tile_linear  # noqa: E402
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -307,6 +307,22 @@ def test_tile_linear(outputs: int, inner: int, bias: bool, count: int, dtype: to
     close(tile_linear(x, weight, added, [64, 128, 4, 3]), wanted, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [3, 64, 200])
+def test_parts_are_summed_by_the_norm(count: int, dtype: torch.dtype) -> None:
+    if GPU and dtype is torch.float32:
+        pytest.skip("tiles are for half precision")
+    x, weight = randn(count, 512, dtype=dtype), randn(96, 512, dtype=dtype)
+    residual, gain = randn(count, 96, dtype=dtype), randn(96, dtype=dtype)
+    parts = linear_parts(x, weight, [64, 64, 4, 3, 4])
+    assert parts.shape == (4, count, 96)
+    close(parts.sum(0), reference.linear(x.double(), weight.double()), dtype)
+    wanted, wanted_sum = reference.add_rms_norm(parts, residual.clone(), gain, 1e-6)
+    got, total = add_rms_norm(parts, residual, gain, 1e-6)
+    close(got, wanted, dtype)
+    close(total, wanted_sum, dtype)
+
+
 def test_tiles_are_for_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = randn(20, 256, dtype=torch.float16), randn(128, 256, dtype=torch.float16)
     assert blocks_for(x, weight) is None
@@ -314,13 +330,18 @@ def test_tiles_are_for_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert blocks_for(x, weight) == [64, 64, 4, 3]
     assert blocks_for(x[:16], weight) is None and blocks_for(x[:1], weight) is None
     assert blocks_for(x.float(), weight.float()) is None
+    assert parts_for(x, weight) is None
+    monkeypatch.setattr(tuned, "table", lambda name: {"parts 128x256 for 32": [64, 64, 4, 3, 2]})
+    assert parts_for(x, weight) == [64, 64, 4, 3, 2] and blocks_for(x, weight) is None
 
 
 def test_the_table_of_products_is_well_formed() -> None:
     for entries in json.loads(tuned.DATA.read_text()).values():
         for key, blocks in entries.items():
-            assert re.fullmatch(r"gemv (plain|norm|add|gated) \d+x\d+|tile \d+x\d+ for (16|32|64)", key), key
-            assert len(blocks) == (3 if key.startswith("gemv") else 4) and all(isinstance(b, int) for b in blocks)
+            assert re.fullmatch(r"gemv (plain|norm|add|gated) \d+x\d+|(tile|parts) \d+x\d+ for \d+", key), key
+            assert len(blocks) == {"gemv": 3, "tile": 4, "parts": 5}[key.split()[0]] and all(
+                isinstance(b, int) for b in blocks
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -7,7 +7,7 @@ from kvasir.kernels.triton.grouped_linear import grouped_linear
 from kvasir.kernels.triton.logit_floor import logit_floor
 from kvasir.kernels.triton.norm import add_rms_norm, rms_norm
 from kvasir.kernels.triton.rope_store import rope_store
-from kvasir.kernels.triton.tile_linear import blocks_for, tile_linear
+from kvasir.kernels.triton.tile_linear import blocks_for, linear_parts, parts_for, tile_linear
 
 __all__ = [
     "add_rms_norm",
@@ -16,7 +16,9 @@ __all__ = [
     "gemv",
     "grouped_linear",
     "is_fit",
+    "linear_parts",
     "logit_floor",
+    "parts_for",
     "rms_norm",
     "rope_store",
     "silu_mul",

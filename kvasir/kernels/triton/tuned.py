@@ -37,3 +37,7 @@ def gemv_key(kind: str, rows: int, inner: int) -> str:
 
 def tile_key(rows: int, inner: int, count: int) -> str:
     return f"tile {rows}x{inner} for {count}"
+
+
+def parts_key(rows: int, inner: int, count: int) -> str:
+    return f"parts {rows}x{inner} for {count}"
