@@ -68,9 +68,7 @@ def main() -> None:
 
 def tune(kind: str, rows: int, inner: int, quick: bool) -> Iterator[tuple[str, list[int] | None, str]]:
     """Keys of products.json with the best blocks, or none where cuBLAS is better."""
-    weights = [
-        torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(_copies(rows, inner))
-    ]
+    weights = _copies(rows, inner)
     for count in (1, *COUNTS):
         x = torch.randn(count, inner, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(count, rows, device="cuda", dtype=torch.bfloat16)
@@ -95,9 +93,7 @@ def tune(kind: str, rows: int, inner: int, quick: bool) -> Iterator[tuple[str, l
 
 def tune_parts(rows: int, inner: int) -> Iterator[tuple[str, list[int] | None, str]]:
     """With the norm that follows, since it has to sum the parts."""
-    weights = [
-        torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(_copies(rows, inner))
-    ]
+    weights = _copies(rows, inner)
     gain = torch.ones(rows, device="cuda", dtype=torch.bfloat16)
     for count in PARTS_COUNTS:
         x = torch.randn(count, inner, device="cuda", dtype=torch.bfloat16)
