@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -78,12 +79,7 @@ def tune(kind: str, rows: int, inner: int, quick: bool) -> Iterator[tuple[str, l
         else:
             key, candidates, run = tuned.tile_key(rows, inner, count), TILE, tile_run(x)
         usable = [blocks for blocks in candidates if inner % blocks[1] == 0]
-        times = {}
-        for blocks in usable[::3] if quick else usable:
-            try:
-                times[blocks] = time_of(run(list(blocks)), weights)
-            except OutOfResources as error:  # more shared memory than there is: not a candidate
-                print(f"  {key} {blocks}: {type(error).__name__}")
+        times = times_of(run, usable[::3] if quick else usable, weights)
         best = min(times, key=lambda blocks: times[blocks])
         gains = count == 1 or times[best] < 0.98 * cublas
         speed = rows * inner * 2 / times[best] / 1e6
@@ -107,7 +103,7 @@ def tune_parts(rows: int, inner: int) -> Iterator[tuple[str, list[int] | None, s
 
         cublas = time_of(whole, weights)
         usable = [blocks for blocks in PARTS if inner % (blocks[1] * blocks[4]) == 0]
-        times = {blocks: time_of(in_parts(list(blocks)), weights) for blocks in usable}
+        times = times_of(in_parts, usable, weights)
         best = min(times, key=lambda blocks: times[blocks])
         gains = times[best] < 0.98 * cublas
         key = tuned.parts_key(rows, inner, count)
@@ -129,6 +125,16 @@ def gemv_run(kind: str, x: torch.Tensor, rows: int) -> Callable[[list[int]], Run
 
 def tile_run(x: torch.Tensor) -> Callable[[list[int]], Run]:
     return lambda blocks: lambda w: tile_linear(x, w, None, blocks)
+
+
+def times_of(
+    run: Callable[[list[int]], Run], candidates: list[tuple[int, ...]], weights: list[torch.Tensor]
+) -> dict[tuple[int, ...], float]:
+    times = {}
+    for blocks in candidates:
+        with suppress(OutOfResources):  # more shared memory than there is: not a candidate
+            times[blocks] = time_of(run(list(blocks)), weights)
+    return times
 
 
 def time_of(run: Run, weights: list[torch.Tensor]) -> float:
