@@ -1,4 +1,4 @@
-"""What it costs that the engine is in a process of its own: real core, service and client, a device that only takes time.
+"""What it costs that the engine is in a process of its own: real core, service and client, and a fake device.
 
     python benchmarks/process_boundary.py [--json FILE] [--check]
 
