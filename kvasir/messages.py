@@ -190,8 +190,9 @@ class EngineOutput:
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     beams: Sequence[BeamOutput] = ()
 
-
-NO_OUTPUT = EngineOutput(np.zeros(0, np.int64), np.zeros((0, 1), np.int32), np.zeros(0, np.int32))
+    @classmethod
+    def empty(cls) -> EngineOutput:
+        return cls(np.zeros(0, np.int64), np.zeros((0, 1), np.int32), np.zeros(0, np.int32))
 
 
 @dataclass(slots=True)
