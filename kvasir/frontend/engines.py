@@ -77,7 +77,7 @@ class Engines:
         if engine is not None and engine not in range(len(self.links)):
             message = f"data_parallel_rank={engine!r} is none of the {len(self.links)} engines"
             raise RequestError(message, "data_parallel_rank")
-        index = self.router.route(request, [link.progress.num_requests for link in self.links], engine)
+        index = self.router.route(request, [link.requests_of_others() for link in self.links], engine)
         for key in (request.key, *(fork.key for fork in request.forks)):
             self._at[key] = index
         self.links[index].add(request)
