@@ -43,8 +43,8 @@ class Progress:
 
     def requests_of_others(self, client: int) -> int:
         """How many requests clients other than this one have there."""
-        own: int = _COUNT.unpack_from(self._page, _place(client))[0]
-        return sum(_COUNTS.unpack_from(self._page, _STEP.size)) - own
+        own = _COUNT.unpack_from(self._page, _place(client))[0]
+        return int(sum(_COUNTS.unpack_from(self._page, _STEP.size)) - own)
 
     @property
     def num_steps(self) -> int:
