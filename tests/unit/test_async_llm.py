@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from kvasir import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs
+from kvasir.config import all_settings
 from kvasir.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
 from kvasir.executor.fake import fake_config
+from kvasir.outputs import RequestOutput
 from kvasir.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from tests.builders import VOCAB, expected
 from tests.conftest import ROOT
@@ -178,6 +180,22 @@ def test_what_the_core_refuses_is_raised_as_it_is(llm: AsyncLLM) -> None:
     run(work())
 
 
+@pytest.mark.skipif("max_queued_requests" not in all_settings(), reason="no queue limits in this tree")
+def test_full_queues_and_deadlines_cross_the_boundary() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        tasks = [asyncio.create_task(last(llm, tokens(i), greedy(100))) for i in range(20)]
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        refused = [each for each in found if isinstance(each, OverloadedError)]
+        assert refused and all(error.retry_after > 0 for error in refused)
+        assert all(isinstance(each, OverloadedError | RequestOutput) for each in found)
+        late = await last(llm, tokens(1), greedy(4000), timeout=0.3)
+        assert late.outputs[0].finish_reason == "timeout" and "deadline" in str(late.outputs[0].stop_reason)
+        await until(lambda: is_idle(llm))
+
+    with engine(slow(0.005), max_model_len=4096, max_queued_requests=4, max_num_seqs=4) as llm:
+        run(work(llm))
+
+
 def test_wrong_requests(llm: AsyncLLM) -> None:
     def wrong(match: str, prompt: Any = None, params: Any = None, **rest: Any) -> None:
         with pytest.raises(RequestError, match=match):
@@ -329,4 +347,3 @@ def test_settings_that_cannot_be_sent() -> None:
         AsyncLLM(fake_config(), "kvasir.executor.fake:nothing")
     with pytest.raises(ConfigError, match="logits_processors"):
         AsyncLLM(fake_config(logits_processors=["nowhere:at_all"]), ECHO)
-    assert issubclass(OverloadedError, RequestError)
