@@ -96,8 +96,11 @@ class AsyncLLM(NotYet):
         weight: float = 1.0,
         timeout: float | None = None,
         data_parallel_rank: int | None = None,
+        lora_request: None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come. Closing the generator aborts the request; `timeout` is in seconds from now."""
+        if lora_request is not None:
+            raise RequestError("lora_request is not supported yet; leave it out", "lora_request")
         policy = self.config.scheduler.scheduling_policy
         terms = make_terms(policy, priority=priority, tenant=tenant, weight=weight, timeout=timeout)
         stream = await self._start(prompt, sampling_params, request_id, terms, data_parallel_rank)
@@ -122,11 +125,11 @@ class AsyncLLM(NotYet):
     async def _start(
         self, prompt: PromptType, params: Params, request_id: str | None, terms: Terms, engine: int | None
     ) -> Stream:
-        while self._resumed is not None:
-            await self._resumed.wait()
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if isinstance(text, str) and len(text) > _LONG_TEXT:
             (prompt,) = await asyncio.to_thread(self.input_processor.tokenize, [prompt])
+        while self._resumed is not None:
+            await self._resumed.wait()
         return self._add(prompt, params, request_id, terms, engine)
 
     def _add(

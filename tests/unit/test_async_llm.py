@@ -209,6 +209,7 @@ def test_wrong_requests(llm: AsyncLLM) -> None:
     wrong("weight", weight=0)
     wrong("priority", priority=1.5)
     wrong("tenant", tenant=7)
+    wrong("lora_request", lora_request="an adapter")
     run(until(lambda: is_idle(llm)))
 
 
@@ -239,6 +240,8 @@ def test_questions_to_the_core(llm: AsyncLLM) -> None:
                 await llm.call(name)
         with pytest.raises(Exception, match="abort"):
             await llm.call("abort", 1, 2, 3, 4)
+        with pytest.raises(RequestError, match="engine=1"):
+            await llm.call("stats", engine=1)
         names = {metric.name for metric in await llm.get_metrics()}
         assert {"kvasir:num_requests_running", "kvasir:generation_tokens"} <= names
 
