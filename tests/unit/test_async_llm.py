@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -269,6 +270,46 @@ def test_pause_and_resume() -> None:
             await llm.pause_generation(mode="keep")
 
     with engine(slow(0.005), max_model_len=2048) as llm:
+        run(work(llm))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_any_mix_of_readers_leaves_the_others_text_alone(size: int) -> None:
+    """Quick, slow, final-only, branching, aborted and closed ones, in a cache so small that requests are preempted."""
+    rng = random.Random(size)
+
+    async def one(llm: AsyncLLM, number: int) -> None:
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))]
+        count, way = rng.randrange(1, 30), rng.choice(["read", "slow", "final", "branches", "abort", "close"])
+        await asyncio.sleep(rng.random() * 0.3)
+        kind = RequestOutputKind.FINAL_ONLY if way == "final" else rng.choice(list(RequestOutputKind)[:2])
+        params = SamplingParams(max_tokens=count, n=2 if way == "branches" else 1, output_kind=kind)
+        said: dict[int, list[int]] = {}
+        generator = llm.generate(tokens(*prompt), params, str(number))
+        async for output in generator:
+            for each in output.outputs:
+                before = said.get(each.index, []) if kind is RequestOutputKind.DELTA else []
+                said[each.index] = before + each.token_ids
+            if way == "slow":
+                await asyncio.sleep(0.01)
+            elif way == "abort":
+                await llm.abort(str(number))
+            elif way == "close":
+                break
+        await generator.aclose()
+        whole = expected(prompt, count)
+        for text in said.values():
+            assert text == whole[: len(text)], (number, way)
+            assert len(text) == count or way in ("abort", "close"), (number, way)
+
+    async def work(llm: AsyncLLM) -> None:
+        await asyncio.gather(*(one(llm, number) for number in range(200)))
+        await until(lambda: is_idle(llm))
+        assert len(llm.output_processor) == 0 and not llm._streams and not llm._client.engines.num_unfinished
+        assert (await llm.stats()).preemptions > 0
+
+    tight = {"block_size": 4, "num_gpu_blocks_override": 24, "max_num_batched_tokens": 24}
+    with engine(vocab_size=VOCAB, data_parallel_size=size, **tight) as llm:
         run(work(llm))
 
 
