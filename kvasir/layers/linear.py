@@ -9,7 +9,7 @@ from torch import nn
 
 from kvasir.distributed.mesh import Role
 from kvasir.layers.base import Build, WeightLayer
-from kvasir.quantization.base import LinearShape, Part, TensorKey
+from kvasir.quantization.base import LinearShape, Part, TensorKey, UnquantizedLinear
 
 
 class Linear(WeightLayer):
@@ -27,6 +27,11 @@ class Linear(WeightLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.method.apply(self, x)
         return self.mesh.all_reduce(y) if self.role is Role.ROW else y
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the product with `weight`, plus `bias`, is all there is to it."""
+        return isinstance(self.method, UnquantizedLinear) and self.mesh.size == 1
 
     def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
         return self.method.tensors(self)
