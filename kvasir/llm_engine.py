@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from itertools import count
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvasir.args import EngineArgs
 from kvasir.config import EngineConfig
@@ -24,20 +24,37 @@ from kvasir.prompts import PromptType
 from kvasir.resolve import resolve
 from kvasir.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from kvasir.frontend.process_client import ProcessClient
+
 
 class LLMEngine:
     def __init__(self, config: EngineConfig, client: EngineClient | None = None) -> None:
         self.config = config
+        several = config.parallel.data_parallel_size > 1  # which are processes
         # the tokenizer first: a mistake there should not wait for the weights
         self.tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model.tokenizer)
-        self.input_processor = InputProcessor(config, self.tokenizer)
+        self.input_processor = InputProcessor(config, self.tokenizer, several if client is None else client.remote)
         self.output_processor = OutputProcessor(self.tokenizer)
         self._keys = count()
-        self._client: EngineClient | None = client or InprocClient(config)
+        self._client: EngineClient | None = client or (_processes(config) if several else InprocClient(config))
+        try:
+            self._client.wait()
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> Self:
-        return cls(resolve(args))
+        """In this process; several copies of the model are a process each."""
+        if args.data_parallel_size == 1:
+            return cls(resolve(args))
+        client = _processes(args.create_engine_config())  # which settle the settings, each for its devices
+        try:
+            return cls(client.config, client)
+        except BaseException:
+            client.close()
+            raise
 
     @property
     def client(self) -> EngineClient:
@@ -61,6 +78,7 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return what it gave: new text of streaming requests, and requests that ended."""
+        self._raise_refused()
         if not self.client.has_work():
             return []
         try:
@@ -72,6 +90,14 @@ class LLMEngine:
         for stop in stopped:
             self.client.abort(stop.key, stop.num_tokens_kept)
         return outputs
+
+    def _raise_refused(self) -> None:
+        """In another process the core says only later what it has against a request."""
+        refused = self.client.refused()
+        for key, _ in refused:
+            self.output_processor.withdraw(key)
+        for _, error in refused:
+            raise error
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests. Returns their last outputs; ids that are not running are ignored."""
@@ -113,3 +139,10 @@ class LLMEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _processes(config: EngineConfig) -> ProcessClient:
+    # Imported here: who runs in one process needs neither ZeroMQ nor msgspec.
+    from kvasir.frontend.process_client import ProcessClient
+
+    return ProcessClient(config)
