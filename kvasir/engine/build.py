@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kvasir.config import EngineConfig
+from kvasir.engine.admission import QueueLimits
 from kvasir.engine.cache.manager import KVCacheManager
 from kvasir.engine.core import EngineCore
-from kvasir.engine.policies import POLICIES
+from kvasir.engine.policies import Context, make_policy
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.errors import ConfigError
 from kvasir.executor.base import Executor
@@ -28,7 +29,8 @@ def build_core(config: EngineConfig, executor: Executor | None = None) -> Engine
         raise
     scheduler = make_scheduler(config, num_blocks, executor.kv_spec().windows)
     lookahead = int(config.scheduler.async_scheduling)
-    return EngineCore(scheduler, executor, lookahead)
+    limits = QueueLimits(config.scheduler.max_queued_requests, config.scheduler.max_queued_tokens)
+    return EngineCore(scheduler, executor, lookahead, limits)
 
 
 def make_executor(config: EngineConfig) -> Executor:
@@ -44,6 +46,7 @@ def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | N
         max_num_batched_tokens=settings.max_num_batched_tokens,
         chunked_prefill=settings.enable_chunked_prefill,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        watermark=settings.watermark,
     )
     cache = KVCacheManager(
         num_blocks,
@@ -53,7 +56,12 @@ def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | N
         config.cache.enable_prefix_caching,
         windows,
     )
-    return Scheduler(limits, cache, POLICIES[settings.scheduling_policy](), max_model_len)
+    context = Context(
+        aging_seconds=settings.priority_aging_seconds,
+        aging_levels=settings.priority_aging_levels,
+        default_deadline=settings.default_deadline,
+    )
+    return Scheduler(limits, cache, make_policy(settings.scheduling_policy, context), max_model_len)
 
 
 def count_blocks(config: EngineConfig, executor: Executor) -> int:
