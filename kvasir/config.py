@@ -199,7 +199,9 @@ class SchedulerConfig(_Checked):
     priority_aging_seconds: float = setting(
         0.0, "Under priority: seconds of waiting that raise a request by one; 0: waiting raises nobody.", minimum=0
     )
-    priority_aging_levels: int = setting(10, "Under priority: by how much waiting raises a request at most.", minimum=1)
+    priority_aging_best: int = setting(
+        0, "Under priority: the value to which waiting raises a request at best; lower ones always go before it."
+    )
     default_deadline: float = setting(
         60.0, "Under deadline: seconds after which requests that bring none are ordered as if due.", above=0
     )

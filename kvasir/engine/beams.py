@@ -55,7 +55,8 @@ class Beams:
         return key in self._running or any(search.request.key == key for search in self._waiting)
 
     def is_running(self, key: int) -> bool:
-        return key in self._running
+        search = self._running.get(key)
+        return search is not None and any(self._scheduler.num_computed(beam) for beam in search.keys)
 
     @property
     def num_waiting(self) -> int:

@@ -6,7 +6,7 @@ from kvasir.config import EngineConfig
 from kvasir.engine.admission import QueueLimits
 from kvasir.engine.cache.manager import KVCacheManager
 from kvasir.engine.core import EngineCore
-from kvasir.engine.policies import Context, make_policy
+from kvasir.engine.policies import Context, Policy, make_policy
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.errors import ConfigError
 from kvasir.executor.base import Executor
@@ -20,6 +20,7 @@ GIB = 1 << 30
 
 
 def build_core(config: EngineConfig, executor: Executor | None = None) -> EngineCore:
+    policy = _policy(config)  # first: a mistake there should not wait for the weights
     executor = executor or make_executor(config)
     try:
         num_blocks = count_blocks(config, executor)
@@ -27,7 +28,7 @@ def build_core(config: EngineConfig, executor: Executor | None = None) -> Engine
     except BaseException:
         executor.close()
         raise
-    scheduler = make_scheduler(config, num_blocks, executor.kv_spec().windows)
+    scheduler = make_scheduler(config, num_blocks, executor.kv_spec().windows, policy)
     lookahead = int(config.scheduler.async_scheduling)
     limits = QueueLimits(config.scheduler.max_queued_requests, config.scheduler.max_queued_tokens)
     return EngineCore(scheduler, executor, lookahead, limits)
@@ -38,7 +39,17 @@ def make_executor(config: EngineConfig) -> Executor:
     return MultiprocExecutor(config) if several else in_process(config)
 
 
-def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | None, ...] = (None,)) -> Scheduler:
+def _policy(config: EngineConfig) -> Policy:
+    settings = config.scheduler
+    context = Context(
+        aging_seconds=settings.priority_aging_seconds,
+        aging_best=settings.priority_aging_best,
+        default_deadline=settings.default_deadline,
+    )
+    return make_policy(settings.scheduling_policy, context)
+
+
+def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | None, ...], policy: Policy) -> Scheduler:
     settings = config.scheduler
     max_model_len = config.model.max_model_len
     limits = Limits(
@@ -56,12 +67,7 @@ def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | N
         config.cache.enable_prefix_caching,
         windows,
     )
-    context = Context(
-        aging_seconds=settings.priority_aging_seconds,
-        aging_levels=settings.priority_aging_levels,
-        default_deadline=settings.default_deadline,
-    )
-    return Scheduler(limits, cache, make_policy(settings.scheduling_policy, context), max_model_len)
+    return Scheduler(limits, cache, policy, max_model_len)
 
 
 def count_blocks(config: EngineConfig, executor: Executor) -> int:

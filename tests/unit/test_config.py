@@ -135,7 +135,7 @@ CASES = {
     "long_prefill_token_threshold": Case(64, shows=lambda c, w: c.scheduler.long_prefill_token_threshold == 64),
     "scheduling_policy": Case("priority", shows=lambda c, w: c.scheduler.scheduling_policy == "priority"),
     "priority_aging_seconds": Case(2.5, shows=lambda c, w: c.scheduler.priority_aging_seconds == 2.5),
-    "priority_aging_levels": Case(3, shows=lambda c, w: c.scheduler.priority_aging_levels == 3),
+    "priority_aging_best": Case(-3, shows=lambda c, w: c.scheduler.priority_aging_best == -3),
     "default_deadline": Case(5.0, shows=lambda c, w: c.scheduler.default_deadline == 5.0),
     "max_queued_requests": Case(100, shows=lambda c, w: c.scheduler.max_queued_requests == 100),
     "max_queued_tokens": Case("100k", shows=lambda c, w: c.scheduler.max_queued_tokens == 100_000),

@@ -33,7 +33,7 @@ class Context:
     # how many tokens of a waiting request must be computed before its next one: the scheduler knows what is cached
     tokens_to_compute: Callable[[Request], int] = _whole_prompt
     aging_seconds: float = 0.0  # of waiting that raise a request by one level of priority; 0: none do
-    aging_levels: int = 10  # by which waiting raises a request at most
+    aging_best: int = 0  # the value below which waiting brings nobody
     default_deadline: float = 60.0  # seconds; what orders requests without a deadline among those that have one
 
 

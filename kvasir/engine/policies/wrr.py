@@ -14,7 +14,7 @@ from kvasir.engine.policies.base import Context, Counting
 from kvasir.engine.policies.fcfs import FirstComeFirstServed
 from kvasir.engine.request import Request
 
-_MANY_TENANTS = 64  # from here on it is worth looking for some to forget
+_MANY_TENANTS = 1024  # so many are remembered although they have no request
 
 
 @dataclass(slots=True, eq=False)
@@ -33,10 +33,10 @@ class WeightedRoundRobin(Counting):
     gives way. Tokens are those computed, the prompt's (at admission, without what was cached) and the output's (as they
     come); recomputing after a preemption is not counted again. A weight is what the tenant's latest request says.
 
-    While a tenant i waits, another one j is given at most (w_j / w_i) * (tokens of i) + what one full batch of j can
-    hold (max_num_seqs * max_model_len): nobody starves, and over a long time the tokens of tenants that always wait are
-    as their weights. Time without waiting requests earns nothing: whoever comes back starts level with the one whose
-    turn it is.
+    While a tenant i waits and is given x tokens, another one j is given at most w_j * (x / w_i + B / w_i + B / w_j),
+    where B = max_num_seqs * max_model_len is what a batch may hold: nobody starves, and over a long time the tokens of
+    tenants that always wait are as their weights. Time without waiting requests earns nothing: whoever comes back
+    starts level with the one whose turn it is.
     """
 
     # `served` only grows, so a tenant's entry in the heap may be too low, never too high: it is put right on top.
@@ -45,6 +45,8 @@ class WeightedRoundRobin(Counting):
         super().__init__(context)
         self._tenants: dict[str, Tenant] = {}
         self._accounts: list[Tenant | None] = []
+        self._free_accounts: list[int] = []
+        self._too_many = _MANY_TENANTS
         self._heap: list[tuple[float, int, Tenant]] = []
         self._numbers = count()
         self._level = 0.0  # `served` of the tenant admitted last, which was the least of those that waited
@@ -122,16 +124,18 @@ class WeightedRoundRobin(Counting):
         name = request.spec.terms.tenant
         tenant = self._tenants.get(name)
         if tenant is None:
-            if len(self._tenants) >= _MANY_TENANTS:
+            if len(self._tenants) >= self._too_many:
                 self._forget()
-            account = self._accounts.index(None) if None in self._accounts else len(self._accounts)
+            account = self._free_accounts.pop() if self._free_accounts else len(self._accounts)
             tenant = self._tenants[name] = Tenant(name, account, request.spec.terms.weight, self._level)
             self._accounts[account : account + 1] = [tenant]
         return tenant
 
     def _forget(self) -> None:
-        """Drop tenants that have no request and would start at the level anyway."""
+        """Drop tenants that have no request, and with them what they were given."""
         for tenant in list(self._tenants.values()):
-            if not (len(tenant.waiting) or tenant.running or tenant.in_line or tenant.served > self._level):
+            if not (len(tenant.waiting) or tenant.running or tenant.in_line):
                 del self._tenants[tenant.name]
                 self._accounts[tenant.account] = None
+                self._free_accounts.append(tenant.account)
+        self._too_many = len(self._tenants) + _MANY_TENANTS
