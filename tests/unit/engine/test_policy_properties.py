@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, given, reject, settings
+from hypothesis import event, example, given, reject, settings
 from hypothesis import strategies as st
 
 from kvasir.engine.core import EngineCore
@@ -215,6 +215,9 @@ def test_every_policy_preempts_and_the_text_is_the_same(name: str) -> None:
     head_start=st.integers(0, 15),
     others=st.lists(st.tuples(st.sampled_from([1, 4, 20, 28, 32]), st.integers(4, 20)), min_size=1, max_size=6),
 )
+@example(  # here a watermark that kept a beam out would stop everything
+    num_blocks=18, caching=False, lookahead=1, watermark=0.5, beam=(8, 20, 2), head_start=3, others=[(2, 19)] * 6
+)  # fmt: skip
 @settings(max_examples=settings().max_examples // 2)
 def test_beams_that_wait_for_each_other_do_not_wait_forever(
     name: str,
