@@ -1,7 +1,7 @@
 """Queue policies under overload, in simulated time: the real scheduler, cache and core, a real trace of arrivals and
 lengths, and a device that is a formula.
 
-    python benchmarks/scheduling.py [--trace FILE] [--requests 4000] [--loads 1,2,3] [--json FILE]
+    python benchmarks/scheduling.py [--trace FILE] [--requests 6000] [--loads 1,2,3] [--json FILE]
 
 The trace is one of Azure's LLM inference traces (timestamp, prompt tokens, generated tokens); by default the
 conversations under $KVASIR_TEST_DATA/traces. Its arrivals are sped up to a multiple of what the device can serve. No
@@ -31,14 +31,15 @@ from kvasir.engine.policies import Context, make_policy
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.errors import OverloadedError
 from kvasir.executor.fake import DelayExecutor
-from kvasir.messages import EngineRequest, FinishReason, StepPlan, StepResult, Terms
+from kvasir.messages import EngineRequest, FinishReason, RowSampling, StepPlan, StepResult, Terms
 
 # Seconds of a step: about Llama-3.1-8B in bfloat16 on an H200, as measured in benchmarks/h200.
 STEP, PER_TOKEN, PER_CACHED_TOKEN = 0.0045, 24e-6, 28e-9
 MAX_NUM_SEQS, MAX_BATCHED_TOKENS, BLOCK_SIZE = 256, 8192, 64
-LONGEST = 16384
+LONGEST, MOST_GENERATED = 16384, 2048
 TENANTS = {"gold": 4.0, "silver": 2.0, "bronze": 1.0}  # weights; the priorities are 0, 1, 2
-PATIENCE = (2.0, 0.06)  # a deadline: so many seconds, and so many for each token to generate
+PATIENCE = {"gold": 15.0, "silver": 30.0, "bronze": 60.0}  # seconds to a deadline
+TOKEN, END_OF_TEXT = 7, 8
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Case:
     deadlines: bool = False
     max_queued_requests: int = 0
     watermark: float = 0.01
+    least_chance: float = 0.5
 
 
 PLAIN = [
@@ -70,7 +72,11 @@ PLAIN = [
     Case("priority, aging 20 s", "priority", aging_seconds=20.0),
     Case("wrr", "wrr"),
 ]
-TIMED = [Case("fcfs", "fcfs", deadlines=True), Case("deadline", "deadline", deadlines=True)]
+TIMED = [
+    Case("fcfs", "fcfs", deadlines=True),
+    Case("deadline", "deadline", deadlines=True),
+    Case("deadline, only the certain given up", "deadline", deadlines=True, least_chance=0.0),
+]
 
 
 @dataclass
@@ -93,19 +99,25 @@ class SimulatedDevice(DelayExecutor):
     """Takes what the formula says, by a clock of its own."""
 
     def __init__(self) -> None:
-        super().__init__(BLOCK_SIZE)
+        super().__init__(BLOCK_SIZE, token=TOKEN)
         self.now = self.busy_until = 0.0
+        self.ends = np.zeros(MAX_NUM_SEQS, np.int64)  # by row: how long its text will be
 
     def clock(self) -> float:
         return self.now
 
     def execute(self, plan: StepPlan) -> None:
         self._plan = plan
+        for new in plan.new_rows:
+            self.ends[new.row] = new.sampling.seed  # where the trace's lengths travel: nobody else looks at it
         seconds = STEP + PER_TOKEN * plan.total_tokens + PER_CACHED_TOKEN * int(plan.bounds.sum())
         self.busy_until = max(self.busy_until, self.now) + seconds
 
     def sample(self) -> Simulated:  # type: ignore[override]
-        return Simulated(self, super().sample().value, self.busy_until)
+        result, plan = super().sample().value, self._plan
+        assert plan is not None
+        result.token_ids[plan.bounds + 1 >= self.ends[plan.rows], 0] = END_OF_TEXT
+        return Simulated(self, result, self.busy_until)
 
 
 @dataclass
@@ -140,22 +152,24 @@ def read_trace(path: Path, count: int) -> list[Job]:
 def make_core(case: Case, device: SimulatedDevice, num_blocks: int) -> EngineCore:
     cache = KVCacheManager(num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, LONGEST, False)
     limits = Limits(MAX_NUM_SEQS, MAX_BATCHED_TOKENS, watermark=case.watermark)
-    policy = make_policy(case.policy, Context(device.clock, aging_seconds=case.aging_seconds))
+    policy = make_policy(
+        case.policy, Context(device.clock, aging_seconds=case.aging_seconds, least_chance=case.least_chance)
+    )
     queue_limits = QueueLimits(case.max_queued_requests)
     return EngineCore(Scheduler(limits, cache, policy, LONGEST), device, lookahead=1, queue_limits=queue_limits)
 
 
 def make_request(key: int, job: Job, case: Case) -> EngineRequest:
-    patience = PATIENCE[0] + PATIENCE[1] * job.num_generated
     terms = Terms(
         arrival=job.arrival or 1e-9,
         priority=list(TENANTS).index(job.tenant) if case.policy == "priority" else 0,
         tenant=job.tenant,
         weight=TENANTS[job.tenant],
-        deadline=job.arrival + patience if case.deadlines else None,
+        deadline=job.arrival + PATIENCE[job.tenant] if case.deadlines else None,
     )
-    # nobody knows beforehand how much a request will generate: least_tokens stays 1
-    return EngineRequest(key, np.ones(job.num_prompt_tokens, np.int32), job.num_generated, terms=terms)
+    # the engine does not know beforehand how much a request will generate
+    sampling = RowSampling(seed=job.num_prompt_tokens + job.num_generated, stop_token_ids=(END_OF_TEXT,))
+    return EngineRequest(key, np.ones(job.num_prompt_tokens, np.int32), MOST_GENERATED, sampling, terms=terms)
 
 
 def simulate(jobs: list[Job], case: Case, num_blocks: int) -> Outcome:
@@ -241,22 +255,15 @@ def deadlines(jobs: list[Job], per_second: float, loads: list[float], num_blocks
     for load in loads:
         for case in TIMED:
             outcome = simulate(at_load(jobs, load, per_second), case, num_blocks)
-            useful = sum(
-                job.num_prompt_tokens + job.num_generated - 1
-                for key, job in enumerate(jobs)
-                if key in outcome.done and key not in outcome.late
-            )
-            in_time = len(outcome.done) - len(outcome.late)
-            rows.append(
-                {
-                    "load": load,
-                    "policy": case.name,
-                    "in time %": 100 * in_time / len(jobs),
-                    "of what is possible %": 100 * min(1.0, in_time / len(jobs) * load),
-                    "given up early %": 100 * outcome.foreseen / len(jobs),
-                    "computed in vain %": 100 * (1 - useful / outcome.computed_tokens),
-                }
-            )
+            in_time = [key for key in outcome.done if key not in outcome.late]
+            useful = sum(jobs[key].num_prompt_tokens + jobs[key].num_generated - 1 for key in in_time)
+            row: dict[str, object] = {"load": load, "policy": case.name, "in time %": 100 * len(in_time) / len(jobs)}
+            for tenant in TENANTS:
+                own = [key for key in range(len(jobs)) if jobs[key].tenant == tenant]
+                row[f"{tenant} %"] = 100 * len(set(own) & set(in_time)) / len(own)
+            row["given up early %"] = 100 * outcome.foreseen / len(jobs)
+            row["computed in vain %"] = 100 * (1 - useful / outcome.computed_tokens)
+            rows.append(row)
     return rows
 
 
@@ -279,14 +286,16 @@ def watermarks(jobs: list[Job], num_blocks: int) -> list[dict[str, object]]:
 
 
 def show(title: str, rows: list[dict[str, object]]) -> None:
-    lines = [[f"{v:.2f}" if isinstance(v, float) else v for v in row.values()] for row in rows]
+    lines = [
+        [f"{v:.{1 + (name == 'watermark')}f}" if isinstance(v, float) else v for name, v in row.items()] for row in rows
+    ]
     print(f"{title}\n\n{table([name.strip() for name in rows[0]], lines)}\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, metavar="FILE")
-    parser.add_argument("--requests", type=int, default=4000, help="of the trace, from its start (default: 4000)")
+    parser.add_argument("--requests", type=int, default=6000, help="of the trace, from its start (default: 6000)")
     parser.add_argument("--loads", default="1,2,3", help="multiples of what the device can serve (default: 1,2,3)")
     parser.add_argument("--blocks", type=int, default=8192, help="of the KV cache, 64 tokens each (default: 8192)")
     parser.add_argument("--few-blocks", type=int, default=2048, help="for the watermark's table (default: 2048)")

@@ -205,6 +205,13 @@ class SchedulerConfig(_Checked):
     default_deadline: float = setting(
         60.0, "Under deadline: seconds after which requests that bring none are ordered as if due.", above=0
     )
+    deadline_least_chance: float = setting(
+        0.5,
+        "Under deadline: a request that has to wait is ended early if, of those served lately, fewer than this share "
+        "took no longer than it has left; 0: only if it cannot be done in time.",
+        minimum=0,
+        maximum=1,
+    )
     max_queued_requests: int = setting(
         0, "Most requests that may wait while all rows are taken; more are refused. 0: no limit.", minimum=0
     )

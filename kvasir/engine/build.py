@@ -45,6 +45,7 @@ def _policy(config: EngineConfig) -> Policy:
         aging_seconds=settings.priority_aging_seconds,
         aging_best=settings.priority_aging_best,
         default_deadline=settings.default_deadline,
+        least_chance=settings.deadline_least_chance,
     )
     return make_policy(settings.scheduling_policy, context)
 

@@ -18,6 +18,7 @@ class Request:
     num_cached_tokens: int | None = None  # prefix hit when first admitted
     num_preemptions: int = 0
     arrival: float = 0.0  # when it came, by the scheduler's clock
+    started: float = 0.0  # when it was first admitted
     seq: int = 0  # how many came before it; a fork has its parent's
     num_counted: int = 0  # tokens up to which its tenant was charged, see engine/queue.py
 

@@ -175,6 +175,8 @@ class Scheduler:
         if request is None:
             return None
         self.count_end(request.row is not None)
+        if request.num_cached_tokens is not None:
+            self.context.pace.note_service(self.context.clock(), request.started, is_done=False)
         tokens = request.token_ids if request.row is None else self.rows.known_tokens(request.row)
         last = _last_word(request, reason, tokens, error)
         self.abort(key)
@@ -316,6 +318,7 @@ class Scheduler:
         row = self.rows.take(request, num_computed)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_computed
+            request.started = self.context.clock()
         sampling = request.spec.sampling
         token_ids = None if sampling.extras is None else request.token_ids
         self._new_rows.append(NewRow(row, num_computed, sampling, token_ids))
@@ -394,8 +397,8 @@ class Scheduler:
         """Take in the oldest step's tokens: append, stop, emit."""
         r = self.rows
         step = self._in_flight.popleft()
-        now = self.context.clock()
-        self.context.pace.note_step(step.planned, now, step.num_tokens, step.num_tokens >= self._full_step)
+        is_full = step.num_tokens >= self._full_step
+        self.context.pace.note_step(step.planned, self.context.clock(), step.num_tokens, is_full)
         if result.failures:
             result.counts[list(result.failures)] = 0
         current = step.samples & (r.epoch[step.rows] == step.epochs)
@@ -421,7 +424,6 @@ class Scheduler:
         ended = np.flatnonzero(reasons)
         if len(ended):
             self._finish(rows[ended].tolist(), reasons[ended].tolist(), output)
-            self.context.pace.note_ends(now, len(ended))
         for line, said in (result.failures or {}).items():
             if self._is_current(step, line):
                 self._finish([int(step.rows[line])], [FinishReason.ERROR], output)
@@ -453,10 +455,11 @@ class Scheduler:
         return reasons, kept
 
     def _finish(self, rows: list[int], reasons: list[int], output: EngineOutput) -> None:
-        r = self.rows
+        r, now = self.rows, self.context.clock()
         for row, reason in zip(rows, reasons, strict=True):
             request = r.requests[row]
             assert request is not None
+            self.context.pace.note_service(now, request.started, is_done=True)
             tokens = r.known_tokens(row)
             output.finished.append(_last_word(request, FinishReason(reason), tokens))
             self._close(row, len(tokens))

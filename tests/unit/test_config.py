@@ -137,6 +137,7 @@ CASES = {
     "priority_aging_seconds": Case(2.5, shows=lambda c, w: c.scheduler.priority_aging_seconds == 2.5),
     "priority_aging_best": Case(-3, shows=lambda c, w: c.scheduler.priority_aging_best == -3),
     "default_deadline": Case(5.0, shows=lambda c, w: c.scheduler.default_deadline == 5.0),
+    "deadline_least_chance": Case(0.25, shows=lambda c, w: c.scheduler.deadline_least_chance == 0.25),
     "max_queued_requests": Case(100, shows=lambda c, w: c.scheduler.max_queued_requests == 100),
     "max_queued_tokens": Case("100k", shows=lambda c, w: c.scheduler.max_queued_tokens == 100_000),
     "watermark": Case(0.1, shows=lambda c, w: c.scheduler.watermark == 0.1),

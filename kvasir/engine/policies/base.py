@@ -35,6 +35,7 @@ class Context:
     aging_seconds: float = 0.0  # of waiting that raise a request by one level of priority; 0: none do
     aging_best: int = 0  # the value below which waiting brings nobody
     default_deadline: float = 60.0  # seconds; what orders requests without a deadline among those that have one
+    least_chance: float = 0.5  # of being done in time, below which a request that has to wait is ended
 
 
 class Policy(ABC):

@@ -39,6 +39,16 @@ class Heap:
             heappop(self._heap)
         return self._heap[0][3]
 
+    def first(self, count: int) -> list[Request]:
+        """So many from the front, fewer if there are no more."""
+        taken: list[tuple[Any, int, int, Request]] = []
+        while len(taken) < min(count, len(self._entry)):
+            self.peek()
+            taken.append(heappop(self._heap))
+        for entry in taken:
+            heappush(self._heap, entry)
+        return [request for _, _, _, request in taken]
+
     def remove(self, request: Request) -> None:
         del self._entry[request.key]
         if len(self._heap) > 2 * len(self._entry) + _SLACK:

@@ -227,7 +227,7 @@ def test_given_up_requests_are_counted_and_told_why() -> None:
     core.add(request(7, LONG, 8, terms=Terms(clock.now, deadline=clock.now + 40)))
     got = run(core)
     assert got.reasons == {6: FinishReason.TIMEOUT, 7: FinishReason.LENGTH}
-    assert got.errors[6] == "its deadline is 2 s away and it needs at least 3.75 s at the present pace"
+    assert got.errors[6] == "its deadline is 2 s away and it needs at least 3.75 s"
     assert core.stats().timeouts_foreseen == core.stats().timeouts_waiting == 1
 
 
@@ -262,5 +262,28 @@ def test_requests_per_second() -> None:
     pace = Pace()
     assert pace.ends_per_second(5.0) is None
     for i in range(1000):
-        pace.note_ends(i * 0.5, 2)
-    assert pace.ends_per_second(500.0) == pytest.approx(4.0, rel=0.02)
+        pace.note_service(i * 0.5, 0.0, is_done=True)
+        pace.note_service(i * 0.5, 0.0, is_done=False)
+    assert pace.ends_per_second(500.0) == pytest.approx(2.0, rel=0.02)
+
+
+def test_the_chance_of_being_done_in_time_counts_those_that_were_not() -> None:
+    pace = Pace()
+    assert pace.chance(0.0) == 1.0, "nothing is known"
+    for seconds in range(30):
+        pace.note_service(1.0 + seconds / 100, 0.0, is_done=True)
+    assert pace.chance(0.9) == 0.0 and pace.chance(2.0) == 1.0
+    for _ in range(70):  # they had two seconds, which was not enough
+        pace.note_service(2.0, 0.0, is_done=False)
+    assert pace.chance(1.5) == pytest.approx(0.3)
+    assert pace.chance(9.0) == pytest.approx(0.3)
+
+
+def test_a_request_that_times_out_shows_in_the_chances() -> None:
+    clock = Clock()
+    core = timed_core(clock)
+    for key in range(16):
+        core.add(request(key, [key], 4, terms=Terms(clock.now, deadline=clock.now + 2 if key % 2 else None)))
+        run(core)
+    assert core.scheduler.context.pace.chance(3.9) == 0.0
+    assert core.scheduler.context.pace.chance(4.0) == 1.0, "none that had so long ran out of time"

@@ -66,6 +66,7 @@ def test_heap_is_a_sorted_list(moves: list[tuple[str, int]]) -> None:
         elif model and move == "r":
             heap.remove(model.pop(number % len(model)))
         elif model:
+            assert heap.first(number) == sorted(model, key=lambda r: (len(r.token_ids), r.seq))[:number]
             assert heap.peek() is min(model, key=lambda r: (len(r.token_ids), r.seq))
     assert list(heap) == sorted(model, key=lambda r: (len(r.token_ids), r.seq))
 
@@ -260,7 +261,7 @@ def test_a_request_that_cannot_be_done_in_time_is_given_up_when_it_comes() -> No
     policy.remove(found[0])
     found = policy.hopeless()
     assert found is not None and found[0] is late
-    assert found[1] == "its deadline is 9 s away and it needs at least 10 s at the present pace"
+    assert found[1] == "its deadline is 9 s away and it needs at least 10 s"
     policy.remove(late)
     assert policy.hopeless() is None and len(policy) == 1
 
@@ -304,6 +305,29 @@ def test_what_is_cached_takes_no_time() -> None:
     scheduler.add(request(2, prompt[::-1], 1, terms=Terms(deadline=104.0)))
     found = scheduler.waiting.hopeless()
     assert found is not None and found[0].key == 2
+
+
+def test_who_has_to_wait_with_little_chance_is_given_up_for_those_behind_it() -> None:
+    clock = Clock(100.0)
+    context = measured(clock)
+    for seconds in range(1, 21):
+        context.pace.note_service(float(seconds), 0.0, is_done=True)
+    policy = EarliestDeadlineFirst(context)
+    policy.add(early := Request.new(request(0, [1], 500, terms=Terms(deadline=109.5)), 90.0, 0))
+    policy.add(Request.new(request(1, [1], 500, terms=Terms(deadline=110.5)), 90.0, 1))
+    policy.add(Request.new(request(2, [1], 9, terms=Terms(deadline=109.6)), 90.0, 2))
+    assert policy.hopeless() is None, "there may be room for it at once"
+    for _ in range(2):
+        context.pace.note_step(20.0, 21.0, 32, True)
+    found = policy.hopeless()
+    assert found is not None and found[0] is early
+    assert found[1] == "its deadline is 9.5 s away, and of the latest requests 45% were done as quickly"
+    policy.remove(early)
+    assert policy.hopeless() is None, "one has a chance of a half, the other stops before its deadline in any case"
+    context.least_chance = 0.6
+    assert policy.hopeless() is not None
+    policy.remove(policy.hopeless()[0])  # type: ignore[index]
+    assert len(policy) == 1 and policy.hopeless() is None, "nobody waits behind it"
 
 
 # ---------------------------------------------------------------- by name
