@@ -286,10 +286,12 @@ def watermarks(jobs: list[Job], num_blocks: int) -> list[dict[str, object]]:
 
 
 def show(title: str, rows: list[dict[str, object]]) -> None:
-    lines = [
-        [f"{v:.{1 + (name == 'watermark')}f}" if isinstance(v, float) else v for name, v in row.items()] for row in rows
-    ]
+    lines = [[_shown(value) for value in row.values()] for row in rows]
     print(f"{title}\n\n{table([name.strip() for name in rows[0]], lines)}\n")
+
+
+def _shown(value: object) -> object:
+    return value if not isinstance(value, float) else f"{value:.2f}" if value < 1 else f"{value:.1f}"
 
 
 def main() -> None:
