@@ -69,7 +69,7 @@ PLAIN = [
     Case("fcfs", "fcfs"),
     Case("fcfs, at most 256 wait", "fcfs", max_queued_requests=256),
     Case("priority", "priority"),
-    Case("priority, aging 20 s", "priority", aging_seconds=20.0),
+    Case("priority, aging 50 s", "priority", aging_seconds=50.0),
     Case("wrr", "wrr"),
 ]
 TIMED = [

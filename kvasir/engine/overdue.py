@@ -41,10 +41,11 @@ class Overdue:
             where = "while it ran" if self._is_running(key) else "while it waited"
             limit = f"of {deadline - arrival:.3g} s " if arrival else ""
             ended += self._end(key, stream, f"its deadline {limit}passed {where}")
-        while (late := self._scheduler.waiting.hopeless()) is not None:
-            request, why = late
-            ended += self._end(request.key, request.spec.stream, why)
-            self.num_given_up += 1
+        if self._scheduler.waiting.gives_up:
+            while (late := self._scheduler.waiting.hopeless()) is not None:
+                request, why = late
+                ended += self._end(request.key, request.spec.stream, why)
+                self.num_given_up += 1
         return ended
 
     def _is_running(self, key: int) -> bool:

@@ -18,25 +18,18 @@ class Pace:
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self._steps: deque[float] = deque(maxlen=_LATELY)
-        self._per_token: deque[float] = deque(maxlen=_LATELY)  # of full steps
-        self._last = 0.0  # when the last result came
+        self._steps: deque[tuple[float, float, int, bool]] = deque(maxlen=_LATELY)  # planned, ended, tokens, full
         self._figures = 0.0, 0.0, 0.0
-        self._since_figures = _REFRESH
+        self._next_figures = 0  # the step after which they are made anew
         self._ends: deque[float] = deque(maxlen=_LATELY)  # when requests ended
         self._services: deque[tuple[float, bool]] = deque(maxlen=_LATELY)
         # of the services, how long they took, and the share that takes longer; None: to be made anew
         self._unlikely: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
 
     def note_step(self, planned: float, now: float, num_tokens: int, is_full: bool) -> None:
-        """A result came. The device began the step when it was planned, or when the one before was done."""
-        seconds = now - max(planned, self._last)
-        self._last = now
+        """A result came."""
         self.num_steps += 1
-        self._since_figures += 1
-        self._steps.append(seconds)
-        if is_full:
-            self._per_token.append(seconds / num_tokens)
+        self._steps.append((planned, now, num_tokens, is_full))
 
     def note_service(self, now: float, started: float, is_done: bool) -> None:
         """A request that began to run at `started` is done, or has run out of time."""
@@ -78,12 +71,16 @@ class Pace:
 
     def _look_back(self) -> tuple[float, float, float]:
         """Seconds of a quick step, per token of a quick full step, and of steps on average; 0: too few were seen."""
-        if self._since_figures >= _REFRESH or not self._figures[0]:
-            self._since_figures = 0
-            mean = sum(self._steps) / len(self._steps) if len(self._steps) >= _FEWEST else 0.0
-            self._figures = _low(self._steps), _low(self._per_token), mean
+        if self.num_steps >= self._next_figures or not self._figures[0]:
+            self._next_figures = self.num_steps + _REFRESH
+            planned, ended, num_tokens, is_full = np.array(self._steps or [(0.0,) * 4]).T
+            # the device began a step when it was planned, or when the one before was done
+            seconds = ended[1:] - np.maximum(planned[1:], ended[:-1])
+            per_token = (seconds / num_tokens[1:])[is_full[1:] > 0]
+            mean = float(seconds.mean()) if len(seconds) >= _FEWEST else 0.0
+            self._figures = _low(seconds), _low(per_token), mean
         return self._figures
 
 
-def _low(seen: deque[float]) -> float:
-    return float(np.quantile(np.array(seen), _FAST)) if len(seen) >= _FEWEST else 0.0
+def _low(seen: NDArray[np.float64]) -> float:
+    return float(np.quantile(seen, _FAST)) if len(seen) >= _FEWEST else 0.0

@@ -21,6 +21,7 @@ class Queue:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._counting = policy if isinstance(policy, Counting) else None
+        self.gives_up = type(policy).hopeless is not Policy.hopeless  # whether `hopeless` need be asked
         self.num_prompt_tokens = 0  # of all that wait
         self._awaited: dict[int, Request] = {}  # others wait for them; they stand first
 
