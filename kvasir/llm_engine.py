@@ -16,6 +16,7 @@ from kvasir.frontend.client import EngineClient, InprocClient
 from kvasir.frontend.fanout import process_all
 from kvasir.frontend.input import InputProcessor
 from kvasir.frontend.output import OutputProcessor
+from kvasir.frontend.terms import make_terms
 from kvasir.frontend.tokenizer import Tokenizer
 from kvasir.frontend.tokenizer_files import load_tokenizer
 from kvasir.metrics import Metric, read_metrics
@@ -63,13 +64,30 @@ class LLMEngine:
         return self._client
 
     def add_request(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, arrival_time: float | None = None
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
+        timeout: float | None = None,
     ) -> None:
-        """Validate and queue a request. Anything wrong with it is a RequestError, and nothing has changed."""
+        """Validate and queue a request. Anything wrong with it is a RequestError, and nothing has changed.
+
+        `priority` (lower goes first), `tenant` and its `weight` count for the scheduling policies that look at them; a
+        request that is not done `timeout` seconds after its arrival ends with finish_reason "timeout".
+        """
         if request_id in self.output_processor:
             raise RequestError(f"request id {request_id!r} is in use by a request that still runs", "request_id")
         arrived = time.time() if arrival_time is None else arrival_time
-        request, states = process_all(self.input_processor, request_id, prompt, params, self._keys, arrived)
+        policy = self.config.scheduler.scheduling_policy
+        terms = make_terms(
+            policy, arrival_time=arrived, priority=priority, tenant=tenant, weight=weight, timeout=timeout
+        )
+        request, states = process_all(self.input_processor, request_id, prompt, params, self._keys, arrived, terms)
         self.client.add(request)
         if isinstance(states, BeamState):
             self.output_processor.add_search(states)

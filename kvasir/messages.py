@@ -110,6 +110,7 @@ class EngineRequest:
     reads_cache: bool = True  # False: compute the whole prompt, whatever is cached
     picked: bool = False  # sampled tokens are proposals: whoever sent it picks (Scheduler.pick), and it waits for that
     beam: BeamSpec | None = None
+    least_tokens: int = 1  # it cannot end by itself with fewer
     terms: Terms = field(default_factory=Terms)
     forks: tuple[EngineRequest, ...] = ()  # requests of the same prompt that share what this one computes of it
 
@@ -215,6 +216,12 @@ class EngineStats:
     copied_blocks: int
     shared_blocks: int
     freed_blocks: int  # given back by rows that go on, because no layer of their group sees them any more
+    num_waiting_tokens: int = 0  # of prompts
+    refused_requests: int = 0  # because the queue was full
+    held_back: int = 0  # steps in which the watermark kept a request waiting
+    timeouts_waiting: int = 0  # requests that ended at their deadline, or before it, without running at the time ...
+    timeouts_running: int = 0  # ... and while they ran
+    timeouts_foreseen: int = 0  # of those, ended before their deadline because they could not meet it
 
 
 # ---------------------------------------------------------------- core -> worker

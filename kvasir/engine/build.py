@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kvasir.config import EngineConfig
+from kvasir.engine.admission import QueueLimits
 from kvasir.engine.cache.manager import KVCacheManager
 from kvasir.engine.core import EngineCore
-from kvasir.engine.policies import POLICIES
+from kvasir.engine.policies import Context, Policy, make_policy
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.errors import ConfigError
 from kvasir.executor.base import Executor
@@ -19,6 +20,7 @@ GIB = 1 << 30
 
 
 def build_core(config: EngineConfig, executor: Executor | None = None) -> EngineCore:
+    policy = _policy(config)  # first: a mistake there should not wait for the weights
     executor = executor or make_executor(config)
     try:
         num_blocks = count_blocks(config, executor)
@@ -26,9 +28,10 @@ def build_core(config: EngineConfig, executor: Executor | None = None) -> Engine
     except BaseException:
         executor.close()
         raise
-    scheduler = make_scheduler(config, num_blocks, executor.kv_spec().windows)
+    scheduler = make_scheduler(config, num_blocks, executor.kv_spec().windows, policy)
     lookahead = int(config.scheduler.async_scheduling)
-    return EngineCore(scheduler, executor, lookahead)
+    limits = QueueLimits(config.scheduler.max_queued_requests, config.scheduler.max_queued_tokens)
+    return EngineCore(scheduler, executor, lookahead, limits)
 
 
 def make_executor(config: EngineConfig) -> Executor:
@@ -36,7 +39,18 @@ def make_executor(config: EngineConfig) -> Executor:
     return MultiprocExecutor(config) if several else in_process(config)
 
 
-def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | None, ...] = (None,)) -> Scheduler:
+def _policy(config: EngineConfig) -> Policy:
+    settings = config.scheduler
+    context = Context(
+        aging_seconds=settings.priority_aging_seconds,
+        aging_best=settings.priority_aging_best,
+        default_deadline=settings.default_deadline,
+        least_chance=settings.deadline_least_chance,
+    )
+    return make_policy(settings.scheduling_policy, context)
+
+
+def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | None, ...], policy: Policy) -> Scheduler:
     settings = config.scheduler
     max_model_len = config.model.max_model_len
     limits = Limits(
@@ -44,6 +58,7 @@ def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | N
         max_num_batched_tokens=settings.max_num_batched_tokens,
         chunked_prefill=settings.enable_chunked_prefill,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        watermark=settings.watermark,
     )
     cache = KVCacheManager(
         num_blocks,
@@ -53,7 +68,7 @@ def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | N
         config.cache.enable_prefix_caching,
         windows,
     )
-    return Scheduler(limits, cache, POLICIES[settings.scheduling_policy](), max_model_len)
+    return Scheduler(limits, cache, policy, max_model_len)
 
 
 def count_blocks(config: EngineConfig, executor: Executor) -> int:

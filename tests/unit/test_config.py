@@ -134,7 +134,14 @@ CASES = {
     # Without chunks a whole prompt must fit into a step: the automatic budget grows.
     "enable_chunked_prefill": Case(False, shows=lambda c, w: c.scheduler.max_num_batched_tokens == 4096),
     "long_prefill_token_threshold": Case(64, shows=lambda c, w: c.scheduler.long_prefill_token_threshold == 64),
-    "scheduling_policy": Case("priority", refused="Possible: fcfs"),
+    "scheduling_policy": Case("priority", shows=lambda c, w: c.scheduler.scheduling_policy == "priority"),
+    "priority_aging_seconds": Case(2.5, shows=lambda c, w: c.scheduler.priority_aging_seconds == 2.5),
+    "priority_aging_best": Case(-3, shows=lambda c, w: c.scheduler.priority_aging_best == -3),
+    "default_deadline": Case(5.0, shows=lambda c, w: c.scheduler.default_deadline == 5.0),
+    "deadline_least_chance": Case(0.25, shows=lambda c, w: c.scheduler.deadline_least_chance == 0.25),
+    "max_queued_requests": Case(100, shows=lambda c, w: c.scheduler.max_queued_requests == 100),
+    "max_queued_tokens": Case("100k", shows=lambda c, w: c.scheduler.max_queued_tokens == 100_000),
+    "watermark": Case(0.1, shows=lambda c, w: c.scheduler.watermark == 0.1),
     "async_scheduling": Case(True, shows=lambda c, w: c.scheduler.async_scheduling is True),
     "tensor_parallel_size": Case(2, shows=lambda c, w: c.parallel.distributed_executor_backend == "mp"),
     "pipeline_parallel_size": Case(2, refused="One device"),
@@ -233,6 +240,8 @@ def test_a_model_is_needed() -> None:
         ("dtype", {}, "takes a string"),
         ("model", 3, "takes a string"),
         ("attention_backend", "flash_attn", "Possible: auto, torch, triton"),
+        ("scheduling_policy", "lifo", "Possible: fcfs, priority, wrr, deadline, or a class of your own"),
+        ("watermark", 0.6, "at most 0.5"),
     ],
 )
 def test_wrong_types_and_ranges_are_refused(name: str, value: Any, message: str) -> None:
