@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from kvasir.engine.cache.costs import Always, SwapChoice
+from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.manager import KVCacheManager
 from kvasir.engine.core import EngineCore
 from kvasir.engine.policies import FirstComeFirstServed
@@ -28,8 +30,11 @@ def make_scheduler(
     chunked: bool = True,
     threshold: int = 0,
     windows: tuple[int | None, ...] = (None,),
+    host: tuple[int, int] = (0, 0),  # blocks for swapping, and for evicted prefixes
+    choice: SwapChoice = Always(True),  # noqa: B008 (it is frozen)
 ) -> Scheduler:
-    cache = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len, caching, windows)
+    tier = HostTier(*host, choice) if any(host) else None
+    cache = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len, caching, windows, tier)
     limits = Limits(max_num_seqs, budget, chunked, threshold)
     return Scheduler(limits, cache, FirstComeFirstServed(), max_model_len)
 
@@ -39,7 +44,7 @@ def make_core(lookahead: int = 1, executor: Executor | None = None, **settings: 
     if executor is None:
         shape = scheduler.rows.tokens.shape
         executor = EchoExecutor(scheduler.cache.block_size, shape[0], shape[1], VOCAB, scheduler.cache.windows)
-        executor.allocate_kv(scheduler.cache.pool.num_blocks)
+        executor.allocate_kv(scheduler.cache.pool.num_blocks, scheduler.cache.tier.num_blocks + 1)
     return EngineCore(scheduler, executor, lookahead)
 
 
@@ -94,6 +99,7 @@ def check_blocks(core: EngineCore) -> None:
     scheduler = core.scheduler
     cache = scheduler.cache
     cache.pool.check()
+    cache.tier.check()
     held: Counter[int] = Counter()
     for row in scheduler.rows.order.tolist():
         for line in range(row, len(cache.tables), cache.max_rows):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kvasir.config import EngineConfig
+from kvasir.engine.build_tier import host_blocks, host_memory_blocks, make_tier
+from kvasir.engine.cache.host_tier import Tier
 from kvasir.engine.cache.manager import KVCacheManager
 from kvasir.engine.core import EngineCore
 from kvasir.engine.policies import POLICIES
@@ -22,11 +24,13 @@ def build_core(config: EngineConfig, executor: Executor | None = None) -> Engine
     executor = executor or make_executor(config)
     try:
         num_blocks = count_blocks(config, executor)
-        executor.allocate_kv(num_blocks)
+        swap_blocks, offload_blocks = host_blocks(config, executor.kv_spec())
+        executor.allocate_kv(num_blocks, host_memory_blocks(swap_blocks, offload_blocks))
+        tier = make_tier(config, swap_blocks, offload_blocks, executor)
     except BaseException:
         executor.close()
         raise
-    scheduler = make_scheduler(config, num_blocks, executor.kv_spec().windows)
+    scheduler = make_scheduler(config, num_blocks, executor.kv_spec().windows, tier)
     lookahead = int(config.scheduler.async_scheduling)
     return EngineCore(scheduler, executor, lookahead)
 
@@ -36,7 +40,9 @@ def make_executor(config: EngineConfig) -> Executor:
     return MultiprocExecutor(config) if several else in_process(config)
 
 
-def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | None, ...] = (None,)) -> Scheduler:
+def make_scheduler(
+    config: EngineConfig, num_blocks: int, windows: tuple[int | None, ...] = (None,), tier: Tier | None = None
+) -> Scheduler:
     settings = config.scheduler
     max_model_len = config.model.max_model_len
     limits = Limits(
@@ -52,6 +58,7 @@ def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | N
         max_model_len,
         config.cache.enable_prefix_caching,
         windows,
+        tier,
     )
     return Scheduler(limits, cache, POLICIES[settings.scheduling_policy](), max_model_len)
 

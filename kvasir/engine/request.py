@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvasir.engine.cache.host_tier import Parked
 from kvasir.messages import EngineRequest, Int32Array
 
 
@@ -17,6 +18,7 @@ class Request:
     chain: list[bytes] = field(default_factory=list)  # names of its full blocks, see engine/cache/prefix.py
     num_cached_tokens: int | None = None  # prefix hit when first admitted
     num_preemptions: int = 0
+    parked: Parked | None = None  # since it was preempted, and until it runs again
 
     @classmethod
     def new(cls, spec: EngineRequest) -> Request:

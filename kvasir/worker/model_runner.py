@@ -21,6 +21,7 @@ from kvasir.sampling.logprobs import PromptScores, TokenScores, prompt_results
 from kvasir.sampling.sampler import Sampler, make_stages
 from kvasir.sampling.stages import SampledRows
 from kvasir.sampling.state import NO_LINES, Needs, SamplingState
+from kvasir.worker.host_memory import make_host_memory
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.model import Model
 from kvasir.worker.rows import DeviceRows
@@ -52,9 +53,11 @@ class ModelRunner:
         device: torch.device,
         use_graphs: bool,
         logprobs_mode: str = "raw_logprobs",
+        num_host_blocks: int = 0,
     ) -> None:
         self.model = model
         self.kv_memory = kv_memory
+        self.host_memory = make_host_memory(kv_memory, num_host_blocks)
         self.device = device
         spec = kv_memory.spec
         self.rows = DeviceRows(max_rows, max_model_len, spec.block_size, device, len(spec.windows))
@@ -78,7 +81,7 @@ class ModelRunner:
         all_rows = plan.rows if self.graphs is None or shape is None else self.graphs.padded_rows(plan, shape)
         # a step of single tokens that all come from the device needs to be told no more than its rows
         tells_tokens = shape is None or bool((plan.token_ids >= 0).any())
-        rows, num_tokens, token_ids, packed, index, block, copies, shared = upload(
+        rows, num_tokens, token_ids, packed, index, block, copies, leaving, arriving, shared = upload(
             [
                 all_rows,
                 plan.num_tokens if tells_tokens else NO_ROWS,
@@ -87,6 +90,8 @@ class ModelRunner:
                 plan.table_index,
                 plan.table_block,
                 plan.copies,
+                plan.to_host[:, 0],
+                plan.from_host[:, 1],
                 np.array([plan.shared_tokens] if shape is not None and shape.shares else [], np.int32),
             ],
             self.device,
@@ -95,6 +100,8 @@ class ModelRunner:
             self._open_rows(packed.view(new_rows.shape), plan.new_rows)
         if len(plan.table_index):
             self.rows.set_tables(index, block)
+        if len(leaving) or len(arriving):
+            self.host_memory.exchange(plan.to_host[:, 1], plan.from_host[:, 0], leaving, arriving)
         if len(plan.copies):
             self.kv_memory.copy_blocks(copies.view(-1, 2))
         if self.graphs is None or shape is None:
