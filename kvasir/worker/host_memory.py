@@ -10,7 +10,8 @@ for, by the device, where the step begins. Nothing here makes the host wait.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -170,13 +171,12 @@ class PinnedMemory:
         self._out, self._in = [], []
 
 
-def runs(numbers: Int32Array | Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def runs(numbers: Int32Array) -> Iterator[tuple[int, int, int]]:
     """Ascending numbers as (where a run begins, its first number, its length)."""
-    numbers = np.asarray(numbers)
-    breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
-    starts = [0, *breaks.tolist()] if len(numbers) else []
-    for start, end in zip(starts, [*starts[1:], len(numbers)], strict=True):
-        yield start, int(numbers[start]), end - start
+    if len(numbers):
+        starts = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist(), len(numbers)]
+        for start, end in pairwise(starts):
+            yield start, int(numbers[start]), end - start
 
 
 def _pin(blocks: torch.Tensor) -> None:

@@ -248,10 +248,14 @@ class KVCacheManager:
         parked = Parked(num_tokens, min(num_tokens, len(chain) * self.block_size), chain)
         parked.names = [in_group(group, chain[column]) for group, column, _ in held]
         own = [column for _, column, block in held if self.pool.ref_counts[block] == 1]
-        if not own or not self.tier.keep(parked, len(own), len(set(own)) * self.block_size):
+        at_stake = set(own) if self.caching else range(len(chain))  # what others hold is found again, if it has a name
+        if not at_stake or not self.tier.keep(parked, len(own), len(at_stake) * self.block_size):
             return Parked(num_tokens)
-        unnamed = [i for i, (_, _, block) in enumerate(held) if self.pool.name_of(block) is None]
-        self.pool.register([held[i][2] for i in unnamed], [parked.names[i] for i in unnamed])
+        for (_, column, block), name in zip(held, parked.names, strict=True):
+            if column == columns:  # it may be full by now, and cached as such; the row will write in it again
+                self.pool.forget(block)
+            if self.pool.name_of(block) is None:
+                self.pool.register([block], [name])
         return parked
 
     def _held(self, row: int, columns: int) -> list[tuple[int, int, int]]:
@@ -274,9 +278,10 @@ class KVCacheManager:
         return private_name()
 
     def _is_own(self, row: int, column: int) -> bool:
-        """Whether nobody else holds or can find the row's blocks in this column."""
+        """Whether nobody else holds the row's blocks in this column, or waits for them."""
         blocks = self.tables[row :: self.max_rows, column].tolist()
-        return all(self.pool.ref_counts[block] == 1 and self.pool.name_of(block) is None for block in blocks)
+        names = [self.pool.name_of(block) for block in blocks]
+        return bool((self.pool.ref_counts[blocks] == 1).all()) and not any(map(is_private, filter(None, names)))
 
     def forget(self, parked: Parked) -> None:
         """The row has returned, or never will."""
