@@ -209,7 +209,7 @@ class SchedulerConfig(_Checked):
         None,
         "Most tokens computed in one step.",
         minimum=1,
-        auto="8192; 16384 on a GPU of 70 GiB and more, 2048 on a CPU; never under max_num_seqs",
+        auto="8192; 16896 on a GPU of 70 GiB and more, 2048 on a CPU; never under max_num_seqs",
     )
     enable_chunked_prefill: bool = setting(True, "Split long prompts over several steps.")
     long_prefill_token_threshold: int = setting(
