@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.engine.cache.host_tier import Parked
-from kvasir.engine.cache.manager import IntArray, KVCacheManager
+from kvasir.engine.cache.manager import IntArray, KVCacheManager, Prefix
 from kvasir.engine.policies import Policy
 from kvasir.engine.request import Request
 from kvasir.engine.rows import NO_TOKEN, Rows
@@ -230,9 +230,7 @@ class Scheduler:
         while len(self.waiting) and self.rows.num_free and budget > 0:
             request = self.waiting.peek()
             tokens = request.token_ids
-            prefix = self.cache.no_prefix()
-            if request.spec.reads_cache:
-                prefix = self.cache.find_prefix(tokens, request.chain, request.spec.cache_salt, request.parked)
+            prefix = self._find_prefix(request)
             cached = prefix.num_tokens
             grant = self._first_grant(len(tokens) - cached, budget)
             missing = self.cache.blocks_for(len(tokens)) - self.cache.blocks_for(cached)
@@ -244,13 +242,18 @@ class Scheduler:
             request.parked = None
             ready = self.cache.prepare(np.array([row]), np.array([cached], np.int32), np.array([grant], np.int32))
             assert ready, "blocks were counted as free and are not"
-            owed += missing - self.cache.num_groups * (int(self.cache.num_blocks[row]) - prefix.columns)
+            owed += missing - self.cache.num_groups * (int(self.cache.num_blocks[row]) - prefix.num_columns)
             self._name_blocks(row, cached + grant)  # at once: the next in line may share them
             joined.append(row)
             grants.append(grant)
             budget -= grant
         self.rows.append(joined)
         return joined, grants
+
+    def _find_prefix(self, request: Request) -> Prefix:
+        if not request.spec.reads_cache:
+            return self.cache.no_prefix()
+        return self.cache.find_prefix(request.token_ids, request.chain, request.spec.cache_salt, request.parked)
 
     def _first_grant(self, want: int, budget: int) -> int:
         threshold = self.limits.long_prefill_token_threshold or want

@@ -45,7 +45,7 @@ class CacheChanges:
 
 @dataclass(slots=True, frozen=True)
 class Prefix:
-    """Blocks that hold the beginning of a text: `columns` of them in each group, the null block where a group does not
+    """Blocks that hold the beginning of a text: as many in each group, the null block where a group does not
     look that far back. The last one may be half full."""
 
     num_tokens: int
@@ -53,7 +53,7 @@ class Prefix:
     names: list[bytes] = field(default_factory=list)  # of the columns
 
     @property
-    def columns(self) -> int:
+    def num_columns(self) -> int:
         return len(self.blocks[0])
 
     def held(self) -> list[int]:
