@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvasir.config import EngineConfig
 from kvasir.engine.build_tier import host_blocks, host_memory_blocks, make_tier
-from kvasir.engine.cache.host_tier import Tier
 from kvasir.engine.cache.manager import KVCacheManager
+from kvasir.engine.cache.tier import Tier
 from kvasir.engine.core import EngineCore
 from kvasir.engine.policies import POLICIES
 from kvasir.engine.scheduler import Limits, Scheduler

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvasir.config import EngineConfig
 from kvasir.engine.cache.costs import Always, CostModel, SwapChoice
-from kvasir.engine.cache.host_tier import HostTier, NoTier, Tier
+from kvasir.engine.cache.host_tier import HostTier
+from kvasir.engine.cache.tier import NoTier, Tier
 from kvasir.errors import ConfigError
 from kvasir.executor.base import Executor
 from kvasir.log import get_logger

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvasir.engine.cache.host_tier import Parked
+from kvasir.engine.cache.tier import Parked
 from kvasir.messages import EngineRequest, Int32Array
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.engine.cache.host_tier import Parked
 from kvasir.engine.cache.manager import IntArray, KVCacheManager, Prefix
+from kvasir.engine.cache.tier import Parked
 from kvasir.engine.policies import Policy
 from kvasir.engine.request import Request
 from kvasir.engine.rows import NO_TOKEN, Rows

@@ -58,7 +58,7 @@ def test_text_does_not_depend_on_where_blocks_wait(path: Path, wanted: list[list
         assert metric(llm, "num_preemptions") > 0
         if way.startswith("swap"):
             assert metric(llm, "kv_blocks_swapped_out") > 0 and metric(llm, "kv_blocks_swapped_in") > 0
-            assert metric(llm, "num_preemptions_swapped") == metric(llm, "num_preemptions")
+            assert metric(llm, "num_preemptions_swapped") > 0
         if way == "recompute":
             assert metric(llm, "kv_blocks_swapped_out") == 0 and metric(llm, "recomputed_tokens") > 0
         if way == "offload":

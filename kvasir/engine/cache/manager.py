@@ -2,7 +2,7 @@
 
 Rows are numbers and token counts are given by the scheduler; this file knows neither requests nor tensors.
 Table entries and copies that the device must learn of collect in `changes` until the next plan takes them.
-Where content goes that the device has no room for, and comes from again, is the tier's business (host_tier.py).
+Where content goes that the device has no room for, and comes from again, is the tier's business (tier.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.engine.cache.block_pool import BlockPool
-from kvasir.engine.cache.host_tier import NoTier, Parked, Tier
-from kvasir.engine.cache.prefix import extend_chain, in_group, is_private, of_all_groups, private_name
+from kvasir.engine.cache.parking import keep_for_return
+from kvasir.engine.cache.prefix import extend_chain, in_group, is_private
+from kvasir.engine.cache.tier import NoTier, Parked, Tier
 from kvasir.messages import NULL_BLOCK, Int32Array
 
 IntArray = NDArray[np.int64]
@@ -235,53 +236,8 @@ class KVCacheManager:
         if may_keep:
             if self.caching:
                 self.commit(row, token_ids)
-            parked = self._keep(row, len(token_ids))
+            parked = keep_for_return(self, row, self._chains[row], len(token_ids))
         return self.close(row, token_ids), parked
-
-    def _keep(self, row: int, num_tokens: int) -> Parked:
-        """Name all blocks of the row, so that they are found again wherever they are, if the tier keeps the names."""
-        columns = num_tokens // self.block_size
-        chain = [self._column_name(row, column) for column in range(columns)]
-        if num_tokens % self.block_size and self._is_own(row, columns):
-            chain.append(private_name())
-        held = self._held(row, len(chain))
-        parked = Parked(num_tokens, min(num_tokens, len(chain) * self.block_size), chain)
-        parked.names = [in_group(group, chain[column]) for group, column, _ in held]
-        own = [column for _, column, block in held if self.pool.ref_counts[block] == 1]
-        at_stake = set(own) if self.caching else range(len(chain))  # what others hold is found again, if it has a name
-        if not at_stake or not self.tier.keep(parked, len(own), len(at_stake) * self.block_size):
-            return Parked(num_tokens)
-        for (_, column, block), name in zip(held, parked.names, strict=True):
-            if column == columns:  # it may be full by now, and cached as such; the row will write in it again
-                self.pool.forget(block)
-            if self.pool.name_of(block) is None:
-                self.pool.register([block], [name])
-        return parked
-
-    def _held(self, row: int, columns: int) -> list[tuple[int, int, int]]:
-        """Group, column and block of all that the row has of its first columns."""
-        lines = [group * self.max_rows + row for group in range(self.num_groups)]
-        return [
-            (group, column, int(self.tables[line, column]))
-            for group, line in enumerate(lines)
-            for column in range(int(self.num_freed[line]), columns)
-        ]
-
-    def _column_name(self, row: int, column: int) -> bytes:
-        """Of a full block: what its content is known by, here or to a parked row that shares it."""
-        if self.caching:
-            return self._chains[row][column]
-        for group in range(self.num_groups):
-            name = self.pool.name_of(int(self.tables[group * self.max_rows + row, column]))
-            if name is not None:
-                return of_all_groups(group, name)
-        return private_name()
-
-    def _is_own(self, row: int, column: int) -> bool:
-        """Whether nobody else holds the row's blocks in this column, or waits for them."""
-        blocks = self.tables[row :: self.max_rows, column].tolist()
-        names = [self.pool.name_of(block) for block in blocks]
-        return bool((self.pool.ref_counts[blocks] == 1).all()) and not any(map(is_private, filter(None, names)))
 
     def forget(self, parked: Parked) -> None:
         """The row has returned, or never will."""
