@@ -31,8 +31,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """rms_norm(x + residual), and the sum. The sum may take residual's memory."""
-    residual = x + residual
+    """rms_norm(x + residual), and the sum. The sum may take residual's memory. x may be parts [parts, rows, width]."""
+    residual = (x.sum(0) + residual).to(residual.dtype) if x.dim() > residual.dim() else x + residual
     return rms_norm(residual, weight, eps), residual
 
 
@@ -185,3 +185,20 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) 
         if begin < end:
             out[begin:end] = F.linear(x[begin:end], matrix)
     return out
+
+
+def fused_linear(
+    x: torch.Tensor,  # [rows, in]
+    weight: torch.Tensor,  # [out, in]
+    bias: torch.Tensor | None = None,  # [out]
+    *,
+    gain: torch.Tensor | None = None,  # [in]: x goes through an RMS norm first
+    eps: float = 0.0,
+    add: torch.Tensor | None = None,  # [rows, out]: added to the result
+    gated: bool = False,  # half of the outputs: silu of the first half times the second
+    product: Callable[..., torch.Tensor] = linear,
+) -> torch.Tensor:
+    """A product with what stands before and after it in a layer."""
+    y = product(x if gain is None else rms_norm(x, gain, eps), weight, bias)
+    y = gated_activation(y, "silu") if gated else y
+    return y if add is None else y + add
