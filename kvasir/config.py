@@ -167,8 +167,35 @@ class CacheConfig(_Checked):
         "auto", "Type of keys and values in the cache.", refused="The cache holds the model's own dtype so far."
     )
     enable_prefix_caching: bool = setting(True, "Reuse cached blocks of a prompt's beginning across requests.")
-    swap_space: float = setting(0.0, "GiB of CPU memory for swapped blocks.", refused="There is no CPU tier yet.")
+    swap_space: float = setting(
+        0.0,
+        "GiB of host memory for each device in which blocks of preempted requests wait for their return.",
+        minimum=0,
+    )
+    kv_offloading_size: float = setting(
+        0.0, "GiB of host memory, over all devices, in which evicted blocks of cached prefixes live on.", minimum=0
+    )
+    preemption_mode: str = setting(
+        "auto",
+        "What becomes of a preempted request's blocks. swap: they wait in swap_space; recompute: they are computed "
+        "again; auto: whichever is quicker, as measured at the start, each time.",
+        choices=("auto", "swap", "recompute"),
+    )
     cpu_offload_gb: float = setting(0.0, "GiB of weights kept in CPU memory.", refused="Weights are not offloaded yet.")
+
+    @property
+    def has_host_tier(self) -> bool:
+        return self.swap_space > 0 or self.kv_offloading_size > 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise ConfigError("preemption_mode='swap' needs room to swap to: set swap_space to some GiB.")
+        if self.kv_offloading_size and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_offloading_size keeps evicted prefixes, and enable_prefix_caching is off, so there are none. "
+                "Turn it on, or set swap_space for the blocks of preempted requests."
+            )
 
 
 POLICY_NAMES = ("fcfs", "priority", "wrr", "deadline")

@@ -20,6 +20,10 @@ FloatArray = NDArray[np.float32]
 NULL_BLOCK = 0  # never handed out: what unused block-table entries and padding point at
 
 
+def no_copies() -> Int32Array:
+    return np.zeros((0, 2), np.int32)
+
+
 class FinishReason(IntEnum):
     """Why a request ended. NONE means that it has not."""
 
@@ -222,6 +226,18 @@ class EngineStats:
     timeouts_waiting: int = 0  # requests that ended at their deadline, or before it, without running at the time ...
     timeouts_running: int = 0  # ... and while they ran
     timeouts_foreseen: int = 0  # of those, ended before their deadline because they could not meet it
+    recomputed_tokens: int = 0  # computed before a preemption and again after it
+    # the tier in host memory
+    host_blocks: int = 0
+    host_used_blocks: int = 0  # kept for preempted requests
+    host_cached_blocks: int = 0
+    swapped_preemptions: int = 0  # whose blocks were kept; the others' are recomputed, or found in the cache
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    offloaded_blocks: int = 0  # evicted on the device, copied out
+    restored_blocks: int = 0  # of those, copied in again
+    host_evictions: int = 0
+    host_cache_hits: int = 0  # tokens of prefix_cache_hits that came from there
 
 
 # ---------------------------------------------------------------- core -> worker
@@ -252,7 +268,10 @@ class StepPlan:
     # block-table entries that changed: flat position ((group * rows + row) * width + column) ...
     table_index: Int32Array
     table_block: Int32Array  # ... and block id
-    copies: Int32Array  # [c, 2] blocks to copy, (from, to), before this step writes
+    copies: Int32Array  # [c, 2] blocks to copy, (from, to), before this step writes; no block is both
+    # [m, 2] before those, blocks to copy (device, host), and then (host, device), each ordered by host block
+    to_host: Int32Array = field(default_factory=no_copies)
+    from_host: Int32Array = field(default_factory=no_copies)
     wants_logprobs: bool = False
     shared_tokens: int = 0  # so many first tokens of all rows lie in the same blocks; told where all run one token
     step: int = 0
@@ -279,6 +298,14 @@ class KVSpec:
 
 
 # ---------------------------------------------------------------- worker -> core
+
+
+@dataclass(slots=True, frozen=True)
+class StepCosts:
+    """Measured seconds."""
+
+    copy_block: float  # one block, all its layers, between device and host
+    compute_token: float  # one prompt token
 
 
 @dataclass(slots=True)

@@ -40,6 +40,9 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
         "kv_cache_blocks": stats.num_blocks,
         "kv_cache_blocks_used": stats.num_used_blocks,
         "kv_cache_blocks_cached": stats.num_cached_blocks,
+        "host_cache_blocks": stats.host_blocks,
+        "host_cache_blocks_used": stats.host_used_blocks,
+        "host_cache_blocks_cached": stats.host_cached_blocks,
     }
     counters = {
         "engine_steps": stats.steps,
@@ -58,6 +61,14 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
         "kv_block_copies": stats.copied_blocks,
         "kv_block_shares": stats.shared_blocks,
         "kv_blocks_freed_by_window": stats.freed_blocks,
+        "num_preemptions_swapped": stats.swapped_preemptions,
+        "recomputed_tokens": stats.recomputed_tokens,
+        "kv_blocks_swapped_out": stats.swapped_out_blocks,
+        "kv_blocks_swapped_in": stats.swapped_in_blocks,
+        "kv_blocks_offloaded": stats.offloaded_blocks,
+        "kv_blocks_restored": stats.restored_blocks,
+        "host_cache_evictions": stats.host_evictions,
+        "host_cache_hits": stats.host_cache_hits,
         **frontend,
     }
     metrics: list[Metric] = [Gauge(PREFIX + name, value) for name, value in gauges.items()]

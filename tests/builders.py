@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from kvasir.engine.admission import QueueLimits
+from kvasir.engine.cache.costs import Always, SwapChoice
+from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.manager import KVCacheManager
 from kvasir.engine.core import EngineCore
 from kvasir.engine.policies import FirstComeFirstServed, Policy
@@ -31,8 +33,11 @@ def make_scheduler(
     windows: tuple[int | None, ...] = (None,),
     policy: Policy | None = None,
     watermark: float = 0.0,
+    host: tuple[int, int] = (0, 0),  # blocks for swapping, and for evicted prefixes
+    choice: SwapChoice = Always(True),  # noqa: B008 (it is frozen)
 ) -> Scheduler:
-    cache = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len, caching, windows)
+    tier = HostTier(*host, choice) if any(host) else None
+    cache = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len, caching, windows, tier)
     limits = Limits(max_num_seqs, budget, chunked, threshold, watermark)
     return Scheduler(limits, cache, FirstComeFirstServed() if policy is None else policy, max_model_len)
 
@@ -44,7 +49,7 @@ def make_core(
     if executor is None:
         shape = scheduler.rows.tokens.shape
         executor = EchoExecutor(scheduler.cache.block_size, shape[0], shape[1], VOCAB, scheduler.cache.windows)
-        executor.allocate_kv(scheduler.cache.pool.num_blocks)
+        executor.allocate_kv(scheduler.cache.pool.num_blocks, scheduler.cache.tier.num_blocks + 1)
     return EngineCore(scheduler, executor, lookahead, queue_limits)
 
 
@@ -135,6 +140,7 @@ def check_blocks(core: EngineCore) -> None:
     scheduler = core.scheduler
     cache = scheduler.cache
     cache.pool.check()
+    cache.tier.check()
     held: Counter[int] = Counter()
     for row in scheduler.rows.order.tolist():
         for line in range(row, len(cache.tables), cache.max_rows):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from kvasir.config import EngineConfig
 from kvasir.engine.admission import QueueLimits
+from kvasir.engine.build_tier import host_blocks, host_memory_blocks, make_tier
 from kvasir.engine.cache.manager import KVCacheManager
+from kvasir.engine.cache.tier import Tier
 from kvasir.engine.core import EngineCore
 from kvasir.engine.policies import Context, Policy, make_policy
 from kvasir.engine.scheduler import Limits, Scheduler
@@ -24,11 +26,13 @@ def build_core(config: EngineConfig, executor: Executor | None = None) -> Engine
     executor = executor or make_executor(config)
     try:
         num_blocks = count_blocks(config, executor)
-        executor.allocate_kv(num_blocks)
+        swap_blocks, offload_blocks = host_blocks(config, executor.kv_spec())
+        executor.allocate_kv(num_blocks, host_memory_blocks(swap_blocks, offload_blocks))
+        tier = make_tier(config, swap_blocks, offload_blocks, executor)
     except BaseException:
         executor.close()
         raise
-    scheduler = make_scheduler(config, num_blocks, executor.kv_spec().windows, policy)
+    scheduler = make_scheduler(config, num_blocks, executor.kv_spec().windows, policy, tier)
     lookahead = int(config.scheduler.async_scheduling)
     limits = QueueLimits(config.scheduler.max_queued_requests, config.scheduler.max_queued_tokens)
     return EngineCore(scheduler, executor, lookahead, limits)
@@ -50,7 +54,9 @@ def _policy(config: EngineConfig) -> Policy:
     return make_policy(settings.scheduling_policy, context)
 
 
-def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | None, ...], policy: Policy) -> Scheduler:
+def make_scheduler(
+    config: EngineConfig, num_blocks: int, windows: tuple[int | None, ...], policy: Policy, tier: Tier | None = None
+) -> Scheduler:
     settings = config.scheduler
     max_model_len = config.model.max_model_len
     limits = Limits(
@@ -67,6 +73,7 @@ def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | N
         max_model_len,
         config.cache.enable_prefix_caching,
         windows,
+        tier,
     )
     return Scheduler(limits, cache, policy, max_model_len)
 

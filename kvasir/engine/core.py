@@ -78,7 +78,7 @@ class EngineCore:
         """Forget cached prefixes. False while requests run."""
         while self.results and not len(self.scheduler):
             self.scheduler.update(self.results.popleft().result())
-        return self.scheduler.cache.pool.reset()
+        return self.scheduler.cache.reset()
 
     def stats(self) -> EngineStats:
         scheduler, cache = self.scheduler, self.scheduler.cache
@@ -105,6 +105,17 @@ class EngineCore:
             timeouts_waiting=scheduler.stats.ended_waiting,
             timeouts_running=scheduler.stats.ended_running,
             timeouts_foreseen=self.overdue.num_given_up,
+            recomputed_tokens=cache.stats.recomputed,
+            host_blocks=cache.tier.num_blocks,
+            host_used_blocks=cache.tier.num_used,
+            host_cached_blocks=cache.tier.num_cached,
+            swapped_preemptions=cache.tier.stats.parked,
+            swapped_out_blocks=cache.tier.stats.swapped_out,
+            swapped_in_blocks=cache.tier.stats.swapped_in,
+            offloaded_blocks=cache.tier.stats.offloaded,
+            restored_blocks=cache.tier.stats.restored,
+            host_evictions=cache.tier.stats.evictions,
+            host_cache_hits=cache.stats.tier_hits,
         )
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvasir.engine.cache.tier import Parked
 from kvasir.messages import EngineRequest, Int32Array
 
 
@@ -21,6 +22,7 @@ class Request:
     started: float = 0.0  # when it was first admitted
     seq: int = 0  # how many came before it; a fork has its parent's
     num_counted: int = 0  # tokens up to which its tenant was charged, see engine/queue.py
+    parked: Parked | None = None  # since it was preempted, and until it runs again
 
     @classmethod
     def new(cls, spec: EngineRequest, arrival: float = 0.0, seq: int = 0) -> Request:

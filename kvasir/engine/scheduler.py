@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.engine.cache.manager import IntArray, KVCacheManager, Prefix
+from kvasir.engine.cache.tier import Parked
 from kvasir.engine.policies import Context, Policy
 from kvasir.engine.queue import Queue
 from kvasir.engine.request import Request
@@ -163,6 +164,7 @@ class Scheduler:
             return False
         if request.row is None:
             self.waiting.remove(request)
+            self._forget(request)
         else:
             known = int(self.rows.num_known[request.row])
             self._close(request.row, known if num_kept is None else min(known, request.num_prompt_tokens + num_kept))
@@ -241,7 +243,7 @@ class Scheduler:
         row = request.row
         assert row is not None, "only a running request can be preempted"
         request.token_ids = self.rows.known_tokens(row).copy()
-        request.chain = self._close(row, len(request.token_ids))
+        request.chain, request.parked = self._park(request, row)
         request.num_preemptions += 1
         self._leave([row])
         self.waiting.put_back(request)
@@ -256,7 +258,7 @@ class Scheduler:
             self._put_back(request)
         self._in_flight.clear()
         self.cache.take_changes()  # of rows that are free now
-        forgotten = self.cache.pool.reset()
+        forgotten = self.cache.reset()
         assert forgotten, "no row is left, so no block is in use"
 
     def _admit(self, budget: int) -> tuple[list[int], list[int]]:
@@ -270,7 +272,7 @@ class Scheduler:
             request = self.waiting.peek()
             tokens = request.token_ids
             prefix = self._find_prefix(request)
-            cached = prefix.columns * self.cache.block_size
+            cached = prefix.num_tokens
             grant = self._first_grant(len(tokens) - cached, budget)
             missing = self.cache.blocks_for(len(tokens)) - self.cache.blocks_for(cached)
             spare = self.cache.num_free_besides(prefix) - missing - owed
@@ -281,10 +283,11 @@ class Scheduler:
                 break  # those who run would soon be without blocks, and somebody preempted
             self.waiting.remove(request)
             row = self._enter(request, cached)
-            self.cache.open(row, prefix, request.chain, request.spec.cache_salt, len(tokens))
+            self.cache.open(row, prefix, request.chain, request.spec.cache_salt, len(tokens), request.parked)
+            request.parked = None
             ready = self.cache.prepare(np.array([row]), np.array([cached], np.int32), np.array([grant], np.int32))
             assert ready, "blocks were counted as free and are not"
-            owed += missing - self.cache.num_groups * (int(self.cache.num_blocks[row]) - prefix.columns)
+            owed += missing - self.cache.num_groups * (int(self.cache.num_blocks[row]) - prefix.num_columns)
             self._name_blocks(row, cached + grant)  # at once: the next in line may share them
             joined.append(row)
             grants.append(grant)
@@ -295,10 +298,10 @@ class Scheduler:
     def _find_prefix(self, request: Request) -> Prefix:
         if not request.spec.reads_cache:
             return self.cache.no_prefix()
-        return self.cache.find_prefix(request.token_ids, request.chain, request.spec.cache_salt)
+        return self.cache.find_prefix(request.token_ids, request.chain, request.spec.cache_salt, request.parked)
 
     def _tokens_to_compute(self, request: Request) -> int:
-        return len(request.token_ids) - self._find_prefix(request).columns * self.cache.block_size
+        return len(request.token_ids) - self._find_prefix(request).num_tokens
 
     def _first_grant(self, want: int, budget: int) -> int:
         threshold = self.limits.long_prefill_token_threshold or want
@@ -334,6 +337,17 @@ class Scheduler:
         num_tokens = min(num_tokens, int(self.rows.num_computed[row]))
         return self.cache.close(row, self.rows.tokens[row, :num_tokens])
 
+    def _park(self, request: Request, row: int) -> tuple[list[bytes], Parked]:
+        """Give the row's blocks back for now. The last known token must be computed again, for its logits."""
+        num_tokens = min(len(request.token_ids) - 1, int(self.rows.num_computed[row]))
+        return self.cache.park(row, self.rows.tokens[row, :num_tokens], request.spec.reads_cache)
+
+    def _forget(self, request: Request) -> None:
+        """It waits no more and will not run again: nothing needs to be kept for it."""
+        if request.parked is not None:
+            self.cache.forget(request.parked)
+            request.parked = None
+
     def _plan(self, rows: IntArray, grants: Int32Array) -> StepPlan:
         r = self.rows
         num_decodes = len(rows)
@@ -349,6 +363,7 @@ class Scheduler:
         for row in rows[num_decodes:].tolist():
             self._name_blocks(row, int(r.num_computed[row]))
         table_index, table_block, copies = self.cache.take_changes()
+        to_host, from_host = self.cache.tier.take_copies()
         new_rows, self._new_rows = self._new_rows, []
         self._in_flight.append(_InFlight(rows, r.epoch[rows], samples, lengths, self.context.clock(), len(token_ids)))
         self.stats.steps += 1
@@ -364,6 +379,8 @@ class Scheduler:
             table_index=table_index,
             table_block=table_block,
             copies=copies,
+            to_host=to_host,
+            from_host=from_host,
             wants_logprobs=bool((samples & r.logprobs[rows]).any()),
             shared_tokens=self._shared_tokens() if num_decodes == len(rows) else 0,
             step=self.stats.steps,

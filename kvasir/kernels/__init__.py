@@ -23,6 +23,7 @@ logger = get_logger(__name__)
 __all__ = [
     "ACTIVATIONS",
     "add_rms_norm",
+    "copy_blocks",
     "draw",
     "fused_linear",
     "fuses_one_row",
@@ -106,6 +107,13 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) 
     """See reference.grouped_linear; on a GPU nothing waits."""
     y: torch.Tensor = _version_for(x).grouped_linear(x, weight, starts)
     return y
+
+
+def copy_blocks(
+    source: torch.Tensor, target: torch.Tensor, source_index: torch.Tensor, target_index: torch.Tensor
+) -> None:
+    """See reference.copy_blocks."""
+    _version_for(source).copy_blocks(source, target, source_index, target_index)
 
 
 def draw(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:

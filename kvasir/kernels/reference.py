@@ -42,6 +42,16 @@ def gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     return ACTIVATIONS[kind](gate) * up
 
 
+def copy_blocks(
+    source: torch.Tensor,  # [layers, blocks, page_bytes] uint8
+    target: torch.Tensor,
+    source_index: torch.Tensor,  # [n] int32
+    target_index: torch.Tensor,
+) -> None:
+    """Copy blocks in all layers. No block may be read and written in one call."""
+    target[:, target_index.long()] = source[:, source_index.long()]
+
+
 def rotary(
     query: torch.Tensor,  # [tokens, heads, head_dim]
     key: torch.Tensor,  # [tokens, kv_heads, head_dim]

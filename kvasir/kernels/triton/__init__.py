@@ -1,6 +1,7 @@
 """Triton kernels. Each equals a function of kernels/reference.py or the torch attention backend."""
 
 from kvasir.kernels.triton.activation import silu_mul
+from kvasir.kernels.triton.block_copy import copy_blocks
 from kvasir.kernels.triton.draw import draw
 from kvasir.kernels.triton.gemv import gemv, is_fit, takes
 from kvasir.kernels.triton.grouped_linear import grouped_linear
@@ -12,6 +13,7 @@ from kvasir.kernels.triton.tile_linear import blocks_for, linear_parts, parts_fo
 __all__ = [
     "add_rms_norm",
     "blocks_for",
+    "copy_blocks",
     "draw",
     "gemv",
     "grouped_linear",
