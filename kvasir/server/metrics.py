@@ -23,13 +23,14 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from kvasir import metrics
 from kvasir.messages import EngineStats
 from kvasir.outputs import RequestMetrics
 from kvasir.server.device import DeviceUse
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each, which nobody reads
 
-PREFIX = "kvasir:"
+PREFIX = metrics.PREFIX
 VLLM_PREFIX = "vllm:"
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -175,35 +176,19 @@ class _Fixed:
         return self.metrics
 
 
-def engine_metrics(stats: EngineStats, labels: dict[str, str]) -> list[Metric]:
-    """The engine's own figures."""
-    gauges = {
-        "num_requests_running": (stats.num_running, "Requests that have a row."),
-        "num_requests_waiting": (stats.num_waiting, "Requests that wait for one."),
-        "queue_size": (stats.num_waiting, "The same, by the name that scaling rules ask for."),
-        "kv_cache_usage_perc": (stats.num_used_blocks / max(1, stats.num_blocks), "Share of KV blocks in use; 1: all."),
-        "kv_cache_blocks": (stats.num_blocks, "KV blocks there are."),
-        "kv_cache_blocks_used": (stats.num_used_blocks, "KV blocks that requests hold."),
-        "kv_cache_blocks_cached": (stats.num_cached_blocks, "KV blocks whose content can be found again."),
-    }
-    counters = {
-        "num_preemptions": (stats.preemptions, "Times a request lost its row and blocks."),
-        "prefix_cache_queries": (stats.prefix_cache_queries, "Prompt tokens looked for in the prefix cache."),
-        "prefix_cache_hits": (stats.prefix_cache_hits, "Prompt tokens found there."),
-        "engine_steps": (stats.steps, "Steps of the engine."),
-        "scheduled_tokens": (stats.scheduled_tokens, "Tokens computed."),
-        "kv_block_evictions": (stats.evictions, "Cached blocks given to others."),
-    }
-    found: list[Metric] = []
-    for name, (value, help) in gauges.items():
-        gauge = GaugeMetricFamily(PREFIX + name, help, labels=list(labels))
-        gauge.add_metric(list(labels.values()), value)
-        found.append(gauge)
-    for name, (value, help) in counters.items():
-        counter = CounterMetricFamily(PREFIX + name, help, labels=list(labels))
-        counter.add_metric(list(labels.values()), value)
-        found.append(counter)
-    return found
+def engine_metrics(stats: Sequence[EngineStats], model_name: str) -> list[Metric]:
+    """The engines' own figures, each with the number of its engine."""
+    found: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+    for engine, each in enumerate(stats):
+        waiting = metrics.Gauge(f"{PREFIX}queue_size", each.num_waiting)  # by the name that scaling rules ask for
+        for metric in [*metrics.read_metrics(each, {}), waiting]:
+            family = found.get(metric.name)
+            if family is None:
+                kind = GaugeMetricFamily if isinstance(metric, metrics.Gauge) else CounterMetricFamily
+                words = metric.name.removeprefix(PREFIX).replace("_", " ")
+                family = found[metric.name] = kind(metric.name, words, labels=["model_name", "engine"])
+            family.add_metric([model_name, str(engine)], metric.value)
+    return list(found.values())
 
 
 def device_metrics(devices: Iterable[DeviceUse], labels: dict[str, str]) -> list[Metric]:

@@ -13,6 +13,7 @@ from starlette.requests import HTTPConnection
 from kvasir.async_llm import AsyncLLM
 from kvasir.errors import EngineDeadError
 from kvasir.messages import EngineStats
+from kvasir.metrics import sum_stats
 from kvasir.sampling_params import SamplingParams
 from kvasir.server.config import ServerConfig
 from kvasir.server.device import Probe, probe_for
@@ -50,7 +51,7 @@ class ServerState:
         self.idle.set()
         self.defaults: SamplingParams | None = None  # of requests that say nothing: the model's generation config
         self.responses = ResponseStore(config.max_stored_responses)
-        self.last_stats: EngineStats | None = None
+        self._stats: list[EngineStats] = []  # the last that were heard
         self.probe_device: Probe = list  # until it is known where the engine runs
         self._engine: AsyncLLM | None = None
 
@@ -82,13 +83,18 @@ class ServerState:
         message = f"The server is starting: {self.phases.now}."
         return ApiError(503, message, "starting", code="starting", retry_after=2)
 
-    async def stats(self) -> EngineStats | None:
-        """The engine's figures; if it does not answer in time, the last ones."""
+    async def engine_stats(self) -> list[EngineStats]:
+        """Every engine's figures; if one does not answer in time, the last ones."""
         engine = self._engine
         if engine is not None and engine.is_running:
             with suppress(TimeoutError, EngineDeadError):
-                self.last_stats = await asyncio.wait_for(engine.stats(), _STATS_SECONDS)
-        return self.last_stats
+                self._stats = await asyncio.wait_for(engine.call_all("stats"), _STATS_SECONDS)
+        return self._stats
+
+    async def stats(self) -> EngineStats | None:
+        """Of all engines together."""
+        found = await self.engine_stats()
+        return sum_stats(found) if found else None
 
     # ------------------------------------------------------------ requests
 

@@ -19,8 +19,7 @@ router = APIRouter(tags=["operations"])
 
 @router.get("/metrics", summary="For Prometheus")
 async def metrics(state: State) -> Response:
-    stats = await state.stats()
-    further = [] if stats is None else engine_metrics(stats, state.metrics.labels)
+    further = engine_metrics(await state.engine_stats(), state.model_names[0])
     further += device_metrics(state.probe_device(), state.metrics.labels)
     if (engine := state.engine_or_none) is not None:
         cache = {name: str(value) for name, value in asdict(engine.config.cache).items()}
