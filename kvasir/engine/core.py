@@ -11,9 +11,12 @@ from kvasir.engine.admission import Admission, QueueLimits
 from kvasir.engine.families import Families
 from kvasir.engine.overdue import Overdue
 from kvasir.engine.scheduler import Scheduler
-from kvasir.errors import EngineDeadError, EngineError
+from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError
 from kvasir.executor.base import Executor
+from kvasir.log import get_logger
 from kvasir.messages import EngineOutput, EngineRequest, EngineStats, StepFuture
+
+logger = get_logger(__name__)
 
 
 class EngineCore:
@@ -36,8 +39,13 @@ class EngineCore:
         plan = self.scheduler.schedule()
         several = len(self.families) > 0
         if plan is not None:
-            self.executor.execute(plan)
-            self.results.append(self.executor.sample())
+            try:
+                self.executor.execute(plan)
+                self.results.append(self.executor.sample())
+            except DeviceMemoryError:
+                if not self._start_over_smaller(plan.total_tokens):
+                    raise
+                return replace(NO_OUTPUT, finished=late)
             if several:
                 self.families.planned()
         if self.results and (plan is None or len(self.results) > self.lookahead):
@@ -47,6 +55,19 @@ class EngineCore:
             assert plan is not None or not len(self.scheduler), "requests wait, nothing is in flight, nothing can run"
             output = NO_OUTPUT
         return replace(output, finished=late + output.finished) if late else output
+
+    def _start_over_smaller(self, num_tokens: int) -> bool:
+        """After a step of so many tokens that did not fit: everybody is preempted, and steps are half as large from
+        now on. False if they cannot get smaller."""
+        if not self.scheduler.shrink_steps(num_tokens // 2):
+            return False
+        self.results.clear()
+        self.scheduler.start_over()
+        logger.warning(
+            "a step of %d tokens did not fit the device's memory: all requests are computed anew, in steps of at most "
+            "%d. To avoid this, lower gpu_memory_utilization or max_num_batched_tokens.", num_tokens, num_tokens // 2,
+        )  # fmt: skip
+        return True
 
     def run_step(self) -> EngineOutput:
         """`step`, with a failure of the device turned into an EngineError, after which the core stays dead."""

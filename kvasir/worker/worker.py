@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from kvasir.config import EngineConfig
 from kvasir.distributed.mesh import Mesh
+from kvasir.errors import DeviceMemoryError
 from kvasir.log import get_logger
 from kvasir.messages import Extras, KVSpec, NewRow, RowSampling, StepCosts, StepPlan
 from kvasir.models.fallback import TransformersModel
@@ -31,7 +34,7 @@ GIB = 1 << 30
 
 class Worker:
     def __init__(self, config: EngineConfig, mesh: Mesh | None = None) -> None:
-        self.config = config
+        self.config, self.mesh = config, mesh
         self.platform = select(config.device.device)
         self.device = torch.device(config.device.device)
         self.dtype = getattr(torch, config.model.dtype)
@@ -132,11 +135,24 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> None:
         assert self.runner is not None, "allocate_kv comes before the first step"
-        self.runner.execute(plan)
+        with self._memory_errors():
+            self.runner.execute(plan)
 
     def sample(self) -> DeviceResult:
         assert self.runner is not None, "allocate_kv comes before the first step"
-        return self.runner.sample()
+        with self._memory_errors():
+            return self.runner.sample()
+
+    @contextmanager
+    def _memory_errors(self) -> Iterator[None]:
+        """A step that does not fit can be tried again, smaller; not where other ranks wait in the middle of it."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self.mesh is not None and self.mesh.size > 1:
+                raise
+            self.platform.release_memory()
+            raise DeviceMemoryError(str(error)) from error
 
     def close(self) -> None:
         if self.runner is not None:
