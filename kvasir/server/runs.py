@@ -1,0 +1,228 @@
+"""One API request on its way through the engine: admitted, followed, counted; aborted when nobody reads on.
+
+A request may have several prompts; each becomes one of the engine's requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Collection, Sequence
+from dataclasses import dataclass, field
+
+from kvasir.async_llm import AsyncLLM
+from kvasir.errors import RequestError
+from kvasir.outputs import RequestOutput
+from kvasir.prompts import TokensPrompt
+from kvasir.sampling_params import RequestOutputKind, SamplingParams
+from kvasir.server import run_log
+from kvasir.server.calls import Call
+from kvasir.server.errors import ApiError, as_api_error, timed_out
+from kvasir.server.schema.usage import PromptTokensDetails, Usage
+from kvasir.server.state import ServerState
+
+_numbers = itertools.count()
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]  # which prompt, and what is new of it
+
+
+@dataclass(slots=True)
+class Terms:
+    """On what terms a request runs, besides its parameters."""
+
+    priority: int = 0
+    timeout: float | None = None
+    user: str | None = None  # for the log
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    state: ServerState
+    call: Call
+    prompts: Sequence[TokensPrompt]
+    params: SamplingParams
+    terms: Terms = field(default_factory=Terms)
+    num_prompt_tokens: int = 0
+    num_generated: int = 0
+    num_cached: int = 0
+    first_token: float | None = None  # seconds after arrival; None unless it streams
+    reasons: list[str] = field(default_factory=list)  # how its completions ended
+    ids: list[str] = field(default_factory=list)  # of the engine's requests
+    cancelled: bool = False  # by its client
+    engine: AsyncLLM = field(init=False)  # asked for once: while the server drains, no new request gets it
+    _last_token: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.engine = self.state.engine
+        self.num_prompt_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in self.prompts)
+        most = self.state.config.request_timeout
+        if most is not None:
+            self.terms.timeout = most if self.terms.timeout is None else min(most, self.terms.timeout)
+
+    # ------------------------------------------------------------ the outputs
+
+    async def outputs(self) -> Outputs:
+        """As they come. Whatever ends this generator ends the request."""
+        self._check()
+        self.state.limits.admit(self.call.key, self.num_prompt_tokens, len(self.prompts))
+        self.state.began(self)
+        run_log.arrived(self)
+        error: ApiError | None = None
+        source = self._source()
+        try:
+            async for index, output in source:
+                self._note(output)
+                yield index, output
+        except (asyncio.CancelledError, GeneratorExit):
+            error = ApiError(499, "the client went away", "disconnect")
+            raise
+        except Exception as raised:
+            error = as_api_error(raised)
+            raise error from raised
+        finally:
+            await source.aclose()
+            self._end(error)
+
+    async def whole(self) -> list[RequestOutput]:
+        """The last output of every prompt."""
+        last: dict[int, RequestOutput] = {}
+        source = self.outputs()
+        try:
+            async for index, output in source:
+                last[index] = output
+        finally:
+            await source.aclose()
+        return [last[index] for index in range(len(self.prompts))]
+
+    async def abort(self) -> None:
+        """End it from outside; its outputs end with finish_reason "abort"."""
+        await self.engine.abort(self.ids)
+
+    async def cancel(self) -> None:
+        """The same because its client wants it."""
+        self.cancelled = True
+        await self.abort()
+
+    def _source(self) -> Outputs:
+        number = next(_numbers)
+        self.ids = [f"{number}-{index}" for index in range(len(self.prompts))]
+        key, terms = self.call.key, self.terms
+        parts = [
+            self.engine.generate(
+                prompt,
+                self.params,
+                request_id,
+                priority=terms.priority,
+                tenant=key.name,
+                weight=key.weight,
+                timeout=terms.timeout,
+            )
+            for prompt, request_id in zip(self.prompts, self.ids, strict=True)
+        ]
+        return _only(parts[0]) if len(parts) == 1 else merged(parts)
+
+    # ------------------------------------------------------------ checks
+
+    def _check(self) -> None:
+        asked, most = len(self.prompts) * self.params.num_branches, self.state.config.max_choices
+        if asked > most:
+            raise RequestError(f"{asked} completions are asked for at once; this server gives at most {most}.", "n")
+        policy = self.engine.config.scheduler.scheduling_policy
+        if self.terms.priority and policy != "priority" and ":" not in policy:
+            message = f"priority needs --scheduling-policy priority; this server orders its queue by {policy}."
+            raise RequestError(message, "priority")
+
+    def check(self, output: RequestOutput) -> None:
+        """Raise what ended a request that has no answer to show for it."""
+        for each in output.outputs:
+            if each.finish_reason == "error":
+                raise ApiError(500, str(each.stop_reason or "The request failed."), "engine", code="request_failed")
+            if each.finish_reason == "timeout" and self.num_generated == 0:
+                raise timed_out(self.terms.timeout)
+            if each.finish_reason == "abort" and not self.cancelled:
+                raise ApiError(503, "The server was shut down before the answer was complete.", "draining")
+
+    # ------------------------------------------------------------ counting
+
+    def _note(self, output: RequestOutput) -> None:
+        """Called for every token, so it touches plain numbers only."""
+        new = 0
+        for each in output.outputs:
+            new += len(each.token_ids)
+        if new:
+            self.num_generated += new
+            tally = self.state.metrics.tally
+            tally.generated += new
+            if self.params.output_kind is RequestOutputKind.DELTA:
+                now = time.time()
+                if self.first_token is None:
+                    self.first_token = now - self.call.arrived
+                elif len(self.prompts) == 1:
+                    tally.gap(now - self._last_token, new)
+                self._last_token = now
+        if output.finished:
+            self._note_end(output)
+
+    def _note_end(self, output: RequestOutput) -> None:
+        cached, times = output.num_cached_tokens or 0, output.metrics
+        self.num_cached += cached
+        generated = times.num_generation_tokens if times is not None else 0
+        self.state.metrics.ended(times, len(output.prompt_token_ids), cached, generated)
+        for each in output.outputs:
+            if each.finish_reason is not None:
+                self.reasons.append(each.finish_reason)
+                self.state.metrics.finished(each.finish_reason)
+
+    def _end(self, error: ApiError | None) -> None:
+        self.state.ended(self)
+        self.state.limits.release(self.call.key, self.num_generated)
+        is_disconnect = error is not None and error.cause == "disconnect"
+        if error is not None and not (is_disconnect and self.reasons):  # who leaves after the end fails nothing
+            self.state.metrics.failed(error.cause)
+            error.counted = True
+        run_log.ended(self, error)
+
+    def usage(self) -> Usage:
+        usage = Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_generated,
+            total_tokens=self.num_prompt_tokens + self.num_generated,
+        )
+        if self.state.config.enable_prompt_tokens_details:
+            usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=self.num_cached)
+        return usage
+
+
+async def _only(part: AsyncGenerator[RequestOutput, None]) -> Outputs:
+    try:
+        async for output in part:
+            yield 0, output
+    finally:
+        await part.aclose()
+
+
+async def merged(parts: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
+    """The outputs of several generators as they come; the first error ends them all."""
+    pending = {asyncio.ensure_future(anext(part, None)): index for index, part in enumerate(parts)}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                index, output = pending.pop(future), future.result()
+                if output is not None:
+                    yield index, output
+                    pending[asyncio.ensure_future(anext(parts[index], None))] = index
+    finally:
+        await _abandon(pending)
+        for part in parts:
+            await part.aclose()
+
+
+async def _abandon(futures: Collection[asyncio.Future[RequestOutput | None]]) -> None:
+    for future in futures:
+        future.cancel()
+    if futures:
+        await asyncio.wait(futures)
+    for future in futures:
+        if not future.cancelled():
+            future.exception()  # somebody has looked at it
