@@ -1,0 +1,69 @@
+"""What all bodies have in common: strict types, no unknown fields, and fields that are known but refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from kvasir.config import did_you_mean
+
+
+class Refusal(NamedTuple):
+    """Stands in a field's metadata."""
+
+    why: str
+    harmless: tuple[object, ...]
+
+
+def refused(why: str, *harmless: object) -> Any:
+    """A field that clients know and this server cannot honour: only null and values that ask for nothing are taken."""
+    field: Any = Field(default=None, description=f"Not available: {why}")
+    field.metadata.append(Refusal(why, harmless))
+    return field
+
+
+class Body(BaseModel):
+    """A request's body. A field that is not there is an error, with the nearest that are: a misspelt parameter must not
+    be a silent default."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    hints: ClassVar[Mapping[str, str]] = {}  # for fields of other interfaces: what to do instead
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_unknown_fields(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            for name in given:
+                if name not in cls.model_fields:
+                    hint = cls.hints.get(str(name)) or did_you_mean(name, cls.model_fields).strip()
+                    raise invalid(str(name), f"Unrecognized request argument supplied: {name}. {hint}".strip())
+        return given
+
+    @model_validator(mode="after")
+    def _no_refused_fields(self) -> Any:
+        for name in self.model_fields_set:
+            for note in type(self).model_fields[name].metadata:
+                if isinstance(note, Refusal) and not _asks_nothing(getattr(self, name), note.harmless):
+                    raise invalid(name, f"{name} is not available: {note.why}")
+        return self
+
+
+def _asks_nothing(value: object, harmless: tuple[object, ...]) -> bool:
+    # the types, too, because True == 1 in Python
+    return value is None or any(type(value) is type(ok) and value == ok for ok in harmless)
+
+
+def invalid(name: str, message: str) -> PydanticCustomError:
+    """An error of the field `name`, wherever in the body it is raised."""
+    return PydanticCustomError("invalid", "{message}", {"message": message, "param": name})
+
+
+class Reply(msgspec.Struct):
+    """A reply's body, or a part of it. Fields of type UnsetType are left out unless they are set."""
+
+
+encode = msgspec.json.Encoder().encode
