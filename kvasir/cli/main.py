@@ -20,7 +20,8 @@ from kvasir.log import get_logger
 
 COMMANDS = {
     "serve": ("kvasir.cli.serve", "answer HTTP requests, as OpenAI and Anthropic do"),
-    "bench": ("kvasir.cli.bench", "measure throughput and latency"),
+    "complete": ("kvasir.cli.complete", "go on with a text, on a server or with a model loaded here"),
+    "bench": ("kvasir.cli.bench", "measure throughput, latency, a server under load, start-up"),
 }
 
 
