@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.args import EngineArgs
+from kvasir.cli import bench_serve
 from kvasir.errors import ConfigError
 
 PROMPT_FLAGS = ("num_prompts", "input_len", "output_len")
@@ -17,10 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     _add_throughput(commands.add_parser("throughput", help="tokens per second of many requests at once"))
     _add_latency(commands.add_parser("latency", help="time to the first token, and per token after it"))
+    bench_serve.add_arguments(commands.add_parser("serve", help="a server under load: latencies, throughput, goodput"))
 
 
 def run(namespace: argparse.Namespace) -> int:
     _check_json(namespace.json)
+    if namespace.benchmark == "serve":
+        return bench_serve.run(namespace)
     measure = {"throughput": _throughput, "latency": _latency}[namespace.benchmark]
     namespace.skip_tokenizer_init = True  # prompts are token ids, and nobody reads the answers
     record, text = measure(namespace)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import httpx
 
-from kvasir.errors import ConfigError, EngineError, RequestError
+from kvasir.errors import ConfigError, EngineError, KvasirError, RequestError
 
 DEFAULT_URL = "http://localhost:8000/v1"
 CONNECT_SECONDS = 10.0  # an answer itself may take as long as it likes
@@ -119,7 +119,7 @@ class _Told:
             raise ConfigError(f"--url {self.url} is not a URL such as {DEFAULT_URL} ({error}).") from None
         if isinstance(error, httpx.HTTPError):
             raise EngineError(f"The connection to {self.url} failed ({type(error).__name__}: {error}).") from None
-        if isinstance(error, ValueError | KeyError | TypeError | AttributeError) and not isinstance(error, RequestError):
+        if isinstance(error, ValueError | KeyError | TypeError | AttributeError) and not isinstance(error, KvasirError):
             raise EngineError(f"{self.url} does not answer as OpenAI's interface does ({error!r}).") from None
 
 
