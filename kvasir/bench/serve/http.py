@@ -9,6 +9,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Mapping
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -64,8 +65,7 @@ class _Connection(asyncio.Protocol):
     # ------------------------------------------------------------ what asyncio calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport), "streams only"
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
 
     def data_received(self, data: bytes) -> None:
         self._at = _now()
