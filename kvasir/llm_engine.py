@@ -8,6 +8,7 @@ from itertools import count
 from types import TracebackType
 from typing import Self
 
+from kvasir import startup
 from kvasir.args import EngineArgs
 from kvasir.config import EngineConfig
 from kvasir.errors import EngineDeadError, EngineError, RequestError
@@ -29,7 +30,8 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, client: EngineClient | None = None) -> None:
         self.config = config
         # the tokenizer first: a mistake there should not wait for the weights
-        self.tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model.tokenizer)
+        with startup.phase(startup.TOKENIZER):
+            self.tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model.tokenizer)
         self.input_processor = InputProcessor(config, self.tokenizer, remote=client is not None and client.remote)
         self.output_processor = OutputProcessor(self.tokenizer)
         self._keys = count()

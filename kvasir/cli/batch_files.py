@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import httpx
 
@@ -42,12 +42,15 @@ def opened(name: str) -> Iterator[Iterator[bytes]]:
     if name == "-":
         yield iter(sys.stdin.buffer)
         return
-    try:
-        file = open(name, "rb")
-    except OSError as error:
-        raise ConfigError(f"The batch {name} cannot be read: {error.strerror}.") from None
-    with file:
+    with _open(name, "rb", "read") as file:
         yield iter(file)
+
+
+def _open(name: str, mode: str, what: str) -> BinaryIO:
+    try:
+        return cast(BinaryIO, open(name, mode))
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be {what}: {error.strerror}.") from None
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -83,12 +86,8 @@ def written(name: str) -> Iterator[BinaryIO]:
             yield file
             _put(name, file)
     else:
-        try:
-            file = open(name, "wb")
-        except OSError as error:
-            raise ConfigError(f"{name} cannot be written: {error.strerror}.") from None
-        with file:
-            yield file
+        with _open(name, "wb", "written") as results:
+            yield results
 
 
 def _put(url: str, file: BinaryIO) -> None:

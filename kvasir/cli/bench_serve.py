@@ -174,11 +174,11 @@ def _pairs(name: str, words: list[str] | None) -> dict[str, str]:
     for word in words or []:
         if "=" not in word:
             raise ConfigError(f"{name} {word}: write it as KEY=VALUE.")
-    return dict(word.split("=", 1) for word in words or [])  # type: ignore[misc]  # two parts, as was just seen
+    return dict(word.split("=", 1) for word in words or [])
 
 
 def _result_path(namespace: argparse.Namespace, record: Mapping[str, Any]) -> Path:
-    name = namespace.result_filename
+    name: str | None = namespace.result_filename
     if name is None:
         model = re.sub(r"[^\w.-]+", "-", str(record["model_id"]).rstrip("/").split("/")[-1])
         limit = "" if record["max_concurrency"] is None else f"-concurrency{record['max_concurrency']}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvasir import startup
 from kvasir.config import EngineConfig
 from kvasir.engine.cache.manager import KVCacheManager
 from kvasir.engine.core import EngineCore
@@ -21,8 +22,9 @@ GIB = 1 << 30
 def build_core(config: EngineConfig, executor: Executor | None = None) -> EngineCore:
     executor = executor or make_executor(config)
     try:
-        num_blocks = count_blocks(config, executor)
-        executor.allocate_kv(num_blocks)
+        with startup.phase(startup.KV_CACHE):
+            num_blocks = count_blocks(config, executor)
+            executor.allocate_kv(num_blocks)
     except BaseException:
         executor.close()
         raise
@@ -32,8 +34,10 @@ def build_core(config: EngineConfig, executor: Executor | None = None) -> Engine
 
 
 def make_executor(config: EngineConfig) -> Executor:
-    several = config.parallel.distributed_executor_backend == "mp"
-    return MultiprocExecutor(config) if several else in_process(config)
+    if config.parallel.distributed_executor_backend != "mp":
+        return in_process(config)
+    with startup.phase(startup.WORKERS):
+        return MultiprocExecutor(config)
 
 
 def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | None, ...] = (None,)) -> Scheduler:

@@ -1,8 +1,9 @@
 """OpenAI's batch format without HTTP: each line is checked and answered by what the server does with such a request.
 
 A line in: {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}
-A line out: {"id": ..., "custom_id": ..., "response": {"status_code", "request_id", "body"} or null, "error": ... or null}
-A request that the server refuses has a response with its status and error body; `error` is for a line that is no request.
+A line out: {"id", "custom_id", "response": {"status_code": 200, "request_id", "body": {...}}, "error": null}
+A request that the server refuses has a response with its status and error body; a line that is no request has none, and
+its `error` says why.
 """
 
 from __future__ import annotations

@@ -87,12 +87,10 @@ def _tokens_in(answer: Answer, prompt: Prompt) -> int:
 
 def _summary(name: str, seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float | None]:
     values = np.asarray(seconds) * 1e3
-    empty = len(values) == 0
-    found = {"mean": None, "median": None, "std": None} if empty else {
-        "mean": float(values.mean()), "median": float(np.median(values)), "std": float(values.std())
-    }  # fmt: skip
-    for p in percentiles:
-        found[f"p{p:g}"] = None if empty else float(np.percentile(values, p))
+    found: dict[str, float | None] = dict.fromkeys(("mean", "median", "std", *(f"p{p:g}" for p in percentiles)))
+    if len(values):
+        found |= {"mean": float(values.mean()), "median": float(np.median(values)), "std": float(values.std())}
+        found |= {f"p{p:g}": float(np.percentile(values, p)) for p in percentiles}
     return {f"{key}_{name}_ms": value for key, value in found.items()}
 
 

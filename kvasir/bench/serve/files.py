@@ -21,7 +21,7 @@ from kvasir.errors import ConfigError
 MOONCAKE_BLOCK = 512  # tokens that a hash id stands for
 
 
-def sonnet(path: str, **lengths: int) -> Sonnet:
+def sonnet(path: str, **lengths: Any) -> Sonnet:
     lines = [line.rstrip() for line in _read(path).splitlines() if line.strip()]
     if not lines:
         raise ConfigError(f"{path} holds no line of text.")
