@@ -58,6 +58,8 @@ class Life:
             self.state.phases.enter(STARTING[-1])
             self.state.phases.note(engine.startup_seconds)
             await _first_token(engine)
+        except asyncio.CancelledError:
+            raise
         except BaseException as error:
             self._end_with(error)
             return
