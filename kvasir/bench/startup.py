@@ -66,7 +66,7 @@ def _once(settings: Mapping[str, Any], caches: Path) -> dict[str, Any]:
     environment = {**os.environ, **variables, "PYTHONPATH": paths}
     environment.setdefault("KVASIR_LOG_LEVEL", "WARNING")
     command = [sys.executable, "-c", PROGRAM, repr(time.time()), json.dumps(settings), str(result)]
-    ran = subprocess.run(command, env=environment, stdout=sys.stderr)
+    ran = subprocess.run(command, env=environment, stdout=2)  # not to be taken for the result
     record: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}
     if "error" in record:
         raise ConfigError(str(record["error"]))

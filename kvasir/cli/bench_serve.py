@@ -1,4 +1,7 @@
-"""`kvasir bench serve`: vLLM's flags in, a load test, a table and JSON out."""
+"""`kvasir bench serve`: vLLM's flags in, a load test, a table and JSON out.
+
+Turns flags into kvasir.bench.serve's objects, which are imported only where they are made.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,13 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvasir.args import flag
 from kvasir.cli.bench_serve_flags import LENGTHS, METRICS, SAMPLING, SYNTHETIC
 from kvasir.cli.bench_serve_flags import add_arguments as add_arguments
 from kvasir.env import API_KEY
 from kvasir.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvasir.bench.serve.run import Dataset, ServeOptions
-    from kvasir.bench.serve.target import Endpoint, Served
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -41,7 +40,7 @@ def run(namespace: argparse.Namespace) -> int:
     return 0 if record["completed"] else 1
 
 
-def _options(namespace: argparse.Namespace) -> ServeOptions:
+def _options(namespace: argparse.Namespace) -> Any:
     from kvasir.bench.serve.figures import Goodput
     from kvasir.bench.serve.run import ServeOptions
 
@@ -73,7 +72,7 @@ def _options(namespace: argparse.Namespace) -> ServeOptions:
     )
 
 
-def _endpoint(namespace: argparse.Namespace) -> Endpoint:
+def _endpoint(namespace: argparse.Namespace) -> Any:
     from kvasir.bench.serve.target import ENDPOINTS, Endpoint
 
     host = f"[{namespace.host}]" if ":" in namespace.host else namespace.host
@@ -100,7 +99,7 @@ def _arrivals(namespace: argparse.Namespace) -> Any:
     return Arrivals(math.inf if start is None else start, namespace.burstiness, namespace.ramp_up_strategy, end)
 
 
-def _dataset(namespace: argparse.Namespace) -> Callable[[Served], Dataset]:
+def _dataset(namespace: argparse.Namespace) -> Callable[[Any], Any]:
     chosen = namespace.dataset_name
     given = _lengths(namespace, chosen)
     path = namespace.dataset_path
@@ -113,7 +112,7 @@ def _dataset(namespace: argparse.Namespace) -> Callable[[Served], Dataset]:
 
     if chosen == "trace":
         return lambda served: files.trace(path, served.max_model_len)
-    makers: Mapping[str, Callable[[], Dataset]] = {
+    makers: Mapping[str, Callable[[], Any]] = {
         "random": lambda: prompts.Random(**given),
         "prefix_repetition": lambda: prompts.PrefixRepetition(**given),
         "sonnet": lambda: files.sonnet(path, **given),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from kvasir import env, interrupts
+from kvasir import interrupts
 from kvasir.args import EngineArgs
 from kvasir.cli.client import Message, Options, Piece, Usage
+from kvasir.cli.quiet import hush
 from kvasir.prompts import PromptType, TokensPrompt
 from kvasir.sampling_params import RequestOutputKind
 
@@ -18,8 +17,7 @@ class LocalModel:
     def __init__(self, args: EngineArgs) -> None:
         from kvasir.llm import LLM
 
-        if not any(os.environ.get(name) for name in (env.LOG_LEVEL.name, *env.LOG_LEVEL.aliases)):
-            logging.getLogger("kvasir").setLevel("WARNING")  # the answer is what one wants to see
+        self._unhush = hush()  # the answer is what one wants to see
         self.llm = LLM.from_engine_args(args)
         self._ids = count()
 
@@ -54,3 +52,4 @@ class LocalModel:
 
     def close(self) -> None:
         self.llm.close()
+        self._unhush()

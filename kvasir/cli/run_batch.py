@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
-import os
 import sys
 from typing import Any
 
-from kvasir import env
 from kvasir.args import EngineArgs, flag, flag_options
+from kvasir.cli.quiet import hush
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
 
@@ -44,9 +42,11 @@ def run(namespace: argparse.Namespace) -> int:
         raise ConfigError("--max-concurrency must be at least 1.")
     config = from_namespace(namespace)
     asked = EngineArgs.from_cli_args(namespace).create_engine_config()
-    if not any(os.environ.get(name) for name in (env.LOG_LEVEL.name, *env.LOG_LEVEL.aliases)):
-        logging.getLogger("kvasir.server").setLevel("WARNING")  # two lines a request would hide the progress
-    return run_batch(asked, config, namespace)
+    unhush = hush("kvasir.server")  # two lines a request would hide the progress
+    try:
+        return run_batch(asked, config, namespace)
+    finally:
+        unhush()
 
 
 def run_batch(asked: EngineConfig, config: Any, namespace: argparse.Namespace, executor: Any = None) -> int:
