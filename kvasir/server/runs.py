@@ -193,7 +193,7 @@ class Run:
         metrics, params = self.state.metrics, self.params
         metrics.params_n.observe(params.n)
         if params.max_tokens is not None:
-            metrics.params_max_tokens.observe(params.max_tokens)
+            metrics.params_max_tokens.observe(min(params.max_tokens, self.engine.config.model.max_model_len))
         facts = {
             "request_id": self.call.id,
             "path": self.call.path,

@@ -1,4 +1,4 @@
-"""Many clients at once: every one gets its own, full text; who leaves leaves nothing behind; who is slow slows nobody."""
+"""Many clients at once: each gets its own, full text; who leaves leaves nothing behind; who is slow slows nobody."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class RawClient:
 
     def send(self, **body: Any) -> None:
         data = json.dumps({"ignore_eos": True, "stream": True, **body}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+        )
         self.writer.write(head.encode() + b"\r\n\r\n" + data)
 
     async def lines(self) -> Any:
@@ -72,7 +74,9 @@ def prompts(tokenizer: Tokenizer) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def server(starter_model: Path) -> Iterator[LiveServer]:
-    with LiveServer.fake(starter_model, environment={"KVASIR_LOG_LEVEL": "WARNING"}, server={"port": free_port()}) as found:
+    with LiveServer.fake(
+        starter_model, environment={"KVASIR_LOG_LEVEL": "WARNING"}, server={"port": free_port()}
+    ) as found:
         found._url = f"http://127.0.0.1:{found_port(found)}"
         yield found.wait_until_ready()
 
@@ -139,7 +143,9 @@ def test_a_slow_reader_slows_nobody(server: LiveServer, prompts: list[tuple[str,
             await asyncio.to_thread(until, lambda: server.metric("kvasir:num_requests_running") > 0, "it runs")
             for prompt, expected in prompts[:20]:
                 assert await asyncio.wait_for(quick.text(prompt=prompt, max_tokens=TOKENS), 30) == expected
-            await asyncio.to_thread(until, lambda: server.metric("kvasir:num_requests_running") == 0, "all is generated")
+            await asyncio.to_thread(
+                until, lambda: server.metric("kvasir:num_requests_running") == 0, "all is generated"
+            )
             assert server.metric("kvasir:api_requests_in_flight") == 1, "and waits for its reader"
             slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
             texts = [""] * many

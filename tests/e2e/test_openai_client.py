@@ -90,10 +90,17 @@ def test_continuous_usage(client: openai.OpenAI) -> None:
 def test_async_client(aclient: openai.AsyncOpenAI, tokenizer: Tokenizer, chat_ids: list[int]) -> None:
     async def ask() -> tuple[str, str]:
         whole = await aclient.chat.completions.create(
-            model="fake", messages=MESSAGES, max_tokens=9, extra_body=KEEP_ON  # type: ignore[arg-type]
+            model="fake",
+            messages=MESSAGES,
+            max_tokens=9,
+            extra_body=KEEP_ON,  # type: ignore[arg-type]
         )
         stream = await aclient.chat.completions.create(
-            model="fake", messages=MESSAGES, max_tokens=9, stream=True, extra_body=KEEP_ON  # type: ignore[arg-type]
+            model="fake",
+            messages=MESSAGES,
+            max_tokens=9,
+            stream=True,
+            extra_body=KEEP_ON,  # type: ignore[arg-type]
         )
         parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
         return whole.choices[0].message.content or "", "".join(parts)
@@ -103,7 +110,10 @@ def test_async_client(aclient: openai.AsyncOpenAI, tokenizer: Tokenizer, chat_id
 
 def test_raw_response(client: openai.OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(
-        model="fake", messages=MESSAGES, max_tokens=1, extra_headers={"X-Request-Id": "mine-1"}  # type: ignore[arg-type]
+        model="fake",
+        messages=MESSAGES,
+        max_tokens=1,
+        extra_headers={"X-Request-Id": "mine-1"},  # type: ignore[arg-type]
     )
     assert raw.headers["x-request-id"] == raw.request_id == "mine-1"
     assert raw.parse().id == "chatcmpl-mine-1"

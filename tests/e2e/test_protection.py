@@ -48,7 +48,9 @@ def guarded(starter_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         yield server.wait_until_ready()
 
 
-def post(server: LiveServer, key: str | None = "sk-first", path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
+def post(
+    server: LiveServer, key: str | None = "sk-first", path: str = "/v1/chat/completions", **body: Any
+) -> httpx.Response:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     return httpx.post(server.url + path, json={**CHAT, **body}, headers=headers, timeout=60)
 
@@ -114,9 +116,10 @@ def test_requests_per_minute(guarded: LiveServer) -> None:
     assert reply.json()["error"]["code"] == "rate_limit_exceeded"
     assert 1 <= int(reply.headers["retry-after"]) <= 30
     assert post(guarded, "sk-alice").status_code == 200, "one key's limit is not another's"
-    assert "kvasir:request_errors_total" in httpx.get(
-        f"{guarded.url}/metrics", headers={"Authorization": "Bearer sk-first"}
-    ).text
+    assert (
+        "kvasir:request_errors_total"
+        in httpx.get(f"{guarded.url}/metrics", headers={"Authorization": "Bearer sk-first"}).text
+    )
 
 
 def test_tokens_per_minute(guarded: LiveServer) -> None:

@@ -19,7 +19,17 @@ from tests.server_process import LiveServer
 
 @pytest.fixture(scope="module")
 def server(starter_model: Path) -> Iterator[LiveServer]:
-    flags = ["--max-model-len", "512", "--max-num-seqs", "32", "--dtype", "float32", "--served-model-name", "smol", "s2"]
+    flags = [
+        "--max-model-len",
+        "512",
+        "--max-num-seqs",
+        "32",
+        "--dtype",
+        "float32",
+        "--served-model-name",
+        "smol",
+        "s2",
+    ]
     with LiveServer.real(starter_model, *flags) as found:
         yield found.wait_until_ready()
 
@@ -53,7 +63,13 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
     said = b"".join(bytes(each.bytes or []) for each in content if not each.token.startswith("<|")).decode()
     assert said == whole.choices[0].message.content
     chunks = list(client.chat.completions.create(**ask, top_logprobs=2, stream=True))
-    streamed = [each for chunk in chunks for choice in chunk.choices if choice.logprobs for each in choice.logprobs.content or []]
+    streamed = [
+        each
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs
+        for each in choice.logprobs.content or []
+    ]
     assert [each.token for each in streamed] == [each.token for each in content]
 
 
