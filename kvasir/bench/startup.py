@@ -22,6 +22,7 @@ from typing import Any
 
 from kvasir.args import EngineArgs
 from kvasir.bench import report
+from kvasir.bench.machine import Watch
 from kvasir.bench.startup_child import NEXT_TOKENS, PROGRAM, PROMPT_TOKENS
 from kvasir.errors import ConfigError, EngineError
 
@@ -66,12 +67,14 @@ def _once(settings: Mapping[str, Any], caches: Path) -> dict[str, Any]:
     environment = {**os.environ, **variables, "PYTHONPATH": paths}
     environment.setdefault("KVASIR_LOG_LEVEL", "WARNING")
     command = [sys.executable, "-c", PROGRAM, repr(time.time()), json.dumps(settings), str(result)]
+    watch = Watch()
     ran = subprocess.run(command, env=environment, stdout=2)  # not to be taken for the result
     record: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}
     if "error" in record:
         raise ConfigError(str(record["error"]))
     if ran.returncode != 0 or not record:
         raise EngineError(f"The process that was to start ended with status {ran.returncode}; its words stand above.")
+    record["other_load"] = watch.others()
     record["phases"][REST] = record["total"] - sum(record["phases"].values())
     return record
 
@@ -115,6 +118,7 @@ def _figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "total": median(one["total"] for one in runs),
         "phases": {name: median(one["phases"].get(name, 0.0) for one in runs) for name in runs[0]["phases"]},
         "next_tokens": median(one["next_tokens"] for one in runs),
+        "other_load": [one["other_load"] for one in runs],
         "all_totals": [one["total"] for one in runs],
         "all_phases": [one["phases"] for one in runs],
     }
@@ -130,6 +134,7 @@ def render(record: Mapping[str, Any]) -> str:
     rows.append(["least", *(min(figures["all_totals"]) for figures in results.values())])
     rows.append(["most", *(max(figures["all_totals"]) for figures in results.values())])
     rows.append([f"the next {NEXT_TOKENS} tokens", *(figures["next_tokens"] for figures in results.values())])
+    rows.append(["other load", *(report.load(figures["other_load"]) for figures in results.values())])
     counts = ", ".join(f"{len(figures['all_totals'])} {kind}" for kind, figures in results.items())
     return "\n".join(
         [

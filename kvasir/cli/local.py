@@ -18,7 +18,11 @@ class LocalModel:
         from kvasir.llm import LLM
 
         self._unhush = hush()  # the answer is what one wants to see
-        self.llm = LLM.from_engine_args(args)
+        try:
+            self.llm = LLM.from_engine_args(args)
+        except BaseException:
+            self._unhush()
+            raise
         self._ids = count()
 
     def complete(self, prompt: str, options: Options) -> Iterator[Piece]:

@@ -58,7 +58,14 @@ def test_caches_of_cold_starts_are_empty_and_of_warm_ones_are_theirs(
         caches.mkdir(exist_ok=True)
         seen.append((caches.name, [file.name for file in caches.iterdir()]))
         (caches / "kernel").touch()
-        return {"conditions": {}, "load_format": "dummy", "total": 1.0, "phases": {}, "next_tokens": 1.0}
+        return {
+            "conditions": {},
+            "load_format": "dummy",
+            "total": 1.0,
+            "phases": {},
+            "next_tokens": 1.0,
+            "other_load": None,
+        }
 
     monkeypatch.setattr(bench_startup, "_once", start)
     args = bench_startup.EngineArgs(str(tiny))

@@ -31,7 +31,7 @@ def _totals(record: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"{answered} answered, {failed} failed, in {record['duration']:.2f} s; "
         f"{record['total_input_tokens']:,} tokens in, {record['total_output_tokens']:,} out; "
-        f"at most {record['max_concurrent_requests']} in flight"
+        f"at most {record['max_concurrent_requests']} in flight; this client used {record['client_cpu']:.0%} of a core"
     )
     words = [f"{record['request_throughput']:.2f} requests/s"]
     if record["request_goodput"] is not None:
@@ -50,7 +50,7 @@ def _warnings(record: Mapping[str, Any]) -> Iterator[str]:
     if record["tokens_counted_by"] != "server":
         yield "the server does not count tokens: each chunk is taken for one"
     if record["client_cpu"] > BUSY:
-        yield f"this client used {record['client_cpu']:.0%} of a core: it may be the limit, not the server"
+        yield "this client had hardly a moment to spare: it may be the limit, not the server"
     if record["client_late_ms_p99"] > LATE_SECONDS * 1e3:
         late = record["client_late_ms_p99"]
         yield f"one request in a hundred was sent {late:.0f} ms late or more: this machine is too busy to send on time"
