@@ -177,6 +177,55 @@ def test_a_killed_engine_ends_every_request(starter_model: Path) -> None:
         assert last.startswith("kvasir: error: ") and "SIGKILL" in last
 
 
+# ---------------------------------------------------------------- an engine that hangs
+
+
+def stuck(config: Any) -> Any:
+    """An executor that hangs in the step after KVASIR_TEST_GATE appears, until it is gone."""
+    from kvasir.executor.fake import EchoExecutor
+
+    gate = Path(os.environ["KVASIR_TEST_GATE"])
+
+    class Stuck(EchoExecutor):
+        def sample(self) -> Any:
+            while gate.exists():
+                time.sleep(0.01)
+            return super().sample()
+
+    return Stuck(config.cache.block_size, config.scheduler.max_num_seqs, config.model.max_model_len, 49152)
+
+
+def test_ready_notices_an_engine_that_hangs(starter_model: Path, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    server = LiveServer.fake(
+        starter_model,
+        engine={"stall_timeout": 0.3},
+        executor="tests.e2e.test_life:stuck",
+        environment={"KVASIR_TEST_GATE": str(gate)},
+    )
+
+    def status() -> tuple[int, str]:
+        reply = httpx.get(f"{server.url}/ready")
+        return reply.status_code, reply.json()["status"]
+
+    async def go() -> None:
+        gate.touch()
+        asked = asyncio.create_task(ask(server.url, max_tokens=5))
+        for _ in range(3000):
+            if await asyncio.to_thread(status) == (503, "stalled"):
+                break
+            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(status) == (503, "stalled")
+        assert (await asyncio.to_thread(httpx.get, f"{server.url}/health")).status_code == 200
+        gate.unlink()
+        assert (await asked).status_code == 200
+
+    with server:
+        server.wait_until_ready()
+        asyncio.run(go())
+        until(lambda: status() == (200, "ready"), "it is ready again", server)
+
+
 # ---------------------------------------------------------------- clients that leave
 
 
