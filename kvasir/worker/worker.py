@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from kvasir import startup
 from kvasir.config import EngineConfig
 from kvasir.distributed.mesh import Mesh
 from kvasir.errors import DeviceMemoryError
@@ -41,7 +42,8 @@ class Worker:
         self.platform.release_memory()  # what is cached in pieces could not become a KV cache in one piece
         started = time.perf_counter()
         self.overlaps = self.device.type != "cpu"
-        self.model: Transformer | TransformersModel | None = load(config, self.device, mesh)
+        with startup.phase(startup.WEIGHTS):
+            self.model: Transformer | TransformersModel | None = load(config, self.device, mesh)
         self.runner: ModelRunner | None = None
         logger.info(
             "loaded %s (%s, %s) in %.1f s",
@@ -65,8 +67,9 @@ class Worker:
         """Run the largest step once and see how high memory went."""
         platform = self.platform
         platform.reset_memory_peak()
-        self._largest_step()
-        platform.synchronize()
+        with startup.phase(startup.PROFILE):
+            self._largest_step()
+            platform.synchronize()
         peak = platform.memory_peak()
         gc.collect()
         platform.release_memory()
