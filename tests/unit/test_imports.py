@@ -18,7 +18,17 @@ PACKAGE = Path(__file__).parent.parent.parent / "kvasir"
 
 # Everything may import these; they import only each other.
 BASE = {"kvasir", "errors", "env", "config", "args", "log"}
-BASE |= {"sampling_params", "sampling_checks", "prompts", "outputs", "messages", "metrics", "gguf_file", "interrupts"}
+BASE |= {
+    "sampling_params",
+    "sampling_checks",
+    "prompts",
+    "outputs",
+    "messages",
+    "metrics",
+    "gguf_file",
+    "interrupts",
+    "starter",
+}
 
 
 @dataclass(frozen=True)
