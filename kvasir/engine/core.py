@@ -8,9 +8,12 @@ import numpy as np
 
 from kvasir.engine.families import Families
 from kvasir.engine.scheduler import Scheduler
+from kvasir.engine.snapshot import take_snapshot
+from kvasir.engine.watch import StepLog, Unwatched
 from kvasir.errors import EngineDeadError, EngineError
 from kvasir.executor.base import Executor
 from kvasir.messages import EngineOutput, EngineRequest, EngineStats, StepFuture
+from kvasir.snapshot import Snapshot
 
 
 class EngineCore:
@@ -21,6 +24,9 @@ class EngineCore:
         self.executor = executor
         self.lookahead = lookahead
         self.families = Families(scheduler)
+        self.memory = executor.memory()  # now: while a step is in flight, others may not ask the executor
+        self.block_bytes = executor.kv_spec().block_bytes
+        self.watch: StepLog | Unwatched = Unwatched()
         self.results: deque[StepFuture] = deque()
         self._failure: BaseException | None = None
 
@@ -30,6 +36,7 @@ class EngineCore:
         if plan is not None:
             self.executor.execute(plan)
             self.results.append(self.executor.sample())
+            self.watch.planned(plan)
             if several:
                 self.families.planned()
         if self.results and (plan is None or len(self.results) > self.lookahead):
@@ -88,6 +95,10 @@ class EngineCore:
             shared_blocks=cache.stats.shared,
             freed_blocks=cache.stats.freed,
         )
+
+    def snapshot(self, since_step: int = 0) -> Snapshot:
+        """Who runs, who waits and which block is whose, for people who watch."""
+        return take_snapshot(self, since_step)
 
     def close(self) -> None:
         self.results.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvasir.messages import KVSpec, StepFuture, StepPlan
+from kvasir.messages import DeviceMemory, KVSpec, StepFuture, StepPlan
 
 
 class Executor(Protocol):
@@ -18,6 +18,9 @@ class Executor(Protocol):
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Take the memory. Must come before the first step."""
+
+    def memory(self) -> DeviceMemory:
+        """Where the memory went. After allocate_kv, for people who ask."""
 
     def execute(self, plan: StepPlan) -> None:
         """Launch the forward pass of a step."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.messages import NULL_BLOCK, KVSpec, StepPlan, StepResult
+from kvasir.messages import NULL_BLOCK, DeviceMemory, KVSpec, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -70,6 +70,9 @@ class EchoExecutor:
 
     def allocate_kv(self, num_blocks: int) -> None:
         self.pages = np.full((num_blocks, self.block_size), -9, np.int64)
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(None, 0, 0)
 
     def execute(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
@@ -137,6 +140,9 @@ class DelayExecutor:
 
     def allocate_kv(self, num_blocks: int) -> None:
         pass
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(None, 0, 0)
 
     def execute(self, plan: StepPlan) -> None:
         self._plan = plan

@@ -24,7 +24,7 @@ from typing import Any
 
 from kvasir.config import EngineConfig
 from kvasir.errors import EngineError, KvasirError
-from kvasir.messages import KVSpec, StepPlan, StepResult
+from kvasir.messages import DeviceMemory, KVSpec, StepPlan, StepResult
 from kvasir.platforms.cpu_features import prepare_cpu
 
 CLOSE_SECONDS = 10.0  # for workers to end by themselves
@@ -59,6 +59,16 @@ class MultiprocExecutor:
 
     def allocate_kv(self, num_blocks: int) -> None:
         self._ask("allocate_kv", num_blocks)
+
+    def memory(self) -> DeviceMemory:
+        """Of all ranks together."""
+        ranks: list[DeviceMemory] = self._ask("memory")
+        totals = [each.total for each in ranks if each.total is not None]
+        return DeviceMemory(
+            total=sum(totals) if len(totals) == len(ranks) else None,
+            weights=sum(each.weights for each in ranks),
+            kv_cache=sum(each.kv_cache for each in ranks),
+        )
 
     def execute(self, plan: StepPlan) -> None:
         self._tell("execute", plan)

@@ -14,7 +14,7 @@ import torch
 from kvasir.config import EngineConfig
 from kvasir.distributed.mesh import Mesh
 from kvasir.log import get_logger
-from kvasir.messages import Extras, KVSpec, NewRow, RowSampling, StepPlan
+from kvasir.messages import DeviceMemory, Extras, KVSpec, NewRow, RowSampling, StepPlan
 from kvasir.models.fallback import TransformersModel
 from kvasir.models.loader import load
 from kvasir.models.transformer import Transformer
@@ -104,6 +104,12 @@ class Worker:
 
     def allocate_kv(self, num_blocks: int) -> None:
         self.runner = self._make_runner(num_blocks)
+
+    def memory(self) -> DeviceMemory:
+        assert self.model is not None and self.runner is not None, "allocate_kv comes first"
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        weights = sum(tensor.element_size() * tensor.numel() for tensor in tensors)
+        return DeviceMemory(self.platform.memory_bytes(), weights, self.runner.kv_memory.pool.nbytes)
 
     def _make_runner(self, num_blocks: int) -> ModelRunner:
         assert self.model is not None, "the worker is closed"

@@ -17,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent.parent / "kvasir"
 
 # Everything may import these; they import only each other.
-BASE = {"kvasir", "errors", "env", "config", "args", "log", "starter"}
+BASE = {"kvasir", "errors", "env", "config", "args", "log", "starter", "snapshot"}
 BASE |= {"sampling_params", "sampling_checks", "prompts", "outputs", "messages", "metrics", "gguf_file", "interrupts"}
 
 
