@@ -82,7 +82,7 @@ class EngineArgs:
         for name, known in all_settings().items():
             if known.section not in groups:
                 groups[known.section] = parser.add_argument_group(known.section)
-            groups[known.section].add_argument(*known.setting.short, flag(name), **_flag_options(name, known))
+            groups[known.section].add_argument(*known.setting.short, flag(name), **flag_options(name, known))
         for name, (_, _, kind) in OLD_NAMES.items():
             read = partial(_read_argument, partial(from_text, name, (kind,)))
             parser.add_argument(flag(name), type=read, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
@@ -93,6 +93,9 @@ class EngineArgs:
         """The settings among parsed arguments; others (a subcommand's own) are left alone."""
         names = all_settings().keys() | OLD_NAMES.keys()
         return cls(**{name: value for name, value in vars(namespace).items() if name in names})
+
+
+AsyncEngineArgs = EngineArgs  # vLLM's name for those of an AsyncLLM
 
 
 def flag(name: str) -> str:
@@ -184,7 +187,8 @@ def _read_argument(convert: Callable[[str], Any], text: str) -> Any:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _flag_options(name: str, known: Known) -> dict[str, Any]:
+def flag_options(name: str, known: Known) -> dict[str, Any]:
+    """What argparse is to know of a setting's flag."""
     shown = known.setting.auto or known.default
     text = f"{known.setting.help} (default: {shown})" if shown not in (None, {}, "") else known.setting.help
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}

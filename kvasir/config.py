@@ -32,9 +32,9 @@ class Setting:
 
 
 def setting(default: Any, help: str, *, secret: bool = False, **metadata: Any) -> Any:
-    """A field that a user may set. `default` may be a class, such as dict, which is then called."""
+    """A field that a user may set. `default` may be a class or a function, such as dict, which is then called."""
     known = {"setting": Setting(help, **metadata)}
-    if isinstance(default, type):
+    if callable(default):
         return field(default_factory=default, metadata=known, repr=not secret)
     return field(default=default, metadata=known, repr=not secret)
 
@@ -300,13 +300,18 @@ class Known:
 @cache
 def all_settings() -> dict[str, Known]:
     """Every setting of every config class, by name, in order."""
-    found = {}
-    for section, cls in get_type_hints(EngineConfig).items():
-        hints = get_type_hints(cls)
-        for f in fields(cls):
-            if "setting" in f.metadata:
-                found[f.name] = Known(section, f, f.metadata["setting"], tuple(_plain_types(hints[f.name])))
-    return found
+    sections = get_type_hints(EngineConfig).items()
+    return {name: known for section, cls in sections for name, known in settings_of(section, cls).items()}
+
+
+def settings_of(section: str, cls: type[Any]) -> dict[str, Known]:
+    """The settings of one config class."""
+    hints = get_type_hints(cls)
+    return {
+        f.name: Known(section, f, f.metadata["setting"], tuple(_plain_types(hints[f.name])))
+        for f in fields(cls)
+        if "setting" in f.metadata
+    }
 
 
 def did_you_mean(name: object, possible: Iterable[object]) -> str:

@@ -17,8 +17,12 @@ class Variable:
 
     name: str
     help: str
-    values: tuple[str, ...]
+    values: tuple[str, ...] = ()  # empty: any text
     aliases: tuple[str, ...] = ()
+
+    def read_text(self) -> str:
+        """What it holds, as it is; empty if it is not set."""
+        return next((text for name in (self.name, *self.aliases) if (text := os.environ.get(name))), "")
 
     def read(self) -> tuple[str, str]:
         """The value, and the name under which it was found."""
@@ -36,7 +40,13 @@ LOG_LEVEL = Variable(
     ("INFO", "DEBUG", "WARNING", "ERROR", "CRITICAL"),
     ("VLLM_LOGGING_LEVEL", "VLLM_LOG_LEVEL"),
 )
-VARIABLES = (LOG_LEVEL,)
+LOG_FORMAT = Variable(
+    "KVASIR_LOG_FORMAT", "How log lines are written; `--log-format` sets it for all processes.", ("TEXT", "JSON")
+)
+API_KEY = Variable(
+    "KVASIR_API_KEY", "API keys that a server asks for, separated by commas.", aliases=("VLLM_API_KEY",)
+)
+VARIABLES = (LOG_LEVEL, LOG_FORMAT, API_KEY)
 
 # vLLM once took these settings from the environment.
 SETTING_ALIASES = {"VLLM_ATTENTION_BACKEND": "attention_backend"}
@@ -45,4 +55,5 @@ SETTING_ALIASES = {"VLLM_ATTENTION_BACKEND": "attention_backend"}
 def validate() -> None:
     """Raise a ConfigError if any variable holds a value it cannot have."""
     for variable in VARIABLES:
-        variable.read()
+        if variable.values:
+            variable.read()

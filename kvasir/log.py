@@ -1,12 +1,15 @@
-"""Logging: one line per event on standard error. Any process.
+"""Logging: one line per event on standard error, as text or JSON. Any process.
 
-The level comes from KVASIR_LOG_LEVEL. Importing this never fails: a bad level is reported by `env.validate()`.
+The level comes from KVASIR_LOG_LEVEL, the form from KVASIR_LOG_FORMAT. What a caller adds as `extra={"fields": {...}}`
+is a JSON line's further entries. Importing this never fails: a bad level is reported by `env.validate()`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+import time
 
 from kvasir import env
 from kvasir.errors import ConfigError
@@ -24,6 +27,22 @@ class _Stderr(logging.Handler):
             self.handleError(record)
 
 
+class _Json(logging.Formatter):
+    """A line that programs read."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
 def get_logger(name: str) -> logging.Logger:
     """The logger of a module: `get_logger(__name__)`."""
     return logging.getLogger(name)
@@ -36,11 +55,22 @@ def warn_once(logger: logging.Logger, message: str) -> None:
         logger.warning(message)
 
 
-def _configure() -> None:
+def handler() -> logging.Handler:
+    """What writes log lines in the form that KVASIR_LOG_FORMAT asks for."""
+    made = _Stderr()
+    if env.LOG_FORMAT.read_text().upper() == "JSON":
+        made.setFormatter(_Json())
+    else:
+        made.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+    return made
+
+
+def configure() -> None:
+    """Set logging up from the environment; a second call reads it anew."""
     root = logging.getLogger("kvasir")
-    handler = _Stderr()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
-    root.addHandler(handler)
+    for old in [each for each in root.handlers if isinstance(each, _Stderr)]:
+        root.removeHandler(old)
+    root.addHandler(handler())
     root.propagate = False
     try:
         level, name = env.LOG_LEVEL.read()
@@ -51,4 +81,4 @@ def _configure() -> None:
         warn_once(root, f"{name} is vLLM's name; Kvasir's is {env.LOG_LEVEL.name}.")
 
 
-_configure()
+configure()

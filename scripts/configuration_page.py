@@ -11,6 +11,7 @@ from typing import get_type_hints
 from kvasir.args import OLD_NAMES, flag
 from kvasir.config import EngineConfig, Known, all_settings
 from kvasir.env import SETTING_ALIASES, VARIABLES
+from kvasir.server.config import server_settings
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
@@ -35,6 +36,16 @@ enable-prefix-caching: false
 ```
 """
 
+SERVER = """\
+## Server
+
+Flags of `kvasir serve` alone, and keys of its `--config` file; [server.md](server.md) says more. Lists are several words
+(`--api-key A B`) or one JSON list.
+
+| setting | default | meaning |
+|---|---|---|
+"""
+
 ENVIRONMENT = """\
 ## Environment variables
 
@@ -56,6 +67,7 @@ def page() -> str:
         settings = {name: known for name, known in all_settings().items() if known.section == section}
         parts.append(f"## {section.capitalize()}\n\n{cls.__doc__}\n\n| setting | default | meaning |\n|---|---|---|\n")
         parts[-1] += "".join(row(name, known) for name, known in settings.items())
+    parts.append(SERVER + "".join(row(name, known) for name, known in server_settings().items()))
     parts.append(ENVIRONMENT + "".join(variable_row(v.name, v.values, v.help, v.aliases) for v in VARIABLES) + HUB)
     parts.append(older_names())
     return "\n".join(parts)
@@ -63,7 +75,7 @@ def page() -> str:
 
 def row(name: str, known: Known) -> str:
     rule = known.setting
-    default = rule.auto or ("-" if known.default in (None, {}) else f"`{known.default}`")
+    default = rule.auto or ("-" if known.default in (None, {}, [], "") else f"`{known.default}`")
     meaning = rule.help
     if rule.choices:
         meaning += " One of " + ", ".join(f"`{choice}`" for choice in rule.choices) + "."
@@ -75,7 +87,8 @@ def row(name: str, known: Known) -> str:
 
 def variable_row(name: str, values: tuple[str, ...], help: str, aliases: tuple[str, ...]) -> str:
     also = f" Also read: {', '.join(f'`{alias}`' for alias in aliases)}." if aliases else ""
-    return f"| `{name}` | `{values[0]}` (default), {', '.join(f'`{value}`' for value in values[1:])} | {help}{also} |\n"
+    possible = f"`{values[0]}` (default), {', '.join(f'`{value}`' for value in values[1:])}" if values else "text"
+    return f"| `{name}` | {possible} | {help}{also} |\n"
 
 
 def older_names() -> str:

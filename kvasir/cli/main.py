@@ -18,7 +18,10 @@ from kvasir.config import did_you_mean
 from kvasir.errors import ConfigError, KvasirError
 from kvasir.log import get_logger
 
-COMMANDS = {"bench": ("kvasir.cli.bench", "measure throughput and latency")}
+COMMANDS = {
+    "serve": ("kvasir.cli.serve", "answer HTTP requests, as OpenAI and Anthropic do"),
+    "bench": ("kvasir.cli.bench", "measure throughput and latency"),
+}
 
 
 class Parser(argparse.ArgumentParser):

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvasir.args import EngineArgs
+from kvasir.config import EngineConfig
 from kvasir.messages import NULL_BLOCK, DeviceMemory, KVSpec, StepPlan, StepResult
 
 
@@ -160,3 +163,30 @@ class DelayExecutor:
 
     def close(self) -> None:
         pass
+
+
+# ---------------------------------------------------------------- engines without a model
+
+
+def fake_config(vocab_size: int = 50, max_model_len: int = 64, **settings: Any) -> EngineConfig:
+    """A settled configuration for `echo` and `delayed`: no model, and no tokenizer unless one is named."""
+    settings = {
+        **{"block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 2048, "async_scheduling": True},
+        **{"device": "cpu", "attention_backend": "torch", "distributed_executor_backend": "uni"},
+        **{"skip_tokenizer_init": "tokenizer" not in settings, "generation_config": "kvasir"},
+        **settings,
+    }
+    config = EngineArgs("fake", max_model_len=max_model_len, **settings).create_engine_config()
+    return replace(config, model=replace(config.model, path="fake", vocab_size=vocab_size))
+
+
+def echo(config: EngineConfig) -> EchoExecutor:
+    """Answers with a hash of the text, so that what is wrong with it shows."""
+    return EchoExecutor(
+        config.cache.block_size, config.scheduler.max_num_seqs, config.model.max_model_len, config.model.vocab_size
+    )
+
+
+def delayed(config: EngineConfig, delay: float = 0.0, token: int = 7) -> DelayExecutor:
+    """Takes so many seconds a step and always says the same: `functools.partial(delayed, delay=0.01)`."""
+    return DelayExecutor(config.cache.block_size, delay, token)

@@ -178,6 +178,19 @@ class OutputProcessor:
             del self._requests[state.request_id]
         step.touch(branches)
 
+    def withdraw(self, key: int) -> str | None:
+        """Forget a request that the core has not taken, by the key of any branch: its id, if it was running."""
+        search = self._searches.pop(key, None)
+        state = self._states.get(key) if search is None else search.state
+        if state is None:
+            return None
+        request = self._requests.pop(state.request_id)
+        branches = request.states if isinstance(request, Branches) else [state]
+        for each in branches:
+            self._states.pop(each.key, None)
+            self._branches.pop(each.key, None)
+        return state.request_id
+
     def abort(self, request_ids: Iterable[str], now: float) -> list[tuple[list[int], RequestOutput]]:
         """End requests here: the keys that the core is to abort, and the last output, for each that was running."""
         aborted = []

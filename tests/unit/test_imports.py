@@ -41,13 +41,15 @@ ORDER = {
     "server.routes": Line(("async_llm", "parsers", "server.schema")),
     "server.schema": Line(),
     "llm": Line(("llm_engine", "resolve", "frontend")),
-    "async_llm": Line(("resolve", "frontend")),
+    "async_llm": Line(("frontend", "transport")),
     "llm_engine": Line(("resolve", "frontend")),
+    "engine_process": Line(("resolve", "engine", "transport")),
     "parsers": Line(),
-    "frontend": Line(("host",)),
-    "frontend.client": Line(("frontend", "engine", "host")),
-    "engine": Line(("executor", "host")),
+    "frontend": Line(("host", "transport")),
+    "frontend.client": Line(("frontend", "engine", "host", "transport")),
+    "engine": Line(("executor", "host", "transport")),
     "engine.cache": Line(),
+    "transport": Line(),
     # cpu_features has what must be done before the worker, and with it torch, is imported.
     "executor": Line(("platforms.cpu_features",), by_name=("worker", "distributed")),
     "worker": Line(
@@ -71,7 +73,19 @@ ORDER = {
     "platforms": Line(),
 }
 
-NO_TORCH = (*sorted(BASE - {"kvasir"}), "hub", "resolve", "engine", "frontend", "parsers", "cli", "server")
+NO_TORCH = (
+    *sorted(BASE - {"kvasir"}),
+    "transport",
+    "async_llm",
+    "engine_process",
+    "hub",
+    "resolve",
+    "engine",
+    "frontend",
+    "parsers",
+    "cli",
+    "server",
+)
 HEAVY = ("torch", "numpy", "transformers")
 
 

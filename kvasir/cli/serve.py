@@ -1,0 +1,22 @@
+"""`kvasir serve`: flags in, a server that runs until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvasir.args import EngineArgs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from kvasir.server import config
+
+    config.add_flags(parser)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    from kvasir.server.config import from_namespace
+
+    config, args = from_namespace(namespace), EngineArgs.from_cli_args(namespace)  # what is wrong is said before imports
+    from kvasir.server.launch import serve
+
+    return serve(args, config)

@@ -1,0 +1,1 @@
+"""vLLM's module paths, for scripts that start a server by module name."""

@@ -1,0 +1,116 @@
+"""API keys: who may ask, by what name they are logged, which share and how much they get.
+
+Keys are kept as digests and compared in constant time; a key file may hold digests in place of keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvasir import env
+from kvasir.args import read_config_file
+from kvasir.config import did_you_mean
+from kvasir.errors import ConfigError
+from kvasir.server.config import ServerConfig
+
+_FIELDS = ("name", "key", "sha256", "weight", "requests_per_minute", "tokens_per_minute", "max_concurrent")
+_NUMBERS = ("weight", "requests_per_minute", "tokens_per_minute", "max_concurrent")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One client. The limits that are None do not hold."""
+
+    name: str
+    digest: bytes = b""
+    weight: float = 1.0  # its share under --scheduling-policy wrr
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    max_concurrent: float | None = None
+
+
+ANYBODY = Key("")
+
+
+class KeyRing:
+    """The keys that are taken; with none, everybody may ask."""
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self.keys = list(keys)
+
+    @property
+    def is_open(self) -> bool:
+        return not self.keys
+
+    def find(self, presented: str | None) -> Key | None:
+        """Whose key it is. Takes as long for a wrong key as for a right one."""
+        if self.is_open:
+            return ANYBODY
+        digest = _digest(presented or "")
+        found = None
+        for key in self.keys:  # all of them, whichever is right
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found
+
+
+def load_keys(config: ServerConfig) -> KeyRing:
+    """The keys of --api-key (or KVASIR_API_KEY) and of the key file."""
+    given = config.api_key or [word for word in env.API_KEY.read_text().split(",") if word]
+    keys = [Key(f"key-{i}", _digest(word)) for i, word in enumerate(given, start=1)]
+    if config.api_key_file is not None:
+        keys += _read_file(config.api_key_file)
+    _no_duplicates("name", [key.name for key in keys])
+    _no_duplicates("key", [key.digest for key in keys])
+    return KeyRing(keys)
+
+
+def _read_file(path: str) -> Iterable[Key]:
+    entries = read_config_file(path).get("keys")
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{path} must have `keys:`, a list of entries with name and key.")
+    if os.stat(path).st_mode & 0o004 and not any("sha256" in entry for entry in entries if isinstance(entry, dict)):
+        raise ConfigError(f"Everybody on this machine can read {path}: chmod o-r it, or write sha256 in place of key.")
+    return [_read_key(f"{path}, entry {i}", entry) for i, entry in enumerate(entries, start=1)]
+
+
+def _read_key(where: str, entry: object) -> Key:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where}: an entry is a mapping with name and key.")
+    for name in entry.keys() - set(_FIELDS):
+        raise ConfigError(f"{where}: {name} is not known.{did_you_mean(name, _FIELDS)}")
+    name = entry.get("name")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{where}: a key needs a name, which stands in logs.")
+    numbers = {field: _number(f"{where} ({name})", field, entry[field]) for field in _NUMBERS if field in entry}
+    return Key(name, _key_digest(f"{where} ({name})", entry), **numbers)
+
+
+def _key_digest(where: str, entry: Mapping[Any, Any]) -> bytes:
+    key, sha256 = entry.get("key"), entry.get("sha256")
+    if isinstance(key, str) and key and sha256 is None:
+        return _digest(key)
+    if key is None and isinstance(sha256, str) and re.fullmatch(r"[0-9a-fA-F]{64}", sha256):
+        return bytes.fromhex(sha256)
+    raise ConfigError(f"{where}: give key, a text, or sha256, its digest in 64 hexadecimal digits: one of them.")
+
+
+def _number(where: str, field: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConfigError(f"{where}: {field} must be a number above 0, not {value!r}.")
+    return float(value)
+
+
+def _no_duplicates(what: str, values: Sequence[object]) -> None:
+    if len(set(values)) < len(values):
+        raise ConfigError(f"Two API keys have the same {what}.")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

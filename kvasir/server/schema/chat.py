@@ -1,0 +1,153 @@
+"""Bodies of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, UnsetType
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from kvasir.server.schema.base import Body, Reply, invalid, refused
+from kvasir.server.schema.sampling import Sampling, StreamOptions
+from kvasir.server.schema.usage import Usage
+
+_TEXT_FORMAT = {"type": "text"}
+
+
+class Message(BaseModel):
+    """One message. Further entries (name, tool_calls, tool_call_id, reasoning_content) go to the chat template."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str = Field(description="system, developer, user, assistant, tool, or what the template knows.")
+    content: str | list[str | dict[str, Any]] | None = None
+
+
+class ChatTemplateFields(Body):
+    """How a conversation becomes a prompt."""
+
+    messages: list[Message] = Field(min_length=1)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(None, description="The last message is open: go on with it.")
+    add_special_tokens: bool | None = Field(None, description="Add them to what the template wrote (default: no).")
+    chat_template: str | None = Field(None, description="Needs --trust-request-chat-template.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the template.")
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class ChatRequest(Sampling, ChatTemplateFields):
+    model: str | None = Field(None, description="One of the names of /v1/models. Unset: the served model.")
+    max_tokens: int | None = Field(None, ge=1, description="The older name of max_completion_tokens.")
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    echo: bool | None = Field(None, description="Begin with the last message if it is of the reply's role.")
+    reasoning_effort: str | None = Field(None, description="A variable of the chat template, for those that read it.")
+    user: str | None = Field(None, description="Stands in the server's log.")
+    safety_identifier: str | None = Field(None, description="Stands in the server's log.")
+    prompt_cache_key: str | None = Field(None, description="Nothing to do: all requests share one prefix cache.")
+    parallel_tool_calls: bool | None = Field(None, description="Nothing to do where no tool is called.")
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: Any = refused("output cannot be constrained to a format yet.", _TEXT_FORMAT)
+    service_tier: Any = refused("there is one tier; priority orders requests.", "auto", "default")
+    modalities: Any = refused("this model writes text only.", ["text"])
+    include_reasoning: Any = refused("reasoning is not told apart from the answer yet.", True)
+    functions: Any = refused("an older name of tools, which are not called yet.", [])
+    function_call: Any = refused("an older name of tool_choice; tools are not called yet.", "none")
+    store: Any = refused("chat completions are not stored; /v1/responses stores.", False)
+    metadata: Any = refused("it belongs to stored completions, and chat completions are not stored.", {})
+    audio: Any = refused("this model writes text only.")
+    prediction: Any = refused("predicted outputs are not used.")
+    web_search_options: Any = refused("the server searches nothing.")
+    verbosity: Any = refused("models have no such setting here.", "medium")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChatRequest:
+        if self.tools and self.tool_choice != "none":
+            message = "tools are not called yet: leave tools out, or set tool_choice to 'none'."
+            raise invalid("tools", message)
+        if self.tool_choice not in (None, "none", "auto"):
+            raise invalid("tool_choice", "tool_choice must be 'none' for now: tools are not called yet.")
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "stream_options is for streams: set stream to true or leave it out.")
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs to be true.")
+        both = self.max_tokens is not None and self.max_completion_tokens is not None
+        if both and self.max_tokens != self.max_completion_tokens:
+            raise invalid("max_tokens", "max_tokens is the older name of max_completion_tokens: give one of them.")
+        return self
+
+
+# ---------------------------------------------------------------- replies
+
+
+class TopLogprob(Reply, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob, kw_only=True):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Reply, kw_only=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class ReplyMessage(Reply, kw_only=True):
+    role: str
+    content: str | None
+    refusal: None = None
+
+
+class ChatChoice(Reply, kw_only=True):
+    index: int
+    message: ReplyMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(Reply, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+    service_tier: str | None = None
+    prompt_logprobs: list[Any] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Delta(Reply, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(Reply, kw_only=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Reply, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[Any] | UnsetType = UNSET

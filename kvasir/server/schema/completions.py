@@ -1,0 +1,66 @@
+"""Bodies of /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, UnsetType
+from pydantic import Field, model_validator
+
+from kvasir.server.schema.base import Reply, invalid, refused
+from kvasir.server.schema.sampling import Sampling, StreamOptions
+from kvasir.server.schema.usage import Usage
+
+
+class CompletionRequest(Sampling):
+    model: str | None = Field(None, description="One of the names of /v1/models. Unset: the served model.")
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(description="Text or token ids, one prompt or many.")
+    max_tokens: int | None = Field(None, ge=0, description="Default 16; 0 only with echo, to score a text.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: int | None = Field(None, ge=0)
+    echo: bool | None = Field(None, description="Begin with the prompt.")
+    add_special_tokens: bool | None = Field(None, description="As the model's tokenizer adds them (default: yes).")
+    user: str | None = Field(None, description="Stands in the server's log.")
+    suffix: Any = refused("text is completed at its end only; put what follows into the prompt.", "")
+    response_format: Any = refused("output cannot be constrained to a format yet.", {"type": "text"})
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CompletionRequest:
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "stream_options is for streams: set stream to true or leave it out.")
+        if self.max_tokens == 0 and not self.echo:
+            raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo.")
+        if self.prompt in ([], [[]]):
+            raise invalid("prompt", "prompt is empty: give at least one.")
+        return self
+
+
+class CompletionLogprobs(Reply, kw_only=True):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(Reply, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[Any] | UnsetType = UNSET
+
+
+class Completion(Reply, kw_only=True):
+    """A whole completion, or a chunk of a stream, which has the same shape."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | None | UnsetType = UNSET

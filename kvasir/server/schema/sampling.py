@@ -1,0 +1,94 @@
+"""Parameters of generation that chat, completions and /generate share: vLLM's and OpenAI's names, null means unset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from kvasir.server.schema.base import Body, refused
+
+_NO_GRAMMAR = "output cannot be constrained to a grammar yet."
+
+# Of these fields of a body SamplingParams has ones of the same name and meaning.
+SAMPLING_FIELDS = (
+    *("n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k"),
+    *("min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "logprob_token_ids"),
+    *("skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "logit_bias"),
+    *("allowed_token_ids", "forbidden_token_ids", "bad_words", "skip_reading_prefix_cache", "repetition_detection"),
+    *("top_ema_p", "top_ema_d", "use_beam_search", "length_penalty", "early_stopping", "num_beam_groups"),
+    *("diversity_penalty", "stream_interval"),
+)
+
+
+class Sampling(Body):
+    """Every one of these works as docs/sampling.md says, or is refused with its name."""
+
+    n: int | None = Field(None, ge=1, description="Completions of each prompt.")
+    best_of: int | None = Field(None, ge=1, description="Sample so many, return the n likeliest. Not with stream.")
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    forbidden_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    logprob_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    skip_reading_prefix_cache: bool | None = None
+    repetition_detection: dict[str, Any] | None = None
+    top_ema_p: float | None = None
+    top_ema_d: int | None = None
+    use_beam_search: bool | None = Field(None, description="Search n beams in place of sampling.")
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+    num_beam_groups: int | None = None
+    diversity_penalty: float | None = None
+    stream_interval: int | None = Field(None, ge=1, description="Tokens between two chunks of a stream.")
+
+    # beyond sampling
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Keep only so many last tokens of the prompt; -1: as many as the model takes."
+    )
+    priority: int | None = Field(None, description="Lower goes first; needs --scheduling-policy priority.")
+    timeout: float | None = Field(None, gt=0, description="Seconds after which the request ends, done or not.")
+    request_id: str | None = Field(None, min_length=1, max_length=128, description="Becomes part of the reply's id.")
+    cache_salt: str | None = Field(None, description="Cached prefixes are shared only within one salt.")
+    return_token_ids: bool | None = Field(None, description="Replies have prompt_token_ids and token_ids.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name tokens 'token_id:7'.")
+    vllm_xargs: dict[str, Any] | None = Field(None, description="For the engine's start-up logits processors.")
+
+    structured_outputs: Any = refused(_NO_GRAMMAR)
+    guided_json: Any = refused(_NO_GRAMMAR)
+    guided_regex: Any = refused(_NO_GRAMMAR)
+    guided_choice: Any = refused(_NO_GRAMMAR)
+    guided_grammar: Any = refused(_NO_GRAMMAR)
+    guided_decoding_backend: Any = refused(_NO_GRAMMAR)
+    guided_whitespace_pattern: Any = refused(_NO_GRAMMAR)
+    structural_tag: Any = refused(_NO_GRAMMAR)
+    thinking_token_budget: Any = refused("reasoning is not told apart from the answer yet.")
+    prompt_embeds: Any = refused("prompts are text or token ids.")
+    mm_processor_kwargs: Any = refused("this model takes text only.")
+    kv_transfer_params: Any = refused("the KV cache is not moved between engines.")
+    session_id: Any = refused("requests have no sessions; cache_salt separates what is cached.")
+    routed_experts_prompt_start: Any = refused("the experts chosen are not returned.", 0)
+    trace_decode_token_ids: Any = refused("decoding is not traced.", [])
+    logits_processors: Any = refused("a server runs no code of clients; use --logits-processors.", [])
+
+
+class StreamOptions(Body):
+    include_usage: bool = Field(False, description="One more chunk, with usage, before the end.")
+    continuous_usage_stats: bool = Field(False, description="Usage so far in every chunk.")
+    include_obfuscation: Any = refused("chunks are not padded.", False)

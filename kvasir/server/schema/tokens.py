@@ -1,0 +1,76 @@
+"""Bodies of /tokenize, /detokenize, /generate and the model list."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, UnsetType
+from pydantic import Field, model_validator
+
+from kvasir.server.schema.base import Body, Reply, invalid
+from kvasir.server.schema.chat import ChatTemplateFields, Message
+from kvasir.server.schema.sampling import Sampling
+from kvasir.server.schema.usage import Usage
+
+
+class TokenizeRequest(ChatTemplateFields):
+    """A prompt, or a conversation's messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None  # type: ignore[assignment]  # either this or prompt
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (not self.messages):
+            raise invalid("prompt", "Give prompt, or messages: one of them.")
+        return self
+
+
+class TokenizeReply(Reply, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeReply(Reply, kw_only=True):
+    prompt: str
+
+
+class GenerateRequest(Sampling):
+    """The plain interface: one prompt in, texts out."""
+
+    prompt: str | list[int]
+    max_tokens: int | None = Field(None, ge=1)
+    logprobs: int | None = Field(None, ge=0)
+    stream: bool | None = Field(None, description="One JSON line for each step, in place of one object.")
+
+
+class GenerateReply(Reply, kw_only=True):
+    text: list[str]
+    finish_reason: list[str | None]
+    token_ids: list[list[int]] | UnsetType = UNSET
+    usage: Usage | UnsetType = UNSET
+
+
+class ModelCard(Reply, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "kvasir"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+    permission: list[Any] = []
+
+
+class ModelList(Reply, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
