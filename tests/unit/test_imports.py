@@ -37,7 +37,7 @@ ORDER = {
     "cli": Line(by_name=("anything",)),
     "bench": Line(("llm", "async_llm")),
     "tune": Line(("kernels", "attention", "quantization")),
-    "server": Line(("async_llm", "parsers")),
+    "server": Line(("async_llm", "parsers", "transport")),
     "server.routes": Line(("async_llm", "parsers", "server.schema")),
     "server.schema": Line(),
     "llm": Line(("llm_engine", "resolve", "frontend")),

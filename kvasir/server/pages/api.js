@@ -4,6 +4,15 @@ export const base = new URL(".", document.baseURI);
 
 export class ApiError extends Error {}
 
+/** The API key that was entered in the playground's settings. */
+export function storedKey() {
+  try {
+    return sessionStorage.getItem("kvasir-key") ?? "";
+  } catch {
+    return ""; // storage is forbidden
+  }
+}
+
 function headers(key) {
   const found = { "Content-Type": "application/json" };
   if (key) found.Authorization = `Bearer ${key}`;
@@ -21,10 +30,14 @@ async function refuse(response) {
   throw new ApiError(said || `the server answered ${response.status} ${response.statusText}`);
 }
 
-export async function models(key) {
-  const response = await fetch(new URL("v1/models", base), { headers: headers(key) });
+export async function get(path, key) {
+  const response = await fetch(new URL(path, base), { headers: headers(key) });
   if (!response.ok) await refuse(response);
-  return (await response.json()).data.map((model) => model.id);
+  return response.json();
+}
+
+export async function models(key) {
+  return (await get("v1/models", key)).data.map((model) => model.id);
 }
 
 /** Sends a request and yields the objects of its stream. Aborting `signal` closes the connection, which ends it. */
@@ -32,8 +45,9 @@ export async function* stream(path, body, key, signal) {
   const asked = { method: "POST", headers: headers(key), body: JSON.stringify(body), signal };
   const response = await fetch(new URL(path, base), asked);
   if (!response.ok) await refuse(response);
+  // To the very end, past [DONE]: a browser keeps the connection of an answer that was not read to its end.
   for await (const data of events(response.body)) {
-    if (data === "[DONE]") return;
+    if (data === "[DONE]") continue;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ApiError(chunk.error.message ?? "the server broke the answer off");
     yield chunk;
@@ -58,6 +72,6 @@ async function* events(body) {
       }
     }
   } finally {
-    reader.releaseLock();
+    reader.cancel().catch(() => {}); // whoever stopped reading wants no more of it
   }
 }

@@ -3,7 +3,7 @@
 import { colourOf, paper, themed } from "./colours.js";
 
 const LARGEST = 24; // pixels a square may have
-const FEWEST = 240; // blocks that are shown at least
+const STEP = 200; // blocks by which the picture grows, so that it is calm
 
 /** Expands [[first, count], ...]. */
 export function* numbers(runs) {
@@ -63,7 +63,8 @@ export class BlockGrid {
   /** Draws, and returns how many blocks at the end are not shown because they are all free. */
   draw(blocks, holders, cached) {
     const { context, width, height } = paper(this.canvas);
-    this.shown = this.whole ? blocks.total : this.#enough(blocks.total, holders, cached);
+    const fits = Math.floor(width / LARGEST) * Math.floor(height / LARGEST);
+    this.shown = Math.min(blocks.total, this.whole ? blocks.total : Math.max(fits, this.#needed(holders, cached)));
     this.size = Math.max(1, Math.min(LARGEST, Math.sqrt((width * height) / this.shown)));
     if (this.size > 4) this.size = Math.floor(this.size);
     while (this.size > 1 && Math.ceil(this.shown / Math.floor(width / this.size)) * this.size > height) this.size -= 0.5;
@@ -78,12 +79,12 @@ export class BlockGrid {
     return blocks.total - this.shown;
   }
 
-  /** Up to the last block that is not plainly free, in steps, so that the picture is calm. */
-  #enough(total, holders, cached) {
-    let last = FEWEST;
+  /** Up to the last block that is not plainly free. */
+  #needed(holders, cached) {
+    let last = 0;
     for (const block of holders.keys()) last = Math.max(last, block);
     for (const block of cached) last = Math.max(last, block);
-    return Math.min(total, Math.ceil(last / FEWEST) * FEWEST);
+    return Math.ceil(last / STEP) * STEP;
   }
 
   #place(block) {

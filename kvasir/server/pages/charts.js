@@ -10,6 +10,7 @@ export function drawTimeline(canvas, steps) {
   const { context, width, height } = paper(canvas);
   const shown = steps.slice(-Math.floor((width - LABEL) / BAR));
   const lane = (height - 18) / 2;
+  const at = (i) => width - (shown.length - i) * BAR; // the newest at the right
   const lanes = [
     ["prompt_tokens", "--prompt", lane],
     ["decode_tokens", "--decode", height],
@@ -25,14 +26,14 @@ export function drawTimeline(canvas, steps) {
     context.fillStyle = themed(colour);
     shown.forEach((step, i) => {
       const tall = (step[name] / most) * (lane - 6);
-      context.fillRect(LABEL + i * BAR, bottom - tall, BAR - 2, tall);
+      context.fillRect(at(i), bottom - tall, BAR - 2, tall);
     });
   }
   context.fillStyle = themed("--warn");
   shown.forEach((step, i) => {
     if (!step.preemptions) return;
     context.beginPath();
-    context.arc(LABEL + i * BAR + 2.5, lane + 9, 3.5, 0, 2 * Math.PI);
+    context.arc(at(i) + 2.5, lane + 9, 3.5, 0, 2 * Math.PI);
     context.fill();
   });
 }

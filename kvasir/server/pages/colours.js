@@ -14,9 +14,22 @@ export function forgetColours(present) {
   for (const key of hues.keys()) if (!present.has(key)) hues.delete(key);
 }
 
+const resolved = new Map(); // what a colour's name means in the theme of now
+
+/** A colour of the style sheet as a canvas takes it. */
 export function themed(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name);
+  if (!resolved.has(name)) {
+    const probe = document.createElement("i");
+    probe.style.color = `var(${name})`;
+    document.body.append(probe);
+    resolved.set(name, getComputedStyle(probe).color);
+    probe.remove();
+  }
+  return resolved.get(name);
 }
+
+document.addEventListener("themechange", () => resolved.clear());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => resolved.clear());
 
 /** A canvas's context, scaled so that one unit is one CSS pixel, and cleared. */
 export function paper(canvas) {

@@ -1,6 +1,6 @@
-// Real requests that are worth watching: eight questions about one text, a moment apart.
+// Real requests that are worth watching: questions about one text, a moment apart. A browser opens six connections.
 
-import { models, stream } from "./api.js";
+import { models, storedKey, stream } from "./api.js";
 
 const TEXT = `You answer questions about this text. Kvasir is the wisest of beings in the Norse tales. When the two families
 of gods made peace, all of them spat into a vat, and of what was in it they made a man so wise that nobody could ask him
@@ -14,9 +14,7 @@ const QUESTIONS = [
   "How was he made?",
   "Who killed him?",
   "What did they make of his blood?",
-  "What did they tell the gods?",
   "Who took the mead from them?",
-  "How did Odin come by it?",
   "What do bad poets drink?",
 ];
 
@@ -29,12 +27,7 @@ async function ask(model, question, key) {
 }
 
 export async function shareAPrompt() {
-  let key = "";
-  try {
-    key = sessionStorage.getItem("kvasir-key") ?? "";
-  } catch {
-    // storage is forbidden
-  }
+  const key = storedKey();
   const [model] = await models(key);
   const asked = QUESTIONS.map(async (question, i) => {
     await new Promise((done) => setTimeout(done, 150 * i));

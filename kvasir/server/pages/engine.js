@@ -1,6 +1,6 @@
 // The engine view: follows the feed and draws what it says. See docs/engine_view.md for the feed.
 
-import { base } from "./api.js";
+import { base, get, storedKey } from "./api.js";
 import { BlockGrid, findHolders, numbers } from "./blocks.js";
 import { drawDistribution, drawLedger, drawTimeline } from "./charts.js";
 import { forgetColours } from "./colours.js";
@@ -10,11 +10,14 @@ import { RequestList } from "./requests.js";
 const $ = (id) => document.getElementById(id);
 const WINDOW = 5; // seconds over which rates are taken
 const MOST_STEPS = 600;
+const NO_KEY = 4001; // how the server closes a WebSocket that brought no key
 
 let state = null; // what the feed said last
 let steps = [];
 let lit = null; // what is pointed at: {key} or {block}
 let queued = false;
+let engine = 0; // which one is shown, where there are several
+let socket = null;
 
 const grid = new BlockGrid($("blocks"));
 const list = new RequestList($("requests"), point);
@@ -23,29 +26,57 @@ const list = new RequestList($("requests"), point);
 
 function take(next) {
   const last = steps.at(-1)?.step ?? 0;
+  if (next.engine !== engine) return; // a last word of the one shown before
   if (state && next.totals.steps < state.totals.steps) steps = []; // the server was started anew
   steps = [...steps, ...next.steps.filter((step) => step.step > last)].slice(-MOST_STEPS);
   state = next;
+  offerEngines(next.engines);
   redraw();
 }
 
+/** By WebSocket; where there is an API key, which browsers do not send with one, by asking again and again. */
 function follow() {
+  if (storedKey()) ask();
+  else listen();
+}
+
+async function ask() {
+  try {
+    take(await get(`engine/state?engine=${engine}&since=${steps.at(-1)?.step ?? 0}`, storedKey()));
+    connected("live", true);
+    setTimeout(follow, 250);
+  } catch (error) {
+    connected(error.message);
+    setTimeout(follow, 1500);
+  }
+}
+
+function listen() {
   const url = new URL("engine/feed", base);
   url.protocol = url.protocol.replace("http", "ws");
-  const socket = new WebSocket(url);
+  url.searchParams.set("engine", engine);
+  socket = new WebSocket(url);
   socket.addEventListener("message", (event) => {
-    connected(true);
+    connected("live", true);
     take(JSON.parse(event.data));
   });
-  socket.addEventListener("close", () => {
-    connected(false);
+  socket.addEventListener("close", (event) => {
+    const why = event.code === NO_KEY ? "enter the API key in the playground" : event.reason || "not connected";
+    connected(why);
     setTimeout(follow, 1500);
   });
 }
 
-function connected(is) {
-  $("connection").textContent = is ? "live" : "not connected";
-  $("connection").classList.toggle("live", is);
+function connected(words, live = false) {
+  $("connection").textContent = words;
+  $("connection").classList.toggle("live", live);
+}
+
+function offerEngines(count) {
+  if ($("engine").options.length === count) return;
+  $("engine").replaceChildren(...Array.from({ length: count }, (_, i) => new Option(`engine ${i}`, i)));
+  $("engine").value = engine;
+  $("engine").hidden = count < 2;
 }
 
 // ---------------------------------------------------------------- drawing
@@ -140,6 +171,12 @@ $("demo").addEventListener("click", async () => {
   $("demo").disabled = true;
   await shareAPrompt();
   $("demo").disabled = false;
+});
+$("engine").addEventListener("change", () => {
+  engine = Number($("engine").value);
+  steps = [];
+  state = null;
+  socket?.close(); // and the next one asks for the other engine
 });
 window.addEventListener("resize", redraw);
 document.addEventListener("themechange", redraw);

@@ -60,7 +60,7 @@ export class TokenText {
 /** 3: nearly certain, 0: a long shot. */
 function sureness(logprob) {
   const share = Math.exp(logprob);
-  return share > 0.9 ? 3 : share > 0.6 ? 2 : share > 0.25 ? 1 : 0;
+  return share > 0.8 ? 3 : share > 0.4 ? 2 : share > 0.1 ? 1 : 0;
 }
 
 export function visible(text) {

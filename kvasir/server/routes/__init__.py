@@ -1,0 +1,1 @@
+"""The endpoints. Each file has a `router`."""
