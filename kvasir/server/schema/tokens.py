@@ -7,10 +7,12 @@ from typing import Any, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import Field, model_validator
 
-from kvasir.server.schema.base import Body, Reply, invalid
+from kvasir.server.schema.base import Body, Reply, invalid, refused
 from kvasir.server.schema.chat import ChatTemplateFields, Message
 from kvasir.server.schema.sampling import Sampling
 from kvasir.server.schema.usage import Usage
+
+_ELSEWHERE = "log-probabilities are given by /v1/completions."
 
 
 class TokenizeRequest(ChatTemplateFields):
@@ -49,8 +51,11 @@ class GenerateRequest(Sampling):
 
     prompt: str | list[int]
     max_tokens: int | None = Field(None, ge=1)
-    logprobs: int | None = Field(None, ge=0)
-    stream: bool | None = Field(None, description="One JSON line for each step, in place of one object.")
+    stream: bool | None = Field(None, description="A JSON line for each new piece of text, in place of one object.")
+    logprobs: Any = refused(_ELSEWHERE)
+    prompt_logprobs: Any = refused(_ELSEWHERE)
+    logprob_token_ids: Any = refused(_ELSEWHERE)
+    return_tokens_as_token_ids: Any = refused(_ELSEWHERE)
 
 
 class GenerateReply(Reply, kw_only=True):
@@ -68,7 +73,6 @@ class ModelCard(Reply, kw_only=True):
     root: str
     parent: str | None = None
     max_model_len: int
-    permission: list[Any] = []
 
 
 class ModelList(Reply, kw_only=True):

@@ -1,0 +1,114 @@
+"""The ASGI application: routes, errors, the gate, documentation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from kvasir import __version__
+from kvasir.errors import KvasirError
+from kvasir.server.calls import call_of
+from kvasir.server.errors import ApiError, as_api_error, error_response
+from kvasir.server.gate import Gate
+from kvasir.server.routes import chat, completions, engine_view, health, models, operations, pages, tokens
+from kvasir.server.schema.base import Reply
+from kvasir.server.sse import ClientGone
+from kvasir.server.state import ServerState, state_of
+
+ROUTERS = [chat.router, completions.router, models.router, tokens.router]
+ROUTERS += [health.router, operations.router, pages.router, engine_view.router]
+_HANDLED = (ApiError, KvasirError, RequestValidationError, HTTPException, ClientGone, Exception)
+
+
+def make_app(state: ServerState) -> FastAPI:
+    shown = None if state.config.disable_fastapi_docs else "/openapi.json"
+    app = FastAPI(
+        title="Kvasir",
+        version=__version__,
+        description="OpenAI's and Anthropic's interfaces to a language model.",
+        openapi_url=shown,
+        root_path=state.config.root_path,
+    )
+    app.state.server = state
+    for router in ROUTERS:
+        app.include_router(router)
+    for kind in _HANDLED:
+        app.add_exception_handler(kind, _answer_error)
+    _add_layers(app, state)
+    _describe(app)
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientGone):
+        return Response(status_code=499)  # nobody reads it
+    found = as_api_error(error)
+    if not found.counted:
+        state_of(request).metrics.failed(found.cause)
+    call = call_of(request)
+    return error_response(found, call.path, call.id)
+
+
+def _add_layers(app: FastAPI, state: ServerState) -> None:
+    """The last one added is the outermost."""
+    config = state.config
+    app.add_middleware(
+        Gate,
+        keys=state.keys,
+        max_bytes=config.max_request_bytes,
+        count=state.metrics.count_http,
+        failed=state.metrics.failed,
+        echo_ids=config.enable_request_id_headers,
+        public=pages.PUBLIC,
+    )
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+
+
+def _describe(app: FastAPI) -> None:
+    """Put the replies' types, which are not pydantic's, into the documentation."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = plain()
+            _, replies = msgspec.json.schema_components(_all_replies(), ref_template="#/components/schemas/{name}")
+            schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+            for name, reply in replies.items():
+                schemas.setdefault(name, reply)
+            _drop_default_errors(schema)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _all_replies() -> list[type[Reply]]:
+    found, todo = [], [Reply]
+    while todo:
+        kind = todo.pop()
+        todo += kind.__subclasses__()
+        found += [] if kind is Reply else [kind]
+    return found
+
+
+def _drop_default_errors(schema: dict[str, Any]) -> None:
+    """FastAPI documents its own 422, which this server never sends."""
+    for path in schema.get("paths", {}).values():
+        for operation in path.values():
+            operation.get("responses", {}).pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schema["components"]["schemas"].pop(name, None)

@@ -1,0 +1,175 @@
+"""Runs a server in this process until it is told to stop; supervisor.py runs several."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from kvasir import log
+from kvasir.async_llm import AsyncLLM
+from kvasir.config import EngineConfig
+from kvasir.env import LOG_FORMAT
+from kvasir.errors import ConfigError
+from kvasir.frontend.engines import Engines
+from kvasir.log import get_logger
+from kvasir.server.app import make_app
+from kvasir.server.config import ServerConfig
+from kvasir.server.life import Life, Starter, one_line
+from kvasir.server.phases import Phases
+from kvasir.server.state import ServerState
+from kvasir.server.tracing import make_tracer
+
+logger = get_logger(__name__)
+
+_KEEP_ALIVE_SECONDS = 30
+_CLOSE_SECONDS = 5  # for connections, once nothing runs any more
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(asked: EngineConfig, config: ServerConfig, executor: Any = None) -> int:
+    """The exit status: 0 after a drain, 1 if the engine died. What cannot start raises a ConfigError.
+
+    `executor` stands in for the model, as AsyncLLM takes it.
+    """
+    set_up_logging(config)
+    if config.api_server_count > 1:
+        from kvasir.server.supervisor import supervise
+
+        return supervise(asked, config, executor)
+    state = ServerState(config, asked.model.model)  # before anything is started: its files may be wrong
+    sock = listen(config)
+
+    def start(phases: Phases) -> AsyncLLM:
+        engines = Engines.start(asked, executor)
+        phases.enter("model")
+        return AsyncLLM(engines.config, engines=engines)
+
+    return run(state, start, sock)
+
+
+def run(state: ServerState, start: Starter, sock: socket.socket, owns_socket: bool = True) -> int:
+    """Serve on a socket until the end; the engine, if there is one by then, is shut down.
+
+    `owns_socket`: nobody else serves on it, so that the last words are ours to say.
+    """
+    state.tracer = make_tracer(state.config.otlp_traces_endpoint)
+    server = Server(_uvicorn_config(state))
+    life = Life(state, start, server.stop)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_serve(server, life, sock))
+    finally:
+        state.tracer.close()
+        if (engine := state.engine_or_none) is not None:
+            engine.shutdown()
+        if state.config.uds is not None and owns_socket:
+            Path(state.config.uds).unlink(missing_ok=True)
+    if life.error is None:
+        return 0
+    if not owns_socket:
+        return 1
+    if isinstance(life.error, ConfigError):
+        raise life.error
+    print(f"kvasir: error: {one_line(life.error)}", file=sys.stderr)
+    return 1
+
+
+async def _serve(server: Server, life: Life, sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, life.drain)
+    life.begin()
+    await server.serve(sockets=[sock])
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with signals left to us: it would stop listening before the drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    def stop(self) -> None:
+        self.should_exit = True
+
+
+def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+    config = state.config
+    return uvicorn.Config(
+        make_app(state),
+        http="httptools",
+        ws="websockets-sansio",
+        ws_max_size=config.max_request_bytes,
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        root_path=config.root_path,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=config.ssl_cert_reqs,
+        ssl_ciphers=config.ssl_ciphers or "TLSv1",
+    )
+
+
+def _loop_factory() -> Any:
+    try:
+        import uvloop
+    except ImportError:  # Windows
+        return None
+    return uvloop.new_event_loop
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """The socket, before anything slow is started: an address in use is found out at once."""
+    for file in (config.ssl_keyfile, config.ssl_certfile, config.ssl_ca_certs):
+        if file is not None and not os.access(file, os.R_OK):
+            raise ConfigError(f"The TLS file {file} cannot be read.")
+    try:
+        if config.uds is not None:
+            sock = socket.socket(socket.AF_UNIX)
+            sock.bind(config.uds)
+            sock.listen(2048)
+        else:
+            family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+            sock = socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except OSError as error:
+        where = config.uds or f"{config.host}:{config.port}"
+        raise ConfigError(
+            f"Cannot listen on {where}: {error.strerror or error}. Set another --port or --host."
+        ) from error
+    sock.setblocking(False)
+    _tell_address(config, sock)
+    return sock
+
+
+def _tell_address(config: ServerConfig, sock: socket.socket) -> None:
+    scheme = "https" if config.ssl_certfile else "http"
+    where = config.uds or "{}://{}:{}".format(scheme, *sock.getsockname()[:2])
+    logger.info("listening on %s", where)
+    open_to_all = config.uds is None and config.host not in _LOCAL
+    if open_to_all and not config.api_key and not config.api_key_file and not os.environ.get("KVASIR_API_KEY"):
+        logger.warning("anybody who reaches %s may use this server: set --api-key, or --host 127.0.0.1", where)
+
+
+def set_up_logging(config: ServerConfig) -> None:
+    if config.log_format != "text":
+        os.environ[LOG_FORMAT.name] = config.log_format.upper()  # the engine's process reads it, too
+        log.configure()
+    web = logging.getLogger("uvicorn")
+    web.handlers = [log.handler()]
+    web.setLevel(config.uvicorn_log_level.upper())
+    web.propagate = False

@@ -1,0 +1,90 @@
+"""Log-probabilities in the shapes of both interfaces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.outputs import Logprob
+from kvasir.server.schema.chat import ChatLogprobs, TokenLogprob, TopLogprob
+from kvasir.server.schema.completions import CompletionLogprobs
+
+LEAST = -9999.0  # stands for minus infinity, which JSON has not
+Position = dict[int, Logprob] | None
+
+
+class LogprobWriter:
+    """`as_ids`: tokens are written "token_id:7" instead of as text."""
+
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False) -> None:
+        self.as_ids = as_ids
+        self._bytes = None if tokenizer is None else tokenizer.token_bytes(skip_special_tokens=False)
+
+    def chat(self, token_ids: list[int], positions: Iterable[Position], num_top: int) -> ChatLogprobs:
+        content = []
+        for token, position in zip(token_ids, positions, strict=True):
+            found = position or {}
+            own = found.get(token)
+            top = [self._top(other, each) for other, each in _likeliest(found, num_top)]
+            first = self._top(token, own or Logprob(LEAST))
+            content.append(TokenLogprob(token=first.token, logprob=first.logprob, bytes=first.bytes, top_logprobs=top))
+        return ChatLogprobs(content=content)
+
+    def completion(
+        self, token_ids: list[int], positions: Iterable[Position], num_top: int, offset: int
+    ) -> CompletionLogprobs:
+        """`offset` is where the first token's text begins in the reply's."""
+        made = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+        for token, position in zip(token_ids, positions, strict=True):
+            own = (position or {}).get(token)
+            text = self._text(token, own)
+            made.text_offset.append(offset)
+            made.tokens.append(text)
+            made.token_logprobs.append(None if own is None else _number(own.logprob))
+            made.top_logprobs.append(None if position is None else self._top_dict(token, position, num_top))
+            offset += len((own.decoded_token if own is not None else None) or "")
+        return made
+
+    def _top_dict(self, token: int, position: dict[int, Logprob], num_top: int) -> dict[str, float]:
+        """The likeliest, and the token itself, as OpenAI has it."""
+        chosen = dict(_likeliest(position, num_top))
+        chosen[token] = position[token]
+        return {self._text(other, each): _number(each.logprob) for other, each in chosen.items()}
+
+    def _top(self, token: int, each: Logprob) -> TopLogprob:
+        text = self._text(token, each)
+        return TopLogprob(token=text, logprob=_number(each.logprob), bytes=self._token_bytes(token, text))
+
+    def _text(self, token: int, each: Logprob | None) -> str:
+        if self.as_ids or each is None or each.decoded_token is None:
+            return f"token_id:{token}"
+        return each.decoded_token
+
+    def _token_bytes(self, token: int, text: str) -> list[int]:
+        """Of a token that is part of a character, which its text cannot show."""
+        if self._bytes is not None and not self.as_ids:
+            return list(self._bytes[token])
+        return list(text.encode())
+
+
+def prompt_logprobs(positions: Iterable[Position]) -> list[Any]:
+    """As vLLM writes them: a mapping of token ids for each position, null for the first."""
+    return [
+        None
+        if position is None
+        else {
+            str(token): {"logprob": _number(each.logprob), "rank": each.rank, "decoded_token": each.decoded_token}
+            for token, each in position.items()
+        }
+        for position in positions
+    ]
+
+
+def _likeliest(position: dict[int, Logprob], num: int) -> list[tuple[int, Logprob]]:
+    ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
+    return ranked[:num]
+
+
+def _number(value: float) -> float:
+    return max(value, LEAST)

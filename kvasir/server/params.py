@@ -1,0 +1,46 @@
+"""From a request's fields to SamplingParams: what is unset comes from the model's generation config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvasir.frontend.input import default_sampling_params
+from kvasir.sampling_params import RequestOutputKind, SamplingParams
+from kvasir.server.runs import Terms
+from kvasir.server.schema.sampling import SAMPLING_FIELDS, Sampling
+from kvasir.server.state import ServerState
+
+_DEFAULTED = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")  # by a generation config
+
+
+def sampling_params(
+    state: ServerState, body: Sampling, *, max_tokens: int | None, logprobs: int | None, stream: bool
+) -> SamplingParams:
+    """Wrong values raise a RequestError that names the field."""
+    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    if not body.use_beam_search:  # a search samples nothing
+        defaults = state_defaults(state)
+        given = {**{name: getattr(defaults, name) for name in _DEFAULTED}, **given}
+    return SamplingParams(
+        **given,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        extra_args=body.vllm_xargs,
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def state_defaults(state: ServerState) -> SamplingParams:
+    if state.defaults is None:
+        state.defaults = default_sampling_params(state.engine.config)
+    return state.defaults
+
+
+def default_max_tokens(state: ServerState, otherwise: int | None) -> int | None:
+    """What a request gets that names no limit: the generation config's, or else `otherwise`."""
+    configured: Any = state.engine.config.model.generation.get("max_new_tokens")
+    return state_defaults(state).max_tokens if configured is not None else otherwise
+
+
+def terms(body: Sampling, user: str | None = None) -> Terms:
+    return Terms(body.priority or 0, body.timeout, user)

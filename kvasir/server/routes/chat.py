@@ -1,0 +1,120 @@
+"""/v1/chat/completions over HTTP; websocket.py has the same over a WebSocket."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from kvasir.outputs import RequestOutput
+from kvasir.server.answers import FINGERPRINT, StrictRoute, answers, reply, stream, unless_gone
+from kvasir.server.calls import Call, TheCall
+from kvasir.server.chat_stream import ChatChunks, StreamWishes
+from kvasir.server.logprobs import LogprobWriter, prompt_logprobs
+from kvasir.server.params import default_max_tokens, sampling_params, terms
+from kvasir.server.prompts import PromptMaker
+from kvasir.server.runs import Run
+from kvasir.server.schema.chat import ChatChoice, ChatCompletion, ChatRequest, ReplyMessage
+from kvasir.server.state import ServerState, State
+
+router = APIRouter(route_class=StrictRoute, tags=["OpenAI"])
+
+
+@router.post("/v1/chat/completions", responses=answers(ChatCompletion, "A reply; with `stream`, events of chunks."))
+async def create_chat_completion(body: ChatRequest, request: Request, state: State, call: TheCall) -> Response:
+    """Answer a conversation."""
+    chat = await unless_gone(request, ChatJob.make(state, call, body))
+    if body.stream:
+        return await stream(request, chat.chunks().payloads())
+    return reply(await unless_gone(request, chat.whole()))
+
+
+@dataclass(slots=True)
+class ChatJob:
+    """A chat request, ready to run."""
+
+    body: ChatRequest
+    run: Run
+    model: str
+    id: str
+    role: str
+    echo: str
+
+    @classmethod
+    async def make(cls, state: ServerState, call: Call, body: ChatRequest) -> ChatJob:
+        model = state.check_model(body.model)
+        maker = PromptMaker(state, body.truncate_prompt_tokens, body.cache_salt)
+        maker.check_reads("reasoning_effort", body.reasoning_effort)
+        variables = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+        if state.config.exclude_tools_when_tool_choice_none:
+            body.tools = None
+        prompt = await maker.chat(body, **variables)
+        max_tokens = body.max_completion_tokens or body.max_tokens or default_max_tokens(state, None)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = sampling_params(state, body, max_tokens=max_tokens, logprobs=logprobs, stream=bool(body.stream))
+        run = Run(state, call, [prompt], params, terms(body, body.user or body.safety_identifier))
+        opens = body.add_generation_prompt is not False and not body.continue_final_message
+        role = state.config.response_role if opens else body.messages[-1].role
+        return cls(body, run, model, f"chatcmpl-{body.request_id or call.id}", role, _echoed(body, role))
+
+    @property
+    def writer(self) -> LogprobWriter:
+        return LogprobWriter(self.run.engine.tokenizer, bool(self.body.return_tokens_as_token_ids))
+
+    def chunks(self) -> ChatChunks:
+        options = self.body.stream_options
+        forced = self.run.state.config.enable_force_include_usage
+        wishes = StreamWishes(
+            usage=forced or (options is not None and options.include_usage),
+            continuous_usage=options is not None and options.continuous_usage_stats,
+            token_ids=bool(self.body.return_token_ids),
+            num_top_logprobs=(self.body.top_logprobs or 0) if self.body.logprobs else None,
+            echo=self.echo,
+        )
+        chunks = ChatChunks(self.run, self.id, int(time.time()), self.model, self.role, wishes)
+        return chunks.with_logprobs(self.writer) if self.body.logprobs else chunks
+
+    async def whole(self) -> ChatCompletion:
+        (output,) = await self.run.whole()
+        self.run.check(output)
+        made = ChatCompletion(
+            id=self.id,
+            created=int(time.time()),
+            model=self.model,
+            choices=self._choices(output),
+            usage=self.run.usage(),
+            system_fingerprint=FINGERPRINT,
+        )
+        if self.body.return_token_ids:
+            made.prompt_token_ids = output.prompt_token_ids
+        if output.prompt_logprobs is not None:
+            made.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        return made
+
+    def _choices(self, output: RequestOutput) -> list[ChatChoice]:
+        choices = []
+        for each in output.outputs:
+            choice = ChatChoice(
+                index=each.index,
+                message=ReplyMessage(role=self.role, content=self.echo + each.text),
+                finish_reason=each.finish_reason,
+                stop_reason=each.stop_reason,
+            )
+            if each.logprobs is not None and self.body.logprobs:
+                choice.logprobs = self.writer.chat(each.token_ids, each.logprobs, self.body.top_logprobs or 0)
+            if self.body.return_token_ids:
+                choice.token_ids = each.token_ids
+            choices.append(choice)
+        return choices
+
+
+def _echoed(body: ChatRequest, role: str) -> str:
+    """The last message's text, where echo asks for it and the reply goes on in its role."""
+    last = body.messages[-1]
+    if not body.echo or last.role != role or last.content is None:
+        return ""
+    if isinstance(last.content, str):
+        return last.content
+    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in last.content)

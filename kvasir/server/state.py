@@ -1,0 +1,113 @@
+"""What one API process knows: its settings, the engine once it is there, who asks and what runs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
+
+from fastapi import Depends
+from starlette.requests import HTTPConnection
+
+from kvasir.async_llm import AsyncLLM
+from kvasir.errors import EngineDeadError
+from kvasir.messages import EngineStats
+from kvasir.sampling_params import SamplingParams
+from kvasir.server.config import ServerConfig
+from kvasir.server.errors import ApiError, unknown_model
+from kvasir.server.keys import load_keys
+from kvasir.server.limits import RateLimits
+from kvasir.server.metrics import Metrics
+from kvasir.server.phases import DRAINING, FAILED, Phases
+from kvasir.server.tracing import NO_TRACER, Tracer
+
+if TYPE_CHECKING:
+    from kvasir.server.runs import Run
+
+_STATS_SECONDS = 2.0  # that a question to the engine may take before the last answer is used
+
+
+class ServerState:
+    """Made before the engine, which `engine_is_here` brings."""
+
+    def __init__(self, config: ServerConfig, model: str, num_processes: int = 1) -> None:
+        self.config = config
+        self.num_processes = num_processes
+        self.model_names = config.served_model_name or [model]
+        self.created = int(time.time())
+        self.keys = load_keys(config)
+        self.limits = RateLimits(num_processes)
+        self.metrics = Metrics(self.model_names[0])
+        self.phases = Phases(
+            lambda phase, took: self.metrics.startup.labels(**self.metrics.labels, phase=phase).set(took)
+        )
+        self.tracer: Tracer = NO_TRACER
+        self.runs: set[Run] = set()
+        self.idle = asyncio.Event()  # nothing runs
+        self.idle.set()
+        self.defaults: SamplingParams | None = None  # of requests that say nothing: the model's generation config
+        self.last_stats: EngineStats | None = None
+        self._engine: AsyncLLM | None = None
+
+    # ------------------------------------------------------------ the engine
+
+    @property
+    def engine(self) -> AsyncLLM:
+        """The engine, or a 503 that says why there is none to ask."""
+        if self._engine is None or not self.phases.is_ready:
+            raise self._unavailable()
+        return self._engine
+
+    @property
+    def engine_or_none(self) -> AsyncLLM | None:
+        """As soon as it exists, ready or not."""
+        return self._engine
+
+    def engine_is_here(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+
+    def _unavailable(self) -> ApiError:
+        if self._engine is not None and self._engine.errored:
+            return ApiError(503, f"The engine died: {self._engine.dead_error}", "engine", code="engine_dead")
+        if self.phases.now == FAILED:
+            return ApiError(503, self.phases.reason, "engine", code="engine_dead")
+        if self.phases.now == DRAINING:
+            return ApiError(503, "The server is shutting down.", "draining", code="draining", retry_after=5)
+        message = f"The server is starting: {self.phases.now}."
+        return ApiError(503, message, "starting", code="starting", retry_after=2)
+
+    async def stats(self) -> EngineStats | None:
+        """The engine's figures; if it does not answer in time, the last ones."""
+        engine = self._engine
+        if engine is not None and engine.is_running:
+            with suppress(TimeoutError, EngineDeadError):
+                self.last_stats = await asyncio.wait_for(engine.stats(), _STATS_SECONDS)
+        return self.last_stats
+
+    # ------------------------------------------------------------ requests
+
+    def check_model(self, name: str | None) -> str:
+        """The name that replies use; a 404 for a model that is not served."""
+        if name is not None and name not in self.model_names:
+            raise unknown_model(name, self.model_names)
+        return self.model_names[0] if name is None else name
+
+    def began(self, run: Run) -> None:
+        self.runs.add(run)
+        self.metrics.num_live += 1
+        self.idle.clear()
+
+    def ended(self, run: Run) -> None:
+        self.runs.discard(run)
+        self.metrics.num_live -= 1
+        if not self.runs:
+            self.idle.set()
+
+
+def state_of(connection: HTTPConnection) -> ServerState:
+    found: ServerState = connection.app.state.server
+    return found
+
+
+State = Annotated[ServerState, Depends(state_of)]
