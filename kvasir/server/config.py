@@ -138,9 +138,8 @@ def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
 
 def with_starter_model(namespace: argparse.Namespace, config: ServerConfig) -> ServerConfig:
     """If no model was named, name the starter model, under its own name instead of a path."""
-    if getattr(namespace, "model", None):
+    if not starter.use_if_none_is_named(namespace):
         return config
-    namespace.model = str(starter.find_starter_model())
     return replace(config, served_model_name=config.served_model_name or [starter.NAME])
 
 

@@ -36,6 +36,7 @@ ORDER = {
     "entrypoints": Line(("cli",)),
     "cli": Line(by_name=("anything",)),
     "bench": Line(("llm", "async_llm")),
+    "chat": Line(("llm_engine", "frontend")),
     "tune": Line(("kernels", "attention", "quantization")),
     "server": Line(("async_llm", "parsers", "frontend", "transport")),
     "server.routes": Line(("server", "async_llm", "parsers", "frontend")),

@@ -2,8 +2,8 @@
 
 const PARAMETERS = [
   { name: "system", label: "System prompt", kind: "textarea", rows: 2, why: "What the model is told before the chat." },
-  { name: "temperature", label: "Temperature", kind: "range", min: 0, max: 2, step: 0.05, value: 0.7, why: "0 always takes the likeliest token." },
-  { name: "top_p", label: "Top p", kind: "range", min: 0.05, max: 1, step: 0.05, value: 1, why: "Draw from the likeliest tokens that make up this share." },
+  { name: "temperature", label: "Temperature", kind: "number", min: 0, max: 2, step: 0.1, value: "", why: "0 always takes the likeliest token; empty: the model's own." },
+  { name: "top_p", label: "Top p", kind: "number", min: 0.05, max: 1, step: 0.05, value: "", why: "Draw from the likeliest tokens that make up this share." },
   { name: "top_k", label: "Top k", kind: "number", min: 0, step: 1, value: 0, off: 0, why: "Draw from so many; 0: from all." },
   { name: "min_p", label: "Min p", kind: "number", min: 0, max: 1, step: 0.01, value: 0, off: 0, why: "Leave out what is less likely than this share of the best." },
   { name: "max_tokens", label: "Most tokens", kind: "number", min: 1, step: 1, value: 512 },
@@ -40,6 +40,7 @@ function makeInput(parameter) {
   else input.type = parameter.kind;
   for (const limit of ["min", "max", "step"]) if (limit in parameter) input[limit] = parameter[limit];
   if (parameter.kind === "password") input.autocomplete = "off";
+  if (parameter.kind === "number") input.placeholder = "default";
   input.id = `parameter-${parameter.name}`;
   input.value = recall(parameter.name) ?? parameter.value ?? "";
   return input;
@@ -59,12 +60,6 @@ export class Parameters {
     const input = makeInput(parameter);
     this.inputs[parameter.name] = input;
     label.append(name);
-    if (parameter.kind === "range") {
-      const shown = document.createElement("output");
-      shown.textContent = input.value;
-      input.addEventListener("input", () => (shown.textContent = input.value));
-      label.append(shown);
-    }
     label.append(input);
     if (parameter.why) {
       const why = document.createElement("span");

@@ -27,20 +27,21 @@ _HEADERS = {
 FILES = frozenset(file.name for file in FOLDER.iterdir() if file.suffix in _KINDS)
 PUBLIC = frozenset({"/", "/engine", *(f"/pages/{name}" for name in FILES)})  # nothing in them is secret
 
+_METHODS = ["GET", "HEAD"]
 router = APIRouter(include_in_schema=False)
 
 
-@router.get("/")
+@router.api_route("/", methods=_METHODS)
 async def playground(request: Request) -> Response:
     return _file("index.html", request)
 
 
-@router.get("/engine")
+@router.api_route("/engine", methods=_METHODS)
 async def engine(request: Request) -> Response:
     return _file("engine.html", request)
 
 
-@router.get("/pages/{name}")
+@router.api_route("/pages/{name}", methods=_METHODS)
 async def page_file(name: str, request: Request) -> Response:
     if name not in FILES:
         raise not_found(f"There is no page file {name!r}.")
