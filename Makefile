@@ -32,6 +32,7 @@ run: .venv/runtime .venv/model
 docs: .venv/runtime
 	$(BIN)/python scripts/configuration_page.py
 	$(BIN)/python scripts/models_page.py
+	$(BIN)/python scripts/metrics_page.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

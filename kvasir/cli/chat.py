@@ -21,8 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--url", nargs="?", const=LOCAL_URL, help=f"talk to a server instead of loading a model (alone: {LOCAL_URL})"
     )
+    group.add_argument("--model-name", help="the model, where the server has several (default: its first)")
     group.add_argument("--api-key", help="the server's key (default: KVASIR_API_KEY)")
-    group.add_argument("--system", default="", metavar="TEXT", help="what the model is told before the chat")
+    group.add_argument(
+        "--system", "--system-prompt", default="", metavar="TEXT", help="what the model is told before the chat"
+    )
     group.add_argument("-q", "--quick", metavar="TEXT", help="ask this, print the answer, leave")
     group.add_argument("--plain", action="store_true", help="no markdown: text as it comes")
     EngineArgs.add_cli_args(parser)
@@ -57,12 +60,12 @@ def _remote(namespace: argparse.Namespace) -> Backend:
     from kvasir.chat.remote import RemoteModel
 
     key = namespace.api_key or env.API_KEY.read()[0].partition(",")[0]
-    return RemoteModel(namespace.url, key, getattr(namespace, "model", None))
+    return RemoteModel(namespace.url, key, namespace.model_name or getattr(namespace, "model", None))
 
 
 def _local(namespace: argparse.Namespace) -> Backend:
-    if namespace.api_key:
-        raise ConfigError("--api-key is for a server: add --url.")
+    if namespace.api_key or namespace.model_name:
+        raise ConfigError("--api-key and --model-name are for a server: add --url.")
     name = starter.NAME if starter.use_if_none_is_named(namespace) else None
     if env.LOG_LEVEL.name not in os.environ:
         from kvasir.log import get_logger
