@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Iterable
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any, Self
 
 from kvasir.args import EngineArgs
 from kvasir.config import EngineConfig
 from kvasir.errors import EngineDeadError, KvasirError, RequestError
+from kvasir.frontend.async_client import AsyncClient
 from kvasir.frontend.beams import BeamState
 from kvasir.frontend.engine_launch import Executor
 from kvasir.frontend.engines import Engines
@@ -26,71 +26,80 @@ from kvasir.frontend.fanout import process_all
 from kvasir.frontend.input import InputProcessor, default_sampling_params
 from kvasir.frontend.output import OutputProcessor
 from kvasir.frontend.streams import Stream
+from kvasir.frontend.terms import make_terms, with_terms
 from kvasir.frontend.tokenizer import Tokenizer
 from kvasir.frontend.tokenizer_files import load_tokenizer
-from kvasir.messages import EngineOutput, EngineRequest, EngineStats, Terms
-from kvasir.metrics import Metric, read_metrics
+from kvasir.frontend.vllm_names import NotYet
+from kvasir.log import get_logger
+from kvasir.messages import EngineOutput, EngineStats, Terms
+from kvasir.metrics import Metric, read_metrics, sum_stats
 from kvasir.outputs import RequestOutput
 from kvasir.prompts import PromptType
 from kvasir.sampling_params import BeamSearchParams, SamplingParams
-from kvasir.transport import words
+
+logger = get_logger(__name__)
+Params = SamplingParams | BeamSearchParams | None
+_LONG_TEXT = 1 << 14  # characters; tokenizing more would keep the event loop for milliseconds
 
 
-class AsyncLLM:
+class AsyncLLM(NotYet):
     """Belongs to one event loop at a time: the one it is first used in."""
 
     def __init__(self, config: EngineConfig, executor: Executor = None, *, engines: Engines | None = None) -> None:
         """`executor` makes what runs in place of the model: 'module:name' or a picklable callable, given the config."""
-        self._engines = Engines.start(config, executor) if engines is None else engines
-        self.config = self._engines.config
+        engines = Engines.start(config, executor) if engines is None else engines
         try:
+            self.config = engines.config
             model = self.config.model
             self.tokenizer = None if model.skip_tokenizer_init else load_tokenizer(model.tokenizer)
-            self.input_processor = InputProcessor(self.config, self.tokenizer)
-            self._engines.wait()
+            self.input_processor = InputProcessor(self.config, self.tokenizer, remote=True)
+            engines.wait()
         except BaseException:
-            self._engines.close()
+            engines.close()
             raise
         self.output_processor = OutputProcessor(self.tokenizer)
+        self._client = AsyncClient(engines, self)
         self._streams: dict[str, Stream] = {}
-        self._answers: dict[int, asyncio.Future[Any]] = {}
         self._ids = itertools.count()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._drains = False  # a look at the sockets is due
-        self._closed = False
+        self._resumed: asyncio.Event | None = None  # there while generation is paused
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> Self:
+        """Start the engine and wait until it serves. What keeps it from that is raised as the engine's own error."""
         return cls(args.create_engine_config())
 
     @classmethod
+    def from_vllm_config(cls, vllm_config: EngineConfig) -> Self:
+        return cls(vllm_config)
+
+    @classmethod
     def attach(cls, address: str) -> Self:
-        """A client of the engine that another process owns; `address` is that one's."""
+        """A client of the engine that another process of this user owns; `address` is that one's."""
         engines = Engines.attach(address)
         return cls(engines.config, engines=engines)
 
     @property
     def address(self) -> str:
-        """What another process of this user attaches to."""
-        return self._engines.directory
+        """What another process attaches to."""
+        return self._client.engines.directory
 
     # ------------------------------------------------------------ requests
 
     async def generate(
         self,
         prompt: PromptType,
-        sampling_params: SamplingParams | BeamSearchParams | None = None,
+        sampling_params: Params = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
         tenant: str = "",
         weight: float = 1.0,
         timeout: float | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come. Closing the generator aborts the request; `timeout` is in seconds from now."""
-        now = time.monotonic()
-        terms = Terms(now, priority, tenant, weight, None if timeout is None else now + timeout)
-        stream = self._add(prompt, sampling_params, request_id, terms)
+        terms = make_terms(priority, tenant, weight, timeout)
+        stream = await self._start(prompt, sampling_params, request_id, terms, data_parallel_rank)
         try:
             while (output := await stream.next()) is not None:
                 yield output
@@ -98,15 +107,30 @@ class AsyncLLM:
             if not stream.finished:
                 self._abort([stream.request_id])
 
-    def _add(
-        self,
-        prompt: PromptType,
-        params: SamplingParams | BeamSearchParams | None,
-        request_id: str | None,
-        terms: Terms,
+    async def add_request(
+        self, request_id: str, prompt: PromptType, params: Params = None, *, priority: int = 0
     ) -> Stream:
-        self._attach_loop()
-        self._check_alive()
+        """The same in two parts, as in vLLM: the request is on its way when this returns; iterate over the result."""
+        return await self._start(prompt, params, request_id, make_terms(priority), None)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; their generators give out a last output with finish_reason "abort"."""
+        self._abort([request_id] if isinstance(request_id, str) else list(request_id))
+
+    async def _start(
+        self, prompt: PromptType, params: Params, request_id: str | None, terms: Terms, engine: int | None
+    ) -> Stream:
+        while self._resumed is not None:
+            await self._resumed.wait()
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(text, str) and len(text) > _LONG_TEXT:
+            (prompt,) = await asyncio.to_thread(self.input_processor.tokenize, [prompt])
+        return self._add(prompt, params, request_id, terms, engine)
+
+    def _add(
+        self, prompt: PromptType, params: Params, request_id: str | None, terms: Terms, engine: int | None
+    ) -> Stream:
+        self._client.enter()
         if params is None:
             params = default_sampling_params(self.config)
         elif isinstance(params, BeamSearchParams):
@@ -114,124 +138,52 @@ class AsyncLLM:
         name = f"request-{next(self._ids)}" if request_id is None else request_id
         if name in self.output_processor:
             raise RequestError(f"request id {name!r} is in use by a request that still runs", "request_id")
-        request, states = process_all(self.input_processor, name, prompt, params, self._engines.keys, time.time())
-        stream = Stream(name, params.output_kind)
-        self._engines.add(_with_terms(request, terms))
+        keys = self._client.engines.keys
+        request, states = process_all(self.input_processor, name, prompt, params, keys, time.time())
+        self._client.add(with_terms(request, terms), engine)
         if isinstance(states, BeamState):
             self.output_processor.add_search(states)
         else:
             self.output_processor.add(*states, num_returned=params.n)
-        self._streams[name] = stream
-        self._look_soon()
+        stream = self._streams[name] = Stream(name, params.output_kind)
         return stream
-
-    async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; their generators give out a last output with finish_reason "abort"."""
-        self._abort([request_id] if isinstance(request_id, str) else list(request_id))
 
     def _abort(self, request_ids: list[str]) -> None:
         keys: list[tuple[int, int | None]] = []
         for some, output in self.output_processor.abort(request_ids, time.time()):
             keys += [(key, None) for key in some]
             self._put(output)
-        if keys and self._engines.dead is None and not self._closed:
-            self._engines.abort(keys)
-            self._look_soon()
+        self._client.abort(keys)
 
-    # ------------------------------------------------------------ what the engines say
+    # ------------------------------------------------------------ what the engine says
 
-    def _attach_loop(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._loop is loop:
-            return
-        if self._loop is not None and not self._loop.is_closed():
-            if self._streams or self._answers:
-                raise RequestError("this AsyncLLM has requests in another event loop; use it in one at a time")
-            self._detach_loop()
-        self._loop = loop
-        for link in self._engines.links:
-            loop.add_reader(link.socket.fileno(), self._look)
-            loop.add_reader(link.lifeline.fileno(), self._look_for_death)
-
-    def _detach_loop(self) -> None:
-        loop, self._loop = self._loop, None
-        if loop is not None and not loop.is_closed():
-            for link in self._engines.links:
-                loop.remove_reader(link.socket.fileno())
-                loop.remove_reader(link.lifeline.fileno())
-
-    def _look_soon(self) -> None:
-        """A socket that is used tells of arrivals only once: after sending, it must be looked at."""
-        if not self._drains and self._loop is not None:
-            self._drains = True
-            self._loop.call_soon(self._look)
-
-    def _look(self) -> None:
-        self._drains = False
-        if self._closed:
-            return
-        try:
-            for event in self._engines.receive():
-                if isinstance(event, EngineOutput):
-                    self._take(event)
-                elif isinstance(event, words.Refused):
-                    self._refuse(event)
-                else:
-                    self._take_answer(event)
-        except Exception as error:
-            self._die(EngineDeadError(f"an output could not be read: {type(error).__name__}: {error}"))
-            raise
-
-    def _take(self, event: EngineOutput) -> None:
-        outputs, stopped = self.output_processor.process(event, time.time())
-        if stopped:
-            self._engines.abort([(stop.key, stop.num_tokens_kept) for stop in stopped])
-            self._look_soon()
-        for output in outputs:
-            self._put(output)
+    def take(self, output: EngineOutput) -> None:
+        outputs, stopped = self.output_processor.process(output, time.time())
+        self._client.abort([(stop.key, stop.num_tokens_kept) for stop in stopped])
+        for each in outputs:
+            self._put(each)
 
     def _put(self, output: RequestOutput) -> None:
         stream = self._streams.pop(output.request_id) if output.finished else self._streams[output.request_id]
         stream.put(output)
 
-    def _refuse(self, refused: words.Refused) -> None:
-        request_id = self.output_processor.withdraw(refused.key)
+    def refuse(self, key: int, error: KvasirError) -> None:
+        request_id = self.output_processor.withdraw(key)
         if request_id is not None:
-            self._streams.pop(request_id).fail(refused.error)
+            self._streams.pop(request_id).fail(error)
 
-    def _take_answer(self, answer: words.Answer) -> None:
-        waiting = self._answers.pop(answer.number)
-        if waiting.done():
-            return
-        if answer.error is not None:
-            waiting.set_exception(answer.error)
-        else:
-            waiting.set_result(answer.value)
-
-    def _look_for_death(self) -> None:
-        error = self._engines.find_death()
-        if error is not None:
-            self._look()  # what it said before
-            self._die(error)
-
-    def _die(self, error: KvasirError) -> None:
-        """Answer everybody who waits."""
-        self._engines.dead = self._engines.dead or error
-        self._detach_loop()
+    def die(self, error: KvasirError) -> None:
         self.output_processor.abort(self.output_processor.request_ids(), time.time())
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(EngineDeadError(str(error)))
-        answers, self._answers = self._answers, {}
-        for waiting in answers.values():
-            if not waiting.done():
-                waiting.set_exception(EngineDeadError(str(error)))
+        self._resume()  # whoever waits for that is told too
 
-    # ------------------------------------------------------------ around it
+    # ------------------------------------------------------------ how it is
 
     @property
     def is_running(self) -> bool:
-        return not self._closed and self.dead_error is None
+        return not self._client.closed and self.dead_error is None
 
     @property
     def errored(self) -> bool:
@@ -239,33 +191,21 @@ class AsyncLLM:
 
     @property
     def dead_error(self) -> KvasirError | None:
-        return self._engines.dead
-
-    def _check_alive(self) -> None:
-        if self._closed:
-            raise EngineDeadError("this engine was shut down")
-        if self._engines.dead is not None:
-            raise EngineDeadError(str(self._engines.dead)) from self._engines.dead
+        return self._client.engines.dead
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError if an engine has ended, EngineError if one is stuck in a step."""
-        self._check_alive()
-        if (error := self._engines.find_death()) is not None:
-            self._die(error)
-            self._check_alive()
-        self._engines.check_progress(120.0)
+        """Raise EngineDeadError if an engine has ended, EngineError if one is stuck in a step (stall_timeout)."""
+        self._client.look_for_death()
+        self._client.check_alive()
+        self._client.engines.check_progress(self.config.scheduler.stall_timeout)
 
     async def call(self, name: str, *args: Any, engine: int = 0) -> Any:
-        """Ask the core of one engine: its method of this name."""
-        self._attach_loop()
-        self._check_alive()
-        waiting = asyncio.get_running_loop().create_future()
-        self._answers[self._engines.ask(engine, name, *args)] = waiting
-        self._look_soon()
-        return await waiting
+        """Ask the core of an engine: its method of this name."""
+        return await self._client.call(engine, name, *args)
 
     async def call_all(self, name: str, *args: Any) -> list[Any]:
-        calls = [self.call(name, *args, engine=index) for index in range(len(self._engines.links))]
+        """The same question to the core of every engine."""
+        calls = [self.call(name, *args, engine=index) for index in range(len(self._client.engines.links))]
         return list(await asyncio.gather(*calls))
 
     async def stats(self) -> EngineStats:
@@ -273,10 +213,46 @@ class AsyncLLM:
         return sum_stats(await self.call_all("stats"))
 
     async def get_metrics(self) -> list[Metric]:
-        return read_metrics(await self.stats(), self.output_processor.metrics.snapshot())
+        own = self.output_processor.metrics.snapshot()
+        return read_metrics(await self.stats(), own) + self._client.engines.router.metrics()
+
+    async def do_log_stats(self) -> None:
+        stats = await self.stats()
+        logger.info(
+            "%d requests run, %d wait; %.1f%% of the KV cache in use; %d of %d prompt tokens were cached",
+            *(stats.num_running, stats.num_waiting, 100 * stats.num_used_blocks / stats.num_blocks),
+            *(stats.prefix_cache_hits, stats.prefix_cache_queries),
+        )
+
+    # ------------------------------------------------------------ around it
+
+    async def pause_generation(
+        self, *, mode: str = "abort", wait_for_inflight_requests: bool = False, clear_cache: bool = True
+    ) -> None:
+        """New requests wait for `resume_generation`; those that run are aborted, or finish first (mode "wait")."""
+        if mode not in ("abort", "wait"):
+            raise RequestError(f"mode={mode!r} is not possible; use 'abort' or 'wait'", "mode")
+        if self._resumed is None:
+            self._resumed = asyncio.Event()
+        if mode == "abort" and not wait_for_inflight_requests:
+            self._abort(list(self._streams))
+        await asyncio.gather(*(stream.ended() for stream in self._streams.values()))
+        if clear_cache and self._resumed is not None:
+            await self.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        self._resume()
+
+    def _resume(self) -> None:
+        waiting, self._resumed = self._resumed, None
+        if waiting is not None:
+            waiting.set()
+
+    async def is_paused(self) -> bool:
+        return self._resumed is not None
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes. False, and nothing is forgotten, while requests run."""
+        """Forget cached prefixes. False, and an engine forgets nothing, while it runs requests."""
         return all(await self.call_all("reset_prefix_cache"))
 
     async def get_tokenizer(self) -> Tokenizer:
@@ -286,21 +262,8 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """End the engine, if this process owns it. Requests that still run fail with EngineDeadError."""
-        if self._closed:
-            return
-        self._die(EngineDeadError("this engine was shut down"))
-        self._closed = True
-        self._engines.close()
+        if not self._client.closed:
+            self._client.close()
 
 
-AsyncLLMEngine = AsyncLLM
-
-
-def sum_stats(stats: list[EngineStats]) -> EngineStats:
-    total = {name: sum(getattr(each, name) for each in stats) for name in EngineStats.__slots__}
-    return EngineStats(**total)
-
-
-def _with_terms(request: EngineRequest, terms: Terms) -> EngineRequest:
-    forks = tuple(replace(fork, terms=terms) for fork in request.forks)
-    return replace(request, terms=terms, forks=forks)
+AsyncLLMEngine = AsyncLLM  # vLLM's name

@@ -182,7 +182,7 @@ class SchedulerConfig(_Checked):
         None,
         "Most tokens computed in one step.",
         minimum=1,
-        auto="8192; 16384 on a GPU of 70 GiB and more, 2048 on a CPU; never under max_num_seqs",
+        auto="8192; 16896 on a GPU of 70 GiB and more, 2048 on a CPU; never under max_num_seqs",
     )
     enable_chunked_prefill: bool = setting(True, "Split long prompts over several steps.")
     long_prefill_token_threshold: int = setting(
@@ -196,6 +196,9 @@ class SchedulerConfig(_Checked):
     )
 
     stream_interval: int = setting(1, "Tokens between two outputs of a streaming request.", minimum=1)
+    stall_timeout: float = setting(
+        120.0, "Seconds a step may take before an engine in its own process counts as stuck (check_health).", above=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -218,7 +221,11 @@ class ParallelConfig(_Checked):
         1, "Devices the layers are dealt to.", minimum=1, short=("-pp",), refused="One device runs the model so far."
     )
     data_parallel_size: int = setting(
-        1, "Copies of the model.", minimum=1, short=("-dp",), refused="One copy of the model runs so far."
+        1,
+        "Copies of the model, an engine process and its devices for each; requests go where their prefix is cached or "
+        "where there is less to do.",
+        minimum=1,
+        short=("-dp",),
     )
     enable_expert_parallel: bool = setting(
         False, "Spread experts over devices.", refused="One device runs the model so far."

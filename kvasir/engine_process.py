@@ -17,6 +17,7 @@ from kvasir.engine.lifelines import GRACE_SECONDS, Lifelines
 from kvasir.engine.service import Service
 from kvasir.errors import ConfigError, EngineError, KvasirError
 from kvasir.log import get_logger
+from kvasir.logits_processors import StartupProcessors
 from kvasir.resolve import resolve
 from kvasir.transport.address import Address
 from kvasir.transport.progress import Progress
@@ -50,12 +51,13 @@ def _serve(owner: Connection, start: Start) -> int:
         lifelines = Lifelines(owner, start.owner, address, config)
         lifelines.start()  # from here on the owner's end is noticed, also while the model loads
         owner.send(("settled", config))
+        startup = StartupProcessors(config.model.logits_processors)
         core = build_core(config, None if start.executor is None else _make_executor(start.executor, config))
     except BaseException as error:
         _say(lifelines, owner, error, "the engine could not be started")
         return 1
     try:
-        service = Service(core, address.messages, lifelines, Progress(address.progress, create=True))
+        service = Service(core, startup, address.messages, lifelines, Progress(address.progress, create=True))
         gc.collect()
         gc.freeze()  # what is here now stays: later collections need not look at it
         lifelines.grace_seconds = GRACE_SECONDS

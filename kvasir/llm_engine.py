@@ -30,14 +30,25 @@ class LLMEngine:
         self.config = config
         # the tokenizer first: a mistake there should not wait for the weights
         self.tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model.tokenizer)
-        self.input_processor = InputProcessor(config, self.tokenizer)
+        self.input_processor = InputProcessor(config, self.tokenizer, remote=client is not None and client.remote)
         self.output_processor = OutputProcessor(self.tokenizer)
         self._keys = count()
         self._client: EngineClient | None = client or InprocClient(config)
+        self._client.wait()
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> Self:
-        return cls(resolve(args))
+        """In this process; several copies of the model are a process each."""
+        if args.data_parallel_size == 1:
+            return cls(resolve(args))
+        from kvasir.frontend.process_client import ProcessClient
+
+        client = ProcessClient(args.create_engine_config())
+        try:
+            return cls(client.config, client)
+        except BaseException:
+            client.close()
+            raise
 
     @property
     def client(self) -> EngineClient:
@@ -61,6 +72,7 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return what it gave: new text of streaming requests, and requests that ended."""
+        self._raise_refused()
         if not self.client.has_work():
             return []
         try:
@@ -72,6 +84,14 @@ class LLMEngine:
         for stop in stopped:
             self.client.abort(stop.key, stop.num_tokens_kept)
         return outputs
+
+    def _raise_refused(self) -> None:
+        """In another process the core says only later what it has against a request."""
+        refused = self.client.refused()
+        for key, _ in refused:
+            self.output_processor.withdraw(key)
+        for _, error in refused:
+            raise error
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests. Returns their last outputs; ids that are not running are ignored."""

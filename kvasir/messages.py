@@ -53,6 +53,7 @@ class Extras:
     top_ema_d: int = 0
     ema_key: int = 0  # under this number the moving average survives preemption
     processors: tuple[Any, ...] = ()  # Python callables (output ids, logits) or (prompt ids, output ids, logits)
+    extra_args: dict[str, Any] | None = None  # for start-up processors, which the core's process puts in its place
     logprob_token_ids: tuple[int, ...] = ()  # log-probabilities of these in place of the likeliest
     prompt_logprobs: int | None = None  # top-n for each prompt token; None: off
 
@@ -188,6 +189,9 @@ class EngineOutput:
     finished: list[Finished] = field(default_factory=list)
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     beams: Sequence[BeamOutput] = ()
+
+
+NO_OUTPUT = EngineOutput(np.zeros(0, np.int64), np.zeros((0, 1), np.int32), np.zeros(0, np.int32))
 
 
 @dataclass(slots=True)

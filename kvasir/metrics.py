@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 from kvasir.messages import EngineStats
 
@@ -22,6 +23,11 @@ class Gauge(Metric):
 
 class Counter(Metric):
     """Only grows."""
+
+
+def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
+    """Of several engines as if they were one."""
+    return EngineStats(**{f.name: sum(getattr(each, f.name) for each in stats) for f in fields(EngineStats)})
 
 
 def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]:

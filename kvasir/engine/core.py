@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
-import numpy as np
-
 from kvasir.engine.families import Families
 from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.snapshot import take_snapshot
 from kvasir.engine.watch import StepLog, Unwatched
 from kvasir.errors import EngineDeadError, EngineError
 from kvasir.executor.base import Executor
-from kvasir.messages import EngineOutput, EngineRequest, EngineStats, StepFuture
+from kvasir.messages import NO_OUTPUT, EngineOutput, EngineRequest, EngineStats, StepFuture
 from kvasir.snapshot import Snapshot
 
 
@@ -103,6 +101,3 @@ class EngineCore:
     def close(self) -> None:
         self.results.clear()
         self.executor.close()
-
-
-NO_OUTPUT = EngineOutput(np.zeros(0, np.int64), np.zeros((0, 1), np.int32), np.zeros(0, np.int32))

@@ -16,8 +16,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from kvasir.config import EngineConfig
+from kvasir.log import get_logger
 from kvasir.transport.address import Address
 
+logger = get_logger(__name__)
 GRACE_SECONDS = 5.0  # for the loop to end by itself once the owner is gone
 _LOOK_SECONDS = 1.0  # how often the owner's process id is looked at
 
@@ -41,16 +43,23 @@ class Lifelines(threading.Thread):
 
     def run(self) -> None:
         while True:
-            everybody: list[Connection | socket.socket] = [self._listener, *self._new, *self.clients.values()]
-            for ready in wait(everybody, _LOOK_SECONDS):
-                if not isinstance(ready, Connection):
-                    self._new.append(Connection(self._listener.accept()[0].detach()))
-                elif ready in self._new:
-                    self._introduce(ready)
-                else:
-                    self._hear(ready)
+            try:
+                self._look()
+            except Exception:  # an engine that nobody watches could outlive its owner
+                logger.exception("Looking after clients failed; going on")
+                time.sleep(_LOOK_SECONDS)
             if self.over or os.getppid() != self._owner_pid:
                 self._end()
+
+    def _look(self) -> None:
+        everybody: list[Connection | socket.socket] = [self._listener, *self._new, *self.clients.values()]
+        for ready in wait(everybody, _LOOK_SECONDS):
+            if not isinstance(ready, Connection):
+                self._new.append(Connection(self._listener.accept()[0].detach()))
+            elif ready in self._new:
+                self._introduce(ready)
+            else:
+                self._hear(ready)
 
     def tell_all(self, word: Any) -> None:
         for client in list(self.clients.values()):

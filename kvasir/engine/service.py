@@ -10,9 +10,11 @@ import zmq
 
 from kvasir.engine.core import EngineCore
 from kvasir.engine.lifelines import Lifelines
+from kvasir.engine.processors import with_processors
 from kvasir.engine.split import is_empty, split
 from kvasir.errors import KvasirError, RequestError
 from kvasir.log import get_logger
+from kvasir.logits_processors import StartupProcessors
 from kvasir.messages import EngineOutput
 from kvasir.transport import codec, words
 from kvasir.transport.address import KEYS_PER_CLIENT, client_of, identity
@@ -23,8 +25,16 @@ _MOST_MESSAGES = 1024  # taken between two steps, so that a flood of requests do
 
 
 class Service:
-    def __init__(self, core: EngineCore, endpoint: str, lifelines: Lifelines, progress: Progress) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        startup: StartupProcessors,
+        endpoint: str,
+        lifelines: Lifelines,
+        progress: Progress,
+    ) -> None:
         self.core = core
+        self.startup = startup
         self.lifelines = lifelines
         self.progress = progress
         self._running: dict[int, set[int]] = {}  # keys by client
@@ -40,13 +50,17 @@ class Service:
     def run(self) -> None:
         """Until the owner is gone or done with the engine. What breaks a step is raised."""
         while not self.lifelines.over:
-            if not self.core.has_work():
-                self.progress.rest()
-                self._poller.poll()
-            self._receive()
-            if self.core.has_work():
-                self.progress.step()
-                self._send(self.core.run_step())
+            self.turn()
+
+    def turn(self) -> None:
+        """Wait if there is nothing to do; take what has come; one step."""
+        if not self.core.has_work():
+            self.progress.rest()
+            self._poller.poll()
+        self._receive()
+        if self.core.has_work():
+            self.progress.step(len(self.core.scheduler))
+            self._send(self.core.run_step())
 
     def close(self) -> None:
         self._socket.close()
@@ -80,7 +94,7 @@ class Service:
         try:
             request = codec.decode_request(data)
             assert request.key >> KEYS_PER_CLIENT == client, "a client keeps to its own range of keys"
-            self.core.add(request)
+            self.core.add(with_processors(request, self.startup))
         except Exception as error:  # one request's trouble is not the engine's
             self._refuse(client, codec.key_of(data), error)
         else:

@@ -37,6 +37,7 @@ class ChatTemplate:
     """A compiled template. Made by `compile_template`, which keeps those it has made."""
 
     def __init__(self, source: str) -> None:
+        self._knows_developer = "developer" in source
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
@@ -57,7 +58,7 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             message = "continue_final_message goes on with the last message, add_generation_prompt opens one: set one."
             raise RequestError(message, "continue_final_message")
-        chat = [_with_reasoning_names(self._with_fitting_content(message)) for message in _checked(messages)]
+        chat = [self._as_template_reads(message) for message in _checked(messages)]
         arguments = {
             "tools": _plain_mappings("tools", tools),
             "documents": _plain_mappings("documents", documents),
@@ -86,6 +87,13 @@ class ChatTemplate:
         end = text.rindex(tag)
         # Without the tag's own space the template has trimmed the message, so its trailing space goes too.
         return text[:end] if text.startswith(_CONTINUE_TAG, end) else text[:end].rstrip()
+
+    def _as_template_reads(self, message: Message) -> Message:
+        """As clients write a message and templates read it are two things."""
+        message = _with_read_arguments(_with_reasoning_names(self._with_fitting_content(message)))
+        if message["role"] == "developer" and not self._knows_developer:
+            return {**message, "role": "system"}  # which is what it is called elsewhere
+        return message
 
     def _with_fitting_content(self, message: Message) -> Message:
         """Turn content parts into text, or text into parts, if that is all the template can show."""
@@ -186,6 +194,26 @@ def _tag_end(message: Message) -> str:
 def _with_reasoning_names(message: Message) -> Message:
     reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _with_read_arguments(message: Message) -> Message:
+    """OpenAI's interface has a tool call's arguments as JSON text; templates print them as the values they are."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_values(call) for call in calls]}
+
+
+def _with_values(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        values = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        message = f"The arguments of the tool call {function.get('name')!r} are not JSON."
+        raise RequestError(message, "messages") from None
+    return {**call, "function": {**function, "arguments": values}}
 
 
 def _plain_mappings(name: str, values: Sequence[Mapping[str, Any]] | None) -> list[Message] | None:

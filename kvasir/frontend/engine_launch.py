@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from kvasir.config import EngineConfig
@@ -68,7 +68,10 @@ class EngineProcess:
 
 def launch(asked: EngineConfig, executor: Executor, directory: str) -> list[EngineProcess]:
     """All engines of a configuration, started and not waited for."""
-    size = asked.parallel.data_parallel_size
+    size, device = asked.parallel.data_parallel_size, asked.device.device
+    if size > 1 and ":" in device:
+        kind = device.partition(":")[0]
+        raise ConfigError(f"device={device!r} is one device, and data_parallel_size={size} needs more; set {kind!r}")
     started: list[EngineProcess] = []
     try:
         for index in range(size):
@@ -78,6 +81,17 @@ def launch(asked: EngineConfig, executor: Executor, directory: str) -> list[Engi
         close_all(started)
         raise
     return started
+
+
+def wait_for_all(processes: list[EngineProcess], word: str) -> list[Any]:
+    """What comes with it from each. The first that fails is heard first."""
+    values: dict[int, Any] = {}
+    while len(values) < len(processes):
+        waiting = {each.lifeline: i for i, each in enumerate(processes) if i not in values}
+        for ready in wait(list(waiting)):
+            index = waiting[ready]  # type: ignore[index]
+            values[index] = processes[index].wait_for(word)
+    return [values[index] for index in range(len(processes))]
 
 
 def close_all(processes: list[EngineProcess]) -> None:

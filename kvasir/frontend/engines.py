@@ -9,13 +9,13 @@ from typing import Any, Self
 import zmq
 
 from kvasir.config import EngineConfig
-from kvasir.errors import ConfigError, EngineDeadError, EngineError, KvasirError
-from kvasir.frontend.engine_launch import EngineProcess, Executor, close_all, launch
+from kvasir.errors import ConfigError, EngineDeadError, EngineError, KvasirError, RequestError
+from kvasir.frontend.engine_launch import EngineProcess, Executor, close_all, launch, wait_for_all
 from kvasir.frontend.engine_link import EngineLink, Event, introduce
 from kvasir.frontend.router import Router
 from kvasir.messages import EngineOutput, EngineRequest
 from kvasir.transport import words
-from kvasir.transport.address import KEYS_PER_CLIENT, Address, make_directory
+from kvasir.transport.address import KEYS_PER_CLIENT, Address, make_directory, remove_directory
 
 
 class Engines:
@@ -28,7 +28,7 @@ class Engines:
         self.keys: Iterator[int] = itertools.count()  # for requests: in a range that is this client's alone
         self._processes = processes
         self._context: zmq.Context[Any] = zmq.Context()
-        self._router = Router(config.parallel.data_parallel_size, config.cache.block_size)
+        self.router = Router(config.parallel.data_parallel_size, config.cache.block_size)
         self._at: dict[int, int] = {}  # which engine has a request, by key
         self._numbers = itertools.count()
         self.dead: KvasirError | None = None
@@ -36,14 +36,16 @@ class Engines:
     @classmethod
     def start(cls, asked: EngineConfig, executor: Executor = None) -> Self:
         """Start the processes. Returns when the settings are settled; the model loads meanwhile."""
-        directory = make_directory()
-        processes = launch(asked, executor, directory)
+        size = asked.parallel.data_parallel_size
+        directory = make_directory(size)
+        processes: list[EngineProcess] = []
         try:
-            settled: list[EngineConfig] = [process.wait_for("settled") for process in processes]
+            processes = launch(asked, executor, directory)
+            settled: list[EngineConfig] = wait_for_all(processes, "settled")
             _check_alike(settled)
         except BaseException:
             close_all(processes)
-            Address(directory, 0).remove()
+            remove_directory(directory, size)
             raise
         return cls(settled[0], directory, processes)
 
@@ -62,8 +64,8 @@ class Engines:
 
     def wait(self) -> None:
         """Until all of them serve."""
+        wait_for_all(self._processes, "ready")
         for index, process in enumerate(self._processes):
-            process.wait_for("ready")
             address = Address(self.directory, index)
             self.links.append(EngineLink(self._context, address, 0, process.lifeline, process.process))
 
@@ -72,8 +74,10 @@ class Engines:
     def add(self, request: EngineRequest, engine: int | None = None) -> None:
         if self.dead is not None:
             raise EngineDeadError(str(self.dead)) from self.dead
-        index = self._router.choose(request) if engine is None else engine
-        self._router.sent(request, index)
+        if engine is not None and engine not in range(len(self.links)):
+            message = f"data_parallel_rank={engine!r} is none of the {len(self.links)} engines"
+            raise RequestError(message, "data_parallel_rank")
+        index = self.router.route(request, [link.progress.num_requests for link in self.links], engine)
         for key in (request.key, *(fork.key for fork in request.forks)):
             self._at[key] = index
         self.links[index].add(request)
@@ -84,7 +88,7 @@ class Engines:
         for key, num_kept in keys:
             index = self._at.pop(key, None)
             if index is not None:
-                self._router.ended(key)
+                self.router.ended(key)
                 by_engine.setdefault(index, []).append((key, num_kept))
         for index, some in by_engine.items():
             self.links[index].abort(some)
@@ -97,14 +101,14 @@ class Engines:
 
     # ------------------------------------------------------------ from the engines
 
-    def __len__(self) -> int:
-        """Requests that have not ended."""
+    @property
+    def num_unfinished(self) -> int:
         return len(self._at)
 
-    def receive(self) -> Iterator[Event]:
-        """What has come, without waiting."""
+    def receive(self, most: int | None = None) -> Iterator[Event]:
+        """What has come, at most so much from each engine, without waiting."""
         for link in self.links:
-            for event in link.receive():
+            for event in itertools.islice(link.receive(), most):
                 if isinstance(event, EngineOutput):
                     self._note(event)
                 elif isinstance(event, words.Refused):
@@ -130,8 +134,7 @@ class Engines:
         for link in self.links:
             link.close()
         close_all(self._processes)
-        for index in range(len(self._processes)):
-            Address(self.directory, index).remove()
+        remove_directory(self.directory, len(self._processes))
         self._context.term()
 
     def _note(self, output: EngineOutput) -> None:
@@ -143,7 +146,7 @@ class Engines:
 
     def _forget(self, key: int) -> None:
         if self._at.pop(key, None) is not None:
-            self._router.ended(key)
+            self.router.ended(key)
 
 
 def _check_alike(settled: list[EngineConfig]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Self
 
 from kvasir.outputs import CompletionOutput, RequestOutput
 from kvasir.sampling_params import RequestOutputKind
@@ -22,6 +23,7 @@ class Stream:
         self._pending: RequestOutput | None = None
         self._error: BaseException | None = None
         self._reader: asyncio.Future[None] | None = None
+        self._end: asyncio.Future[None] | None = None  # somebody waits for the end alone
 
     def put(self, output: RequestOutput) -> None:
         if self.finished:
@@ -52,7 +54,24 @@ class Stream:
         output, self._pending = self._pending, None
         return output
 
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        output = await self.next()
+        if output is None:
+            raise StopAsyncIteration
+        return output
+
+    async def ended(self) -> None:
+        """Wait until the last output is here, read or not."""
+        if not self.finished:
+            self._end = self._end or asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._end)
+
     def _wake(self) -> None:
+        if self.finished and self._end is not None and not self._end.done():
+            self._end.set_result(None)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from kvasir.attention.base import AttentionBackend, AttentionBatch
+from kvasir.attention.base import AttentionBackend, AttentionBatch, LastTokens
 from kvasir.layers.attention import Attention, AttentionShape
 from kvasir.layers.base import Build
 from kvasir.layers.mlp import MLP, GatedMLP
@@ -19,7 +19,7 @@ States = tuple[torch.Tensor, torch.Tensor | None]  # what the last layer adds, a
 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm, before one, or both; the residual is added within the next
-    layer's first norm."""
+    layer's first norm. Given `last`, only those tokens leave the layer; all leave keys and values behind."""
 
     def __init__(
         self, build: Build, spec: DecoderSpec, index: int, backend: AttentionBackend, rotary: Rotary | None
@@ -36,11 +36,16 @@ class DecoderLayer(nn.Module):
         self.residual_scale = spec.residual_scale
 
     def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, batch: AttentionBatch
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        last: LastTokens | None = None,
     ) -> States:
         hidden, residual = self.attention_norm.add(hidden, residual)
-        hidden = self._scaled(self.attention_post_norm(self.attention(hidden, positions, batch)))
-        hidden, residual = self.mlp_norm.add(hidden, residual)
+        hidden = self._scaled(self.attention_post_norm(self.attention(hidden, positions, batch, last)))
+        hidden, residual = self.mlp_norm.add(hidden, _kept(residual, last))
         return self._scaled(self.mlp_post_norm(self.mlp(hidden))), residual
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,11 +56,17 @@ class ParallelLayer(DecoderLayer):
     """Attention and feed-forward read the same residual, through a norm each or one for both."""
 
     def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, batch: AttentionBatch
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        last: LastTokens | None = None,
     ) -> States:
         normed, residual = self.attention_norm.add(hidden, residual)
         other = normed if isinstance(self.mlp_norm, NoNorm) else self.mlp_norm(residual)
-        return self.attention(normed, positions, batch) + self.mlp(other), residual
+        other, residual = _kept(other, last), _kept(residual, last)
+        return self.attention(normed, positions, batch, last) + self.mlp(other), residual
 
 
 class SumNormLayer(DecoderLayer):
@@ -63,10 +74,20 @@ class SumNormLayer(DecoderLayer):
     transformers."""
 
     def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, batch: AttentionBatch
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        last: LastTokens | None = None,
     ) -> States:
-        hidden = self.attention_post_norm(hidden + self.attention(hidden, positions, batch))
+        attended = self.attention(hidden, positions, batch, last)
+        hidden = self.attention_post_norm(_kept(hidden, last) + attended)
         return self.mlp_post_norm(hidden + self.mlp(hidden)), None
+
+
+def _kept(x: torch.Tensor, last: LastTokens | None) -> torch.Tensor:
+    return x if last is None else last.of(x)
 
 
 def make_layer(

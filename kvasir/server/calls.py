@@ -49,4 +49,8 @@ def call_of(connection: HTTPConnection) -> Call:
     return found
 
 
-TheCall = Annotated[Call, Depends(call_of)]
+async def _call(connection: HTTPConnection) -> Call:
+    return call_of(connection)  # a coroutine, because FastAPI runs plain functions in threads
+
+
+TheCall = Annotated[Call, Depends(_call)]

@@ -32,7 +32,9 @@ class Gate:
         failed: Failed,
         echo_ids: bool = True,
         public: frozenset[str] = frozenset(),
+        public_prefixes: tuple[str, ...] = (),
     ) -> None:
+        """`public`, `public_prefixes`: paths of static pages, which a browser loads before it can send a key."""
         self.app = app
         self.keys = keys
         self.max_bytes = max_bytes
@@ -40,6 +42,7 @@ class Gate:
         self.failed = failed
         self.echo_ids = echo_ids
         self.public = PROBES | public
+        self.public_prefixes = public_prefixes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -96,7 +99,7 @@ class Gate:
         if given is not None and given != call.id:
             message = "X-Request-Id must be 1 to 128 printable ASCII characters without spaces."
             raise ApiError(400, message, "invalid_request", "X-Request-Id")
-        if call.path not in self.public:
+        if call.path not in self.public and not call.path.startswith(self.public_prefixes or "\0"):
             call.key = self._key(headers)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self.max_bytes:

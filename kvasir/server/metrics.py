@@ -25,6 +25,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from kvasir.messages import EngineStats
 from kvasir.outputs import RequestMetrics
+from kvasir.server.device import DeviceUse
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each, which nobody reads
 
@@ -212,6 +213,21 @@ def engine_metrics(stats: EngineStats, labels: dict[str, str]) -> list[Metric]:
         counter.add_metric(list(labels.values()), value)
         found.append(counter)
     return found
+
+
+def device_metrics(devices: Iterable[DeviceUse], labels: dict[str, str]) -> list[Metric]:
+    names = {**labels, "device": ""}
+    used = GaugeMetricFamily(PREFIX + "device_memory_used_bytes", "Memory of the device in use.", labels=list(names))
+    total = GaugeMetricFamily(PREFIX + "device_memory_total_bytes", "Memory of the device.", labels=list(names))
+    busy = GaugeMetricFamily(
+        PREFIX + "device_utilization", "Share of time the device is busy; 1: always.", labels=list(names)
+    )
+    for each in devices:
+        values = [*labels.values(), each.name]
+        used.add_metric(values, each.memory_used)
+        total.add_metric(values, each.memory_total)
+        busy.add_metric(values, each.utilization)
+    return [used, total, busy]
 
 
 def info_metric(name: str, help: str, labels: dict[str, str]) -> Metric:

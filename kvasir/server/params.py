@@ -7,6 +7,7 @@ from typing import Any
 from kvasir.frontend.input import default_sampling_params
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 from kvasir.server.runs import Terms
+from kvasir.server.schema.base import Body
 from kvasir.server.schema.sampling import SAMPLING_FIELDS, Sampling
 from kvasir.server.state import ServerState
 
@@ -14,18 +15,18 @@ _DEFAULTED = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")  #
 
 
 def sampling_params(
-    state: ServerState, body: Sampling, *, max_tokens: int | None, logprobs: int | None, stream: bool
+    state: ServerState, body: Body, *, max_tokens: int | None, logprobs: int | None, stream: bool
 ) -> SamplingParams:
-    """Wrong values raise a RequestError that names the field."""
-    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
-    if not body.use_beam_search:  # a search samples nothing
+    """Wrong values raise a RequestError that names the field. Bodies need not have all fields."""
+    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name, None)) is not None}
+    if not given.get("use_beam_search"):  # a search samples nothing
         defaults = state_defaults(state)
         given = {**{name: getattr(defaults, name) for name in _DEFAULTED}, **given}
     return SamplingParams(
         **given,
         max_tokens=max_tokens,
         logprobs=logprobs,
-        extra_args=body.vllm_xargs,
+        extra_args=getattr(body, "vllm_xargs", None),
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
     )
 

@@ -15,11 +15,13 @@ from kvasir.errors import EngineDeadError
 from kvasir.messages import EngineStats
 from kvasir.sampling_params import SamplingParams
 from kvasir.server.config import ServerConfig
+from kvasir.server.device import Probe, probe_for
 from kvasir.server.errors import ApiError, unknown_model
 from kvasir.server.keys import load_keys
 from kvasir.server.limits import RateLimits
 from kvasir.server.metrics import Metrics
 from kvasir.server.phases import DRAINING, FAILED, Phases
+from kvasir.server.response_store import ResponseStore
 from kvasir.server.tracing import NO_TRACER, Tracer
 
 if TYPE_CHECKING:
@@ -47,7 +49,9 @@ class ServerState:
         self.idle = asyncio.Event()  # nothing runs
         self.idle.set()
         self.defaults: SamplingParams | None = None  # of requests that say nothing: the model's generation config
+        self.responses = ResponseStore(config.max_stored_responses)
         self.last_stats: EngineStats | None = None
+        self.probe_device: Probe = list  # until it is known where the engine runs
         self._engine: AsyncLLM | None = None
 
     # ------------------------------------------------------------ the engine
@@ -66,6 +70,7 @@ class ServerState:
 
     def engine_is_here(self, engine: AsyncLLM) -> None:
         self._engine = engine
+        self.probe_device = probe_for(engine.config.device.device)
 
     def _unavailable(self) -> ApiError:
         if self._engine is not None and self._engine.errored:
@@ -93,6 +98,17 @@ class ServerState:
             raise unknown_model(name, self.model_names)
         return self.model_names[0] if name is None else name
 
+    @property
+    def keeps_responses(self) -> bool:
+        """Whether /v1/responses stores. Of several processes none knows what the others keep."""
+        return self.num_processes == 1 and self.config.max_stored_responses > 0
+
+    @property
+    def why_nothing_is_kept(self) -> str:
+        if self.num_processes > 1:
+            return f"this server has {self.num_processes} API processes (--api-server-count), which share nothing."
+        return "this server keeps none (--max-stored-responses 0)."
+
     def began(self, run: Run) -> None:
         self.runs.add(run)
         self.metrics.num_live += 1
@@ -110,4 +126,8 @@ def state_of(connection: HTTPConnection) -> ServerState:
     return found
 
 
-State = Annotated[ServerState, Depends(state_of)]
+async def _state(connection: HTTPConnection) -> ServerState:
+    return state_of(connection)  # a coroutine, because FastAPI runs plain functions in threads
+
+
+State = Annotated[ServerState, Depends(_state)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,40 +16,49 @@ KEYS_PER_CLIENT = 40  # bits: a client numbers its requests within a range of it
 
 @dataclass(slots=True, frozen=True)
 class Address:
-    """One of the engines of a directory."""
+    """One of the engines of a directory, in a folder of its own."""
 
     directory: str
     index: int
 
     @property
+    def folder(self) -> str:
+        return f"{self.directory}/{self.index}"
+
+    @property
     def messages(self) -> str:
         """The ZeroMQ endpoint that requests go to and outputs come from."""
-        return f"ipc://{self.directory}/{self.index}.zmq"
+        return f"ipc://{self.folder}/messages"
 
     @property
     def lifeline(self) -> str:
         """The socket that clients keep open as long as they live."""
-        return f"{self.directory}/{self.index}.life"
+        return f"{self.folder}/lifeline"
 
     @property
     def progress(self) -> str:
-        return f"{self.directory}/{self.index}.progress"
+        return f"{self.folder}/progress"
 
     def remove(self) -> None:
-        """The files of this engine, and the directory with those of the last one."""
-        for path in (self.messages.removeprefix("ipc://"), self.lifeline, self.progress):
-            with suppress(OSError):
-                os.unlink(path)
+        """What belongs to this engine, and the directory with the last one."""
+        shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):
             os.rmdir(self.directory)
 
 
-def make_directory() -> str:
+def make_directory(num_engines: int) -> str:
     directory = tempfile.mkdtemp(prefix="kvasir-")  # for this user alone
-    if len(Address(directory, 1000).lifeline) > _LONGEST_PATH:
-        os.rmdir(directory)
+    for index in range(num_engines):
+        os.mkdir(Address(directory, index).folder)
+    if len(Address(directory, num_engines).lifeline) > _LONGEST_PATH:
+        remove_directory(directory, num_engines)
         raise ConfigError(f"the directory for sockets, {directory}, has too long a name; set TMPDIR to a shorter one")
     return directory
+
+
+def remove_directory(directory: str, num_engines: int) -> None:
+    for index in range(num_engines):
+        Address(directory, index).remove()
 
 
 def identity(client: int) -> bytes:

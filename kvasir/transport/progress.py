@@ -7,8 +7,7 @@ import struct
 import time
 from pathlib import Path
 
-_LAYOUT = struct.Struct("=dq")  # when the step that runs began (0: none runs), steps begun
-_SINCE = struct.Struct("=d")
+_LAYOUT = struct.Struct("=dqq")  # when the step that runs began (0: none runs), requests it has, steps begun
 
 
 class Progress:
@@ -21,19 +20,24 @@ class Progress:
             self._page = mmap.mmap(file.fileno(), _LAYOUT.size)
         self._steps = 0
 
-    def step(self) -> None:
+    def step(self, num_requests: int) -> None:
         """A step begins."""
         self._steps += 1
-        _LAYOUT.pack_into(self._page, 0, time.monotonic(), self._steps)
+        _LAYOUT.pack_into(self._page, 0, time.monotonic(), num_requests, self._steps)
 
     def rest(self) -> None:
         """There is nothing to do."""
-        _SINCE.pack_into(self._page, 0, 0.0)
+        _LAYOUT.pack_into(self._page, 0, 0.0, 0, self._steps)
 
-    def steps(self) -> int:
+    @property
+    def num_requests(self) -> int:
         return int(_LAYOUT.unpack_from(self._page)[1])
+
+    @property
+    def num_steps(self) -> int:
+        return int(_LAYOUT.unpack_from(self._page)[2])
 
     def busy_for(self) -> float:
         """Seconds since the step that runs began; 0 while none does."""
-        since: float = _SINCE.unpack_from(self._page)[0]
+        since: float = _LAYOUT.unpack_from(self._page)[0]
         return max(0.0, time.monotonic() - since) if since else 0.0

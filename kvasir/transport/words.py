@@ -62,7 +62,9 @@ def read(data: bytes) -> Any:
 
 
 def as_one_sentence(error: BaseException, what: str) -> KvasirError:
-    """An error as another process is told: our own as they are, others with their name, on one line."""
+    """An error as another process is told, on one line: our own with their types, others with their names."""
+    if isinstance(error, EngineError):
+        return type(error)(" ".join(str(error).split()))
     if isinstance(error, KvasirError):
         return error
     return EngineError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}".rstrip(": "))

@@ -73,6 +73,17 @@ def test_decode(pair: Pair) -> None:
     close(found["41"], pair.expected["41"])
 
 
+def test_only_the_last_tokens_leave(pair: Pair) -> None:
+    """Most of the last layer is spared the other tokens, whose keys must be there all the same."""
+    paged = PagedModel(pair.ours)
+    first = {key: text[:-3] for key, text in pair.texts.items() if len(text) > 4}
+    for end, found in ((-3, paged.step(first, last=True)), (None, paged.step({k: pair.texts[k][-3:] for k in first}))):
+        for key in first:
+            expected = pair.expected[key][:end]
+            close(found[key], expected[-len(found[key]) :])
+            assert len(found[key]) == (1 if end else 3)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_mixed_batches(pair: Pair, seed: int) -> None:
     """Decodes and chunks of several sequences in every step, joining and ending at different times."""

@@ -10,6 +10,9 @@ from kvasir.kernels import reference
 
 triton = pytest.importorskip("triton")
 
+from kvasir.attention.base import AttentionBatch  # noqa: E402
+from kvasir.attention.triton import TritonAttention  # noqa: E402
+from kvasir.kernels.tiles import find_tiles  # noqa: E402
 from kvasir.kernels.triton.activation import silu_mul  # noqa: E402
 from kvasir.kernels.triton.decode_inputs import decode_inputs  # noqa: E402
 from kvasir.kernels.triton.draw import draw  # noqa: E402
@@ -174,6 +177,33 @@ def test_paged_prefill(
     out = torch.full_like(query, float("nan"))
     starts_on_device = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
     paged_prefill(query, cache, tables, rows, starts_on_device, lens, max(chunks), out, dim**-0.5, window)
+    for i, n in enumerate(lengths):
+        part = slice(starts[i], starts[i + 1])
+        close(out[part], attend(query[part], cache, tables[rows[i]], n, window), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 16), (8, 2, 64, 64)])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("size", [64, 192])
+def test_mixed_steps_of_fixed_size(
+    size: int, window: int | None, heads: int, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    """Single tokens and chunks in launches that know neither."""
+    lengths, chunks = [5, 150, 70, 131, 33], [1, 1, 17, 2, 33]
+    cache, tables, rows, lens = paged(lengths, kv_heads, dim, block_size, dtype)
+    pad = 3
+    rows = torch.cat([rows, torch.full((pad,), len(tables) - 1, device=DEVICE)])
+    counts = torch.tensor(chunks + [0] * pad, dtype=torch.int32, device=DEVICE)
+    lens = torch.cat([lens, torch.zeros(pad, dtype=torch.int32, device=DEVICE)])
+    starts = np.concatenate([[0], np.cumsum(counts.cpu().numpy())])
+    query = randn(size, heads, dim, dtype=dtype)
+    batch = AttentionBatch(
+        slots=rows, query_start=torch.tensor(starts, dtype=torch.int32, device=DEVICE), seq_lens=lens, tables=tables,
+        rows=rows, num_decodes=0, query_lens=np.zeros(8, np.int32), seq_bounds=np.full(8, 2048, np.int32),
+        block_size=block_size, tiles=find_tiles(counts, lens, size),
+    )  # fmt: skip
+    out = TritonAttention().forward(query, cache, batch, scale=dim**-0.5, window=window)
     for i, n in enumerate(lengths):
         part = slice(starts[i], starts[i + 1])
         close(out[part], attend(query[part], cache, tables[rows[i]], n, window), dtype)

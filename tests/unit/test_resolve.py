@@ -219,7 +219,7 @@ def test_chat_template_is_a_file_or_text(model: Path) -> None:
     [
         ("cpu", 200, 256, 2048, 16),
         ("cuda", 40, 256, 8192, 64),
-        ("cuda", 80, 1024, 16384, 64),
+        ("cuda", 80, 1024, 16896, 64),
         ("mps", 16, 256, 8192, 16),
     ],
 )

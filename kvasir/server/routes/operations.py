@@ -11,7 +11,7 @@ from starlette.responses import Response
 from kvasir import __version__
 from kvasir.server.answers import ERRORS, reply
 from kvasir.server.errors import ApiError
-from kvasir.server.metrics import engine_metrics, info_metric
+from kvasir.server.metrics import device_metrics, engine_metrics, info_metric
 from kvasir.server.state import State
 
 router = APIRouter(tags=["operations"])
@@ -21,6 +21,7 @@ router = APIRouter(tags=["operations"])
 async def metrics(state: State) -> Response:
     stats = await state.stats()
     further = [] if stats is None else engine_metrics(stats, state.metrics.labels)
+    further += device_metrics(state.probe_device(), state.metrics.labels)
     if (engine := state.engine_or_none) is not None:
         cache = {name: str(value) for name, value in asdict(engine.config.cache).items()}
         further.append(info_metric("cache_config_info", "Settings of the KV cache.", {**cache, "engine": "0"}))

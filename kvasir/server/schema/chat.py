@@ -28,28 +28,34 @@ class ChatTemplateFields(Body):
 
     messages: list[Message] = Field(min_length=1)
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = Field(None, description="The last message is open: go on with it.")
-    add_special_tokens: bool | None = Field(None, description="Add them to what the template wrote (default: no).")
-    chat_template: str | None = Field(None, description="Needs --trust-request-chat-template.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the template.")
+    continue_final_message: bool | None = Field(default=None, description="The last message is open: go on with it.")
+    add_special_tokens: bool | None = Field(
+        default=None, description="Add them to what the template wrote (default: no)."
+    )
+    chat_template: str | None = Field(default=None, description="Needs --trust-request-chat-template.")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Further variables of the template.")
     documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
 class ChatRequest(Sampling, ChatTemplateFields):
-    model: str | None = Field(None, description="One of the names of /v1/models. Unset: the served model.")
-    max_tokens: int | None = Field(None, ge=1, description="The older name of max_completion_tokens.")
-    max_completion_tokens: int | None = Field(None, ge=1)
+    model: str | None = Field(default=None, description="One of the names of /v1/models. Unset: the served model.")
+    max_tokens: int | None = Field(default=None, ge=1, description="The older name of max_completion_tokens.")
+    max_completion_tokens: int | None = Field(default=None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
-    echo: bool | None = Field(None, description="Begin with the last message if it is of the reply's role.")
-    reasoning_effort: str | None = Field(None, description="A variable of the chat template, for those that read it.")
-    user: str | None = Field(None, description="Stands in the server's log.")
-    safety_identifier: str | None = Field(None, description="Stands in the server's log.")
-    prompt_cache_key: str | None = Field(None, description="Nothing to do: all requests share one prefix cache.")
-    parallel_tool_calls: bool | None = Field(None, description="Nothing to do where no tool is called.")
+    top_logprobs: int | None = Field(default=None, ge=0)
+    echo: bool | None = Field(default=None, description="Begin with the last message if it is of the reply's role.")
+    reasoning_effort: str | None = Field(
+        default=None, description="A variable of the chat template, for those that read it."
+    )
+    user: str | None = Field(default=None, description="Stands in the server's log.")
+    safety_identifier: str | None = Field(default=None, description="Stands in the server's log.")
+    prompt_cache_key: str | None = Field(
+        default=None, description="Nothing to do: all requests share one prefix cache."
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="Nothing to do where no tool is called.")
     tool_choice: str | dict[str, Any] | None = None
     response_format: Any = refused("output cannot be constrained to a format yet.", _TEXT_FORMAT)
     service_tier: Any = refused("there is one tier; priority orders requests.", "auto", "default")

@@ -13,15 +13,17 @@ from kvasir.server.schema.usage import Usage
 
 
 class CompletionRequest(Sampling):
-    model: str | None = Field(None, description="One of the names of /v1/models. Unset: the served model.")
+    model: str | None = Field(default=None, description="One of the names of /v1/models. Unset: the served model.")
     prompt: str | list[str] | list[int] | list[list[int]] = Field(description="Text or token ids, one prompt or many.")
-    max_tokens: int | None = Field(None, ge=0, description="Default 16; 0 only with echo, to score a text.")
+    max_tokens: int | None = Field(default=None, ge=0, description="Default 16; 0 only with echo, to score a text.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logprobs: int | None = Field(None, ge=0)
-    echo: bool | None = Field(None, description="Begin with the prompt.")
-    add_special_tokens: bool | None = Field(None, description="As the model's tokenizer adds them (default: yes).")
-    user: str | None = Field(None, description="Stands in the server's log.")
+    logprobs: int | None = Field(default=None, ge=0)
+    echo: bool | None = Field(default=None, description="Begin with the prompt.")
+    add_special_tokens: bool | None = Field(
+        default=None, description="As the model's tokenizer adds them (default: yes)."
+    )
+    user: str | None = Field(default=None, description="Stands in the server's log.")
     suffix: Any = refused("text is completed at its end only; put what follows into the prompt.", "")
     response_format: Any = refused("output cannot be constrained to a format yet.", {"type": "text"})
 

@@ -24,8 +24,10 @@ SAMPLING_FIELDS = (
 class Sampling(Body):
     """Every one of these works as docs/sampling.md says, or is refused with its name."""
 
-    n: int | None = Field(None, ge=1, description="Completions of each prompt.")
-    best_of: int | None = Field(None, ge=1, description="Sample so many, return the n likeliest. Not with stream.")
+    n: int | None = Field(default=None, ge=1, description="Completions of each prompt.")
+    best_of: int | None = Field(
+        default=None, ge=1, description="Sample so many, return the n likeliest. Not with stream."
+    )
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -51,24 +53,28 @@ class Sampling(Body):
     repetition_detection: dict[str, Any] | None = None
     top_ema_p: float | None = None
     top_ema_d: int | None = None
-    use_beam_search: bool | None = Field(None, description="Search n beams in place of sampling.")
+    use_beam_search: bool | None = Field(default=None, description="Search n beams in place of sampling.")
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
     num_beam_groups: int | None = None
     diversity_penalty: float | None = None
-    stream_interval: int | None = Field(None, ge=1, description="Tokens between two chunks of a stream.")
+    stream_interval: int | None = Field(default=None, ge=1, description="Tokens between two chunks of a stream.")
 
     # beyond sampling
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, description="Keep only so many last tokens of the prompt; -1: as many as the model takes."
+        default=None, ge=-1, description="Keep only so many last tokens of the prompt; -1: as many as the model takes."
     )
-    priority: int | None = Field(None, description="Lower goes first; needs --scheduling-policy priority.")
-    timeout: float | None = Field(None, gt=0, description="Seconds after which the request ends, done or not.")
-    request_id: str | None = Field(None, min_length=1, max_length=128, description="Becomes part of the reply's id.")
-    cache_salt: str | None = Field(None, description="Cached prefixes are shared only within one salt.")
-    return_token_ids: bool | None = Field(None, description="Replies have prompt_token_ids and token_ids.")
-    return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name tokens 'token_id:7'.")
-    vllm_xargs: dict[str, Any] | None = Field(None, description="For the engine's start-up logits processors.")
+    priority: int | None = Field(default=None, description="Lower goes first; needs --scheduling-policy priority.")
+    timeout: float | None = Field(default=None, gt=0, description="Seconds after which the request ends, done or not.")
+    request_id: str | None = Field(
+        default=None, min_length=1, max_length=128, description="Becomes part of the reply's id."
+    )
+    cache_salt: str | None = Field(default=None, description="Cached prefixes are shared only within one salt.")
+    return_token_ids: bool | None = Field(default=None, description="Replies have prompt_token_ids and token_ids.")
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="Log-probabilities name tokens 'token_id:7'."
+    )
+    vllm_xargs: dict[str, Any] | None = Field(default=None, description="For the engine's start-up logits processors.")
 
     structured_outputs: Any = refused(_NO_GRAMMAR)
     guided_json: Any = refused(_NO_GRAMMAR)
@@ -89,6 +95,6 @@ class Sampling(Body):
 
 
 class StreamOptions(Body):
-    include_usage: bool = Field(False, description="One more chunk, with usage, before the end.")
-    continuous_usage_stats: bool = Field(False, description="Usage so far in every chunk.")
+    include_usage: bool = Field(default=False, description="One more chunk, with usage, before the end.")
+    continuous_usage_stats: bool = Field(default=False, description="Usage so far in every chunk.")
     include_obfuscation: Any = refused("chunks are not padded.", False)

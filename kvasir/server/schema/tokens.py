@@ -50,8 +50,10 @@ class GenerateRequest(Sampling):
     """The plain interface: one prompt in, texts out."""
 
     prompt: str | list[int]
-    max_tokens: int | None = Field(None, ge=1)
-    stream: bool | None = Field(None, description="A JSON line for each new piece of text, in place of one object.")
+    max_tokens: int | None = Field(default=None, ge=1)
+    stream: bool | None = Field(
+        default=None, description="A JSON line for each new piece of text, in place of one object."
+    )
     logprobs: Any = refused(_ELSEWHERE)
     prompt_logprobs: Any = refused(_ELSEWHERE)
     logprob_token_ids: Any = refused(_ELSEWHERE)

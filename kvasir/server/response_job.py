@@ -1,0 +1,173 @@
+"""One response of /v1/responses: how it runs, what it says of itself, whether it is kept."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from kvasir.errors import RequestError
+from kvasir.outputs import CompletionOutput
+from kvasir.server.calls import Call, new_id
+from kvasir.server.errors import ApiError
+from kvasir.server.keys import Key
+from kvasir.server.logprobs import LogprobWriter
+from kvasir.server.params import default_max_tokens, sampling_params
+from kvasir.server.prompts import PromptMaker
+from kvasir.server.response_items import messages_of
+from kvasir.server.response_store import ResponseStore, Stored
+from kvasir.server.runs import Run, Terms
+from kvasir.server.schema.chat import ChatTemplateFields, Message
+from kvasir.server.schema.responses import (
+    LOGPROBS,
+    InputDetails,
+    OutputDetails,
+    OutputMessage,
+    OutputText,
+    ResponseError,
+    ResponseReply,
+    ResponsesRequest,
+    ResponseUsage,
+)
+from kvasir.server.state import ServerState
+
+_STATUS = {"length": "incomplete", "timeout": "incomplete", "abort": "cancelled"}
+_INCOMPLETE = {"length": "max_output_tokens", "timeout": "timeout"}
+
+
+@dataclass(slots=True)
+class ResponseJob:
+    run: Run
+    response: ResponseReply
+    item_id: str
+    num_logprobs: int | None
+    stored: Stored | None
+    store: ResponseStore
+
+    @classmethod
+    async def make(cls, state: ServerState, call: Call, body: ResponsesRequest) -> ResponseJob:
+        store = state.responses
+        model = state.check_model(body.model)
+        keeps = _keeps(state, body)
+        before = _conversation(state, body, call.key)
+        messages = messages_of(body.input, None, before)
+        run = await _run(state, call, body, messages)
+        response = _begun(body, run, model, keeps)
+        stored = Stored(response, messages, call.key.name, run) if keeps else None
+        if stored is not None:
+            store.keep(stored)
+        wants_logprobs = LOGPROBS in (body.include or [])
+        number = (body.top_logprobs or 0) if wants_logprobs else None
+        return cls(run, response, f"msg_{new_id()}", number, stored, store)
+
+    async def whole(self) -> ResponseReply:
+        """Run to the end."""
+        try:
+            (output,) = await self.run.whole()
+            self.run.check(output)
+            (each,) = output.outputs
+            self.complete(each.text, self.logprobs(each), each.finish_reason or "stop")
+        except Exception as error:
+            if isinstance(error, ApiError):
+                self.fail(error)
+            raise
+        finally:
+            self.ended()
+        return self.response
+
+    def logprobs(self, each: CompletionOutput) -> list[Any]:
+        if self.num_logprobs is None or each.logprobs is None:
+            return []
+        writer = LogprobWriter(self.run.engine.tokenizer)
+        return list(writer.chat(each.token_ids, each.logprobs, self.num_logprobs).content)
+
+    # ------------------------------------------------------------ how it ends
+
+    def complete(self, text: str, logprobs: list[Any], reason: str) -> None:
+        status = _STATUS.get(reason, "completed")
+        part = OutputText(text=text, annotations=[], logprobs=logprobs)
+        done = "completed" if status == "completed" else "incomplete"
+        response, usage = self.response, self.run.usage()
+        response.output = [OutputMessage(id=self.item_id, status=done, content=[part])]
+        response.status = status
+        response.incomplete_details = {"reason": _INCOMPLETE[reason]} if reason in _INCOMPLETE else None
+        response.usage = ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputDetails(cached_tokens=self.run.num_cached),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputDetails(),
+            total_tokens=usage.total_tokens,
+        )
+        if self.stored is not None:
+            self.stored.messages.append(Message(role="assistant", content=text))
+
+    def fail(self, error: ApiError) -> None:
+        self.response.status = "failed"
+        self.response.error = ResponseError(code=error.code or error.cause, message=error.message)
+
+    def ended(self) -> None:
+        """It runs no more, however that came."""
+        if self.response.status in ("queued", "in_progress"):
+            self.response.status = "cancelled"
+        if self.stored is not None:
+            self.stored.run = None
+            self.store.keep(self.stored)
+
+
+async def _run(state: ServerState, call: Call, body: ResponsesRequest, messages: list[Message]) -> Run:
+    maker = PromptMaker(state, salt=body.cache_salt)
+    effort = None if body.reasoning is None else body.reasoning.effort
+    maker.check_reads("reasoning_effort", effort)
+    shown = messages if body.instructions is None else [Message(role="system", content=body.instructions), *messages]
+    tools = None if state.config.exclude_tools_when_tool_choice_none else body.tools
+    fields = ChatTemplateFields(messages=shown, tools=tools, chat_template_kwargs=body.chat_template_kwargs)
+    prompt = await maker.chat(fields, **({} if effort is None else {"reasoning_effort": effort}))
+    logprobs = (body.top_logprobs or 0) if LOGPROBS in (body.include or []) else None
+    max_tokens = body.max_output_tokens or default_max_tokens(state, None)
+    params = sampling_params(state, body, max_tokens=max_tokens, logprobs=logprobs, stream=bool(body.stream))
+    terms = Terms(body.priority or 0, body.timeout, body.user or body.safety_identifier)
+    return Run(state, call, [prompt], params, terms)
+
+
+def _keeps(state: ServerState, body: ResponsesRequest) -> bool:
+    """Whether this response is stored. It is not where nobody could find it again."""
+    if state.keeps_responses:
+        return body.store is not False
+    for name in ("background", "previous_response_id"):
+        if getattr(body, name):
+            raise RequestError(f"{name} needs stored responses: {state.why_nothing_is_kept}", name)
+    return False
+
+
+def _conversation(state: ServerState, body: ResponsesRequest, key: Key) -> list[Message]:
+    if body.previous_response_id is None:
+        return []
+    found = state.responses.find(body.previous_response_id, key)
+    if found.run is not None:
+        raise RequestError("The previous response is still running: wait for it.", "previous_response_id")
+    return list(found.messages)
+
+
+def _begun(body: ResponsesRequest, run: Run, model: str, keeps: bool) -> ResponseReply:
+    return ResponseReply(
+        id=f"resp_{new_id()}",
+        created_at=time.time(),
+        status="queued" if body.background else "in_progress",
+        background=bool(body.background),
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        model=model,
+        output=[],
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        reasoning={"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+        store=keeps,
+        temperature=run.params.temperature,
+        text={"format": {"type": "text"}},
+        tool_choice=body.tool_choice or "auto",
+        tools=body.tools or [],
+        top_logprobs=body.top_logprobs or 0,
+        top_p=run.params.top_p,
+        user=body.user,
+    )

@@ -1,0 +1,172 @@
+"""/v1/messages: Anthropic's interface, with count_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from kvasir.outputs import CompletionOutput
+from kvasir.prompts import TokensPrompt
+from kvasir.sampling_params import RequestOutputKind, SamplingParams
+from kvasir.server.answers import StrictRoute, answers, reply, unless_gone
+from kvasir.server.anthropic_messages import conversation
+from kvasir.server.calls import Call, TheCall
+from kvasir.server.errors import anthropic_body, as_api_error, timed_out
+from kvasir.server.params import state_defaults
+from kvasir.server.prompts import PromptMaker
+from kvasir.server.runs import Run, Terms
+from kvasir.server.schema.base import encode
+from kvasir.server.schema.chat import ChatTemplateFields
+from kvasir.server.schema.messages import (
+    CountTokensReply,
+    CountTokensRequest,
+    MessageReply,
+    MessagesRequest,
+    MessageUsage,
+    TextBlock,
+)
+from kvasir.server.sse import EventStream
+from kvasir.server.state import ServerState, State
+
+router = APIRouter(route_class=StrictRoute, tags=["Anthropic"])
+
+
+@router.post("/v1/messages", responses=answers(MessageReply, "The message; with `stream`, events."))
+async def create_message(body: MessagesRequest, request: Request, state: State, call: TheCall) -> Response:
+    """Answer a conversation."""
+    job = await unless_gone(request, MessageJob.make(state, call, body))
+    if body.stream:
+        return await EventStream(job.frames(), job.failure).prime(request.receive)
+    return reply(await unless_gone(request, job.whole()))
+
+
+@router.post("/v1/messages/count_tokens", responses=answers(CountTokensReply))
+async def count_tokens(body: CountTokensRequest, request: Request, state: State) -> Response:
+    """How long a conversation is, in tokens, with the chat template applied."""
+    prompt = await unless_gone(request, _prompt(state, body))
+    return reply(CountTokensReply(input_tokens=len(prompt["prompt_token_ids"])))
+
+
+@dataclass(slots=True)
+class MessageJob:
+    run: Run
+    model: str
+    id: str
+
+    @classmethod
+    async def make(cls, state: ServerState, call: Call, body: MessagesRequest) -> MessageJob:
+        prompt = await _prompt(state, body)
+        user = (body.metadata or {}).get("user_id")
+        terms = Terms(body.priority or 0, body.timeout, None if user is None else str(user))
+        return cls(Run(state, call, [prompt], _params(state, body), terms), body.model, f"msg_{call.id}")
+
+    async def whole(self) -> MessageReply:
+        (output,) = await self.run.whole()
+        self.run.check(output)
+        (each,) = output.outputs
+        self._check_time(each)
+        made = self._message([TextBlock(text=each.text)])
+        made.stop_reason, made.stop_sequence = _stop(each)
+        return made
+
+    def _message(self, content: list[TextBlock]) -> MessageReply:
+        return MessageReply(id=self.id, model=self.model, content=content, usage=self._usage())
+
+    def _usage(self) -> MessageUsage:
+        run = self.run  # Anthropic does not count cached tokens among the input's
+        new = run.num_prompt_tokens - run.num_cached
+        return MessageUsage(input_tokens=new, cache_read_input_tokens=run.num_cached, output_tokens=run.num_generated)
+
+    def _check_time(self, each: CompletionOutput) -> None:
+        if each.finish_reason == "timeout":  # Anthropic has no stop_reason for it
+            raise timed_out(self.run.terms.timeout)
+
+    # ------------------------------------------------------------ the stream
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        source, opened = self.run.outputs(), False
+        try:
+            async for _, output in source:
+                self.run.check(output)
+                (each,) = output.outputs
+                self._check_time(each)
+                frames = b"" if opened else self._opening()
+                opened = True
+                if each.text:
+                    frames += _BEFORE + encode(each.text) + _AFTER
+                if each.finish_reason is not None:
+                    frames += self._closing(each)
+                if frames:
+                    yield frames
+        finally:
+            await source.aclose()
+
+    def failure(self, error: Exception) -> bytes:
+        return _event("error", anthropic_body(as_api_error(error), self.run.call.id))
+
+    def _opening(self) -> bytes:
+        start = self._message([])
+        start.usage.output_tokens = 0
+        block = {"type": "content_block_start", "index": 0, "content_block": TextBlock(text="")}
+        return (
+            _event("message_start", {"type": "message_start", "message": start})
+            + _event("content_block_start", block)
+            + _event("ping", {"type": "ping"})
+        )
+
+    def _closing(self, each: CompletionOutput) -> bytes:
+        reason, sequence = _stop(each)
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        end = {"type": "message_delta", "delta": delta, "usage": self._usage()}
+        return (
+            _event("content_block_stop", {"type": "content_block_stop", "index": 0})
+            + _event("message_delta", end)
+            + _event("message_stop", {"type": "message_stop"})
+        )
+
+
+def _event(kind: str, body: Any) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + encode(body) + b"\n\n"
+
+
+# A delta's event around its text: made for every token, so it is put together from bytes.
+_DELTA = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "\x00"}}
+_BEFORE, _AFTER = _event("content_block_delta", _DELTA).split(encode("\x00"))
+
+
+def _stop(each: CompletionOutput) -> tuple[str, str | None]:
+    if each.finish_reason == "length":
+        return "max_tokens", None
+    if isinstance(each.stop_reason, str) and each.finish_reason == "stop":
+        return "stop_sequence", each.stop_reason
+    return "end_turn", None
+
+
+async def _prompt(state: ServerState, body: CountTokensRequest) -> TokensPrompt:
+    state.check_model(body.model)
+    maker = PromptMaker(state, salt=getattr(body, "cache_salt", None))
+    messages, goes_on = conversation(body)
+    tools = None if state.config.exclude_tools_when_tool_choice_none else body.tools
+    fields = ChatTemplateFields(
+        messages=messages,
+        tools=tools,
+        continue_final_message=goes_on,
+        chat_template_kwargs=getattr(body, "chat_template_kwargs", None),
+    )
+    return await maker.chat(fields)
+
+
+def _params(state: ServerState, body: MessagesRequest) -> SamplingParams:
+    given = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(body, name)) is not None}
+    defaults = state_defaults(state)
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return SamplingParams(
+        **{**{name: getattr(defaults, name) for name in names}, **given},
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences,
+        output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
+    )

@@ -1,0 +1,77 @@
+"""/v1/responses: create, stream, retrieve, cancel, delete."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from kvasir.errors import RequestError
+from kvasir.server.answers import StrictRoute, answers, reply, unless_gone
+from kvasir.server.calls import TheCall
+from kvasir.server.errors import ApiError, not_found
+from kvasir.server.response_job import ResponseJob
+from kvasir.server.response_store import Stored
+from kvasir.server.response_stream import ResponseEvents
+from kvasir.server.schema.responses import ResponseReply, ResponsesRequest
+from kvasir.server.sse import EventStream
+from kvasir.server.state import ServerState, State
+
+router = APIRouter(route_class=StrictRoute, tags=["OpenAI"])
+
+
+@router.post("/v1/responses", responses=answers(ResponseReply, "The response; with `stream`, events."))
+async def create_response(body: ResponsesRequest, request: Request, state: State, call: TheCall) -> Response:
+    """Answer a text or a conversation, and keep the answer."""
+    job = await unless_gone(request, ResponseJob.make(state, call, body))
+    if body.stream:
+        events = ResponseEvents(job)
+        return await EventStream(events.frames(), events.failure).prime(request.receive)
+    if body.background and job.stored is not None:
+        job.stored.task = asyncio.create_task(_in_background(job))
+        return reply(job.response)
+    return reply(await unless_gone(request, job.whole()))
+
+
+@router.get("/v1/responses/{response_id}", responses=answers(ResponseReply))
+async def retrieve_response(response_id: str, state: State, call: TheCall, stream: bool = False) -> Response:
+    if stream:
+        raise RequestError("Stored responses are not streamed: leave stream out.", "stream")
+    return reply(_find(state, response_id, call).response)
+
+
+@router.post("/v1/responses/{response_id}/cancel", responses=answers(ResponseReply))
+async def cancel_response(response_id: str, state: State, call: TheCall) -> Response:
+    """End a response that runs in the background."""
+    found = _find(state, response_id, call)
+    if not found.response.background:
+        message = "Only background responses are cancelled so; close the connection to end this one."
+        raise ApiError(400, message, "invalid_request", "response_id")
+    if found.run is not None:
+        await found.run.cancel()
+        if found.task is not None:
+            await asyncio.wait([found.task], timeout=5)
+    return reply(found.response)
+
+
+@router.delete("/v1/responses/{response_id}", responses=answers(ResponseReply))
+async def delete_response(response_id: str, state: State, call: TheCall) -> Response:
+    found = _find(state, response_id, call)
+    if found.run is not None:
+        await found.run.cancel()
+    state.responses.delete(response_id, call.key)
+    return reply({"id": response_id, "object": "response.deleted", "deleted": True})
+
+
+async def _in_background(job: ResponseJob) -> None:
+    job.response.status = "in_progress"
+    with suppress(ApiError):  # the response says what went wrong
+        await job.whole()
+
+
+def _find(state: ServerState, response_id: str, call: TheCall) -> Stored:
+    if not state.keeps_responses:
+        raise not_found(f"Responses are not stored: {state.why_nothing_is_kept}")
+    return state.responses.find(response_id, call.key)

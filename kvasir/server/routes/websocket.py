@@ -1,0 +1,134 @@
+"""Chat over a WebSocket at /v1/chat/completions.
+
+A request is one JSON message, the body of the HTTP route. What comes back are the messages that would be the data of
+its event stream, [DONE] the last; then the next request may be sent. {"type": "cancel"} ends the one that runs. Any
+error is sent as an error body and closes the connection with 4001 and its text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, WebSocket
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.websockets import WebSocketDisconnect
+
+from kvasir.server.calls import call_of, new_id
+from kvasir.server.errors import ApiError, as_api_error, openai_body
+from kvasir.server.gate import WS_ERROR
+from kvasir.server.routes.chat import ChatJob
+from kvasir.server.schema.base import encode
+from kvasir.server.schema.chat import ChatRequest
+from kvasir.server.state import state_of
+
+router = APIRouter()
+
+
+@router.websocket("/v1/chat/completions")
+async def chat(socket: WebSocket) -> None:
+    await socket.accept()
+    with suppress(WebSocketDisconnect):
+        await Conversation(socket).run()
+
+
+class Conversation:
+    """One connection: requests in turn."""
+
+    def __init__(self, socket: WebSocket) -> None:
+        self.socket = socket
+        self.state = state_of(socket)
+        self.call = call_of(socket)
+        self._next: asyncio.Task[Any] | None = None  # the message that is awaited
+
+    async def run(self) -> None:
+        try:
+            while True:
+                message = await self._receive()
+                if not _is_cancel(message):  # one that comes too late finds nothing to end
+                    await self._answer(message)
+        except WebSocketDisconnect:
+            raise
+        except Exception as error:
+            found = as_api_error(error)
+            if not found.counted:
+                self.state.metrics.failed(found.cause)
+            await self.socket.send_text(encode(openai_body(found)).decode())
+            await self.socket.close(WS_ERROR, _reason(found.message))
+        finally:
+            if self._next is not None:
+                await _end(self._next)
+
+    def _listen(self) -> asyncio.Task[Any]:
+        if self._next is None:
+            self._next = asyncio.create_task(self._read())
+        return self._next
+
+    async def _receive(self) -> Any:
+        message = await self._listen()
+        self._next = None
+        return message
+
+    async def _read(self) -> Any:
+        frame = await self.socket.receive()
+        if frame["type"] == "websocket.disconnect":
+            raise WebSocketDisconnect(frame.get("code", 1000))
+        try:
+            return msgspec.json.decode(frame.get("text") or frame.get("bytes") or b"")
+        except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+            raise ApiError(400, f"The message is not valid JSON: {error}.", "invalid_request") from error
+
+    async def _answer(self, message: Any) -> None:
+        try:
+            body = ChatRequest.model_validate({**message, "stream": True} if isinstance(message, dict) else message)
+        except ValidationError as error:
+            raise RequestValidationError(error.errors()) from error
+        call = replace(self.call, id=new_id(), arrived=time.time())
+        job = await ChatJob.make(self.state, call, body)
+        sending = asyncio.create_task(self._send(job))
+        try:
+            while not sending.done():
+                await asyncio.wait([sending, self._listen()], return_when=asyncio.FIRST_COMPLETED)
+                if self._listen().done() and not sending.done():
+                    await self._interrupt(job, await self._receive())
+            sending.result()
+        finally:
+            await _end(sending)
+
+    async def _interrupt(self, job: ChatJob, message: Any) -> None:
+        if not _is_cancel(message):
+            raise ApiError(400, "A request is running: wait for its [DONE], or cancel it.", "invalid_request")
+        await job.run.cancel()
+
+    async def _send(self, job: ChatJob) -> None:
+        payloads = job.chunks().payloads()
+        try:
+            async for some in payloads:
+                for payload in some:
+                    await self.socket.send_text(payload.decode())
+            await self.socket.send_text("[DONE]")
+        finally:
+            await payloads.aclose()
+
+
+def _is_cancel(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("type") == "cancel"
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # somebody has looked at it
+
+
+def _reason(message: str) -> str:
+    """At most 123 bytes, which is what a close frame can hold."""
+    return message.encode()[:123].decode(errors="ignore")
