@@ -18,7 +18,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     options = parser.parse_args()
 
-    messages = [{"role": "system", "content": "You are a friendly assistant who answers briefly."}]
+    messages: list[dict[str, str]] = []
     with LLM(options.model or str(find_starter_model()), max_model_len=2048) as llm:
         for turn in options.turns:
             messages.append({"role": "user", "content": turn})

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
+from markdown_it import MarkdownIt
 from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
@@ -17,6 +18,7 @@ from kvasir.errors import KvasirError
 
 _FENCE = '"""'
 _MOST_HISTORY = 2000  # lines
+_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 
 
 def talk(session: Session, console: Console, markdown: bool = True) -> int:
@@ -119,13 +121,20 @@ def write(console: Console, pieces: Iterator[str], markdown: bool) -> None:
             for piece in pieces:
                 rest += piece
                 if cut := finished_until(rest):
-                    live.console.print(Markdown(rest[:cut]))
+                    live.console.print(rendered(rest[:cut]))
                     rest = rest[cut:]
-                live.update(Markdown(rest))
+                live.update(rendered(rest))
         finally:
             live.update("")
             if rest.strip():
-                live.console.print(Markdown(rest))
+                live.console.print(rendered(rest))
+
+
+def rendered(text: str) -> Markdown:
+    """Markdown with HTML shown as it is written: rich leaves it out, and with it what the model said."""
+    made = Markdown(text)
+    made.parsed = _PARSER.parse(text)
+    return made
 
 
 def finished_until(text: str) -> int:

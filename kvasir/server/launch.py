@@ -149,7 +149,8 @@ def listen(config: ServerConfig) -> socket.socket:
     except OSError as error:
         where = config.uds or f"{config.host}:{config.port}"
         raise ConfigError(
-            f"Cannot listen on {where}: {error.strerror or error}. Set another --port or --host."
+            f"Cannot listen on {where}: {os.strerror(error.errno) if error.errno else error}. "
+            f"Set another --port or --host."
         ) from error
     sock.setblocking(False)
     _tell_address(config, sock)

@@ -37,7 +37,7 @@ QUESTIONS = [
     "What is the largest ocean?",
     "Summarise: the cat sat on the mat, and the dog sat on the cat.",
 ]
-PARAMS = SamplingParams(temperature=0, max_tokens=16)
+PARAMS = SamplingParams(temperature=0, max_tokens=12)
 
 
 @pytest.fixture(scope="module")

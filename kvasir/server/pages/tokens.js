@@ -123,9 +123,10 @@ export function explainTokens(root, tooltip) {
     tooltip.hidden = false;
     const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
     const left = Math.min(Math.max(8, at.left - 12), innerWidth - tooltip.offsetWidth - 8);
+    const below = at.bottom + 8; // what was read already stays in sight
     const above = at.top - tooltip.offsetHeight - 8;
     tooltip.style.left = `${left}px`;
-    tooltip.style.top = `${above > 8 ? above : at.bottom + 8}px`;
+    tooltip.style.top = `${below + tooltip.offsetHeight < innerHeight - 8 ? below : above}px`;
   }
 
   root.addEventListener("pointerover", (event) => show(event.target.closest(".token")));
