@@ -10,7 +10,6 @@ from kvasir.frontend.engines import Engines
 from kvasir.messages import EngineOutput, EngineRequest
 from kvasir.transport import words
 
-
 _AT_ONCE = 4  # outputs of an engine that are taken before their readers run
 
 

@@ -17,7 +17,10 @@ from kvasir import env
 from kvasir.args import read_config_file
 from kvasir.config import did_you_mean
 from kvasir.errors import ConfigError
+from kvasir.log import get_logger
 from kvasir.server.config import ServerConfig
+
+logger = get_logger(__name__)
 
 _FIELDS = ("name", "key", "sha256", "weight", "requests_per_minute", "tokens_per_minute", "max_concurrent")
 _NUMBERS = ("weight", "requests_per_minute", "tokens_per_minute", "max_concurrent")
@@ -75,8 +78,8 @@ def _read_file(path: str) -> Iterable[Key]:
     entries = read_config_file(path).get("keys")
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path} must have `keys:`, a list of entries with name and key.")
-    if os.stat(path).st_mode & 0o004 and not any("sha256" in entry for entry in entries if isinstance(entry, dict)):
-        raise ConfigError(f"Everybody on this machine can read {path}: chmod o-r it, or write sha256 in place of key.")
+    if os.stat(path).st_mode & 0o004 and any("key" in entry for entry in entries if isinstance(entry, dict)):
+        logger.warning("everybody on this machine can read the keys in %s: chmod o-r it, or write sha256", path)
     return [_read_key(f"{path}, entry {i}", entry) for i, entry in enumerate(entries, start=1)]
 
 

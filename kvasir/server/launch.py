@@ -42,6 +42,7 @@ def serve(asked: EngineConfig, config: ServerConfig, executor: Any = None) -> in
     `executor` stands in for the model, as AsyncLLM takes it.
     """
     set_up_logging(config)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # until there is something to drain
     if config.api_server_count > 1:
         from kvasir.server.supervisor import supervise
 

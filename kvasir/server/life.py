@@ -57,6 +57,8 @@ class Life:
             self.state.engine_is_here(engine)
             self.state.phases.enter(STARTING[-1])
             await _first_token(engine)
+        except asyncio.CancelledError:
+            raise
         except BaseException as error:
             self._end_with(error)
             return

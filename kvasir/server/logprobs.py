@@ -19,6 +19,7 @@ class LogprobWriter:
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False) -> None:
         self.as_ids = as_ids
+        self._tokenizer = tokenizer
         self._bytes = None if tokenizer is None else tokenizer.token_bytes(skip_special_tokens=False)
 
     def chat(self, token_ids: list[int], positions: Iterable[Position], num_top: int) -> ChatLogprobs:
@@ -38,28 +39,28 @@ class LogprobWriter:
         made = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
         for token, position in zip(token_ids, positions, strict=True):
             own = (position or {}).get(token)
-            text = self._text(token, own)
+            text = self._text(token)
             made.text_offset.append(offset)
             made.tokens.append(text)
             made.token_logprobs.append(None if own is None else _number(own.logprob))
             made.top_logprobs.append(None if position is None else self._top_dict(token, position, num_top))
-            offset += len((own.decoded_token if own is not None else None) or "")
+            offset += 0 if self._tokenizer is None else len(self._tokenizer.token_text(token))
         return made
 
     def _top_dict(self, token: int, position: dict[int, Logprob], num_top: int) -> dict[str, float]:
         """The likeliest, and the token itself, as OpenAI has it."""
         chosen = dict(_likeliest(position, num_top))
         chosen[token] = position[token]
-        return {self._text(other, each): _number(each.logprob) for other, each in chosen.items()}
+        return {self._text(other): _number(each.logprob) for other, each in chosen.items()}
 
     def _top(self, token: int, each: Logprob) -> TopLogprob:
-        text = self._text(token, each)
+        text = self._text(token)
         return TopLogprob(token=text, logprob=_number(each.logprob), bytes=self._token_bytes(token, text))
 
-    def _text(self, token: int, each: Logprob | None) -> str:
-        if self.as_ids or each is None or each.decoded_token is None:
+    def _text(self, token: int) -> str:
+        if self.as_ids or self._tokenizer is None:
             return f"token_id:{token}"
-        return each.decoded_token
+        return self._tokenizer.token_text(token)
 
     def _token_bytes(self, token: int, text: str) -> list[int]:
         """Of a token that is part of a character, which its text cannot show."""

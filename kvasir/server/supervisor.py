@@ -61,6 +61,8 @@ def supervise(asked: EngineConfig, config: ServerConfig, executor: Any = None) -
         finally:
             family.kill()
             sock.close()
+            if family.last_words:
+                print(f"kvasir: error: {family.last_words}", file=sys.stderr)
 
 
 class _Child:
@@ -88,6 +90,7 @@ class _Family:
     def __init__(self, children: list[_Child]) -> None:
         self.children = children
         self.stopping = False
+        self.last_words = ""  # why it ended, if not because it was told to
 
     def run(self, asked: EngineConfig, executor: Any, limit: float) -> int:
         engines: Engines | None = None
@@ -117,8 +120,7 @@ class _Family:
                 return 0 if not any(codes) else 1
             if not self.stopping and any(code is not None for code in codes):
                 cause = engines.find_death()
-                text = "an API process ended unasked" if cause is None else one_line(cause)
-                print(f"kvasir: error: {text}", file=sys.stderr)
+                self.last_words = "an API process ended unasked" if cause is None else one_line(cause)
                 return 1
             if self.stopping:
                 until = until or time.monotonic() + limit + _SPARE_SECONDS

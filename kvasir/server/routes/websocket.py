@@ -84,8 +84,10 @@ class Conversation:
             raise ApiError(400, f"The message is not valid JSON: {error}.", "invalid_request") from error
 
     async def _answer(self, message: Any) -> None:
+        if not isinstance(message, dict):
+            raise ApiError(400, "The message must be a JSON object, the body of a chat request.", "invalid_request")
         try:
-            body = ChatRequest.model_validate({**message, "stream": True} if isinstance(message, dict) else message)
+            body = ChatRequest.model_validate({**message, "stream": True})
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from error
         call = replace(self.call, id=new_id(), arrived=time.time())

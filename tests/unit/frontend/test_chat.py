@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -289,3 +290,33 @@ def test_compiled_templates_are_kept() -> None:
 def test_a_message_without_content_is_refused(message: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=f"role {message['role']} must have content"):
         compile_template("{{ messages[0].content }}").render([message])
+
+
+# ---------------------------------------------------------------- what OpenAI's clients write
+
+
+def test_developer_messages_are_system_messages_where_templates_know_no_others() -> None:
+    messages = [{"role": "developer", "content": "Be brief."}]
+    assert ChatTemplate("{{ messages[0].role }}").render(messages) == "system"
+    assert ChatTemplate("{# developer #}{{ messages[0].role }}").render(messages) == "developer"
+
+
+def test_arguments_of_tool_calls_are_read() -> None:
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments.place }}")
+
+    def render(arguments: Any) -> str:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        return template.render([{"role": "assistant", "content": "", "tool_calls": [call]}])
+
+    assert render('{"place": "Oslo"}') == render({"place": "Oslo"}) == "Oslo"
+    with pytest.raises(RequestError, match="'f' are not JSON"):
+        render("{")
+
+
+def test_real_templates_read_openais_tool_calls_as_transformers_reads_values(source: str) -> None:
+    conversation = CONVERSATIONS["tool call"]
+    expected = _theirs(source, conversation)
+    written = json.loads(json.dumps(conversation["messages"]))
+    written[1]["tool_calls"][0]["function"]["arguments"] = '{"place": "Oslo"}'
+    if expected is not None:
+        assert compile_template(source).render(**{**conversation, "messages": written}, **SPECIAL) == expected

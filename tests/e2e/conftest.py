@@ -1,0 +1,23 @@
+"""One server without a model for all tests of a worker that ask nothing special of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.frontend.tokenizer_files import load_tokenizer
+from tests.server_process import LiveServer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(starter_model: Path) -> Tokenizer:
+    return load_tokenizer(starter_model)
+
+
+@pytest.fixture(scope="session")
+def fake_server(starter_model: Path) -> Iterator[LiveServer]:
+    with LiveServer.fake(starter_model) as server:
+        yield server.wait_until_ready()

@@ -1,0 +1,95 @@
+"""The official anthropic client against a live server."""
+
+from __future__ import annotations
+
+import anthropic
+import httpx
+import pytest
+
+from kvasir.frontend.tokenizer import Tokenizer
+from tests.server_process import LiveServer, echoed
+
+HELLO: list[anthropic.types.MessageParam] = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+def client(fake_server: LiveServer) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=fake_server.url, api_key="any", max_retries=0)
+
+
+def prompt_ids(tokenizer: Tokenizer, messages: list[dict[str, str]], **options: bool) -> list[int]:
+    text = tokenizer.render_chat(messages, **options)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_messages(client: anthropic.Anthropic, tokenizer: Tokenizer) -> None:
+    reply = client.messages.create(model="fake", max_tokens=6, system="Be brief.", messages=HELLO)
+    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    ids = prompt_ids(tokenizer, conversation, add_generation_prompt=True)
+    (block,) = reply.content
+    assert block.type == "text" and block.text == echoed(tokenizer, ids, 6)
+    assert (reply.stop_reason, reply.role, reply.type) == ("max_tokens", "assistant", "message")
+    usage = reply.usage
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == len(ids)
+    assert usage.output_tokens == 6
+
+
+def test_streaming(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(model="fake", max_tokens=40, messages=HELLO)
+    with client.messages.stream(model="fake", max_tokens=40, messages=HELLO) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == whole.content[0].text == final.content[0].text  # type: ignore[union-attr]
+    assert final.stop_reason == whole.stop_reason
+    assert final.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_stop_sequences(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(model="fake", max_tokens=30, messages=HELLO).content[0].text  # type: ignore[union-attr]
+    stop = whole[10:16]
+    reply = client.messages.create(model="fake", max_tokens=30, messages=HELLO, stop_sequences=[stop])
+    assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", stop)
+    assert reply.content[0].text == whole[: whole.index(stop)]  # type: ignore[union-attr]
+
+
+def test_an_assistants_last_message_is_continued(client: anthropic.Anthropic, tokenizer: Tokenizer) -> None:
+    messages: list[anthropic.types.MessageParam] = [*HELLO, {"role": "assistant", "content": "I am"}]
+    reply = client.messages.create(model="fake", max_tokens=5, messages=messages)
+    conversation = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "I am"}]
+    ids = prompt_ids(tokenizer, conversation, continue_final_message=True)
+    assert reply.content[0].text == echoed(tokenizer, ids, 5)  # type: ignore[union-attr]
+
+
+def test_tool_results_are_read(client: anthropic.Anthropic) -> None:
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "2"}]},
+    ]
+    assert client.messages.create(model="fake", max_tokens=3, messages=messages).content  # type: ignore[arg-type]
+
+
+def test_count_tokens(client: anthropic.Anthropic, tokenizer: Tokenizer) -> None:
+    counted = client.messages.count_tokens(model="fake", messages=HELLO)
+    assert counted.input_tokens == len(
+        prompt_ids(tokenizer, [{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+    )
+
+
+def test_errors_have_anthropics_shape(client: anthropic.Anthropic, fake_server: LiveServer) -> None:
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.messages.create(model="other", max_tokens=3, messages=HELLO)
+    assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+    for wrong, name in (
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"tools": [{"name": "f"}]}, "tools"),
+        ({"stop_sequence": ["x"]}, "stop_sequence"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+    ):
+        body = {"model": "fake", "max_tokens": 3, "messages": HELLO, **wrong}
+        reply = httpx.post(f"{fake_server.url}/v1/messages", json=body)
+        error = reply.json()
+        assert reply.status_code == 400 and error["type"] == "error"
+        assert error["error"]["type"] == "invalid_request_error" and name in error["error"]["message"]
+        assert error["request_id"] == reply.headers["x-request-id"]

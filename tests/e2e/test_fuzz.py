@@ -1,0 +1,158 @@
+"""Whatever is sent, the answer is a 4xx or a 200, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.server_process import LiveServer
+
+POSTS = [
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/tokenize", "/detokenize", "/generate"),
+]
+GOOD: dict[str, Any] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+    "/v1/messages": {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]},
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [1, 2]},
+    "/generate": {"prompt": "Hi", "max_tokens": 2},
+}
+DEEP = 100_000
+CLIENT = httpx.Client(timeout=60)
+BROKEN = {
+    "nothing": b"",
+    "half an object": b'{"messages": [{"role": "user", "conte',
+    "no object": b"[1, 2]",
+    "a number": b"17",
+    "null": b"null",
+    "NaN": b'{"prompt": "x", "messages": [], "temperature": NaN}',
+    "Infinity": b'{"prompt": "x", "temperature": -Infinity}',
+    "bad UTF-8": b'{"prompt": "\xff\xfe", "messages": [{"role": "user", "content": "\xc3\x28"}]}',
+    "UTF-16": '{"prompt": "x"}'.encode("utf-16"),
+    "a lone surrogate": b'{"prompt": "\\ud800", "messages": [{"role": "user", "content": "\\udfff"}]}',
+    "deep lists": b"[" * DEEP + b"]" * DEEP,
+    "deep objects": b'{"a":' * DEEP + b"1" + b"}" * DEEP,
+    "a deep field": b'{"prompt": "x", "messages": ' + b"[" * DEEP + b"]" * DEEP + b"}",
+    "a huge number": b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
+    "a huge exponent": b'{"prompt": "x", "temperature": 1e99999}',
+    "a repeated key": b'{"prompt": "x", "prompt": 3}',
+    "nulls": b"\0" * 1000,
+    "trailing rubbish": b'{"prompt": "x"} x',
+}
+ODD_VALUES: list[Any] = [
+    *(None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308, "", "x", "\0", "𝕏" * 50),
+    *([], {}, [[]], [None], [{}], {"": 0}, {"type": "text"}, [{"role": "user"}], [-1], [2**40], {"a": {"b": [1]}}),
+]
+
+
+@pytest.fixture(scope="module")
+def server(starter_model: Path) -> Iterator[LiveServer]:
+    """Its answers are short, whatever max_tokens a test thinks up, and it may take templates."""
+    options = {"trust_request_chat_template": True, "request_timeout": 20.0}
+    engine = {"max_model_len": 64}
+    executor = "tests.scoring_echo:scoring_echo"
+    with LiveServer.fake(starter_model, engine=engine, server=options, executor=executor) as found:
+        yield found.wait_until_ready()
+
+
+def check(reply: httpx.Response, what: object) -> None:
+    assert reply.status_code < 500, f"{what}: {reply.status_code} {reply.text[:500]}"
+    assert "internal_error" not in reply.text, f"{what}: {reply.text[:500]}"  # an event of a stream may say so
+    if reply.status_code >= 400:
+        assert reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_broken_bodies(server: LiveServer, path: str) -> None:
+    for what, body in BROKEN.items():
+        for kind in ("application/json", "text/plain", "", "application/json; charset=utf-16"):
+            reply = CLIENT.post(server.url + path, content=body, headers={"Content-Type": kind} if kind else {})
+            check(reply, (what, kind))
+            assert reply.status_code >= 400, (what, kind, reply.text[:200])
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_odd_values_of_every_field(server: LiveServer, path: str) -> None:
+    schema = httpx.get(f"{server.url}/openapi.json").json()
+    reference = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    names = schema["components"]["schemas"][reference.rpartition("/")[2]]["properties"]
+    rng = random.Random(path)
+    for name in names:
+        for value in rng.sample(ODD_VALUES, 8):
+            for stream in ({}, {"stream": True}):
+                body = {**GOOD[path], **stream, name: value}
+                headers = {"Content-Type": "application/json"}
+                check(CLIENT.post(server.url + path, content=json.dumps(body), headers=headers), body)
+
+
+def test_templates_of_clients(server: LiveServer) -> None:
+    for template in ("{% for %}", "{{ 1 / 0 }}", "{{ ''.__class__ }}", "", "{{ messages", "{{ range(10**9) | list }}"):
+        body = {**GOOD["/v1/chat/completions"], "chat_template": template}
+        check(httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60), template)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"rubbish\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n{}\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+    ids=range(7),
+)
+def test_broken_http(server: LiveServer, data: bytes) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        answer = b""
+        try:
+            while more := sock.recv(4096):
+                answer += more
+        except ConnectionResetError:
+            pass
+    assert b" 5" not in answer.split(b"\r\n")[0]
+    assert httpx.get(f"{server.url}/ready").status_code == 200
+
+
+def test_schemathesis_finds_no_5xx(server: LiveServer) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    examples = settings(
+        max_examples=12,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.generate],
+        database=None,
+        derandomize=True,
+    )
+    tried = 0
+    for found in schema.get_all_operations():
+        operation = found.ok()
+
+        @given(case=operation.as_strategy())
+        @examples
+        def try_it(case: Any) -> None:
+            reply = case.call(timeout=60)
+            assert reply.status_code < 500, f"{case.method} {case.path}: {reply.status_code} {reply.text[:500]}"
+
+        try_it()
+        tried += 1
+    assert tried > 15
+    assert httpx.get(f"{server.url}/ready").status_code == 200

@@ -1,0 +1,216 @@
+"""What operators see: metrics read by a real Prometheus, logs, traces; the same of several API processes."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from kvasir.frontend.tokenizer import Tokenizer
+from tests.server_process import ROOT, LiveServer, echoed, until
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "ignore_eos": True}
+
+
+def documented_series() -> list[str]:
+    """The names in the table of docs/server.md."""
+    text = (ROOT / "docs" / "server.md").read_text()
+    table = text[text.index("## Metrics") :]
+    return re.findall(r"^\| `(kvasir:[a-z0-9_:]+)`", table, re.MULTILINE)
+
+
+def ask(url: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/chat/completions", json={**CHAT, **body}, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def server(starter_model: Path) -> Iterator[LiveServer]:
+    with LiveServer.fake(starter_model, server={"vllm_metric_names": True}) as found:
+        ask(found.wait_until_ready().url)
+        ask(found.url, stream=True)
+        ask(found.url, temperature=-1)
+        yield found
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def test_the_documented_metrics_are_there(server: LiveServer) -> None:
+    page = httpx.get(f"{server.url}/metrics").text
+    found = {re.split(r"[{ ]", line)[0] for line in page.splitlines() if not line.startswith("#")}
+    found |= {re.sub(r"_(bucket|count|sum)$", "", name) for name in found}
+    documented = documented_series()
+    assert len(documented) > 30
+    for name in documented:
+        assert name in found, f"{name} is documented and not exported"
+        assert name.replace("kvasir:", "vllm:") in found
+    ours = {name for name in found if name.startswith("kvasir:") and not re.search("_(bucket|count|sum)$", name)}
+    assert ours <= set(documented), "what is exported is documented"
+
+
+def test_the_metrics_count(server: LiveServer) -> None:
+    before = {name: server.metric(f"kvasir:{name}") for name in ("generation_tokens_total", "request_success_total")}
+    ask(server.url, stream=True, max_tokens=7)
+    assert server.metric("kvasir:generation_tokens_total") == before["generation_tokens_total"] + 7
+    assert server.metric("kvasir:request_success_total") == before["request_success_total"] + 1
+    assert server.metric("kvasir:request_errors_total", cause="invalid_request") >= 1
+    assert server.metric("kvasir:time_to_first_token_seconds_count") >= 2
+    counted = server.metric("kvasir:inter_token_latency_seconds_count")
+    assert 0 < counted < server.metric("kvasir:generation_tokens_total")
+    assert server.metric("kvasir:device_memory_total_bytes") > server.metric("kvasir:device_memory_used_bytes") > 0
+    assert 0 <= server.metric("kvasir:device_utilization") <= 1
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (.ci/run does it)")
+def test_a_real_prometheus_scrapes_it(server: LiveServer, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    config = {
+        "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
+        "scrape_configs": [
+            {"job_name": "kvasir", "static_configs": [{"targets": [server.url.removeprefix("http://")]}]}
+        ],
+    }
+    (tmp_path / "prometheus.yml").write_text(json.dumps(config))
+    command = ["prometheus", f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+    process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}/api/v1"
+
+    def names() -> set[str]:
+        try:
+            return set(httpx.get(f"{url}/label/__name__/values", timeout=10).json()["data"])
+        except httpx.HTTPError:
+            return set()
+
+    try:
+        found = until(lambda: (n := names()) and "kvasir:generation_tokens_total" in n and n, "a scrape", server)
+        for name in documented_series():
+            assert name in found or f"{name}_bucket" in found, name
+        query = {"query": "sum(kvasir:generation_tokens_total)"}
+        (result,) = httpx.get(f"{url}/query", params=query).json()["data"]["result"]
+        assert float(result["value"][1]) >= 10
+        quantile = {"query": "histogram_quantile(0.95, sum by (le) (kvasir:time_to_first_token_seconds_bucket))"}
+        (result,) = httpx.get(f"{url}/query", params=quantile).json()["data"]["result"]
+        assert float(result["value"][1]) > 0
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+# ---------------------------------------------------------------- logs and traces
+
+
+def test_json_logs(starter_model: Path) -> None:
+    options = {"log_format": "json", "enable_log_requests": True, "max_log_len": 20}
+    with LiveServer.fake(starter_model, server=options) as server:
+        reply = ask(server.wait_until_ready().url, stream=True, user="u-7")
+        until(lambda: " ended: " in server.log, "the last line", server)
+        lines = [json.loads(line) for line in server.log.splitlines()]
+    mine = [line for line in lines if line.get("request_id") == reply.headers["x-request-id"]]
+    assert [line["level"] for line in mine] == ["INFO", "INFO"]
+    arrived, ended = mine
+    assert (arrived["prompt_tokens"], arrived["user"], arrived["key"]) == (ended["prompt_tokens"], "u-7", "-")
+    assert "prompts: ['<|im_start|>system" in arrived["message"] and "helpful" not in arrived["message"]
+    assert (ended["completion_tokens"], ended["finish_reason"]) == (5, "length")
+    assert 0 < ended["time_to_first_token"] <= ended["seconds"] and ended["time_per_token"] > 0
+
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    """Takes what an OTLP exporter sends."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.bodies.append(body)  # type: ignore[attr-defined]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_traces(starter_model: Path) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    collector = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    collector.bodies = []  # type: ignore[attr-defined]
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{collector.server_address[1]}/v1/traces"
+    parent = f"00-{'ab' * 16}-{'cd' * 8}-01"
+    try:
+        with LiveServer.fake(starter_model, server={"otlp_traces_endpoint": endpoint}) as server:
+            url = f"{server.wait_until_ready().url}/v1/chat/completions"
+            httpx.post(url, json=CHAT, headers={"traceparent": parent})
+        (body,) = collector.bodies  # type: ignore[attr-defined]  # sent at the latest when the server ends
+    finally:
+        collector.shutdown()
+    (span,) = ExportTraceServiceRequest.FromString(body).resource_spans[0].scope_spans[0].spans
+    assert span.trace_id.hex() == "ab" * 16 and span.parent_span_id.hex() == "cd" * 8
+    facts = {each.key: each.value for each in span.attributes}
+    assert facts["gen_ai.usage.completion_tokens"].int_value == 5
+
+
+# ---------------------------------------------------------------- several API processes
+
+
+def test_several_processes_share_an_engine(starter_model: Path, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.apply_chat_template(CHAT["messages"], add_generation_prompt=True)  # type: ignore[arg-type]
+    expected = echoed(tokenizer, ids, 5)  # type: ignore[arg-type]
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+
+    async def many(url: str) -> list[str]:
+        async def one() -> str:
+            async with httpx.AsyncClient(timeout=60) as client:
+                reply = await client.post(f"{url}/v1/chat/completions", json=CHAT)
+                return str(reply.json()["choices"][0]["message"]["content"])
+
+        return list(await asyncio.gather(*(one() for _ in range(40))))
+
+    with LiveServer.fake(starter_model, server={"api_server_count": 2, "port": port}) as server:
+        url = server.wait_until_ready().url
+        until(lambda: server.log.count("ready after") == 2, "both processes are ready", server)
+        assert set(asyncio.run(many(url))) == {expected}
+        for _ in range(4):  # whichever process is asked, it tells of both
+            until(lambda: server.metric("kvasir:generation_tokens_total") == 200, "both are counted")
+            assert server.metric("kvasir:request_success_total") == 40
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+        response = client.responses.create(model="fake", input="Hi", max_output_tokens=2)
+        assert response.store is False  # type: ignore[attr-defined]
+        with pytest.raises(openai.NotFoundError, match="--api-server-count"):
+            client.responses.retrieve(response.id)
+        with pytest.raises(openai.BadRequestError, match="share nothing"):
+            client.responses.create(model="fake", input="Hi", background=True)
+        server.process.terminate()
+        assert server.wait() == 0
+
+
+def test_a_killed_api_process_ends_the_server(starter_model: Path) -> None:
+    with LiveServer.fake(starter_model, server={"api_server_count": 2, "port": _free_port()}) as server:
+        server.wait_until_ready()
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+        child = next(int(pid) for pid in children if "api_process" in Path(f"/proc/{pid}/cmdline").read_text())
+        os.kill(child, signal.SIGKILL)
+        assert server.wait() == 1
+        assert server.log.splitlines()[-1] == "kvasir: error: an API process ended unasked"
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port

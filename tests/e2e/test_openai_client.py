@@ -1,0 +1,350 @@
+"""The official openai client, unchanged, against a live server: without a model, where every text can be computed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import openai
+import pytest
+
+from kvasir.frontend.tokenizer import Tokenizer
+from tests.server_process import LiveServer, echoed, echoed_ids, events
+
+MESSAGES: list[dict[str, str]] = [{"role": "user", "content": "Who are you? 日本"}]
+KEEP_ON = {"ignore_eos": True}
+
+
+@pytest.fixture
+def client(fake_server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="any", max_retries=0)
+
+
+@pytest.fixture
+def aclient(fake_server: LiveServer) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{fake_server.url}/v1", api_key="any", max_retries=0)
+
+
+@pytest.fixture
+def chat_ids(tokenizer: Tokenizer) -> list[int]:
+    ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
+    assert isinstance(ids, list)
+    return ids
+
+
+# ---------------------------------------------------------------- models
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, client.models.retrieve("fake").id) == ("fake", "fake")
+    with pytest.raises(openai.NotFoundError, match="does not exist here. Served: fake"):
+        client.models.retrieve("other/model")
+
+
+# ---------------------------------------------------------------- chat
+
+
+def test_chat(client: openai.OpenAI, tokenizer: Tokenizer, chat_ids: list[int]) -> None:
+    reply = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=20, extra_body=KEEP_ON)  # type: ignore[arg-type]
+    assert reply.choices[0].message.content == echoed(tokenizer, chat_ids, 20)
+    assert reply.choices[0].message.role == "assistant"
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(chat_ids), 20)
+
+
+def test_chat_streams_the_same_text(client: openai.OpenAI, tokenizer: Tokenizer, chat_ids: list[int]) -> None:
+    stream = client.chat.completions.create(
+        model="fake",
+        messages=MESSAGES,  # type: ignore[arg-type]
+        max_completion_tokens=200,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body=KEEP_ON,
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == echoed(tokenizer, chat_ids, 200), "the fake language is full of split characters"
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 200
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_continuous_usage(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="fake",
+        messages=MESSAGES,  # type: ignore[arg-type]
+        max_tokens=30,
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+        extra_body=KEEP_ON,
+    )
+    counts = [chunk.usage.completion_tokens for chunk in stream if chunk.usage is not None]
+    assert counts[-1] == 30 and counts == sorted(counts)
+
+
+def test_async_client(aclient: openai.AsyncOpenAI, tokenizer: Tokenizer, chat_ids: list[int]) -> None:
+    async def ask() -> tuple[str, str]:
+        whole = await aclient.chat.completions.create(
+            model="fake",
+            messages=MESSAGES,
+            max_tokens=9,
+            extra_body=KEEP_ON,  # type: ignore[arg-type]
+        )
+        stream = await aclient.chat.completions.create(
+            model="fake",
+            messages=MESSAGES,
+            max_tokens=9,
+            stream=True,
+            extra_body=KEEP_ON,  # type: ignore[arg-type]
+        )
+        parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        return whole.choices[0].message.content or "", "".join(parts)
+
+    assert asyncio.run(ask()) == (echoed(tokenizer, chat_ids, 9),) * 2
+
+
+def test_raw_response(client: openai.OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        model="fake",
+        messages=MESSAGES,
+        max_tokens=1,
+        extra_headers={"X-Request-Id": "mine-1"},  # type: ignore[arg-type]
+    )
+    assert raw.headers["x-request-id"] == raw.request_id == "mine-1"
+    assert raw.parse().id == "chatcmpl-mine-1"
+
+
+def test_several_choices(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=4, n=3)  # type: ignore[arg-type]
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    stream = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=4, n=3, stream=True)  # type: ignore[arg-type]
+    texts = {0: "", 1: "", 2: ""}
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert list(texts.values()) == [choice.message.content for choice in reply.choices]
+
+
+def test_a_conversation_goes_on(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "I am"}]
+    text = tokenizer.render_chat(messages, continue_final_message=True)
+    reply = client.chat.completions.create(
+        model="fake",
+        messages=messages,  # type: ignore[arg-type]
+        max_tokens=5,
+        extra_body={**KEEP_ON, "continue_final_message": True, "echo": True, "add_generation_prompt": False},
+    )
+    expected = echoed(tokenizer, tokenizer.encode(text, add_special_tokens=False), 5)
+    assert reply.choices[0].message.content == "I am" + expected
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_instructions(client: openai.OpenAI, tokenizer: Tokenizer, role: str) -> None:
+    conversation = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+    ids = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
+    assert isinstance(ids, list)
+    parts = [{"role": role, "content": [{"type": "text", "text": "Be brief."}]}, *MESSAGES]
+    reply = client.chat.completions.create(model="fake", messages=parts, max_tokens=5, extra_body=KEEP_ON)  # type: ignore[arg-type]
+    assert reply.choices[0].message.content == echoed(tokenizer, ids, 5)
+
+
+def test_a_tool_message_is_read(client: openai.OpenAI) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    reply = client.chat.completions.create(model="fake", messages=messages, max_tokens=3)  # type: ignore[arg-type]
+    assert reply.choices[0].message.content
+
+
+# ---------------------------------------------------------------- completions
+
+
+def test_completions(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    expected = echoed(tokenizer, tokenizer.encode("Once upon"), 12)
+    reply = client.completions.create(model="fake", prompt="Once upon", max_tokens=12, extra_body=KEEP_ON)
+    assert reply.choices[0].text == expected
+    assert client.completions.create(model="fake", prompt="a").usage.completion_tokens <= 16, "OpenAI's default"  # type: ignore[union-attr]
+    stream = client.completions.create(model="fake", prompt="Once upon", max_tokens=12, stream=True, extra_body=KEEP_ON)
+    assert "".join(chunk.choices[0].text for chunk in stream) == expected
+
+
+def test_prompts_of_every_kind(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Once upon")
+    one, other = (echoed(tokenizer, tokenizer.encode(text), 3) for text in ("Once upon", "b"))
+    for prompt, expected in (
+        (["Once upon", "b"], [one, other]),
+        (ids, [one]),
+        ([ids, tokenizer.encode("b")], [one, other]),
+    ):
+        reply = client.completions.create(model="fake", prompt=prompt, max_tokens=3, extra_body=KEEP_ON)
+        assert [choice.text for choice in reply.choices] == expected
+    assert reply.usage is not None and reply.usage.prompt_tokens == len(ids) + 1
+
+
+def test_echo_and_scoring(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    reply = client.completions.create(model="fake", prompt="Once", max_tokens=3, echo=True, extra_body=KEEP_ON)
+    assert reply.choices[0].text == "Once" + echoed(tokenizer, tokenizer.encode("Once"), 3)
+    reply = client.completions.create(model="fake", prompt="Once upon", max_tokens=0, echo=True)
+    assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("Once upon", "length")
+
+
+def test_stop_strings_do_not_leak(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    whole = echoed(tokenizer, tokenizer.encode("Once"), 60)
+    middle = len(whole) // 2
+    stop = whole[middle : middle + 7]
+    expected = whole[: whole.index(stop)]
+    stream = client.completions.create(
+        model="fake", prompt="Once", max_tokens=60, stop=[stop], stream=True, extra_body=KEEP_ON
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices[0].stop_reason == stop  # type: ignore[attr-defined]
+
+
+def test_token_ids(client: openai.OpenAI, tokenizer: Tokenizer, chat_ids: list[int]) -> None:
+    extra = {**KEEP_ON, "return_token_ids": True}
+    reply = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=6, extra_body=extra)  # type: ignore[arg-type]
+    assert reply.prompt_token_ids == chat_ids  # type: ignore[attr-defined]
+    assert reply.choices[0].token_ids == echoed_ids(chat_ids, 6)  # type: ignore[attr-defined]
+    stream = client.completions.create(model="fake", prompt="a", max_tokens=6, stream=True, extra_body=extra)
+    ids = [token for chunk in stream for token in chunk.choices[0].token_ids]  # type: ignore[attr-defined]
+    assert ids == echoed_ids(tokenizer.encode("a"), 6)
+
+
+def test_truncation(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one two three four")
+    extra = {**KEEP_ON, "truncate_prompt_tokens": 2}
+    reply = client.completions.create(model="fake", prompt=ids, max_tokens=4, extra_body=extra)
+    assert reply.choices[0].text == echoed(tokenizer, ids[-2:], 4)
+    assert reply.usage is not None and reply.usage.prompt_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"suffix": "x"}, "suffix"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 100000}, "n"),
+        ({"best_of": 3, "stream": True}, "best_of"),
+        ({"logprobs": 10000}, "logprobs"),
+        ({"priority": 3}, "priority"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"kv_transfer_params": {}}, "kv_transfer_params"),
+        ({"prompt_embeds": "x"}, "prompt_embeds"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"tempereture": 1}, "tempereture"),
+        ({"prompt": [999999]}, "prompt_token_ids"),
+        ({"truncate_prompt_tokens": 99999}, "truncate_prompt_tokens"),
+        ({"vllm_xargs": {"a": 1}}, "extra_args"),
+        ({"seed": 2**70}, "seed"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named(fake_server: LiveServer, wrong: dict[str, object], param: str) -> None:
+    reply = httpx.post(f"{fake_server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2, **wrong})
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert param in error["message"] or param in ("prompt", "prompt_token_ids")
+
+
+def test_too_long_a_prompt(fake_server: LiveServer) -> None:
+    for text in ("a b c " * 2000, "a" * 10_000_000):  # the second is refused without being tokenized
+        reply = httpx.post(f"{fake_server.url}/v1/completions", json={"prompt": text}, timeout=60)
+        assert reply.status_code == 400
+        assert reply.json()["error"]["code"] == "context_length_exceeded"
+
+
+# ---------------------------------------------------------------- responses
+
+
+def test_responses(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    first = client.responses.create(model="fake", input="Hello", max_output_tokens=4, extra_body=KEEP_ON)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+    assert first.output_text == echoed(tokenizer, ids, 4)  # type: ignore[arg-type]
+    assert first.status == "incomplete" and first.incomplete_details.reason == "max_output_tokens"  # type: ignore[union-attr]
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    second = client.responses.create(
+        model="fake", input="And?", previous_response_id=first.id, max_output_tokens=4, extra_body=KEEP_ON
+    )
+    conversation = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "And?"},
+    ]
+    ids = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
+    assert second.output_text == echoed(tokenizer, ids, 4)  # type: ignore[arg-type]
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+
+
+def test_responses_stream(client: openai.OpenAI) -> None:
+    whole = client.responses.create(model="fake", input="Hi", max_output_tokens=30, extra_body=KEEP_ON)
+    stream = client.responses.create(model="fake", input="Hi", max_output_tokens=30, stream=True, extra_body=KEEP_ON)
+    found = list(stream)
+    assert [event.sequence_number for event in found] == list(range(len(found)))
+    assert found[0].type == "response.created" and found[-1].type == "response.incomplete"
+    deltas = [event.delta for event in found if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text == found[-1].response.output_text
+
+
+def test_background_responses(client: openai.OpenAI) -> None:
+    begun = client.responses.create(model="fake", input="Hi", background=True, max_output_tokens=1500)
+    assert begun.status in ("queued", "in_progress")
+    assert client.responses.cancel(begun.id).status in ("cancelled", "incomplete")
+    assert client.responses.retrieve(begun.id).status in ("cancelled", "incomplete")
+    done = client.responses.create(model="fake", input="Hi", background=True, max_output_tokens=2)
+    for _ in range(600):
+        if (found := client.responses.retrieve(done.id)).status not in ("queued", "in_progress"):
+            break
+    assert found.output_text
+
+
+# ---------------------------------------------------------------- tokens, plain
+
+
+def test_tokenize(fake_server: LiveServer, tokenizer: Tokenizer, chat_ids: list[int]) -> None:
+    reply = httpx.post(f"{fake_server.url}/tokenize", json={"prompt": "Once upon", "return_token_strs": True}).json()
+    assert reply["tokens"] == tokenizer.encode("Once upon") and reply["count"] == len(reply["tokens"])
+    assert len(reply["token_strs"]) == reply["count"] and reply["max_model_len"] == 2048
+    reply = httpx.post(f"{fake_server.url}/tokenize", json={"messages": MESSAGES}).json()
+    assert reply["tokens"] == chat_ids
+    text = httpx.post(f"{fake_server.url}/detokenize", json={"tokens": tokenizer.encode("Once upon")}).json()
+    assert text == {"prompt": "Once upon"}
+
+
+def test_generate(fake_server: LiveServer, tokenizer: Tokenizer) -> None:
+    body = {"prompt": "Once", "max_tokens": 8, "ignore_eos": True}
+    expected = echoed(tokenizer, tokenizer.encode("Once"), 8)
+    assert httpx.post(f"{fake_server.url}/generate", json=body).json()["text"] == [expected]
+    lines = httpx.post(f"{fake_server.url}/generate", json={**body, "stream": True}).text.splitlines()
+    assert "".join(json.loads(line)["text"][0] for line in lines) == expected
+
+
+def test_a_stream_has_openais_shape(fake_server: LiveServer) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 3, "stream": True, "ignore_eos": True}
+    reply = httpx.post(f"{fake_server.url}/v1/chat/completions", json=body)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    chunks = events(reply.text)
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[-1]["choices"][0]["delta"] == {} and chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert all("usage" not in chunk for chunk in chunks)

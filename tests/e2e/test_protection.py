@@ -1,0 +1,212 @@
+"""Who may ask, how much, how long: 401, 413, 429 and time limits, each at a live server."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from tests.server_process import LiveServer
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+SLOW = {"make": "kvasir.executor.fake:delayed", "delay": 0.02, "token": 42}
+
+
+@pytest.fixture(scope="module")
+def guarded(starter_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A slow server with keys and small limits."""
+    keys = {
+        "keys": [
+            {"name": "alice", "key": "sk-alice", "weight": 4},
+            {"name": "bob", "key": "sk-bob", "requests_per_minute": 2},
+            {"name": "carol", "key": "sk-carol", "tokens_per_minute": 40},
+            {"name": "dave", "key": "sk-dave", "max_concurrent": 1},
+        ]
+    }
+    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    file.write_text(json.dumps(keys))
+    file.chmod(0o600)
+    options = {
+        "api_key": ["sk-first", "sk-second"],
+        "api_key_file": str(file),
+        "max_request_bytes": 10_000,
+        "max_prompt_tokens": 200,
+        "allowed_origins": ["https://app.example"],
+        "max_choices": 8,
+    }
+    with LiveServer.fake(starter_model, server=options, executor=SLOW) as server:
+        yield server.wait_until_ready()
+
+
+def post(
+    server: LiveServer, key: str | None = "sk-first", path: str = "/v1/chat/completions", **body: Any
+) -> httpx.Response:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return httpx.post(server.url + path, json={**CHAT, **body}, headers=headers, timeout=60)
+
+
+# ---------------------------------------------------------------- 401
+
+
+@pytest.mark.parametrize("key", [None, "sk-wrong", "sk-firs", "sk-first1", "ключ"])
+def test_wrong_keys_get_401(guarded: LiveServer, key: str | None) -> None:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
+    reply = httpx.post(f"{guarded.url}/v1/chat/completions", json=CHAT, headers=headers)
+    assert reply.status_code == 401
+    assert reply.json()["error"]["code"] == "invalid_api_key"
+    assert reply.headers["www-authenticate"] == "Bearer"
+
+
+def test_right_keys(guarded: LiveServer) -> None:
+    for key in ("sk-first", "sk-second", "sk-alice"):
+        assert post(guarded, key).status_code == 200
+    reply = httpx.post(f"{guarded.url}/v1/chat/completions", json=CHAT, headers={"x-api-key": "sk-alice"})
+    assert reply.status_code == 200, "Anthropic's clients send it so"
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="sk-no").models.list()
+    guarded.wait_for_log("ended: length.* key alice")
+
+
+def test_every_route_is_guarded_but_the_probes(guarded: LiveServer) -> None:
+    key = {"Authorization": "Bearer sk-first"}
+    paths = httpx.get(f"{guarded.url}/openapi.json", headers=key).json()["paths"]
+    assert len(paths) > 15
+    for path, methods in {**paths, "/openapi.json": {"get": 0}, "/docs": {"get": 0}, "/nothing": {"get": 0}}.items():
+        for method in methods:
+            status = httpx.request(method, guarded.url + path, content=b"{}").status_code
+            assert (status == 401) == (path not in ("/health", "/ready", "/ping")), (path, status)
+
+
+def test_a_websocket_needs_a_key_too(guarded: LiveServer) -> None:
+    with connect(guarded.ws_url) as socket, pytest.raises(ConnectionClosed) as caught:
+        socket.recv(60)
+    assert caught.value.rcvd is not None and caught.value.rcvd.code == 4001
+    with connect(guarded.ws_url, additional_headers={"Authorization": "Bearer sk-first"}) as socket:
+        socket.send(json.dumps(CHAT))
+        assert json.loads(socket.recv(60))["object"] == "chat.completion.chunk"
+
+
+def test_stored_responses_are_their_keys_own(guarded: LiveServer) -> None:
+    mine = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="sk-alice")
+    response = mine.responses.create(model="fake", input="secret", max_output_tokens=2)
+    assert mine.responses.retrieve(response.id).id == response.id
+    other = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="sk-first")
+    with pytest.raises(openai.NotFoundError):
+        other.responses.retrieve(response.id)
+    with pytest.raises(openai.NotFoundError):
+        other.responses.create(model="fake", input="go on", previous_response_id=response.id)
+
+
+# ---------------------------------------------------------------- 429
+
+
+def test_requests_per_minute(guarded: LiveServer) -> None:
+    assert [post(guarded, "sk-bob").status_code for _ in range(3)] == [200, 200, 429]
+    reply = post(guarded, "sk-bob")
+    assert reply.json()["error"]["code"] == "rate_limit_exceeded"
+    assert 1 <= int(reply.headers["retry-after"]) <= 30
+    assert post(guarded, "sk-alice").status_code == 200, "one key's limit is not another's"
+    assert (
+        "kvasir:request_errors_total"
+        in httpx.get(f"{guarded.url}/metrics", headers={"Authorization": "Bearer sk-first"}).text
+    )
+
+
+def test_tokens_per_minute(guarded: LiveServer) -> None:
+    first = post(guarded, "sk-carol", max_tokens=20, ignore_eos=True)
+    assert first.status_code == 200
+    assert first.json()["usage"]["total_tokens"] > 40
+    assert post(guarded, "sk-carol").status_code == 429
+
+
+def test_requests_at_once(guarded: LiveServer) -> None:
+    body = {**CHAT, "max_tokens": 100, "ignore_eos": True, "stream": True}
+    headers = {"Authorization": "Bearer sk-dave"}
+    with httpx.stream("POST", f"{guarded.url}/v1/chat/completions", json=body, headers=headers, timeout=60) as running:
+        lines = running.iter_lines()  # closes the stream when it is forgotten
+        next(lines)
+        assert post(guarded, "sk-dave").status_code == 429
+    for _ in range(500):
+        if (status := post(guarded, "sk-dave").status_code) == 200:
+            break
+        time.sleep(0.02)
+    assert status == 200, "a request that ended counts no more"
+
+
+# ---------------------------------------------------------------- 413
+
+
+def test_bodies_and_prompts_have_limits(guarded: LiveServer) -> None:
+    reply = post(guarded, messages=[{"role": "user", "content": "x" * 20_000}])
+    assert reply.status_code == 413 and "--max-request-bytes" in reply.json()["error"]["message"]
+
+    def pieces() -> Iterator[bytes]:  # a body whose length is not told
+        yield b'{"messages": [{"role": "user", "content": "'
+        for _ in range(20):
+            yield b"x" * 1000
+
+    headers = {"Authorization": "Bearer sk-first", "Content-Type": "application/json"}
+    url = f"{guarded.url}/v1/chat/completions"
+    assert httpx.post(url, content=pieces(), headers=headers).status_code == 413
+    reply = post(guarded, messages=[{"role": "user", "content": "word " * 400}])
+    assert reply.status_code == 413 and "--max-prompt-tokens" in reply.json()["error"]["message"]
+    assert post(guarded, n=9).status_code == 400
+
+
+# ---------------------------------------------------------------- time
+
+
+def test_a_request_may_have_a_timeout(guarded: LiveServer) -> None:
+    reply = post(guarded, max_tokens=2000, ignore_eos=True, timeout=0.5)
+    body = reply.json()
+    assert reply.status_code == 200 and body["choices"][0]["finish_reason"] == "timeout"
+    assert 0 < body["usage"]["completion_tokens"] < 2000
+    assert post(guarded, timeout=-1).status_code == 400
+    reply = post(guarded, path="/v1/messages", model="fake", max_tokens=2000, timeout=0.3)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (504, "timeout_error")
+
+
+# ---------------------------------------------------------------- browsers, ids, TLS
+
+
+def test_cors(guarded: LiveServer) -> None:
+    ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    allowed = httpx.options(f"{guarded.url}/v1/chat/completions", headers={"Origin": "https://app.example", **ask})
+    assert allowed.status_code == 200, "a preflight has no key"
+    assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+    refused = httpx.options(f"{guarded.url}/v1/chat/completions", headers={"Origin": "https://evil.example", **ask})
+    assert "access-control-allow-origin" not in refused.headers
+
+
+def test_request_ids(guarded: LiveServer) -> None:
+    url, key = f"{guarded.url}/v1/models", {"Authorization": "Bearer sk-first"}
+    assert httpx.get(url, headers={**key, "X-Request-Id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    assert len(httpx.get(url, headers=key).headers["x-request-id"]) == 32
+    assert httpx.get(f"{guarded.url}/nothing").headers["x-request-id"], "errors have one, too"
+    for bad in ("with space", "x" * 200):
+        assert httpx.get(url, headers={**key, "X-Request-Id": bad}).status_code == 400
+    post(guarded)
+    guarded.wait_for_log("[0-9a-f]{32} arrived: /v1/chat/completions, [0-9]+ prompt tokens, key key-1")
+
+
+def test_tls(starter_model: Path, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    options = {"ssl_keyfile": str(key), "ssl_certfile": str(certificate)}
+    with LiveServer.fake(starter_model, server=options) as server:
+        assert server.url.startswith("https://")
+        server.wait_until_ready()
+        context = ssl.create_default_context(cafile=str(certificate))
+        assert httpx.get(f"{server.url}/v1/models", verify=context).status_code == 200

@@ -1,0 +1,141 @@
+"""The starter model behind a live server: log-probabilities, searches, real chat, 32 clients at once."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from tests.e2e.test_load import RawClient, check_nothing_is_left
+from tests.server_process import LiveServer
+
+
+@pytest.fixture(scope="module")
+def server(starter_model: Path) -> Iterator[LiveServer]:
+    flags = [
+        "--max-model-len",
+        "512",
+        "--max-num-seqs",
+        "32",
+        "--dtype",
+        "float32",
+        "--served-model-name",
+        "smol",
+        "s2",
+    ]
+    with LiveServer.real(starter_model, *flags) as found:
+        yield found.wait_until_ready()
+
+
+@pytest.fixture
+def client(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120)
+
+
+def test_chat_answers(client: openai.OpenAI, server: LiveServer) -> None:
+    question: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    reply = client.chat.completions.create(model="smol", messages=question, temperature=0, max_tokens=12)
+    assert "Paris" in (reply.choices[0].message.content or "")
+    other = anthropic.Anthropic(base_url=server.url, api_key="any", timeout=120)
+    message = other.messages.create(model="s2", max_tokens=12, messages=question, extra_body={"temperature": 0})
+    assert message.content[0].text == reply.choices[0].message.content  # type: ignore[union-attr]
+    response = client.responses.create(model="smol", input=question, temperature=0, max_output_tokens=12)
+    assert response.output_text == reply.choices[0].message.content
+
+
+def test_chat_logprobs(client: openai.OpenAI) -> None:
+    question: Any = [{"role": "user", "content": "Say é."}]
+    ask: dict[str, Any] = {"model": "smol", "messages": question, "temperature": 0, "max_tokens": 6, "logprobs": True}
+    whole = client.chat.completions.create(**ask, top_logprobs=2)
+    assert whole.choices[0].logprobs is not None and whole.choices[0].logprobs.content is not None
+    content = whole.choices[0].logprobs.content
+    assert len(content) == whole.usage.completion_tokens  # type: ignore[union-attr]
+    for each in content:
+        assert each.logprob <= 0 and len(each.top_logprobs) == 2
+        assert each.top_logprobs[0].logprob == each.logprob, "greedy takes the likeliest"
+    said = b"".join(bytes(each.bytes or []) for each in content if not each.token.startswith("<|")).decode()
+    assert said == whole.choices[0].message.content
+    chunks = list(client.chat.completions.create(**ask, top_logprobs=2, stream=True))
+    streamed = [
+        each
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs
+        for each in choice.logprobs.content or []
+    ]
+    assert [each.token for each in streamed] == [each.token for each in content]
+
+
+def test_completion_logprobs_and_echo(client: openai.OpenAI) -> None:
+    prompt = "The capital of France is"
+    ask: dict[str, Any] = {"model": "smol", "prompt": prompt, "temperature": 0, "logprobs": 2, "echo": True}
+    reply = client.completions.create(**ask, max_tokens=3)
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens and logprobs.token_logprobs and logprobs.text_offset
+    assert reply.choices[0].text.startswith(prompt)
+    assert "".join(logprobs.tokens) == reply.choices[0].text
+    assert logprobs.token_logprobs[0] is None and all(value <= 0 for value in logprobs.token_logprobs[1:])
+    for offset, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
+        assert reply.choices[0].text.startswith(token, offset)
+    scored = client.completions.create(**ask, max_tokens=0).choices[0]
+    assert scored.text == prompt and scored.logprobs is not None
+    assert scored.logprobs.tokens == logprobs.tokens[:-3]
+    ids = client.completions.create(**ask, max_tokens=1, extra_body={"return_tokens_as_token_ids": True})
+    assert all(token.startswith("token_id:") for token in ids.choices[0].logprobs.tokens or [])  # type: ignore[union-attr]
+
+
+def test_best_of_and_beams(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "smol", "prompt": "Once upon a time", "max_tokens": 5}
+    best = client.completions.create(**ask, n=2, best_of=4, temperature=1, seed=1)
+    assert len(best.choices) == 2
+    beams = client.completions.create(**ask, n=3, extra_body={"use_beam_search": True, "length_penalty": 1.0})
+    texts = [choice.text for choice in beams.choices]
+    assert len(set(texts)) == 3
+    stream = client.completions.create(**ask, n=3, stream=True, extra_body={"use_beam_search": True})
+    streamed = ["", "", ""]
+    for chunk in stream:
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == texts
+
+
+def test_prompt_logprobs(server: LiveServer) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "prompt_logprobs": 1}
+    for stream in (False, True):
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "stream": stream}, timeout=120)
+        assert '"prompt_logprobs":[null,{' in reply.text
+    found = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
+    assert len(found["prompt_logprobs"]) == found["usage"]["prompt_tokens"]
+    for position in found["prompt_logprobs"][1:]:
+        assert all(math.isfinite(each["logprob"]) for each in position.values())
+
+
+def test_32_clients(server: LiveServer) -> None:
+    """Greedy texts, all at once, equal those of asking alone; clients that leave leave nothing."""
+    asked = [f"{i + 2} colours are" for i in range(32)]
+
+    async def one(prompt: str, leaves: bool = False) -> str:
+        async with RawClient(server.url) as client:
+            client.send(prompt=prompt, max_tokens=6, temperature=0)
+            text = ""
+            async for chunk in client.lines():
+                text += chunk["choices"][0]["text"]
+                if leaves:
+                    return text
+            return text
+
+    async def everybody(leaving: bool) -> list[str]:
+        return list(await asyncio.gather(*(one(text, leaving and i % 2 == 0) for i, text in enumerate(asked))))
+
+    together = asyncio.run(everybody(leaving=False))
+    alone = [asyncio.run(one(text)) for text in asked[:3]]
+    assert alone == together[:3] and all(together)
+    assert asyncio.run(everybody(leaving=True))[1::2] == together[1::2]
+    check_nothing_is_left(server)

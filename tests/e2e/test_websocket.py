@@ -1,0 +1,98 @@
+"""Chat over a WebSocket: the chunks of the event stream, requests in turn, cancelling, errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from tests.server_process import LiveServer, events, until
+
+BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 10, "ignore_eos": True}
+
+
+@pytest.fixture
+def socket(fake_server: LiveServer) -> Iterator[ClientConnection]:
+    with connect(fake_server.ws_url) as connection:
+        yield connection
+
+
+def answer(socket: ClientConnection) -> list[Any]:
+    found = []
+    while (message := socket.recv(60)) != "[DONE]":
+        found.append(json.loads(message))
+    return found
+
+
+def text_of(chunks: list[Any]) -> str:
+    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+
+def test_requests_in_turn_get_the_chunks_of_a_stream(socket: ClientConnection, fake_server: LiveServer) -> None:
+    reply = httpx.post(f"{fake_server.url}/v1/chat/completions", json={**BODY, "stream": True})
+    expected = text_of(events(reply.text))
+    for _ in range(3):
+        socket.send(json.dumps(BODY))
+        chunks = answer(socket)
+        assert text_of(chunks) == expected
+        assert chunks[0]["object"] == "chat.completion.chunk"
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_request_sent_early_waits_for_its_turn(socket: ClientConnection) -> None:
+    socket.send(json.dumps(BODY))
+    first = answer(socket)
+    socket.send(json.dumps({"type": "cancel"}))  # too late: nothing runs
+    socket.send(json.dumps(BODY))
+    assert text_of(answer(socket)) == text_of(first)
+
+
+def test_cancel(socket: ClientConnection, fake_server: LiveServer) -> None:
+    socket.send(json.dumps({**BODY, "max_tokens": 2000}))
+    socket.recv(60)
+    socket.send(json.dumps({"type": "cancel"}))
+    assert answer(socket)[-1]["choices"][0]["finish_reason"] == "abort"
+    socket.send(json.dumps(BODY))
+    assert answer(socket)[-1]["choices"][0]["finish_reason"] == "length"
+    until(lambda: fake_server.metric("kvasir:kv_cache_blocks_used") == 0, "blocks are given back")
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "must be a JSON object"),
+        (json.dumps({**BODY, "max_tokns": 3}), "max_tokns"),
+        (json.dumps({**BODY, "model": "other"}), "does not exist"),
+        (json.dumps({**BODY, "temperature": -5}), "temperature"),
+    ],
+)
+def test_errors_close_with_4001(socket: ClientConnection, message: str, said: str) -> None:
+    socket.send(message)
+    assert said in json.loads(socket.recv(60))["error"]["message"]
+    with pytest.raises(ConnectionClosed) as caught:
+        socket.recv(60)
+    assert caught.value.rcvd is not None
+    assert caught.value.rcvd.code == 4001 and said in caught.value.rcvd.reason
+
+
+def test_one_request_at_a_time(socket: ClientConnection) -> None:
+    socket.send(json.dumps({**BODY, "max_tokens": 2000}))
+    socket.send(json.dumps(BODY))
+    with pytest.raises(ConnectionClosed) as caught:
+        while True:
+            socket.recv(60)
+    assert caught.value.rcvd is not None and "A request is running" in caught.value.rcvd.reason
+
+
+def test_a_closed_socket_aborts(fake_server: LiveServer) -> None:
+    with connect(fake_server.ws_url) as socket:
+        socket.send(json.dumps({**BODY, "max_tokens": 2000}))
+        socket.recv(60)
+    until(lambda: fake_server.metric("kvasir:num_requests_running") == 0, "the request is aborted")
+    until(lambda: fake_server.metric("kvasir:api_requests_in_flight") == 0, "it is gone from the server")

@@ -1,0 +1,66 @@
+"""The echo executor with log-probabilities: made up, but of the right tokens, shapes and order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvasir.config import EngineConfig
+from kvasir.executor.fake import EchoExecutor, Ready
+from kvasir.messages import Int32Array, Logprobs, PromptLogprobs, RowSampling, StepPlan
+
+Scores = tuple[Int32Array, np.ndarray, Int32Array]
+
+
+class ScoringEcho(EchoExecutor):
+    def __init__(self, config: EngineConfig) -> None:
+        scheduler, model = config.scheduler, config.model
+        super().__init__(config.cache.block_size, scheduler.max_num_seqs, model.max_model_len, model.vocab_size)
+        self.asked: dict[int, RowSampling] = {}
+        self.texts: dict[int, Int32Array] = {}  # of rows that want their prompt scored
+        self.prompt_parts: list[PromptLogprobs] = []
+
+    def execute(self, plan: StepPlan) -> None:
+        for new in plan.new_rows:
+            self.asked[new.row] = new.sampling
+            self.texts.pop(new.row, None)
+            if new.sampling.extras is not None and new.token_ids is not None:
+                self.texts[new.row] = new.token_ids
+        starts = {row: int(self.computed[row]) for row in plan.rows.tolist()}
+        starts |= {new.row: new.num_computed for new in plan.new_rows}
+        self.prompt_parts = [
+            part
+            for line, (row, count) in enumerate(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
+            if (part := self._score_prompt(line, row, starts[row], count)) is not None
+        ]
+        super().execute(plan)
+
+    def _score_prompt(self, line: int, row: int, start: int, count: int) -> PromptLogprobs | None:
+        extras = self.asked[row].extras
+        if extras is None or extras.prompt_logprobs is None:
+            return None
+        end = min(start + count + 1, extras.num_prompt_tokens)
+        tokens = self.texts[row][start + 1 : end]
+        return PromptLogprobs(line, start + 1, *self._score(tokens, extras.prompt_logprobs)) if len(tokens) else None
+
+    def sample(self) -> Ready:
+        plan, ready = self._plan, super().sample()
+        assert plan is not None
+        ready.value.prompt_logprobs = self.prompt_parts
+        asked = [self.asked[row] for row in plan.rows.tolist()]
+        lines = np.array([i for i in np.flatnonzero(plan.samples) if asked[i].logprobs is not None], np.int32)
+        if len(lines):
+            named = [len(each.extras.logprob_token_ids) for each in asked if each.extras is not None]
+            count = max([each.logprobs or 0 for each in asked] + named)
+            ready.value.logprobs = Logprobs(lines, *self._score(ready.value.token_ids[lines, 0], count))
+        return ready
+
+    def _score(self, tokens: Int32Array, count: int) -> Scores:
+        """The token is the likeliest; its neighbours follow."""
+        ids = (tokens[:, None] + np.arange(count)) % self.vocab
+        ids = np.concatenate([tokens[:, None], ids], axis=1).astype(np.int32)
+        values = -0.5 - np.concatenate([[0.0], np.arange(count)])[None].repeat(len(tokens), 0)
+        return ids, values.astype(np.float32), np.ones(len(tokens), np.int32)
+
+
+def scoring_echo(config: EngineConfig) -> ScoringEcho:
+    return ScoringEcho(config)

@@ -1,0 +1,324 @@
+"""Small pieces of the server: settings, chunks, stored responses, streams, log-probabilities, devices."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.types import Message as AsgiMessage
+
+from kvasir.cli.main import Parser
+from kvasir.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
+from kvasir.outputs import CompletionOutput, Logprob, RequestOutput
+from kvasir.server.chat_stream import ChatChunks, StreamWishes
+from kvasir.server.config import ServerConfig, add_flags, from_namespace, server_settings
+from kvasir.server.device import CpuProbe, visible_devices
+from kvasir.server.errors import ApiError, as_api_error, error_response
+from kvasir.server.keys import Key
+from kvasir.server.logprobs import LEAST, LogprobWriter, prompt_logprobs
+from kvasir.server.metrics import GAPS, Metrics, Tally
+from kvasir.server.response_store import ResponseStore, Stored
+from kvasir.server.schema.base import encode
+from kvasir.server.schema.chat import ChatChunk, ChunkChoice, Delta
+from kvasir.server.schema.responses import ResponseReply
+from kvasir.server.sse import ClientGone, EventStream, unless_disconnected
+
+# ---------------------------------------------------------------- settings
+
+
+def parse(*argv: str) -> ServerConfig:
+    parser = Parser()
+    add_flags(parser)
+    return from_namespace(parser.parse_args(["m", *argv]))
+
+
+def test_every_setting_has_a_flag_that_works() -> None:
+    values = {bool: "", str: "x", int: "2", float: "2.5", list: "x"}
+    for name, known in server_settings().items():
+        if name.startswith("ssl_"):
+            continue
+        kind = next(kind for kind in known.types if kind is not type(None))
+        value = str(known.setting.choices[-1]) if known.setting.choices else values[kind]
+        flag = f"--{name.replace('_', '-')}"
+        given = parse(f"--no-{name.replace('_', '-')}" if known.default is True else flag, *([value] if value else []))
+        assert getattr(given, name) != known.default, name
+
+
+def test_lists_are_words_or_json() -> None:
+    assert parse("--api-key", "a", "b", "--api-key", "c").api_key == ["a", "b", "c"]
+    assert parse("--allowed-origins", '["*"]').allowed_origins == ["*"]
+    assert parse().allowed_methods == ["*"]
+    with pytest.raises(ConfigError, match="not a JSON list"):
+        parse("--allowed-origins", '["*"')
+
+
+def test_the_config_file_has_server_settings_too(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("port: 9000\nserved-model-name: one\napi-key: [a, b]\nmax-request-bytes: 1k\n")
+    config = parse("--config", str(file))
+    assert (config.port, config.served_model_name, config.api_key) == (9000, ["one"], ["a", "b"])
+    assert config.max_request_bytes == 1000
+
+
+def test_wrong_settings() -> None:
+    for wrong, said in (
+        ({"port": -1}, "too small"),
+        ({"ssl_certfile": "x"}, "both"),
+        ({"api_key": [3]}, "list of strings"),
+        ({"log_format": "xml"}, "Possible: text, json"),
+        ({"port": 0, "api_server_count": 2}, "set port"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            ServerConfig(**wrong)  # type: ignore[arg-type]
+    assert "secret" not in repr(ServerConfig(api_key=["secret"]))
+
+
+# ---------------------------------------------------------------- chunks
+
+
+class FakeRun:
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        for i, text in enumerate(self.texts):
+            last = i == len(self.texts) - 1
+            completion = CompletionOutput(0, text, [i], finish_reason="stop" if last else None)
+            yield 0, RequestOutput("r", None, [1], None, [completion], last)
+
+    def check(self, output: RequestOutput) -> None:
+        pass
+
+
+def test_quick_chunks_equal_what_the_struct_gives() -> None:
+    texts = ("a", 'quote " and \\ back', "line\nbreak", "é 日本 🙂", "\x00\x01", "", "</s>", "end")
+
+    async def collect() -> list[bytes]:
+        chunks = ChatChunks(FakeRun(*texts), "id-1", 17, 'mo"del', "assistant", StreamWishes())  # type: ignore[arg-type]
+        return [payload async for some in chunks.payloads() for payload in some]
+
+    payloads = asyncio.run(collect())
+    base: dict[str, Any] = {"id": "id-1", "created": 17, "model": 'mo"del'}
+    decoded = [msgspec.json.decode(payload, type=ChatChunk) for payload in payloads]
+    for payload, chunk in zip(payloads, decoded, strict=True):
+        delta = chunk.choices[0].delta
+        made = ChatChunk(
+            **base,
+            system_fingerprint=chunk.system_fingerprint,
+            choices=[ChunkChoice(index=0, delta=delta, finish_reason=chunk.choices[0].finish_reason)],
+        )
+        if chunk.choices[0].finish_reason is None:
+            assert payload == encode(made)
+    assert [c.choices[0].delta.content for c in decoded[1:-1]] == [text for text in texts if text]
+    assert decoded[0].choices[0].delta == Delta(role="assistant", content="")
+    assert decoded[-1].choices[0].finish_reason == "stop"
+
+
+# ---------------------------------------------------------------- log-probabilities
+
+
+class Tokens:
+    """Token i is the i-th of these; the second and third are halves of a character."""
+
+    texts = (b"a", b"\xc3", b"\xa9")
+
+    def token_text(self, token: int) -> str:
+        return self.texts[token].decode("utf-8", "replace")
+
+    def token_bytes(self, skip_special_tokens: bool) -> dict[int, bytes]:
+        return dict(enumerate(self.texts))
+
+
+def test_chat_logprobs_have_exact_bytes() -> None:
+    writer = LogprobWriter(Tokens())  # type: ignore[arg-type]
+    positions = [{1: Logprob(-0.1, 1), 0: Logprob(float("-inf"), 2)}, {2: Logprob(-0.2, 1), 1: Logprob(-3.0, 2)}]
+    content = writer.chat([1, 2], positions, 2).content
+    assert bytes(b for each in content for b in each.bytes or []).decode() == "é"
+    assert [top.logprob for top in content[0].top_logprobs] == [-0.1, LEAST], "JSON has no infinity"
+    ids = LogprobWriter(Tokens(), as_ids=True).completion([1], positions[:1], 1, 5)  # type: ignore[arg-type]
+    assert ids.tokens == ["token_id:1"] and ids.text_offset == [5] and ids.token_logprobs == [-0.1]
+    assert prompt_logprobs([None, {0: Logprob(-1.0, 1, "a")}]) == [
+        None,
+        {"0": {"logprob": -1.0, "rank": 1, "decoded_token": "a"}},
+    ]
+
+
+# ---------------------------------------------------------------- stored responses
+
+
+def stored(number: int, text: str = "", running: bool = False) -> Stored:
+    settings: dict[str, Any] = {"reasoning": {}, "text": {}, "tools": [], "output": [], "metadata": {}}
+    settings |= {"temperature": 1, "top_p": 1, "top_logprobs": 0, "tool_choice": "auto", "parallel_tool_calls": True}
+    settings |= {"max_output_tokens": None, "previous_response_id": None, "store": True, "background": False}
+    reply = ResponseReply(id=f"r{number}", created_at=0, status="completed", model="m", instructions=text, **settings)
+    return Stored(reply, [], "alice", run=SimpleNamespace() if running else None)  # type: ignore[arg-type]
+
+
+def test_the_store_is_bounded_by_number_and_bytes() -> None:
+    alice = Key("alice")
+    store = ResponseStore(2)
+    store.keep(stored(0, running=True))
+    for number in range(1, 4):
+        store.keep(stored(number))
+    assert len(store) == 2
+    assert store.find("r0", alice), "one that runs is kept"
+    assert store.find("r3", alice)
+    with pytest.raises(ApiError, match="not stored here"):
+        store.find("r1", alice)
+    with pytest.raises(ApiError):
+        store.find("r3", Key("bob"))
+    small = ResponseStore(100, most_bytes=3000)
+    for number in range(5):
+        small.keep(stored(number, "x" * 1000))
+    assert len(small) < 3 and small.num_bytes <= 3000
+    small.delete("r4", alice)
+    small.keep(stored(5, "y" * 5000))
+    assert len(small) == 0 and small.num_bytes == 0
+
+
+# ---------------------------------------------------------------- streams
+
+
+def test_a_disconnect_cancels() -> None:
+    async def go() -> str:
+        gone = asyncio.Event()
+
+        async def receive() -> AsgiMessage:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        try:
+            async with unless_disconnected(receive):
+                asyncio.get_running_loop().call_soon(gone.set)
+                await asyncio.sleep(60)
+        except ClientGone:
+            await asyncio.sleep(0)  # the task itself is not cancelled
+            return "gone"
+        return "stayed"
+
+    assert asyncio.run(go()) == "gone"
+
+
+def test_somebody_elses_cancel_is_not_a_disconnect() -> None:
+    async def never() -> AsgiMessage:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def work() -> None:
+        async with unless_disconnected(never):
+            await asyncio.sleep(60)
+
+    async def go() -> bool:
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    assert asyncio.run(go())
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_errors_before_and_after_the_first_frame(early: bool) -> None:
+    closed = []
+
+    async def frames() -> AsyncGenerator[bytes, None]:
+        try:
+            if not early:
+                yield b"one"
+            raise RequestError("wrong", "x")
+        finally:
+            closed.append(True)
+
+    async def never() -> AsgiMessage:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def go() -> None:
+        stream = await EventStream(frames(), lambda error: str(error).encode()).prime(never)
+        await stream({"type": "http"}, never, send)
+
+    if early:
+        with pytest.raises(RequestError):
+            asyncio.run(go())
+        assert not sent
+    else:
+        asyncio.run(go())
+        assert [message.get("body") for message in sent] == [None, b"one", b"wrong"]
+    assert closed
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "cause"),
+    [
+        (RequestError("x", "n"), 400, "invalid_request"),
+        (OverloadedError("full", 2.2), 429, "queue_full"),
+        (EngineDeadError("dead"), 503, "engine"),
+        (ZeroDivisionError("secret"), 500, "internal"),
+    ],
+)
+def test_errors_have_a_status(error: Exception, status: int, cause: str, log_lines: list[str]) -> None:
+    found = as_api_error(error)
+    assert (found.status, found.cause) == (status, cause)
+    body = bytes(error_response(found, "/v1/completions", "id").body)
+    assert b"secret" not in body, "what nobody expected is for the log alone"
+    assert b'"error"' in bytes(error_response(found, "/v1/messages", "id").body)
+    if status == 429:
+        assert error_response(found, "/", "id").headers["retry-after"] == "3"
+
+
+# ---------------------------------------------------------------- metrics, devices
+
+
+def test_gaps_are_tallied_as_prometheus_would() -> None:
+    metrics = Metrics("m")
+    gaps = [0.0005, 0.001, 0.004, 0.3, 1000.0]
+    for gap in gaps:
+        metrics.tally.gap(gap, 1)
+    metrics.tally.gap(0.4, 4)  # four tokens at once: a tenth each
+    metrics.flush()
+    page = metrics.page([], vllm_names=False).decode()
+    series = 'kvasir:inter_token_latency_seconds_bucket{engine="0",le="%s",model_name="m"} %s'
+    for bound, count in (("0.001", 2.0), ("0.005", 3.0), ("0.1", 7.0), ("0.3", 8.0), ("80.0", 8.0), ("+Inf", 9.0)):
+        assert series % (bound, count) in page
+    assert f'latency_seconds_sum{{engine="0",model_name="m"}} {sum(gaps) + 0.4}' in page
+    assert metrics.tally.gaps == [0] * (len(GAPS) + 1) and isinstance(metrics.tally, Tally)
+    assert "vllm:" in metrics.page([], vllm_names=True).decode()
+
+
+def test_the_cpus_figures(tmp_path: Path) -> None:
+    def write(busy: int, idle: int) -> None:
+        (tmp_path / "stat").write_text(f"cpu  {busy} 0 0 {idle} 0 0 0 0 0 0\ncpu0 1 2\n")
+
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemFree: 1 kB\nMemAvailable: 40 kB\n")
+    write(100, 100)
+    probe = CpuProbe(tmp_path)
+    write(130, 110)
+    (use,) = probe()
+    assert use.utilization == 0.75 and (use.memory_used, use.memory_total) == (60 * 1024, 100 * 1024)
+
+
+def test_which_gpus_are_meant() -> None:
+    assert visible_devices("cuda", None) is None
+    assert visible_devices("cuda", "2,3") == ["2", "3"]
+    assert visible_devices("cuda:1", None) == ["1"]
+    assert visible_devices("cuda:1", "2,3") == ["3"]
+
+
+def test_flags_do_not_clash_with_the_engines() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)  # argparse raises if two have the same name

@@ -1,0 +1,142 @@
+"""Bodies: every parameter that clients of vLLM, OpenAI or Anthropic know works or is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from kvasir.sampling_params import SamplingParams
+from kvasir.server.schema.base import Body, Refusal
+from kvasir.server.schema.chat import ChatRequest
+from kvasir.server.schema.completions import CompletionRequest
+from kvasir.server.schema.messages import MessagesRequest
+from kvasir.server.schema.responses import ResponsesRequest
+from kvasir.server.schema.sampling import SAMPLING_FIELDS, Sampling
+from kvasir.server.schema.tokens import GenerateRequest, TokenizeRequest
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+TEXT: dict[str, Any] = {"prompt": "Hi"}
+MESSAGE: dict[str, Any] = {"model": "m", "max_tokens": 1, **CHAT}
+
+# vLLM's extras of chat and completions (both, or the one named), and OpenAI's own parameters.
+VLLM = (
+    *("use_beam_search", "length_penalty", "truncate_prompt_tokens", "add_special_tokens", "mm_processor_kwargs"),
+    *("structured_outputs", "priority", "request_id", "session_id", "cache_salt", "return_token_ids"),
+    *("return_tokens_as_token_ids", "echo", "prompt_embeds", "vllm_xargs", "kv_transfer_params", "best_of"),
+)
+VLLM_CHAT = (
+    *("add_generation_prompt", "continue_final_message", "documents", "chat_template", "chat_template_kwargs"),
+    *("reasoning_effort", "include_reasoning"),
+)
+OPENAI = (
+    *("model", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n", "presence_penalty", "seed", "stop"),
+    *("stream", "stream_options", "temperature", "top_p", "user"),
+)
+OPENAI_CHAT = (
+    *("messages", "audio", "function_call", "functions", "max_completion_tokens", "metadata", "modalities"),
+    *("parallel_tool_calls", "prediction", "prompt_cache_key", "reasoning_effort", "response_format"),
+    *("safety_identifier", "service_tier", "store", "tool_choice", "tools", "top_logprobs", "verbosity"),
+    *("web_search_options",),
+)
+# of SamplingParams, what a client over HTTP has no use for
+NOT_OVER_HTTP = {"output_kind", "detokenize", "flat_logprobs", "guided_decoding", "extra_args"}
+
+
+def test_vllms_parameters_are_known() -> None:
+    for name in (*VLLM, *OPENAI):
+        assert name in ChatRequest.model_fields and name in CompletionRequest.model_fields, name
+    for name in (*VLLM_CHAT, *OPENAI_CHAT):
+        assert name in ChatRequest.model_fields, name
+    for name in ("prompt", "suffix"):
+        assert name in CompletionRequest.model_fields
+
+
+def test_every_sampling_parameter_is_known() -> None:
+    for field in fields(SamplingParams):
+        if field.name not in NOT_OVER_HTTP:
+            for body in (ChatRequest, CompletionRequest, GenerateRequest):
+                assert field.name in body.model_fields, f"{field.name} of {body.__name__}"
+    assert set(SAMPLING_FIELDS) <= {field.name for field in fields(SamplingParams)}
+
+
+def test_what_sampling_takes_reaches_it_or_is_refused() -> None:
+    """A field of the shared body is a sampling parameter, is read elsewhere by name, or is refused."""
+    elsewhere = {"truncate_prompt_tokens", "priority", "timeout", "request_id", "cache_salt", "return_token_ids"}
+    elsewhere |= {"return_tokens_as_token_ids", "vllm_xargs"}
+    for name, field in Sampling.model_fields.items():
+        refused = any(isinstance(note, Refusal) for note in field.metadata)
+        assert (name in SAMPLING_FIELDS) + (name in elsewhere) + refused == 1, name
+
+
+def refusals(body: type[Body]) -> dict[str, Refusal]:
+    return {
+        name: note for name, field in body.model_fields.items() for note in field.metadata if isinstance(note, Refusal)
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "good"),
+    [(ChatRequest, CHAT), (CompletionRequest, TEXT), (ResponsesRequest, {"input": "Hi"}), (MessagesRequest, MESSAGE)],
+)
+def test_refused_fields_are_refused_by_name(body: type[Body], good: dict[str, Any]) -> None:
+    found = refusals(body)
+    assert len(found) > 5
+    for name, note in found.items():
+        with pytest.raises(ValidationError) as caught:
+            body.model_validate({**good, name: "something else"})
+        (error,) = caught.value.errors()
+        assert error["ctx"]["param"] == name and error["msg"] == f"{name} is not available: {note.why}"
+        for harmless in (None, *note.harmless):
+            body.model_validate({**good, name: harmless})
+
+
+def test_harmless_means_the_very_value() -> None:
+    with pytest.raises(ValidationError):
+        ChatRequest.model_validate({**CHAT, "include_reasoning": 1})  # 1 == True
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+    ],
+)
+def test_what_does_not_go_together(wrong: dict[str, Any], param: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate({**CHAT, **wrong})
+    assert caught.value.errors()[0]["ctx"]["param"] == param
+
+
+def test_tools_that_are_not_to_be_called_are_taken() -> None:
+    assert ChatRequest.model_validate({**CHAT, "tools": [{"type": "function"}], "tool_choice": "none"}).tools
+
+
+def test_unknown_fields_are_named_with_the_nearest() -> None:
+    with pytest.raises(ValidationError, match="max_tokns. Did you mean max_tokens"):
+        ChatRequest.model_validate({**CHAT, "max_tokns": 1})
+    with pytest.raises(ValidationError):
+        TokenizeRequest.model_validate({})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"n": "2"}, {"temperature": "1"}, {"stream": 1}, {"stop": 3}, {"seed": 1.5}, {"n": True}]
+)
+def test_types_are_strict(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        ChatRequest.model_validate({**CHAT, **wrong})
+
+
+def test_messages_keep_what_templates_may_read() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"}
+    body = ChatRequest.model_validate({"messages": [message]})
+    assert body.messages[0].model_dump(exclude_unset=True) == message
