@@ -115,6 +115,15 @@ def test_wrong_questions_are_refused(scripted_server: LiveServer) -> None:
         assert reply.status_code in (400, 404) and reply.json()["error"]["message"]
 
 
+def test_several_engines_are_seen_one_by_one(starter_model: Path) -> None:
+    with LiveServer.fake(starter_model, engine={"data_parallel_size": 2}) as server:
+        server.wait_until_ready()
+        for engine in range(2):
+            seen = httpx.get(f"{server.url}/engine/state?engine={engine}").json()
+            assert (seen["engine"], seen["engines"]) == (engine, 2)
+        assert httpx.get(f"{server.url}/engine/state?engine=2").status_code == 404
+
+
 def test_watching_ends_with_the_connection(scripted_server: LiveServer) -> None:
     for _ in range(3):
         with feed(scripted_server, "?interval=0.05") as messages:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.conftest import ROOT
@@ -38,8 +39,22 @@ def test_the_starter_model_answers_without_being_named(starter_model: Path) -> N
         server.wait_until_ready()
         body = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
         reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=SECONDS).json()
+        spent = sum(seconds_of(process) for process in family(server.process.pid))
+        assert f"talk to it at {server.url}/ and watch it at {server.url}/engine" in server.log
     assert "Paris" in reply["choices"][0]["message"]["content"]
     assert reply["model"] == "SmolLM2-135M-Instruct"
+    # Processor time of all processes from their start to the answer, about 4 s: other programs do not stretch it much.
+    assert spent < 10
+
+
+def family(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def seconds_of(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 # ---------------------------------------------------------------- mistakes
