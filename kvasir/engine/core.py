@@ -11,10 +11,13 @@ from kvasir.engine.admission import Admission, QueueLimits
 from kvasir.engine.families import Families
 from kvasir.engine.overdue import Overdue
 from kvasir.engine.scheduler import Scheduler
+from kvasir.engine.snapshot import take_snapshot
+from kvasir.engine.watch import StepLog, Unwatched
 from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError
 from kvasir.executor.base import Executor
 from kvasir.log import get_logger
 from kvasir.messages import EngineOutput, EngineRequest, EngineStats, StepFuture
+from kvasir.snapshot import Snapshot
 
 logger = get_logger(__name__)
 
@@ -31,6 +34,9 @@ class EngineCore:
         self.families = Families(scheduler)
         self.admission = Admission(queue_limits or QueueLimits(), scheduler)
         self.overdue = Overdue(scheduler, self.families)
+        self.memory = executor.memory()  # now: while a step is in flight, others may not ask the executor
+        self.block_bytes = executor.kv_spec().block_bytes
+        self.watch: StepLog | Unwatched = Unwatched()
         self.results: deque[StepFuture] = deque()
         self._failure: BaseException | None = None
 
@@ -46,6 +52,7 @@ class EngineCore:
                 if not self._start_over_smaller(plan.total_tokens):
                     raise
                 return replace(NO_OUTPUT, finished=late)
+            self.watch.planned(plan)
             if several:
                 self.families.planned()
         if self.results and (plan is None or len(self.results) > self.lookahead):
@@ -138,6 +145,10 @@ class EngineCore:
             host_evictions=cache.tier.stats.evictions,
             host_cache_hits=cache.stats.tier_hits,
         )
+
+    def snapshot(self, since_step: int = 0) -> Snapshot:
+        """Who runs, who waits and which block is whose, for people who watch."""
+        return take_snapshot(self, since_step)
 
     def close(self) -> None:
         self.results.clear()

@@ -18,7 +18,7 @@ from kvasir.config import EngineConfig
 from kvasir.distributed.mesh import Mesh
 from kvasir.errors import DeviceMemoryError
 from kvasir.log import get_logger
-from kvasir.messages import Extras, KVSpec, NewRow, RowSampling, StepCosts, StepPlan
+from kvasir.messages import DeviceMemory, Extras, KVSpec, NewRow, RowSampling, StepCosts, StepPlan
 from kvasir.models.fallback import TransformersModel
 from kvasir.models.loader import load
 from kvasir.models.transformer import Transformer
@@ -118,6 +118,12 @@ class Worker:
     def measure_costs(self) -> StepCosts:
         assert self.runner is not None, "allocate_kv comes first"
         return measure_costs(self.runner, self.config.scheduler.max_num_batched_tokens)
+
+    def memory(self) -> DeviceMemory:
+        assert self.model is not None and self.runner is not None, "allocate_kv comes first"
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        weights = sum(tensor.element_size() * tensor.numel() for tensor in tensors)
+        return DeviceMemory(self.platform.memory_bytes(), weights, self.runner.kv_memory.pool.nbytes)
 
     def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:
         assert self.model is not None, "the worker is closed"
