@@ -79,6 +79,11 @@ class AsyncLLM(NotYet):
         return cls(engines.config, engines=engines)
 
     @property
+    def startup_seconds(self) -> dict[str, float]:
+        """How long each part of the engine's start took; empty for a client of another process's engine."""
+        return self._client.engines.startup
+
+    @property
     def address(self) -> str:
         """What another process attaches to."""
         return self._client.engines.directory

@@ -19,6 +19,8 @@ from kvasir.errors import ConfigError, EngineError, KvasirError
 from kvasir.log import get_logger
 from kvasir.logits_processors import StartupProcessors
 from kvasir.resolve import resolve
+from kvasir.startup import note_entry
+from kvasir.startup import seconds as startup_seconds
 from kvasir.transport.address import Address
 from kvasir.transport.progress import Progress
 from kvasir.transport.words import Start, as_one_sentence
@@ -31,6 +33,7 @@ def main(handle: int) -> None:
     # What a terminal or a service manager sends to all processes is for the owner to act on.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note_entry()
     owner = Connection(handle)
     try:
         start: Start = owner.recv()
@@ -60,7 +63,7 @@ def _serve(owner: Connection, start: Start) -> int:
         gc.collect()
         gc.freeze()  # what is here now stays: later collections need not look at it
         lifelines.grace_seconds = GRACE_SECONDS
-        owner.send(("ready", None))
+        owner.send(("ready", dict(startup_seconds)))
         service.run()
         return 0
     except BaseException as error:

@@ -8,6 +8,7 @@ from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from kvasir import startup
 from kvasir.args import EngineArgs
 from kvasir.config import EngineConfig
 from kvasir.errors import EngineDeadError, EngineError, RequestError
@@ -34,7 +35,8 @@ class LLMEngine:
         self.config = config
         several = config.parallel.data_parallel_size > 1  # which are processes
         # the tokenizer first: a mistake there should not wait for the weights
-        self.tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model.tokenizer)
+        with startup.phase(startup.TOKENIZER):
+            self.tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model.tokenizer)
         self.input_processor = InputProcessor(config, self.tokenizer, several if client is None else client.remote)
         self.output_processor = OutputProcessor(self.tokenizer)
         self._keys = count()

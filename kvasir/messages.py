@@ -297,6 +297,15 @@ class KVSpec:
         return self.num_layers * self.page_bytes
 
 
+@dataclass(slots=True)
+class DeviceMemory:
+    """Where a device's memory went, in bytes; of several devices together."""
+
+    total: int | None  # None: it does not tell
+    weights: int
+    kv_cache: int
+
+
 # ---------------------------------------------------------------- worker -> core
 
 

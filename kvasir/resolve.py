@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvasir import env, hub, platforms
+from kvasir import env, hub, platforms, startup
 from kvasir.args import DTYPE_NAMES, EngineArgs
 from kvasir.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from kvasir.errors import ConfigError, ModelError
@@ -40,9 +40,15 @@ def resolve(asked: EngineArgs | EngineConfig) -> EngineConfig:
     config = asked.create_engine_config() if isinstance(asked, EngineArgs) else asked
     if config.model.path:
         return config
+    with startup.phase(startup.SETTINGS):
+        return _resolve(config)
+
+
+def _resolve(config: EngineConfig) -> EngineConfig:
     path = hub.find_model(config.model, config.load)
     prepare_cpu()  # asking the platform may import torch
-    platform = platforms.select(config.device.device)
+    with startup.phase(startup.DEVICE):
+        platform = platforms.select(config.device.device)
     model = _settle_model(config.model, path, platform)
     model = replace(model, tokenizer=_tokenizer(config.model, config.load, path))
     cache = config.cache

@@ -5,13 +5,13 @@ Runners that stand side by side take turns, each time in the other order, so tha
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
 
+from kvasir.bench.machine import Watch
 from kvasir.bench.workloads import BenchRequest
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError
@@ -75,13 +75,9 @@ class Timed:
 def timed(runner: Runner, requests: Sequence[BenchRequest]) -> Timed:
     """Run the requests as if they were the first."""
     runner.forget()
-    busy, own, started = _busy_seconds(), _own_seconds(), time.perf_counter()
+    watch, started = Watch(), time.perf_counter()
     tokens = runner.generate(requests)
-    seconds = time.perf_counter() - started
-    others = None
-    if busy is not None and (busy_now := _busy_seconds()) is not None:
-        foreign = (busy_now - busy) - (_own_seconds() - own)
-        others = max(0.0, foreign) / seconds / (os.cpu_count() or 1)
+    seconds, others = time.perf_counter() - started, watch.others()
     for request, answer in zip(requests, tokens, strict=True):
         assert len(answer) == request.max_tokens, f"{runner.name} must run every request to its max_tokens"
     return Timed(seconds, tokens, others)
@@ -98,18 +94,3 @@ def paired_ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, fl
     """How many times `above` is `below`, round by round: rounds stand next to each other in time."""
     ratios = [a / b for a, b in zip(above, below, strict=True)]
     return {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
-
-
-def _busy_seconds() -> float | None:
-    """CPU seconds of all processes since boot, on Linux."""
-    try:
-        with open("/proc/stat", encoding="ascii") as file:
-            user, nice, system, _, _, irq, softirq, steal = (int(word) for word in file.readline().split()[1:9])
-    except (OSError, ValueError):
-        return None
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def _own_seconds() -> float:
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system

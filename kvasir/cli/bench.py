@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.args import EngineArgs
+from kvasir.cli import bench_serve
 from kvasir.errors import ConfigError
 
 PROMPT_FLAGS = ("num_prompts", "input_len", "output_len")
@@ -17,12 +18,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     _add_throughput(commands.add_parser("throughput", help="tokens per second of many requests at once"))
     _add_latency(commands.add_parser("latency", help="time to the first token, and per token after it"))
+    bench_serve.add_arguments(commands.add_parser("serve", help="a server under load: latencies, throughput, goodput"))
+    _add_startup(commands.add_parser("startup", help="process start to first token, by phases"))
 
 
 def run(namespace: argparse.Namespace) -> int:
     _check_json(namespace.json)
-    measure = {"throughput": _throughput, "latency": _latency}[namespace.benchmark]
-    namespace.skip_tokenizer_init = True  # prompts are token ids, and nobody reads the answers
+    if namespace.benchmark == "serve":
+        return bench_serve.run(namespace)
+    measure = {"throughput": _throughput, "latency": _latency, "startup": _startup}[namespace.benchmark]
+    if namespace.benchmark != "startup":
+        namespace.skip_tokenizer_init = True  # prompts are token ids, and nobody reads the answers
     record, text = measure(namespace)
     print(text)
     if namespace.json:
@@ -51,6 +57,14 @@ def _latency(namespace: argparse.Namespace) -> tuple[dict[str, Any], str]:
     given = _given(namespace, "input_len", "output_len", "batch_size", "num_iters", "compare")
     record = latency.run(EngineArgs.from_cli_args(namespace), latency.LatencyOptions(**given))
     return record, latency.render(record)
+
+
+def _startup(namespace: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from kvasir.bench import startup
+
+    given = _given(namespace, "num_iters_cold", "num_iters_warm")
+    record = startup.run(EngineArgs.from_cli_args(namespace), startup.StartupOptions(**given))
+    return record, startup.render(record)
 
 
 # ---------------------------------------------------------------- flags
@@ -87,6 +101,14 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
     _add_shared(parser, group)
 
 
+def _add_startup(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("starts")
+    group.add_argument("--num-iters-cold", type=_whole, metavar="N", help="with empty kernel caches (default: 2)")
+    group.add_argument("--num-iters-warm", type=_whole, metavar="N", help="with full ones (default: 3)")
+    group.add_argument("--json", "--output-json", metavar="FILE", help="write the result there as JSON")
+    EngineArgs.add_cli_args(parser)
+
+
 def _add_shared(parser: argparse.ArgumentParser, group: Any) -> None:
     group.add_argument("--compare", choices=("transformers",), help="run the same requests there too, taking turns")
     group.add_argument("--json", metavar="FILE", help="write the result there as JSON")
@@ -114,6 +136,10 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
+
+
+def _whole(text: str) -> int:
+    return 0 if text == "0" else _count(text)
 
 
 def _or_argument_error(parse: Callable[[str], Any], text: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvasir import startup
 from kvasir.config import EngineConfig
 from kvasir.engine.admission import QueueLimits
 from kvasir.engine.build_tier import host_blocks, host_memory_blocks, make_tier
@@ -25,10 +26,11 @@ def build_core(config: EngineConfig, executor: Executor | None = None) -> Engine
     policy = _policy(config)  # first: a mistake there should not wait for the weights
     executor = executor or make_executor(config)
     try:
-        num_blocks = count_blocks(config, executor)
-        swap_blocks, offload_blocks = host_blocks(config, executor.kv_spec())
-        executor.allocate_kv(num_blocks, host_memory_blocks(swap_blocks, offload_blocks))
-        tier = make_tier(config, swap_blocks, offload_blocks, executor)
+        with startup.phase(startup.KV_CACHE):
+            num_blocks = count_blocks(config, executor)
+            swap_blocks, offload_blocks = host_blocks(config, executor.kv_spec())
+            executor.allocate_kv(num_blocks, host_memory_blocks(swap_blocks, offload_blocks))
+            tier = make_tier(config, swap_blocks, offload_blocks, executor)
     except BaseException:
         executor.close()
         raise
@@ -39,8 +41,10 @@ def build_core(config: EngineConfig, executor: Executor | None = None) -> Engine
 
 
 def make_executor(config: EngineConfig) -> Executor:
-    several = config.parallel.distributed_executor_backend == "mp"
-    return MultiprocExecutor(config) if several else in_process(config)
+    if config.parallel.distributed_executor_backend != "mp":
+        return in_process(config)
+    with startup.phase(startup.WORKERS):
+        return MultiprocExecutor(config)
 
 
 def _policy(config: EngineConfig) -> Policy:

@@ -11,9 +11,15 @@ from kvasir.engine.admission import Admission, QueueLimits
 from kvasir.engine.families import Families
 from kvasir.engine.overdue import Overdue
 from kvasir.engine.scheduler import Scheduler
-from kvasir.errors import EngineDeadError, EngineError
+from kvasir.engine.snapshot import take_snapshot
+from kvasir.engine.watch import StepLog, Unwatched
+from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError
 from kvasir.executor.base import Executor
+from kvasir.log import get_logger
 from kvasir.messages import EngineOutput, EngineRequest, EngineStats, StepFuture
+from kvasir.snapshot import Snapshot
+
+logger = get_logger(__name__)
 
 
 class EngineCore:
@@ -28,6 +34,9 @@ class EngineCore:
         self.families = Families(scheduler)
         self.admission = Admission(queue_limits or QueueLimits(), scheduler)
         self.overdue = Overdue(scheduler, self.families)
+        self.memory = executor.memory()  # now: while a step is in flight, others may not ask the executor
+        self.block_bytes = executor.kv_spec().block_bytes
+        self.watch: StepLog | Unwatched = Unwatched()
         self.results: deque[StepFuture] = deque()
         self._failure: BaseException | None = None
 
@@ -36,8 +45,14 @@ class EngineCore:
         plan = self.scheduler.schedule()
         several = len(self.families) > 0
         if plan is not None:
-            self.executor.execute(plan)
-            self.results.append(self.executor.sample())
+            try:
+                self.executor.execute(plan)
+                self.results.append(self.executor.sample())
+            except DeviceMemoryError:
+                if not self._start_over_smaller(plan.total_tokens):
+                    raise
+                return replace(NO_OUTPUT, finished=late)
+            self.watch.planned(plan)
             if several:
                 self.families.planned()
         if self.results and (plan is None or len(self.results) > self.lookahead):
@@ -47,6 +62,19 @@ class EngineCore:
             assert plan is not None or not len(self.scheduler), "requests wait, nothing is in flight, nothing can run"
             output = NO_OUTPUT
         return replace(output, finished=late + output.finished) if late else output
+
+    def _start_over_smaller(self, num_tokens: int) -> bool:
+        """After a step of so many tokens that did not fit: everybody is preempted, and steps are half as large from
+        now on. False if they cannot get smaller."""
+        if not self.scheduler.shrink_steps(num_tokens // 2):
+            return False
+        self.results.clear()
+        self.scheduler.start_over()
+        logger.warning(
+            "a step of %d tokens did not fit the device's memory: all requests are computed anew, in steps of at most "
+            "%d. To avoid this, lower gpu_memory_utilization or max_num_batched_tokens.", num_tokens, num_tokens // 2,
+        )  # fmt: skip
+        return True
 
     def run_step(self) -> EngineOutput:
         """`step`, with a failure of the device turned into an EngineError, after which the core stays dead."""
@@ -117,6 +145,10 @@ class EngineCore:
             host_evictions=cache.tier.stats.evictions,
             host_cache_hits=cache.stats.tier_hits,
         )
+
+    def snapshot(self, since_step: int = 0) -> Snapshot:
+        """Who runs, who waits and which block is whose, for people who watch."""
+        return take_snapshot(self, since_step)
 
     def close(self) -> None:
         self.results.clear()

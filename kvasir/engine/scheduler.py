@@ -250,6 +250,13 @@ class Scheduler:
         self.stats.preemptions += 1
         return row
 
+    def shrink_steps(self, num_tokens: int) -> bool:
+        """Let no step have more tokens than this from now on. False, and nothing changes, if that cannot be."""
+        if num_tokens < 1 or not self.limits.chunked_prefill:
+            return False
+        self.limits = replace(self.limits, max_num_batched_tokens=num_tokens)
+        return True
+
     def start_over(self) -> None:
         """Forget steps in flight and all that is cached: running requests wait again and are computed anew."""
         for row in self.rows.order.tolist()[::-1]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvasir.messages import KVSpec, StepCosts, StepFuture, StepPlan
+from kvasir.messages import DeviceMemory, KVSpec, StepCosts, StepFuture, StepPlan
 
 
 class Executor(Protocol):
@@ -21,6 +21,9 @@ class Executor(Protocol):
 
     def measure_costs(self) -> StepCosts:
         """Time what preemption chooses between. Asked, if at all, after `allocate_kv` and before the first step."""
+
+    def memory(self) -> DeviceMemory:
+        """Where the memory went. After allocate_kv, for people who ask."""
 
     def execute(self, plan: StepPlan) -> None:
         """Launch the forward pass of a step."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvasir.args import EngineArgs
 from kvasir.config import EngineConfig
-from kvasir.messages import NULL_BLOCK, KVSpec, StepCosts, StepPlan, StepResult
+from kvasir.messages import NULL_BLOCK, DeviceMemory, KVSpec, StepCosts, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -78,6 +78,9 @@ class EchoExecutor:
 
     def measure_costs(self) -> StepCosts:
         return StepCosts(1e-6, 1e-6)
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(None, 0, 0)
 
     def execute(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
@@ -156,6 +159,9 @@ class DelayExecutor:
 
     def measure_costs(self) -> StepCosts:
         return StepCosts(1e-6, 1e-6)
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(None, 0, 0)
 
     def execute(self, plan: StepPlan) -> None:
         self._plan = plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from kvasir import startup
 from kvasir.config import EngineConfig
 from kvasir.executor.base import Executor
 from kvasir.platforms.cpu_features import prepare_cpu
@@ -11,5 +12,7 @@ from kvasir.platforms.cpu_features import prepare_cpu
 
 def in_process(config: EngineConfig) -> Executor:
     prepare_cpu()  # must come before torch, which the worker imports
-    worker: Executor = import_module("kvasir.worker.worker").Worker(config)
+    with startup.phase(startup.IMPORTS):
+        module = import_module("kvasir.worker.worker")
+    worker: Executor = module.Worker(config)
     return worker

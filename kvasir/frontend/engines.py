@@ -32,6 +32,7 @@ class Engines:
         self._at: dict[int, int] = {}  # which engine has a request, by key
         self._numbers = itertools.count()
         self.dead: KvasirError | None = None
+        self.startup: dict[str, float] = {}  # seconds that each part of the engines' start took, of the slowest
 
     @classmethod
     def start(cls, asked: EngineConfig, executor: Executor = None) -> Self:
@@ -64,7 +65,9 @@ class Engines:
 
     def wait(self) -> None:
         """Until all of them serve."""
-        wait_for_all(self._processes, "ready")
+        for seconds in wait_for_all(self._processes, "ready"):
+            for name, took in seconds.items():
+                self.startup[name] = max(took, self.startup.get(name, 0.0))
         for index, process in enumerate(self._processes):
             address = Address(self.directory, index)
             try:

@@ -56,6 +56,7 @@ class Life:
             engine = await _in_daemon_thread(lambda: self._start(self.state.phases))
             self.state.engine_is_here(engine)
             self.state.phases.enter(STARTING[-1])
+            self.state.phases.note(engine.startup_seconds)
             await _first_token(engine)
         except asyncio.CancelledError:
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvasir.log import get_logger
 
@@ -33,6 +33,15 @@ class Phases:
                 self._report("total", total)
                 logger.info("ready after %.2f s", total)
         self.now, self._since = phase, now
+
+    def note(self, parts: Mapping[str, float]) -> None:
+        """What the engine's process says of its own start, which is within ours."""
+        for name, took in parts.items():
+            self.seconds[f"engine: {name}"] = took
+            self._report(f"engine: {name}", took)
+        if parts:
+            words = (f"{name} {took:.2f} s" for name, took in parts.items())
+            logger.info("start-up of the engine: %s", ", ".join(words))
 
     def fail(self, reason: str) -> None:
         self.now, self.reason = FAILED, reason

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
+from kvasir import startup
 from kvasir.config import EngineConfig
 from kvasir.distributed.mesh import Mesh
+from kvasir.errors import DeviceMemoryError
 from kvasir.log import get_logger
-from kvasir.messages import Extras, KVSpec, NewRow, RowSampling, StepCosts, StepPlan
+from kvasir.messages import DeviceMemory, Extras, KVSpec, NewRow, RowSampling, StepCosts, StepPlan
 from kvasir.models.fallback import TransformersModel
 from kvasir.models.loader import load
 from kvasir.models.transformer import Transformer
@@ -31,14 +35,15 @@ GIB = 1 << 30
 
 class Worker:
     def __init__(self, config: EngineConfig, mesh: Mesh | None = None) -> None:
-        self.config = config
+        self.config, self.mesh = config, mesh
         self.platform = select(config.device.device)
         self.device = torch.device(config.device.device)
         self.dtype = getattr(torch, config.model.dtype)
         self.platform.release_memory()  # what is cached in pieces could not become a KV cache in one piece
         started = time.perf_counter()
         self.overlaps = self.device.type != "cpu"
-        self.model: Transformer | TransformersModel | None = load(config, self.device, mesh)
+        with startup.phase(startup.WEIGHTS):
+            self.model: Transformer | TransformersModel | None = load(config, self.device, mesh)
         self.runner: ModelRunner | None = None
         logger.info(
             "loaded %s (%s, %s) in %.1f s",
@@ -62,8 +67,9 @@ class Worker:
         """Run the largest step once and see how high memory went."""
         platform = self.platform
         platform.reset_memory_peak()
-        self._largest_step()
-        platform.synchronize()
+        with startup.phase(startup.PROFILE):
+            self._largest_step()
+            platform.synchronize()
         peak = platform.memory_peak()
         gc.collect()
         platform.release_memory()
@@ -113,6 +119,12 @@ class Worker:
         assert self.runner is not None, "allocate_kv comes first"
         return measure_costs(self.runner, self.config.scheduler.max_num_batched_tokens)
 
+    def memory(self) -> DeviceMemory:
+        assert self.model is not None and self.runner is not None, "allocate_kv comes first"
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        weights = sum(tensor.element_size() * tensor.numel() for tensor in tensors)
+        return DeviceMemory(self.platform.memory_bytes(), weights, self.runner.kv_memory.pool.nbytes)
+
     def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:
         assert self.model is not None, "the worker is closed"
         memory = KVMemory(self.kv_spec(), num_blocks, self.device)
@@ -132,11 +144,24 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> None:
         assert self.runner is not None, "allocate_kv comes before the first step"
-        self.runner.execute(plan)
+        with self._memory_errors():
+            self.runner.execute(plan)
 
     def sample(self) -> DeviceResult:
         assert self.runner is not None, "allocate_kv comes before the first step"
-        return self.runner.sample()
+        with self._memory_errors():
+            return self.runner.sample()
+
+    @contextmanager
+    def _memory_errors(self) -> Iterator[None]:
+        """A step that does not fit can be tried again, smaller; not where other ranks wait in the middle of it."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self.mesh is not None and self.mesh.size > 1:
+                raise
+            self.platform.release_memory()
+            raise DeviceMemoryError(str(error)) from error
 
     def close(self) -> None:
         if self.runner is not None:

@@ -17,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent.parent / "kvasir"
 
 # Everything may import these; they import only each other.
-BASE = {"kvasir", "errors", "env", "config", "args", "log"}
+BASE = {"kvasir", "errors", "env", "config", "args", "log", "startup", "starter", "snapshot"}
 BASE |= {"sampling_params", "sampling_checks", "prompts", "outputs", "messages", "metrics", "gguf_file", "interrupts"}
 BASE |= {"logits_processors"}
 
@@ -36,9 +36,10 @@ ORDER = {
     "__main__": Line(("cli",)),
     "entrypoints": Line(("cli",)),
     "cli": Line(by_name=("anything",)),
-    "bench": Line(("llm", "async_llm")),
+    "bench": Line(("llm", "async_llm", "frontend", "hub")),
+    "chat": Line(("llm_engine", "frontend")),
     "tune": Line(("kernels", "attention", "quantization")),
-    "server": Line(("async_llm", "parsers", "frontend")),
+    "server": Line(("async_llm", "parsers", "frontend", "transport")),
     "server.routes": Line(("server", "async_llm", "parsers", "frontend")),
     "server.schema": Line(),
     "llm": Line(("llm_engine", "resolve", "frontend")),

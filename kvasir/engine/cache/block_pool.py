@@ -45,6 +45,10 @@ class BlockPool:
     def num_used(self) -> int:
         return self.usable - self.num_free
 
+    def cached_blocks(self) -> NDArray[np.int32]:
+        """Those in the state cached, in the order in which they would be given up."""
+        return np.fromiter(self._cached, np.int32, len(self._cached))
+
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one reference each. Cached blocks are given up last, oldest first."""
         assert count <= self.num_free, f"asked for {count} blocks, {self.num_free} are free"

@@ -1,0 +1,156 @@
+"""`kvasir bench startup`: from the start of a process to its first token, in fresh processes, by phases.
+
+Cold: the caches of compiled kernels are empty, and the model's files are dropped from the system's page cache (where
+the system lets us). Python's own files and shared libraries stay wherever they are: the first run of all, listed like
+the others, may have found them on the disk. Warm: the caches are those that a cold run has filled. Both are
+directories of this benchmark; the user's own are not touched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kvasir.args import EngineArgs
+from kvasir.bench import report
+from kvasir.bench.machine import Watch
+from kvasir.bench.startup_child import NEXT_TOKENS, PROGRAM, PROMPT_TOKENS
+from kvasir.errors import ConfigError, EngineError
+
+REST = "unaccounted"
+# What compilers of kernels keep between runs, by the variable that says where.
+CACHES = ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR")
+
+
+@dataclass(frozen=True, slots=True)
+class StartupOptions:
+    num_iters_cold: int = 2
+    num_iters_warm: int = 3
+
+    def __post_init__(self) -> None:
+        if self.num_iters_cold + self.num_iters_warm == 0:
+            raise ConfigError("--num-iters-cold and --num-iters-warm are both 0: nothing is to be measured.")
+
+
+def run(args: EngineArgs, options: StartupOptions) -> dict[str, Any]:
+    settings = {name: value for name, value in vars(args).items() if not name.startswith("_")}
+    runs: dict[str, list[dict[str, Any]]] = {"cold": [], "warm": []}
+    dropped = True
+    with tempfile.TemporaryDirectory(prefix="kvasir-startup-") as directory:
+        caches = Path(directory) / "caches-0"
+        for number in range(options.num_iters_cold):
+            caches = Path(directory) / f"caches-{number}"
+            dropped = drop_from_page_cache(args.model) and dropped
+            runs["cold"].append(_once(settings, caches))
+        if not runs["cold"]:
+            _once(settings, caches)  # fills the caches
+        runs["warm"] = [_once(settings, caches) for _ in range(options.num_iters_warm)]
+    return _record(runs, options, dropped)
+
+
+def _once(settings: Mapping[str, Any], caches: Path) -> dict[str, Any]:
+    """One start, with these directories for what compilers keep."""
+    caches.mkdir(exist_ok=True)
+    result = caches.parent / "result.json"
+    result.unlink(missing_ok=True)
+    variables = {name: str(caches / name.lower()) for name in CACHES}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, **variables, "PYTHONPATH": paths}
+    environment.setdefault("KVASIR_LOG_LEVEL", "WARNING")
+    command = [sys.executable, "-c", PROGRAM, repr(time.time()), json.dumps(settings), str(result)]
+    watch = Watch()
+    ran = subprocess.run(command, env=environment, stdout=2)  # not to be taken for the result
+    record: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}
+    if "error" in record:
+        raise ConfigError(str(record["error"]))
+    if ran.returncode != 0 or not record:
+        raise EngineError(f"The process that was to start ended with status {ran.returncode}; its words stand above.")
+    record["other_load"] = watch.others()
+    record["phases"][REST] = record["total"] - sum(record["phases"].values())
+    return record
+
+
+def drop_from_page_cache(model: str) -> bool:
+    """Have the next read of a model's files come from the disk. False where that is not possible or not known."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    files = list(_files(Path(model).expanduser()))
+    for file in files:
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return bool(files)
+
+
+def _files(model: Path) -> Iterator[Path]:
+    if model.is_file():
+        yield model
+    elif model.is_dir():
+        yield from (file for file in model.iterdir() if file.is_file())
+
+
+# ---------------------------------------------------------------- the record, and what people read of it
+
+
+def _record(runs: Mapping[str, Sequence[dict[str, Any]]], options: StartupOptions, dropped: bool) -> dict[str, Any]:
+    first = next(one for some in runs.values() for one in some)
+    return {
+        "benchmark": "startup",
+        **first["conditions"],
+        "load_format": first["load_format"],
+        "num_iters_cold": options.num_iters_cold,
+        "num_iters_warm": options.num_iters_warm,
+        "model_files_dropped_from_page_cache": dropped and bool(runs["cold"]),
+        "results": {kind: _figures(some) for kind, some in runs.items() if some},
+    }
+
+
+def _figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "total": median(one["total"] for one in runs),
+        "phases": {name: median(one["phases"].get(name, 0.0) for one in runs) for name in runs[0]["phases"]},
+        "next_tokens": median(one["next_tokens"] for one in runs),
+        "other_load": [one["other_load"] for one in runs],
+        "all_totals": [one["total"] for one in runs],
+        "all_phases": [one["phases"] for one in runs],
+    }
+
+
+def render(record: Mapping[str, Any]) -> str:
+    results = record["results"]
+    names = list(dict.fromkeys(name for figures in results.values() for name in figures["phases"]))
+    rows: list[list[object]] = [
+        [name, *(figures["phases"].get(name) for figures in results.values())] for name in names
+    ]
+    rows.append(["process start to first token", *(figures["total"] for figures in results.values())])
+    rows.append(["least", *(min(figures["all_totals"]) for figures in results.values())])
+    rows.append(["most", *(max(figures["all_totals"]) for figures in results.values())])
+    rows.append([f"the next {NEXT_TOKENS} tokens", *(figures["next_tokens"] for figures in results.values())])
+    rows.append(["other load", *(report.load(figures["other_load"]) for figures in results.values())])
+    counts = ", ".join(f"{len(figures['all_totals'])} {kind}" for kind, figures in results.items())
+    return "\n".join(
+        [
+            f"{record['model']} ({record['load_format']}): {PROMPT_TOKENS} tokens in; medians of {counts} starts",
+            report.conditions_line(record),
+            "",
+            report.table(["seconds", *results], rows),
+            "",
+            *_notes(record),
+        ]
+    )
+
+
+def _notes(record: Mapping[str, Any]) -> Iterator[str]:
+    if "cold" in record["results"]:
+        files = "dropped from" if record["model_files_dropped_from_page_cache"] else "possibly in"
+        yield f"cold: no compiled kernels; the model's files {files} the page cache, Python and libraries as they were"
+    if "warm" in record["results"]:
+        yield "warm: kernels compiled by an earlier start, files in the page cache"

@@ -1,0 +1,69 @@
+"""The process whose start `kvasir bench startup` times: load a model, answer one token, say how long the parts took.
+
+Run as `python -c PROGRAM`; what runs before `main` is the phase "interpreter".
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvasir import startup
+from kvasir.errors import KvasirError
+
+PROGRAM = """
+import sys, time
+entered = time.time()
+from kvasir.bench.startup_child import main
+main(entered, *sys.argv[1:])
+"""
+INTERPRETER = "interpreter"
+PROMPT_TOKENS = 16
+NEXT_TOKENS = 16
+
+
+def main(entered: float, spawned: str, settings: str, result: str) -> None:
+    """`spawned`: when the process was asked for, in seconds since the epoch."""
+    try:
+        record = _measure(entered, float(spawned), json.loads(settings))
+    except KvasirError as error:
+        record = {"error": str(error)}
+    Path(result).write_text(json.dumps(record), encoding="utf-8")
+    sys.exit("error" in record)
+
+
+def _measure(entered: float, spawned: float, settings: dict[str, Any]) -> dict[str, Any]:
+    startup.seconds[INTERPRETER] = entered - spawned
+    startup.seconds[startup.IMPORTS] = time.time() - entered  # this module's
+    with startup.phase(startup.IMPORTS):
+        from kvasir.args import EngineArgs
+        from kvasir.llm import LLM
+    with LLM.from_engine_args(EngineArgs(**settings)) as llm:
+        config = llm.llm_engine.config
+        with startup.phase(startup.FIRST_TOKEN):
+            _generate(llm, 1, config.model.vocab_size)
+        whole = time.time() - spawned
+        began = time.perf_counter()
+        _generate(llm, NEXT_TOKENS, config.model.vocab_size)
+        following = time.perf_counter() - began
+        from kvasir.bench import report
+
+        return {
+            "conditions": report.conditions(config),
+            "load_format": config.load.load_format,
+            "total": whole,
+            "phases": dict(startup.seconds),
+            "next_tokens": following,
+        }
+
+
+def _generate(llm: Any, count: int, vocab_size: int) -> None:
+    from kvasir.prompts import TokensPrompt
+    from kvasir.sampling_params import SamplingParams
+
+    prompt = TokensPrompt(prompt_token_ids=[token % vocab_size for token in range(1, PROMPT_TOKENS + 1)])
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    llm.generate(prompt, params, use_tqdm=False)
