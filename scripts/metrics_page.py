@@ -11,18 +11,20 @@ from pathlib import Path
 from prometheus_client.core import Metric
 
 from kvasir.messages import EngineStats
-from kvasir.server.metrics import Metrics, engine_metrics, info_metric
+from kvasir.server.engine_metrics import device_metrics, engine_metrics, info_metric
+from kvasir.server.metrics import Metrics
 
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 
 HEAD = """\
 # Metrics
 
-<!-- Generated from kvasir/server/metrics.py by `make docs`. -->
+<!-- Generated from kvasir/server by `make docs`. -->
 
 `GET /metrics` speaks Prometheus. Names are vLLM's with the prefix `kvasir:`; `--vllm-metric-names` exports each with
 `vllm:` as well. Counters end in `_total`, histograms in `_bucket`, `_sum` and `_count`. Every one has the labels
-`model_name` and `engine`. Offline, `LLM.get_metrics()` gives the engine's own figures.
+`model_name` and `engine` (its number, with `--data-parallel-size`). Offline, `LLM.get_metrics()` gives the engine's own
+figures.
 
 | name | kind | further labels | what it is |
 |---|---|---|---|
@@ -43,10 +45,11 @@ Questions they answer:
 
 def page() -> str:
     metrics = Metrics("MODEL")
-    stats = EngineStats(**dict.fromkeys(EngineStats.__slots__, 0))
-    found = [*metrics.registry.collect(), *engine_metrics(stats, metrics.labels)]
+    stats = EngineStats(**dict.fromkeys(EngineStats.__slots__, 1))
+    found = [*metrics.registry.collect(), *engine_metrics([stats], "MODEL"), *device_metrics([], "MODEL")]
     found.append(info_metric("cache_config_info", "Settings of the KV cache, as labels.", {}))
     labels = {name: made._labelnames for made, names in metrics.registry._collector_to_names.items() for name in names}
+    labels |= {metric.name: ("device",) for metric in device_metrics([], "MODEL")}
     return HEAD + "".join(_rows(found, labels)) + TAIL
 
 

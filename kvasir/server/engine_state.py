@@ -10,7 +10,7 @@ import numpy as np
 from prometheus_client.core import Metric
 
 from kvasir.messages import Int32Array
-from kvasir.server.metrics import PREFIX
+from kvasir.metrics import PREFIX
 from kvasir.snapshot import RequestPicture, Snapshot
 from kvasir.transport.address import KEYS_PER_CLIENT
 

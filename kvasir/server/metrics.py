@@ -20,17 +20,14 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from kvasir import metrics
-from kvasir.messages import EngineStats
+from kvasir.metrics import PREFIX
 from kvasir.outputs import RequestMetrics
-from kvasir.server.device import DeviceUse
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each, which nobody reads
 
-PREFIX = metrics.PREFIX
 VLLM_PREFIX = "vllm:"
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -183,43 +180,6 @@ class _Fixed:
 
     def collect(self) -> list[Metric]:
         return self.metrics
-
-
-def engine_metrics(stats: Sequence[EngineStats], model_name: str) -> list[Metric]:
-    """The engines' own figures, each with the number of its engine."""
-    found: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
-    for engine, each in enumerate(stats):
-        waiting = metrics.Gauge(f"{PREFIX}queue_size", each.num_waiting)  # by the name that scaling rules ask for
-        for metric in [*metrics.read_metrics(each, {}), waiting]:
-            family = found.get(metric.name)
-            if family is None:
-                kind = GaugeMetricFamily if isinstance(metric, metrics.Gauge) else CounterMetricFamily
-                words = metric.name.removeprefix(PREFIX).replace("_", " ")
-                family = found[metric.name] = kind(metric.name, words, labels=["model_name", "engine"])
-            family.add_metric([model_name, str(engine)], metric.value)
-    return list(found.values())
-
-
-def device_metrics(devices: Iterable[DeviceUse], labels: dict[str, str]) -> list[Metric]:
-    names = {**labels, "device": ""}
-    used = GaugeMetricFamily(PREFIX + "device_memory_used_bytes", "Memory of the device in use.", labels=list(names))
-    total = GaugeMetricFamily(PREFIX + "device_memory_total_bytes", "Memory of the device.", labels=list(names))
-    busy = GaugeMetricFamily(
-        PREFIX + "device_utilization", "Share of time the device is busy; 1: always.", labels=list(names)
-    )
-    for each in devices:
-        values = [*labels.values(), each.name]
-        used.add_metric(values, each.memory_used)
-        total.add_metric(values, each.memory_total)
-        busy.add_metric(values, each.utilization)
-    return [used, total, busy]
-
-
-def info_metric(name: str, help: str, labels: dict[str, str]) -> Metric:
-    """Facts as labels, with the value 1."""
-    found = GaugeMetricFamily(PREFIX + name, help, labels=list(labels))
-    found.add_metric(list(labels.values()), 1)
-    return found
 
 
 def _one_two_five(most: int) -> list[float]:

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from kvasir import __version__
 from kvasir.server.answers import ERRORS, reply
+from kvasir.server.engine_metrics import device_metrics, engine_metrics, info_metric
 from kvasir.server.errors import ApiError
-from kvasir.server.metrics import device_metrics, engine_metrics, info_metric
 from kvasir.server.state import State
 
 router = APIRouter(tags=["operations"])
@@ -20,7 +20,7 @@ router = APIRouter(tags=["operations"])
 @router.get("/metrics", summary="For Prometheus")
 async def metrics(state: State) -> Response:
     further = engine_metrics(await state.engine_stats(), state.model_names[0])
-    further += device_metrics(state.probe_device(), state.metrics.labels)
+    further += device_metrics(state.probe_device(), state.model_names[0])
     if (engine := state.engine_or_none) is not None:
         cache = {name: str(value) for name, value in asdict(engine.config.cache).items()}
         further.append(info_metric("cache_config_info", "Settings of the KV cache.", {**cache, "engine": "0"}))
