@@ -104,7 +104,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) 
     return y
 
 
-def draw(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+def draw(logits: torch.Tensor, *args: torch.Tensor | None) -> torch.Tensor:
     """See reference.draw."""
     tokens: torch.Tensor = _version_for(logits).draw(logits, *args)
     return tokens
