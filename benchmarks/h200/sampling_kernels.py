@@ -50,7 +50,7 @@ def microseconds(call: Callable[[], object], replays: int = 15) -> float:
 def lines_of(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
     logits = torch.randn(rows, vocab, device="cuda")
     if kind == "flat":
-        return (logits * 0.02).to(dtype)
+        return (logits * 0.6).to(dtype)
     logits = logits * 2.5
     likely = torch.randint(vocab, (rows, 20), device="cuda")
     return logits.scatter_add(1, likely, 8 * torch.rand(rows, 20, device="cuda") + 6).to(dtype)
