@@ -52,11 +52,12 @@ class _Prompt(NamedTuple):
 class InputProcessor:
     """Checks and translates requests for one engine."""
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, remote: bool = False) -> None:
+        """`remote`: the core is in another process."""
         self.config = config.model
         self.stream_interval = config.scheduler.stream_interval
         self.tokenizer = tokenizer
-        self.extras = ExtrasBuilder(config.model, tokenizer, config.parallel.tensor_parallel_size)
+        self.extras = ExtrasBuilder(config.model, tokenizer, config.parallel.tensor_parallel_size, remote)
         self.eos_token_ids = self._find_eos_token_ids()
 
     def process(
@@ -82,6 +83,7 @@ class InputProcessor:
             cache_salt=salt,
             needs_last_token=sampling.extras is not None and bool(sampling.extras.processors),
             reads_cache=not params.skip_reading_prefix_cache and params.prompt_logprobs is None,
+            least_tokens=max(1, params.min_tokens) if stop_ids or watched else max_tokens,
         )
         return request, self.state(key, request_id, text, ids, params, arrival_time)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,16 +17,17 @@ triton = pytest.importorskip("triton")
 from kvasir.attention.base import AttentionBatch  # noqa: E402
 from kvasir.attention.triton import TritonAttention  # noqa: E402
 from kvasir.kernels.tiles import find_tiles  # noqa: E402
+from kvasir.kernels.triton import tuned  # noqa: E402
 from kvasir.kernels.triton.activation import silu_mul  # noqa: E402
 from kvasir.kernels.triton.decode_inputs import decode_inputs  # noqa: E402
 from kvasir.kernels.triton.draw import draw  # noqa: E402
 from kvasir.kernels.triton.gemv import gemv, takes  # noqa: E402
 from kvasir.kernels.triton.grouped_linear import grouped_linear  # noqa: E402
-from kvasir.kernels.triton.logit_floor import logit_floor  # noqa: E402
 from kvasir.kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode  # noqa: E402
 from kvasir.kernels.triton.paged_prefill import paged_prefill  # noqa: E402
 from kvasir.kernels.triton.rope_store import rope_store  # noqa: E402
+from kvasir.kernels.triton.tile_linear import blocks_for, linear_parts, parts_for, tile_linear  # noqa: E402
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -294,53 +299,68 @@ def test_gemv(outputs: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
     close(gemv(x, weight, added), wanted, dtype)
 
 
-# What a line may ask for: temperature, top-k, top-p, min-p.
-FILTERS = [(0.7, k, p, m) for k in (0, 1, 40, 4300) for p in (1.0, 0.3, 0.95) for m in (0.0, 0.02)]
-FILTERS = [(0.0, 5, 0.5, 0.1), *FILTERS]
-KINDS = ["peaked", "plain", "flat", "far off", "uneven"]
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [2, 16, 37, 64])
+@pytest.mark.parametrize(("outputs", "inner", "bias"), [(200, 256, True), (128, 384, False)])
+def test_tile_linear(outputs: int, inner: int, bias: bool, count: int, dtype: torch.dtype) -> None:
+    if GPU and dtype is torch.float32:
+        pytest.skip("tiles are for half precision")
+    x, weight = randn(count, inner, dtype=dtype), randn(outputs, inner, dtype=dtype)
+    added = randn(outputs, dtype=dtype) if bias else None
+    wanted = reference.linear(x.double(), weight.double(), None if added is None else added.double())
+    close(tile_linear(x, weight, added, [64, 128, 4, 3]), wanted, dtype)
 
 
-def lines_of(kind: str, lines: int, vocab: int) -> torch.Tensor:
-    x = randn(lines, vocab)
-    if kind == "peaked":
-        x *= 3
-    elif kind == "flat":
-        x *= 1e-3
-    elif kind == "far off":  # few values that are told apart, none of them near zero
-        x = (x * 0.05 + 5).bfloat16()
-    elif kind == "uneven":
-        x = x**3
-        x[:, : vocab // 3] = float("-inf")
-    return x
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [3, 64, 200])
+def test_parts_are_summed_by_the_norm(count: int, dtype: torch.dtype) -> None:
+    if GPU and dtype is torch.float32:
+        pytest.skip("tiles are for half precision")
+    x, weight = randn(count, 512, dtype=dtype), randn(96, 512, dtype=dtype)
+    residual, gain = randn(count, 96, dtype=dtype), randn(96, dtype=dtype)
+    parts = linear_parts(x, weight, [64, 64, 4, 3, 4])
+    assert parts.shape == (4, count, 96)
+    close(parts.sum(0), reference.linear(x.double(), weight.double()), dtype)
+    wanted, wanted_sum = reference.add_rms_norm(parts, residual.clone(), gain, 1e-6)
+    got, total = add_rms_norm(parts, residual, gain, 1e-6)
+    close(got, wanted, dtype)
+    close(total, wanted_sum, dtype)
 
 
-def asking(some: list[tuple[float, int, float, float]], lines: int) -> tuple[torch.Tensor, ...]:
-    """Rows of lines that take turns with some filters; temperature, min-p, top-k, top-p."""
-    heat, top_k, top_p, min_p = (torch.tensor(column, device=DEVICE) for column in zip(*some, strict=True))
-    return torch.arange(lines, device=DEVICE) % len(some), heat, min_p, top_k.int(), top_p
+def test_tiles_are_for_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = randn(20, 256, dtype=torch.float16), randn(128, 256, dtype=torch.float16)
+    assert blocks_for(x, weight) is None
+    monkeypatch.setattr(tuned, "table", lambda name: {"tile 128x256 for 32": [64, 64, 4, 3]})
+    assert blocks_for(x, weight) == [64, 64, 4, 3]
+    assert blocks_for(x[:16], weight) is None and blocks_for(x[:1], weight) is None
+    assert blocks_for(x.float(), weight.float()) is None
+    assert parts_for(x, weight) is None
+    monkeypatch.setattr(tuned, "table", lambda name: {"parts 128x256 for 32": [64, 64, 4, 3, 2]})
+    assert parts_for(x, weight) == [64, 64, 4, 3, 2] and blocks_for(x, weight) is None
 
 
-# more than fit a list, so that a flat line is searched in several rounds, and more than a chunk
-@pytest.mark.parametrize("vocab", [50, 9000, *([151_936] if GPU else [])])
-@pytest.mark.parametrize("kind", KINDS)
-def test_logit_floor(kind: str, vocab: int) -> None:
-    """Against the reference, which the sampler's tests check: each filter, and all of them."""
-    some = FILTERS if GPU else FILTERS[KINDS.index(kind) :: 5]  # the interpreter takes its time
-    logits = lines_of(kind, len(some), vocab)
-    arguments = (logits, *asking(some, len(some)))
-    possible = logits > float("-inf")
-    kept, wanted = (possible & (logits >= f(*arguments)[:, None]) for f in (logit_floor, reference.logit_floor))
-    for line, (ours, theirs) in enumerate(zip(kept.sum(1).tolist(), wanted.sum(1).tolist(), strict=True)):
-        # equal logits go together; a sum that is rounded otherwise may move the edge by a token, of the thousands in a
-        # flat line by a few
-        ties = int(logits[line].unique(return_counts=True)[1].max()) if kind == "far off" else 1
-        assert abs(ours - theirs) <= ties + theirs // 1000, (some[line], ours, theirs)
+def test_the_table_of_products_is_well_formed() -> None:
+    for entries in json.loads(tuned.DATA.read_text()).values():
+        for key, blocks in entries.items():
+            assert re.fullmatch(r"gemv (plain|norm|add|gated) \d+x\d+|(tile|parts) \d+x\d+ for \d+", key), key
+            assert len(blocks) == {"gemv": 3, "tile": 4, "parts": 5}[key.split()[0]] and all(
+                isinstance(b, int) for b in blocks
+            )
 
 
-def test_a_line_is_filtered_alike_in_any_batch() -> None:
-    some = [(0.7, 0, 0.9, 0.0), (0.7, 20, 0.9, 0.01)]
-    logits = torch.cat([lines_of(kind, 2, 9000) for kind in ("flat", "peaked")])
-    rows, *parameters = asking(some, len(logits))
-    together = logit_floor(logits, rows, *parameters)
-    for line in range(len(logits)):
-        assert logit_floor(logits[line : line + 1], rows[line : line + 1], *parameters) == together[line]
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inner"), [(64, 512), (48, 1536), (4096, 1024)])
+def test_gemv_with_what_stands_around_it(outputs: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
+    x, weight, gain = randn(1, inner, dtype=dtype), randn(outputs, inner, dtype=dtype), randn(inner, dtype=dtype)
+    added = randn(outputs, dtype=dtype) if bias else None
+    stream = randn(1, outputs, dtype=dtype)
+    ways: list[dict[str, Any]] = [
+        {"gain": gain, "eps": 1e-5},
+        {"add": stream},
+        {"gain": gain, "eps": 1e-5, "gated": True},
+    ]
+    for how in ways:
+        wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in how.items()}
+        wanted = reference.fused_linear(x.double(), weight.double(), None if added is None else added.double(), **wide)
+        close(gemv(x, weight, added, **how), wanted, dtype)
