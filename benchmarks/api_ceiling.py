@@ -167,10 +167,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", default=None, help="append a line for each figure to this file")
     options = parser.parse_args()
     if options.tokenizer is None:
-        sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-        from starter_model import find_gguf
+        from kvasir.starter import find_starter_model
 
-        options.tokenizer = str(find_gguf())
+        options.tokenizer = str(find_starter_model())
     return options
 
 

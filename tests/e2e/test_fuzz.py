@@ -132,10 +132,11 @@ def test_broken_http(server: LiveServer, data: bytes) -> None:
     assert httpx.get(f"{server.url}/ready").status_code == 200
 
 
-def test_schemathesis_finds_no_5xx(server: LiveServer) -> None:
+@pytest.mark.parametrize("number", [12, pytest.param(300, marks=pytest.mark.slow)])
+def test_schemathesis_finds_no_5xx(server: LiveServer, number: int) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     examples = settings(
-        max_examples=12,
+        max_examples=number,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.generate],

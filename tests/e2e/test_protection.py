@@ -200,6 +200,17 @@ def test_request_ids(guarded: LiveServer) -> None:
     guarded.wait_for_log("[0-9a-f]{32} arrived: /v1/chat/completions, [0-9]+ prompt tokens, key key-1")
 
 
+def test_a_unix_socket(starter_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "server.sock"
+    with LiveServer.fake(starter_model, server={"uds": str(path)}) as server:
+        server.wait_for_log("ready after")
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+            assert client.get("http://x/v1/models").status_code == 200
+            assert client.head("http://x/health").status_code == 200
+        server.process.terminate()
+        assert server.wait() == 0 and not path.exists()
+
+
 def test_tls(starter_model: Path, tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
@@ -238,3 +249,38 @@ def test_a_full_queue_answers_429(starter_model: Path) -> None:
     engine = {"max_num_seqs": 2, "max_queued_requests": 3}
     with LiveServer.fake(starter_model, engine=engine, executor=SLOW) as server:
         asyncio.run(go(server.wait_until_ready()))
+
+
+def test_weights_of_keys_share_the_engine(starter_model: Path, tmp_path: Path) -> None:
+    """Two keys with as many requests: the one of four times the weight is served first, mostly."""
+    file = tmp_path / "keys.yaml"
+    entries = [{"name": name, "key": name, "weight": weight} for name, weight in (("heavy", 4), ("light", 1))]
+    file.write_text(json.dumps({"keys": entries}))
+    done: list[str] = []
+
+    async def ask(server: LiveServer, key: str, max_tokens: int = 4) -> None:
+        headers = {"Authorization": f"Bearer {key}"}
+        body = {"prompt": "Hi", "ignore_eos": True, "max_tokens": max_tokens}
+        async with httpx.AsyncClient(timeout=60, headers=headers) as client:
+            assert (await client.post(f"{server.url}/v1/completions", json=body)).status_code == 200
+            done.append(key)
+
+    async def waiting(server: LiveServer, count: int) -> None:
+        async with httpx.AsyncClient(timeout=60, headers={"Authorization": "Bearer heavy"}) as client:
+            for _ in range(3000):
+                if (await client.get(f"{server.url}/load")).json()["waiting"] == count:
+                    return
+                await asyncio.sleep(0.01)
+        raise AssertionError(f"not {count} waiting")
+
+    async def go(server: LiveServer) -> None:
+        tasks = [asyncio.create_task(ask(server, "light", 150))]  # while it runs the others queue up
+        tasks += [asyncio.create_task(ask(server, key)) for key in ["light"] * 15 + ["heavy"] * 15]
+        await waiting(server, 30)
+        await asyncio.gather(*tasks)
+
+    engine = {"max_num_seqs": 1, "scheduling_policy": "wrr"}
+    with LiveServer.fake(starter_model, engine=engine, server={"api_key_file": str(file)}, executor=SLOW) as server:
+        asyncio.run(go(server.wait_until_ready()))
+    first = [key for key in done if key][1:16]
+    assert first.count("heavy") >= 10, done

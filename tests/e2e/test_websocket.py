@@ -81,6 +81,18 @@ def test_errors_close_with_4001(socket: ClientConnection, message: str, said: st
     assert caught.value.rcvd.code == 4001 and said in caught.value.rcvd.reason
 
 
+def test_pages_of_other_origins_may_not_ask(fake_server: LiveServer) -> None:
+    with (
+        connect(fake_server.ws_url, origin="https://evil.example") as socket,
+        pytest.raises(ConnectionClosed) as caught,
+    ):  # type: ignore[arg-type]
+        socket.recv(60)
+    assert caught.value.rcvd is not None and caught.value.rcvd.code == 4001
+    with connect(fake_server.ws_url, origin=fake_server.url) as socket:  # type: ignore[arg-type]
+        socket.send(json.dumps(BODY))
+        assert answer(socket)
+
+
 def test_one_request_at_a_time(socket: ClientConnection) -> None:
     socket.send(json.dumps({**BODY, "max_tokens": 2000}))
     socket.send(json.dumps(BODY))

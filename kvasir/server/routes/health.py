@@ -16,18 +16,21 @@ from kvasir.server.state import ServerState, State
 router = APIRouter(tags=["operations"])
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", summary="200 unless the engine has died")
 async def health(state: State) -> Response:
     problem = _death(state)
     return reply({"status": "ok" if problem is None else "dead", "reason": problem}, 200 if problem is None else 503)
 
 
+@router.head("/ping", include_in_schema=False)
 @router.get("/ping", summary="The same as /health")
 @router.post("/ping", include_in_schema=False)
 async def ping(state: State) -> Response:
     return await health(state)
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", summary="200 when requests are answered; else 503 with the phase and the reason")
 async def ready(state: State) -> Response:
     """Loaded, not draining, and the engine makes progress."""
