@@ -9,10 +9,14 @@ Medians over replays of a CUDA graph of several calls, in microseconds a call. "
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # run it from a checkout without installing
 
 from kvasir.kernels.triton.draw import draw
 from kvasir.kernels.triton.logit_floor import logit_floor
