@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from kvasir.cli.main import main
@@ -176,3 +177,14 @@ def test_bench_serve_says_what_is_wrong(
 ) -> None:
     assert main([*bench.base, *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- start-up
+
+
+def test_ready_shows_the_engines_phases(fake_server: LiveServer) -> None:
+    seconds = httpx.get(f"{fake_server.url}/ready").json()["startup_seconds"]
+    assert {"settings", "model", "first token", "total", "engine: imports", "engine: KV cache"} <= set(seconds)
+    engine = sum(took for name, took in seconds.items() if name.startswith("engine: "))
+    assert 0 < engine <= seconds["total"] + 0.05, "the engine's start is within the server's"
+    assert fake_server.metric("kvasir:startup_seconds", phase="engine: KV cache") == seconds["engine: KV cache"]
