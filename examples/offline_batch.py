@@ -1,12 +1,13 @@
 """An offline batch: several chats at once, their answers, and how fast they came.
 
-usage: python examples/offline_batch.py --model DIRECTORY-OR-HUB-NAME
+usage: python examples/offline_batch.py [--model DIRECTORY-OR-HUB-NAME]
 """
 
 import argparse
 import time
 
 from kvasir import LLM, SamplingParams
+from kvasir.starter import find_starter_model
 
 QUESTIONS = [
     "What is the capital of France?",
@@ -22,11 +23,11 @@ QUESTIONS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", required=True, help="a model directory, or a name on the Hugging Face hub")
+    parser.add_argument("--model", help="a directory, a GGUF file or a hub name (default: the starter model)")
     parser.add_argument("--max-tokens", type=int, default=64, help="longest answer")
     options = parser.parse_args()
 
-    llm = LLM(options.model, max_model_len=2048)
+    llm = LLM(options.model or str(find_starter_model()), max_model_len=2048)
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     sampling = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
 

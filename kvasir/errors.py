@@ -6,6 +6,7 @@ KvasirError
 ├── RequestError     one request is wrong; the engine goes on (HTTP 4xx)
 │   └── OverloadedError   nothing is wrong with it, but the queue is full (HTTP 429)
 └── EngineError      the engine itself failed (HTTP 5xx)
+    ├── DeviceMemoryError   a step did not fit the device's memory
     └── EngineDeadError   it failed earlier and takes no more work
 
 A message says what was asked, what is possible and what to change.
@@ -42,6 +43,10 @@ class OverloadedError(RequestError):
 
 class EngineError(KvasirError, RuntimeError):
     """The engine failed while running."""
+
+
+class DeviceMemoryError(EngineError):
+    """A step did not fit the device's memory. Nothing is known of what it computed."""
 
 
 class EngineDeadError(EngineError):

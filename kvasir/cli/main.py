@@ -24,6 +24,7 @@ COMMANDS = {
     "run-batch": ("kvasir.cli.run_batch", "answer a file of requests in OpenAI's batch format"),
     "bench": ("kvasir.cli.bench", "measure throughput, latency, a server under load, start-up"),
     "collect-env": ("kvasir.cli.collect_env", "say what this machine and installation are, for a bug report"),
+    "chat": ("kvasir.cli.chat", "talk to a model in the terminal"),
 }
 
 

@@ -14,9 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    from kvasir.server.config import from_namespace
+    from kvasir.server.config import from_namespace, with_starter_model
 
-    config = from_namespace(namespace)
+    config = with_starter_model(namespace, from_namespace(namespace))
     asked = EngineArgs.from_cli_args(namespace).create_engine_config()  # what is wrong is said before the slow imports
     from kvasir.server.launch import serve
 

@@ -192,11 +192,16 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
     try:
         for module in model.modules():
             for name, value in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(torch.empty_like(value, device=device), requires_grad=False))
+                setattr(module, name, nn.Parameter(_memory_for(value, device), requires_grad=False))
             for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, torch.empty_like(buffer, device=device))
+                setattr(module, name, _memory_for(buffer, device))
     except RuntimeError as error:  # torch.OutOfMemoryError is one, and so is what a failed malloc raises
         raise _no_room(need, platform.memory_free(), device) from error
+
+
+def _memory_for(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # Not empty_like: of a tensor without memory it imports torch's symbolic shapes, which takes half a second.
+    return torch.empty(value.shape, dtype=value.dtype, device=device)
 
 
 def _no_room(need: int, free: int | None, device: torch.device) -> ConfigError:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvasir.quantization.base import LinearLayer, TensorKey, UnquantizedLinear
+from kvasir.quantization.gguf_blocks import EXPANDERS
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -24,7 +25,9 @@ class PackedRows:
         """The values, in float32 or in the type they have in the file."""
         if self.kind in _PLAIN:
             return self.data.view(_PLAIN[self.kind]).view(self.shape)
-        from gguf import GGMLQuantizationType, dequantize  # only quantized files need the package
+        if self.kind in EXPANDERS:
+            return EXPANDERS[self.kind](self.data).view(self.shape)
+        from gguf import GGMLQuantizationType, dequantize  # for the rarer kinds
 
         values = dequantize(self.data.numpy(), GGMLQuantizationType[self.kind])
         return torch.from_numpy(values).view(self.shape)

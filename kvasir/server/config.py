@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import ssl
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
+from kvasir import starter
 from kvasir.args import EngineArgs, flag, flag_options, from_python
 from kvasir.config import Known, setting, settings_of
 from kvasir.errors import ConfigError
@@ -133,6 +134,13 @@ def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
     known = server_settings()
     given = {f.name: getattr(namespace, f.name) for f in fields(ServerConfig) if hasattr(namespace, f.name)}
     return ServerConfig(**{name: _value(name, known[name], value) for name, value in given.items()})
+
+
+def with_starter_model(namespace: argparse.Namespace, config: ServerConfig) -> ServerConfig:
+    """If no model was named, name the starter model, under its own name instead of a path."""
+    if not starter.use_if_none_is_named(namespace):
+        return config
+    return replace(config, served_model_name=config.served_model_name or [starter.NAME])
 
 
 def _value(name: str, known: Known, value: Any) -> Any:

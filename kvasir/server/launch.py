@@ -150,7 +150,8 @@ def listen(config: ServerConfig) -> socket.socket:
     except OSError as error:
         where = config.uds or f"{config.host}:{config.port}"
         raise ConfigError(
-            f"Cannot listen on {where}: {error.strerror or error}. Set another --port or --host."
+            f"Cannot listen on {where}: {os.strerror(error.errno) if error.errno else error}. "
+            f"Set another --port or --host."
         ) from error
     sock.setblocking(False)
     _tell_address(config, sock)
@@ -161,6 +162,9 @@ def _tell_address(config: ServerConfig, sock: socket.socket) -> None:
     scheme = "https" if config.ssl_certfile else "http"
     where = config.uds or "{}://{}:{}".format(scheme, *sock.getsockname()[:2])
     logger.info("listening on %s", where)
+    if config.uds is None:
+        page = where.replace("//0.0.0.0:", "//127.0.0.1:")
+        logger.info("talk to it at %s/ and watch it at %s/engine", page, page)
     open_to_all = config.uds is None and config.host not in _LOCAL
     if open_to_all and not config.api_key and not config.api_key_file and not os.environ.get("KVASIR_API_KEY"):
         logger.warning("anybody who reaches %s may use this server: set --api-key, or --host 127.0.0.1", where)

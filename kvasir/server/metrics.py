@@ -154,6 +154,15 @@ class Metrics:
 
     # ------------------------------------------------------------ telling
 
+    def collect(self) -> Iterable[Metric]:
+        """Of all API processes together."""
+        self.flush()
+        if MULTIPROCESS not in os.environ:
+            return list(self.registry.collect())
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return list(registry.collect())
+
     def page(self, further: Iterable[Metric], vllm_names: bool) -> bytes:
         """The text that Prometheus reads."""
         self.flush()

@@ -34,8 +34,10 @@ class GraphPool:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            outputs = run()
-            graph.capture_end()
+            try:
+                outputs = run()
+            finally:  # a stream left capturing would refuse everything that comes after
+                graph.capture_end()
         here.wait_stream(stream)
         self.captures += 1
         return Captured(graph, outputs)

@@ -202,7 +202,7 @@ def test_allocation_that_fails(checkpoint: Path, monkeypatch: pytest.MonkeyPatch
     def fail(*args: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(loader.torch, "empty_like", fail)
+    monkeypatch.setattr(loader, "_memory_for", fail)
     with pytest.raises(ConfigError, match=r"The model's weights need .* GiB is free on cpu"):
         load_model(make_config(checkpoint), CPU)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from tests.server_process import LiveServer
+from tests.server_process import LiveServer, until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 SLOW = {"make": "kvasir.executor.fake:delayed", "delay": 0.02, "token": 42}
@@ -210,3 +211,30 @@ def test_tls(starter_model: Path, tmp_path: Path) -> None:
         server.wait_until_ready()
         context = ssl.create_default_context(cafile=str(certificate))
         assert httpx.get(f"{server.url}/v1/models", verify=context).status_code == 200
+
+
+# ---------------------------------------------------------------- a full queue
+
+
+def test_a_full_queue_answers_429(starter_model: Path) -> None:
+    async def ask(url: str, **body: Any) -> httpx.Response:
+        async with httpx.AsyncClient(timeout=60) as client:
+            return await client.post(f"{url}/v1/completions", json={"prompt": "Hi", "ignore_eos": True, **body})
+
+    async def go(server: LiveServer) -> None:
+        running = [asyncio.create_task(ask(server.url, max_tokens=300)) for _ in range(2)]
+        await asyncio.to_thread(until, lambda: server.metric("kvasir:num_requests_running") == 2, "the rows are taken")
+        waiting = [asyncio.create_task(ask(server.url, max_tokens=1, stream=i % 2 == 0)) for i in range(3)]
+        await asyncio.to_thread(until, lambda: server.metric("kvasir:queue_size") == 3, "the queue is full")
+        for stream in (True, False):
+            refused = await ask(server.url, max_tokens=1, stream=stream)
+            assert refused.status_code == 429, "with a status, streaming or not"
+            assert refused.json()["error"]["code"] == "queue_full"
+            assert int(refused.headers["retry-after"]) >= 1
+        assert server.metric("kvasir:request_errors_total", cause="queue_full") == 2
+        for task in [*running, *waiting]:
+            assert (await task).status_code == 200, "those that were let in are served"
+
+    engine = {"max_num_seqs": 2, "max_queued_requests": 3}
+    with LiveServer.fake(starter_model, engine=engine, executor=SLOW) as server:
+        asyncio.run(go(server.wait_until_ready()))

@@ -388,6 +388,12 @@ def test_not_on_the_hub(hub_environment: dict[str, str]) -> None:
         resolve_elsewhere("org/other", hub_environment)
 
 
+def test_a_misspelt_name_is_compared_with_what_was_fetched_before(hub_environment: dict[str, str]) -> None:
+    resolve_elsewhere("org/tiny", hub_environment)
+    with pytest.raises(AssertionError, match=r"model='org/tinny': .*Did you mean org/tiny\?"):
+        resolve_elsewhere("org/tinny", hub_environment)
+
+
 def test_triton_attention_needs_a_gpu(model: Path) -> None:
     with pytest.raises(ConfigError, match="attention_backend='triton' needs a GPU"):
         resolve(EngineArgs(str(model), attention_backend="triton", device="cpu"))

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from kvasir.errors import EngineDeadError, EngineError
-from kvasir.executor.fake import DelayExecutor, EchoExecutor, Ready
-from kvasir.messages import BeamSpec, Logprobs
-from tests.builders import Collector, expected, make_core, request, run
-
-
-class ScoringExecutor(EchoExecutor):
-    """Proposes twenty tokens a row, so that a beam search can run."""
-
-    def sample(self) -> Ready:
-        ready = super().sample()
-        assert self._plan is not None
-        lines = np.flatnonzero(self._plan.samples).astype(np.int32)
-        best = ready.value.token_ids[lines]
-        ids = np.concatenate([best, (best + 7 * np.arange(20)) % self.vocab], axis=1).astype(np.int32)
-        values = np.broadcast_to(-0.3 * np.log1p(np.arange(21, dtype=np.float32)) - 0.5, ids.shape)
-        ready.value.logprobs = Logprobs(lines, ids, values, np.ones(len(lines), np.int32))
-        return ready
+from kvasir.engine.core import EngineCore
+from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError
+from kvasir.executor.fake import DelayExecutor
+from kvasir.messages import BeamSpec, StepFuture, StepPlan
+from tests.builders import Collector, ScoringExecutor, expected, make_core, request, run
 
 
 def launched_before_done(lookahead: int) -> list[bool]:
@@ -64,6 +50,55 @@ def test_failing_device_kills_the_engine_with_its_cause() -> None:
         core.run_step()
     with pytest.raises(EngineDeadError, match="fell off the bus"):
         core.run_step()
+
+
+class SmallMemory:
+    """Makes an executor fail on steps of more than `most` tokens, in `execute` or in `sample`."""
+
+    def __init__(self, core: EngineCore, most: int, where: str) -> None:
+        self.most, self.failures, self.planned = most, 0, 0
+        self.execute, self.sample = core.executor.execute, core.executor.sample
+        core.executor.execute = self.run  # type: ignore[method-assign]
+        if where == "sample":
+            core.executor.sample = self.draw  # type: ignore[method-assign]
+        self.where = where
+
+    def check(self) -> None:
+        if self.planned > self.most:
+            self.failures += 1
+            raise DeviceMemoryError("out of memory")
+
+    def run(self, plan: StepPlan) -> None:
+        self.planned = plan.total_tokens
+        if self.where == "execute":
+            self.check()
+        self.execute(plan)
+
+    def draw(self) -> StepFuture:
+        future = self.sample()
+        self.check()
+        return future
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("where", ["execute", "sample"])
+def test_a_step_that_does_not_fit_is_tried_again_in_smaller_ones(lookahead: int, where: str) -> None:
+    core = make_core(lookahead, num_blocks=60, budget=64)
+    memory = SmallMemory(core, 12, where)
+    prompts = {key: [key, 1, 2] * (key + 3) for key in range(5)}
+    for key, prompt in prompts.items():
+        core.add(request(key, prompt, 10))
+    got = run(core)
+    assert got.tokens == {key: expected(prompt, 10) for key, prompt in prompts.items()}
+    assert memory.failures == 3 and core.stats().num_used_blocks == 0  # 64, 32, 16, then 8
+
+
+def test_what_cannot_get_smaller_stops_the_engine() -> None:
+    core = make_core(budget=64)
+    SmallMemory(core, 0, "execute")
+    core.add(request(0, [1, 2, 3, 4, 5], 3))
+    with pytest.raises(EngineError, match="out of memory"):
+        run(core)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])

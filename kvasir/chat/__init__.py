@@ -1,0 +1,1 @@
+"""`kvasir chat`: a conversation in the terminal, with a model in this process or with a server."""

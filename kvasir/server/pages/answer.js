@@ -1,0 +1,88 @@
+// One answer while it comes and after: its text, how long it took, and what can be done with it.
+
+import { ApiError, stream } from "./api.js";
+import { TokenText, readers } from "./tokens.js";
+
+export class Answer {
+  /** `kind` is chat or completion; `said` is the element its text goes to, `after` the one for figures. */
+  constructor(kind, said, after) {
+    this.kind = kind;
+    this.after = after;
+    this.said = said;
+    this.tokens = new TokenText(said);
+    this.usage = null;
+    this.reason = null;
+    this.stopping = new AbortController();
+  }
+
+  get text() {
+    return this.tokens.text;
+  }
+
+  stop() {
+    this.stopping.abort();
+  }
+
+  /** Runs until the answer is there, was stopped, or failed. Returns whether there is any text. */
+  async run(path, body, key, onText) {
+    this.began = performance.now();
+    this.first = this.last = null;
+    this.count = 0;
+    this.said.classList.add("streaming");
+    try {
+      for await (const chunk of stream(path, body, key, this.stopping.signal)) {
+        this.#take(chunk);
+        onText?.();
+      }
+    } catch (error) {
+      if (error.name === "AbortError") this.reason = "stopped by you";
+      else this.#fail(error instanceof ApiError ? error.message : "The server cannot be reached.");
+    }
+    this.said.classList.remove("streaming");
+    this.#figures();
+    return this.text !== "";
+  }
+
+  #take(chunk) {
+    this.usage = chunk.usage ?? this.usage;
+    const choice = chunk.choices?.[0];
+    if (!choice) return;
+    this.reason = choice.finish_reason ?? this.reason;
+    const [text, tokens] = readers[this.kind](choice);
+    if (!text && !tokens.length) return;
+    this.count += tokens.length || 1;
+    this.last = performance.now();
+    this.first ??= this.last;
+    this.tokens.add(text, tokens);
+  }
+
+  #fail(message) {
+    const line = document.createElement("p");
+    line.className = "failed";
+    line.setAttribute("role", "alert");
+    line.textContent = message;
+    this.after.before(line);
+  }
+
+  #figures() {
+    const figures = document.createElement("span");
+    figures.className = "figures";
+    figures.textContent = this.#describe().join(" · ");
+    this.after.append(figures);
+  }
+
+  #describe() {
+    const words = [];
+    const count = this.usage?.completion_tokens ?? this.count;
+    if (this.first !== null) {
+      words.push(`first token ${Math.round(this.first - this.began)} ms`);
+      const seconds = (this.last - this.first) / 1000;
+      if (count > 1 && seconds > 0) words.push(`${((count - 1) / seconds).toFixed(1)} tokens/s`);
+      words.push(`${count} token${count === 1 ? "" : "s"}`);
+    }
+    const cached = this.usage?.prompt_tokens_details?.cached_tokens;
+    if (cached) words.push(`${cached} of ${this.usage.prompt_tokens} prompt tokens were cached`);
+    if (this.reason && this.reason !== "stop") words.push({ length: "cut at the limit" }[this.reason] ?? this.reason);
+    return words;
+  }
+}

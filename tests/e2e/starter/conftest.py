@@ -1,0 +1,75 @@
+"""Servers and a browser for the first five minutes. Chromium is Debian's package; without it tests are skipped."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import _absent
+from tests.server_process import LiveServer
+
+NASTY = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\"> & <b>bold</b>"
+SAID = NASTY + " The sea is wide, and the ship is small." * 7
+
+
+@pytest.fixture(scope="session")
+def real_server(starter_model: Path) -> Iterator[LiveServer]:
+    """The starter model."""
+    with LiveServer.real(starter_model, "--max-model-len", "2048") as server:
+        yield server.wait_until_ready()
+
+
+@pytest.fixture(scope="session")
+def scripted_server(starter_model: Path) -> Iterator[LiveServer]:
+    """Says SAID, a token every 20 ms."""
+    executor = {"make": "tests.e2e.starter.scripted:make", "text": SAID, "delay": 0.02}
+    engine = {"num_gpu_blocks_override": 600, "max_num_seqs": 16}
+    with LiveServer.fake(starter_model, executor=executor, engine=engine) as server:
+        yield server.wait_until_ready()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next((found for name in names if (found := shutil.which(name))), None)
+    if path is None:
+        _absent("there is no Chromium; on Debian `apt-get install chromium` brings it")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        # A container has no user namespaces for Chromium's sandbox; the pages are our own.
+        started = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+class Watched:
+    """Pages, and what went wrong on them: errors, and requests to elsewhere."""
+
+    def __init__(self, browser: Any) -> None:
+        self.browser = browser
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+
+    def open(self, url: str, **options: Any) -> Any:
+        options = {"viewport": {"width": 1280, "height": 900}, **options}
+        context = self.browser.new_context(permissions=["clipboard-read", "clipboard-write"], **options)
+        context.set_default_timeout(60_000)
+        page = context.new_page()
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.goto(url)
+        return page
+
+
+@pytest.fixture
+def watched(browser: Any) -> Iterator[Watched]:
+    made = Watched(browser)
+    yield made
+    for context in browser.contexts:
+        context.close()
+    assert made.errors == []

@@ -1,0 +1,47 @@
+"""A device that says what it is told, at a pace: everything around it (server, scheduler, cache, text) is real."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvasir.config import EngineConfig
+from kvasir.executor.fake import DelayExecutor, Ready
+from kvasir.frontend.tokenizer_files import load_tokenizer
+from kvasir.messages import Int32Array, Logprobs, StepPlan, StepResult
+
+
+class Scripted(DelayExecutor):
+    def __init__(self, block_size: int, delay: float, script: list[int]) -> None:
+        super().__init__(block_size, delay)
+        self.script = script
+        self.said: dict[int, int] = {}  # by row
+
+    def execute(self, plan: StepPlan) -> None:
+        self.said |= {new.row: 0 for new in plan.new_rows}
+        super().execute(plan)
+
+    def sample(self) -> Ready:
+        plan = self._plan
+        assert plan is not None, "sample follows execute"
+        tokens = np.zeros((len(plan.rows), 1), np.int32)
+        for line in np.flatnonzero(plan.samples):
+            row = int(plan.rows[line])
+            tokens[line] = self.script[min(self.said[row], len(self.script) - 1)]
+            self.said[row] += 1
+        result = StepResult(tokens, plan.samples.astype(np.int32))
+        if plan.wants_logprobs:
+            result.logprobs = self._logprobs(tokens, np.flatnonzero(plan.samples).astype(np.int32))
+        return Ready(result, self.free_at)
+
+    def _logprobs(self, tokens: Int32Array, lines: Int32Array) -> Logprobs:
+        """The token is half of it, its neighbours in the vocabulary the rest."""
+        ids = tokens[lines] + np.arange(21, dtype=np.int32) - 1
+        ids[:, 0] = tokens[lines, 0]
+        values = np.log(0.5 ** np.maximum(np.arange(21, dtype=np.float32), 1))
+        return Logprobs(lines, ids, np.tile(values, (len(lines), 1)), np.ones(len(lines), np.int32))
+
+
+def make(config: EngineConfig, text: str, delay: float) -> Scripted:
+    tokenizer = load_tokenizer(config.model.tokenizer)
+    assert tokenizer.eos_token_id is not None
+    return Scripted(config.cache.block_size, delay, [*tokenizer.encode(text), tokenizer.eos_token_id])

@@ -1,0 +1,104 @@
+"""`kvasir chat` as a person runs it: with a model in the process, and with a server."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.server_process import LiveServer
+
+SECONDS = 120
+
+
+def chat(*flags: str, typed: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, "-m", "kvasir", "chat", *flags]
+    return subprocess.run(command, input=typed or "", capture_output=True, text=True, env=env, timeout=SECONDS)
+
+
+def test_a_question_to_the_starter_model(starter_model: Path) -> None:
+    ran = chat("-q", "What is the capital of France?", "--max-model-len", "512")
+    assert ran.returncode == 0 and "Paris" in ran.stdout, ran.stderr
+    assert ran.stderr == "", "the answer, and no log"
+
+
+def test_a_conversation_with_a_server(real_server: LiveServer) -> None:
+    typed = "/params temperature=0 max_tokens=24\nWhat is the capital of France?\n/stats\n/params topp=1\n"
+    ran = chat("--url", f"{real_server.url}/v1", typed=typed)
+    assert ran.returncode == 0 and "Paris" in ran.stdout, ran.stderr
+    assert "last answer: " in ran.stdout and f"server: {real_server.url}/v1" in ran.stdout
+    assert "Did you mean top_p" in ran.stdout
+
+
+def test_a_server_that_wants_a_key(starter_model: Path) -> None:
+    with LiveServer.fake(starter_model, server={"api_key": ["sesame"]}) as server:
+        url = f"{server.wait_until_ready().url}/v1"
+        ran = chat("--url", url, "-q", "hello")
+        assert ran.returncode == 2 and "The server wants an API key" in ran.stderr
+        assert chat("--url", url, "--api-key", "sesame", "-q", "hello").returncode == 0
+        assert chat("--url", url, "-q", "hello", KVASIR_API_KEY="sesame").returncode == 0
+        ran = chat("--url", url, "--api-key", "sesame", "--model-name", "other", "-q", "hello")
+        assert ran.returncode == 1 and "does not exist here" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--url", "http://127.0.0.1:9/v1"],
+            "No server answers at http://127.0.0.1:9/v1: start one with `kvasir serve`",
+        ),
+        (["--url", "localhost"], "does not begin with http:// or https://"),
+        (["--api-key", "k"], "are for a server: add --url"),
+        (["nowhere.gguf"], "there is no such file"),
+    ],
+)
+def test_mistakes_are_one_sentence(flags: list[str], said: str) -> None:
+    ran = chat(*flags, "-q", "hello")
+    assert ran.returncode == 2
+    assert said in ran.stderr and ran.stderr.count("\n") == 1 and ran.stderr.startswith("kvasir: error: ")
+
+
+def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(scripted_server: LiveServer, tmp_path: Path) -> None:
+    controller, terminal = pty.openpty()
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "XDG_STATE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "kvasir", "chat", "--url", f"{scripted_server.url}/v1"]
+    process = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=env, start_new_session=True
+    )
+    try:
+        seen = _until(controller, "> ")
+        os.write(controller, b"Tell me about the sea.\n")
+        seen = _until(controller, "the ship is small", seen)
+        process.send_signal(signal.SIGINT)
+        seen = _until(controller, "stopped", seen)
+        os.write(controller, b"/stats\n")
+        seen = _until(controller, "server: ", seen)
+        os.write(controller, b"\x04")
+        assert process.wait(SECONDS) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(controller)
+        os.close(terminal)
+    assert "Traceback" not in seen
+    assert "Tell me about the sea." in (tmp_path / "kvasir" / "chat_history").read_text()
+
+
+def _until(controller: int, text: str, seen: str = "") -> str:
+    """Reads the terminal until the text is on it."""
+    start, end = len(seen), time.monotonic() + SECONDS
+    while text not in seen[start:]:
+        assert time.monotonic() < end, f"{text!r} is not in {seen!r}"
+        if select.select([controller], [], [], 1)[0]:
+            seen += os.read(controller, 65536).decode("utf-8", "replace")
+    return seen

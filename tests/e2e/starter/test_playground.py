@@ -1,0 +1,208 @@
+"""The playground in a real browser: streams, stops, explains its tokens, and shows text as text."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.starter.conftest import SAID, Watched
+from tests.server_process import LiveServer, until
+
+LONG = 60_000  # milliseconds; a busy machine takes its time
+
+
+def expect(locator: Any) -> Any:
+    from playwright.sync_api import expect as plain
+
+    return plain(locator)
+
+
+def ask(page: Any, text: str) -> None:
+    page.fill("#message", text)
+    page.press("#message", "Enter")
+
+
+def answer(page: Any) -> Any:
+    return page.locator(".turn.assistant .said").last
+
+
+def is_idle(server: LiveServer) -> bool:
+    return not httpx.get(f"{server.url}/engine/state").json()["requests"]
+
+
+def test_an_answer_comes_bit_by_bit(watched: Watched, scripted_server: LiveServer) -> None:
+    page = watched.open(scripted_server.url)
+    ask(page, "Tell me about the sea.")
+    said = answer(page)
+    expect(said).to_contain_text("bold", timeout=LONG)
+    assert "streaming" in said.get_attribute("class"), "there is text before the answer is complete"
+    expect(page.locator(".after .figures")).to_contain_text("tokens/s", timeout=LONG)
+    assert said.inner_text() == SAID
+    words = page.locator(".after .figures").inner_text()
+    assert "first token" in words and "ms" in words
+    assert page.locator(".turn.user .said").inner_text() == "Tell me about the sea."
+
+
+def test_what_a_model_prints_stays_text(watched: Watched, scripted_server: LiveServer) -> None:
+    page = watched.open(scripted_server.url)
+    ask(page, "<img src=x onerror=\"document.title = 'owned'\">")
+    expect(page.locator(".after .figures")).to_be_visible(timeout=LONG)
+    assert answer(page).inner_text() == SAID
+    assert page.locator(".transcript script, .transcript img, .transcript b").count() == 0
+    assert page.title() == "Kvasir playground"
+
+
+@pytest.mark.parametrize("by", ["button", "key"])
+def test_stopping_ends_the_request(watched: Watched, scripted_server: LiveServer, by: str) -> None:
+    page = watched.open(scripted_server.url)
+    ask(page, "Tell me about the sea.")
+    expect(answer(page)).to_contain_text("bold", timeout=LONG)
+    if by == "button":
+        page.click("#stop-chat")
+    else:
+        page.keyboard.press("Escape")
+    expect(page.locator(".after .figures")).to_contain_text("stopped by you")
+    said = answer(page).inner_text()
+    assert 0 < len(said) < len(SAID) and SAID.startswith(said)
+    until(lambda: is_idle(scripted_server), "the engine stops, too", scripted_server)
+    expect(page.locator("#send")).to_be_visible()
+
+
+def test_regenerating_replaces_the_answer_and_the_chat_goes_on(watched: Watched, scripted_server: LiveServer) -> None:
+    page = watched.open(scripted_server.url)
+    bodies: list[Any] = []
+    page.on("request", lambda sent: bodies.append(sent.post_data_json) if sent.method == "POST" else None)
+    ask(page, "One")
+    page.click(".again", timeout=LONG)
+    expect(page.locator(".again")).to_have_count(0)
+    expect(page.locator(".again")).to_be_visible(timeout=LONG)
+    assert page.locator(".turn").count() == 2
+    ask(page, "Two")
+    expect(page.locator(".turn")).to_have_count(4)
+    page.keyboard.press("Escape")
+    roles = [[message["role"] for message in body["messages"]] for body in bodies]
+    assert roles == [["user"], ["user"], ["user", "assistant", "user"]]
+    expect(page.locator(".again")).to_be_visible()
+    page.click("#clear")
+    expect(page.locator("#welcome")).to_be_visible()
+
+
+def test_hovering_shows_probabilities_and_alternatives(watched: Watched, real_server: LiveServer) -> None:
+    page = watched.open(real_server.url)
+    page.fill("#parameter-temperature", "0")
+    ask(page, "What is the capital of France?")
+    expect(page.locator(".after .figures")).to_be_visible(timeout=LONG)
+    assert "Paris" in answer(page).inner_text()
+    answer(page).locator(".token", has_text="Paris").hover()
+    tooltip = page.locator("#tooltip")
+    expect(tooltip).to_be_visible()
+    lines = tooltip.locator(".line").all()
+    assert len(lines) == 5, "the token, which is the likeliest, and four others"
+    shares = [float(line.locator(".share").inner_text().rstrip(" %")) for line in lines]
+    assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 100.5
+    assert tooltip.locator(".line.chosen .text").inner_text() == "␣Paris"
+    page.mouse.move(5, 5)
+    expect(tooltip).to_be_hidden()
+    answer(page).focus()
+    page.keyboard.press("ArrowRight")
+    expect(tooltip.locator(".line.chosen .text")).to_have_text("The")
+
+
+def test_completing_text(watched: Watched, real_server: LiveServer) -> None:
+    page = watched.open(real_server.url)
+    page.click("#tab-chat")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#completion")).to_be_visible()
+    for name, value in {"temperature": "0", "max_tokens": "8"}.items():
+        page.fill(f"#parameter-{name}", value)
+    page.fill("#prompt", "Once upon a time")
+    page.press("#prompt", "Control+Enter")
+    output = page.locator("#completion-output")
+    expect(output.locator(".figures")).to_contain_text("8 tokens", timeout=LONG)
+    said = output.locator(".said").inner_text()
+    asked = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+    reply = httpx.post(f"{real_server.url}/v1/completions", json=asked, timeout=60).json()
+    assert said == "Once upon a time" + reply["choices"][0]["text"]
+    output.locator(".token").nth(1).hover()
+    expect(page.locator("#tooltip .line").first).to_be_visible()
+    page.click("#again-completion")
+    expect(output.locator(".figures")).to_contain_text("8 tokens", timeout=LONG)
+    assert output.locator(".said").inner_text() == said
+
+
+def copied(page: Any, button: str) -> str:
+    page.click(button)
+    expect(page.locator("#toast")).to_have_text("Copied")
+    return str(page.evaluate("navigator.clipboard.readText()"))
+
+
+def test_what_is_copied_runs(watched: Watched, real_server: LiveServer) -> None:
+    page = watched.open(real_server.url)
+    for name, value in {"temperature": "0", "top_k": "5", "max_tokens": "12", "system": 'It\'s "brief".'}.items():
+        page.fill(f"#parameter-{name}", value)
+    page.fill("#message", "What is the capital of France?")
+    curl = copied(page, "#copy-curl")
+    ran = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, check=True, timeout=120)
+    said = json.loads(ran.stdout)["choices"][0]["message"]["content"]
+    python = copied(page, "#copy-python")
+    ran = subprocess.run([sys.executable, "-c", python], capture_output=True, text=True, check=True, timeout=120)
+    assert said and ran.stdout == said + "\n"
+
+
+def test_keyboard_phone_and_themes(watched: Watched, scripted_server: LiveServer) -> None:
+    page = watched.open(scripted_server.url)
+    page.click("#tab-chat")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.id") == "message"
+    page.keyboard.type("a")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("b")
+    assert page.input_value("#message") == "a\nb"
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.click("#theme")
+    page.click("#theme")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+    phone = watched.open(scripted_server.url, viewport={"width": 360, "height": 740}, color_scheme="dark")
+    assert phone.evaluate("document.documentElement.scrollWidth") <= 360
+    expect(phone.locator("#parameter-temperature")).to_be_hidden()
+    phone.click("#open-panel")
+    phone.fill("#parameter-temperature", "0.5")
+    phone.click("#close-panel")
+    phone.reload()
+    assert phone.input_value("#parameter-temperature") == "0.5", "settings are remembered"
+
+
+def test_nothing_comes_from_elsewhere(watched: Watched, scripted_server: LiveServer) -> None:
+    for path in ("/", "/engine"):
+        page = watched.open(scripted_server.url + path)
+        page.wait_for_load_state("load")
+        policy = httpx.get(scripted_server.url + path).headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+        assert "unsafe" not in policy
+    assert watched.requests and all(url.startswith(scripted_server.url) for url in watched.requests)
+
+
+def test_a_server_with_a_key(watched: Watched, starter_model: Any) -> None:
+    server = {"api_key": ["sesame"]}
+    with LiveServer.fake(starter_model, server=server) as locked:
+        locked.wait_until_ready()
+        assert httpx.get(f"{locked.url}/engine/state").status_code == 401
+        page = watched.open(locked.url)
+        expect(page.locator("#toast")).to_contain_text("No API key")
+        page.fill("#parameter-key", "sesame")
+        page.press("#parameter-key", "Tab")
+        expect(page.locator("#model option")).to_have_count(1)
+        page.fill("#parameter-max_tokens", "4")
+        page.fill("#parameter-top_logprobs", "0")  # this engine has no probabilities
+        ask(page, "Hello")
+        expect(page.locator(".after .figures")).to_be_visible(timeout=LONG)
+        page.goto(f"{locked.url}/engine")
+        expect(page.locator("#connection")).to_have_text("live")
+        page.context.close()
+    watched.errors.clear()  # the browser reports the 401 that was meant
