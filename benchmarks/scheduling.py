@@ -5,7 +5,7 @@ lengths, and a device that is a formula.
 
 The trace is one of Azure's LLM inference traces (timestamp, prompt tokens, generated tokens); by default the
 conversations under $KVASIR_TEST_DATA/traces. Its arrivals are sped up to a multiple of what the device can serve. No
-time passes while it runs but what the formula says, so the figures are the same on every machine. Needs numpy only.
+time passes while it runs but what the formula says. Needs numpy only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvasir.errors import OverloadedError
 from kvasir.executor.fake import DelayExecutor
 from kvasir.messages import EngineRequest, FinishReason, RowSampling, StepPlan, StepResult, Terms
 
-# Seconds of a step: about Llama-3.1-8B in bfloat16 on an H200, as measured in benchmarks/h200.
+# Seconds of a step: round figures near Llama-3.1-8B's in bfloat16 on an H200 (benchmarks/h200), not fitted to them.
 STEP, PER_TOKEN, PER_CACHED_TOKEN = 0.0045, 24e-6, 28e-9
 MAX_NUM_SEQS, MAX_BATCHED_TOKENS, BLOCK_SIZE = 256, 8192, 64
 LONGEST, MOST_GENERATED = 16384, 2048

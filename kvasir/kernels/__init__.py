@@ -116,7 +116,7 @@ def copy_blocks(
     _version_for(source).copy_blocks(source, target, source_index, target_index)
 
 
-def draw(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+def draw(logits: torch.Tensor, *args: torch.Tensor | None) -> torch.Tensor:
     """See reference.draw."""
     tokens: torch.Tensor = _version_for(logits).draw(logits, *args)
     return tokens

@@ -156,9 +156,12 @@ def draw(
     temperature: torch.Tensor,  # [rows] float32; 0: the best token
     seeds: torch.Tensor,  # [rows] int32
     next_token: torch.Tensor,  # [rows] int32: the token is written here too
+    floor: torch.Tensor | None = None,  # [lines] float32: the lowest logit that each line keeps
 ) -> torch.Tensor:
     """One token per line, [lines] int32: the best, or where the running sum of probabilities first exceeds a number
     that depends on the row's seed and the position alone."""
+    if floor is not None:
+        logits = logits.masked_fill(logits < floor[:, None], -torch.inf)
     heat = temperature[rows]
     best = logits.argmax(dim=-1)
     scaled = logits.float() / torch.where(heat > 0, heat, 1.0)[:, None]

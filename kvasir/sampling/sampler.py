@@ -6,6 +6,8 @@ row's token depends on its own logits, history, seed and position, and never on 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from kvasir import kernels
@@ -31,6 +33,20 @@ def make_stages(max_rows: int, vocab_size: int, state: SamplingState, device: to
     )
 
 
+@dataclass(slots=True)
+class Processed:
+    """What to draw from, but for temperature."""
+
+    logits: torch.Tensor  # [lines, vocabulary]
+    floor: torch.Tensor | None = None  # [lines] float32: the lowest that min-p, top-k and top-p keep
+
+    def filtered(self) -> torch.Tensor:
+        """The logits, without what the filters drop."""
+        if self.floor is None:
+            return self.logits
+        return self.logits.masked_fill(self.logits < self.floor[:, None], NEVER)
+
+
 class Sampler:
     """`next_token` [rows] int32 is where the next step finds its inputs."""
 
@@ -42,8 +58,8 @@ class Sampler:
         """Tokens [n] int32 from logits [n, vocab]."""
         return self.draw(self.process(logits, step, needs), step, needs)
 
-    def process(self, logits: torch.Tensor, step: SampledRows, needs: Needs) -> torch.Tensor:
-        """The logits to draw from, but for temperature. The given ones are left as they are."""
+    def process(self, logits: torch.Tensor, step: SampledRows, needs: Needs) -> Processed:
+        """The given logits are left as they are."""
         if needs.stages:
             logits = logits.to(torch.float32, copy=True)
         for stage in needs.stages:
@@ -54,19 +70,21 @@ class Sampler:
         for stage in needs.stages:
             if stage.narrows:
                 stage.apply(logits, step)
-        return self._filter(logits, step.rows) if needs.filters else logits
+        return Processed(logits, self._floor(logits, step.rows) if needs.filters else None)
 
-    def draw(self, logits: torch.Tensor, step: SampledRows, needs: Needs) -> torch.Tensor:
+    def draw(self, processed: Processed, step: SampledRows, needs: Needs) -> torch.Tensor:
         state = self.state
-        tokens = kernels.draw(logits, step.rows, step.positions, state.temperature, state.seed, self.next_token)
+        tokens = kernels.draw(
+            processed.logits, step.rows, step.positions, state.temperature, state.seed, self.next_token, processed.floor
+        )
         for stage in needs.stages:
             stage.observe(tokens, step)
         return tokens
 
-    def heated(self, logits: torch.Tensor, step: SampledRows) -> torch.Tensor:
+    def heated(self, processed: Processed, step: SampledRows) -> torch.Tensor:
         """Divided by the rows' temperatures, as `draw` does it; greedy rows have none."""
         heat = self.state.temperature[step.rows, None]
-        return logits.float() / torch.where(heat > 0, heat, 1.0)
+        return processed.filtered().float() / torch.where(heat > 0, heat, 1.0)
 
     def _ban_stop_ids(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         stop_ids = self.state.stop_ids[rows].long()
@@ -74,8 +92,6 @@ class Sampler:
         values = torch.where(banned, NEVER, logits.gather(1, stop_ids))
         return logits.scatter(1, stop_ids, values)
 
-    def _filter(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Only what min-p, top-k and top-p keep."""
+    def _floor(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         state = self.state
-        floor = kernels.logit_floor(logits, rows, state.temperature, state.min_p, state.top_k, state.top_p)
-        return logits.masked_fill(logits < floor[:, None], NEVER)
+        return kernels.logit_floor(logits, rows, state.temperature, state.min_p, state.top_k, state.top_p)

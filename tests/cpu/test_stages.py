@@ -51,7 +51,7 @@ class Bench:
             learn(tokens.numpy())
         for row, token in zip(rows, tokens.tolist(), strict=True):
             self.texts[row][2].append(token)
-        return tokens.tolist(), processed.numpy()
+        return tokens.tolist(), processed.filtered().numpy()
 
     def wanted(self, row: int, logits: np.ndarray) -> np.ndarray:
         s, prompt, said = self.texts[row]

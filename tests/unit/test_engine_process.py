@@ -80,7 +80,7 @@ def test_an_idle_engine_that_was_killed_is_noticed_by_check_health() -> None:
         run(llm.check_health())
         (pid,) = engine_pids(llm)
         os.kill(pid, signal.SIGKILL)
-        assert gone(pid)
+        run(until(lambda: stuck(llm)))
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             run(llm.check_health())
 

@@ -28,12 +28,24 @@ def _uniform(seed, position):
 
 
 @triton.jit
-def _weigh_kernel(logits_ptr, row_ptr, temperature_ptr, best_ptr, top_ptr, sum_ptr, vocab, chunks, CHUNK: tl.constexpr):
+def _load(logits_ptr, floor_ptr, line, i, vocab, FLOOR: tl.constexpr):
+    """Logits of a line; -inf past its end and where a filter dropped them."""
+    x = tl.load(logits_ptr + line * vocab + i, mask=i < vocab, other=-float("inf")).to(tl.float32)
+    if FLOOR:
+        x = tl.where(x >= tl.load(floor_ptr + line), x, -float("inf"))
+    return x
+
+
+@triton.jit
+def _weigh_kernel(
+    logits_ptr, floor_ptr, row_ptr, temperature_ptr, best_ptr, top_ptr, sum_ptr, vocab, chunks,
+    FLOOR: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     temperature = tl.load(temperature_ptr + tl.load(row_ptr + line))
     i = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits_ptr + line * vocab + i, mask=i < vocab, other=-float("inf")).to(tl.float32)
+    x = _load(logits_ptr, floor_ptr, line, i, vocab, FLOOR)
     top = tl.max(x, 0)
     tl.store(top_ptr + line * chunks + chunk, top)
     if temperature > 0:
@@ -46,8 +58,8 @@ def _weigh_kernel(logits_ptr, row_ptr, temperature_ptr, best_ptr, top_ptr, sum_p
 
 @triton.jit
 def _pick_kernel(
-    logits_ptr, row_ptr, temperature_ptr, seed_ptr, position_ptr, best_ptr, top_ptr, sum_ptr, out_ptr, next_ptr,
-    vocab, chunks, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    logits_ptr, floor_ptr, row_ptr, temperature_ptr, seed_ptr, position_ptr, best_ptr, top_ptr, sum_ptr, out_ptr,
+    next_ptr, vocab, chunks, FLOOR: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + line)
@@ -67,7 +79,7 @@ def _pick_kernel(
         before = tl.sum(tl.where(c < chunk, share, 0.0), 0)
         i = tl.arange(0, CHUNK)
         at = chunk * CHUNK + i
-        x = tl.load(logits_ptr + line * vocab + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+        x = _load(logits_ptr, floor_ptr, line, at, vocab, FLOOR)
         weights = tl.where(x == -float("inf"), 0.0, tl.exp2((x - top) * scale))
         passed = tl.sum((tl.cumsum(weights, 0) <= goal - before).to(tl.int32), 0)
         last = tl.max(tl.where(weights > 0, i, 0), 0)
@@ -86,16 +98,19 @@ def draw(
     temperature: torch.Tensor,  # [rows] float32; 0: the best token
     seeds: torch.Tensor,  # [rows] int32
     next_token: torch.Tensor,  # [rows] int32: the token is written here too
+    floor: torch.Tensor | None = None,  # [lines] float32: the lowest logit that each line keeps
 ) -> torch.Tensor:
-    """Tokens [lines] int32."""
+    """See reference.draw."""
     lines, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
     tops, sums = torch.empty(2, lines, chunks, dtype=torch.float32, device=logits.device)
     best = torch.empty(lines, chunks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(lines, dtype=torch.int32, device=logits.device)
-    _weigh_kernel[(lines, chunks)](logits, rows, temperature, best, tops, sums, vocab, chunks, CHUNK=CHUNK, num_warps=4)
+    filtered = dict(FLOOR=floor is not None, CHUNK=CHUNK, num_warps=4)
+    floor = logits if floor is None else floor  # not read
+    _weigh_kernel[(lines, chunks)](logits, floor, rows, temperature, best, tops, sums, vocab, chunks, **filtered)
     _pick_kernel[(lines,)](
-        logits, rows, temperature, seeds, positions, best, tops, sums, tokens, next_token, vocab, chunks,
-        CHUNKS=triton.next_power_of_2(chunks), CHUNK=CHUNK, num_warps=4,
+        logits, floor, rows, temperature, seeds, positions, best, tops, sums, tokens, next_token, vocab, chunks,
+        CHUNKS=triton.next_power_of_2(chunks), **filtered,
     )  # fmt: skip
     return tokens

@@ -1,0 +1,66 @@
+"""Min-p, top-k and top-p by Triton kernels against their reference: in Triton's interpreter, or on a GPU for real."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvasir.kernels import reference
+
+triton = pytest.importorskip("triton")
+
+from kvasir.kernels.triton.logit_floor import logit_floor  # noqa: E402
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+
+# What a line may ask for: temperature, top-k, top-p, min-p.
+FILTERS = [(0.7, k, p, m) for k in (0, 1, 40, 4300) for p in (1.0, 0.3, 0.95) for m in (0.0, 0.02)]
+FILTERS = [(0.0, 5, 0.5, 0.1), *FILTERS]
+KINDS = ["peaked", "plain", "flat", "far off", "uneven"]
+
+
+def lines_of(kind: str, lines: int, vocab: int) -> torch.Tensor:
+    x = torch.randn(lines, vocab, device=DEVICE)
+    if kind == "peaked":
+        x *= 3
+    elif kind == "flat":
+        x *= 1e-3
+    elif kind == "far off":  # few values that are told apart, none of them near zero
+        x = (x * 0.05 + 5).bfloat16()
+    elif kind == "uneven":
+        x = x**3
+        x[:, : vocab // 3] = float("-inf")
+    return x
+
+
+def asking(some: list[tuple[float, int, float, float]], lines: int) -> tuple[torch.Tensor, ...]:
+    """Rows of lines that take turns with some filters; temperature, min-p, top-k, top-p."""
+    heat, top_k, top_p, min_p = (torch.tensor(column, device=DEVICE) for column in zip(*some, strict=True))
+    return torch.arange(lines, device=DEVICE) % len(some), heat, min_p, top_k.int(), top_p
+
+
+# more than fit a list, so that a flat line is searched in several rounds, and more than a chunk
+@pytest.mark.parametrize("vocab", [50, 9000, *([151_936] if GPU else [])])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logit_floor(kind: str, vocab: int) -> None:
+    """Against the reference, which the sampler's tests check: each filter, and all of them."""
+    some = FILTERS if GPU else FILTERS[KINDS.index(kind) :: 5]  # the interpreter takes its time
+    logits = lines_of(kind, len(some), vocab)
+    arguments = (logits, *asking(some, len(some)))
+    possible = logits > float("-inf")
+    kept, wanted = (possible & (logits >= f(*arguments)[:, None]) for f in (logit_floor, reference.logit_floor))
+    for line, (ours, theirs) in enumerate(zip(kept.sum(1).tolist(), wanted.sum(1).tolist(), strict=True)):
+        # equal logits go together; a sum that is rounded otherwise may move the edge by a token, of the thousands in a
+        # flat line by a few
+        ties = int(logits[line].unique(return_counts=True)[1].max()) if kind == "far off" else 1
+        assert abs(ours - theirs) <= ties + theirs // 1000, (some[line], ours, theirs)
+
+
+def test_a_line_is_filtered_alike_in_any_batch() -> None:
+    some = [(0.7, 0, 0.9, 0.0), (0.7, 20, 0.9, 0.01)]
+    logits = torch.cat([lines_of(kind, 2, 9000) for kind in ("flat", "peaked")])
+    rows, *parameters = asking(some, len(logits))
+    together = logit_floor(logits, rows, *parameters)
+    for line in range(len(logits)):
+        assert logit_floor(logits[line : line + 1], rows[line : line + 1], *parameters) == together[line]
