@@ -1,4 +1,4 @@
-"""What it costs that the engine is in a process of its own: real core, service and client, a device that only takes time.
+"""What it costs that the engine is in a process of its own: real core, service and client, and a fake device.
 
     python benchmarks/process_boundary.py [--json FILE] [--check]
 
@@ -15,7 +15,7 @@ import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import Pipe
@@ -64,6 +64,12 @@ class Figure:
         return self.turn_us - self.bare_step_us
 
 
+def middle(running: int, delay: float, num_steps: int, rounds: int) -> Figure:
+    """The round of the middle: others may use the machine, too."""
+    figures = [measure(running, delay, num_steps) for _ in range(rounds)]
+    return sorted(figures, key=lambda figure: figure.added_us)[rounds // 2]
+
+
 def requests(running: int, keys: Callable[[], int], num_steps: int) -> list[EngineRequest]:
     rng = np.random.default_rng(0)
     max_tokens = num_steps + WARM_UP_STEPS + 64
@@ -96,10 +102,10 @@ def measure(running: int, delay: float, num_steps: int) -> Figure:
     bare = bare_steps(running, delay, num_steps)
     directory = make_directory(1)
     address = Address(directory, 0)
-    config = fake_config()
     owner, kept = Pipe()
     OWNERS.append(kept)
-    lifelines = Lifelines(owner, os.getppid(), address, config)
+    lifelines = Lifelines(owner, os.getppid(), address)
+    lifelines.config = fake_config()
     lifelines.start()
     core = make_core(running, delay, num_steps)
     service = Service(core, StartupProcessors(None), address.messages, lifelines, Progress(address.progress, True))
@@ -140,6 +146,14 @@ def measure(running: int, delay: float, num_steps: int) -> Figure:
     )  # fmt: skip
 
 
+def conditions(figures: Sequence[Figure]) -> list[tuple[str, bool]]:
+    """What must hold, and whether it does."""
+    added = [figure.added_us for figure in figures if figure.running == 256 and not figure.device_ms]
+    return [
+        (f"256 running: the boundary adds {us:.0f} us to a step, under {LIMIT_US:.0f}", us < LIMIT_US) for us in added
+    ]
+
+
 def run_client(directory: str, running: int, num_steps: int) -> None:
     """Adds the requests, reads until they end, and says when each step's output was there."""
     engines = Engines.attach(directory)
@@ -162,16 +176,21 @@ def run_client(directory: str, running: int, num_steps: int) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--running", type=int, nargs="+", default=RUNNING, metavar="N", help="requests at once")
     parser.add_argument("--steps", type=int, default=500, help="steps measured per figure (default: 500)")
+    parser.add_argument("--rounds", type=int, default=3, help="of which the middle one counts (default: 3)")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--check", action="store_true", help="exit with 1 if the condition does not hold")
     parser.add_argument("--client", metavar="DIRECTORY", help=argparse.SUPPRESS)
-    parser.add_argument("--running", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.client:
-        run_client(arguments.client, arguments.running, arguments.steps)
+        run_client(arguments.client, arguments.running[0], arguments.steps)
         return 0
-    figures = [measure(running, delay, arguments.steps) for delay in (0.0, STEP_SECONDS) for running in RUNNING]
+    figures = [
+        middle(running, delay, arguments.steps, arguments.rounds)
+        for delay in (0.0, STEP_SECONDS)
+        for running in arguments.running
+    ]
     code = commit() or "no checkout"
     print(f"microseconds per steady decode step, {arguments.steps} steps each; {hardware('cpu')}, commit {code}\n")
     columns = ["running", "device ms", "bare step", "step", "turn", "added", "latency", "latency p99", "decode"]
@@ -181,16 +200,15 @@ def main() -> int:
         for f in figures
     ]  # fmt: skip
     print(table(columns, rows) + "\n")
-    (figure,) = (f for f in figures if f.running == 256 and not f.device_ms)
-    holds = figure.added_us < LIMIT_US
-    text = f"256 running: the boundary adds {figure.added_us:.0f} us to a step, under {LIMIT_US:.0f}"
-    print(f"{'holds' if holds else 'DOES NOT HOLD'}: {text}")
+    held = conditions(figures)
+    for text, holds in held:
+        print(f"{'holds' if holds else 'DOES NOT HOLD'}: {text}")
     if arguments.json:
         record = {"hardware": hardware("cpu"), "commit": commit(), "steps": arguments.steps}
         record["figures"] = [{**asdict(f), "added_us": f.added_us} for f in figures]
-        record["conditions"] = [{"text": text, "holds": holds}]
+        record["conditions"] = [{"text": text, "holds": holds} for text, holds in held]
         arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return int(arguments.check and not holds)
+    return int(arguments.check and not all(holds for _, holds in held))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from kvasir.frontend.fanout import process_all
 from kvasir.frontend.input import InputProcessor, default_sampling_params
 from kvasir.frontend.output import OutputProcessor
 from kvasir.frontend.streams import Stream
-from kvasir.frontend.terms import make_terms, with_terms
+from kvasir.frontend.terms import make_terms
 from kvasir.frontend.tokenizer import Tokenizer
 from kvasir.frontend.tokenizer_files import load_tokenizer
 from kvasir.frontend.vllm_names import NotYet
@@ -96,9 +96,13 @@ class AsyncLLM(NotYet):
         weight: float = 1.0,
         timeout: float | None = None,
         data_parallel_rank: int | None = None,
+        lora_request: None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come. Closing the generator aborts the request; `timeout` is in seconds from now."""
-        terms = make_terms(priority, tenant, weight, timeout)
+        if lora_request is not None:
+            raise RequestError("lora_request is not supported yet; leave it out", "lora_request")
+        policy = self.config.scheduler.scheduling_policy
+        terms = make_terms(policy, priority=priority, tenant=tenant, weight=weight, timeout=timeout)
         stream = await self._start(prompt, sampling_params, request_id, terms, data_parallel_rank)
         try:
             while (output := await stream.next()) is not None:
@@ -111,7 +115,8 @@ class AsyncLLM(NotYet):
         self, request_id: str, prompt: PromptType, params: Params = None, *, priority: int = 0
     ) -> Stream:
         """The same in two parts, as in vLLM: the request is on its way when this returns; iterate over the result."""
-        return await self._start(prompt, params, request_id, make_terms(priority), None)
+        terms = make_terms(self.config.scheduler.scheduling_policy, priority=priority)
+        return await self._start(prompt, params, request_id, terms, None)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; their generators give out a last output with finish_reason "abort"."""
@@ -120,11 +125,11 @@ class AsyncLLM(NotYet):
     async def _start(
         self, prompt: PromptType, params: Params, request_id: str | None, terms: Terms, engine: int | None
     ) -> Stream:
-        while self._resumed is not None:
-            await self._resumed.wait()
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if isinstance(text, str) and len(text) > _LONG_TEXT:
             (prompt,) = await asyncio.to_thread(self.input_processor.tokenize, [prompt])
+        while self._resumed is not None:
+            await self._resumed.wait()
         return self._add(prompt, params, request_id, terms, engine)
 
     def _add(
@@ -139,8 +144,8 @@ class AsyncLLM(NotYet):
         if name in self.output_processor:
             raise RequestError(f"request id {name!r} is in use by a request that still runs", "request_id")
         keys = self._client.engines.keys
-        request, states = process_all(self.input_processor, name, prompt, params, keys, time.time())
-        self._client.add(with_terms(request, terms), engine)
+        request, states = process_all(self.input_processor, name, prompt, params, keys, time.time(), terms)
+        self._client.add(request, engine)
         if isinstance(states, BeamState):
             self.output_processor.add_search(states)
         else:

@@ -167,8 +167,38 @@ class CacheConfig(_Checked):
         "auto", "Type of keys and values in the cache.", refused="The cache holds the model's own dtype so far."
     )
     enable_prefix_caching: bool = setting(True, "Reuse cached blocks of a prompt's beginning across requests.")
-    swap_space: float = setting(0.0, "GiB of CPU memory for swapped blocks.", refused="There is no CPU tier yet.")
+    swap_space: float = setting(
+        0.0,
+        "GiB of host memory for each device in which blocks of preempted requests wait for their return.",
+        minimum=0,
+    )
+    kv_offloading_size: float = setting(
+        0.0, "GiB of host memory, over all devices, in which evicted blocks of cached prefixes live on.", minimum=0
+    )
+    preemption_mode: str = setting(
+        "auto",
+        "What becomes of a preempted request's blocks. swap: they wait in swap_space; recompute: they are computed "
+        "again; auto: whichever is quicker, as measured at the start, each time.",
+        choices=("auto", "swap", "recompute"),
+    )
     cpu_offload_gb: float = setting(0.0, "GiB of weights kept in CPU memory.", refused="Weights are not offloaded yet.")
+
+    @property
+    def has_host_tier(self) -> bool:
+        return self.swap_space > 0 or self.kv_offloading_size > 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise ConfigError("preemption_mode='swap' needs room to swap to: set swap_space to some GiB.")
+        if self.kv_offloading_size and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_offloading_size keeps evicted prefixes, and enable_prefix_caching is off, so there are none. "
+                "Turn it on, or set swap_space for the blocks of preempted requests."
+            )
+
+
+POLICY_NAMES = ("fcfs", "priority", "wrr", "deadline")
 
 
 @dataclass(frozen=True)
@@ -188,7 +218,39 @@ class SchedulerConfig(_Checked):
     long_prefill_token_threshold: int = setting(
         0, "Most prompt tokens one request may compute in a step while prefilling; 0: no such limit.", minimum=0
     )
-    scheduling_policy: str = setting("fcfs", "Order of the queue.", choices=("fcfs",))
+    scheduling_policy: str = setting(
+        "fcfs",
+        "Order of the queue: fcfs, priority, wrr (weighted, by tokens of each tenant), deadline (earliest first), or a "
+        "class of your own as 'module:Class'. See docs/scheduling.md.",
+    )
+    priority_aging_seconds: float = setting(
+        0.0, "Under priority: seconds of waiting that raise a request by one; 0: waiting raises nobody.", minimum=0
+    )
+    priority_aging_best: int = setting(
+        0, "Under priority: the value to which waiting raises a request at best; lower ones always go before it."
+    )
+    default_deadline: float = setting(
+        60.0, "Under deadline: seconds after which requests that bring none are ordered as if due.", above=0
+    )
+    deadline_least_chance: float = setting(
+        0.5,
+        "Under deadline: a request that has to wait is ended early if, of those served lately, fewer than this share "
+        "took no longer than it has left; 0: only if it cannot be done in time.",
+        minimum=0,
+        maximum=1,
+    )
+    max_queued_requests: int = setting(
+        0, "Most requests that may wait while all rows are taken; more are refused. 0: no limit.", minimum=0
+    )
+    max_queued_tokens: int = setting(
+        0, "Most prompt tokens that may wait; requests beyond them are refused. 0: no limit.", minimum=0
+    )
+    watermark: float = setting(
+        0.01,
+        "Share of the KV cache that must stay free when a request joins others, so that it is not preempted soon.",
+        minimum=0,
+        maximum=0.5,
+    )
     async_scheduling: bool = setting(
         None,
         "Schedule the next step while the device runs this one.",
@@ -202,6 +264,11 @@ class SchedulerConfig(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.scheduling_policy not in POLICY_NAMES and ":" not in self.scheduling_policy:
+            raise ConfigError(
+                f"scheduling_policy={self.scheduling_policy!r} is not possible. Possible: {', '.join(POLICY_NAMES)}, "
+                f"or a class of your own as 'module:Class'."
+            )
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         if seqs is not None and tokens is not None and tokens < seqs:
             raise ConfigError(

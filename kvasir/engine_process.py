@@ -45,16 +45,15 @@ def main(handle: int) -> None:
 
 def _serve(owner: Connection, start: Start) -> int:
     address = Address(start.directory, start.index)
-    lifelines: Lifelines | None = None
+    lifelines = Lifelines(owner, start.owner, address)
+    lifelines.start()  # from here on the owner's end is noticed, also while a model is fetched or loaded
     try:
-        config = resolve(start.asked)
-        lifelines = Lifelines(owner, start.owner, address, config)
-        lifelines.start()  # from here on the owner's end is noticed, also while the model loads
+        config = lifelines.config = resolve(start.asked)
         owner.send(("settled", config))
         startup = StartupProcessors(config.model.logits_processors)
         core = build_core(config, None if start.executor is None else _make_executor(start.executor, config))
     except BaseException as error:
-        _say(lifelines, owner, error, "the engine could not be started")
+        _say(lifelines, error, "the engine could not be started")
         return 1
     try:
         service = Service(core, startup, address.messages, lifelines, Progress(address.progress, create=True))
@@ -65,23 +64,18 @@ def _serve(owner: Connection, start: Start) -> int:
         service.run()
         return 0
     except BaseException as error:
-        _say(lifelines, owner, error, "the engine failed")
+        _say(lifelines, error, "the engine failed")
         return 1
     finally:
         with suppress(Exception):
             core.close()
 
 
-def _say(lifelines: Lifelines | None, owner: Connection, error: BaseException, what: str) -> None:
+def _say(lifelines: Lifelines, error: BaseException, what: str) -> None:
     """Everybody is told, in one sentence; the traceback of what should not happen goes to the log."""
     if not isinstance(error, KvasirError) or isinstance(error, EngineError):
         logger.error("%s", what, exc_info=error)
-    said = ("failed", as_one_sentence(error, what))
-    if lifelines is not None:
-        lifelines.tell_all(said)
-        return
-    with suppress(OSError):
-        owner.send(said)
+    lifelines.tell_all(("failed", as_one_sentence(error, what)))
 
 
 def _make_executor(executor: str | Callable[[EngineConfig], Any], config: EngineConfig) -> Any:

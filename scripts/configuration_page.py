@@ -39,8 +39,8 @@ enable-prefix-caching: false
 SERVER = """\
 ## Server
 
-Flags of `kvasir serve` alone, and keys of its `--config` file; [server.md](server.md) says more. Lists are several words
-(`--api-key A B`) or one JSON list.
+Flags of `kvasir serve` alone, and keys of its `--config` file; [server.md](server.md) says more. Lists are several
+words (`--api-key A B`) or one JSON list.
 
 | setting | default | meaning |
 |---|---|---|

@@ -148,3 +148,8 @@ def fails_to_start(config: EngineConfig) -> DelayExecutor:
 
 def dies_at_start(config: EngineConfig) -> DelayExecutor:
     os._exit(7)
+
+
+def starts_slowly(config: EngineConfig) -> DelayExecutor:
+    time.sleep(600)
+    raise AssertionError("nobody waits so long")

@@ -25,14 +25,15 @@ _LOOK_SECONDS = 1.0  # how often the owner's process id is looked at
 
 
 class Lifelines(threading.Thread):
-    def __init__(self, owner: Connection, owner_pid: int, address: Address, config: EngineConfig) -> None:
+    def __init__(self, owner: Connection, owner_pid: int, address: Address) -> None:
         super().__init__(daemon=True, name="lifelines")
+        self.config: EngineConfig | None = None  # what new clients are told; before it is known none is let in
         self.over = False  # the owner is gone, or done with the engine
         self.gone: deque[int] = deque()  # clients that have left
         self.clients: dict[int, Connection] = {0: owner}  # the owner is a client too
         self.grace_seconds = 0.0  # nothing is running yet that could end by itself
         self._owner, self._owner_pid = owner, owner_pid
-        self._address, self._config = address, config
+        self._address = address
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address.lifeline)
         self._listener.listen()
@@ -77,12 +78,15 @@ class Lifelines(threading.Thread):
     def _introduce(self, client: Connection) -> None:
         """A client says which number it has from another engine of this owner, or None to be given one."""
         self._new.remove(client)
+        if self.config is None:
+            client.close()
+            return
         try:
             number = client.recv()
             if number is None:
                 number, self._next = self._next, self._next + 1
             self.clients[number] = client  # before it hears of it: its first request may be here at once
-            client.send((number, self._config))
+            client.send((number, self.config))
         except (EOFError, OSError):
             client.close()
 

@@ -59,7 +59,7 @@ class Service:
             self._poller.poll()
         self._receive()
         if self.core.has_work():
-            self.progress.step(len(self.core.scheduler))
+            self.progress.step(self._running)
             self._send(self.core.run_step())
 
     def close(self) -> None:
@@ -72,13 +72,16 @@ class Service:
         if self.lifelines.gone:
             self._abort_gone()
         for _ in range(_MOST_MESSAGES):
-            try:
-                name, kind, data = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            if not self._socket.poll(0):  # half the time of a receive that fails
                 return
+            name, kind, data = self._socket.recv_multipart()
             client = client_of(name)
-            if client in self.lifelines.clients:  # else it has left meanwhile
+            if client not in self.lifelines.clients:  # it has left meanwhile
+                continue
+            try:
                 self._handle(client, kind, data)
+            except Exception:  # a message that makes no sense is not the end of all other requests
+                logger.exception("A message of a client could not be handled")
 
     def _handle(self, client: int, kind: bytes, data: bytes) -> None:
         if kind == words.ADD:
@@ -88,7 +91,7 @@ class Service:
                 self.core.abort(key, num_kept)
                 self._running.get(client, set()).discard(key)
         elif kind == words.ASK:
-            self._reply(client, words.ANSWER, words.write(self._answer(words.read(data))))
+            self._reply(client, words.ANSWER, self._answer(words.read(data)))
 
     def _add(self, client: int, data: bytes) -> None:
         try:
@@ -109,18 +112,20 @@ class Service:
         refused = words.Refused(key, words.as_one_sentence(error, "the request could not be added"))
         self._reply(client, words.REFUSED, words.write(refused))
 
-    def _answer(self, question: words.Question) -> words.Answer:
+    def _answer(self, question: words.Question) -> bytes:
         method = None if question.name.startswith("_") else getattr(self.core, question.name, None)
-        if not callable(method):
-            return words.Answer(question.number, None, RequestError(f"the core has no method {question.name!r}"))
         try:
-            return words.Answer(question.number, method(*question.args))
+            if not callable(method):
+                raise RequestError(f"the core has no method {question.name!r}")
+            return words.write(words.Answer(question.number, method(*question.args)))
         except Exception as error:
-            return words.Answer(question.number, None, words.as_one_sentence(error, question.name))
+            said = words.as_one_sentence(error, f"{question.name} cannot be answered")
+            return words.write(words.Answer(question.number, None, said))
 
     def _abort_gone(self) -> None:
         for client in self.lifelines.take_gone():
             keys = self._running.pop(client, set())
+            self.progress.forget(client)
             for key in keys:
                 self.core.abort(key)
             logger.info("A client has left; %d requests of its were aborted", len(keys))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvasir.args import EngineArgs
 from kvasir.config import EngineConfig
-from kvasir.messages import NULL_BLOCK, DeviceMemory, KVSpec, StepPlan, StepResult
+from kvasir.messages import NULL_BLOCK, DeviceMemory, KVSpec, StepCosts, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -63,6 +63,7 @@ class EchoExecutor:
         self.computed = np.zeros(max_rows, np.int64)
         self.next_token = np.full(max_rows, -7, np.int64)
         self.pages = np.zeros((0, block_size), np.int64)
+        self.host_pages = np.zeros((0, block_size), np.int64)
         self._plan: StepPlan | None = None
 
     def kv_spec(self) -> KVSpec:
@@ -71,8 +72,12 @@ class EchoExecutor:
     def available_kv_bytes(self) -> int:
         return 1 << 20
 
-    def allocate_kv(self, num_blocks: int) -> None:
+    def allocate_kv(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.pages = np.full((num_blocks, self.block_size), -9, np.int64)
+        self.host_pages = np.full((num_host_blocks, self.block_size), -8, np.int64)
+
+    def measure_costs(self) -> StepCosts:
+        return StepCosts(1e-6, 1e-6)
 
     def memory(self) -> DeviceMemory:
         return DeviceMemory(None, 0, 0)
@@ -82,7 +87,7 @@ class EchoExecutor:
             self.computed[new.row] = new.num_computed
         assert len(set(plan.table_index.tolist())) == len(plan.table_index), "a table entry is set twice in one step"
         self.tables.reshape(-1)[plan.table_index] = plan.table_block
-        self.pages[plan.copies[:, 1]] = self.pages[plan.copies[:, 0]]
+        self._copy(plan)
         self._plan = plan
         at = 0
         written: dict[tuple[int, int], int] = {}
@@ -98,6 +103,14 @@ class EchoExecutor:
                     self.pages[slot] = self.next_token[row] if token < 0 else token
             self.computed[row] += count
             at += count
+
+    def _copy(self, plan: StepPlan) -> None:
+        for pairs in (plan.to_host, plan.from_host, plan.copies):
+            assert len(set(pairs[:, 1].tolist())) == len(pairs), "a block is copied to twice in one step"
+        assert not set(plan.copies[:, 0].tolist()) & set(plan.copies[:, 1].tolist()), "a copy of a copy in one step"
+        self.host_pages[plan.to_host[:, 1]] = self.pages[plan.to_host[:, 0]]
+        self.pages[plan.from_host[:, 1]] = self.host_pages[plan.from_host[:, 0]]
+        self.pages[plan.copies[:, 1]] = self.pages[plan.copies[:, 0]]
 
     def sample(self) -> Ready:
         plan = self._plan
@@ -141,11 +154,14 @@ class DelayExecutor:
     def available_kv_bytes(self) -> int:
         return 1 << 30
 
-    def allocate_kv(self, num_blocks: int) -> None:
+    def allocate_kv(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         pass
 
     def memory(self) -> DeviceMemory:
         return DeviceMemory(None, 0, 0)
+
+    def measure_costs(self) -> StepCosts:
+        return StepCosts(1e-6, 1e-6)
 
     def execute(self, plan: StepPlan) -> None:
         self._plan = plan

@@ -32,6 +32,7 @@ class EngineLink:
         process: subprocess.Popen[bytes] | None = None,
     ) -> None:
         self.address = address
+        self.client = client
         self.lifeline = lifeline
         self.process = process
         self.progress = Progress(address.progress)
@@ -65,6 +66,10 @@ class EngineLink:
             except zmq.Again:
                 return
             yield codec.decode_output(data) if kind == words.OUTPUT else words.read(data)
+
+    def requests_of_others(self) -> int:
+        """What other clients have running and waiting there."""
+        return self.progress.requests_of_others(self.client)
 
     def death(self) -> KvasirError | None:
         """Why the engine ended; None while it lives. Does not wait."""

@@ -67,17 +67,19 @@ class Engines:
         wait_for_all(self._processes, "ready")
         for index, process in enumerate(self._processes):
             address = Address(self.directory, index)
-            self.links.append(EngineLink(self._context, address, 0, process.lifeline, process.process))
+            try:
+                self.links.append(EngineLink(self._context, address, 0, process.lifeline, process.process))
+            except OSError:  # it has removed what it had there
+                raise EngineDeadError("the engine process ended as soon as it had started") from None
 
     # ------------------------------------------------------------ to the engines
 
     def add(self, request: EngineRequest, engine: int | None = None) -> None:
         if self.dead is not None:
             raise EngineDeadError(str(self.dead)) from self.dead
-        if engine is not None and engine not in range(len(self.links)):
-            message = f"data_parallel_rank={engine!r} is none of the {len(self.links)} engines"
-            raise RequestError(message, "data_parallel_rank")
-        index = self.router.route(request, [link.progress.num_requests for link in self.links], engine)
+        if engine is not None:
+            self._check_index("data_parallel_rank", engine)
+        index = self.router.route(request, [link.requests_of_others() for link in self.links], engine)
         for key in (request.key, *(fork.key for fork in request.forks)):
             self._at[key] = index
         self.links[index].add(request)
@@ -95,6 +97,7 @@ class Engines:
 
     def ask(self, index: int, name: str, *args: Any) -> int:
         """Ask an engine's core; the Answer of this number comes among the events."""
+        self._check_index("engine", index)
         number = next(self._numbers)
         self.links[index].ask(words.Question(number, name, args))
         return number
@@ -136,6 +139,10 @@ class Engines:
         close_all(self._processes)
         remove_directory(self.directory, len(self._processes))
         self._context.term()
+
+    def _check_index(self, name: str, index: object) -> None:
+        if index not in range(len(self.links)):
+            raise RequestError(f"{name}={index!r} is none of the {len(self.links)} engines, counted from 0", name)
 
     def _note(self, output: EngineOutput) -> None:
         for end in output.finished:

@@ -99,6 +99,10 @@ class OutputProcessor:
                     step.touch(self._branches[key])
         self._finish_all(list(ended.values()), now, step)
         self._take_beams(output.beams, now, step)
+        for end in (end for end in output.finished if end.key in self._searches):  # at its deadline
+            search = self._searches[end.key]
+            step.results.append(search.end(Ending(str(end.reason), end.error)))
+            self._close_search(search, end.num_cached_tokens, str(end.reason), now)
         return step.outputs(), aborts
 
     def _take_beams(self, beams: Sequence[BeamOutput], now: float, step: _Step) -> None:
@@ -200,7 +204,7 @@ class OutputProcessor:
                 continue
             if isinstance(request, BeamState):
                 self._close_search(request, 0, "abort", now)
-                aborted.append(([request.state.key], request.abort()))
+                aborted.append(([request.state.key], request.end(Ending("abort", None))))
                 continue
             keys = [request.key] if isinstance(request, RequestState) else request.running()
             step = _Step()

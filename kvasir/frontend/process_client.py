@@ -11,7 +11,7 @@ from kvasir.config import EngineConfig
 from kvasir.errors import EngineDeadError, KvasirError
 from kvasir.frontend.engine_launch import Executor
 from kvasir.frontend.engines import Engines
-from kvasir.messages import NO_OUTPUT, EngineOutput, EngineRequest, EngineStats
+from kvasir.messages import EngineOutput, EngineRequest, EngineStats
 from kvasir.metrics import sum_stats
 from kvasir.transport import words
 
@@ -50,7 +50,7 @@ class ProcessClient:
     def step(self) -> EngineOutput:
         if not (self._outputs or self._refused):
             self._receive()
-        return self._outputs.popleft() if self._outputs else NO_OUTPUT
+        return self._outputs.popleft() if self._outputs else EngineOutput.empty()
 
     def refused(self) -> list[tuple[int, KvasirError]]:
         refused, self._refused = self._refused, []

@@ -22,7 +22,6 @@ _MOST_BLOCKS = 1 << 16  # remembered of each engine
 class _Engine:
     blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)  # chained hashes, the longest unused first
     tokens: int = 0  # that unfinished requests of this client ask of it
-    requests: int = 0  # unfinished ones of this client
 
     def num_cached(self, chain: list[int]) -> int:
         """Blocks at the beginning that it was sent before."""
@@ -52,14 +51,14 @@ class Router:
         self._block_size = block_size
         self._sent: dict[int, tuple[_Engine, int]] = {}  # where a request is, and its tokens, by key
 
-    def route(self, request: EngineRequest, unfinished: Sequence[int], engine: int | None = None) -> int:
-        """The engine for a request; `unfinished` says how many requests of all clients each has."""
+    def route(self, request: EngineRequest, of_others: Sequence[int], engine: int | None = None) -> int:
+        """The engine for a request, unless it is given; `of_others`: requests that other clients have at each."""
         if len(self._engines) == 1:
             return 0
         chain = self._chain(request)
         cached = [each.num_cached(chain) * self._block_size for each in self._engines]
         if engine is None:
-            engine = self._cheapest(cached, unfinished)
+            engine = self._cheapest(cached, of_others)
             self.stats.diverted += cached[engine] < max(cached)
         self._note(request, engine, len(request.prompt_token_ids) - cached[engine])
         self._engines[engine].remember(chain)
@@ -71,7 +70,6 @@ class Router:
         if key in self._sent:
             engine, tokens = self._sent.pop(key)
             engine.tokens -= tokens
-            engine.requests -= 1
 
     def metrics(self) -> list[Metric]:
         """None where there is nothing to choose."""
@@ -82,10 +80,10 @@ class Router:
         whole = {"router_prefix_tokens": stats.prefix_tokens, "router_diverted": stats.diverted}
         return [*(Counter(*each) for each in sent), *(Counter(PREFIX + name, value) for name, value in whole.items())]
 
-    def _cheapest(self, cached: list[int], unfinished: Sequence[int]) -> int:
+    def _cheapest(self, cached: list[int], of_others: Sequence[int]) -> int:
         costs = [
-            engine.tokens + max(0, requests - engine.requests) * _TOKENS_OF_OTHERS - found
-            for engine, requests, found in zip(self._engines, unfinished, cached, strict=True)
+            engine.tokens + requests * _TOKENS_OF_OTHERS - found
+            for engine, requests, found in zip(self._engines, of_others, cached, strict=True)
         ]
         # among equals the one with the fewest requests so far, so that idle engines take turns
         return min(range(len(costs)), key=lambda index: (costs[index], self.stats.requests[index]))
@@ -98,7 +96,6 @@ class Router:
         for key, cost in tokens.items():
             self._sent[key] = engine, cost
             engine.tokens += cost
-            engine.requests += 1
 
     def _chain(self, request: EngineRequest) -> list[int]:
         """A number for each full block and all before it. The last token is computed in any case."""

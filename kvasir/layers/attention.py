@@ -64,8 +64,14 @@ class Attention(nn.Module):
         self, x: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, last: LastTokens | None = None
     ) -> torch.Tensor:
         """Of all tokens, or of `last` alone, though every token's keys and values are stored."""
+        y: torch.Tensor = self.o(self.attend(self.qkv(x), positions, batch, last))
+        return y
+
+    def attend(
+        self, qkv: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, last: LastTokens | None = None
+    ) -> torch.Tensor:
+        """What stands between the two projections."""
         batch = batch.of_group(self.group)
-        qkv = self.qkv(x)
         if isinstance(self.q_norm, SplitRMSNorm):
             qkv = self._normalise_whole(qkv)
         query = kernels.rope_store(
@@ -85,8 +91,7 @@ class Attention(nn.Module):
         seen = self.backend.forward(
             query, self.kv_cache, batch, scale=self.scale, window=self.window, softcap=self.softcap
         )
-        y: torch.Tensor = self.o(seen.view(len(query), -1))
-        return y
+        return seen.view(len(query), -1)
 
     def _normalise_whole(self, qkv: torch.Tensor) -> torch.Tensor:
         assert self.q_norm is not None and self.k_norm is not None

@@ -21,6 +21,7 @@ from kvasir.sampling.logprobs import Chunk, PromptScores, TokenScores, prompt_re
 from kvasir.sampling.sampler import Sampler, make_stages
 from kvasir.sampling.stages import SampledRows
 from kvasir.sampling.state import NO_LINES, Needs, SamplingState
+from kvasir.worker.host_memory import make_host_memory
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.model import Model
 from kvasir.worker.rows import DeviceRows, StepInputs
@@ -58,9 +59,11 @@ class ModelRunner:
         device: torch.device,
         use_graphs: bool,
         logprobs_mode: str = "raw_logprobs",
+        num_host_blocks: int = 0,
     ) -> None:
         self.model = model
         self.kv_memory = kv_memory
+        self.host_memory = make_host_memory(kv_memory, num_host_blocks)
         self.device = device
         spec = kv_memory.spec
         self.rows = DeviceRows(max_rows, max_model_len, spec.block_size, device, len(spec.windows))
@@ -86,13 +89,16 @@ class ModelRunner:
         if self.graphs is not None and shape is not None:
             told = self.graphs.told(plan, shape)
         shared = np.array([plan.shared_tokens], np.int32)
-        rows, num_tokens, token_ids, shared_tokens, packed, index, block, copies = upload(
-            [*told, shared, new_rows, plan.table_index, plan.table_block, plan.copies], self.device
+        changes = (plan.table_index, plan.table_block, plan.copies, plan.to_host[:, 0], plan.from_host[:, 1])
+        rows, num_tokens, token_ids, shared_tokens, packed, index, block, copies, leaving, arriving = upload(
+            [*told, shared, new_rows, *changes], self.device
         )
         if plan.new_rows:
             self._open_rows(packed.view(new_rows.shape), plan.new_rows)
         if len(plan.table_index):
             self.rows.set_tables(index, block)
+        if len(leaving) or len(arriving):
+            self.host_memory.exchange(plan.to_host[:, 1], plan.from_host[:, 0], leaving, arriving)
         if len(plan.copies):
             self.kv_memory.copy_blocks(copies.view(-1, 2))
         if self.graphs is None or shape is None:

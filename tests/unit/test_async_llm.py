@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ from typing import Any
 import pytest
 
 from kvasir import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs
+from kvasir.config import all_settings
 from kvasir.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
 from kvasir.executor.fake import fake_config
+from kvasir.outputs import RequestOutput
 from kvasir.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from tests.builders import VOCAB, expected
 from tests.conftest import ROOT
@@ -178,6 +181,22 @@ def test_what_the_core_refuses_is_raised_as_it_is(llm: AsyncLLM) -> None:
     run(work())
 
 
+@pytest.mark.skipif("max_queued_requests" not in all_settings(), reason="no queue limits in this tree")
+def test_full_queues_and_deadlines_cross_the_boundary() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        tasks = [asyncio.create_task(last(llm, tokens(i), greedy(100))) for i in range(20)]
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        refused = [each for each in found if isinstance(each, OverloadedError)]
+        assert refused and all(error.retry_after > 0 for error in refused)
+        assert all(isinstance(each, OverloadedError | RequestOutput) for each in found)
+        late = await last(llm, tokens(1), greedy(4000), timeout=0.3)
+        assert late.outputs[0].finish_reason == "timeout" and "deadline" in str(late.outputs[0].stop_reason)
+        await until(lambda: is_idle(llm))
+
+    with engine(slow(0.005), max_model_len=4096, max_queued_requests=4, max_num_seqs=4) as llm:
+        run(work(llm))
+
+
 def test_wrong_requests(llm: AsyncLLM) -> None:
     def wrong(match: str, prompt: Any = None, params: Any = None, **rest: Any) -> None:
         with pytest.raises(RequestError, match=match):
@@ -191,6 +210,7 @@ def test_wrong_requests(llm: AsyncLLM) -> None:
     wrong("weight", weight=0)
     wrong("priority", priority=1.5)
     wrong("tenant", tenant=7)
+    wrong("lora_request", lora_request="an adapter")
     run(until(lambda: is_idle(llm)))
 
 
@@ -221,6 +241,8 @@ def test_questions_to_the_core(llm: AsyncLLM) -> None:
                 await llm.call(name)
         with pytest.raises(Exception, match="abort"):
             await llm.call("abort", 1, 2, 3, 4)
+        with pytest.raises(RequestError, match="engine=1"):
+            await llm.call("stats", engine=1)
         names = {metric.name for metric in await llm.get_metrics()}
         assert {"kvasir:num_requests_running", "kvasir:generation_tokens"} <= names
 
@@ -248,6 +270,46 @@ def test_pause_and_resume() -> None:
             await llm.pause_generation(mode="keep")
 
     with engine(slow(0.005), max_model_len=2048) as llm:
+        run(work(llm))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_any_mix_of_readers_leaves_the_others_text_alone(size: int) -> None:
+    """Quick, slow, final-only, branching, aborted and closed ones, in a cache so small that requests are preempted."""
+    rng = random.Random(size)
+
+    async def one(llm: AsyncLLM, number: int) -> None:
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))]
+        count, way = rng.randrange(1, 30), rng.choice(["read", "slow", "final", "branches", "abort", "close"])
+        await asyncio.sleep(rng.random() * 0.3)
+        kind = RequestOutputKind.FINAL_ONLY if way == "final" else rng.choice(list(RequestOutputKind)[:2])
+        params = SamplingParams(max_tokens=count, n=2 if way == "branches" else 1, output_kind=kind)
+        said: dict[int, list[int]] = {}
+        generator = llm.generate(tokens(*prompt), params, str(number))
+        async for output in generator:
+            for each in output.outputs:
+                before = said.get(each.index, []) if kind is RequestOutputKind.DELTA else []
+                said[each.index] = before + each.token_ids
+            if way == "slow":
+                await asyncio.sleep(0.01)
+            elif way == "abort":
+                await llm.abort(str(number))
+            elif way == "close":
+                break
+        await generator.aclose()
+        whole = expected(prompt, count)
+        for text in said.values():
+            assert text == whole[: len(text)], (number, way)
+            assert len(text) == count or way in ("abort", "close"), (number, way)
+
+    async def work(llm: AsyncLLM) -> None:
+        await asyncio.gather(*(one(llm, number) for number in range(200)))
+        await until(lambda: is_idle(llm))
+        assert len(llm.output_processor) == 0 and not llm._streams and not llm._client.engines.num_unfinished
+        assert (await llm.stats()).preemptions > 0
+
+    tight = {"block_size": 4, "num_gpu_blocks_override": 24, "max_num_batched_tokens": 24}
+    with engine(vocab_size=VOCAB, data_parallel_size=size, **tight) as llm:
         run(work(llm))
 
 
@@ -329,4 +391,3 @@ def test_settings_that_cannot_be_sent() -> None:
         AsyncLLM(fake_config(), "kvasir.executor.fake:nothing")
     with pytest.raises(ConfigError, match="logits_processors"):
         AsyncLLM(fake_config(logits_processors=["nowhere:at_all"]), ECHO)
-    assert issubclass(OverloadedError, RequestError)

@@ -207,3 +207,21 @@ async def healthy(llm: AsyncLLM) -> bool:
 
 async def stuck(llm: AsyncLLM) -> bool:
     return not await healthy(llm)
+
+
+def test_an_owner_that_dies_while_the_engine_starts() -> None:
+    program = (
+        "import os\n"
+        "from tests.process_builders import *\n"
+        "from kvasir.frontend.engines import Engines\n"
+        "engines = Engines.start(fake_config(), starts_slowly)\n"
+        "print(engines._processes[0].process.pid, engines.directory, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid, directory = parent.stdout.readline().split()
+    parent.stdout.close()
+    parent.kill()
+    parent.wait()
+    assert gone(int(pid)) and not Path(directory.decode()).exists()

@@ -194,9 +194,9 @@ def test_no_torch_above_the_worker(file: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def loaded_by(*modules: str) -> set[str]:
-    """Which of the heavy libraries a fresh process has after importing these modules."""
-    program = f"import sys, {', '.join(modules)}; print(*[name for name in {HEAVY} if name in sys.modules])"
+def loaded_by(*modules: str, of: tuple[str, ...] = HEAVY) -> set[str]:
+    """Which of these libraries a fresh process has after importing these modules."""
+    program = f"import sys, {', '.join(modules)}; print(*[name for name in {of} if name in sys.modules])"
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
     )
@@ -205,6 +205,14 @@ def loaded_by(*modules: str) -> set[str]:
 
 def test_import_is_light() -> None:
     assert loaded_by("kvasir", "kvasir.args", "kvasir.cli.main") == set()
+
+
+def test_who_runs_offline_needs_nothing_of_a_server() -> None:
+    assert loaded_by("kvasir.llm", of=("zmq", "msgspec", "fastapi", "pydantic", "uvicorn")) == set()
+
+
+def test_the_api_side_runs_without_torch() -> None:
+    assert loaded_by("kvasir.async_llm") == {"numpy"}
 
 
 def test_engine_and_frontend_run_without_torch() -> None:
