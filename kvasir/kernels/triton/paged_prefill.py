@@ -85,6 +85,8 @@ def _prefill_kernel(
                     at = block * block_stride + (token % BLOCK_SIZE) * token_stride + kv_head * head_stride
                     k = tl.load(cache_ptr + at[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0)
                     v = tl.load(cache_ptr + value_stride + at[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+                k = k.to(q.dtype)  # the cache may hold 8-bit floats
+                v = v.to(q.dtype)
                 s = tl.dot(q, tl.trans(k), input_precision="ieee")
                 if SOFTCAP > 0:
                     s = soft_cap(s * scale, SOFTCAP)
