@@ -1,4 +1,4 @@
-"""A KV cache of 8-bit floats: what is stored, what that costs in precision and saves in memory, a checkpoint's scales."""
+"""A KV cache of 8-bit floats: what is stored, what that costs in precision and saves in memory, and scales."""
 
 from __future__ import annotations
 

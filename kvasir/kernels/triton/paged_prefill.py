@@ -125,7 +125,7 @@ def paged_prefill(
     blocks, _, block_size, kv_heads, _ = kv_cache.shape
     padded = triton.next_power_of_2(dim)
     descriptor = block_size % 64 == 0 and padded == dim and query.element_size() == 2 and query.is_cuda
-    descriptor = descriptor and kv_cache.is_contiguous()
+    descriptor = descriptor and kv_cache.is_contiguous() and dim * kv_cache.itemsize >= 32  # bytes of a tile's row
     pages = kv_cache
     block_m, block_n, warps, stages = (128, 64, 4, 3) if descriptor else (64, 32, 4, 3)
     if descriptor:
