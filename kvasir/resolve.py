@@ -12,7 +12,16 @@ from typing import Any
 
 from kvasir import env, hub, platforms, startup
 from kvasir.args import DTYPE_NAMES, EngineArgs
-from kvasir.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from kvasir.config import (
+    EIGHT_BIT_KV,
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    LoadConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from kvasir.errors import ConfigError, ModelError
 from kvasir.gguf_file import read_gguf
 from kvasir.log import get_logger
@@ -32,6 +41,7 @@ LARGE_GPU = 70 * 2**30  # bytes
 LARGE_STEP = 128 * 132  # tokens: as many tiles of 128 rows as an H100 or H200 has multiprocessors, so none idles
 NO_GENERATION_CONFIG = ("kvasir", "vllm")
 END_OF_TEXT = "eos_token_id"
+READS_EIGHT_BIT = ("torch", "triton")  # attention backends
 
 
 def resolve(asked: EngineArgs | EngineConfig) -> EngineConfig:
@@ -51,17 +61,14 @@ def _resolve(config: EngineConfig) -> EngineConfig:
         platform = platforms.select(config.device.device)
     model = _settle_model(config.model, path, platform)
     model = replace(model, tokenizer=_tokenizer(config.model, config.load, path))
-    cache = config.cache
-    if cache.block_size is None:
-        cache = replace(cache, block_size=platform.default_block_size)
-        _say("block_size", cache.block_size, f"the default on {platform.device}")
+    device = _settle_device(config.device, platform)
     return EngineConfig(
         model=model,
         load=_settle_load(config.load, path),
-        cache=cache,
+        cache=_settle_cache(config.cache, model.dtype, device.attention_backend, platform),
         scheduler=_settle_scheduler(config.scheduler, model.max_model_len, platform),
         parallel=_settle_parallel(config.parallel),
-        device=_settle_device(config.device, platform),
+        device=device,
     )
 
 
@@ -273,6 +280,35 @@ def _settle_scheduler(asked: SchedulerConfig, max_model_len: int, platform: plat
         )
     ahead = platform.kind != "cpu" if asked.async_scheduling is None else asked.async_scheduling
     return replace(asked, max_num_seqs=seqs, max_num_batched_tokens=tokens, async_scheduling=ahead)
+
+
+def _settle_cache(asked: CacheConfig, dtype: str, backend: str, platform: platforms.Platform) -> CacheConfig:
+    block_size, kv_dtype = asked.block_size, asked.kv_cache_dtype
+    if block_size is None:
+        block_size = platform.default_block_size
+        _say("block_size", block_size, f"the default on {platform.device}")
+    if kv_dtype not in ("auto", dtype, *EIGHT_BIT_KV):
+        raise ConfigError(
+            f"kv_cache_dtype={kv_dtype!r} is not the model's {dtype}, and the cache holds that or 8 bits; "
+            f"choose auto, {', '.join(EIGHT_BIT_KV)}, or dtype={kv_dtype!r}."
+        )
+    settled = replace(asked, block_size=block_size, kv_dtype=EIGHT_BIT_KV.get(kv_dtype, dtype))
+    if settled.is_eight_bit:
+        _check_eight_bit(settled, backend, platform)
+    return settled
+
+
+def _check_eight_bit(cache: CacheConfig, backend: str, platform: platforms.Platform) -> None:
+    if backend not in READS_EIGHT_BIT:
+        raise ConfigError(
+            f"kv_cache_dtype={cache.kv_cache_dtype!r}: attention_backend={backend!r} reads no 8-bit cache; "
+            f"set attention_backend to one of {', '.join(READS_EIGHT_BIT)}, or kv_cache_dtype='auto'."
+        )
+    if backend == "triton" and cache.kv_dtype == "float8_e4m3fn" and not platform.has_fp8_e4m3:
+        raise ConfigError(
+            f"kv_cache_dtype={cache.kv_cache_dtype!r} needs a GPU that converts it (compute capability 8.9), "
+            f"which {platform.device} does not; kv_cache_dtype='fp8_e5m2' is as small."
+        )
 
 
 def _settle_device(asked: DeviceConfig, platform: platforms.Platform) -> DeviceConfig:

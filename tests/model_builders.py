@@ -236,9 +236,16 @@ class Held:
 class PagedModel:
     """Runs steps over a paged cache whose blocks are scattered, strided, and full of other sequences' leavings."""
 
-    def __init__(self, model: Transformer, num_blocks: int = 128, block_size: int = 4, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        num_blocks: int = 128,
+        block_size: int = 4,
+        device: str = "cpu",
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self.model, self.block_size, self.device = model, block_size, torch.device(device)
-        dtype = model.embedding.weight.dtype
+        dtype = model.embedding.weight.dtype if kv_dtype is None else kv_dtype
         shape = (num_blocks, model.spec.num_layers, *model.page_shape(block_size))
         pool = torch.randn(shape, device=device).mul_(50.0).to(dtype)
         model.bind_kv([pool[:, layer] for layer in range(model.spec.num_layers)])

@@ -28,6 +28,7 @@ from kvasir.models.checkpoint import Safetensors, some
 from kvasir.models.fallback import TransformersModel, load_fallback
 from kvasir.models.fused import Stored, whole
 from kvasir.models.gguf_checkpoint import GGUFCheckpoint
+from kvasir.models.kv_scales import KV_SCALES, load_kv_scales
 from kvasir.models.spec import Architecture, DecoderSpec, Names
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select as select_platform
@@ -68,6 +69,8 @@ def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = N
         _check(source, places, spec)
         _materialise(model, device)
         _fill(source.checkpoint, places, spec, show_progress=config.load.use_tqdm_on_load)
+        if config.cache.is_eight_bit and isinstance(source.checkpoint, Safetensors):
+            load_kv_scales(source.checkpoint, model.attentions())
     for layer in _weight_layers(model):
         layer.process()
     return model.eval()
@@ -83,7 +86,8 @@ class Source:
 
 
 def _open_safetensors(path: Path, architecture: Architecture, hf: Mapping[str, Any]) -> Source:
-    return Source(Safetensors(path, architecture.prefix), architecture.names_for(hf), architecture.ignored)
+    ignored = (*architecture.ignored, *KV_SCALES)
+    return Source(Safetensors(path, architecture.prefix), architecture.names_for(hf), ignored)
 
 
 def _refuse_quantized(hf: Mapping[str, object]) -> None:

@@ -94,7 +94,7 @@ class Transformer(nn.Module):
 
     def page_shape(self, block_size: int) -> tuple[int, int, int, int]:
         """One block of one layer of this rank's cache: [2, block_size, kv_heads, head_dim]."""
-        return 2, block_size, self._attentions()[0].kv_heads, self.spec.head_dim
+        return 2, block_size, self.attentions()[0].kv_heads, self.spec.head_dim
 
     def kv_spec(self, block_size: int, dtype: torch.dtype) -> KVSpec:
         """What this rank needs of the cache."""
@@ -110,13 +110,13 @@ class Transformer(nn.Module):
     def bind_kv(self, caches: Sequence[torch.Tensor]) -> None:
         """Give each layer its view of the cache, [blocks, 2, block_size, kv_heads, head_dim]: one for each layer of a
         group, or one for each of all layers, which then share block tables."""
-        attentions = self._attentions()
+        attentions = self.attentions()
         groups = [(None, list(range(len(attentions))))] if len(caches) == len(attentions) else self._groups
         for group, (_, layers) in enumerate(groups):
             for layer, cache in zip(layers, caches, strict=False):
                 attentions[layer].kv_cache, attentions[layer].group = cache, group
 
-    def _attentions(self) -> list[Attention]:
+    def attentions(self) -> list[Attention]:
         return [module for module in self.modules() if isinstance(module, Attention)]
 
 

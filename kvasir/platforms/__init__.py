@@ -24,6 +24,11 @@ class Platform(ABC):
         self.device = device  # as torch spells it: "cpu", "cuda", "cuda:1"
         self.kind = device.partition(":")[0]
 
+    @property
+    def has_fp8_e4m3(self) -> bool:
+        """Whether its kernels can convert 8-bit floats of this kind."""
+        return True
+
     @abstractmethod
     def available(self) -> bool:
         """Whether this machine and this build of torch have the device."""

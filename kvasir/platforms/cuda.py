@@ -25,6 +25,13 @@ class CudaPlatform(Platform):
     def _index(self) -> int:
         return int(self.device.partition(":")[2] or 0)
 
+    @property
+    def has_fp8_e4m3(self) -> bool:
+        import torch
+
+        nvidia = self.kind == "cuda" and torch.version.hip is None
+        return not nvidia or self._api.get_device_capability(self._index) >= (8, 9)
+
     def available(self) -> bool:
         return bool(self._api.is_available()) and self._index < self._api.device_count()
 

@@ -38,7 +38,7 @@ class Worker:
         self.config, self.mesh = config, mesh
         self.platform = select(config.device.device)
         self.device = torch.device(config.device.device)
-        self.dtype = getattr(torch, config.model.dtype)
+        self.kv_dtype = getattr(torch, config.cache.kv_dtype)
         self.platform.release_memory()  # what is cached in pieces could not become a KV cache in one piece
         started = time.perf_counter()
         self.overlaps = self.device.type != "cpu"
@@ -52,7 +52,7 @@ class Worker:
 
     def kv_spec(self) -> KVSpec:
         assert self.model is not None, "the worker is closed"
-        return self.model.kv_spec(self.config.cache.block_size, self.dtype)
+        return self.model.kv_spec(self.config.cache.block_size, self.kv_dtype)
 
     def available_kv_bytes(self) -> int:
         """What the cache may take: as told, or what is left after weights and the largest step."""
@@ -128,7 +128,7 @@ class Worker:
     def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:
         assert self.model is not None, "the worker is closed"
         memory = KVMemory(self.kv_spec(), num_blocks, self.device)
-        self.model.bind_kv(memory.views(self.model.page_shape(memory.spec.block_size), self.dtype))
+        self.model.bind_kv(memory.views(self.model.page_shape(memory.spec.block_size), self.kv_dtype))
         return ModelRunner(
             self.model,
             memory,

@@ -125,7 +125,7 @@ CASES = {
     "gpu_memory_utilization": Case(0.5, shows=lambda c, w: c.cache.gpu_memory_utilization == 0.5),
     "kv_cache_memory_bytes": Case("2G", shows=lambda c, w: c.cache.kv_cache_memory_bytes == 2**31),
     "num_gpu_blocks_override": Case(99, shows=lambda c, w: c.cache.num_gpu_blocks_override == 99),
-    "kv_cache_dtype": Case("fp8", refused="the model's own dtype"),
+    "kv_cache_dtype": Case("fp8", shows=lambda c, w: c.cache.kv_dtype == "float8_e4m3fn"),
     "enable_prefix_caching": Case(False, shows=lambda c, w: c.cache.enable_prefix_caching is False),
     "swap_space": Case(4, shows=lambda c, w: c.cache.swap_space == 4),
     "kv_offloading_size": Case(1.5, shows=lambda c, w: c.cache.kv_offloading_size == 1.5),
