@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.conftest import _absent
 from tests.server_process import LiveServer
 
 NASTY = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\"> & <b>bold</b>"
-SAID = NASTY + " The sea is wide, and the ship is small." * 7
+SAID = NASTY + " The sea is wide, and the ship is small." * 100  # more than anybody waits for
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +39,10 @@ def browser() -> Iterator[Any]:
     path = next((found for name in names if (found := shutil.which(name))), None)
     if path is None:
         _absent("there is no Chromium; on Debian `apt-get install chromium` brings it")
-    playwright = pytest.importorskip("playwright.sync_api")
+    if find_spec("playwright") is None:
+        _absent("playwright is not installed; `make test` does it")
+    from playwright import sync_api as playwright
+
     with playwright.sync_playwright() as driver:
         # A container has no user namespaces for Chromium's sandbox; the pages are our own.
         started = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
