@@ -4,6 +4,7 @@
 
 #include "kernels.h"
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 // ---------------------------------------------------------------- the machine
@@ -89,3 +90,4 @@ void kv_logit_floor(const void *logits, int32_t is_float, int32_t lines, int32_t
 void kv_draw(const void *logits, int32_t is_float, int32_t lines, int32_t vocabulary, const kv_sampling *,
              const int32_t *positions, int32_t *tokens);
 }
+#pragma GCC visibility pop
