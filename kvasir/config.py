@@ -108,7 +108,10 @@ class ModelConfig(_Checked):
     runner: str = setting("auto", "What the model is run for.", choices=("auto", "generate"))
     convert: str = setting("auto", "Adapter that turns the model into another kind.", choices=("auto", "none"))
     quantization: str | None = setting(
-        None, "How weights are quantized.", refused="Only unquantized weights run so far."
+        None,
+        "How weights are kept on the CPU: int8 or int4, quantized while they are loaded; gguf: as a GGUF file has them, "
+        "which is what unset means for such a file; none: expanded to dtype.",
+        choices=("int8", "int4", "gguf", "none"),
     )
     enable_lora: bool = setting(False, "Serve LoRA adapters.", refused="LoRA adapters are not served yet.")
     speculative_config: dict[str, Any] | None = setting(
@@ -164,7 +167,9 @@ class CacheConfig(_Checked):
         None, "Number of KV cache blocks, instead of a measured one.", minimum=1
     )
     kv_cache_dtype: str = setting(
-        "auto", "Type of keys and values in the cache.", refused="The cache holds the model's own dtype so far."
+        "auto",
+        "Type of keys and values in the cache. auto: the model's own; int8: half of that, on the CPU.",
+        choices=("auto", "int8"),
     )
     enable_prefix_caching: bool = setting(True, "Reuse cached blocks of a prompt's beginning across requests.")
     swap_space: float = setting(0.0, "GiB of CPU memory for swapped blocks.", refused="There is no CPU tier yet.")
@@ -238,8 +243,9 @@ class DeviceConfig(_Checked):
     device: str = setting("auto", "cpu, cuda, xpu or mps, or one of several (cuda:1). auto: the best there is.")
     attention_backend: str = setting(
         "auto",
-        "Attention implementation. torch: plain torch, on any device; triton: our kernels, on a GPU.",
-        choices=("auto", "torch", "triton"),
+        "Attention implementation, and with it who runs the layers. torch: plain torch, on any device; triton: our "
+        "kernels, on a GPU; cpu: our C++ library.",
+        choices=("auto", "torch", "triton", "cpu"),
     )
     enforce_eager: bool = setting(False, "Launch every kernel by itself instead of replaying CUDA graphs.")
 

@@ -48,13 +48,15 @@ def resolve(asked: EngineArgs | EngineConfig) -> EngineConfig:
     if cache.block_size is None:
         cache = replace(cache, block_size=platform.default_block_size)
         _say("block_size", cache.block_size, f"the default on {platform.device}")
+    load, device = _settle_load(config.load, path), _settle_device(config.device, model.dtype, platform)
+    _refuse_what_needs_the_library(config, device)
     return EngineConfig(
-        model=model,
-        load=_settle_load(config.load, path),
+        model=replace(model, quantization=_quantization(model.quantization, load, device)),
+        load=load,
         cache=cache,
         scheduler=_settle_scheduler(config.scheduler, model.max_model_len, platform),
         parallel=_settle_parallel(config.parallel),
-        device=_settle_device(config.device, platform),
+        device=device,
     )
 
 
@@ -71,7 +73,7 @@ def _settle_model(asked: ModelConfig, path: Path, platform: platforms.Platform) 
         path=str(path),
         hf=hf,
         vocab_size=_vocab_size(hf, path),
-        dtype=_dtype(asked.dtype, hf, platform),
+        dtype=_dtype(asked, hf, platform),
         max_model_len=_max_model_len(asked.max_model_len, hf, path),
         generation=_generation(asked, path),
         chat_template=_chat_template(asked.chat_template),
@@ -137,9 +139,12 @@ def _vocab_size(hf: dict[str, Any], path: Path) -> int:
     return size
 
 
-def _dtype(asked: str, hf: dict[str, Any], platform: platforms.Platform) -> str:
-    if asked != "auto":
-        return DTYPE_NAMES.get(asked, asked)
+def _dtype(model: ModelConfig, hf: dict[str, Any], platform: platforms.Platform) -> str:
+    if model.dtype != "auto":
+        return DTYPE_NAMES.get(model.dtype, model.dtype)
+    if model.quantization in ("int8", "int4"):
+        _say("dtype", "bfloat16", f"what quantization={model.quantization} computes with")
+        return "bfloat16"
     checkpoint = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     dtype = platform.default_dtype(checkpoint)
     _say("dtype", dtype, f"the checkpoint is {checkpoint}, the device {platform.device}")
@@ -268,8 +273,16 @@ def _settle_scheduler(asked: SchedulerConfig, max_model_len: int, platform: plat
     return replace(asked, max_num_seqs=seqs, max_num_batched_tokens=tokens, async_scheduling=ahead)
 
 
-def _settle_device(asked: DeviceConfig, platform: platforms.Platform) -> DeviceConfig:
-    backend = platform.default_attention if asked.attention_backend == "auto" else asked.attention_backend
+def _settle_device(asked: DeviceConfig, dtype: str, platform: platforms.Platform) -> DeviceConfig:
+    backend = asked.attention_backend
+    if backend == "auto":
+        backend = platform.default_attention(dtype)
+    if backend == "cpu" and platform.default_attention(dtype) != "cpu":
+        raise ConfigError(
+            f"attention_backend='cpu' is our C++ library on the CPU for bfloat16; here are {dtype} on "
+            f"{platform.device}{'' if platform.kind != 'cpu' or dtype != 'bfloat16' else ' and no library'}. "
+            f"Leave it at auto, or set dtype='bfloat16'."
+        )
     if backend == "triton" and platform.kind == "cpu":
         raise ConfigError("attention_backend='triton' needs a GPU, and device is cpu; leave it at auto, or set torch.")
     if asked.device == "auto":
@@ -277,6 +290,27 @@ def _settle_device(asked: DeviceConfig, platform: platforms.Platform) -> DeviceC
     if asked.attention_backend == "auto":
         _say("attention_backend", backend, f"the default on {platform.device}")
     return replace(asked, device=platform.device, attention_backend=backend)
+
+
+def _refuse_what_needs_the_library(asked: EngineConfig, device: DeviceConfig) -> None:
+    """Quantized weights and caches are the CPU library's."""
+    wishes = {"quantization": asked.model.quantization, "kv_cache_dtype": asked.cache.kv_cache_dtype}
+    for name, value in wishes.items():
+        if value not in (None, "none", "auto") and device.attention_backend != "cpu":
+            raise ConfigError(
+                f"{name}={value!r} runs on the CPU, in bfloat16, with our C++ library (attention_backend='cpu'); here "
+                f"the device is {device.device} and the backend {device.attention_backend}. Leave {name} unset."
+            )
+
+
+def _quantization(asked: str | None, load: LoadConfig, device: DeviceConfig) -> str | None:
+    """None where weights are as they are."""
+    if asked == "gguf" and load.load_format != "gguf":
+        raise ConfigError("quantization='gguf' is for GGUF files; choose int8 or int4, or leave it unset.")
+    if asked is None and load.load_format == "gguf" and device.attention_backend == "cpu":
+        _say("quantization", "gguf", "as the file has its weights")
+        return "gguf"
+    return None if asked == "none" else asked
 
 
 def _say(name: str, value: object, why: str) -> None:

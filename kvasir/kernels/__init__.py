@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from kvasir.kernels import onednn, reference
+from kvasir.kernels.cpu import ops
 from kvasir.kernels.reference import ACTIVATIONS, rotary, store_kv
 from kvasir.log import get_logger
+from kvasir.platforms.cpu_library import library
 
 logger = get_logger(__name__)
 
@@ -63,7 +65,17 @@ def reference_only() -> Iterator[None]:
 
 
 def _version_for(x: torch.Tensor) -> Any:
-    return _fast() if x.is_cuda and not _reference_only else reference
+    if _reference_only:
+        return reference
+    if x.is_cuda:
+        return _fast()
+    return ops if x.dtype == torch.bfloat16 and x.device.type == "cpu" and library() is not None else reference
+
+
+def _version_for_logits(logits: torch.Tensor) -> Any:
+    """The CPU library takes logits in float32, too."""
+    on_cpu = logits.device.type == "cpu" and logits.dtype == torch.float32 and not _reference_only
+    return ops if on_cpu and library() is not None else _version_for(logits)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -80,9 +92,9 @@ def add_rms_norm(
 
 def gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     version = _version_for(x)
-    if version is reference or kind != "silu":
+    if version is reference or (x.is_cuda and kind != "silu"):
         return reference.gated_activation(x, kind)
-    active: torch.Tensor = version.silu_mul(x)
+    active: torch.Tensor = version.silu_mul(x) if x.is_cuda else version.gated_activation(x, kind)
     return active
 
 
@@ -94,19 +106,19 @@ def rope_store(qkv: torch.Tensor, *args: Any) -> torch.Tensor:
 
 def logit_floor(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
     """See reference.logit_floor."""
-    floor: torch.Tensor = _version_for(logits).logit_floor(logits, *args)
+    floor: torch.Tensor = _version_for_logits(logits).logit_floor(logits, *args)
     return floor
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """See reference.grouped_linear; on a GPU nothing waits."""
-    y: torch.Tensor = _version_for(x).grouped_linear(x, weight, starts)
+    y: torch.Tensor = (_version_for(x) if x.is_cuda else reference).grouped_linear(x, weight, starts)
     return y
 
 
 def draw(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
     """See reference.draw."""
-    tokens: torch.Tensor = _version_for(logits).draw(logits, *args)
+    tokens: torch.Tensor = _version_for_logits(logits).draw(logits, *args)
     return tokens
 
 
@@ -117,8 +129,7 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, in] times weight [out, in] (as it is, or packed), plus bias [out]."""
-    version = _version_for(x)
-    if version is not reference and version.takes(x, weight):
-        y: torch.Tensor = version.gemv(x, weight, bias)
+    if x.is_cuda and not _reference_only and _fast() is not reference and _fast().takes(x, weight):
+        y: torch.Tensor = _fast().gemv(x, weight, bias)
         return y
     return (onednn if onednn.usable(x) else reference).linear(x, weight, bias)

@@ -34,7 +34,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.spec, self.vocab_size, self.max_positions = spec, spec.vocab_size, max_positions
         width = spec.embedding_size or spec.hidden_size
-        self.embedding = Embedding(build, spec.vocab_size, width)
+        self.embedding = Embedding(build, spec.vocab_size, width, tied=spec.tie_embeddings)
         self.project_in: nn.Module = NoNorm()
         self.project_out: nn.Module = NoNorm()
         if width != spec.hidden_size:

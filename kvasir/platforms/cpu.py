@@ -7,7 +7,7 @@ import resource
 import sys
 from pathlib import Path
 
-from kvasir.platforms import Platform
+from kvasir.platforms import Platform, cpu_library
 
 # Limit, use and details of the container's memory: control groups version 2, then version 1.
 _CGROUPS = (
@@ -23,6 +23,10 @@ _CGROUPS = (
 class CpuPlatform(Platform):
     def available(self) -> bool:
         return True
+
+    def default_attention(self, dtype: str) -> str:
+        """The library runs bfloat16; float32 is torch's."""
+        return "cpu" if dtype == "bfloat16" and cpu_library.library() is not None else "torch"
 
     def memory_bytes(self) -> int | None:
         known = [_physical(), *(_number(limit) for limit, _, _ in _CGROUPS)]

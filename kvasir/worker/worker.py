@@ -15,8 +15,7 @@ from kvasir.config import EngineConfig
 from kvasir.distributed.mesh import Mesh
 from kvasir.log import get_logger
 from kvasir.messages import Extras, KVSpec, NewRow, RowSampling, StepPlan
-from kvasir.models.fallback import TransformersModel
-from kvasir.models.loader import load
+from kvasir.models.loader import LoadedModel, load
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select
 from kvasir.worker.kv_memory import KVMemory
@@ -36,7 +35,7 @@ class Worker:
         self.platform.release_memory()  # what is cached in pieces could not become a KV cache in one piece
         started = time.perf_counter()
         self.overlaps = self.device.type != "cpu"
-        self.model: Transformer | TransformersModel | None = load(config, self.device, mesh)
+        self.model: LoadedModel | None = load(config, self.device, mesh)
         self.runner: ModelRunner | None = None
         logger.info(
             "loaded %s (%s, %s) in %.1f s",

@@ -10,7 +10,7 @@ import torch
 from kvasir.kernels.cpu.structs import ACTIVATIONS, Matrix
 from kvasir.platforms.cpu_library import loaded
 
-_KINDS = {"bf16": 0, "q8": 1, "q4": 2}
+_KINDS = {"bf16": 0, "q8": 1, "q4": 2, "plain": 3}
 _SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -69,11 +69,13 @@ class Layout:
     @property
     def data_bytes(self) -> int:
         numbers = self._padded_outputs * self.padded_inputs
+        if self.format.kind == "plain":
+            return self.outputs * self.inputs * 2
         return {"bf16": numbers * 2, "q8": numbers, "q4": numbers // 2}[self.format.kind]
 
     @property
     def scale_bytes(self) -> int:
-        if self.format.kind == "bf16":
+        if self.format.kind in ("bf16", "plain"):
             return 0
         return self._padded_outputs * self.padded_inputs // self.format.group * 2
 
@@ -178,9 +180,15 @@ def pack(weight: torch.Tensor, form: Format = BF16, bias: torch.Tensor | None = 
     return packed
 
 
+def plain(weight: torch.Tensor) -> PackedMatrix:
+    """A matrix of bfloat16 as it is, to take rows from."""
+    layout = Layout(Format("plain"), *weight.shape)
+    return PackedMatrix(layout, weight.contiguous().view(torch.uint8).view(-1))
+
+
 def _dense(x: torch.Tensor) -> torch.Tensor:
     assert x.dtype == torch.bfloat16, f"the library multiplies bfloat16, not {x.dtype}"
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-__all__ = ["BF16", "GGUF", "INT4", "INT8", "Format", "Layout", "PackedMatrix", "pack"]
+__all__ = ["BF16", "GGUF", "INT4", "INT8", "Format", "Layout", "PackedMatrix", "pack", "plain"]
