@@ -247,6 +247,15 @@ class DeviceConfig(_Checked):
         "kernels, on a GPU; cpu: our C++ library.",
         choices=("auto", "torch", "triton", "cpu"),
     )
+    cpu_threads: int | None = setting(
+        None,
+        "Threads that compute on the CPU, for each worker. Unset: the CPUs this process may use by affinity, container "
+        "quota and OMP_NUM_THREADS, shared by the workers.",
+        minimum=1,
+    )
+    cpu_bind: str | None = setting(
+        None, "CPUs that the threads are bound to, such as 0-3,8, shared by the workers. Unset: those the process may use."
+    )
     enforce_eager: bool = setting(False, "Launch every kernel by itself instead of replaying CUDA graphs.")
 
 

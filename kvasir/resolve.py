@@ -49,7 +49,8 @@ def resolve(asked: EngineArgs | EngineConfig) -> EngineConfig:
         cache = replace(cache, block_size=platform.default_block_size)
         _say("block_size", cache.block_size, f"the default on {platform.device}")
     load, device = _settle_load(config.load, path), _settle_device(config.device, model.dtype, platform)
-    _refuse_what_needs_the_library(config, device)
+    device = _settle_threads(device, config.parallel.tensor_parallel_size, platform)
+    _refuse_what_needs_the_library(config, model, device)
     return EngineConfig(
         model=replace(model, quantization=_quantization(model.quantization, load, device)),
         load=load,
@@ -292,9 +293,26 @@ def _settle_device(asked: DeviceConfig, dtype: str, platform: platforms.Platform
     return replace(asked, device=platform.device, attention_backend=backend)
 
 
-def _refuse_what_needs_the_library(asked: EngineConfig, device: DeviceConfig) -> None:
+def _settle_threads(asked: DeviceConfig, workers: int, platform: platforms.Platform) -> DeviceConfig:
+    if platform.kind != "cpu":
+        if asked.cpu_threads is not None or asked.cpu_bind is not None:
+            raise ConfigError(f"cpu_threads and cpu_bind are for device='cpu'; the device is {platform.device}.")
+        return asked
+    from kvasir.platforms.cpu import parse_cpus, usable_cpus
+
+    cpus = len(parse_cpus(asked.cpu_bind)) if asked.cpu_bind is not None else usable_cpus()
+    if asked.cpu_threads is not None:
+        return asked
+    threads = max(1, cpus // workers)
+    _say("cpu_threads", threads, f"{cpus} CPUs for {workers} workers" if workers > 1 else "the CPUs there are")
+    return replace(asked, cpu_threads=threads)
+
+
+def _refuse_what_needs_the_library(asked: EngineConfig, model: ModelConfig, device: DeviceConfig) -> None:
     """Quantized weights and caches are the CPU library's."""
     wishes = {"quantization": asked.model.quantization, "kv_cache_dtype": asked.cache.kv_cache_dtype}
+    if asked.cache.kv_cache_dtype != "auto" and model.model_impl == "transformers":
+        raise ConfigError("kv_cache_dtype='int8' needs a model that Kvasir runs itself; leave it at auto.")
     for name, value in wishes.items():
         if value not in (None, "none", "auto") and device.attention_backend != "cpu":
             raise ConfigError(

@@ -11,9 +11,8 @@ extern "C" {
 const char *kv_instruction_set();                 // the one in use
 int32_t kv_use_instruction_set(const char *name);  // 0: this CPU cannot, and nothing has changed
 const char *kv_instruction_sets();                // all this CPU can run, best first, with spaces between
-void kv_configure(int32_t threads, const int32_t *cpus);
+void kv_configure(int32_t threads, const int32_t *cpus);  // one CPU for each thread; null: those there are
 int32_t kv_threads();
-int32_t kv_usable_cpus();
 
 // The sizes of the structures below, to be compared with the caller's.
 int64_t kv_layout();

@@ -8,9 +8,7 @@
 
 #include <atomic>
 #include <condition_variable>
-#include <fstream>
 #include <mutex>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -135,12 +133,6 @@ Pool *pool = nullptr;  // lives as long as the process: threads at exit are the 
 int wanted_threads = 0;
 std::vector<int> wanted_cpus;
 
-Pool &current_pool() {
-  std::lock_guard<std::mutex> lock(configuring);
-  if (!pool || !pool->is_ours()) pool = new Pool(wanted_threads ? wanted_threads : usable_cpus(), wanted_cpus);
-  return *pool;
-}
-
 std::vector<int> allowed_cpus() {
   std::vector<int> cpus;
 #if defined(__linux__)
@@ -152,25 +144,19 @@ std::vector<int> allowed_cpus() {
   return cpus;
 }
 
-// The control group's limit in CPUs; 0: none.
-double quota() {
-  std::string limit;
-  double period = 0;
-  if (std::ifstream file{"/sys/fs/cgroup/cpu.max"}; file >> limit >> period && limit != "max")
-    return std::stod(limit) / period;
-  double allowed = 0;
-  std::ifstream quota_file{"/sys/fs/cgroup/cpu/cpu.cfs_quota_us"}, period_file{"/sys/fs/cgroup/cpu/cpu.cfs_period_us"};
-  return quota_file >> allowed && period_file >> period && allowed > 0 ? allowed / period : 0;
+Pool &current_pool() {
+  std::lock_guard<std::mutex> lock(configuring);
+  if (!pool || !pool->is_ours()) {
+    if (wanted_threads == 0) {
+      wanted_cpus = allowed_cpus();
+      wanted_threads = int(wanted_cpus.empty() ? 1 : wanted_cpus.size());
+    }
+    pool = new Pool(wanted_threads, wanted_cpus);
+  }
+  return *pool;
 }
 
 }  // namespace
-
-int usable_cpus() {
-  int cpus = int(allowed_cpus().size());
-  if (cpus == 0) cpus = int(std::thread::hardware_concurrency());
-  if (double limit = quota(); limit > 0 && limit < cpus) cpus = int(limit + 0.5);
-  return cpus > 0 ? cpus : 1;
-}
 
 void configure_pool(int threads, const int *cpus) {
   std::lock_guard<std::mutex> lock(configuring);
@@ -212,4 +198,3 @@ void *thread_buffer(int slot, size_t bytes) {
 
 void kv_configure(int32_t threads, const int32_t *cpus) { kvasir::configure_pool(threads, cpus); }
 int32_t kv_threads() { return kvasir::pool_threads(); }
-int32_t kv_usable_cpus() { return kvasir::usable_cpus(); }

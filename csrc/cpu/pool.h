@@ -10,8 +10,6 @@ using Task = void (*)(void *context, int task);
 // How many threads, and on which CPUs (null: those the process may use). Takes effect with the next call.
 void configure_pool(int threads, const int *cpus);
 int pool_threads();
-// How many CPUs this process may use: by its affinity, and by its control group's quota.
-int usable_cpus();
 
 // Runs tasks 0 .. count - 1 and returns when all are done. Each worker begins with its own share, so that what it
 // touched before is near, and helps others when it is through. Calls from several threads take turns.

@@ -23,7 +23,6 @@ from kvasir.layers.linear import Linear
 from kvasir.layers.mlp import MLP, GatedMLP
 from kvasir.layers.norm import LayerNorm, NoNorm, RMSNorm, SplitRMSNorm
 from kvasir.log import get_logger
-from kvasir.messages import KVSpec
 from kvasir.models.decoder_layer import DecoderLayer, ParallelLayer, SumNormLayer
 from kvasir.models.transformer import Transformer
 from kvasir.platforms.cpu_library import instruction_set, loaded, num_threads
@@ -40,6 +39,7 @@ class NativeDecoder(nn.Module):
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.model, self.vocab_size, self.logits = model, model.vocab_size, model.logits
+        self.page_shape, self.kv_spec = model.page_shape, model.kv_spec
         self._layers = (Layer * len(model.layers))()
         self._decoder = Decoder()
 
@@ -52,12 +52,6 @@ class NativeDecoder(nn.Module):
         return out
 
     # ------------------------------------------------------------ the KV cache
-
-    def page_shape(self, block_size: int) -> tuple[int, ...]:
-        return self.model.page_shape(block_size)
-
-    def kv_spec(self, block_size: int, dtype: torch.dtype) -> KVSpec:
-        return self.model.kv_spec(block_size, dtype)
 
     def bind_kv(self, caches: Sequence[torch.Tensor]) -> None:
         self.model.bind_kv(caches)

@@ -18,6 +18,7 @@ from kvasir.messages import Extras, KVSpec, NewRow, RowSampling, StepPlan
 from kvasir.models.loader import LoadedModel, load
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select
+from kvasir.worker.cpu_threads import use_threads
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.model_runner import ModelRunner
 from kvasir.worker.staging import DeviceResult
@@ -31,7 +32,9 @@ class Worker:
         self.config = config
         self.platform = select(config.device.device)
         self.device = torch.device(config.device.device)
-        self.dtype = getattr(torch, config.model.dtype)
+        self.kv_dtype = getattr(torch, config.model.dtype if config.cache.kv_cache_dtype == "auto" else "int8")
+        if self.device.type == "cpu":
+            use_threads(config, mesh or Mesh())
         self.platform.release_memory()  # what is cached in pieces could not become a KV cache in one piece
         started = time.perf_counter()
         self.overlaps = self.device.type != "cpu"
@@ -44,7 +47,7 @@ class Worker:
 
     def kv_spec(self) -> KVSpec:
         assert self.model is not None, "the worker is closed"
-        return self.model.kv_spec(self.config.cache.block_size, self.dtype)
+        return self.model.kv_spec(self.config.cache.block_size, self.kv_dtype)
 
     def available_kv_bytes(self) -> int:
         """What the cache may take: as told, or what is left after weights and the largest step."""
@@ -107,7 +110,8 @@ class Worker:
     def _make_runner(self, num_blocks: int) -> ModelRunner:
         assert self.model is not None, "the worker is closed"
         memory = KVMemory(self.kv_spec(), num_blocks, self.device)
-        self.model.bind_kv(memory.views(self.model.page_shape(memory.spec.block_size), self.dtype))
+        page_shape = self.model.page_shape(memory.spec.block_size, self.kv_dtype)
+        self.model.bind_kv(memory.views(page_shape, self.kv_dtype))
         return ModelRunner(
             self.model,
             memory,

@@ -75,6 +75,20 @@ def build(target: Path = HERE / NAME, extra: Sequence[str] = ()) -> Path:
     return target
 
 
+def check_with_sanitizer(kind: str) -> str:
+    """Build the library's own tests with a sanitizer ("thread", "address,undefined") and run them; what they print."""
+    flags = ["-O1", "-g", f"-fsanitize={kind}", "-fno-sanitize-recover=all"]
+    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(os.cpu_count() or 1) as workers:
+        files = [*sources(), SOURCES / "tests" / "test_library.cpp"]
+        objects = list(workers.map(lambda file: _compile(file, Path(place), flags), files))
+        program = Path(place) / "test_library"
+        _run([*compiler(), "-pthread", *flags, *map(str, objects), "-o", str(program)])
+        ran = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise AssertionError(f"the library's tests under {kind} ended with {ran.returncode}:\n{ran.stdout}{ran.stderr}")
+    return ran.stdout.strip()
+
+
 def _compile(file: Path, place: Path, extra: Sequence[str]) -> Path:
     made = place / f"{file.stem}.o"
     _run([*compiler(), *_COMMON, *_QUIET, *_FLAGS.get(file.name, []), *extra, "-c", str(file), "-o", str(made)])
@@ -91,8 +105,13 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> int:
+    """Without arguments: build. With `sanitize`: build and run the library's own tests under both sanitizers."""
     started = time.perf_counter()
     try:
+        if sys.argv[1:] == ["sanitize"]:
+            for kind in ("thread", "address,undefined"):
+                print(f"{kind}: {check_with_sanitizer(kind)}")
+            return 0
         made = build()
     except NoCompiler as error:
         print(f"The CPU library was not built: {error}", file=sys.stderr)
