@@ -13,7 +13,10 @@ __version_tuple__ = (0, 1, 0)
 _EXPORTS = {
     "LLM": "kvasir.llm",
     "LLMEngine": "kvasir.llm_engine",
+    "AsyncLLM": "kvasir.async_llm",
+    "AsyncLLMEngine": "kvasir.async_llm",
     "EngineArgs": "kvasir.args",
+    "AsyncEngineArgs": "kvasir.args",
     "SamplingParams": "kvasir.sampling_params",
     "BeamSearchParams": "kvasir.sampling_params",
     "RequestOutput": "kvasir.outputs",
@@ -26,7 +29,10 @@ _EXPORTS = {
 __all__ = ["__version__", "__version_tuple__", *_EXPORTS]
 
 if TYPE_CHECKING:
+    from kvasir.args import AsyncEngineArgs as AsyncEngineArgs
     from kvasir.args import EngineArgs as EngineArgs
+    from kvasir.async_llm import AsyncLLM as AsyncLLM
+    from kvasir.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from kvasir.llm import LLM as LLM
     from kvasir.llm_engine import LLMEngine as LLMEngine
     from kvasir.models.registry import ModelRegistry as ModelRegistry

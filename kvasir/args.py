@@ -95,6 +95,9 @@ class EngineArgs:
         return cls(**{name: value for name, value in vars(namespace).items() if name in names})
 
 
+AsyncEngineArgs = EngineArgs  # vLLM's name for those of an AsyncLLM
+
+
 def flag(name: str) -> str:
     """The command-line flag of a setting."""
     return "--" + name.replace("_", "-")

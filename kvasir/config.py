@@ -172,8 +172,38 @@ class CacheConfig(_Checked):
         choices=("auto", "int8"),
     )
     enable_prefix_caching: bool = setting(True, "Reuse cached blocks of a prompt's beginning across requests.")
-    swap_space: float = setting(0.0, "GiB of CPU memory for swapped blocks.", refused="There is no CPU tier yet.")
+    swap_space: float = setting(
+        0.0,
+        "GiB of host memory for each device in which blocks of preempted requests wait for their return.",
+        minimum=0,
+    )
+    kv_offloading_size: float = setting(
+        0.0, "GiB of host memory, over all devices, in which evicted blocks of cached prefixes live on.", minimum=0
+    )
+    preemption_mode: str = setting(
+        "auto",
+        "What becomes of a preempted request's blocks. swap: they wait in swap_space; recompute: they are computed "
+        "again; auto: whichever is quicker, as measured at the start, each time.",
+        choices=("auto", "swap", "recompute"),
+    )
     cpu_offload_gb: float = setting(0.0, "GiB of weights kept in CPU memory.", refused="Weights are not offloaded yet.")
+
+    @property
+    def has_host_tier(self) -> bool:
+        return self.swap_space > 0 or self.kv_offloading_size > 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.preemption_mode == "swap" and not self.swap_space:
+            raise ConfigError("preemption_mode='swap' needs room to swap to: set swap_space to some GiB.")
+        if self.kv_offloading_size and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_offloading_size keeps evicted prefixes, and enable_prefix_caching is off, so there are none. "
+                "Turn it on, or set swap_space for the blocks of preempted requests."
+            )
+
+
+POLICY_NAMES = ("fcfs", "priority", "wrr", "deadline")
 
 
 @dataclass(frozen=True)
@@ -187,13 +217,45 @@ class SchedulerConfig(_Checked):
         None,
         "Most tokens computed in one step.",
         minimum=1,
-        auto="8192; 16384 on a GPU of 70 GiB and more, 2048 on a CPU; never under max_num_seqs",
+        auto="8192; 16896 on a GPU of 70 GiB and more, 2048 on a CPU; never under max_num_seqs",
     )
     enable_chunked_prefill: bool = setting(True, "Split long prompts over several steps.")
     long_prefill_token_threshold: int = setting(
         0, "Most prompt tokens one request may compute in a step while prefilling; 0: no such limit.", minimum=0
     )
-    scheduling_policy: str = setting("fcfs", "Order of the queue.", choices=("fcfs",))
+    scheduling_policy: str = setting(
+        "fcfs",
+        "Order of the queue: fcfs, priority, wrr (weighted, by tokens of each tenant), deadline (earliest first), or a "
+        "class of your own as 'module:Class'. See docs/scheduling.md.",
+    )
+    priority_aging_seconds: float = setting(
+        0.0, "Under priority: seconds of waiting that raise a request by one; 0: waiting raises nobody.", minimum=0
+    )
+    priority_aging_best: int = setting(
+        0, "Under priority: the value to which waiting raises a request at best; lower ones always go before it."
+    )
+    default_deadline: float = setting(
+        60.0, "Under deadline: seconds after which requests that bring none are ordered as if due.", above=0
+    )
+    deadline_least_chance: float = setting(
+        0.5,
+        "Under deadline: a request that has to wait is ended early if, of those served lately, fewer than this share "
+        "took no longer than it has left; 0: only if it cannot be done in time.",
+        minimum=0,
+        maximum=1,
+    )
+    max_queued_requests: int = setting(
+        0, "Most requests that may wait while all rows are taken; more are refused. 0: no limit.", minimum=0
+    )
+    max_queued_tokens: int = setting(
+        0, "Most prompt tokens that may wait; requests beyond them are refused. 0: no limit.", minimum=0
+    )
+    watermark: float = setting(
+        0.01,
+        "Share of the KV cache that must stay free when a request joins others, so that it is not preempted soon.",
+        minimum=0,
+        maximum=0.5,
+    )
     async_scheduling: bool = setting(
         None,
         "Schedule the next step while the device runs this one.",
@@ -201,9 +263,17 @@ class SchedulerConfig(_Checked):
     )
 
     stream_interval: int = setting(1, "Tokens between two outputs of a streaming request.", minimum=1)
+    stall_timeout: float = setting(
+        120.0, "Seconds a step may take before an engine in its own process counts as stuck (check_health).", above=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.scheduling_policy not in POLICY_NAMES and ":" not in self.scheduling_policy:
+            raise ConfigError(
+                f"scheduling_policy={self.scheduling_policy!r} is not possible. Possible: {', '.join(POLICY_NAMES)}, "
+                f"or a class of your own as 'module:Class'."
+            )
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         if seqs is not None and tokens is not None and tokens < seqs:
             raise ConfigError(
@@ -223,7 +293,11 @@ class ParallelConfig(_Checked):
         1, "Devices the layers are dealt to.", minimum=1, short=("-pp",), refused="One device runs the model so far."
     )
     data_parallel_size: int = setting(
-        1, "Copies of the model.", minimum=1, short=("-dp",), refused="One copy of the model runs so far."
+        1,
+        "Copies of the model, an engine process and its devices for each; requests go where their prefix is cached or "
+        "where there is less to do.",
+        minimum=1,
+        short=("-dp",),
     )
     enable_expert_parallel: bool = setting(
         False, "Spread experts over devices.", refused="One device runs the model so far."
@@ -254,7 +328,8 @@ class DeviceConfig(_Checked):
         minimum=1,
     )
     cpu_bind: str | None = setting(
-        None, "CPUs that the threads are bound to, such as 0-3,8, shared by the workers. Unset: those the process may use."
+        None,
+        "CPUs that the threads are bound to, such as 0-3,8, shared by the workers. Unset: those the process may use.",
     )
     enforce_eager: bool = setting(False, "Launch every kernel by itself instead of replaying CUDA graphs.")
 

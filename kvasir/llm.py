@@ -19,7 +19,7 @@ from typing import Any, Self, TypeAlias, cast
 
 from kvasir import interrupts
 from kvasir.args import EngineArgs
-from kvasir.errors import RequestError
+from kvasir.errors import OverloadedError, RequestError
 from kvasir.frontend.input import default_sampling_params
 from kvasir.frontend.tokenizer import Tokenizer
 from kvasir.llm_engine import LLMEngine
@@ -57,20 +57,26 @@ class LLM:
         *,
         use_tqdm: Progress = True,
         lora_request: None = None,
-        priority: None = None,
+        priority: int | Sequence[int] | None = None,
+        timeout: float | Sequence[float] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; outputs stand in the order of the prompts.
 
-        If any prompt or parameter is wrong, a RequestError says which, and none of them runs.
+        If any prompt or parameter is wrong, a RequestError says which, and none of them runs. `priority` (lower goes
+        first, under scheduling_policy=priority) and `timeout` (seconds, after which a request ends with finish_reason
+        "timeout") are one for all, or one for each prompt.
         """
-        _refuse(lora_request=lora_request, priority=priority)
+        _refuse(lora_request=lora_request)
         batch = [cast(PromptType, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[PromptType], prompts))
         params = self._params_for(batch, sampling_params)
+        priorities = _one_each("priority", priority, 0, len(batch))
+        timeouts = _one_each("timeout", timeout, None, len(batch))
+        terms = [{"priority": p, "timeout": t} for p, t in zip(priorities, timeouts, strict=True)]
         with self._turn:
-            return self._generate(batch, params, use_tqdm)
+            return self._generate(batch, params, terms, use_tqdm)
 
     def _generate(
-        self, batch: list[PromptType], params: list[SamplingParams], use_tqdm: Progress
+        self, batch: list[PromptType], params: list[SamplingParams], terms: list[dict[str, Any]], use_tqdm: Progress
     ) -> list[RequestOutput]:
         if self.llm_engine.has_unfinished_requests():
             raise RequestError(
@@ -80,7 +86,7 @@ class LLM:
         try:
             batch = self.llm_engine.input_processor.tokenize(batch)
             for i, (request_id, prompt, each) in enumerate(zip(ids, batch, params, strict=True)):
-                self._add(request_id, prompt, each, f"prompt {i}: " if len(batch) > 1 else "")
+                self._add(request_id, prompt, each, terms[i], f"prompt {i}: " if len(batch) > 1 else "")
             return self._run(ids, use_tqdm)
         except BaseException:
             self.llm_engine.abort_request(ids)
@@ -186,9 +192,13 @@ class LLM:
                 final[id(each)].output_kind = RequestOutputKind.FINAL_ONLY
         return [final[id(each)] for each in params]
 
-    def _add(self, request_id: str, prompt: PromptType, params: SamplingParams, where: str) -> None:
+    def _add(
+        self, request_id: str, prompt: PromptType, params: SamplingParams, terms: dict[str, Any], where: str
+    ) -> None:
         try:
-            self.llm_engine.add_request(request_id, prompt, params)
+            self.llm_engine.add_request(request_id, prompt, params, **terms)
+        except OverloadedError as error:
+            raise OverloadedError(f"{where}{error}", error.retry_after) from error
         except RequestError as error:
             raise RequestError(f"{where}{error}", error.parameter) from error
 
@@ -214,6 +224,17 @@ def _refuse(**given: object) -> None:
     """vLLM's keywords for what is not there yet."""
     for name in (name for name, value in given.items() if value is not None):
         raise RequestError(f"{name} is not supported yet; leave it out", name)
+
+
+def _one_each(name: str, given: Any, default: Any, num_prompts: int) -> list[Any]:
+    """One value for each prompt."""
+    if given is None or not isinstance(given, (list, tuple)):
+        return [default if given is None else given] * num_prompts
+    if len(given) != num_prompts:
+        raise RequestError(
+            f"{num_prompts} prompts came with {len(given)} values of {name}; give one, or one each", name
+        )
+    return list(given)
 
 
 def _is_one_prompt(prompts: object) -> bool:

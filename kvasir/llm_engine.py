@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from itertools import count
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvasir.args import EngineArgs
 from kvasir.config import EngineConfig
@@ -16,6 +16,7 @@ from kvasir.frontend.client import EngineClient, InprocClient
 from kvasir.frontend.fanout import process_all
 from kvasir.frontend.input import InputProcessor
 from kvasir.frontend.output import OutputProcessor
+from kvasir.frontend.terms import make_terms
 from kvasir.frontend.tokenizer import Tokenizer
 from kvasir.frontend.tokenizer_files import load_tokenizer
 from kvasir.metrics import Metric, read_metrics
@@ -24,20 +25,37 @@ from kvasir.prompts import PromptType
 from kvasir.resolve import resolve
 from kvasir.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from kvasir.frontend.process_client import ProcessClient
+
 
 class LLMEngine:
     def __init__(self, config: EngineConfig, client: EngineClient | None = None) -> None:
         self.config = config
+        several = config.parallel.data_parallel_size > 1  # which are processes
         # the tokenizer first: a mistake there should not wait for the weights
         self.tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model.tokenizer)
-        self.input_processor = InputProcessor(config, self.tokenizer)
+        self.input_processor = InputProcessor(config, self.tokenizer, several if client is None else client.remote)
         self.output_processor = OutputProcessor(self.tokenizer)
         self._keys = count()
-        self._client: EngineClient | None = client or InprocClient(config)
+        self._client: EngineClient | None = client or (_processes(config) if several else InprocClient(config))
+        try:
+            self._client.wait()
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> Self:
-        return cls(resolve(args))
+        """In this process; several copies of the model are a process each."""
+        if args.data_parallel_size == 1:
+            return cls(resolve(args))
+        client = _processes(args.create_engine_config())  # which settle the settings, each for its devices
+        try:
+            return cls(client.config, client)
+        except BaseException:
+            client.close()
+            raise
 
     @property
     def client(self) -> EngineClient:
@@ -46,13 +64,30 @@ class LLMEngine:
         return self._client
 
     def add_request(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, arrival_time: float | None = None
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
+        timeout: float | None = None,
     ) -> None:
-        """Validate and queue a request. Anything wrong with it is a RequestError, and nothing has changed."""
+        """Validate and queue a request. Anything wrong with it is a RequestError, and nothing has changed.
+
+        `priority` (lower goes first), `tenant` and its `weight` count for the scheduling policies that look at them; a
+        request that is not done `timeout` seconds after its arrival ends with finish_reason "timeout".
+        """
         if request_id in self.output_processor:
             raise RequestError(f"request id {request_id!r} is in use by a request that still runs", "request_id")
         arrived = time.time() if arrival_time is None else arrival_time
-        request, states = process_all(self.input_processor, request_id, prompt, params, self._keys, arrived)
+        policy = self.config.scheduler.scheduling_policy
+        terms = make_terms(
+            policy, arrival_time=arrived, priority=priority, tenant=tenant, weight=weight, timeout=timeout
+        )
+        request, states = process_all(self.input_processor, request_id, prompt, params, self._keys, arrived, terms)
         self.client.add(request)
         if isinstance(states, BeamState):
             self.output_processor.add_search(states)
@@ -61,6 +96,7 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return what it gave: new text of streaming requests, and requests that ended."""
+        self._raise_refused()
         if not self.client.has_work():
             return []
         try:
@@ -72,6 +108,14 @@ class LLMEngine:
         for stop in stopped:
             self.client.abort(stop.key, stop.num_tokens_kept)
         return outputs
+
+    def _raise_refused(self) -> None:
+        """In another process the core says only later what it has against a request."""
+        refused = self.client.refused()
+        for key, _ in refused:
+            self.output_processor.withdraw(key)
+        for _, error in refused:
+            raise error
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests. Returns their last outputs; ids that are not running are ignored."""
@@ -113,3 +157,10 @@ class LLMEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _processes(config: EngineConfig) -> ProcessClient:
+    # Imported here: who runs in one process needs neither ZeroMQ nor msgspec.
+    from kvasir.frontend.process_client import ProcessClient
+
+    return ProcessClient(config)

@@ -20,6 +20,10 @@ FloatArray = NDArray[np.float32]
 NULL_BLOCK = 0  # never handed out: what unused block-table entries and padding point at
 
 
+def no_copies() -> Int32Array:
+    return np.zeros((0, 2), np.int32)
+
+
 class FinishReason(IntEnum):
     """Why a request ended. NONE means that it has not."""
 
@@ -53,6 +57,7 @@ class Extras:
     top_ema_d: int = 0
     ema_key: int = 0  # under this number the moving average survives preemption
     processors: tuple[Any, ...] = ()  # Python callables (output ids, logits) or (prompt ids, output ids, logits)
+    extra_args: dict[str, Any] | None = None  # for start-up processors, which the core's process puts in its place
     logprob_token_ids: tuple[int, ...] = ()  # log-probabilities of these in place of the likeliest
     prompt_logprobs: int | None = None  # top-n for each prompt token; None: off
 
@@ -109,6 +114,7 @@ class EngineRequest:
     reads_cache: bool = True  # False: compute the whole prompt, whatever is cached
     picked: bool = False  # sampled tokens are proposals: whoever sent it picks (Scheduler.pick), and it waits for that
     beam: BeamSpec | None = None
+    least_tokens: int = 1  # it cannot end by itself with fewer
     terms: Terms = field(default_factory=Terms)
     forks: tuple[EngineRequest, ...] = ()  # requests of the same prompt that share what this one computes of it
 
@@ -189,6 +195,10 @@ class EngineOutput:
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     beams: Sequence[BeamOutput] = ()
 
+    @classmethod
+    def empty(cls) -> EngineOutput:
+        return cls(np.zeros(0, np.int64), np.zeros((0, 1), np.int32), np.zeros(0, np.int32))
+
 
 @dataclass(slots=True)
 class EngineStats:
@@ -210,6 +220,24 @@ class EngineStats:
     copied_blocks: int
     shared_blocks: int
     freed_blocks: int  # given back by rows that go on, because no layer of their group sees them any more
+    num_waiting_tokens: int = 0  # of prompts
+    refused_requests: int = 0  # because the queue was full
+    held_back: int = 0  # steps in which the watermark kept a request waiting
+    timeouts_waiting: int = 0  # requests that ended at their deadline, or before it, without running at the time ...
+    timeouts_running: int = 0  # ... and while they ran
+    timeouts_foreseen: int = 0  # of those, ended before their deadline because they could not meet it
+    recomputed_tokens: int = 0  # computed before a preemption and again after it
+    # the tier in host memory
+    host_blocks: int = 0
+    host_used_blocks: int = 0  # kept for preempted requests
+    host_cached_blocks: int = 0
+    swapped_preemptions: int = 0  # whose blocks were kept; the others' are recomputed, or found in the cache
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    offloaded_blocks: int = 0  # evicted on the device, copied out
+    restored_blocks: int = 0  # of those, copied in again
+    host_evictions: int = 0
+    host_cache_hits: int = 0  # tokens of prefix_cache_hits that came from there
 
 
 # ---------------------------------------------------------------- core -> worker
@@ -240,7 +268,10 @@ class StepPlan:
     # block-table entries that changed: flat position ((group * rows + row) * width + column) ...
     table_index: Int32Array
     table_block: Int32Array  # ... and block id
-    copies: Int32Array  # [c, 2] blocks to copy, (from, to), before this step writes
+    copies: Int32Array  # [c, 2] blocks to copy, (from, to), before this step writes; no block is both
+    # [m, 2] before those, blocks to copy (device, host), and then (host, device), each ordered by host block
+    to_host: Int32Array = field(default_factory=no_copies)
+    from_host: Int32Array = field(default_factory=no_copies)
     wants_logprobs: bool = False
     shared_tokens: int = 0  # so many first tokens of all rows lie in the same blocks; told where all run one token
     step: int = 0
@@ -267,6 +298,14 @@ class KVSpec:
 
 
 # ---------------------------------------------------------------- worker -> core
+
+
+@dataclass(slots=True, frozen=True)
+class StepCosts:
+    """Measured seconds."""
+
+    copy_block: float  # one block, all its layers, between device and host
+    compute_token: float  # one prompt token
 
 
 @dataclass(slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 from kvasir.messages import EngineStats
 
@@ -24,21 +25,35 @@ class Counter(Metric):
     """Only grows."""
 
 
+def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
+    """Of several engines as if they were one."""
+    return EngineStats(**{f.name: sum(getattr(each, f.name) for each in stats) for f in fields(EngineStats)})
+
+
 def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]:
     """`frontend` are the API process's own counters by name."""
     gauges = {
         "num_requests_running": stats.num_running,
         "num_requests_waiting": stats.num_waiting,
+        "num_prompt_tokens_waiting": stats.num_waiting_tokens,
         "kv_cache_usage_perc": stats.num_used_blocks / stats.num_blocks,
         "kv_cache_blocks": stats.num_blocks,
         "kv_cache_blocks_used": stats.num_used_blocks,
         "kv_cache_blocks_cached": stats.num_cached_blocks,
+        "host_cache_blocks": stats.host_blocks,
+        "host_cache_blocks_used": stats.host_used_blocks,
+        "host_cache_blocks_cached": stats.host_cached_blocks,
     }
     counters = {
         "engine_steps": stats.steps,
         "iteration_tokens": stats.scheduled_tokens,
         "num_preemptions": stats.preemptions,
         "partial_prefills": stats.partial_prefills,
+        "requests_refused": stats.refused_requests,
+        "admissions_held_back": stats.held_back,
+        "timeouts_waiting": stats.timeouts_waiting,
+        "timeouts_running": stats.timeouts_running,
+        "timeouts_foreseen": stats.timeouts_foreseen,
         "dropped_tokens": stats.dropped_tokens,
         "prefix_cache_queries": stats.prefix_cache_queries,
         "prefix_cache_hits": stats.prefix_cache_hits,
@@ -46,6 +61,14 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
         "kv_block_copies": stats.copied_blocks,
         "kv_block_shares": stats.shared_blocks,
         "kv_blocks_freed_by_window": stats.freed_blocks,
+        "num_preemptions_swapped": stats.swapped_preemptions,
+        "recomputed_tokens": stats.recomputed_tokens,
+        "kv_blocks_swapped_out": stats.swapped_out_blocks,
+        "kv_blocks_swapped_in": stats.swapped_in_blocks,
+        "kv_blocks_offloaded": stats.offloaded_blocks,
+        "kv_blocks_restored": stats.restored_blocks,
+        "host_cache_evictions": stats.host_evictions,
+        "host_cache_hits": stats.host_cache_hits,
         **frontend,
     }
     metrics: list[Metric] = [Gauge(PREFIX + name, value) for name, value in gauges.items()]

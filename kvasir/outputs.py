@@ -63,6 +63,12 @@ class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
             return part
         return {t: Logprob(value, rank, text) for t, value, rank, text in self._entries(index)} or None
 
+    def __add__(self, later: FlatLogprobs) -> FlatLogprobs:
+        both = self[:]
+        for position in range(len(later)):
+            both.append(later._entries(position) or None)
+        return both
+
     def _entries(self, position: int) -> list[tuple[int, float, int | None, str | None]]:
         at = slice(self.start_indices[position], self.end_indices[position])
         columns = (self.token_ids[at], self.logprobs[at], self.ranks[at], self.decoded_tokens[at])

@@ -29,6 +29,7 @@ LENGTH_KEYS = (
     "seq_length",
 )
 LARGE_GPU = 70 * 2**30  # bytes
+LARGE_STEP = 128 * 132  # tokens: as many tiles of 128 rows as an H100 or H200 has multiprocessors, so none idles
 NO_GENERATION_CONFIG = ("kvasir", "vllm")
 END_OF_TEXT = "eos_token_id"
 
@@ -261,7 +262,7 @@ def _settle_scheduler(asked: SchedulerConfig, max_model_len: int, platform: plat
         seqs = min(1024 if large else 256, tokens or 1024)
         _say("max_num_seqs", seqs, f"the default on {platform.device}, at most max_num_batched_tokens")
     if tokens is None:
-        tokens = max(seqs, 2048 if platform.kind == "cpu" else 16384 if large else 8192)
+        tokens = max(seqs, 2048 if platform.kind == "cpu" else LARGE_STEP if large else 8192)
         if not asked.enable_chunked_prefill:
             tokens = max(tokens, max_model_len)
         _say("max_num_batched_tokens", tokens, f"the default on {platform.device}, at least max_num_seqs")

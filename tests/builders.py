@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from kvasir.engine.admission import QueueLimits
+from kvasir.engine.cache.costs import Always, SwapChoice
+from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.manager import KVCacheManager
 from kvasir.engine.core import EngineCore
-from kvasir.engine.policies import FirstComeFirstServed
+from kvasir.engine.policies import FirstComeFirstServed, Policy
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.executor.base import Executor
-from kvasir.executor.fake import EchoExecutor, echo_next
-from kvasir.messages import NULL_BLOCK, EngineOutput, EngineRequest, FinishReason, RowSampling
+from kvasir.executor.fake import EchoExecutor, Ready, echo_next
+from kvasir.messages import NULL_BLOCK, EngineOutput, EngineRequest, FinishReason, Logprobs, RowSampling, StepPlan
 
 VOCAB = 50
 
@@ -28,26 +31,33 @@ def make_scheduler(
     chunked: bool = True,
     threshold: int = 0,
     windows: tuple[int | None, ...] = (None,),
+    policy: Policy | None = None,
+    watermark: float = 0.0,
+    host: tuple[int, int] = (0, 0),  # blocks for swapping, and for evicted prefixes
+    choice: SwapChoice = Always(True),  # noqa: B008 (it is frozen)
 ) -> Scheduler:
-    cache = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len, caching, windows)
-    limits = Limits(max_num_seqs, budget, chunked, threshold)
-    return Scheduler(limits, cache, FirstComeFirstServed(), max_model_len)
+    tier = HostTier(*host, choice) if any(host) else None
+    cache = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len, caching, windows, tier)
+    limits = Limits(max_num_seqs, budget, chunked, threshold, watermark)
+    return Scheduler(limits, cache, FirstComeFirstServed() if policy is None else policy, max_model_len)
 
 
-def make_core(lookahead: int = 1, executor: Executor | None = None, **settings: Any) -> EngineCore:
+def make_core(
+    lookahead: int = 1, executor: Executor | None = None, queue_limits: QueueLimits | None = None, **settings: Any
+) -> EngineCore:
     scheduler = make_scheduler(**settings)
     if executor is None:
         shape = scheduler.rows.tokens.shape
         executor = EchoExecutor(scheduler.cache.block_size, shape[0], shape[1], VOCAB, scheduler.cache.windows)
-        executor.allocate_kv(scheduler.cache.pool.num_blocks)
-    return EngineCore(scheduler, executor, lookahead)
+        executor.allocate_kv(scheduler.cache.pool.num_blocks, scheduler.cache.tier.num_blocks + 1)
+    return EngineCore(scheduler, executor, lookahead, queue_limits)
 
 
 def request(
-    key: int, prompt: list[int], max_tokens: int = 8, stop: tuple[int, ...] = (), **fields: bool | bytes
+    key: int, prompt: list[int], max_tokens: int = 8, stop: tuple[int, ...] = (), **fields: Any
 ) -> EngineRequest:
     sampling = RowSampling(stop_token_ids=stop)
-    return EngineRequest(key, np.array(prompt, np.int32), max_tokens, sampling, **fields)  # type: ignore[arg-type]
+    return EngineRequest(key, np.array(prompt, np.int32), max_tokens, sampling, **fields)
 
 
 def expected(prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> list[int]:
@@ -60,6 +70,40 @@ def expected(prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> 
     return tokens[len(prompt) :]
 
 
+class ScoringExecutor(EchoExecutor):
+    """Proposes twenty tokens a row, so that a beam search can run."""
+
+    def sample(self) -> Ready:
+        ready = super().sample()
+        assert self._plan is not None
+        lines = np.flatnonzero(self._plan.samples).astype(np.int32)
+        best = ready.value.token_ids[lines]
+        ids = np.concatenate([best, (best + 7 * np.arange(20)) % self.vocab], axis=1).astype(np.int32)
+        values = np.broadcast_to(-0.3 * np.log1p(np.arange(21, dtype=np.float32)) - 0.5, ids.shape)
+        ready.value.logprobs = Logprobs(lines, ids, values, np.ones(len(lines), np.int32))
+        return ready
+
+
+class Clock:
+    """Time that passes when a test says so, or with every step of a core (see `tick`)."""
+
+    def __init__(self, now: float = 1.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def tick(self, core: EngineCore, seconds: float = 1.0) -> None:
+        """From now on every step of the core takes so long."""
+        execute = core.executor.execute
+
+        def slowly(plan: StepPlan) -> None:
+            execute(plan)
+            self.now += seconds
+
+        core.executor.execute = slowly  # type: ignore[method-assign]
+
+
 class Collector:
     """Gathers a core's outputs per request."""
 
@@ -67,6 +111,7 @@ class Collector:
         self.tokens: dict[int, list[int]] = {}
         self.reasons: dict[int, FinishReason] = {}
         self.cached: dict[int, int] = {}
+        self.errors: dict[int, str | None] = {}
 
     def take(self, output: EngineOutput) -> None:
         for key, line, count in zip(output.keys.tolist(), output.token_ids, output.counts.tolist(), strict=True):
@@ -75,6 +120,7 @@ class Collector:
             assert end.key not in self.reasons, f"request {end.key} ended twice"
             self.reasons[end.key] = end.reason
             self.cached[end.key] = end.num_cached_tokens
+            self.errors[end.key] = end.error
             if end.token_ids is not None:
                 assert end.key not in self.tokens, "tokens were streamed and sent again with the finish"
                 self.tokens[end.key] = end.token_ids.tolist()
@@ -94,6 +140,7 @@ def check_blocks(core: EngineCore) -> None:
     scheduler = core.scheduler
     cache = scheduler.cache
     cache.pool.check()
+    cache.tier.check()
     held: Counter[int] = Counter()
     for row in scheduler.rows.order.tolist():
         for line in range(row, len(cache.tables), cache.max_rows):

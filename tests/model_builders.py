@@ -245,8 +245,9 @@ class PagedModel:
         self.free = np.random.default_rng(0).permutation(num_blocks).tolist()
         self.sequences: dict[str, Held] = {}
 
-    def step(self, work: dict[str, Sequence[int]], slack: int = 0) -> dict[str, torch.Tensor]:
-        """Compute these tokens in one step; their logits. `slack`: by how much decodes' bounds exceed the truth."""
+    def step(self, work: dict[str, Sequence[int]], slack: int = 0, last: bool = False) -> dict[str, torch.Tensor]:
+        """Compute these tokens in one step; their logits, or those of each sequence's last. `slack`: by how much
+        decodes' bounds exceed the truth."""
         work = dict(sorted(work.items(), key=lambda item: len(item[1]) > 1))
         before = {name: self._extend(name, len(tokens)) for name, tokens in work.items()}
         query_lens = np.array([len(tokens) for tokens in work.values()], np.int32)
@@ -255,8 +256,9 @@ class PagedModel:
         ids = torch.tensor(np.concatenate(list(work.values())), dtype=torch.int64, device=self.device)
         where = torch.from_numpy(positions).to(self.device)
         with torch.inference_mode(), never_waiting(self.device):
-            logits = self.model.logits(self.model(ids, where, batch))
-        return dict(zip(work, logits.cpu().split(query_lens.tolist()), strict=True))
+            hidden = self.model(ids, where, batch, batch.last_tokens() if last else None)
+            logits = self.model.logits(hidden)
+        return dict(zip(work, logits.cpu().split(1 if last else query_lens.tolist()), strict=True))
 
     def _extend(self, name: str, tokens: int) -> int:
         sequence = self.sequences.setdefault(name, Held())

@@ -7,12 +7,14 @@ A backend never sees requests.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from kvasir.kernels.tiles import Tiles
 
 
 @dataclass(slots=True)
@@ -34,6 +36,8 @@ class AttentionBatch:
     causal: bool = True
     # [1] int32: so many first tokens are the same blocks for all sequences, and reading them once would pay; None: no.
     shared_prefix: torch.Tensor | None = None
+    # Set where only the device knows which sequences run one token: num_decodes and query_lens then say nothing.
+    tiles: Tiles | None = None
     # The step of the other groups of layers, whose blocks are others.
     others: tuple[AttentionBatch, ...] = ()
     # What a backend worked out for this step in one layer and uses again in the others.
@@ -42,6 +46,21 @@ class AttentionBatch:
     def of_group(self, group: int) -> AttentionBatch:
         return self.others[group - 1] if group else self
 
+    def last_tokens(self) -> LastTokens:
+        """Each sequence's last token alone."""
+        count = len(self.query_lens)
+        tokens = self.query_start[1:].long() - 1
+        batch = replace(
+            self,
+            slots=self.slots[tokens],
+            query_start=torch.arange(count + 1, dtype=torch.int32, device=tokens.device),
+            num_decodes=count,
+            query_lens=np.ones(count, np.int32),
+            others=tuple(other.last_tokens().batch for other in self.others),
+            notes={},
+        )
+        return LastTokens(tokens, batch)
+
     def block_tables(self) -> torch.Tensor:
         """[sequences, blocks]: each sequence's own table, wide enough for the longest."""
         if "block tables" not in self.notes:
@@ -49,6 +68,18 @@ class AttentionBatch:
             self.notes["block tables"] = self.tables[:, :width].index_select(0, self.rows)
         tables: torch.Tensor = self.notes["block tables"]
         return tables
+
+
+@dataclass(slots=True)
+class LastTokens:
+    """What is left of a step where only each sequence's last token is asked for."""
+
+    tokens: torch.Tensor  # [sequences] int64: which of the step's tokens they are
+    batch: AttentionBatch
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Of [tokens, ...], the lines of those tokens."""
+        return x[self.tokens]
 
 
 class AttentionBackend(Protocol):

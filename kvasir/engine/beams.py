@@ -51,6 +51,17 @@ class Beams:
     def __len__(self) -> int:
         return len(self._running) + len(self._waiting)
 
+    def __contains__(self, key: int) -> bool:
+        return key in self._running or any(search.request.key == key for search in self._waiting)
+
+    def is_running(self, key: int) -> bool:
+        search = self._running.get(key)
+        return search is not None and any(self._scheduler.num_computed(beam) for beam in search.keys)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
     def add(self, request: EngineRequest) -> None:
         spec = request.beam
         assert spec is not None, "only beam searches are added here"
@@ -79,6 +90,7 @@ class Beams:
             cache_salt=request.cache_salt,
             reads_cache=request.reads_cache,
             picked=True,
+            terms=request.terms,
         )
 
     def _most_blocks(self, request: EngineRequest, spec: BeamSpec) -> int:

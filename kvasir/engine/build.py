@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from kvasir.config import EngineConfig
+from kvasir.engine.admission import QueueLimits
+from kvasir.engine.build_tier import host_blocks, host_memory_blocks, make_tier
 from kvasir.engine.cache.manager import KVCacheManager
+from kvasir.engine.cache.tier import Tier
 from kvasir.engine.core import EngineCore
-from kvasir.engine.policies import POLICIES
+from kvasir.engine.policies import Context, Policy, make_policy
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.errors import ConfigError
 from kvasir.executor.base import Executor
@@ -19,16 +22,20 @@ GIB = 1 << 30
 
 
 def build_core(config: EngineConfig, executor: Executor | None = None) -> EngineCore:
+    policy = _policy(config)  # first: a mistake there should not wait for the weights
     executor = executor or make_executor(config)
     try:
         num_blocks = count_blocks(config, executor)
-        executor.allocate_kv(num_blocks)
+        swap_blocks, offload_blocks = host_blocks(config, executor.kv_spec())
+        executor.allocate_kv(num_blocks, host_memory_blocks(swap_blocks, offload_blocks))
+        tier = make_tier(config, swap_blocks, offload_blocks, executor)
     except BaseException:
         executor.close()
         raise
-    scheduler = make_scheduler(config, num_blocks, executor.kv_spec().windows)
+    scheduler = make_scheduler(config, num_blocks, executor.kv_spec().windows, policy, tier)
     lookahead = int(config.scheduler.async_scheduling)
-    return EngineCore(scheduler, executor, lookahead)
+    limits = QueueLimits(config.scheduler.max_queued_requests, config.scheduler.max_queued_tokens)
+    return EngineCore(scheduler, executor, lookahead, limits)
 
 
 def make_executor(config: EngineConfig) -> Executor:
@@ -36,7 +43,20 @@ def make_executor(config: EngineConfig) -> Executor:
     return MultiprocExecutor(config) if several else in_process(config)
 
 
-def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | None, ...] = (None,)) -> Scheduler:
+def _policy(config: EngineConfig) -> Policy:
+    settings = config.scheduler
+    context = Context(
+        aging_seconds=settings.priority_aging_seconds,
+        aging_best=settings.priority_aging_best,
+        default_deadline=settings.default_deadline,
+        least_chance=settings.deadline_least_chance,
+    )
+    return make_policy(settings.scheduling_policy, context)
+
+
+def make_scheduler(
+    config: EngineConfig, num_blocks: int, windows: tuple[int | None, ...], policy: Policy, tier: Tier | None = None
+) -> Scheduler:
     settings = config.scheduler
     max_model_len = config.model.max_model_len
     limits = Limits(
@@ -44,6 +64,7 @@ def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | N
         max_num_batched_tokens=settings.max_num_batched_tokens,
         chunked_prefill=settings.enable_chunked_prefill,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        watermark=settings.watermark,
     )
     cache = KVCacheManager(
         num_blocks,
@@ -52,8 +73,9 @@ def make_scheduler(config: EngineConfig, num_blocks: int, windows: tuple[int | N
         max_model_len,
         config.cache.enable_prefix_caching,
         windows,
+        tier,
     )
-    return Scheduler(limits, cache, POLICIES[settings.scheduling_policy](), max_model_len)
+    return Scheduler(limits, cache, policy, max_model_len)
 
 
 def count_blocks(config: EngineConfig, executor: Executor) -> int:

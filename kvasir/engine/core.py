@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
+from kvasir.engine.admission import Admission, QueueLimits
 from kvasir.engine.families import Families
+from kvasir.engine.overdue import Overdue
 from kvasir.engine.scheduler import Scheduler
 from kvasir.errors import EngineDeadError, EngineError
 from kvasir.executor.base import Executor
@@ -16,15 +19,20 @@ from kvasir.messages import EngineOutput, EngineRequest, EngineStats, StepFuture
 class EngineCore:
     """One model, one scheduler. With `lookahead` 1, step N+1 is planned and launched before N's result is read."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, lookahead: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, lookahead: int, queue_limits: QueueLimits | None = None
+    ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.lookahead = lookahead
         self.families = Families(scheduler)
+        self.admission = Admission(queue_limits or QueueLimits(), scheduler)
+        self.overdue = Overdue(scheduler, self.families)
         self.results: deque[StepFuture] = deque()
         self._failure: BaseException | None = None
 
     def step(self) -> EngineOutput:
+        late = self.overdue.end()
         plan = self.scheduler.schedule()
         several = len(self.families) > 0
         if plan is not None:
@@ -34,9 +42,11 @@ class EngineCore:
                 self.families.planned()
         if self.results and (plan is None or len(self.results) > self.lookahead):
             output = self.scheduler.update(self.results.popleft().result())
-            return self.families.update(output) if several else output
-        assert plan is not None or not len(self.scheduler), "requests wait, nothing is in flight and nothing can run"
-        return NO_OUTPUT
+            output = self.families.update(output) if several else output
+        else:
+            assert plan is not None or not len(self.scheduler), "requests wait, nothing is in flight, nothing can run"
+            output = NO_OUTPUT
+        return replace(output, finished=late + output.finished) if late else output
 
     def run_step(self) -> EngineOutput:
         """`step`, with a failure of the device turned into an EngineError, after which the core stays dead."""
@@ -57,7 +67,9 @@ class EngineCore:
         return bool(len(self.scheduler) or self.results or len(self.families))
 
     def add(self, request: EngineRequest) -> None:
+        self.admission.check(request, self.families.beams.num_waiting)
         self.families.add(request)
+        self.overdue.watch(request)
 
     def abort(self, key: int, num_kept: int | None = None) -> bool:
         return self.families.abort(key) or self.scheduler.abort(key, num_kept)
@@ -66,13 +78,13 @@ class EngineCore:
         """Forget cached prefixes. False while requests run."""
         while self.results and not len(self.scheduler):
             self.scheduler.update(self.results.popleft().result())
-        return self.scheduler.cache.pool.reset()
+        return self.scheduler.cache.reset()
 
     def stats(self) -> EngineStats:
         scheduler, cache = self.scheduler, self.scheduler.cache
         return EngineStats(
             num_running=len(scheduler.rows),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + self.families.beams.num_waiting,
             num_blocks=cache.pool.usable,
             num_used_blocks=cache.pool.num_used,
             num_cached_blocks=cache.pool.num_cached,
@@ -87,6 +99,23 @@ class EngineCore:
             copied_blocks=cache.stats.copies,
             shared_blocks=cache.stats.shared,
             freed_blocks=cache.stats.freed,
+            num_waiting_tokens=scheduler.waiting.num_prompt_tokens,
+            refused_requests=self.admission.num_refused,
+            held_back=scheduler.stats.held_back,
+            timeouts_waiting=scheduler.stats.ended_waiting,
+            timeouts_running=scheduler.stats.ended_running,
+            timeouts_foreseen=self.overdue.num_given_up,
+            recomputed_tokens=cache.stats.recomputed,
+            host_blocks=cache.tier.num_blocks,
+            host_used_blocks=cache.tier.num_used,
+            host_cached_blocks=cache.tier.num_cached,
+            swapped_preemptions=cache.tier.stats.parked,
+            swapped_out_blocks=cache.tier.stats.swapped_out,
+            swapped_in_blocks=cache.tier.stats.swapped_in,
+            offloaded_blocks=cache.tier.stats.offloaded,
+            restored_blocks=cache.tier.stats.restored,
+            host_evictions=cache.tier.stats.evictions,
+            host_cache_hits=cache.stats.tier_hits,
         )
 
     def close(self) -> None:

@@ -22,6 +22,10 @@ class Families:
         """Requests that need attention between steps."""
         return len(self.forks) + len(self.beams)
 
+    def __contains__(self, key: int) -> bool:
+        """Whether the request is known here, and not yet to the scheduler."""
+        return key in self.forks or key in self.beams
+
     def add(self, request: EngineRequest) -> None:
         if request.beam is not None:
             self.beams.add(request)

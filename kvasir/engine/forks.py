@@ -15,6 +15,9 @@ class Forks:
         """Requests that others wait for."""
         return len(self._waiting)
 
+    def __contains__(self, key: int) -> bool:
+        return any(fork.key == key for forks in self._waiting.values() for fork in forks)
+
     def expect(self, request: EngineRequest) -> None:
         if request.forks:
             self._waiting[request.key] = list(request.forks)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvasir.engine.cache.tier import Parked
 from kvasir.messages import EngineRequest, Int32Array
 
 
@@ -17,10 +18,15 @@ class Request:
     chain: list[bytes] = field(default_factory=list)  # names of its full blocks, see engine/cache/prefix.py
     num_cached_tokens: int | None = None  # prefix hit when first admitted
     num_preemptions: int = 0
+    arrival: float = 0.0  # when it came, by the scheduler's clock
+    started: float = 0.0  # when it was first admitted
+    seq: int = 0  # how many came before it; a fork has its parent's
+    num_counted: int = 0  # tokens up to which its tenant was charged, see engine/queue.py
+    parked: Parked | None = None  # since it was preempted, and until it runs again
 
     @classmethod
-    def new(cls, spec: EngineRequest) -> Request:
-        return cls(spec, np.ascontiguousarray(spec.prompt_token_ids, np.int32))
+    def new(cls, spec: EngineRequest, arrival: float = 0.0, seq: int = 0) -> Request:
+        return cls(spec, np.ascontiguousarray(spec.prompt_token_ids, np.int32), arrival=arrival, seq=seq)
 
     @property
     def key(self) -> int:

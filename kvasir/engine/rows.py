@@ -29,6 +29,8 @@ class Rows:
         self.fed_from = ints()  # from this position on, input tokens are taken from the device
         self.limit = ints()
         self.epoch = ints()
+        self.account = ints()  # whose tokens they are, and up to which they were counted: see engine/queue.py
+        self.num_counted = ints()
         self.stream = bools()
         self.logprobs = bools()
         self.needs_last_token = bools()

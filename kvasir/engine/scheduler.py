@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.engine.cache.manager import IntArray, KVCacheManager
-from kvasir.engine.policies import Policy
+from kvasir.engine.cache.manager import IntArray, KVCacheManager, Prefix
+from kvasir.engine.cache.tier import Parked
+from kvasir.engine.policies import Context, Policy
+from kvasir.engine.queue import Queue
 from kvasir.engine.request import Request
 from kvasir.engine.rows import NO_TOKEN, Rows
 from kvasir.errors import RequestError
@@ -39,6 +42,9 @@ class SchedulerStats:
     preemptions: int = 0
     partial_prefills: int = 0  # times a prompt was given less than all it still needed
     dropped_tokens: int = 0  # sampled for a request that had ended or was preempted meanwhile
+    held_back: int = 0  # steps in which a request was not let in for the watermark's sake
+    ended_waiting: int = 0  # requests ended from outside with a last word, before they ran or while preempted ...
+    ended_running: int = 0  # ... and in the middle
 
 
 @dataclass(slots=True)
@@ -49,6 +55,8 @@ class _InFlight:
     epochs: Int32Array
     samples: NDArray[np.bool_]
     lengths: Int32Array  # tokens of each row that its sampled token follows
+    planned: float  # when
+    num_tokens: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,19 +67,25 @@ class Limits:
     max_num_batched_tokens: int
     chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0  # no request gets more than this per step; 0: off
+    watermark: float = 0.0  # share of the blocks that must be left free when a request joins others
 
 
 class Scheduler:
     def __init__(self, limits: Limits, cache: KVCacheManager, policy: Policy, max_model_len: int) -> None:
         self.limits = limits
         self.cache = cache
-        self.waiting = policy
+        self.waiting = Queue(policy)
+        self.context: Context = policy.context
+        self.context.tokens_to_compute = self._tokens_to_compute
         self.rows = Rows(limits.max_num_seqs, max_model_len)
         self.stats = SchedulerStats()
         self._requests: dict[int, Request] = {}
         self._new_rows: list[NewRow] = []
         self._in_flight: deque[_InFlight] = deque()
         self._shared = ((-1, 0), 0)  # what _shared_tokens found, and when
+        self._reserve = int(limits.watermark * cache.pool.usable)
+        self._full_step = limits.max_num_batched_tokens / 2  # tokens from which on a step shows how fast the device is
+        self._arrivals = count()
 
     # ------------------------------------------------------------ requests come and go
 
@@ -79,9 +93,12 @@ class Scheduler:
         """Requests that have not ended."""
         return len(self._requests)
 
+    def __contains__(self, key: int) -> bool:
+        return key in self._requests
+
     def add(self, spec: EngineRequest, ahead: bool = False) -> None:
         """Let a request wait for its turn, or ahead of those that never ran."""
-        request = Request.new(spec)
+        request = self._new(spec)
         needed = self.cache.blocks_for(request.limit - 1)  # the last token is never fed back
         if needed > self.cache.pool.usable:
             raise RequestError(
@@ -103,7 +120,7 @@ class Scheduler:
         if row is None or not self.rows.num_free:
             self.add(spec, ahead=True)  # what it forks from has had its turn
             return
-        request = Request.new(spec)
+        request = self._new(spec, parent)
         shared = min(len(request.token_ids) - 1, int(self.rows.num_computed[row]))
         known = self.rows.known_tokens(row)[:shared]
         assert np.array_equal(known, request.token_ids[:shared]), "a fork must share its prefix"
@@ -114,6 +131,11 @@ class Scheduler:
         self.cache.fork(row, child, shared)
         self.rows.append([child])
         self._requests[spec.key] = request
+
+    def _new(self, spec: EngineRequest, parent: Request | None = None) -> Request:
+        if parent is not None:
+            return Request.new(spec, parent.arrival, parent.seq)
+        return Request.new(spec, spec.terms.arrival or self.context.clock(), next(self._arrivals))
 
     def pick(self, key: int, token: int) -> None:
         """The next token of a request that takes its tokens from outside."""
@@ -142,11 +164,29 @@ class Scheduler:
             return False
         if request.row is None:
             self.waiting.remove(request)
+            self._forget(request)
         else:
             known = int(self.rows.num_known[request.row])
             self._close(request.row, known if num_kept is None else min(known, request.num_prompt_tokens + num_kept))
             self._leave([request.row])
         return True
+
+    def end(self, key: int, reason: FinishReason, error: str) -> Finished | None:
+        """End a request and return its last word; None if there is no such request."""
+        request = self._requests.get(key)
+        if request is None:
+            return None
+        self.count_end(request.row is not None)
+        if request.num_cached_tokens is not None:
+            self.context.pace.note_service(self.context.clock(), request.started, is_done=False)
+        tokens = request.token_ids if request.row is None else self.rows.known_tokens(request.row)
+        last = _last_word(request, reason, tokens, error)
+        self.abort(key)
+        return last
+
+    def count_end(self, ran: bool) -> None:
+        self.stats.ended_running += ran
+        self.stats.ended_waiting += not ran
 
     # ------------------------------------------------------------ schedule
 
@@ -196,13 +236,14 @@ class Scheduler:
         """The policy's last request leaves its row and blocks, keeps its tokens and waits again."""
         running = [request for row in self.rows.order if (request := self.rows.requests[row]) is not None]
         assert len(running) > 1, "a single request does not fit the cache: it should have been refused on arrival"
+        self.waiting.count(self.rows, self.rows.order)
         return self._put_back(self.waiting.victim(running))
 
     def _put_back(self, request: Request) -> int:
         row = request.row
         assert row is not None, "only a running request can be preempted"
         request.token_ids = self.rows.known_tokens(row).copy()
-        request.chain = self._close(row, len(request.token_ids))
+        request.chain, request.parked = self._park(request, row)
         request.num_preemptions += 1
         self._leave([row])
         self.waiting.put_back(request)
@@ -217,7 +258,7 @@ class Scheduler:
             self._put_back(request)
         self._in_flight.clear()
         self.cache.take_changes()  # of rows that are free now
-        forgotten = self.cache.pool.reset()
+        forgotten = self.cache.reset()
         assert forgotten, "no row is left, so no block is in use"
 
     def _admit(self, budget: int) -> tuple[list[int], list[int]]:
@@ -225,29 +266,42 @@ class Scheduler:
         joined: list[int] = []
         grants: list[int] = []
         owed = self._blocks_owed()
+        if self.rows.num_free:
+            self.waiting.count(self.rows, self.rows.order)
         while len(self.waiting) and self.rows.num_free and budget > 0:
             request = self.waiting.peek()
             tokens = request.token_ids
-            prefix = self.cache.no_prefix()
-            if request.spec.reads_cache:
-                prefix = self.cache.find_prefix(tokens, request.chain, request.spec.cache_salt)
-            cached = prefix.columns * self.cache.block_size
+            prefix = self._find_prefix(request)
+            cached = prefix.num_tokens
             grant = self._first_grant(len(tokens) - cached, budget)
             missing = self.cache.blocks_for(len(tokens)) - self.cache.blocks_for(cached)
-            if grant == 0 or missing + owed > self.cache.num_free_besides(prefix):
+            spare = self.cache.num_free_besides(prefix) - missing - owed
+            if grant == 0 or spare < 0:
                 break  # the whole prompt must fit, or chunks of several would starve each other
+            if spare < self._reserve and (joined or len(self.rows)) and not request.spec.picked:
+                self.stats.held_back += 1
+                break  # those who run would soon be without blocks, and somebody preempted
             self.waiting.remove(request)
             row = self._enter(request, cached)
-            self.cache.open(row, prefix, request.chain, request.spec.cache_salt, len(tokens))
+            self.cache.open(row, prefix, request.chain, request.spec.cache_salt, len(tokens), request.parked)
+            request.parked = None
             ready = self.cache.prepare(np.array([row]), np.array([cached], np.int32), np.array([grant], np.int32))
             assert ready, "blocks were counted as free and are not"
-            owed += missing - self.cache.num_groups * (int(self.cache.num_blocks[row]) - prefix.columns)
+            owed += missing - self.cache.num_groups * (int(self.cache.num_blocks[row]) - prefix.num_columns)
             self._name_blocks(row, cached + grant)  # at once: the next in line may share them
             joined.append(row)
             grants.append(grant)
             budget -= grant
         self.rows.append(joined)
         return joined, grants
+
+    def _find_prefix(self, request: Request) -> Prefix:
+        if not request.spec.reads_cache:
+            return self.cache.no_prefix()
+        return self.cache.find_prefix(request.token_ids, request.chain, request.spec.cache_salt, request.parked)
+
+    def _tokens_to_compute(self, request: Request) -> int:
+        return len(request.token_ids) - self._find_prefix(request).num_tokens
 
     def _first_grant(self, want: int, budget: int) -> int:
         threshold = self.limits.long_prefill_token_threshold or want
@@ -267,9 +321,11 @@ class Scheduler:
         row = self.rows.take(request, num_computed)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_computed
+            request.started = self.context.clock()
         sampling = request.spec.sampling
         token_ids = None if sampling.extras is None else request.token_ids
         self._new_rows.append(NewRow(row, num_computed, sampling, token_ids))
+        self.waiting.join(self.rows, row)
         return row
 
     def _name_blocks(self, row: int, num_tokens: int) -> None:
@@ -280,6 +336,17 @@ class Scheduler:
         """Give the row's blocks back. Of its tokens, the last one known may not be computed yet."""
         num_tokens = min(num_tokens, int(self.rows.num_computed[row]))
         return self.cache.close(row, self.rows.tokens[row, :num_tokens])
+
+    def _park(self, request: Request, row: int) -> tuple[list[bytes], Parked]:
+        """Give the row's blocks back for now. The last known token must be computed again, for its logits."""
+        num_tokens = min(len(request.token_ids) - 1, int(self.rows.num_computed[row]))
+        return self.cache.park(row, self.rows.tokens[row, :num_tokens], request.spec.reads_cache)
+
+    def _forget(self, request: Request) -> None:
+        """It waits no more and will not run again: nothing needs to be kept for it."""
+        if request.parked is not None:
+            self.cache.forget(request.parked)
+            request.parked = None
 
     def _plan(self, rows: IntArray, grants: Int32Array) -> StepPlan:
         r = self.rows
@@ -296,8 +363,9 @@ class Scheduler:
         for row in rows[num_decodes:].tolist():
             self._name_blocks(row, int(r.num_computed[row]))
         table_index, table_block, copies = self.cache.take_changes()
+        to_host, from_host = self.cache.tier.take_copies()
         new_rows, self._new_rows = self._new_rows, []
-        self._in_flight.append(_InFlight(rows, r.epoch[rows], samples, lengths))
+        self._in_flight.append(_InFlight(rows, r.epoch[rows], samples, lengths, self.context.clock(), len(token_ids)))
         self.stats.steps += 1
         self.stats.scheduled_tokens += len(token_ids)
         return StepPlan(
@@ -311,6 +379,8 @@ class Scheduler:
             table_index=table_index,
             table_block=table_block,
             copies=copies,
+            to_host=to_host,
+            from_host=from_host,
             wants_logprobs=bool((samples & r.logprobs[rows]).any()),
             shared_tokens=self._shared_tokens() if num_decodes == len(rows) else 0,
             step=self.stats.steps,
@@ -344,6 +414,8 @@ class Scheduler:
         """Take in the oldest step's tokens: append, stop, emit."""
         r = self.rows
         step = self._in_flight.popleft()
+        is_full = step.num_tokens >= self._full_step
+        self.context.pace.note_step(step.planned, self.context.clock(), step.num_tokens, is_full)
         if result.failures:
             result.counts[list(result.failures)] = 0
         current = step.samples & (r.epoch[step.rows] == step.epochs)
@@ -400,25 +472,31 @@ class Scheduler:
         return reasons, kept
 
     def _finish(self, rows: list[int], reasons: list[int], output: EngineOutput) -> None:
-        r = self.rows
+        r, now = self.rows, self.context.clock()
         for row, reason in zip(rows, reasons, strict=True):
             request = r.requests[row]
             assert request is not None
+            self.context.pace.note_service(now, request.started, is_done=True)
             tokens = r.known_tokens(row)
-            output.finished.append(
-                Finished(
-                    key=request.key,
-                    reason=FinishReason(reason),
-                    stop_token_id=int(tokens[-1]) if reason == FinishReason.STOP else None,
-                    num_cached_tokens=request.num_cached_tokens or 0,
-                    token_ids=None if request.spec.stream else tokens[request.num_prompt_tokens :].copy(),
-                )
-            )
+            output.finished.append(_last_word(request, FinishReason(reason), tokens))
             self._close(row, len(tokens))
             del self._requests[request.key]
         self._leave(rows)
 
     def _leave(self, rows: list[int]) -> None:
+        self.waiting.leave(self.rows, rows)
         self.rows.leave(rows)
         if self._new_rows:  # a fork that never ran
             self._new_rows = [new for new in self._new_rows if new.row not in rows]
+
+
+def _last_word(request: Request, reason: FinishReason, tokens: Int32Array, error: str | None = None) -> Finished:
+    """`tokens`: all that are known, the prompt's included."""
+    return Finished(
+        key=request.key,
+        reason=reason,
+        stop_token_id=int(tokens[-1]) if reason == FinishReason.STOP else None,
+        num_cached_tokens=request.num_cached_tokens or 0,
+        token_ids=None if request.spec.stream else tokens[request.num_prompt_tokens :].copy(),
+        error=error,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvasir.messages import KVSpec, StepFuture, StepPlan
+from kvasir.messages import KVSpec, StepCosts, StepFuture, StepPlan
 
 
 class Executor(Protocol):
@@ -16,8 +16,11 @@ class Executor(Protocol):
     def available_kv_bytes(self) -> int:
         """Memory that the KV cache may take, after weights and the largest step. Measured, so call it once."""
 
-    def allocate_kv(self, num_blocks: int) -> None:
-        """Take the memory. Must come before the first step."""
+    def allocate_kv(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Take the memory, on the device and in the host. Must come before the first step."""
+
+    def measure_costs(self) -> StepCosts:
+        """Time what preemption chooses between. Asked, if at all, after `allocate_kv` and before the first step."""
 
     def execute(self, plan: StepPlan) -> None:
         """Launch the forward pass of a step."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.messages import NULL_BLOCK, KVSpec, StepPlan, StepResult
+from kvasir.args import EngineArgs
+from kvasir.config import EngineConfig
+from kvasir.messages import NULL_BLOCK, KVSpec, StepCosts, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -60,6 +63,7 @@ class EchoExecutor:
         self.computed = np.zeros(max_rows, np.int64)
         self.next_token = np.full(max_rows, -7, np.int64)
         self.pages = np.zeros((0, block_size), np.int64)
+        self.host_pages = np.zeros((0, block_size), np.int64)
         self._plan: StepPlan | None = None
 
     def kv_spec(self) -> KVSpec:
@@ -68,15 +72,19 @@ class EchoExecutor:
     def available_kv_bytes(self) -> int:
         return 1 << 20
 
-    def allocate_kv(self, num_blocks: int) -> None:
+    def allocate_kv(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.pages = np.full((num_blocks, self.block_size), -9, np.int64)
+        self.host_pages = np.full((num_host_blocks, self.block_size), -8, np.int64)
+
+    def measure_costs(self) -> StepCosts:
+        return StepCosts(1e-6, 1e-6)
 
     def execute(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
             self.computed[new.row] = new.num_computed
         assert len(set(plan.table_index.tolist())) == len(plan.table_index), "a table entry is set twice in one step"
         self.tables.reshape(-1)[plan.table_index] = plan.table_block
-        self.pages[plan.copies[:, 1]] = self.pages[plan.copies[:, 0]]
+        self._copy(plan)
         self._plan = plan
         at = 0
         written: dict[tuple[int, int], int] = {}
@@ -92,6 +100,14 @@ class EchoExecutor:
                     self.pages[slot] = self.next_token[row] if token < 0 else token
             self.computed[row] += count
             at += count
+
+    def _copy(self, plan: StepPlan) -> None:
+        for pairs in (plan.to_host, plan.from_host, plan.copies):
+            assert len(set(pairs[:, 1].tolist())) == len(pairs), "a block is copied to twice in one step"
+        assert not set(plan.copies[:, 0].tolist()) & set(plan.copies[:, 1].tolist()), "a copy of a copy in one step"
+        self.host_pages[plan.to_host[:, 1]] = self.pages[plan.to_host[:, 0]]
+        self.pages[plan.from_host[:, 1]] = self.host_pages[plan.from_host[:, 0]]
+        self.pages[plan.copies[:, 1]] = self.pages[plan.copies[:, 0]]
 
     def sample(self) -> Ready:
         plan = self._plan
@@ -135,8 +151,11 @@ class DelayExecutor:
     def available_kv_bytes(self) -> int:
         return 1 << 30
 
-    def allocate_kv(self, num_blocks: int) -> None:
+    def allocate_kv(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         pass
+
+    def measure_costs(self) -> StepCosts:
+        return StepCosts(1e-6, 1e-6)
 
     def execute(self, plan: StepPlan) -> None:
         self._plan = plan
@@ -154,3 +173,30 @@ class DelayExecutor:
 
     def close(self) -> None:
         pass
+
+
+# ---------------------------------------------------------------- engines without a model
+
+
+def fake_config(vocab_size: int = 50, max_model_len: int = 64, **settings: Any) -> EngineConfig:
+    """A settled configuration for `echo` and `delayed`: no model, and no tokenizer unless one is named."""
+    settings = {
+        **{"block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 2048, "async_scheduling": True},
+        **{"device": "cpu", "attention_backend": "torch", "distributed_executor_backend": "uni"},
+        **{"skip_tokenizer_init": "tokenizer" not in settings, "generation_config": "kvasir"},
+        **settings,
+    }
+    config = EngineArgs("fake", max_model_len=max_model_len, **settings).create_engine_config()
+    return replace(config, model=replace(config.model, path="fake", vocab_size=vocab_size))
+
+
+def echo(config: EngineConfig) -> EchoExecutor:
+    """Answers with a hash of the text, so that what is wrong with it shows."""
+    return EchoExecutor(
+        config.cache.block_size, config.scheduler.max_num_seqs, config.model.max_model_len, config.model.vocab_size
+    )
+
+
+def delayed(config: EngineConfig, delay: float = 0.0, token: int = 7) -> DelayExecutor:
+    """Takes so many seconds a step and always says the same: `functools.partial(delayed, delay=0.01)`."""
+    return DelayExecutor(config.cache.block_size, delay, token)

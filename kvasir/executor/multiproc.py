@@ -24,7 +24,7 @@ from typing import Any
 
 from kvasir.config import EngineConfig
 from kvasir.errors import EngineError, KvasirError
-from kvasir.messages import KVSpec, StepPlan, StepResult
+from kvasir.messages import KVSpec, StepCosts, StepPlan, StepResult
 from kvasir.platforms.cpu_features import prepare_cpu
 
 CLOSE_SECONDS = 10.0  # for workers to end by themselves
@@ -57,8 +57,12 @@ class MultiprocExecutor:
         free: list[int] = self._ask("available_kv_bytes")
         return min(free)
 
-    def allocate_kv(self, num_blocks: int) -> None:
-        self._ask("allocate_kv", num_blocks)
+    def allocate_kv(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        self._ask("allocate_kv", num_blocks, num_host_blocks)
+
+    def measure_costs(self) -> StepCosts:
+        costs: list[StepCosts] = self._ask("measure_costs")  # a step is done when the last rank is
+        return StepCosts(max(c.copy_block for c in costs), max(c.compute_token for c in costs))
 
     def execute(self, plan: StepPlan) -> None:
         self._tell("execute", plan)

@@ -50,8 +50,9 @@ class BeamState:
         state.token_ids = best.token_ids.tolist()
         return state.output(shown, True, beam.num_cached_tokens)
 
-    def abort(self) -> RequestOutput:
-        return self.state.output([self.state.completion(0, Ending("abort", None))], True, None)
+    def end(self, ending: Ending) -> RequestOutput:
+        """The last output of a search that was broken off: what cannot change any more of its best text."""
+        return self.state.output([self.state.completion(0, ending)], True, None)
 
     def _num_hidden(self, text: Hypothesis) -> int:
         """A token that ends the text has no place in it."""

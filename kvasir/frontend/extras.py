@@ -1,19 +1,19 @@
 """What a request asks of sampling beyond temperature and its kin, for one model: `Extras`, or None. API process.
 
-Loads the engine's start-up logits processors, too: for each request they become some of its own.
+The engine's start-up logits processors become some of each request's own: here, or, where the core is in another
+process, there.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 from kvasir.config import ModelConfig
-from kvasir.errors import ConfigError, RequestError
+from kvasir.errors import RequestError
 from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.logits_processors import StartupProcessors, three_arguments
 from kvasir.messages import Extras
 from kvasir.sampling_params import SamplingParams
 
@@ -28,16 +28,22 @@ _UNSET: tuple[tuple[str, tuple[object, ...]], ...] = (
 
 
 class ExtrasBuilder:
-    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None, num_workers: int = 1) -> None:
+    """`remote`: the core is in another process, which has the start-up processors and can be sent no others."""
+
+    def __init__(
+        self, config: ModelConfig, tokenizer: Tokenizer | None, num_workers: int = 1, remote: bool = False
+    ) -> None:
         self.vocab_size = config.vocab_size
         self.num_workers = num_workers
         self.max_logprobs = config.max_logprobs
         self.tokenizer = tokenizer
-        self.plugins = [_load(entry) for entry in config.logits_processors or []]
+        self.remote = remote
+        self.has_startup = bool(config.logits_processors)
+        self.startup = StartupProcessors(None if remote else config.logits_processors)
 
     def build(self, params: SamplingParams, key: int, num_prompt_tokens: int) -> Extras | None:
         """None for the many that ask for nothing of the kind."""
-        if not self.plugins and all(getattr(params, name) in unset for name, unset in _UNSET):
+        if not self.has_startup and all(getattr(params, name) in unset for name, unset in _UNSET):
             return None
         extras = Extras(
             num_prompt_tokens,
@@ -51,6 +57,7 @@ class ExtrasBuilder:
             top_ema_p=params.top_ema_p if params.top_ema_d else 0.0,
             top_ema_d=params.top_ema_d if params.top_ema_p else 0,
             processors=self._processors(params),
+            extra_args=self._extra_args(params),
             logprob_token_ids=self._ids("logprob_token_ids", params.logprob_token_ids),
             prompt_logprobs=self.count("prompt_logprobs", params.prompt_logprobs),
         )
@@ -115,47 +122,20 @@ class ExtrasBuilder:
     # ------------------------------------------------------------ processors
 
     def _processors(self, params: SamplingParams) -> tuple[Any, ...]:
-        asked = params.extra_args or {}
-        if asked and not any(hasattr(plugin, "for_request") for plugin in self.plugins):
-            message = "extra_args are for start-up logits processors with a for_request method; this engine has none."
-            raise RequestError(message, "extra_args")
-        found = [plugin.for_request(asked) if hasattr(plugin, "for_request") else plugin for plugin in self.plugins]
-        wanted = [each for each in [*found, *(params.logits_processors or ())] if each is not None]
-        if wanted and self.num_workers > 1:  # each would run its own copy, on what it alone has seen
+        own = params.logits_processors or []
+        if own and self.remote:
+            message = (
+                "A request's logits processors are Python callables, and the engine runs in another process: name them "
+                "when the engine starts, as logits_processors=['module:name'], and pass extra_args."
+            )
+            raise RequestError(message, "logits_processors")
+        if (own or self.has_startup) and self.num_workers > 1:  # each would run its own copy, on what it alone has seen
             message = f"Logits processors run in one process, but tensor_parallel_size={self.num_workers}."
             raise RequestError(message, "logits_processors")
-        return tuple(_three_arguments(each) for each in wanted)
+        if self.remote:
+            return ()
+        return (*self.startup.for_request(params.extra_args or {}), *map(three_arguments, own))
 
-
-def _load(entry: Any) -> Any:
-    """A start-up processor: "module:name", or the thing itself; of a class, one instance."""
-    found = entry
-    if isinstance(entry, str):
-        module, _, name = entry.partition(":")
-        try:
-            found = import_module(module)
-            for part in name.split("."):
-                found = getattr(found, part)
-        except (ImportError, AttributeError, ValueError) as error:
-            message = f"logits_processors: {entry!r} cannot be loaded ({error}); write it as 'module:name'."
-            raise ConfigError(message) from error
-    if isinstance(found, type):
-        try:
-            found = found()
-        except TypeError as error:
-            raise ConfigError(f"logits_processors: {entry!r} must be made without arguments ({error}).") from error
-    if not callable(found) and not hasattr(found, "for_request"):
-        raise ConfigError(f"logits_processors: {entry!r} is neither callable nor has it a for_request method.")
-    return found
-
-
-def _three_arguments(processor: Callable[..., Any]) -> Callable[..., Any]:
-    """Processors may take (output ids, logits) or (prompt ids, output ids, logits)."""
-    try:
-        kinds = [p.kind for p in inspect.signature(processor).parameters.values()]
-    except (TypeError, ValueError):  # builtins may not tell
-        return processor
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if inspect.Parameter.VAR_POSITIONAL in kinds or sum(kind in positional for kind in kinds) != 2:
-        return processor
-    return lambda prompt, output, logits: processor(output, logits)
+    def _extra_args(self, params: SamplingParams) -> dict[str, Any] | None:
+        asked = params.extra_args or {}
+        return asked if self.remote and (asked or self.has_startup) else None

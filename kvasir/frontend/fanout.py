@@ -9,7 +9,7 @@ from kvasir.errors import RequestError
 from kvasir.frontend.beams import BeamState
 from kvasir.frontend.input import InputProcessor, mix
 from kvasir.frontend.state import RequestState
-from kvasir.messages import BeamSpec, EngineRequest, Extras
+from kvasir.messages import BeamSpec, EngineRequest, Extras, Terms
 from kvasir.prompts import PromptType
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 
@@ -29,9 +29,11 @@ def process_all(
     params: SamplingParams,
     keys: Iterator[int],
     arrival_time: float,
+    terms: Terms | None = None,
 ) -> tuple[EngineRequest, list[RequestState] | BeamState]:
     """As InputProcessor.process, for all completions that are asked for."""
     request, state = processor.process(request_id, prompt, params, next(keys), arrival_time)
+    request = request if terms is None else replace(request, terms=terms)
     if params.use_beam_search:
         return _searched(processor, request, params), BeamState(state, params.n)
     if params.num_branches == 1:

@@ -18,7 +18,7 @@ from kvasir.frontend.extras import ExtrasBuilder
 from kvasir.frontend.state import RequestState
 from kvasir.frontend.stop import Repetitions, StopStrings
 from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.messages import EngineRequest, RowSampling
+from kvasir.messages import EngineRequest, Int32Array, RowSampling
 from kvasir.outputs import RequestMetrics
 from kvasir.prompts import PromptType, TokensPrompt
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
@@ -36,20 +36,28 @@ _GENERATION_NAMES = {
 }
 
 
+class _Ids(NamedTuple):
+    """Token ids twice: for outputs, and for the core."""
+
+    plain: list[int]
+    array: Int32Array
+
+
 class _Prompt(NamedTuple):
     text: str | None
-    ids: list[int]
+    ids: _Ids
     salt: bytes
 
 
 class InputProcessor:
     """Checks and translates requests for one engine."""
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, remote: bool = False) -> None:
+        """`remote`: the core is in another process."""
         self.config = config.model
         self.stream_interval = config.scheduler.stream_interval
         self.tokenizer = tokenizer
-        self.extras = ExtrasBuilder(config.model, tokenizer, config.parallel.tensor_parallel_size)
+        self.extras = ExtrasBuilder(config.model, tokenizer, config.parallel.tensor_parallel_size, remote)
         self.eos_token_ids = self._find_eos_token_ids()
 
     def process(
@@ -59,7 +67,7 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"Sampling parameters must be SamplingParams, not {type(params).__name__}.")
         params.verify()
-        text, ids, salt = self._read_prompt(prompt)
+        text, (ids, array), salt = self._read_prompt(prompt)
         max_tokens = self._max_tokens(len(ids), params)
         stop_ids = self._stop_token_ids(params)
         self._check_needs(params, stop_ids)
@@ -68,13 +76,14 @@ class InputProcessor:
         watched = bool(params.stop) or params.repetition_detection is not None
         request = EngineRequest(
             key,
-            np.array(ids, np.int32),
+            array,
             max_tokens,
             sampling,
             stream=followed or watched or sampling.logprobs is not None,
             cache_salt=salt,
             needs_last_token=sampling.extras is not None and bool(sampling.extras.processors),
             reads_cache=not params.skip_reading_prefix_cache and params.prompt_logprobs is None,
+            least_tokens=max(1, params.min_tokens) if stop_ids or watched else max_tokens,
         )
         return request, self.state(key, request_id, text, ids, params, arrival_time)
 
@@ -143,14 +152,14 @@ class InputProcessor:
             raise RequestError("A prompt must have prompt (a text) or prompt_token_ids.", "prompt")
         return _Prompt(text, self._encode(text), salt)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> _Ids:
         if self.tokenizer is None:
             message = "A text prompt needs a tokenizer, and skip_tokenizer_init=True loads none: send prompt_token_ids."
             raise RequestError(message, "prompt")
         return self._check_ids(self.tokenizer.encode(text))
 
-    def _check_ids(self, ids: Any) -> list[int]:
-        """A new list of plain ints, all of them in the vocabulary."""
+    def _check_ids(self, ids: Any) -> _Ids:
+        """New, of plain ints, all of them in the vocabulary."""
         if isinstance(ids, np.ndarray):
             ids = ids.tolist()
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
@@ -158,16 +167,23 @@ class InputProcessor:
             raise RequestError(message, "prompt_token_ids")
         if not ids:
             raise RequestError("The prompt is empty: it must have at least one token.", "prompt")
-        for kind in set(map(type, ids)):
+        kinds = set(map(type, ids))
+        for kind in kinds:
             if issubclass(kind, bool) or not issubclass(kind, Integral):
                 message = f"prompt_token_ids must be integers, but there is a {kind.__name__} among them."
                 raise RequestError(message, "prompt_token_ids")
-        outside = next((token for token in (min(ids), max(ids)) if not 0 <= token < self.config.vocab_size), None)
+        plain = list(ids) if kinds == {int} else list(map(int, ids))
+        try:
+            array = np.array(plain, np.int32)
+            ends = int(array.min()), int(array.max())
+        except OverflowError:
+            ends = min(plain), max(plain)
+        outside = next((token for token in ends if not 0 <= token < self.config.vocab_size), None)
         if outside is not None:
             most = self.config.vocab_size - 1
             message = f"Token id {reprlib.repr(outside)} is not in the model's vocabulary, which goes from 0 to {most}."
             raise RequestError(message, "prompt_token_ids")
-        return list(map(int, ids))
+        return _Ids(plain, array)
 
     # ------------------------------------------------------------ parameters
 

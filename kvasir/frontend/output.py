@@ -99,6 +99,10 @@ class OutputProcessor:
                     step.touch(self._branches[key])
         self._finish_all(list(ended.values()), now, step)
         self._take_beams(output.beams, now, step)
+        for end in (end for end in output.finished if end.key in self._searches):  # at its deadline
+            search = self._searches[end.key]
+            step.results.append(search.end(Ending(str(end.reason), end.error)))
+            self._close_search(search, end.num_cached_tokens, str(end.reason), now)
         return step.outputs(), aborts
 
     def _take_beams(self, beams: Sequence[BeamOutput], now: float, step: _Step) -> None:
@@ -178,6 +182,19 @@ class OutputProcessor:
             del self._requests[state.request_id]
         step.touch(branches)
 
+    def withdraw(self, key: int) -> str | None:
+        """Forget a request that the core has not taken, by the key of any branch: its id, if it was running."""
+        search = self._searches.pop(key, None)
+        state = self._states.get(key) if search is None else search.state
+        if state is None:
+            return None
+        request = self._requests.pop(state.request_id)
+        branches = request.states if isinstance(request, Branches) else [state]
+        for each in branches:
+            self._states.pop(each.key, None)
+            self._branches.pop(each.key, None)
+        return state.request_id
+
     def abort(self, request_ids: Iterable[str], now: float) -> list[tuple[list[int], RequestOutput]]:
         """End requests here: the keys that the core is to abort, and the last output, for each that was running."""
         aborted = []
@@ -187,7 +204,7 @@ class OutputProcessor:
                 continue
             if isinstance(request, BeamState):
                 self._close_search(request, 0, "abort", now)
-                aborted.append(([request.state.key], request.abort()))
+                aborted.append(([request.state.key], request.end(Ending("abort", None))))
                 continue
             keys = [request.key] if isinstance(request, RequestState) else request.running()
             step = _Step()

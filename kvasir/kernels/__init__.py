@@ -25,10 +25,15 @@ logger = get_logger(__name__)
 __all__ = [
     "ACTIVATIONS",
     "add_rms_norm",
+    "copy_blocks",
     "draw",
+    "fused_linear",
+    "fuses_one_row",
     "gated_activation",
     "grouped_linear",
+    "is_fit",
     "linear",
+    "linear_parts",
     "logit_floor",
     "pack_weight",
     "reference_only",
@@ -116,6 +121,13 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) 
     return y
 
 
+def copy_blocks(
+    source: torch.Tensor, target: torch.Tensor, source_index: torch.Tensor, target_index: torch.Tensor
+) -> None:
+    """See reference.copy_blocks."""
+    _version_for(source).copy_blocks(source, target, source_index, target_index)
+
+
 def draw(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
     """See reference.draw."""
     tokens: torch.Tensor = _version_for_logits(logits).draw(logits, *args)
@@ -129,7 +141,49 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, in] times weight [out, in] (as it is, or packed), plus bias [out]."""
+<<<<<<< HEAD
     if x.is_cuda and not _reference_only and _fast() is not reference and _fast().takes(x, weight):
         y: torch.Tensor = _fast().gemv(x, weight, bias)
         return y
+=======
+    version = _version_for(x)
+    if version is not reference:
+        y: torch.Tensor
+        if version.takes(x, weight):
+            y = version.gemv(x, weight, bias)
+            return y
+        if (blocks := version.blocks_for(x, weight)) is not None:
+            y = version.tile_linear(x.contiguous(), weight, bias, blocks)
+            return y
+>>>>>>> main
     return (onednn if onednn.usable(x) else reference).linear(x, weight, bias)
+
+
+def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [rows, in] times weight [out, in]: [rows, out], or [parts, rows, out] that must still be summed, which
+    `add_rms_norm` does."""
+    version = _version_for(x)
+    if version is not reference and (blocks := version.parts_for(x, weight)) is not None:
+        parts: torch.Tensor = version.linear_parts(x.contiguous(), weight, blocks)
+        return parts
+    return linear(x, weight)
+
+
+def fuses_one_row(x: torch.Tensor) -> bool:
+    """Whether `fused_linear` is the quicker way for this x."""
+    return len(x) == 1 and _version_for(x) is not reference
+
+
+def is_fit(weight: torch.Tensor) -> bool:
+    """Whether `fused_linear` takes this matrix."""
+    version = _version_for(weight)
+    return version is reference or bool(version.is_fit(weight))
+
+
+def fused_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **how: Any) -> torch.Tensor:
+    """See reference.fused_linear. On a GPU for one row, and a matrix that `is_fit`."""
+    version = _version_for(x)
+    if version is reference:
+        return reference.fused_linear(x, weight, bias, product=linear, **how)
+    y: torch.Tensor = version.gemv(x, weight, bias, **how)
+    return y

@@ -31,8 +31,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """rms_norm(x + residual), and the sum. The sum may take residual's memory."""
-    residual = x + residual
+    """rms_norm(x + residual), and the sum. The sum may take residual's memory. x may be parts [parts, rows, width]."""
+    residual = (x.sum(0) + residual).to(residual.dtype) if x.dim() > residual.dim() else x + residual
     return rms_norm(residual, weight, eps), residual
 
 
@@ -40,6 +40,16 @@ def gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """x [tokens, 2 * n]: the activation of the left half, times the right half."""
     gate, up = x.chunk(2, dim=-1)
     return ACTIVATIONS[kind](gate) * up
+
+
+def copy_blocks(
+    source: torch.Tensor,  # [layers, blocks, page_bytes] uint8
+    target: torch.Tensor,
+    source_index: torch.Tensor,  # [n] int32
+    target_index: torch.Tensor,
+) -> None:
+    """Copy blocks in all layers. No block may be read and written in one call."""
+    target[:, target_index.long()] = source[:, source_index.long()]
 
 
 def rotary(
@@ -175,3 +185,20 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) 
         if begin < end:
             out[begin:end] = F.linear(x[begin:end], matrix)
     return out
+
+
+def fused_linear(
+    x: torch.Tensor,  # [rows, in]
+    weight: torch.Tensor,  # [out, in]
+    bias: torch.Tensor | None = None,  # [out]
+    *,
+    gain: torch.Tensor | None = None,  # [in]: x goes through an RMS norm first
+    eps: float = 0.0,
+    add: torch.Tensor | None = None,  # [rows, out]: added to the result
+    gated: bool = False,  # half of the outputs: silu of the first half times the second
+    product: Callable[..., torch.Tensor] = linear,
+) -> torch.Tensor:
+    """A product with what stands before and after it in a layer."""
+    y = product(x if gain is None else rms_norm(x, gain, eps), weight, bias)
+    y = gated_activation(y, "silu") if gated else y
+    return y if add is None else y + add

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kvasir import kernels
-from kvasir.attention.base import AttentionBackend, AttentionBatch
+from kvasir.attention.base import AttentionBackend, AttentionBatch, LastTokens
 from kvasir.errors import ConfigError
 from kvasir.layers.base import Build
 from kvasir.layers.linear import Linear, qkv_linear, row_linear
@@ -60,9 +60,18 @@ class Attention(nn.Module):
         elif shape.qk_norm == "whole":
             self.q_norm, self.k_norm = _whole_norms(build, self.qkv, shape)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, last: LastTokens | None = None
+    ) -> torch.Tensor:
+        """Of all tokens, or of `last` alone, though every token's keys and values are stored."""
+        y: torch.Tensor = self.o(self.attend(self.qkv(x), positions, batch, last))
+        return y
+
+    def attend(
+        self, qkv: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, last: LastTokens | None = None
+    ) -> torch.Tensor:
+        """What stands between the two projections."""
         batch = batch.of_group(self.group)
-        qkv = self.qkv(x)
         if isinstance(self.q_norm, SplitRMSNorm):
             qkv = self._normalise_whole(qkv)
         query = kernels.rope_store(
@@ -77,11 +86,12 @@ class Attention(nn.Module):
             self.norm_eps,
             self.rotary is not None and self.rotary.rope.interleaved,
         )
+        if last is not None:
+            query, batch = last.of(query), last.batch.of_group(self.group)
         seen = self.backend.forward(
             query, self.kv_cache, batch, scale=self.scale, window=self.window, softcap=self.softcap
         )
-        y: torch.Tensor = self.o(seen.view(len(x), -1))
-        return y
+        return seen.view(len(query), -1)
 
     def _normalise_whole(self, qkv: torch.Tensor) -> torch.Tensor:
         assert self.q_norm is not None and self.k_norm is not None

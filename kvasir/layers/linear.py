@@ -7,13 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from kvasir import kernels
 from kvasir.distributed.mesh import Role
 from kvasir.layers.base import Build, WeightLayer
-from kvasir.quantization.base import LinearShape, Part, TensorKey
+from kvasir.quantization.base import LinearShape, Part, TensorKey, UnquantizedLinear
 
 
 class Linear(WeightLayer):
-    """y = x W^T + b over this rank's share; a ROW layer's outputs are summed over ranks."""
+    """y = x W^T + b over this rank's share; a ROW layer's outputs are summed over ranks. Where `leaves_parts` is set, y
+    may be parts that are still to be summed, as kernels.add_rms_norm does."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -21,12 +23,20 @@ class Linear(WeightLayer):
     def __init__(self, build: Build, prefix: str, shape: LinearShape, role: Role) -> None:
         super().__init__()
         self.shape, self.role, self.mesh = shape, role, build.mesh
+        self.leaves_parts = False
         self.method = build.method_of(prefix)
         self.method.create(self, build.dtype, build.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.leaves_parts and self.bias is None and self.is_plain:
+            return kernels.linear_parts(x, self.weight)
         y = self.method.apply(self, x)
         return self.mesh.all_reduce(y) if self.role is Role.ROW else y
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the product with `weight`, plus `bias`, is all there is to it."""
+        return isinstance(self.method, UnquantizedLinear) and self.mesh.size == 1
 
     def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
         return self.method.tensors(self)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from kvasir import kernels
-from kvasir.attention.base import AttentionBackend, AttentionBatch
+from kvasir.attention.base import AttentionBackend, AttentionBatch, LastTokens
 from kvasir.config import EngineConfig
 from kvasir.errors import ModelError
 from kvasir.messages import KVSpec
@@ -59,11 +59,17 @@ class TransformersModel(nn.Module):
         setattr(causal, prefix, self.given)
         self.vocab_size = int(causal.config.get_text_config().vocab_size)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch | None) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch | None,
+        last: LastTokens | None = None,
+    ) -> torch.Tensor:
         self.step.batch = batch
         output = self.base(input_ids=input_ids[None], position_ids=positions[None].long(), use_cache=False)
         hidden: torch.Tensor = output[0][0]
-        return hidden
+        return hidden if last is None else last.of(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.given.hidden = hidden[None]

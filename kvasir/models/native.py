@@ -148,7 +148,9 @@ def _describe_attention(attention: Attention) -> dict[str, object]:
         "whole_norm": isinstance(attention.q_norm, SplitRMSNorm),
         "qkv": _matrix(attention.qkv),
         "o": _matrix(attention.o),
-        "rotation": rotation_of(None if rotary is None else rotary.table, rotary is not None and rotary.rope.interleaved),
+        "rotation": rotation_of(
+            None if rotary is None else rotary.table, rotary is not None and rotary.rope.interleaved
+        ),
         "cache": cache_of(attention.kv_cache),
         "heads": attention.heads,
         "kv_heads": attention.kv_heads,

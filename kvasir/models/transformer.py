@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import nn
 
-from kvasir.attention.base import AttentionBackend, AttentionBatch
+from kvasir.attention.base import AttentionBackend, AttentionBatch, LastTokens
 from kvasir.layers.attention import Attention
 from kvasir.layers.base import Build
 from kvasir.layers.embedding import Embedding, Head, PositionEmbedding, TiedHead
@@ -63,11 +63,15 @@ class Transformer(nn.Module):
         input_ids: torch.Tensor,  # [tokens] int64
         positions: torch.Tensor,  # [tokens] int64
         batch: AttentionBatch,
+        last: LastTokens | None = None,
     ) -> torch.Tensor:
-        """The hidden states after the last norm, [tokens, hidden]."""
+        """The hidden states after the last norm, [tokens, hidden]; or those of `last`, [sequences, hidden]. What other
+        tokens are for is over when the last layer has their keys, so most of that layer is spared them."""
         hidden, residual = self._embed(input_ids, positions), None
-        for layer in self.layers:
+        *layers, top = self.layers
+        for layer in layers:
             hidden, residual = layer(hidden, residual, positions, batch)
+        hidden, residual = top(hidden, residual, positions, batch, last)
         hidden = self.norm.add(hidden, residual)[0]
         projected: torch.Tensor = self.project_out(hidden)
         return projected

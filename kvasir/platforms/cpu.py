@@ -91,7 +91,9 @@ def parse_cpus(text: str) -> list[int]:
         cpus += range(int(first), int(last or first) + 1)
     if hasattr(os, "sched_getaffinity") and (missing := set(cpus) - os.sched_getaffinity(0)):
         allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        raise ConfigError(f"cpu_bind={text!r} names CPU {min(missing)}, which this process may not use; it may: {allowed}.")
+        raise ConfigError(
+            f"cpu_bind={text!r} names CPU {min(missing)}, which this process may not use; it may: {allowed}."
+        )
     return cpus
 
 

@@ -25,11 +25,6 @@ class Needs:
     num_logprobs: int
     stages: tuple[Stage, ...] = ()  # what the rows ask for beyond that
 
-    @property
-    def only_draw(self) -> bool:
-        """Nothing but the last stage."""
-        return not (self.filters or self.bans or self.stages or len(self.logprob_lines))
-
 
 class SamplingState:
     # columns of the packed description of a new row, before its stop ids

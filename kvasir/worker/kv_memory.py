@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kvasir import kernels
 from kvasir.messages import KVSpec
 
 
@@ -28,6 +29,5 @@ class KVMemory:
         return [layer.view(dtype).view(self.num_blocks, *page_shape) for layer in self.pool]
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
-        """Copy blocks (from, to) in all layers. All are read before any is written."""
-        source, target = pairs[:, 0].long(), pairs[:, 1].long()
-        self.pool[:, target] = self.pool[:, source]
+        """Copy blocks (from, to) in all layers. No block is both."""
+        kernels.copy_blocks(self.pool, self.pool, pairs[:, 0], pairs[:, 1])

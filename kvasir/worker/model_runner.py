@@ -17,17 +17,18 @@ from numpy.typing import NDArray
 from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.upload import upload
 from kvasir.messages import Logprobs, NewRow, StepPlan, StepResult
-from kvasir.sampling.logprobs import PromptScores, TokenScores, prompt_results
+from kvasir.sampling.logprobs import Chunk, PromptScores, TokenScores, prompt_results
 from kvasir.sampling.sampler import Sampler, make_stages
 from kvasir.sampling.stages import SampledRows
 from kvasir.sampling.state import NO_LINES, Needs, SamplingState
+from kvasir.worker.host_memory import make_host_memory
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.model import Model
-from kvasir.worker.rows import DeviceRows
+from kvasir.worker.rows import DeviceRows, StepInputs
 from kvasir.worker.staging import DeviceResult
 
 if TYPE_CHECKING:
-    from kvasir.worker.decode_graphs import DecodeGraphs, Shape
+    from kvasir.worker.step_graphs import HeadShape, Shape, StepGraphs
 
 NO_ROWS: NDArray[np.int32] = np.zeros((0, 0), np.int32)
 
@@ -38,8 +39,14 @@ class Running:
 
     plan: StepPlan
     batch: AttentionBatch
-    hidden: torch.Tensor
+    hidden: torch.Tensor  # of the tokens of `batch`
+    chunks: list[Chunk]  # of prompts whose tokens are scored
     shape: Shape | None  # of the graph that the forward pass was
+
+
+@dataclass(slots=True)
+class RunnerStats:
+    narrowed_steps: int = 0  # whose last layer ran for last tokens alone
 
 
 class ModelRunner:
@@ -52,9 +59,11 @@ class ModelRunner:
         device: torch.device,
         use_graphs: bool,
         logprobs_mode: str = "raw_logprobs",
+        num_host_blocks: int = 0,
     ) -> None:
         self.model = model
         self.kv_memory = kv_memory
+        self.host_memory = make_host_memory(kv_memory, num_host_blocks)
         self.device = device
         spec = kv_memory.spec
         self.rows = DeviceRows(max_rows, max_model_len, spec.block_size, device, len(spec.windows))
@@ -63,11 +72,12 @@ class ModelRunner:
         self.sampler = Sampler(self.sampling, self.rows.next_token)
         self.token_scores = TokenScores(logprobs_mode, max_rows + 1, device)
         self.prompt_scores = PromptScores(max_rows, logprobs_mode.endswith("logits"), device)
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         if use_graphs:
-            from kvasir.worker.decode_graphs import DecodeGraphs, graph_sizes
+            from kvasir.worker.step_graphs import StepGraphs, graph_sizes
 
-            self.graphs = DecodeGraphs(model, self.rows, self.sampler, graph_sizes(max_rows), device)
+            self.graphs = StepGraphs(model, self.rows, self.sampler, graph_sizes(max_rows), device)
+        self.stats = RunnerStats()
         self._running: Running | None = None
 
     @torch.inference_mode()
@@ -75,40 +85,36 @@ class ModelRunner:
         """Launch the forward pass."""
         shape = self.graphs.shape_for(plan) if self.graphs is not None else None
         new_rows = self.sampling.pack(plan.new_rows) if plan.new_rows else NO_ROWS
-        all_rows = plan.rows if self.graphs is None or shape is None else self.graphs.padded_rows(plan, shape)
-        # a step of single tokens that all come from the device needs to be told no more than its rows
-        tells_tokens = shape is None or bool((plan.token_ids >= 0).any())
-        rows, num_tokens, token_ids, packed, index, block, copies, shared = upload(
-            [
-                all_rows,
-                plan.num_tokens if tells_tokens else NO_ROWS,
-                plan.token_ids if tells_tokens else NO_ROWS,
-                new_rows,
-                plan.table_index,
-                plan.table_block,
-                plan.copies,
-                np.array([plan.shared_tokens] if shape is not None and shape.shares else [], np.int32),
-            ],
-            self.device,
+        told = (plan.rows, plan.num_tokens, plan.token_ids)
+        if self.graphs is not None and shape is not None:
+            told = self.graphs.told(plan, shape)
+        shared = np.array([plan.shared_tokens], np.int32)
+        changes = (plan.table_index, plan.table_block, plan.copies, plan.to_host[:, 0], plan.from_host[:, 1])
+        rows, num_tokens, token_ids, shared_tokens, packed, index, block, copies, leaving, arriving = upload(
+            [*told, shared, new_rows, *changes], self.device
         )
         if plan.new_rows:
             self._open_rows(packed.view(new_rows.shape), plan.new_rows)
         if len(plan.table_index):
             self.rows.set_tables(index, block)
+        if len(leaving) or len(arriving):
+            self.host_memory.exchange(plan.to_host[:, 1], plan.from_host[:, 0], leaving, arriving)
         if len(plan.copies):
             self.kv_memory.copy_blocks(copies.view(-1, 2))
         if self.graphs is None or shape is None:
-            inputs = self.rows.build(plan, rows.long(), num_tokens, token_ids)
-            hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.batch)
-            self._running = Running(plan, inputs.batch, hidden, None)
+            self._running = self._forward(plan, self.rows.build(plan, rows.long(), num_tokens, token_ids))
             return
-        if tells_tokens:
-            own = rows[: len(plan.rows)].long()
-            self.rows.next_token[own] = torch.where(token_ids >= 0, token_ids, self.rows.next_token[own])
-        if shape.shares:
-            self.rows.shared_prefix.copy_(shared)
-        step = self.graphs.forward(shape, rows)
-        self._running = Running(plan, step.inputs.batch, step.hidden, shape)
+        step = self.graphs.forward(shape, rows, num_tokens, token_ids, shared_tokens)
+        self._running = Running(plan, step.inputs.batch, step.hidden, self.prompt_scores.chunks(plan), shape)
+
+    def _forward(self, plan: StepPlan, inputs: StepInputs) -> Running:
+        chunks = self.prompt_scores.chunks(plan)
+        last = None
+        if plan.num_decodes < len(plan.rows) and not chunks:
+            last = inputs.batch.last_tokens()
+            self.stats.narrowed_steps += 1
+        hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.batch, last)
+        return Running(plan, inputs.batch if last is None else last.batch, hidden, chunks, None)
 
     def _open_rows(self, packed: torch.Tensor, new_rows: list[NewRow]) -> None:
         rows = packed[:, 0].long()
@@ -124,7 +130,7 @@ class ModelRunner:
         running, self._running = self._running, None
         plan = running.plan
         lines = np.flatnonzero(plan.samples).astype(np.int32)
-        chunks = self.prompt_scores.chunks(plan)
+        chunks = running.chunks
         # before sampling: that may replay a graph, in whose memory the hidden states may lie
         scores = self.prompt_scores.score(chunks, running.hidden, self.model.logits)
         sampled = self._sample(running, lines) if len(lines) else Sampled([], lines)
@@ -139,10 +145,20 @@ class ModelRunner:
     def _sample(self, running: Running, lines: NDArray[np.int32]) -> Sampled:
         plan = running.plan
         needs = self.sampling.needs(plan.rows[lines], plan.wants_logprobs)
-        if self.graphs is not None and running.shape is not None and needs.only_draw:
-            tokens = self.graphs.head(running.shape)[: len(plan.rows)]
-            return Sampled([tokens], lines, all_rows=True)
+        if self.graphs is not None and running.shape is not None:
+            head = self.graphs.head_for(running.shape, len(lines), needs)
+            if head is not None:
+                return self._sample_by_graph(self.graphs, head, plan, lines)
         return self._sample_eagerly(running, lines, needs)
+
+    def _sample_by_graph(
+        self, graphs: StepGraphs, head: HeadShape, plan: StepPlan, lines: NDArray[np.int32]
+    ) -> Sampled:
+        """Of a step of single tokens all lines are sampled, wanted or not."""
+        if not head.forward.is_mixed:
+            return Sampled([graphs.head(head)[: len(plan.rows)]], lines, all_rows=True)
+        (told,) = upload([graphs.padded_lines(head, lines)], self.device)
+        return Sampled([graphs.head(head, told)[: len(lines)]], lines)
 
     def _sample_eagerly(self, running: Running, lines: NDArray[np.int32], needs: Needs) -> Sampled:
         batch, hidden = running.batch, running.hidden

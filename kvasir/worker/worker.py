@@ -14,12 +14,14 @@ import torch
 from kvasir.config import EngineConfig
 from kvasir.distributed.mesh import Mesh
 from kvasir.log import get_logger
-from kvasir.messages import Extras, KVSpec, NewRow, RowSampling, StepPlan
+from kvasir.messages import Extras, KVSpec, NewRow, RowSampling, StepCosts, StepPlan
 from kvasir.models.loader import LoadedModel, load
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select
 from kvasir.worker.cpu_threads import use_threads
+from kvasir.worker.host_memory import staging_bytes
 from kvasir.worker.kv_memory import KVMemory
+from kvasir.worker.measure_costs import measure_costs
 from kvasir.worker.model_runner import ModelRunner
 from kvasir.worker.staging import DeviceResult
 
@@ -71,6 +73,8 @@ class Worker:
         assert total is not None and free is not None, f"{platform.device} does not tell its memory"
         others = total - free - platform.memory_used()  # the driver's context, and other processes
         available = int(total * utilization) - peak - others
+        if self.config.cache.has_host_tier:
+            available -= staging_bytes(available, self.kv_spec().block_bytes)
         logger.info(
             "memory: %.1f GiB in all, %.1f for weights and the largest step, %.1f outside torch, %.1f for the KV cache",
             total / GIB, peak / GIB, others / GIB, available / GIB,
@@ -104,10 +108,14 @@ class Worker:
         runner.execute(plan)
         runner.sample().result()
 
-    def allocate_kv(self, num_blocks: int) -> None:
-        self.runner = self._make_runner(num_blocks)
+    def allocate_kv(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        self.runner = self._make_runner(num_blocks, num_host_blocks)
 
-    def _make_runner(self, num_blocks: int) -> ModelRunner:
+    def measure_costs(self) -> StepCosts:
+        assert self.runner is not None, "allocate_kv comes first"
+        return measure_costs(self.runner, self.config.scheduler.max_num_batched_tokens)
+
+    def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:
         assert self.model is not None, "the worker is closed"
         memory = KVMemory(self.kv_spec(), num_blocks, self.device)
         page_shape = self.model.page_shape(memory.spec.block_size, self.kv_dtype)
@@ -122,6 +130,7 @@ class Worker:
             and not self.config.device.enforce_eager
             and isinstance(self.model, Transformer),  # nobody knows whether others' code can be captured
             logprobs_mode=self.config.model.logprobs_mode,
+            num_host_blocks=num_host_blocks,
         )
 
     def execute(self, plan: StepPlan) -> None:
@@ -133,6 +142,8 @@ class Worker:
         return self.runner.sample()
 
     def close(self) -> None:
+        if self.runner is not None:
+            self.runner.host_memory.close()
         self.runner = self.model = None
         gc.collect()
         self.platform.release_memory()

@@ -267,7 +267,7 @@ def test_start_up_processors_apply_to_every_request(model: Model) -> None:
         even, odd = tokens(generate(llm, [prompt] * 2, [greedy(), greedy(extra_args={"odd": True})]))
     assert all(token % 2 == 0 for token in even) and odd == model.greedy(prompt, 12)
     with model.llm(logits_processors=["torch:clone"]) as llm:
-        assert llm.llm_engine.input_processor.extras.plugins == [torch.clone]
+        assert llm.llm_engine.input_processor.extras.startup.plugins == [torch.clone]
         with pytest.raises(RequestError, match="extra_args"):
             generate(llm, [prompt], greedy(extra_args={"odd": True}))
     with pytest.raises(ConfigError, match="nowhere"):

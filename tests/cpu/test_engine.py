@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,17 @@ def test_logits_and_text_equal_transformers_under_every_kind_of_load(model: Mode
     check_logprobs(model, outputs)
     check_logprobs(model, again)
     assert tokens(outputs) == tokens(again)[::-1]
+
+
+def test_the_last_layer_is_spared_tokens_that_nobody_asks_for(core_model: Model) -> None:
+    """Scores of a prompt need all of them, so asking for those is the same step without the saving."""
+    found, narrowed = [], []
+    for params in (GREEDY, replace(GREEDY, prompt_logprobs=0)):
+        with core_model.llm(**SMALL) as llm:
+            found.append(tokens(generate(llm, core_model.prompts, params)))
+            narrowed.append(llm.llm_engine.client.core.executor.runner.stats.narrowed_steps)  # type: ignore[attr-defined]
+    assert found[0] == found[1]
+    assert narrowed[0] > 5 and narrowed[1] == 0
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvasir import kernels
+from kvasir.layers.linear import Linear
+from kvasir.models.decoder_layer import DecoderLayer
 from kvasir.models.loader import load_model
 from kvasir.models.transformer import Transformer
 from tests.model_builders import TINY, PagedModel, make_config, make_hf_model, save
@@ -71,6 +74,58 @@ def test_chunked_prefill(pair: Pair, sizes: list[int]) -> None:
 def test_decode(pair: Pair) -> None:
     found = run(pair.ours, [{"41": chunk} for chunk in cut(pair.texts["41"], [4, *[1] * 37])])
     close(found["41"], pair.expected["41"])
+
+
+def test_one_row_in_fewer_launches(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short way of layers that have one, which a GPU takes, with the plain operations."""
+    counted = []
+    original = DecoderLayer._one_row
+
+    def counting(self: DecoderLayer, *arguments: Any) -> torch.Tensor:
+        counted.append(1)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(DecoderLayer, "_one_row", counting)
+    monkeypatch.setattr(kernels, "fuses_one_row", lambda x: len(x) == 1)
+    found = run(pair.ours, [{"6": chunk} for chunk in cut(pair.texts["6"], [2, 1, 1, 1])])
+    close(found["6"], pair.expected["6"])
+    fuses = [layer.fuses for layer in pair.ours.layers]
+    assert len(counted) == 4 * len(fuses) or not all(fuses)
+    spec = pair.ours.spec
+    plain = spec.norm.startswith("rms") and spec.norm_place == "before" and spec.activation == "silu" and spec.gated
+    plain = plain and spec.moe is None and spec.residual_scale == 1.0 and not (spec.parallel or spec.shared_norm)
+    assert all(fuses) == plain
+
+
+def test_parts_that_norms_sum(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products whose sums are left to the norm that follows, as on a GPU."""
+    counted = []
+
+    def in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        counted.append(1)
+        y = kernels.linear(x, weight)
+        return torch.stack([0.25 * y, 0.75 * y])
+
+    monkeypatch.setattr(kernels, "linear_parts", in_parts)
+    found = run(pair.ours, [pair.texts])
+    for key, expected in pair.expected.items():
+        close(found[key], expected)
+    assert bool(counted) == any(linear.leaves_parts and linear.bias is None for linear in linears(pair.ours))
+
+
+def linears(model: Transformer) -> list[Linear]:
+    return [module for module in model.modules() if isinstance(module, Linear)]
+
+
+def test_only_the_last_tokens_leave(pair: Pair) -> None:
+    """Most of the last layer is spared the other tokens, whose keys must be there all the same."""
+    paged = PagedModel(pair.ours)
+    first = {key: text[:-3] for key, text in pair.texts.items() if len(text) > 4}
+    for end, found in ((-3, paged.step(first, last=True)), (None, paged.step({k: pair.texts[k][-3:] for k in first}))):
+        for key in first:
+            expected = pair.expected[key][:end]
+            close(found[key], expected[-len(found[key]) :])
+            assert len(found[key]) == (1 if end else 3)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +14,10 @@ from kvasir.kernels import reference
 
 triton = pytest.importorskip("triton")
 
+from kvasir.attention.base import AttentionBatch  # noqa: E402
+from kvasir.attention.triton import TritonAttention  # noqa: E402
+from kvasir.kernels.tiles import find_tiles  # noqa: E402
+from kvasir.kernels.triton import tuned  # noqa: E402
 from kvasir.kernels.triton.activation import silu_mul  # noqa: E402
 from kvasir.kernels.triton.decode_inputs import decode_inputs  # noqa: E402
 from kvasir.kernels.triton.draw import draw  # noqa: E402
@@ -20,6 +28,7 @@ from kvasir.kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode  # noqa: E402
 from kvasir.kernels.triton.paged_prefill import paged_prefill  # noqa: E402
 from kvasir.kernels.triton.rope_store import rope_store  # noqa: E402
+from kvasir.kernels.triton.tile_linear import blocks_for, linear_parts, parts_for, tile_linear  # noqa: E402
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -179,6 +188,33 @@ def test_paged_prefill(
         close(out[part], attend(query[part], cache, tables[rows[i]], n, window), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 16), (8, 2, 64, 64)])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("size", [64, 192])
+def test_mixed_steps_of_fixed_size(
+    size: int, window: int | None, heads: int, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    """Single tokens and chunks in launches that know neither."""
+    lengths, chunks = [5, 150, 70, 131, 33], [1, 1, 17, 2, 33]
+    cache, tables, rows, lens = paged(lengths, kv_heads, dim, block_size, dtype)
+    pad = 3
+    rows = torch.cat([rows, torch.full((pad,), len(tables) - 1, device=DEVICE)])
+    counts = torch.tensor(chunks + [0] * pad, dtype=torch.int32, device=DEVICE)
+    lens = torch.cat([lens, torch.zeros(pad, dtype=torch.int32, device=DEVICE)])
+    starts = np.concatenate([[0], np.cumsum(counts.cpu().numpy())])
+    query = randn(size, heads, dim, dtype=dtype)
+    batch = AttentionBatch(
+        slots=rows, query_start=torch.tensor(starts, dtype=torch.int32, device=DEVICE), seq_lens=lens, tables=tables,
+        rows=rows, num_decodes=0, query_lens=np.zeros(8, np.int32), seq_bounds=np.full(8, 2048, np.int32),
+        block_size=block_size, tiles=find_tiles(counts, lens, size),
+    )  # fmt: skip
+    out = TritonAttention().forward(query, cache, batch, scale=dim**-0.5, window=window)
+    for i, n in enumerate(lengths):
+        part = slice(starts[i], starts[i + 1])
+        close(out[part], attend(query[part], cache, tables[rows[i]], n, window), dtype)
+
+
 @pytest.mark.parametrize("vocab", [50, 2500])
 def test_draw(vocab: int) -> None:
     lines = 60
@@ -257,6 +293,73 @@ def test_gemv(outputs: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
     assert takes(x, weight)
     wanted = reference.linear(x.double(), weight.double(), None if added is None else added.double())
     close(gemv(x, weight, added), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [2, 16, 37, 64])
+@pytest.mark.parametrize(("outputs", "inner", "bias"), [(200, 256, True), (128, 384, False)])
+def test_tile_linear(outputs: int, inner: int, bias: bool, count: int, dtype: torch.dtype) -> None:
+    if GPU and dtype is torch.float32:
+        pytest.skip("tiles are for half precision")
+    x, weight = randn(count, inner, dtype=dtype), randn(outputs, inner, dtype=dtype)
+    added = randn(outputs, dtype=dtype) if bias else None
+    wanted = reference.linear(x.double(), weight.double(), None if added is None else added.double())
+    close(tile_linear(x, weight, added, [64, 128, 4, 3]), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [3, 64, 200])
+def test_parts_are_summed_by_the_norm(count: int, dtype: torch.dtype) -> None:
+    if GPU and dtype is torch.float32:
+        pytest.skip("tiles are for half precision")
+    x, weight = randn(count, 512, dtype=dtype), randn(96, 512, dtype=dtype)
+    residual, gain = randn(count, 96, dtype=dtype), randn(96, dtype=dtype)
+    parts = linear_parts(x, weight, [64, 64, 4, 3, 4])
+    assert parts.shape == (4, count, 96)
+    close(parts.sum(0), reference.linear(x.double(), weight.double()), dtype)
+    wanted, wanted_sum = reference.add_rms_norm(parts, residual.clone(), gain, 1e-6)
+    got, total = add_rms_norm(parts, residual, gain, 1e-6)
+    close(got, wanted, dtype)
+    close(total, wanted_sum, dtype)
+
+
+def test_tiles_are_for_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = randn(20, 256, dtype=torch.float16), randn(128, 256, dtype=torch.float16)
+    assert blocks_for(x, weight) is None
+    monkeypatch.setattr(tuned, "table", lambda name: {"tile 128x256 for 32": [64, 64, 4, 3]})
+    assert blocks_for(x, weight) == [64, 64, 4, 3]
+    assert blocks_for(x[:16], weight) is None and blocks_for(x[:1], weight) is None
+    assert blocks_for(x.float(), weight.float()) is None
+    assert parts_for(x, weight) is None
+    monkeypatch.setattr(tuned, "table", lambda name: {"parts 128x256 for 32": [64, 64, 4, 3, 2]})
+    assert parts_for(x, weight) == [64, 64, 4, 3, 2] and blocks_for(x, weight) is None
+
+
+def test_the_table_of_products_is_well_formed() -> None:
+    for entries in json.loads(tuned.DATA.read_text()).values():
+        for key, blocks in entries.items():
+            assert re.fullmatch(r"gemv (plain|norm|add|gated) \d+x\d+|(tile|parts) \d+x\d+ for \d+", key), key
+            assert len(blocks) == {"gemv": 3, "tile": 4, "parts": 5}[key.split()[0]] and all(
+                isinstance(b, int) for b in blocks
+            )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inner"), [(64, 512), (48, 1536), (4096, 1024)])
+def test_gemv_with_what_stands_around_it(outputs: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
+    x, weight, gain = randn(1, inner, dtype=dtype), randn(outputs, inner, dtype=dtype), randn(inner, dtype=dtype)
+    added = randn(outputs, dtype=dtype) if bias else None
+    stream = randn(1, outputs, dtype=dtype)
+    ways: list[dict[str, Any]] = [
+        {"gain": gain, "eps": 1e-5},
+        {"add": stream},
+        {"gain": gain, "eps": 1e-5, "gated": True},
+    ]
+    for how in ways:
+        wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in how.items()}
+        wanted = reference.fused_linear(x.double(), weight.double(), None if added is None else added.double(), **wide)
+        close(gemv(x, weight, added, **how), wanted, dtype)
 
 
 def test_logit_floor() -> None:

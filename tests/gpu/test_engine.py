@@ -76,6 +76,7 @@ def test_greedy_text_equals_transformers(checkpoint: tuple[Any, Path], way: str)
         said = run(llm, SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
         graphs = llm.llm_engine.client.core.executor.runner.graphs  # type: ignore[attr-defined]
         assert (graphs is not None and graphs.stats.replays > 30) == (way not in ("eager", "torch"))
+        assert graphs is None or graphs.stats.mixed_steps > 0
     for prompt, text in zip(prompts(), said, strict=True):
         with torch.inference_mode():
             wanted = hf.generate(
@@ -86,12 +87,15 @@ def test_greedy_text_equals_transformers(checkpoint: tuple[Any, Path], way: str)
 
 def test_seeded_text_does_not_depend_on_the_way(checkpoint: tuple[Any, Path]) -> None:
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
-    filtered = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, seed=5, max_tokens=24, ignore_eos=True, logprobs=3)
+    filtered = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, seed=5, max_tokens=24, ignore_eos=True)
+    scored = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True, logprobs=3)
     said = {}
     ways = {way: settings for way, settings in WAYS.items() if way != "torch"}  # its float32 products are less exact
     for way, settings in ways.items():
         with make(checkpoint[1], **settings) as llm:
-            said[way] = run(llm, params) + run(llm, filtered)
+            said[way] = run(llm, params) + run(llm, filtered) + run(llm, scored)
+            graphs = llm.llm_engine.client.core.executor.runner.graphs  # type: ignore[attr-defined]
+            assert graphs is None or graphs.stats.filtered_heads > 10
     first = said["graphs"]
     differ = [(way, i) for way, texts in said.items() for i, text in enumerate(texts) if text != first[i]]
     assert not differ

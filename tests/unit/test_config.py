@@ -23,6 +23,7 @@ from kvasir.args import OLD_NAMES, EngineArgs, flag, parse_size
 from kvasir.cli.main import Parser
 from kvasir.config import EngineConfig, ModelConfig, all_settings
 from kvasir.errors import ConfigError
+from kvasir.platforms import cpu_library
 from kvasir.platforms.cpu import CpuPlatform
 from kvasir.resolve import resolve
 
@@ -61,6 +62,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     found = World(path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", found.snapshot_download)
     monkeypatch.setattr(platforms, "select", lambda device: CpuPlatform("cpu" if device == "auto" else device))
+    monkeypatch.setattr(cpu_library, "library", object)  # as if it were built
     return found
 
 
@@ -106,7 +108,7 @@ CASES = {
     "model_impl": Case("kvasir", shows=lambda c, w: c.model.model_impl == "kvasir"),
     "runner": Case("generate", shows=lambda c, w: c.model.runner == "generate"),
     "convert": Case("none", shows=lambda c, w: c.model.convert == "none"),
-    "quantization": Case("awq", refused="unquantized"),
+    "quantization": Case("int8", shows=lambda c, w: c.model.quantization == "int8"),
     "enable_lora": Case(True, refused="LoRA"),
     "speculative_config": Case({"method": "ngram"}, refused="Speculative decoding"),
     "logits_processors": Case(["a:b"], shows=lambda c, w: c.model.logits_processors == ["a:b"]),
@@ -119,29 +121,41 @@ CASES = {
     ),
     "download_dir": Case("/models", shows=lambda c, w: w.fetched["org/model"]["cache_dir"] == "/models", beside=ON_HUB),
     "use_tqdm_on_load": Case(False, shows=lambda c, w: c.load.use_tqdm_on_load is False),
+    "stall_timeout": Case(3.5, shows=lambda c, w: c.scheduler.stall_timeout == 3.5),
     "stream_interval": Case(4, shows=lambda c, w: c.scheduler.stream_interval == 4),
     "block_size": Case(32, shows=lambda c, w: c.cache.block_size == 32),
     "gpu_memory_utilization": Case(0.5, shows=lambda c, w: c.cache.gpu_memory_utilization == 0.5),
     "kv_cache_memory_bytes": Case("2G", shows=lambda c, w: c.cache.kv_cache_memory_bytes == 2**31),
     "num_gpu_blocks_override": Case(99, shows=lambda c, w: c.cache.num_gpu_blocks_override == 99),
-    "kv_cache_dtype": Case("fp8", refused="the model's own dtype"),
+    "kv_cache_dtype": Case("int8", shows=lambda c, w: c.cache.kv_cache_dtype == "int8"),
     "enable_prefix_caching": Case(False, shows=lambda c, w: c.cache.enable_prefix_caching is False),
-    "swap_space": Case(4, refused="no CPU tier"),
+    "swap_space": Case(4, shows=lambda c, w: c.cache.swap_space == 4),
+    "kv_offloading_size": Case(1.5, shows=lambda c, w: c.cache.kv_offloading_size == 1.5),
+    "preemption_mode": Case("swap", shows=lambda c, w: c.cache.preemption_mode == "swap", beside={"swap_space": 1}),
     "cpu_offload_gb": Case(1.5, refused="not offloaded"),
     "max_num_seqs": Case(8, shows=lambda c, w: c.scheduler.max_num_seqs == 8),
     "max_num_batched_tokens": Case(512, shows=lambda c, w: c.scheduler.max_num_batched_tokens == 512),
     # Without chunks a whole prompt must fit into a step: the automatic budget grows.
     "enable_chunked_prefill": Case(False, shows=lambda c, w: c.scheduler.max_num_batched_tokens == 4096),
     "long_prefill_token_threshold": Case(64, shows=lambda c, w: c.scheduler.long_prefill_token_threshold == 64),
-    "scheduling_policy": Case("priority", refused="Possible: fcfs"),
+    "scheduling_policy": Case("priority", shows=lambda c, w: c.scheduler.scheduling_policy == "priority"),
+    "priority_aging_seconds": Case(2.5, shows=lambda c, w: c.scheduler.priority_aging_seconds == 2.5),
+    "priority_aging_best": Case(-3, shows=lambda c, w: c.scheduler.priority_aging_best == -3),
+    "default_deadline": Case(5.0, shows=lambda c, w: c.scheduler.default_deadline == 5.0),
+    "deadline_least_chance": Case(0.25, shows=lambda c, w: c.scheduler.deadline_least_chance == 0.25),
+    "max_queued_requests": Case(100, shows=lambda c, w: c.scheduler.max_queued_requests == 100),
+    "max_queued_tokens": Case("100k", shows=lambda c, w: c.scheduler.max_queued_tokens == 100_000),
+    "watermark": Case(0.1, shows=lambda c, w: c.scheduler.watermark == 0.1),
     "async_scheduling": Case(True, shows=lambda c, w: c.scheduler.async_scheduling is True),
     "tensor_parallel_size": Case(2, shows=lambda c, w: c.parallel.distributed_executor_backend == "mp"),
     "pipeline_parallel_size": Case(2, refused="One device"),
-    "data_parallel_size": Case(2, refused="One copy"),
+    "data_parallel_size": Case(2, shows=lambda c, w: c.parallel.data_parallel_size == 2),
     "enable_expert_parallel": Case(True, refused="One device"),
     "distributed_executor_backend": Case("uni", shows=lambda c, w: c.parallel.distributed_executor_backend == "uni"),
     "device": Case("cpu:0", shows=lambda c, w: c.device.device == "cpu:0"),
     "attention_backend": Case("torch", shows=lambda c, w: c.device.attention_backend == "torch"),
+    "cpu_threads": Case(3, shows=lambda c, w: c.device.cpu_threads == 3),
+    "cpu_bind": Case("0", shows=lambda c, w: (c.device.cpu_bind, c.device.cpu_threads) == ("0", 1)),
     "enforce_eager": Case(True, shows=lambda c, w: c.device.enforce_eager is True),
 }
 NAMES = [f.name for f in dataclasses.fields(EngineArgs)]
@@ -232,6 +246,8 @@ def test_a_model_is_needed() -> None:
         ("dtype", {}, "takes a string"),
         ("model", 3, "takes a string"),
         ("attention_backend", "flash_attn", "Possible: auto, torch, triton"),
+        ("scheduling_policy", "lifo", "Possible: fcfs, priority, wrr, deadline, or a class of your own"),
+        ("watermark", 0.6, "at most 0.5"),
     ],
 )
 def test_wrong_types_and_ranges_are_refused(name: str, value: Any, message: str) -> None:

@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).parent.parent.parent / "kvasir"
 # Everything may import these; they import only each other.
 BASE = {"kvasir", "errors", "env", "config", "args", "log"}
 BASE |= {"sampling_params", "sampling_checks", "prompts", "outputs", "messages", "metrics", "gguf_file", "interrupts"}
+BASE |= {"logits_processors"}
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,15 @@ ORDER = {
     "server.routes": Line(("async_llm", "parsers", "server.schema")),
     "server.schema": Line(),
     "llm": Line(("llm_engine", "resolve", "frontend")),
-    "async_llm": Line(("resolve", "frontend")),
+    "async_llm": Line(("frontend", "transport")),
     "llm_engine": Line(("resolve", "frontend")),
+    "engine_process": Line(("resolve", "engine", "transport")),
     "parsers": Line(),
-    "frontend": Line(("host",)),
-    "frontend.client": Line(("frontend", "engine", "host")),
-    "engine": Line(("executor", "host")),
+    "frontend": Line(("host", "transport")),
+    "frontend.client": Line(("frontend", "engine", "host", "transport")),
+    "engine": Line(("executor", "host", "transport")),
     "engine.cache": Line(),
+    "transport": Line(),
     # cpu_features has what must be done before the worker, and with it torch, is imported.
     "executor": Line(("platforms.cpu_features",), by_name=("worker", "distributed")),
     "worker": Line(
@@ -71,7 +74,19 @@ ORDER = {
     "platforms": Line(),
 }
 
-NO_TORCH = (*sorted(BASE - {"kvasir"}), "hub", "resolve", "engine", "frontend", "parsers", "cli", "server")
+NO_TORCH = (
+    *sorted(BASE - {"kvasir"}),
+    "transport",
+    "async_llm",
+    "engine_process",
+    "hub",
+    "resolve",
+    "engine",
+    "frontend",
+    "parsers",
+    "cli",
+    "server",
+)
 HEAVY = ("torch", "numpy", "transformers")
 
 
@@ -178,9 +193,9 @@ def test_no_torch_above_the_worker(file: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def loaded_by(*modules: str) -> set[str]:
-    """Which of the heavy libraries a fresh process has after importing these modules."""
-    program = f"import sys, {', '.join(modules)}; print(*[name for name in {HEAVY} if name in sys.modules])"
+def loaded_by(*modules: str, of: tuple[str, ...] = HEAVY) -> set[str]:
+    """Which of these libraries a fresh process has after importing these modules."""
+    program = f"import sys, {', '.join(modules)}; print(*[name for name in {of} if name in sys.modules])"
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
     )
@@ -189,6 +204,14 @@ def loaded_by(*modules: str) -> set[str]:
 
 def test_import_is_light() -> None:
     assert loaded_by("kvasir", "kvasir.args", "kvasir.cli.main") == set()
+
+
+def test_who_runs_offline_needs_nothing_of_a_server() -> None:
+    assert loaded_by("kvasir.llm", of=("zmq", "msgspec", "fastapi", "pydantic", "uvicorn")) == set()
+
+
+def test_the_api_side_runs_without_torch() -> None:
+    assert loaded_by("kvasir.async_llm") == {"numpy"}
 
 
 def test_engine_and_frontend_run_without_torch() -> None:

@@ -3,7 +3,8 @@
 import kvasir
 
 PUBLIC = [
-    "LLM", "LLMEngine", "EngineArgs", "SamplingParams", "RequestOutput", "BeamSearchParams", "CompletionOutput",
+    "LLM", "LLMEngine", "AsyncLLM", "AsyncLLMEngine", "EngineArgs", "AsyncEngineArgs",
+    "SamplingParams", "RequestOutput", "BeamSearchParams", "CompletionOutput",
     "TextPrompt", "TokensPrompt", "PromptType", "ModelRegistry", "__version__", "__version_tuple__",
 ]  # fmt: skip
 

@@ -7,7 +7,7 @@ or empty (free, nothing worth keeping). Every operation is O(1) per block. Knows
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,13 @@ from kvasir.messages import NULL_BLOCK
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, evicted: Callable[[int, bytes], None] | None = None) -> None:
+        """`evicted` is told of blocks, and their names, that are given away while their content could still be hit."""
         assert num_blocks >= 2, f"a pool needs the null block and at least one more, not {num_blocks}"
         self.num_blocks = num_blocks
         self.ref_counts: NDArray[np.int32] = np.zeros(num_blocks, np.int32)
         self.evictions = 0
+        self._evicted = evicted
         self._empty = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._hash_of: list[bytes | None] = [None] * num_blocks
@@ -51,6 +53,9 @@ class BlockPool:
         del self._empty[cut:]
         while len(blocks) < count:
             block, _ = self._cached.popitem(last=False)
+            name = self._hash_of[block]
+            if self._evicted is not None and name is not None:
+                self._evicted(block, name)
             self.forget(block)
             self.evictions += 1
             blocks.append(block)
@@ -59,6 +64,14 @@ class BlockPool:
 
     def lookup(self, block_hash: bytes) -> int | None:
         return self._block_of.get(block_hash)
+
+    def name_of(self, block: int) -> bytes | None:
+        return self._hash_of[block]
+
+    def touch(self, block: int) -> None:
+        """Its content was asked for: of the free ones it is given up last."""
+        if block in self._cached:
+            self._cached.move_to_end(block)
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """One more reference to each block, which may have been free until now."""
@@ -91,6 +104,16 @@ class BlockPool:
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hash_of[block] = None
+
+    def discard(self, block_hash: bytes) -> None:
+        """Nobody will ask for this content again."""
+        block = self._block_of.get(block_hash)
+        if block is None:
+            return
+        self.forget(block)
+        if block in self._cached:
+            del self._cached[block]
+            self._empty.append(block)
 
     def reset(self) -> bool:
         """Forget all cached content. False, and nothing is changed, while any block is in use."""

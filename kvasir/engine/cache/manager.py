@@ -2,6 +2,7 @@
 
 Rows are numbers and token counts are given by the scheduler; this file knows neither requests nor tensors.
 Table entries and copies that the device must learn of collect in `changes` until the next plan takes them.
+Where content goes that the device has no room for, and comes from again, is the tier's business (tier.py).
 """
 
 from __future__ import annotations
@@ -12,18 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.engine.cache.block_pool import BlockPool
-from kvasir.engine.cache.prefix import extend_chain
+from kvasir.engine.cache.parking import keep_for_return
+from kvasir.engine.cache.prefix import extend_chain, in_group, is_private
+from kvasir.engine.cache.tier import NoTier, Parked, Tier
 from kvasir.messages import NULL_BLOCK, Int32Array
 
 IntArray = NDArray[np.int64]
 NOTHING: Int32Array = np.zeros(0, np.int32)
 NO_COPIES: Int32Array = np.zeros((0, 2), np.int32)
+ELSEWHERE = -1  # stands for a block that is not on the device but can be brought there
 
 
 @dataclass(slots=True)
 class CacheStats:
     prefix_queries: int = 0  # prompt tokens looked up
     prefix_hits: int = 0  # of those, found
+    tier_hits: int = 0  # of those, not on the device
+    recomputed: int = 0  # tokens that a preempted row had computed and did not find again
     copies: int = 0  # blocks copied because a shared one was written
     shared: int = 0  # blocks taken over from another row by a fork
     freed: int = 0  # blocks given back because they fell out of a window
@@ -40,14 +46,24 @@ class CacheChanges:
 
 @dataclass(slots=True, frozen=True)
 class Prefix:
-    """Cached blocks that hold the beginning of a text: `columns` of them in each group, the null block where a group
-    does not look that far back."""
+    """Blocks that hold the beginning of a text: as many in each group, the null block where a group does not
+    look that far back. The last one may be half full."""
 
-    columns: int
+    num_tokens: int
     blocks: list[list[int]]
+    names: list[bytes] = field(default_factory=list)  # of the columns
+
+    @property
+    def num_columns(self) -> int:
+        return len(self.blocks[0])
 
     def held(self) -> list[int]:
-        return [block for line in self.blocks for block in line if block != NULL_BLOCK]
+        """Those that are on the device."""
+        return [block for line in self.blocks for block in line if block > NULL_BLOCK]
+
+    def absent(self) -> list[tuple[int, int]]:
+        """Group and column of those that are not."""
+        return [(g, c) for g, line in enumerate(self.blocks) for c, block in enumerate(line) if block == ELSEWHERE]
 
 
 class KVCacheManager:
@@ -62,8 +78,10 @@ class KVCacheManager:
         max_model_len: int,
         enable_prefix_caching: bool,
         windows: tuple[int | None, ...] = (None,),  # per group: how many last tokens its layers see
+        tier: Tier | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
+        self.tier: Tier = tier or NoTier()
+        self.pool = BlockPool(num_blocks, self.tier.evicted)
         self.block_size = block_size
         self.max_rows = max_rows
         self.windows = windows
@@ -92,29 +110,38 @@ class KVCacheManager:
 
     # ------------------------------------------------------------ rows come and go
 
-    def find_prefix(self, token_ids: Int32Array, chain: list[bytes], salt: bytes) -> Prefix:
+    def find_prefix(
+        self, token_ids: Int32Array, chain: list[bytes], salt: bytes, parked: Parked | None = None
+    ) -> Prefix:
         """Blocks that already hold the longest known prefix; `chain` is extended by what had to be hashed.
 
         The last token is never taken from the cache: its logits are what the request wants.
         """
+        if parked is not None and parked.names:
+            return self._find(parked.chain, parked.num_kept)
         if not self.caching:
             return self.no_prefix()
         longest = (len(token_ids) - 1) // self.block_size
         extend_chain(chain, salt, token_ids, longest, self.block_size)
+        return self._find(chain[:longest], longest * self.block_size)
+
+    def _find(self, names: list[bytes], num_tokens: int) -> Prefix:
+        """As many columns as there are. All of them hold `num_tokens`."""
+        longest = len(names)
         lines: list[list[int | None]] = []
         for group, window in enumerate(self.windows):
-            lines.append(self._look_up(group, chain[:longest], stop_at_gap=window is None))
+            lines.append(self._look_up(group, names[:longest], stop_at_gap=window is None))
             longest = min(longest, len(lines[group]))
-        while longest and not all(self._covers(line, longest, window) for line, window in self._looks_back(lines)):
+        num_tokens = min(num_tokens, longest * self.block_size)
+        while longest and not all(self._covers(lines[group], num_tokens, window) for group, window in self._windowed):
             longest -= 1
-        firsts = [self._first_seen(longest * self.block_size, window) for window in self.windows]
-        return Prefix(
-            longest,
-            [
-                [NULL_BLOCK] * first + [block or NULL_BLOCK for block in line[first:longest]]
-                for first, line in zip(firsts, lines, strict=True)
-            ],
-        )
+            num_tokens = longest * self.block_size
+        firsts = [self._first_seen(num_tokens, window) for window in self.windows]
+        blocks = [
+            [NULL_BLOCK] * first + [block or NULL_BLOCK for block in line[first:longest]]
+            for first, line in zip(firsts, lines, strict=True)
+        ]
+        return Prefix(num_tokens, blocks, names[:longest])
 
     def no_prefix(self) -> Prefix:
         return Prefix(0, [[] for _ in self.windows])
@@ -122,34 +149,54 @@ class KVCacheManager:
     def _look_up(self, group: int, chain: list[bytes], stop_at_gap: bool) -> list[int | None]:
         line: list[int | None] = []
         for block_hash in chain:
-            block = self.pool.lookup(_name(group, block_hash))
+            name = in_group(group, block_hash)
+            block = self.pool.lookup(name)
+            if block is None and self.tier.holds(name):
+                block = ELSEWHERE
             if block is None and stop_at_gap:
                 break
             line.append(block)
         return line
 
-    def _looks_back(self, lines: list[list[int | None]]) -> list[tuple[list[int | None], int]]:
-        return [(lines[group], window) for group, window in self._windowed]
-
-    def _covers(self, line: list[int | None], columns: int, window: int) -> bool:
-        """Whether the line holds all that the first token after `columns` sees."""
-        return None not in line[self._first_seen(columns * self.block_size, window) : columns]
+    def _covers(self, line: list[int | None], num_tokens: int, window: int) -> bool:
+        """Whether the line holds all that the first token after `num_tokens` sees."""
+        return None not in line[self._first_seen(num_tokens, window) : -(-num_tokens // self.block_size)]
 
     def num_free_besides(self, prefix: Prefix) -> int:
         """Blocks that would be left to allocate once those of `prefix` are taken."""
         held = prefix.held()
-        return self.pool.num_free - int((self.pool.ref_counts[held] == 0).sum() if held else 0)
+        revived = int((self.pool.ref_counts[held] == 0).sum()) if held else 0
+        return self.pool.num_free - revived - len(prefix.absent())
 
-    def open(self, row: int, prefix: Prefix, chain: list[bytes], salt: bytes, num_tokens: int) -> None:
-        """A row starts with the blocks found for it."""
+    def open(
+        self, row: int, prefix: Prefix, chain: list[bytes], salt: bytes, num_tokens: int, parked: Parked | None = None
+    ) -> None:
+        """A row starts, or returns, with the blocks found for it."""
         self.pool.acquire(prefix.held())
+        absent = prefix.absent()
+        if absent:
+            self._bring(prefix, absent)
         self._place(row, prefix.blocks)
-        self.num_hashed[row] = prefix.columns
+        self.num_hashed[row] = prefix.num_tokens // self.block_size
         self._chains[row] = chain
         self._salts[row] = salt
         if self.caching:
             self.stats.prefix_queries += num_tokens
-            self.stats.prefix_hits += prefix.columns * self.block_size
+            self.stats.prefix_hits += prefix.num_tokens
+            self.stats.tier_hits += len({column for _, column in absent}) * self.block_size
+        if parked is not None:
+            self.stats.recomputed += max(0, parked.num_computed - prefix.num_tokens)
+            self.forget(parked)
+
+    def _bring(self, prefix: Prefix, absent: list[tuple[int, int]]) -> None:
+        """Let the tier fill new blocks. It holds their content first: taking blocks may send it others to keep."""
+        names = [in_group(group, prefix.names[column]) for group, column in absent]
+        held = self.tier.fetch(names)
+        blocks = self.pool.allocate(len(names))
+        self.pool.register(blocks, names)
+        self.tier.bring(held, blocks)
+        for (group, column), block in zip(absent, blocks, strict=True):
+            prefix.blocks[group][column] = block
 
     def can_fork(self, parent: int, num_tokens: int) -> bool:
         """Whether the parent still has all that a child with so many tokens would see."""
@@ -163,7 +210,7 @@ class KVCacheManager:
         count = -(-num_tokens // self.block_size)
         full = min(num_tokens // self.block_size, int(self.num_hashed[parent]))
         lines = [self.tables[group * self.max_rows + parent, :count].tolist() for group in range(self.num_groups)]
-        self.pool.acquire(Prefix(count, lines).held())
+        self.pool.acquire(Prefix(num_tokens, lines).held())
         self._place(child, lines)
         self.num_hashed[child] = full
         self._chains[child] = self._chains[parent][:full]
@@ -182,6 +229,28 @@ class KVCacheManager:
         chain, self._chains[row] = self._chains[row], []
         self.num_blocks[row] = self.num_hashed[row] = 0
         return chain
+
+    def park(self, row: int, token_ids: Int32Array, may_keep: bool = True) -> tuple[list[bytes], Parked]:
+        """`close` for a row that will return with `token_ids` and at least one more."""
+        parked = Parked(len(token_ids))
+        if may_keep:
+            if self.caching:
+                self.commit(row, token_ids)
+            parked = keep_for_return(self, row, self._chains[row], len(token_ids))
+        return self.close(row, token_ids), parked
+
+    def forget(self, parked: Parked) -> None:
+        """The row has returned, or never will."""
+        for name in self.tier.let_go(parked):
+            if is_private(name):
+                self.pool.discard(name)
+
+    def reset(self) -> bool:
+        """Forget all cached content, wherever it is. False, and nothing is changed, while any block is in use."""
+        if not self.pool.reset():
+            return False
+        self.tier.reset()
+        return True
 
     def _place(self, row: int, lines: list[list[int]]) -> None:
         self.num_blocks[row] = len(lines[0])
@@ -300,7 +369,7 @@ class KVCacheManager:
         for group in range(self.num_groups):
             line = group * self.max_rows + row
             first = max(done, int(self.num_freed[line]))
-            names = [_name(group, block_hash) for block_hash in chain[first:full]]
+            names = [in_group(group, block_hash) for block_hash in chain[first:full]]
             self.pool.register(self.tables[line, first:full].tolist(), names)
         self.num_hashed[row] = full
 
@@ -315,8 +384,3 @@ class KVCacheManager:
             latest = dict(zip(index.tolist(), block.tolist(), strict=True))
             index, block = np.array(list(latest), np.int32), np.array(list(latest.values()), np.int32)
         return index, block, np.array(changes.copies, np.int32) if changes.copies else NO_COPIES
-
-
-def _name(group: int, block_hash: bytes) -> bytes:
-    """A block's name in the pool: groups hold different layers of the same text."""
-    return block_hash + bytes([group]) if group else block_hash

@@ -15,7 +15,9 @@ from kvasir.platforms.cpu_library import loaded
 NONE = Norm()
 
 
-def norm_struct(gain: torch.Tensor | None, eps: float, bias: torch.Tensor | None = None, *, layer: bool = False) -> Norm:
+def norm_struct(
+    gain: torch.Tensor | None, eps: float, bias: torch.Tensor | None = None, *, layer: bool = False
+) -> Norm:
     """A norm for the library; `layer`: of mean and variance."""
     if gain is None:
         return NONE
@@ -84,7 +86,13 @@ def rope_store(
 def _only_slots(slots: torch.Tensor) -> SimpleNamespace:
     none, number = torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.int64)
     return SimpleNamespace(
-        slots=slots.contiguous(), query_start=none, seq_lens=none, tables=none.view(0, 1), rows=number, causal=True, others=()
+        slots=slots.contiguous(),
+        query_start=none,
+        seq_lens=none,
+        tables=none.view(0, 1),
+        rows=number,
+        causal=True,
+        others=(),
     )
 
 

@@ -140,7 +140,10 @@ class PackedMatrix:
         out = torch.empty(len(numbers), self.layout.inputs, dtype=torch.bfloat16)
         numbers = numbers.to(torch.int64).contiguous()
         loaded().kv_expand_rows(
-            ctypes.byref(self.struct), ctypes.c_void_p(numbers.data_ptr()), len(numbers), ctypes.c_void_p(out.data_ptr())
+            ctypes.byref(self.struct),
+            ctypes.c_void_p(numbers.data_ptr()),
+            len(numbers),
+            ctypes.c_void_p(out.data_ptr()),
         )
         return out
 

@@ -1,21 +1,29 @@
 """Triton kernels. Each equals a function of kernels/reference.py or the torch attention backend."""
 
 from kvasir.kernels.triton.activation import silu_mul
+from kvasir.kernels.triton.block_copy import copy_blocks
 from kvasir.kernels.triton.draw import draw
-from kvasir.kernels.triton.gemv import gemv, takes
+from kvasir.kernels.triton.gemv import gemv, is_fit, takes
 from kvasir.kernels.triton.grouped_linear import grouped_linear
 from kvasir.kernels.triton.logit_floor import logit_floor
 from kvasir.kernels.triton.norm import add_rms_norm, rms_norm
 from kvasir.kernels.triton.rope_store import rope_store
+from kvasir.kernels.triton.tile_linear import blocks_for, linear_parts, parts_for, tile_linear
 
 __all__ = [
     "add_rms_norm",
+    "blocks_for",
+    "copy_blocks",
     "draw",
     "gemv",
     "grouped_linear",
+    "is_fit",
+    "linear_parts",
     "logit_floor",
+    "parts_for",
     "rms_norm",
     "rope_store",
     "silu_mul",
     "takes",
+    "tile_linear",
 ]

@@ -9,12 +9,15 @@ import triton.language as tl
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, gain_ptr, y_ptr, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
-):
+    x_ptr, residual_ptr, gain_ptr, y_ptr, rows, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < WIDTH
     x = tl.load(x_ptr + row * WIDTH + i, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_ptr + (part * rows + row) * WIDTH + i, mask=inside, other=0.0)
     if ADD:
         # the sum is rounded before it is normalised: it is what the next layer adds to
         x = (x + tl.load(residual_ptr + row * WIDTH + i, mask=inside, other=0.0).to(tl.float32)).to(
@@ -30,11 +33,12 @@ def _rms_norm_kernel(
 
 def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     width = x.shape[-1]
-    y = torch.empty_like(x)
-    block = triton.next_power_of_2(width)
-    _rms_norm_kernel[(x.numel() // width,)](
-        x, x if residual is None else residual, weight, y, eps,
-        WIDTH=width, BLOCK=block, ADD=residual is not None, num_warps=min(8, max(1, block // 512)),
+    y = torch.empty_like(x if residual is None else residual)
+    rows, block = y.numel() // width, triton.next_power_of_2(width)
+    _rms_norm_kernel[(rows,)](
+        x, x if residual is None else residual, weight, y, rows, eps,
+        WIDTH=width, BLOCK=block, ADD=residual is not None, PARTS=x.numel() // y.numel(),
+        num_warps=min(8, max(1, block // 512)),
     )  # fmt: skip
     return y
 

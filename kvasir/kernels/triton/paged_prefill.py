@@ -10,20 +10,27 @@ import torch
 import triton
 import triton.language as tl
 
+from kvasir.kernels.tiles import Tiles
 from kvasir.kernels.triton.paged_decode import LOG2E, soft_cap
 
 
 @triton.jit
 def _prefill_kernel(
-    q_ptr, cache_ptr, pages, table_ptr, row_ptr, start_ptr, length_ptr, out_ptr, scale,
+    q_ptr, cache_ptr, pages, table_ptr, row_ptr, start_ptr, length_ptr, out_ptr, tile_seq_ptr, tile_ptr, scale,
     table_stride, block_stride, value_stride, token_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    DESCRIPTOR: tl.constexpr, STAGES: tl.constexpr,
+    DESCRIPTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest tiles first: a shorter tail
-    seq = tl.program_id(2)
+    if TILES:
+        seq = tl.load(tile_seq_ptr + tl.program_id(1))
+        tile = tl.load(tile_ptr + tl.program_id(1))
+        if seq < 0:
+            return
+    else:
+        tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest tiles first: a shorter tail
+        seq = tl.program_id(2)
     q_start = tl.load(start_ptr + seq)
     num_q = tl.load(start_ptr + seq + 1) - q_start
     if tile * BLOCK_M >= num_q:
@@ -110,6 +117,7 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    tiles: Tiles | None = None,  # where the grid must not depend on the chunks; `longest` is then their height
 ) -> None:
     _, heads, dim = query.shape
     blocks, _, block_size, kv_heads, _ = kv_cache.shape
@@ -124,10 +132,12 @@ def paged_prefill(
         width = kv_heads * dim
         pages = TensorDescriptor(kv_cache, [blocks * 2 * block_size, width], [width, 1], [block_n, dim])
     block_m = min(block_m, max(16, triton.next_power_of_2(longest)))
-    _prefill_kernel[(heads, triton.cdiv(longest, block_m), len(rows))](
-        query, kv_cache, pages, tables, rows, starts, lengths, out, scale * LOG2E,
+    grid = (heads, triton.cdiv(longest, block_m), len(rows)) if tiles is None else (heads, len(tiles.sequence), 1)
+    _prefill_kernel[grid](
+        query, kv_cache, pages, tables, rows, starts, lengths, out,
+        rows if tiles is None else tiles.sequence, rows if tiles is None else tiles.number, scale * LOG2E,
         tables.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=padded, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n,
-        WINDOW=window or 0, SOFTCAP=softcap or 0.0, DESCRIPTOR=descriptor, STAGES=stages, num_warps=warps,
-        num_stages=stages,
+        WINDOW=window or 0, SOFTCAP=softcap or 0.0, DESCRIPTOR=descriptor, TILES=tiles is not None,
+        STAGES=stages, num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -54,6 +56,28 @@ def test_conditions_of_host_overhead(host_overhead: ModuleType) -> None:
     assert conditions(80, 150) == [True, True] * 4
     assert conditions(80, 170) == [True, False] * 4
     assert conditions(200, 310) == [False, True] * 4
+
+
+# ---------------------------------------------------------------- the process boundary
+
+
+def test_the_process_boundary_is_measured(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "process_boundary.py"),
+        "--running",
+        "8",
+        "--steps",
+        "20",
+        "--rounds",
+        "1",
+    ]
+    subprocess.run([*command, "--json", str(tmp_path / "figures.json")], check=True, capture_output=True, timeout=120)
+    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    assert [figure["device_ms"] for figure in figures] == [0.0, 2.0]
+    for figure in figures:
+        assert figure["running"] == 8 and figure["bare_step_us"] > 0 and 0 < figure["step_us"] < figure["turn_us"]
+        assert 0 < figure["latency_us"] <= figure["latency_p99_us"] and figure["decode_us"] > 0
 
 
 # ---------------------------------------------------------------- the record

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvasir.errors import EngineDeadError, EngineError
-from kvasir.executor.fake import DelayExecutor, EchoExecutor, Ready
-from kvasir.messages import BeamSpec, Logprobs
-from tests.builders import Collector, expected, make_core, request, run
-
-
-class ScoringExecutor(EchoExecutor):
-    """Proposes twenty tokens a row, so that a beam search can run."""
-
-    def sample(self) -> Ready:
-        ready = super().sample()
-        assert self._plan is not None
-        lines = np.flatnonzero(self._plan.samples).astype(np.int32)
-        best = ready.value.token_ids[lines]
-        ids = np.concatenate([best, (best + 7 * np.arange(20)) % self.vocab], axis=1).astype(np.int32)
-        values = np.broadcast_to(-0.3 * np.log1p(np.arange(21, dtype=np.float32)) - 0.5, ids.shape)
-        ready.value.logprobs = Logprobs(lines, ids, values, np.ones(len(lines), np.int32))
-        return ready
+from kvasir.executor.fake import DelayExecutor
+from kvasir.messages import BeamSpec
+from tests.builders import Collector, ScoringExecutor, expected, make_core, request, run
 
 
 def launched_before_done(lookahead: int) -> list[bool]:

@@ -56,6 +56,7 @@ arrivals = st.builds(
     st.sampled_from([0, 1]),
     st.sampled_from([0, 3]),
     st.sampled_from([(None,), (None,), (None, 3), (None, 7, 7), (None, 1, 20)]),
+    st.sampled_from([(0, 0), (50, 0), (3, 0), (0, 5), (20, 20)]),  # blocks in host memory
 )
 def test_any_load_gives_the_text_of_running_alone(
     load: list[Arrival],
@@ -67,6 +68,7 @@ def test_any_load_gives_the_text_of_running_alone(
     lookahead: int,
     threshold: int,
     windows: tuple[int | None, ...],
+    host: tuple[int, int],
 ) -> None:
     smallest = -(-MAX_LEN // block_size) * len(windows) + 1
     core = make_core(
@@ -79,6 +81,7 @@ def test_any_load_gives_the_text_of_running_alone(
         caching=caching,
         threshold=threshold,
         windows=windows,
+        host=host if caching else (host[0], 0),
     )
     got = Collector()
     wanted: dict[int, list[int]] = {}
@@ -125,6 +128,9 @@ def test_any_load_gives_the_text_of_running_alone(
     assert set(got.reasons) == set(wanted) - aborted
     pool = core.scheduler.cache.pool
     assert pool.num_used == 0 and pool.num_free == pool.usable
+    tier = core.scheduler.cache.tier
+    assert tier.num_used == 0 and (host[1] or tier.num_cached == 0), "something is kept for nobody"
+    assert core.reset_prefix_cache() and pool.num_cached == tier.num_cached == 0
     _tell_hypothesis_what_was_reached(core)
 
 
@@ -138,6 +144,11 @@ def _tell_hypothesis_what_was_reached(core) -> None:  # type: ignore[no-untyped-
         "eviction": cache.pool.evictions,
         "out of the window": cache.stats.freed,
         "dropped": stats.dropped_tokens,
+        "parked": cache.tier.stats.parked,
+        "swapped in": cache.tier.stats.swapped_in,
+        "restored": cache.tier.stats.restored,
+        "lost": cache.tier.stats.lost,
+        "recomputed": cache.stats.recomputed,
     }.items():
         if count:
             event(name)

@@ -51,7 +51,7 @@ def test_start_up_processors_that_cannot_be_loaded() -> None:
         with pytest.raises(ConfigError, match="logits_processors"):
             builder(logits_processors=[entry])
     extras = builder(logits_processors=["operator:neg"])
-    assert len(extras.plugins) == 1
+    assert len(extras.startup.plugins) == 1
 
 
 def test_processors_of_two_and_three_arguments() -> None:

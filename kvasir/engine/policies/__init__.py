@@ -1,0 +1,61 @@
+"""Queue policies by name. A user's own is named by where it lies: 'module:Class'."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from kvasir.engine.policies.base import Context, Counting, Policy, Ranked
+from kvasir.engine.policies.deadline import EarliestDeadlineFirst
+from kvasir.engine.policies.fcfs import FirstComeFirstServed
+from kvasir.engine.policies.priority import Priority
+from kvasir.engine.policies.wrr import WeightedRoundRobin
+from kvasir.errors import ConfigError
+
+__all__ = [
+    "POLICIES",
+    "Context",
+    "Counting",
+    "EarliestDeadlineFirst",
+    "FirstComeFirstServed",
+    "Policy",
+    "Priority",
+    "Ranked",
+    "WeightedRoundRobin",
+    "make_policy",
+]
+
+POLICIES: dict[str, type[Policy]] = {
+    "fcfs": FirstComeFirstServed,
+    "priority": Priority,
+    "wrr": WeightedRoundRobin,
+    "deadline": EarliestDeadlineFirst,
+}
+
+
+def make_policy(name: str, context: Context) -> Policy:
+    """The policy of that name, or a user's own."""
+    kind: Any = POLICIES.get(name) or _load(name)
+    if not (isinstance(kind, type) and issubclass(kind, Policy)):
+        raise ConfigError(f"scheduling_policy={name!r} is no class derived from kvasir.engine.policies.Policy.")
+    try:
+        policy: Policy = kind(context)
+    except TypeError as error:
+        raise ConfigError(f"scheduling_policy={name!r} cannot be made with a Context alone ({error}).") from error
+    if getattr(policy, "context", None) is not context:
+        raise ConfigError(f"scheduling_policy={name!r} keeps no context: call super().__init__(context) in __init__.")
+    return policy
+
+
+def _load(name: str) -> Any:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        known = ", ".join(POLICIES)
+        raise ConfigError(
+            f"scheduling_policy={name!r} cannot be loaded ({error}); write one of {known}, or 'module:Class'."
+        ) from error
+    return found

@@ -1,0 +1,112 @@
+"""One engine process as a client sees it: requests to it, outputs from it, and whether it lives. API process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import zmq
+
+from kvasir.config import EngineConfig
+from kvasir.errors import EngineDeadError, EngineError, KvasirError
+from kvasir.messages import EngineOutput, EngineRequest
+from kvasir.transport import codec, words
+from kvasir.transport.address import Address, identity
+from kvasir.transport.progress import Progress
+
+Event = EngineOutput | words.Refused | words.Answer
+
+
+class EngineLink:
+    """`client`: the number this client has with the engine. `process` is the owner's alone."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: Address,
+        client: int,
+        lifeline: Connection,
+        process: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        self.address = address
+        self.client = client
+        self.lifeline = lifeline
+        self.process = process
+        self.progress = Progress(address.progress)
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.set_hwm(0)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.IDENTITY, identity(client))
+        self.socket.connect(address.messages)
+
+    # ------------------------------------------------------------ to the engine
+
+    def add(self, request: EngineRequest) -> None:
+        self._send(words.ADD, codec.encode(request))
+
+    def abort(self, keys: list[tuple[int, int | None]]) -> None:
+        self._send(words.ABORT, codec.encode(keys))
+
+    def ask(self, question: words.Question) -> None:
+        self._send(words.ASK, words.write(question))
+
+    def _send(self, kind: bytes, data: bytes) -> None:
+        self.socket.send_multipart([kind, data])
+
+    # ------------------------------------------------------------ from the engine
+
+    def receive(self) -> Iterator[Event]:
+        """What has come, without waiting."""
+        while True:
+            try:
+                kind, data = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            yield codec.decode_output(data) if kind == words.OUTPUT else words.read(data)
+
+    def requests_of_others(self) -> int:
+        """What other clients have running and waiting there."""
+        return self.progress.requests_of_others(self.client)
+
+    def death(self) -> KvasirError | None:
+        """Why the engine ended; None while it lives. Does not wait."""
+        try:
+            while self.lifeline.poll():
+                kind, value = self.lifeline.recv()
+                if kind == "failed":
+                    return _dead(value)
+        except (EOFError, OSError):
+            return EngineDeadError(f"the engine process ended{self._exit_code()}")
+        return None
+
+    def _exit_code(self) -> str:
+        if self.process is None:
+            return ""
+        try:
+            code = self.process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return ""
+        return f": it was killed by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
+
+    def close(self) -> None:
+        self.socket.close()
+        self.lifeline.close()
+
+
+def introduce(address: Address, client: int | None) -> tuple[int, EngineConfig, Connection]:
+    """Connect to an engine that another process owns: the number we have there, its settings, the lifeline."""
+    try:
+        lifeline = Client(address.lifeline, "AF_UNIX")
+        lifeline.send(client)
+        number, config = lifeline.recv()
+    except (EOFError, OSError) as error:
+        raise EngineDeadError(f"no engine answers at {address.directory}: {error}") from error
+    return number, config, lifeline
+
+
+def _dead(error: KvasirError) -> KvasirError:
+    """An engine's last words, for those who have requests there."""
+    return EngineDeadError(str(error)) if isinstance(error, EngineError) else error

@@ -1,0 +1,223 @@
+"""Steps as CUDA graphs: two replays instead of some hundred launches.
+
+A step is padded to the next size there is a graph for. The forward graph reads which rows run, and how many tokens of
+each, from fixed buffers and everything else from the rows on the device; the head graph turns its hidden states into
+tokens. Steps in which every row runs one token have graphs of their own, which know more. Graphs are captured when
+first needed (some 20 ms) and share one memory pool. Import this where there is a GPU: it brings Triton.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvasir.attention.base import AttentionBatch
+from kvasir.kernels.triton import shared_prefix
+from kvasir.kernels.triton.decode_inputs import decode_inputs
+from kvasir.messages import Int32Array, StepPlan
+from kvasir.sampling.sampler import Sampler
+from kvasir.sampling.stages import SampledRows
+from kvasir.sampling.state import NO_LINES, Needs
+from kvasir.worker.graph_pool import Captured, GraphPool
+from kvasir.worker.mixed_inputs import mixed_inputs
+from kvasir.worker.model import Model
+from kvasir.worker.rows import DeviceRows, StepInputs
+
+BOUNDS = (512, 2048, 1 << 30)  # short sequences need no splitting, so they have graphs of their own
+MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens
+MIXED_ROWS = (8, 32, 128, 512, 1024)
+
+
+@dataclass(slots=True, frozen=True)
+class Shape:
+    """What a forward graph was captured for."""
+
+    tokens: int  # padding included
+    rows: int  # likewise
+    bound: int  # no sequence is longer
+    shares: bool = False  # all sequences share a prefix that is read once
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether rows may run several tokens."""
+        return self.tokens > self.rows
+
+
+@dataclass(slots=True, frozen=True)
+class HeadShape:
+    """What a head graph was captured for."""
+
+    forward: Shape
+    rows: int  # that sample, padding included
+    filters: bool  # whether some of them ask for min-p, top-k or top-p
+
+
+@dataclass(slots=True)
+class Forward:
+    inputs: StepInputs
+    hidden: torch.Tensor
+
+
+@dataclass(slots=True)
+class GraphStats:
+    replays: int = 0
+    mixed_steps: int = 0
+    filtered_heads: int = 0
+    shared_prefix_steps: int = 0
+
+
+@dataclass(slots=True)
+class StepGraphs:
+    model: Model
+    rows: DeviceRows
+    sampler: Sampler
+    sizes: list[int]  # of steps in which every row runs one token
+    device: torch.device
+    stats: GraphStats = field(default_factory=GraphStats)
+    pool: GraphPool = field(init=False)
+    _running: torch.Tensor = field(init=False)  # the rows of the step, padded
+    _num_tokens: torch.Tensor = field(init=False)  # of each; read by mixed steps
+    _token_ids: torch.Tensor = field(init=False)  # of all; read by mixed steps
+    _lines: torch.Tensor = field(init=False)  # those of the step that sample, padded with -1; read by mixed steps
+    _forwards: dict[Shape, Captured[Forward]] = field(default_factory=dict)
+    _heads: dict[HeadShape, Captured[torch.Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        most = max(self.sizes[-1], MIXED_SIZES[-1])
+        self.pool = GraphPool(self.device)
+        self._running = torch.full((most,), self.rows.padding, dtype=torch.int64, device=self.device)
+        self._num_tokens, self._token_ids, self._lines = torch.zeros(3, most, dtype=torch.int32, device=self.device)
+
+    def shape_for(self, plan: StepPlan) -> Shape | None:
+        """The graph that fits this step, if one does."""
+        count = len(plan.rows)
+        bound = BOUNDS[bisect_left(BOUNDS, int(plan.bounds.max()))]
+        if plan.num_decodes == count:
+            if count > self.sizes[-1]:
+                return None
+            size = self.sizes[bisect_left(self.sizes, count)]
+            return Shape(size, size, bound, shared_prefix.pays(count, plan.shared_tokens))
+        if plan.total_tokens > MIXED_SIZES[-1]:
+            return None
+        size = MIXED_SIZES[bisect_left(MIXED_SIZES, plan.total_tokens)]
+        return Shape(size, min(MIXED_ROWS[bisect_left(MIXED_ROWS, count)], size - 1), bound)
+
+    def told(self, plan: StepPlan, shape: Shape) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """What the device must be told of a step: its rows, and unless it knows them, tokens of each and their ids."""
+        rows = _padded(plan.rows, shape.rows, self.rows.padding)
+        if shape.is_mixed:
+            return rows, _padded(plan.num_tokens, shape.rows, 0), _padded(plan.token_ids, shape.tokens, 0)
+        if bool((plan.token_ids >= 0).any()):
+            return rows, NO_LINES, _padded(plan.token_ids, shape.rows, -1)
+        return rows, NO_LINES, NO_LINES
+
+    def forward(
+        self,
+        shape: Shape,
+        rows: torch.Tensor,
+        num_tokens: torch.Tensor,
+        token_ids: torch.Tensor,
+        shared_tokens: torch.Tensor,
+    ) -> Forward:
+        """Replay a step; the tensors are what `told` made, on the device."""
+        if shape not in self._forwards:
+            self._forwards[shape] = self._capture_forward(shape)
+        self._running[: shape.rows] = rows
+        if shape.is_mixed:
+            self._num_tokens[: shape.rows] = num_tokens
+            self._token_ids[: shape.tokens] = token_ids
+        elif len(token_ids):
+            own, next_token = rows.long(), self.rows.next_token
+            next_token[own] = torch.where(token_ids >= 0, token_ids, next_token[own])
+        if shape.shares:
+            self.rows.shared_prefix.copy_(shared_tokens)
+        self._forwards[shape].graph.replay()
+        self.stats.replays += 1
+        self.stats.mixed_steps += shape.is_mixed
+        self.stats.shared_prefix_steps += shape.shares
+        return self._forwards[shape].outputs
+
+    def head_for(self, shape: Shape, num_lines: int, needs: Needs) -> HeadShape | None:
+        """The head graph for so many of a step's lines, unless they ask for more than filters."""
+        if needs.bans or needs.stages or len(needs.logprob_lines) or num_lines > self.sizes[-1]:
+            return None
+        rows = self.sizes[bisect_left(self.sizes, num_lines)] if shape.is_mixed else shape.rows
+        return HeadShape(shape, rows, needs.filters)
+
+    def padded_lines(self, head: HeadShape, lines: NDArray[np.int32]) -> Int32Array:
+        """What a mixed step's head must be told: where the last tokens of the lines that sample are."""
+        return _padded(lines, head.rows, -1)
+
+    def head(self, shape: HeadShape, lines: torch.Tensor | None = None) -> torch.Tensor:
+        """Tokens of the forward replayed last, [rows]; those of padding mean nothing. `lines`: of a mixed step."""
+        if lines is not None:
+            self._lines[: shape.rows] = lines
+        if shape not in self._heads:
+            step = self._forwards[shape.forward].outputs
+            self._heads[shape] = self.pool.capture(lambda: self._head(step, shape))
+        self._heads[shape].graph.replay()
+        self.stats.filtered_heads += shape.filters
+        return self._heads[shape].outputs
+
+    # ------------------------------------------------------------ what is captured
+
+    def _capture_forward(self, shape: Shape) -> Captured[Forward]:
+        """With padding rows only, so that no request is touched."""
+        self._running[: shape.rows] = self.rows.padding
+        self._num_tokens[: shape.rows] = 0
+        return self.pool.capture(lambda: self._forward(shape))
+
+    def _forward(self, shape: Shape) -> Forward:
+        rows = self._running[: shape.rows]
+        if shape.is_mixed:
+            counts, ids = self._num_tokens[: shape.rows], self._token_ids[: shape.tokens]
+            inputs = mixed_inputs(self.rows, rows, counts, ids, shape.bound)
+        else:
+            inputs = self._decode_inputs(shape, rows)
+        return Forward(inputs, self.model.forward(inputs.input_ids, inputs.positions, inputs.batch))
+
+    def _decode_inputs(self, shape: Shape, rows: torch.Tensor) -> StepInputs:
+        state = self.rows
+        ids, positions, slots, lengths = decode_inputs(
+            rows, state.padding, state.num_computed, state.next_token, state.tables, state.block_size
+        )
+        batch = AttentionBatch(
+            slots=slots,
+            query_start=torch.arange(shape.rows + 1, dtype=torch.int32, device=self.device),
+            seq_lens=lengths,
+            tables=state.tables,
+            rows=rows,
+            num_decodes=shape.rows,
+            query_lens=np.ones(shape.rows, np.int32),
+            seq_bounds=np.full(shape.rows, shape.bound, np.int32),
+            block_size=state.block_size,
+            shared_prefix=state.shared_prefix if shape.shares else None,
+        )
+        if state.other_tables:
+            batch.others = state.batches_of_others(batch, rows, positions)
+        return StepInputs(ids, positions, batch)
+
+    def _head(self, step: Forward, shape: HeadShape) -> torch.Tensor:
+        batch, hidden = step.inputs.batch, step.hidden
+        rows, lengths = batch.rows, batch.seq_lens
+        if shape.forward.is_mixed:
+            lines = self._lines[: shape.rows].long()
+            own = lines.clamp(min=0)
+            rows, lengths = torch.where(lines < 0, self.rows.padding, rows[own]), lengths[own]
+            hidden = hidden[(batch.query_start[1:][own] - 1).clamp(min=0)]
+        needs = Needs(filters=shape.filters, bans=False, logprob_lines=NO_LINES, num_logprobs=0)
+        return self.sampler.sample(self.model.logits(hidden), SampledRows(NO_LINES, rows, lengths), needs)
+
+
+def _padded(values: NDArray[np.int32], size: int, value: int) -> Int32Array:
+    return np.pad(values, (0, size - len(values)), constant_values=value)
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Close together where padding costs most of a step: a decode's time grows slowly with its rows."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, 1025, 32)]
+    return [size for size in sizes if size < max_rows] + [max_rows] if max_rows <= 1024 else sizes

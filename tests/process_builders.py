@@ -1,0 +1,155 @@
+"""Engines in processes of their own, over fake devices; and what tests of processes need to look at."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvasir.async_llm import AsyncLLM
+from kvasir.config import EngineConfig
+from kvasir.executor.fake import DelayExecutor, delayed, fake_config
+from kvasir.messages import StepPlan
+from kvasir.outputs import RequestOutput
+from kvasir.sampling_params import RequestOutputKind, SamplingParams
+
+T = TypeVar("T")
+ECHO = "kvasir.executor.fake:echo"
+
+
+def slow(seconds: float) -> Callable[[EngineConfig], DelayExecutor]:
+    return partial(delayed, delay=seconds)
+
+
+@contextmanager
+def engine(executor: Any = ECHO, **settings: Any) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(fake_config(**settings), executor)
+    try:
+        yield llm
+    finally:
+        llm.shutdown()
+
+
+def run(work: Coroutine[Any, Any, T], seconds: float = 60.0) -> T:
+    """In an event loop of its own; never for ever."""
+
+    async def limited() -> T:
+        return await asyncio.wait_for(work, seconds)
+
+    return asyncio.run(limited())
+
+
+def tokens(*ids: int) -> dict[str, list[int]]:
+    return {"prompt_token_ids": list(ids)}
+
+
+def greedy(max_tokens: int = 8, **fields: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, **fields)
+
+
+def deltas(max_tokens: int = 8, **fields: Any) -> SamplingParams:
+    return greedy(max_tokens, output_kind=RequestOutputKind.DELTA, **fields)
+
+
+async def outputs(llm: AsyncLLM, prompt: Any, params: Any, **rest: Any) -> list[RequestOutput]:
+    return [output async for output in llm.generate(prompt, params, **rest)]
+
+
+async def last(llm: AsyncLLM, prompt: Any, params: Any, **rest: Any) -> RequestOutput:
+    return (await outputs(llm, prompt, params, **rest))[-1]
+
+
+async def until(holds: Callable[[], bool | Awaitable[bool]], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        found = holds()
+        if found if isinstance(found, bool) else await found:
+            return
+        assert time.monotonic() < end, "it did not come to that in time"
+        await asyncio.sleep(0.01)
+
+
+async def is_idle(llm: AsyncLLM) -> bool:
+    """No request is left in the engine, and no block is held."""
+    stats = await llm.stats()
+    return stats.num_running == stats.num_waiting == stats.num_used_blocks == 0
+
+
+def engine_pids(llm: AsyncLLM) -> list[int]:
+    return [link.process.pid for link in llm._client.engines.links if link.process is not None]
+
+
+def gone(pid: int, seconds: float = 15.0) -> bool:
+    """Whether the process ends in time; a zombie that nobody has waited for counts as ended."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+# ---------------------------------------------------------------- executors that go wrong, in the engine's process
+
+
+class Breaks(DelayExecutor):
+    """Fails in its third step."""
+
+    def execute(self, plan: StepPlan) -> None:
+        if plan.step == 3:
+            raise RuntimeError("the device\nfell off the bus")
+        super().execute(plan)
+
+
+def breaks(config: EngineConfig) -> Breaks:
+    return Breaks(config.cache.block_size)
+
+
+class Hangs(DelayExecutor):
+    """Does not return from its third step until a file is there."""
+
+    def __init__(self, block_size: int, until: str) -> None:
+        super().__init__(block_size)
+        self.until = until
+
+    def execute(self, plan: StepPlan) -> None:
+        while plan.step == 3 and not os.path.exists(self.until):
+            time.sleep(0.01)
+        super().execute(plan)
+
+
+def hangs(config: EngineConfig, until: str) -> Hangs:
+    return Hangs(config.cache.block_size, until)
+
+
+def fails_to_start(config: EngineConfig) -> DelayExecutor:
+    raise RuntimeError("no such device")
+
+
+def dies_at_start(config: EngineConfig) -> DelayExecutor:
+    os._exit(7)
+
+
+def starts_slowly(config: EngineConfig) -> DelayExecutor:
+    time.sleep(600)
+    raise AssertionError("nobody waits so long")

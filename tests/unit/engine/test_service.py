@@ -1,0 +1,205 @@
+"""The engine's loop over real sockets, with a core made of lists: who is told what."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections import deque
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from kvasir.engine.service import Service
+from kvasir.engine.split import split
+from kvasir.errors import EngineError, OverloadedError, RequestError
+from kvasir.logits_processors import StartupProcessors
+from kvasir.messages import EngineOutput, EngineRequest, Finished, FinishReason, Logprobs, PromptLogprobs
+from kvasir.transport import codec, words
+from kvasir.transport.address import KEYS_PER_CLIENT, Address, identity, make_directory
+from kvasir.transport.progress import Progress
+
+
+class ListCore:
+    """Takes requests, or raises what it is told to, and gives out what it is told to."""
+
+    def __init__(self) -> None:
+        self.scheduler: list[int] = []
+        self.errors: deque[Exception] = deque()
+        self.outputs: deque[EngineOutput] = deque()
+        self.aborted: list[int] = []
+
+    def add(self, request: EngineRequest) -> None:
+        if self.errors:
+            raise self.errors.popleft()
+        self.scheduler.append(request.key)
+
+    def abort(self, key: int, num_kept: int | None = None) -> bool:
+        self.aborted.append(key)
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self.outputs)
+
+    def run_step(self) -> EngineOutput:
+        return self.outputs.popleft()
+
+
+class World:
+    """A service, and clients by number."""
+
+    def __init__(self, *clients: int) -> None:
+        self.core: Any = ListCore()
+        self.directory = make_directory(1)
+        self.address = Address(self.directory, 0)
+        self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        self.lifelines: Any = SimpleNamespace(
+            over=False, gone=deque(), clients=dict.fromkeys(clients), wake=self._wake, take_gone=self._take_gone
+        )
+        progress = Progress(self.address.progress, create=True)
+        self.service = Service(self.core, StartupProcessors(None), self.address.messages, self.lifelines, progress)
+        self.context = zmq.Context()
+        self.clients = {number: self._connect(number) for number in clients}
+
+    def _take_gone(self) -> list[int]:
+        return [self.lifelines.gone.popleft() for _ in range(len(self.lifelines.gone))]
+
+    def _connect(self, number: int) -> zmq.Socket[bytes]:
+        client = self.context.socket(zmq.DEALER)
+        client.setsockopt(zmq.IDENTITY, identity(number))
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.RCVTIMEO, 10_000)
+        client.connect(self.address.messages)
+        return client
+
+    def send(self, client: int, kind: bytes, data: bytes) -> None:
+        self.clients[client].send_multipart([kind, data])
+        self.service.turn()
+
+    def add(self, client: int, key: int) -> None:
+        self.send(client, words.ADD, codec.encode(request(client, key)))
+
+    def receive(self, client: int) -> Any:
+        kind, data = self.clients[client].recv_multipart()
+        return codec.decode_output(data) if kind == words.OUTPUT else words.read(data)
+
+    def close(self) -> None:
+        for client in self.clients.values():
+            client.close()
+        self.context.term()
+        self.service.close()
+        self._wake.close()
+        self._waker.close()
+        self.address.remove()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(0, 1, 2)
+    yield world
+    world.close()
+
+
+def number(client: int, key: int) -> int:
+    return (client << KEYS_PER_CLIENT) + key
+
+
+def request(client: int, key: int) -> EngineRequest:
+    return EngineRequest(number(client, key), np.array([1, 2], np.int32), 8)
+
+
+def test_errors_of_add_come_back_as_they_are(world: World) -> None:
+    world.core.errors.extend(
+        [OverloadedError("full", retry_after=7.0), RequestError("no", "prompt"), KeyError("a bug\nof ours")]
+    )
+    for key in range(4):
+        world.add(1, key)
+    overloaded, wrong, bug = (world.receive(1) for _ in range(3))
+    assert type(overloaded.error) is OverloadedError and overloaded.error.retry_after == 7.0
+    assert type(wrong.error) is RequestError and wrong.error.parameter == "prompt"
+    assert type(bug.error) is EngineError and "KeyError" in str(bug.error) and "\n" not in str(bug.error)
+    assert [refused.key for refused in (overloaded, wrong, bug)] == [number(1, key) for key in range(3)]
+    assert world.core.scheduler == [number(1, 3)], "the engine goes on"
+
+
+def test_what_cannot_be_read_is_answered_where_there_is_a_key(world: World) -> None:
+    world.send(0, words.ADD, codec.encode({"key": 5, "prompt_token_ids": "no array"}))
+    refused = world.receive(0)
+    assert refused.key == 5 and isinstance(refused.error, EngineError)
+    world.send(0, words.ADD, b"\xc1")
+    world.send(0, words.ADD, codec.encode(request(1, 9)))
+    assert world.receive(0).key == number(1, 9), "another client's range of keys is not to be used"
+    world.add(0, 1)
+    assert world.core.scheduler == [1]
+
+
+def test_outputs_go_to_those_who_asked(world: World) -> None:
+    world.add(1, 7)
+    world.add(2, 7)
+    keys = np.array([number(2, 7), number(1, 7)])
+    world.core.outputs.append(EngineOutput(keys, np.array([[20], [10]], np.int32), np.ones(2, np.int32)))
+    world.service.turn()
+    for client, token in ((1, 10), (2, 20)):
+        output = world.receive(client)
+        assert output.keys.tolist() == [number(client, 7)] and output.token_ids.tolist() == [[token]]
+
+
+def test_a_client_that_leaves_has_its_requests_aborted(world: World) -> None:
+    for client, key in itertools.product((0, 1), range(3)):
+        world.add(client, key)
+    ended = Finished(number(1, 0), FinishReason.STOP, None, 0, None)
+    world.core.outputs.append(EngineOutput.empty())
+    world.core.outputs[-1].finished.append(ended)
+    world.service.turn()
+    del world.lifelines.clients[1]
+    world.lifelines.gone.append(1)
+    world.add(1, 9)  # sent before it left, read after
+    assert sorted(world.core.aborted) == [number(1, 1), number(1, 2)], "those that run, and of this client alone"
+    assert number(1, 9) not in world.core.scheduler
+
+
+def test_aborts_and_questions(world: World) -> None:
+    world.send(0, words.ABORT, codec.encode([(3, None), (4, 2)]))
+    assert world.core.aborted == [3, 4]
+    world.send(0, words.ASK, words.write(words.Question(11, "has_work", ())))
+    answer = world.receive(0)
+    assert answer.number == 11 and answer.value is False and answer.error is None
+    world.send(0, words.ASK, words.write(words.Question(12, "abort", (1, 2, 3))))
+    assert "TypeError" in str(world.receive(0).error)
+    world.core.generator = lambda: (x for x in ())
+    world.send(0, words.ASK, words.write(words.Question(13, "generator", ())))
+    answer = world.receive(0)
+    assert answer.number == 13 and "cannot" in str(answer.error), "an answer that cannot be sent is said to be one"
+    world.send(0, words.ASK, b"nonsense")
+    world.send(0, words.ASK, words.write(words.Question(14, "has_work", ())))
+    assert world.receive(0).number == 14, "the engine goes on"
+
+
+def test_split_gives_each_client_its_lines() -> None:
+    keys = np.array([number(c, k) for c, k in ((0, 1), (3, 1), (0, 2), (3, 2))])
+    logprobs = Logprobs(
+        np.array([1, 2], np.int32), np.array([[5], [6]], np.int32), np.zeros((2, 1), np.float32), np.ones(2, np.int32)
+    )
+    prompt = PromptLogprobs(
+        number(5, 1), 0, np.ones((1, 2), np.int32), np.zeros((1, 2), np.float32), np.ones(1, np.int32)
+    )
+    output = EngineOutput(
+        keys,
+        np.arange(4, dtype=np.int32)[:, None],
+        np.ones(4, np.int32),
+        logprobs,
+        [Finished(number(3, 2), FinishReason.STOP, None, 0, None)],
+        [prompt],
+    )
+    parts = dict(split(output))
+    assert sorted(parts) == [0, 3, 5]
+    assert parts[0].token_ids.tolist() == [[0], [2]] and parts[3].token_ids.tolist() == [[1], [3]]
+    assert parts[0].logprobs is not None and parts[0].logprobs.index.tolist() == [1]
+    assert parts[0].logprobs.token_ids.tolist() == [[6]]
+    assert parts[3].logprobs is not None and parts[3].logprobs.token_ids.tolist() == [[5]]
+    assert [end.key for end in parts[3].finished] == [number(3, 2)] and not parts[0].finished
+    assert len(parts[5].keys) == 0 and parts[5].prompt_logprobs == [prompt]
