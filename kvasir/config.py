@@ -109,8 +109,8 @@ class ModelConfig(_Checked):
     convert: str = setting("auto", "Adapter that turns the model into another kind.", choices=("auto", "none"))
     quantization: str | None = setting(
         None,
-        "How weights are kept on the CPU: int8 or int4, quantized while they are loaded; gguf: as a GGUF file has them, "
-        "which is what unset means for such a file; none: expanded to dtype.",
+        "How weights are kept on the CPU: int8 or int4, quantized while they are loaded; gguf: as a GGUF file has "
+        "them, which is what unset means for such a file; none: expanded to dtype.",
         choices=("int8", "int4", "gguf", "none"),
     )
     enable_lora: bool = setting(False, "Serve LoRA adapters.", refused="LoRA adapters are not served yet.")

@@ -1,7 +1,6 @@
-"""A checkpoint of benchmarks/make_model.py as a GGUF file of bfloat16, for llama.cpp. Its tokens are made up: prompts are
-ids.
+"""A checkpoint of benchmarks/make_model.py as a GGUF file of bfloat16, for llama.cpp. Its tokens are made up.
 
-    python benchmarks/cpu/write_gguf.py MODEL_DIR OUT.gguf
+python benchmarks/cpu/write_gguf.py MODEL_DIR OUT.gguf
 """
 
 from __future__ import annotations

@@ -70,54 +70,52 @@ def reference_only() -> Iterator[None]:
 
 
 def _version_for(x: torch.Tensor) -> Any:
-    if _reference_only:
-        return reference
-    if x.is_cuda:
-        return _fast()
-    return ops if x.dtype == torch.bfloat16 and x.device.type == "cpu" and library() is not None else reference
+    return _fast() if x.is_cuda and not _reference_only else reference
 
 
-def _version_for_logits(logits: torch.Tensor) -> Any:
-    """The CPU library takes logits in float32, too."""
-    on_cpu = logits.device.type == "cpu" and logits.dtype == torch.float32 and not _reference_only
-    return ops if on_cpu and library() is not None else _version_for(logits)
+def _any_version_for(x: torch.Tensor, *also: torch.dtype) -> Any:
+    """The same for what the CPU library has too: of bfloat16, and of the types in `also`."""
+    known = x.dtype == torch.bfloat16 or x.dtype in also
+    on_cpu = x.device.type == "cpu" and known and not _reference_only
+    return ops if on_cpu and library() is not None else _version_for(x)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    normed: torch.Tensor = _version_for(x).rms_norm(x, weight, eps)
+    normed: torch.Tensor = _any_version_for(x).rms_norm(x, weight, eps)
     return normed
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    pair: tuple[torch.Tensor, torch.Tensor] = _version_for(x).add_rms_norm(x, residual, weight, eps)
+    pair: tuple[torch.Tensor, torch.Tensor] = _any_version_for(x).add_rms_norm(x, residual, weight, eps)
     return pair
 
 
 def gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    version = _version_for(x)
-    if version is reference or (x.is_cuda and kind != "silu"):
-        return reference.gated_activation(x, kind)
-    active: torch.Tensor = version.silu_mul(x) if x.is_cuda else version.gated_activation(x, kind)
+    version = _any_version_for(x)
+    if x.is_cuda and version is not reference and kind == "silu":
+        active: torch.Tensor = version.silu_mul(x)
+    else:
+        active = (reference if x.is_cuda else version).gated_activation(x, kind)
     return active
 
 
 def rope_store(qkv: torch.Tensor, *args: Any) -> torch.Tensor:
     """See reference.rope_store."""
-    query: torch.Tensor = _version_for(qkv).rope_store(qkv, *args)
+    query: torch.Tensor = _any_version_for(qkv).rope_store(qkv, *args)
     return query
 
 
 def logit_floor(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
     """See reference.logit_floor."""
-    floor: torch.Tensor = _version_for_logits(logits).logit_floor(logits, *args)
+    floor: torch.Tensor = _any_version_for(logits, torch.float32).logit_floor(logits, *args)
     return floor
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """See reference.grouped_linear; on a GPU nothing waits."""
-    y: torch.Tensor = (_version_for(x) if x.is_cuda else reference).grouped_linear(x, weight, starts)
+    y: torch.Tensor = _version_for(x).grouped_linear(x, weight, starts)
     return y
 
 
@@ -130,7 +128,7 @@ def copy_blocks(
 
 def draw(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
     """See reference.draw."""
-    tokens: torch.Tensor = _version_for_logits(logits).draw(logits, *args)
+    tokens: torch.Tensor = _any_version_for(logits, torch.float32).draw(logits, *args)
     return tokens
 
 
@@ -141,11 +139,6 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, in] times weight [out, in] (as it is, or packed), plus bias [out]."""
-<<<<<<< HEAD
-    if x.is_cuda and not _reference_only and _fast() is not reference and _fast().takes(x, weight):
-        y: torch.Tensor = _fast().gemv(x, weight, bias)
-        return y
-=======
     version = _version_for(x)
     if version is not reference:
         y: torch.Tensor
@@ -155,7 +148,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         if (blocks := version.blocks_for(x, weight)) is not None:
             y = version.tile_linear(x.contiguous(), weight, bias, blocks)
             return y
->>>>>>> main
     return (onednn if onednn.usable(x) else reference).linear(x, weight, bias)
 
 

@@ -37,7 +37,6 @@ from kvasir.quantization.base import TensorKey, unquantized
 from kvasir.quantization.cpu import cpu_methods
 from kvasir.quantization.gguf import PackedRows, gguf_linear
 
-
 LoadedModel = Transformer | TransformersModel | NativeDecoder | LayerByLayer
 
 

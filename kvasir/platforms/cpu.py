@@ -54,7 +54,7 @@ class CpuPlatform(Platform):
 
 
 def usable_cpus() -> int:
-    """How many CPUs this process may use: by its affinity, its container's quota, and OMP_NUM_THREADS if that is set."""
+    """How many CPUs this process may use: by its affinity, its container's quota, and OMP_NUM_THREADS where set."""
     known = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     known += [max(1, round(limit)) for limit in (_quota(), _told()) if limit is not None]
     return min(known)
@@ -85,10 +85,11 @@ def parse_cpus(text: str) -> list[int]:
     """CPUs as Linux writes them: "0-3,8"."""
     cpus: list[int] = []
     for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdecimal() or (last and not last.isdecimal()) or int(last or first) < int(first):
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
             raise ConfigError(f"cpu_bind={text!r} is no list of CPUs; write numbers and ranges, such as 0-3,8.")
-        cpus += range(int(first), int(last or first) + 1)
+        cpus += range(int(first), int(last) + 1)
     if hasattr(os, "sched_getaffinity") and (missing := set(cpus) - os.sched_getaffinity(0)):
         allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         raise ConfigError(

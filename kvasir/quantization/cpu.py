@@ -3,7 +3,7 @@ numbers. Each tensor goes from its file straight to its packed place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -15,11 +15,12 @@ from kvasir.kernels.cpu.packed import BF16, GGUF, INT4, INT8, Format, Layout, Pa
 from kvasir.quantization.base import LinearLayer, MethodOf, TensorKey, UnquantizedLinear, parameter
 from kvasir.quantization.gguf import PackedRows
 
+PLAIN = UnquantizedLinear()  # biases are kept as it keeps them
 FORMATS = {None: BF16, "int8": INT8, "int4": INT4}
 
 
 @dataclass(frozen=True)
-class CpuLinear(UnquantizedLinear):
+class CpuLinear:
     """`weight` is the packed matrix's memory; `matrix` says how to read it, once everything is loaded."""
 
     format: Format = BF16
@@ -28,9 +29,12 @@ class CpuLinear(UnquantizedLinear):
         layer.weight = parameter((self._layout(layer).num_bytes,), torch.uint8, device)
         layer.bias = parameter((layer.shape.num_own_outputs,), dtype, device) if layer.shape.bias else None
 
+    def tensors(self, layer: LinearLayer) -> Mapping[TensorKey, tuple[int, ...]]:
+        return PLAIN.tensors(layer)
+
     def load(self, layer: LinearLayer, key: TensorKey, tensor: Any) -> None:
         if key[0] == "bias":
-            super().load(layer, key, expanded(tensor))
+            PLAIN.load(layer, key, expanded(tensor))
             return
         part, rows = layer.shape.place(key[1])
         self._matrix(layer).fill(expanded(tensor)[part.own, layer.shape.own_inputs], rows.start)
@@ -60,7 +64,7 @@ class GGUFCpuLinear(CpuLinear):
 
     def load(self, layer: LinearLayer, key: TensorKey, tensor: Any) -> None:
         if key[0] == "bias":
-            super().load(layer, key, expanded(tensor))
+            PLAIN.load(layer, key, expanded(tensor))
         else:
             layer.__dict__.setdefault("parts", {})[key[1]] = tensor
 

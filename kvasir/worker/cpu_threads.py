@@ -1,4 +1,4 @@
-"""The threads that compute on the CPU: as many as were asked for, torch's and the library's alike, on CPUs of their own.
+"""The threads that compute on the CPU: as many as were asked for, torch's and the library's alike.
 
 Worker process. The library's threads are pinned; the calling thread, which works too, stays where the system puts it
 unless cpu_bind says where. torch's threads sleep while the library's work, so both may have as many.
@@ -12,11 +12,8 @@ import torch
 
 from kvasir.config import EngineConfig
 from kvasir.distributed.mesh import Mesh
-from kvasir.log import get_logger
 from kvasir.platforms import cpu_library
 from kvasir.platforms.cpu import parse_cpus
-
-logger = get_logger(__name__)
 
 
 def use_threads(config: EngineConfig, mesh: Mesh) -> None:

@@ -21,6 +21,7 @@ from kvasir.args import EngineArgs
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, ModelError
 from kvasir.platforms import cpu_library
+from kvasir.platforms.cpu import CpuPlatform
 from kvasir.resolve import resolve
 
 ROOT = Path(__file__).parent.parent.parent
@@ -397,6 +398,7 @@ def test_triton_attention_needs_a_gpu(model: Path) -> None:
 
 def with_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_library, "library", object)
+    monkeypatch.setattr(platforms, "select", lambda device: CpuPlatform("cpu"))
 
 
 def test_the_cpu_library_is_chosen_for_bfloat16(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,8 @@ def test_cpus_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "max").write_text("max 100000")
     assert cpu._quota(paths) is None
     (tmp_path / "max").write_text("50000 100000")
-    monkeypatch.setattr(cpu, "_quota", lambda quota=cpu._quota(paths): quota)
+    half = cpu._quota(paths)
+    monkeypatch.setattr(cpu, "_quota", lambda: half)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert cpu.usable_cpus() == 1, "half a CPU is one thread"
 
