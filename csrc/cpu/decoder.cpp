@@ -2,6 +2,8 @@
 #include <string.h>
 
 #include <algorithm>
+#include <numeric>
+#include <vector>
 
 #include "attention.h"
 #include "kvasir_cpu.h"
@@ -70,7 +72,7 @@ class Forward {
 
   void run(uint16_t *out) {
     embed();
-    for (int i = 0; i < decoder_.num_layers; i++) run_layer(decoder_.layers[i]);
+    for (top_ = 0; top_ < decoder_.num_layers; top_++) run_layer(decoder_.layers[top_]);
     add_norm(decoder_.final_norm, s_.hidden, out);
   }
 
@@ -122,8 +124,24 @@ class Forward {
     size_t seen = size_t(layer.heads * layer.head_dim);
     linear(layer.qkv, x, hidden, step_.tokens, s_.qkv, width);
     rope_store(layer, step_, s_.qkv, width);
+    if (step_.only_last && top_ == decoder_.num_layers - 1) keep_last_tokens(width);
     attention(layer, step_, s_.qkv, width, s_.seen);
     linear(layer.o, s_.seen, seen, step_.tokens, out, hidden);
+  }
+
+  // From here on there is one token of each sequence: the keys of the others are stored, and that is all they are for.
+  void keep_last_tokens(size_t width) {
+    size_t hidden = size_t(decoder_.hidden);
+    for (int s = 0; s < step_.sequences; s++) {
+      size_t from = size_t(step_.query_start[s + 1] - 1), to = size_t(s);
+      memmove(s_.qkv + to * width, s_.qkv + from * width, 2 * width);
+      for (uint16_t *states : {s_.hidden, s_.residual, s_.normed})
+        memmove(states + to * hidden, states + from * hidden, 2 * hidden);
+    }
+    starts_.resize(size_t(step_.sequences) + 1);
+    std::iota(starts_.begin(), starts_.end(), 0);
+    step_.query_start = starts_.data();
+    step_.tokens = step_.sequences;
   }
 
   void feed_forward(const kv_layer &layer, const uint16_t *x, uint16_t *out) {
@@ -168,9 +186,11 @@ class Forward {
   }
 
   const kv_decoder &decoder_;
-  const kv_step &step_;
+  kv_step step_;
   const Kernels &set_;
   States s_;
+  int top_ = 0;  // the layer that runs
+  std::vector<int32_t> starts_;
   bool has_residual_ = false;
 };
 

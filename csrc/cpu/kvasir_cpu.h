@@ -43,6 +43,7 @@ struct kv_group {  // of layers that share block tables
 
 struct kv_step {
   int32_t tokens, sequences, causal, num_groups;
+  int32_t only_last;  // of each sequence only the last token's states are wanted; see Transformer.forward
   const int64_t *ids, *positions, *rows;
   const int32_t *query_start, *lengths;
   const kv_group *groups;
@@ -74,7 +75,7 @@ struct kv_decoder {
 void kv_rope_store(const kv_layer *, const kv_step *, uint16_t *qkv);
 // Queries are the first heads of rows that lie `stride` apart; out is [tokens][heads][head_dim].
 void kv_attention(const kv_layer *, const kv_step *, const uint16_t *query, int64_t stride, uint16_t *out);
-// The hidden states after the last norm, [tokens][hidden].
+// The hidden states after the last norm, [tokens][hidden], or [sequences][hidden] of their last tokens.
 void kv_forward(const kv_decoder *, const kv_step *, uint16_t *out);
 
 // ---------------------------------------------------------------- sampling: see kernels/reference.py

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from kvasir.attention.base import AttentionBatch
+from kvasir.attention.base import AttentionBatch, LastTokens
 from kvasir.attention.cpu import CpuAttention
 from kvasir.kernels.cpu.ops import norm_struct
 from kvasir.kernels.cpu.step import StepView, cache_of, rotation_of
@@ -38,18 +38,30 @@ class NativeDecoder(nn.Module):
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
-        self.model, self.vocab_size, self.logits = model, model.vocab_size, model.logits
+        self.model, self.vocab_size = model, model.vocab_size
         self.page_shape, self.kv_spec = model.page_shape, model.kv_spec
         self._layers = (Layer * len(model.layers))()
         self._decoder = Decoder()
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """The hidden states after the last norm, [tokens, hidden]."""
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        last: LastTokens | None = None,
+    ) -> torch.Tensor:
+        """The hidden states after the last norm, [tokens, hidden], or those of `last`, [sequences, hidden]."""
         step = StepView(batch, input_ids, positions)
-        out = torch.empty(len(input_ids), self._decoder.hidden, dtype=torch.bfloat16)
+        step.struct.only_last = last is not None
+        count = len(input_ids) if last is None else step.struct.sequences
+        out = torch.empty(count, self._decoder.hidden, dtype=torch.bfloat16)
         loaded().kv_forward(ctypes.byref(self._decoder), ctypes.byref(step.struct), ctypes.c_void_p(out.data_ptr()))
         STEPS["whole"] += 1
         return out
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocabulary]."""
+        return self.model.logits(hidden)
 
     # ------------------------------------------------------------ the KV cache
 
@@ -83,11 +95,19 @@ class LayerByLayer(nn.Module):
         super().__init__()
         self.model, self.vocab_size = model, model.vocab_size
         self.page_shape, self.kv_spec, self.bind_kv = model.page_shape, model.kv_spec, model.bind_kv
-        self.logits = model.logits
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        last: LastTokens | None = None,
+    ) -> torch.Tensor:
         STEPS["layer by layer"] += 1
-        return self.model(input_ids, positions, batch)
+        return self.model.forward(input_ids, positions, batch, last)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.logits(hidden)
 
 
 def on_the_cpu(model: Transformer) -> NativeDecoder | LayerByLayer:

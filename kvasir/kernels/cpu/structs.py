@@ -53,6 +53,7 @@ class Step(ctypes.Structure):
         ("sequences", c_int32),
         ("causal", c_int32),
         ("num_groups", c_int32),
+        ("only_last", c_int32),
         ("ids", c_void_p),
         ("positions", c_void_p),
         ("rows", c_void_p),
