@@ -31,14 +31,15 @@ enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
 // Rows of inputs, as the kernels read them: in tiles of `tile` rows.
 //   bfloat16: [tile][input / 2][tile rows][2]
 //   8 bits:   [tile][input / 4][tile rows][4], a scale for 32 inputs [tile][input / 32][tile rows] and the sums of
-//             16 numbers [tile][input / 16][tile rows]
+//             16 numbers [tile][input / 16][tile rows]; `starts` are those of 32, times -offset of the matrix
 // AMX wants its tiles of 16 rows one row after the other, [tile][tile rows][input].
 struct Rows {
   int32_t count, tile, padded_inputs;
   uint16_t *bf16;
   int8_t *q;
   float *scale;
-  int32_t *sums;
+  int32_t *sums, *starts;
+  int32_t offset;
 };
 
 struct Product {

@@ -27,10 +27,12 @@ Rows pack_rows(const Kernels &set, const Matrix &m, const uint16_t *x, size_t st
   char *memory = (char *)thread_buffer(ROWS_BUFFER, numbers * 2 + 256);
   if (m.kind == BF16) {
     rows.bf16 = (uint16_t *)memory;
-  } else {  // one byte each, an eighth for scales, a quarter for sums
+  } else {  // one byte each, an eighth for scales, a quarter for sums, an eighth for starts
     rows.q = (int8_t *)memory;
     rows.scale = (float *)(memory + numbers);
     rows.sums = (int32_t *)(memory + numbers + numbers / 8);
+    rows.starts = (int32_t *)(memory + numbers + numbers / 8 * 3);
+    rows.offset = m.offset;
   }
   auto pack = m.kind == BF16 ? set.pack_bf16 : set.pack_quant;
   auto one = [&](int tile) { pack(x, stride, m.inputs, &rows, tile); };

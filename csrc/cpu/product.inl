@@ -92,13 +92,20 @@ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 void pack_rows_bf16(const uint16_t *x, size_t stride, int32_t inputs, const Rows *rows, int32_t tile) {
   int R = rows->tile, pairs = rows->padded_inputs / 2, begin = tile * R;
   uint32_t *out = (uint32_t *)rows->bf16 + size_t(tile) * R * pairs;
-  for (int i = 0; i < R; i++) {
-    const uint16_t *row = x + size_t(begin + i) * stride;
-    int here = begin + i < rows->count ? inputs / 2 : 0;
-    for (int p = 0; p < here; p++) out[p * R + i] = load<uint32_t>(row + 2 * p);
-    if (here && inputs % 2) out[here * R + i] = row[inputs - 1], here++;
-    for (int p = here; p < pairs; p++) out[p * R + i] = 0;
-  }
+  for (int first = 0; first < pairs; first += 16)  // some at a time: what is written stays in the nearest cache
+    for (int i = 0; i < R; i++) {
+      const uint16_t *row = x + size_t(begin + i) * stride;
+      int end = begin + i < rows->count ? inputs : 0;
+      for (int p = first; p < first + 16; p++) {
+        uint32_t pair = 0;
+        if (2 * p + 1 < end) {
+          pair = load<uint32_t>(row + 2 * p);
+        } else if (2 * p < end) {
+          pair = row[2 * p];
+        }
+        out[p * R + i] = pair;
+      }
+    }
 }
 
 // ---------------------------------------------------------------- 8 and 4 bits
@@ -130,9 +137,34 @@ struct QuantPanel {
   int group, offset;
 };
 
-// R rows times one block. `HALF`: 4 bits. A group's products are whole numbers; its scales make floats of them.
+// R rows times one block. `HALF`: 4 bits. A group's products are whole numbers; its scales make floats of them. This is for
+// groups of 32 with an offset, the most common.
 template <int R, bool HALF>
-void tile_quant(const uint32_t *a, const float *a_scale, const int32_t *a_sums, QuantPanel w, int groups, float *out) {
+void tile_quant(const uint32_t *a, const float *a_scale, const int32_t *a_starts, QuantPanel w, int groups, float *out) {
+  f32x16 acc[R] = {};
+  for (int g = 0; g < groups; g++) {
+    const uint8_t *data = w.data + size_t(g) * (HALF ? 256 : 512);
+    __builtin_prefetch(data + 2048);
+    i32x16 whole[R];
+#pragma GCC unroll 12
+    for (int i = 0; i < R; i++) whole[i] = splat_int(a_starts[g * R + i]);
+#pragma GCC unroll 8
+    for (int q = 0; q < 8; q++) {
+      u32x16 panel = load<u32x16>(data + (HALF ? q % 4 : q) * 64);
+      if (HALF) panel = (q < 4 ? panel : panel >> 4) & 0x0f0f0f0fu;
+#pragma GCC unroll 12
+      for (int i = 0; i < R; i++) dot4(whole[i], a[size_t(8 * g + q) * R + size_t(i)], panel);
+    }
+    f32x16 scale = load_f16(w.scale + size_t(g) * 16);
+#pragma GCC unroll 12
+    for (int i = 0; i < R; i++) acc[i] += __builtin_convertvector(whole[i], f32x16) * (scale * a_scale[g * R + i]);
+  }
+  for (int i = 0; i < R; i++) store(out + i * 16, acc[i]);
+}
+
+// The same for groups of 16 and for mins.
+template <int R, bool HALF>
+void any_tile_quant(const uint32_t *a, const float *a_scale, const int32_t *a_sums, QuantPanel w, int groups, float *out) {
   f32x16 acc[R] = {};
   const int subs = 32 / w.group;
   for (int g = 0; g < groups; g++) {
@@ -177,16 +209,39 @@ void tile_quant(const uint32_t *a, const float *a_scale, const int32_t *a_sums, 
 typedef void (*TileQuant)(const uint32_t *, const float *, const int32_t *, QuantPanel, int, float *);
 
 template <int... I>
-inline TileQuant quant_tile_of(int rows, bool half, std::integer_sequence<int, I...>) {
-  static const TileQuant whole[] = {tile_quant<I + 1, false>...}, halves[] = {tile_quant<I + 1, true>...};
-  return half ? halves[rows - 1] : whole[rows - 1];
+inline TileQuant quant_tile_of(int rows, bool half, bool simple, std::integer_sequence<int, I...>) {
+  static const TileQuant tiles[4][sizeof...(I)] = {{any_tile_quant<I + 1, false>...},
+                                                   {any_tile_quant<I + 1, true>...},
+                                                   {tile_quant<I + 1, false>...},
+                                                   {tile_quant<I + 1, true>...}};
+  return tiles[2 * simple + half][rows - 1];
+}
+
+inline bool is_simple(const Matrix &m) { return m.group == 32 && !m.min; }
+
+inline void narrow(i32x16 n, int8_t *out) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i *)out, _mm512_cvtepi32_epi8(bits<__m512i>(n)));
+#else
+  for (int i = 0; i < 16; i++) out[i] = int8_t(n[i]);
+#endif
+}
+
+inline int32_t total(i32x16 n) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32(bits<__m512i>(n));
+#else
+  int32_t s = 0;
+  for (int i = 0; i < 16; i++) s += n[i];
+  return s;
+#endif
 }
 
 void pack_rows_quant(const uint16_t *x, size_t stride, int32_t inputs, const Rows *rows, int32_t tile) {
   int R = rows->tile, K = rows->padded_inputs, begin = tile * R;
   uint32_t *q = (uint32_t *)rows->q + size_t(tile) * R * (K / 4);
   float *scales = rows->scale + size_t(tile) * R * (K / 32);
-  int32_t *sums = rows->sums + size_t(tile) * R * (K / 16);
+  int32_t *sums = rows->sums + size_t(tile) * R * (K / 16), *starts = rows->starts + size_t(tile) * R * (K / 32);
   for (int i = 0; i < R; i++) {
     const uint16_t *row = x + size_t(begin + i) * stride;
     int here = begin + i < rows->count ? inputs : 0;
@@ -204,17 +259,12 @@ void pack_rows_quant(const uint16_t *x, size_t stride, int32_t inputs, const Row
       for (int half = 0; half < 2; half++) {
         f32x16 y = v[half] * inverse;
         i32x16 n = __builtin_convertvector(y + select(y < 0.f, splat(-0.5f), splat(0.5f)), i32x16);
-        int32_t total = 0;
-        for (int j = 0; j < 4; j++) {
-          uint32_t quad = 0;
-          for (int b = 0; b < 4; b++) {
-            total += n[4 * j + b];
-            quad |= uint32_t(uint8_t(n[4 * j + b])) << (8 * b);
-          }
-          q[size_t(8 * g + 4 * half + j) * R + i] = quad;
-        }
-        sums[(2 * g + half) * R + i] = total;
+        int8_t bytes[16];
+        narrow(n, bytes);
+        for (int j = 0; j < 4; j++) q[size_t(8 * g + 4 * half + j) * R + i] = load<uint32_t>(bytes + 4 * j);
+        sums[(2 * g + half) * R + i] = total(n);
       }
+      starts[g * R + i] = -rows->offset * (sums[2 * g * R + i] + sums[(2 * g + 1) * R + i]);
     }
   }
 }
@@ -245,9 +295,10 @@ void one_tile(const Matrix &m, const Rows &rows, int tile, int block, int apart,
       size_t at = size_t(block + b * apart), groups = size_t(K / m.group) * 16;
       QuantPanel panel{(const uint8_t *)m.data + at * K * (m.kind == kvasir::Q4 ? 8 : 16), m.scale + at * groups,
                        m.min ? m.min + at * groups : nullptr, m.group, m.offset};
-      quant_tile_of(R, m.kind == kvasir::Q4, std::make_integer_sequence<int, QUANT_ROWS>())(
-          (const uint32_t *)rows.q + size_t(tile) * R * (K / 4), rows.scale + size_t(tile) * R * (K / 32),
-          rows.sums + size_t(tile) * R * (K / 16), panel, K / 32, one);
+      const int32_t *sums = is_simple(m) ? rows.starts + size_t(tile) * R * (K / 32) : rows.sums + size_t(tile) * R * (K / 16);
+      quant_tile_of(R, m.kind == kvasir::Q4, is_simple(m), std::make_integer_sequence<int, QUANT_ROWS>())(
+          (const uint32_t *)rows.q + size_t(tile) * R * (K / 4), rows.scale + size_t(tile) * R * (K / 32), sums, panel,
+          K / 32, one);
     }
     for (int i = 0; i < R; i++) memcpy(out + (i * blocks + b) * 16, one + i * 16, 64);
   }

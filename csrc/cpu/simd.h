@@ -117,15 +117,26 @@ inline f32x16 round_bf16(f32x16 x) {
 inline f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {
   return bits<f32x16>((mask & bits<i32x16>(yes)) | (~mask & bits<i32x16>(no)));
 }
+#if defined(__AVX512F__)
+inline f32x16 maximum(f32x16 a, f32x16 b) { return bits<f32x16>(_mm512_max_ps(bits<__m512>(a), bits<__m512>(b))); }
+inline f32x16 minimum(f32x16 a, f32x16 b) { return bits<f32x16>(_mm512_min_ps(bits<__m512>(a), bits<__m512>(b))); }
+#else
 inline f32x16 maximum(f32x16 a, f32x16 b) { return select(a > b, a, b); }
 inline f32x16 minimum(f32x16 a, f32x16 b) { return select(a < b, a, b); }
+#endif
 
 inline float sum(f32x16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(bits<__m512>(v));
+#endif
   float s = 0;
   for (int i = 0; i < 8; i++) s += v[i] + v[i + 8];
   return s;
 }
 inline float largest(f32x16 v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(bits<__m512>(v));
+#endif
   float m = v[0];
   for (int i = 1; i < 16; i++) m = v[i] > m ? v[i] : m;
   return m;

@@ -1,4 +1,4 @@
-"""Every architecture as the CPU library runs it, against the same model on plain torch: bfloat16, prefill and decode."""
+"""Every architecture as the CPU library runs it, against the same model on plain torch, in bfloat16."""
 
 from __future__ import annotations
 
