@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.starter.conftest import NASTY, SAID, Watched
+from tests.e2e.starter.conftest import NASTY, SAID, Watched, scripted
 from tests.server_process import LiveServer, until
 
 LONG = 60_000  # milliseconds; a busy machine takes its time
@@ -49,13 +50,19 @@ def test_an_answer_comes_bit_by_bit(watched: Watched, scripted_server: LiveServe
     assert page.locator(".turn.user .said").inner_text() == "Tell me about the sea."
 
 
-def test_what_a_model_prints_stays_text(watched: Watched, scripted_server: LiveServer) -> None:
-    page = watched.open(scripted_server.url)
-    ask(page, "<img src=x onerror=\"document.title = 'owned'\">")
-    expect(page.locator(".after .figures")).to_be_visible(timeout=LONG)
-    assert SAID.startswith(answer(page).inner_text()) and NASTY in answer(page).inner_text()
-    assert page.locator(".transcript script, .transcript img, .transcript b").count() == 0
-    assert page.title() == "Kvasir playground"
+@pytest.mark.parametrize("alternatives", ["0", "5"])
+def test_what_a_model_prints_stays_text(watched: Watched, starter_model: Path, alternatives: str) -> None:
+    with scripted(starter_model, stream_interval=70) as server:  # a whole script comes in one piece
+        page = watched.open(server.wait_until_ready().url)
+        page.fill("#parameter-top_logprobs", alternatives)
+        ask(page, "<img src=x onerror=\"document.title = 'owned'\">")
+        expect(page.locator(".after .figures")).to_be_visible(timeout=LONG)
+        assert SAID.startswith(answer(page).inner_text()) and NASTY in answer(page).inner_text()
+        if alternatives == "0":
+            assert answer(page).locator(".token", has_text=NASTY).count() == 1
+        assert page.locator(".transcript script, .transcript img, .transcript b").count() == 0
+        assert page.title() == "Kvasir playground"
+        page.context.close()
 
 
 @pytest.mark.parametrize("by", ["button", "key"])
