@@ -50,7 +50,9 @@ def main() -> None:
     for name, settings in WAYS.items():
         if settings["quantization"] == "gguf" and not is_gguf:
             continue
-        with LLM(arguments.model, dtype="bfloat16", max_model_len=LENGTH + 8, use_tqdm_on_load=False, **settings) as llm:
+        with LLM(
+            arguments.model, dtype="bfloat16", max_model_len=LENGTH + 8, use_tqdm_on_load=False, **settings
+        ) as llm:
             print(f"{name:26s} {perplexity(llm, text, arguments.tokens):8.3f}", flush=True)
 
 

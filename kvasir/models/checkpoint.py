@@ -60,7 +60,7 @@ class Safetensors:
 
 def _release(tensor: torch.Tensor) -> None:
     """Let go of the file's pages that were read for a tensor, which nobody reads again: while they are mapped they
-    count as this process's memory, and at the end all of the file would. Does nothing where that cannot be asked for."""
+    count as this process's memory, and at the end all of the file would."""
     ask = getattr(_libc(), "madvise", None)
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -32,6 +32,7 @@ class Format:
 
 
 BF16 = Format("bf16")
+PLAIN = Format("plain")  # as it is, to take rows from
 INT8 = Format("q8", 32, 128)
 INT4 = Format("q4", has_min=True)
 
@@ -185,7 +186,7 @@ def pack(weight: torch.Tensor, form: Format = BF16, bias: torch.Tensor | None = 
 
 def plain(weight: torch.Tensor) -> PackedMatrix:
     """A matrix of bfloat16 as it is, to take rows from."""
-    layout = Layout(Format("plain"), *weight.shape)
+    layout = Layout(PLAIN, *weight.shape)
     return PackedMatrix(layout, weight.contiguous().view(torch.uint8).view(-1))
 
 
@@ -194,4 +195,4 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-__all__ = ["BF16", "GGUF", "INT4", "INT8", "Format", "Layout", "PackedMatrix", "pack", "plain"]
+__all__ = ["BF16", "GGUF", "INT4", "INT8", "PLAIN", "Format", "Layout", "PackedMatrix", "pack", "plain"]
