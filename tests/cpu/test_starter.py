@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import resource
@@ -142,6 +143,16 @@ def test_a_cache_that_the_machine_does_not_have(starter_model: Path, monkeypatch
         LLM(str(starter_model), kv_cache_memory_bytes="8G", use_tqdm_on_load=False)
     words = r"The KV cache of \d+ blocks needs 8.0 GiB, which cpu does not have; lower kv_cache_memory_bytes .*\."
     assert re.fullmatch(words, str(error.value))
+
+
+def test_a_model_that_is_named_is_left_alone(starter_model: Path) -> None:
+    named, none, given = (argparse.Namespace(model=model) for model in ("other", None, None))
+    given.override_generation_config = {"temperature": 0.5, "top_k": 3}
+    assert not starter.use_if_none_is_named(named) and vars(named) == {"model": "other"}
+    assert starter.use_if_none_is_named(none) and none.model == str(starter_model)
+    assert none.override_generation_config == {"temperature": 0.0}
+    assert starter.use_if_none_is_named(given)
+    assert given.override_generation_config == {"temperature": 0.5, "top_k": 3}
 
 
 def test_the_makefile_installs_the_version_that_the_error_names() -> None:
