@@ -106,7 +106,9 @@ def test_the_types_there_are(model: Model) -> None:
     with pytest.raises(ConfigError, match="not the model's float32"):
         model.llm(device="cpu", dtype="float32", kv_cache_dtype="float16")
     with pytest.raises(ConfigError, match="fp8_e5m2"):
-        model.llm(device="cpu", kv_cache_dtype="int8")
+        model.llm(device="cpu", kv_cache_dtype="int4")
+    with pytest.raises(ConfigError, match="our C\\+\\+ library"):
+        model.llm(device="cpu", dtype="float32", kv_cache_dtype="int8")
 
 
 # ---------------------------------------------------------------- a checkpoint's scales
