@@ -61,7 +61,7 @@ def _resolve(config: EngineConfig) -> EngineConfig:
         platform = platforms.select(config.device.device)
     model = _settle_model(config.model, path, platform)
     model = replace(model, tokenizer=_tokenizer(config.model, config.load, path))
-    load, device = _settle_load(config.load, path), _settle_device(config.device, model.dtype, platform)
+    load, device = _settle_load(config.load, path), _settle_device(config, model.dtype, platform)
     device = _settle_threads(device, config.parallel.tensor_parallel_size, platform)
     _refuse_what_needs_the_library(config, model, device)
     return EngineConfig(
@@ -319,10 +319,12 @@ def _check_eight_bit(cache: CacheConfig, backend: str, platform: platforms.Platf
         )
 
 
-def _settle_device(asked: DeviceConfig, dtype: str, platform: platforms.Platform) -> DeviceConfig:
-    backend = asked.attention_backend
+def _settle_device(config: EngineConfig, dtype: str, platform: platforms.Platform) -> DeviceConfig:
+    asked, backend = config.device, config.device.attention_backend
     if backend == "auto":
         backend = platform.default_attention(dtype)
+        if config.cache.kv_cache_dtype in EIGHT_BIT_KV and backend not in READS_EIGHT_BIT:
+            backend = "torch"
     if backend == "cpu" and platform.default_attention(dtype) != "cpu":
         raise ConfigError(
             f"attention_backend='cpu' is our C++ library on the CPU for bfloat16; here are {dtype} on "
@@ -334,7 +336,7 @@ def _settle_device(asked: DeviceConfig, dtype: str, platform: platforms.Platform
     if asked.device == "auto":
         _say("device", platform.device, "the best there is")
     if asked.attention_backend == "auto":
-        _say("attention_backend", backend, f"the default on {platform.device}")
+        _say("attention_backend", backend, f"the default on {platform.device} for this dtype and kv_cache_dtype")
     return replace(asked, device=platform.device, attention_backend=backend)
 
 
