@@ -20,7 +20,7 @@ from websockets.sync.client import connect
 from tests.server_process import LiveServer, until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
-SLOW = {"make": "kvasir.executor.fake:delayed", "delay": 0.02, "token": 42}
+SLOW = {"make": "kvasir.executor.fake:delayed", "delay": 0.01, "token": 42}
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_bodies_and_prompts_have_limits(guarded: LiveServer) -> None:
 
 
 def test_a_request_may_have_a_timeout(guarded: LiveServer) -> None:
-    reply = post(guarded, max_tokens=2000, ignore_eos=True, timeout=0.5)
+    reply = post(guarded, max_tokens=1900, ignore_eos=True, timeout=0.5)
     body = reply.json()
     assert reply.status_code == 200 and body["choices"][0]["finish_reason"] == "timeout"
     assert 0 < body["usage"]["completion_tokens"] < 2000
@@ -233,7 +233,7 @@ def test_a_full_queue_answers_429(starter_model: Path) -> None:
             return await client.post(f"{url}/v1/completions", json={"prompt": "Hi", "ignore_eos": True, **body})
 
     async def go(server: LiveServer) -> None:
-        running = [asyncio.create_task(ask(server.url, max_tokens=300)) for _ in range(2)]
+        running = [asyncio.create_task(ask(server.url, max_tokens=120)) for _ in range(2)]
         await asyncio.to_thread(until, lambda: server.metric("kvasir:num_requests_running") == 2, "the rows are taken")
         waiting = [asyncio.create_task(ask(server.url, max_tokens=1, stream=i % 2 == 0)) for i in range(3)]
         await asyncio.to_thread(until, lambda: server.metric("kvasir:queue_size") == 3, "the queue is full")
