@@ -10,7 +10,7 @@ MODEL ?=
 STARTER := $(if $(MODEL),,.venv/model)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 
-.PHONY: help serve chat test test-all check run docs docs-site screenshots clean
+.PHONY: help serve chat test test-all check sanitize run docs docs-site screenshots clean
 help:
 	@echo "make serve     a small real model on http://$(HOST):$(PORT), with a page to talk to it; PORT= and MODEL= choose"
 	@echo "make chat      the same model in the terminal; MODEL= chooses another"
@@ -18,6 +18,7 @@ help:
 	@echo "make test      the fast tests"
 	@echo "make test-all  all tests, the long ones too"
 	@echo "make check     ruff and mypy"
+	@echo "make sanitize  the CPU library's own tests under the thread and address sanitizers"
 	@echo "make docs      write the generated pages anew"
 	@echo "make docs-site the documentation as a site, in build/site"
 	@echo "make clean     remove what these made, the model included"
@@ -38,6 +39,9 @@ check: .venv/dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/mypy
+
+sanitize: .venv/runtime
+	$(BIN)/python -m kvasir.kernels.cpu.build sanitize
 
 run: .venv/runtime .venv/model
 	$(BIN)/python examples/offline_batch.py
@@ -61,7 +65,7 @@ clean:
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/runtime: pyproject.toml constraints.txt | .venv/bin/python
+.venv/runtime: pyproject.toml constraints.txt setup.py $(wildcard csrc/cpu/*) | .venv/bin/python
 	$(PIP) -e .
 	@touch $@
 

@@ -108,7 +108,10 @@ class ModelConfig(_Checked):
     runner: str = setting("auto", "What the model is run for.", choices=("auto", "generate"))
     convert: str = setting("auto", "Adapter that turns the model into another kind.", choices=("auto", "none"))
     quantization: str | None = setting(
-        None, "How weights are quantized.", refused="Only unquantized weights run so far."
+        None,
+        "How weights are kept on the CPU: int8 or int4, quantized while they are loaded; gguf: as a GGUF file has "
+        "them, which is what unset means for such a file; none: expanded to dtype.",
+        choices=("int8", "int4", "gguf", "none"),
     )
     enable_lora: bool = setting(False, "Serve LoRA adapters.", refused="LoRA adapters are not served yet.")
     speculative_config: dict[str, Any] | None = setting(
@@ -144,6 +147,10 @@ class LoadConfig(_Checked):
     use_tqdm_on_load: bool = setting(True, "Show a progress bar while weights load.")
 
 
+# torch's names for types of 8 bits that the KV cache may have.
+EIGHT_BIT_KV = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
 @dataclass(frozen=True)
 class CacheConfig(_Checked):
     """The KV cache: block size, memory, reuse."""
@@ -164,7 +171,10 @@ class CacheConfig(_Checked):
         None, "Number of KV cache blocks, instead of a measured one.", minimum=1
     )
     kv_cache_dtype: str = setting(
-        "auto", "Type of keys and values in the cache.", refused="The cache holds the model's own dtype so far."
+        "auto",
+        "Type of keys and values in the cache. auto: the model's. fp8 (which is fp8_e4m3) and fp8_e5m2 take half the "
+        "memory of 16 bits and round more; so does int8, which is the CPU library's.",
+        choices=("auto", "bfloat16", "float16", "int8", *EIGHT_BIT_KV),
     )
     enable_prefix_caching: bool = setting(True, "Reuse cached blocks of a prompt's beginning across requests.")
     swap_space: float = setting(
@@ -182,6 +192,12 @@ class CacheConfig(_Checked):
         choices=("auto", "swap", "recompute"),
     )
     cpu_offload_gb: float = setting(0.0, "GiB of weights kept in CPU memory.", refused="Weights are not offloaded yet.")
+
+    kv_dtype: str = settled(str)  # kv_cache_dtype as torch names it
+
+    @property
+    def is_eight_bit(self) -> bool:
+        return self.kv_dtype in EIGHT_BIT_KV.values()
 
     @property
     def has_host_tier(self) -> bool:
@@ -312,8 +328,19 @@ class DeviceConfig(_Checked):
     device: str = setting("auto", "cpu, cuda, xpu or mps, or one of several (cuda:1). auto: the best there is.")
     attention_backend: str = setting(
         "auto",
-        "Attention implementation. torch: plain torch, on any device; triton: our kernels, on a GPU.",
-        choices=("auto", "torch", "triton"),
+        "Attention implementation, and with it who runs the layers. torch: plain torch, on any device; triton: our "
+        "kernels, on a GPU; cpu: our C++ library.",
+        choices=("auto", "torch", "triton", "cpu"),
+    )
+    cpu_threads: int | None = setting(
+        None,
+        "Threads that compute on the CPU, for each worker. Unset: the CPUs this process may use by affinity, container "
+        "quota and OMP_NUM_THREADS, shared by the workers.",
+        minimum=1,
+    )
+    cpu_bind: str | None = setting(
+        None,
+        "CPUs that the threads are bound to, such as 0-3,8, shared by the workers. Unset: those the process may use.",
     )
     enforce_eager: bool = setting(False, "Launch every kernel by itself instead of replaying CUDA graphs.")
 

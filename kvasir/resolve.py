@@ -12,7 +12,16 @@ from typing import Any
 
 from kvasir import env, hub, platforms, startup
 from kvasir.args import DTYPE_NAMES, EngineArgs
-from kvasir.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from kvasir.config import (
+    EIGHT_BIT_KV,
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    LoadConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from kvasir.errors import ConfigError, ModelError
 from kvasir.gguf_file import read_gguf
 from kvasir.log import get_logger
@@ -32,6 +41,7 @@ LARGE_GPU = 70 * 2**30  # bytes
 LARGE_STEP = 128 * 132  # tokens: as many tiles of 128 rows as an H100 or H200 has multiprocessors, so none idles
 NO_GENERATION_CONFIG = ("kvasir", "vllm")
 END_OF_TEXT = "eos_token_id"
+READS_EIGHT_BIT = ("torch", "triton")  # attention backends
 
 
 def resolve(asked: EngineArgs | EngineConfig) -> EngineConfig:
@@ -51,17 +61,16 @@ def _resolve(config: EngineConfig) -> EngineConfig:
         platform = platforms.select(config.device.device)
     model = _settle_model(config.model, path, platform)
     model = replace(model, tokenizer=_tokenizer(config.model, config.load, path))
-    cache = config.cache
-    if cache.block_size is None:
-        cache = replace(cache, block_size=platform.default_block_size)
-        _say("block_size", cache.block_size, f"the default on {platform.device}")
+    load, device = _settle_load(config.load, path), _settle_device(config.device, model.dtype, platform)
+    device = _settle_threads(device, config.parallel.tensor_parallel_size, platform)
+    _refuse_what_needs_the_library(config, model, device)
     return EngineConfig(
-        model=model,
-        load=_settle_load(config.load, path),
-        cache=cache,
+        model=replace(model, quantization=_quantization(model.quantization, load, device)),
+        load=load,
+        cache=_settle_cache(config.cache, model.dtype, device.attention_backend, platform),
         scheduler=_settle_scheduler(config.scheduler, model.max_model_len, platform),
         parallel=_settle_parallel(config.parallel),
-        device=_settle_device(config.device, platform),
+        device=device,
     )
 
 
@@ -78,7 +87,7 @@ def _settle_model(asked: ModelConfig, path: Path, platform: platforms.Platform) 
         path=str(path),
         hf=hf,
         vocab_size=_vocab_size(hf, path),
-        dtype=_dtype(asked.dtype, hf, platform),
+        dtype=_dtype(asked, hf, platform),
         max_model_len=_max_model_len(asked.max_model_len, hf, path),
         generation=_generation(asked, path),
         chat_template=_chat_template(asked.chat_template),
@@ -144,9 +153,12 @@ def _vocab_size(hf: dict[str, Any], path: Path) -> int:
     return size
 
 
-def _dtype(asked: str, hf: dict[str, Any], platform: platforms.Platform) -> str:
-    if asked != "auto":
-        return DTYPE_NAMES.get(asked, asked)
+def _dtype(model: ModelConfig, hf: dict[str, Any], platform: platforms.Platform) -> str:
+    if model.dtype != "auto":
+        return DTYPE_NAMES.get(model.dtype, model.dtype)
+    if model.quantization in ("int8", "int4"):
+        _say("dtype", "bfloat16", f"what quantization={model.quantization} computes with")
+        return "bfloat16"
     checkpoint = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     dtype = platform.default_dtype(checkpoint)
     _say("dtype", dtype, f"the checkpoint is {checkpoint}, the device {platform.device}")
@@ -275,8 +287,46 @@ def _settle_scheduler(asked: SchedulerConfig, max_model_len: int, platform: plat
     return replace(asked, max_num_seqs=seqs, max_num_batched_tokens=tokens, async_scheduling=ahead)
 
 
-def _settle_device(asked: DeviceConfig, platform: platforms.Platform) -> DeviceConfig:
-    backend = platform.default_attention if asked.attention_backend == "auto" else asked.attention_backend
+def _settle_cache(asked: CacheConfig, dtype: str, backend: str, platform: platforms.Platform) -> CacheConfig:
+    block_size, kv_dtype = asked.block_size, asked.kv_cache_dtype
+    if block_size is None:
+        block_size = platform.default_block_size
+        _say("block_size", block_size, f"the default on {platform.device}")
+    if kv_dtype not in ("auto", dtype, "int8", *EIGHT_BIT_KV):
+        raise ConfigError(
+            f"kv_cache_dtype={kv_dtype!r} is not the model's {dtype}, and the cache holds that or 8 bits; "
+            f"choose auto, int8, {', '.join(EIGHT_BIT_KV)}, or dtype={kv_dtype!r}."
+        )
+    names = {"int8": "int8", **EIGHT_BIT_KV}
+    settled = replace(asked, block_size=block_size, kv_dtype=names.get(kv_dtype, dtype))
+    if settled.is_eight_bit:
+        _check_eight_bit(settled, backend, platform)
+    return settled
+
+
+def _check_eight_bit(cache: CacheConfig, backend: str, platform: platforms.Platform) -> None:
+    if backend not in READS_EIGHT_BIT:
+        raise ConfigError(
+            f"kv_cache_dtype={cache.kv_cache_dtype!r}: attention_backend={backend!r} reads no 8-bit cache; "
+            f"set attention_backend to one of {', '.join(READS_EIGHT_BIT)}, or kv_cache_dtype='auto'."
+        )
+    if backend == "triton" and cache.kv_dtype == "float8_e4m3fn" and not platform.has_fp8_e4m3:
+        raise ConfigError(
+            f"kv_cache_dtype={cache.kv_cache_dtype!r} needs a GPU that converts it (compute capability 8.9), "
+            f"which {platform.device} does not; kv_cache_dtype='fp8_e5m2' is as small."
+        )
+
+
+def _settle_device(asked: DeviceConfig, dtype: str, platform: platforms.Platform) -> DeviceConfig:
+    backend = asked.attention_backend
+    if backend == "auto":
+        backend = platform.default_attention(dtype)
+    if backend == "cpu" and platform.default_attention(dtype) != "cpu":
+        raise ConfigError(
+            f"attention_backend='cpu' is our C++ library on the CPU for bfloat16; here are {dtype} on "
+            f"{platform.device}{'' if platform.kind != 'cpu' or dtype != 'bfloat16' else ' and no library'}. "
+            f"Leave it at auto, or set dtype='bfloat16'."
+        )
     if backend == "triton" and platform.kind == "cpu":
         raise ConfigError("attention_backend='triton' needs a GPU, and device is cpu; leave it at auto, or set torch.")
     if asked.device == "auto":
@@ -284,6 +334,45 @@ def _settle_device(asked: DeviceConfig, platform: platforms.Platform) -> DeviceC
     if asked.attention_backend == "auto":
         _say("attention_backend", backend, f"the default on {platform.device}")
     return replace(asked, device=platform.device, attention_backend=backend)
+
+
+def _settle_threads(asked: DeviceConfig, workers: int, platform: platforms.Platform) -> DeviceConfig:
+    if platform.kind != "cpu":
+        if asked.cpu_threads is not None or asked.cpu_bind is not None:
+            raise ConfigError(f"cpu_threads and cpu_bind are for device='cpu'; the device is {platform.device}.")
+        return asked
+    from kvasir.platforms.cpu import parse_cpus, usable_cpus
+
+    cpus = len(parse_cpus(asked.cpu_bind)) if asked.cpu_bind is not None else usable_cpus()
+    if asked.cpu_threads is not None:
+        return asked
+    threads = max(1, cpus // workers)
+    _say("cpu_threads", threads, f"{cpus} CPUs for {workers} workers" if workers > 1 else "the CPUs there are")
+    return replace(asked, cpu_threads=threads)
+
+
+def _refuse_what_needs_the_library(asked: EngineConfig, model: ModelConfig, device: DeviceConfig) -> None:
+    """Quantized weights and caches are the CPU library's."""
+    small_cache = asked.cache.kv_cache_dtype == "int8"
+    wishes = {"quantization": asked.model.quantization, "kv_cache_dtype": "int8" if small_cache else None}
+    if small_cache and model.model_impl == "transformers":
+        raise ConfigError("kv_cache_dtype='int8' needs a model that Kvasir runs itself; leave it at auto.")
+    for name, value in wishes.items():
+        if value not in (None, "none", "auto") and device.attention_backend != "cpu":
+            raise ConfigError(
+                f"{name}={value!r} runs on the CPU, in bfloat16, with our C++ library (attention_backend='cpu'); here "
+                f"the device is {device.device} and the backend {device.attention_backend}. Leave {name} unset."
+            )
+
+
+def _quantization(asked: str | None, load: LoadConfig, device: DeviceConfig) -> str | None:
+    """None where weights are as they are."""
+    if asked == "gguf" and load.load_format != "gguf":
+        raise ConfigError("quantization='gguf' is for GGUF files; choose int8 or int4, or leave it unset.")
+    if asked is None and load.load_format == "gguf" and device.attention_backend == "cpu":
+        _say("quantization", "gguf", "as the file has its weights")
+        return "gguf"
+    return None if asked == "none" else asked
 
 
 def _say(name: str, value: object, why: str) -> None:

@@ -199,7 +199,7 @@ def _rewrite_as_internlm2(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
-def make_config(checkpoint: Path, /, **changes: Any) -> EngineConfig:
+def make_config(checkpoint: Path, /, backend: str = "torch", **changes: Any) -> EngineConfig:
     """Settled settings for a checkpoint, without the work of resolving: float32 on the CPU."""
     path, hf = str(checkpoint), json.loads((checkpoint / "config.json").read_text())
     model = {"dtype": "float32", "max_model_len": 128, "seed": 0, "path": path, "hf": hf}
@@ -209,7 +209,7 @@ def make_config(checkpoint: Path, /, **changes: Any) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=path, vocab_size=hf["vocab_size"], **model),
         load=LoadConfig(**load),
-        device=DeviceConfig(device="cpu", attention_backend="torch"),
+        device=DeviceConfig(device="cpu", attention_backend=backend, cpu_threads=1),
     )
 
 
@@ -236,12 +236,20 @@ class Held:
 class PagedModel:
     """Runs steps over a paged cache whose blocks are scattered, strided, and full of other sequences' leavings."""
 
-    def __init__(self, model: Transformer, num_blocks: int = 128, block_size: int = 4, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        model: Any,  # of ours, in whatever form it runs
+        num_blocks: int = 128,
+        block_size: int = 4,
+        device: str = "cpu",
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self.model, self.block_size, self.device = model, block_size, torch.device(device)
-        dtype = model.embedding.weight.dtype
-        shape = (num_blocks, model.spec.num_layers, *model.page_shape(block_size))
+        decoder: Transformer = getattr(model, "model", model)
+        dtype = kv_dtype or decoder.embedding.weight.dtype
+        shape = (num_blocks, decoder.spec.num_layers, *model.page_shape(block_size, dtype))
         pool = torch.randn(shape, device=device).mul_(50.0).to(dtype)
-        model.bind_kv([pool[:, layer] for layer in range(model.spec.num_layers)])
+        model.bind_kv([pool[:, layer] for layer in range(decoder.spec.num_layers)])
         self.free = np.random.default_rng(0).permutation(num_blocks).tolist()
         self.sequences: dict[str, Held] = {}
 

@@ -20,8 +20,14 @@ def _triton() -> AttentionBackend:
     return TritonAttention()
 
 
+def _cpu() -> AttentionBackend:
+    from kvasir.attention.cpu import CpuAttention
+
+    return CpuAttention()
+
+
 # Imported on use: a backend may need a library that is not installed.
-_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": _torch, "triton": _triton}
+_BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": _torch, "triton": _triton, "cpu": _cpu}
 
 
 def select(name: str) -> AttentionBackend:

@@ -44,7 +44,7 @@ class TorchAttention:
         start = batch.num_decodes
         for row in range(batch.num_decodes, len(batch.query_lens)):
             end = start + int(batch.query_lens[row])
-            keys, values = _gather_row(kv_cache, batch, row)
+            keys, values = _gather_row(kv_cache, batch, row, query.dtype)
             _attend_chunk(out[start:end], query[start:end], keys, values, scale, window, softcap, batch.causal)
             start = end
         return out
@@ -126,7 +126,7 @@ def _attend_decodes(
     softcap: float | None,
 ) -> None:
     n, (_, heads, head_dim), kv_heads = len(group.seq_lens), query.shape, kv_cache.shape[3]
-    keys, values = _gather(kv_cache, group.pages, n)
+    keys, values = _gather(kv_cache, group.pages, n, query.dtype)
     query = query[:n] if group.rows is None else query.index_select(0, group.rows)
     query = query.reshape(n, kv_heads, heads // kv_heads, head_dim)
     keys, values, mask = keys.transpose(1, 2), values.transpose(1, 2), group.mask(window, query.dtype)
@@ -137,21 +137,29 @@ def _attend_decodes(
         out.index_copy_(0, group.rows, seen)
 
 
-def _gather(kv_cache: torch.Tensor, pages: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(
+    kv_cache: torch.Tensor, pages: torch.Tensor, n: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and the values of n rows' blocks, each [n, keys, kv_heads, head_dim]."""
-    keys, values = kv_cache[:, 0].index_select(0, pages), kv_cache[:, 1].index_select(0, pages)
     shape = (n, -1, *kv_cache.shape[3:])
+    if kv_cache.itemsize == 1:  # torch gathers bytes anywhere, 8-bit floats only on some devices
+        stored = kv_cache.view(torch.uint8)
+        keys, values = (stored[:, i].index_select(0, pages).view(kv_cache.dtype).to(dtype) for i in (0, 1))
+    else:
+        keys, values = kv_cache[:, 0].index_select(0, pages), kv_cache[:, 1].index_select(0, pages)
     return keys.view(shape), values.view(shape)
 
 
 # ---------------------------------------------------------------- chunks
 
 
-def _gather_row(kv_cache: torch.Tensor, batch: AttentionBatch, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather_row(
+    kv_cache: torch.Tensor, batch: AttentionBatch, row: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """All keys and values of one row, each [keys, kv_heads, head_dim]; a chunk's bound is its true length."""
     length = int(batch.seq_bounds[row])
     pages = batch.block_tables()[row, : -(-length // batch.block_size)]
-    keys, values = _gather(kv_cache, pages, 1)
+    keys, values = _gather(kv_cache, pages, 1, dtype)
     return keys[0, :length], values[0, :length]
 
 

@@ -20,11 +20,11 @@ from kvasir.log import get_logger
 
 COMMANDS = {
     "serve": ("kvasir.cli.serve", "answer HTTP requests, as OpenAI and Anthropic do"),
+    "chat": ("kvasir.cli.chat", "talk to a model in the terminal"),
     "complete": ("kvasir.cli.complete", "go on with a text, on a server or with a model loaded here"),
     "run-batch": ("kvasir.cli.run_batch", "answer a file of requests in OpenAI's batch format"),
     "bench": ("kvasir.cli.bench", "measure throughput, latency, a server under load, start-up"),
     "collect-env": ("kvasir.cli.collect_env", "say what this machine and installation are, for a bug report"),
-    "chat": ("kvasir.cli.chat", "talk to a model in the terminal"),
 }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, BinaryIO
 
 from kvasir.args import EngineArgs, flag, flag_options
 from kvasir.cli.quiet import hush
@@ -53,7 +54,7 @@ def run_batch(asked: EngineConfig, config: Any, namespace: argparse.Namespace, e
     """The exit status: 0 if every line has its result, good or bad; 1 if the engine died."""
     from kvasir.async_llm import AsyncLLM
     from kvasir.cli import batch_files as files
-    from kvasir.server.batch import Batch, write_line
+    from kvasir.server.batch import Batch
     from kvasir.server.state import ServerState
 
     files.check_apart(namespace.input_file, namespace.output_file)
@@ -61,19 +62,7 @@ def run_batch(asked: EngineConfig, config: Any, namespace: argparse.Namespace, e
         engine = AsyncLLM(asked, executor)
         try:
             batch = Batch(ServerState(config, asked.model.model), engine)
-            scheduler, parallel = engine.config.scheduler, engine.config.parallel
-            most = namespace.max_concurrency or 2 * scheduler.max_num_seqs * parallel.data_parallel_size
-            bar = _bar(files.count_lines(namespace.input_file), namespace.disable_tqdm)
-
-            def write(result: Any) -> None:
-                output.write(write_line(result))
-                output.flush()
-                bar.update(1)
-
-            with bar:
-                counts = asyncio.run(batch.run(files.each(lines), write, most))
-        except BaseExceptionGroup as several:  # the first is why the others were cancelled
-            raise several.exceptions[0] from None
+            counts = _answer(batch, files.each(lines), output, namespace)
         finally:
             died = engine.dead_error
             engine.shutdown()
@@ -81,6 +70,25 @@ def run_batch(asked: EngineConfig, config: Any, namespace: argparse.Namespace, e
     if died is not None:
         print(f"kvasir: error: {died}", file=sys.stderr)
     return 1 if died is not None else 0
+
+
+def _answer(batch: Any, lines: AsyncIterator[bytes], output: BinaryIO, namespace: argparse.Namespace) -> Any:
+    from kvasir.cli.batch_files import count_lines
+    from kvasir.server.batch import write_line
+
+    settings = batch.state.engine.config
+    most = namespace.max_concurrency or 2 * settings.scheduler.max_num_seqs * settings.parallel.data_parallel_size
+    with _bar(count_lines(namespace.input_file), namespace.disable_tqdm) as bar:
+
+        def write(result: Any) -> None:
+            output.write(write_line(result))
+            output.flush()
+            bar.update(1)
+
+        try:
+            return asyncio.run(batch.run(lines, write, most))
+        except BaseExceptionGroup as several:  # the first is why the others were cancelled
+            raise several.exceptions[0] from None
 
 
 def _bar(total: int | None, disabled: bool) -> Any:

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from kvasir.kernels import onednn, reference
+from kvasir.kernels.cpu import ops
 from kvasir.kernels.reference import ACTIVATIONS, rotary, store_kv
 from kvasir.log import get_logger
+from kvasir.platforms.cpu_library import library
 
 logger = get_logger(__name__)
 
@@ -71,35 +73,43 @@ def _version_for(x: torch.Tensor) -> Any:
     return _fast() if x.is_cuda and not _reference_only else reference
 
 
+def _any_version_for(x: torch.Tensor, *also: torch.dtype) -> Any:
+    """The same for what the CPU library has too: of bfloat16, and of the types in `also`."""
+    known = x.dtype == torch.bfloat16 or x.dtype in also
+    on_cpu = x.device.type == "cpu" and known and not _reference_only
+    return ops if on_cpu and library() is not None else _version_for(x)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    normed: torch.Tensor = _version_for(x).rms_norm(x, weight, eps)
+    normed: torch.Tensor = _any_version_for(x).rms_norm(x, weight, eps)
     return normed
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    pair: tuple[torch.Tensor, torch.Tensor] = _version_for(x).add_rms_norm(x, residual, weight, eps)
+    pair: tuple[torch.Tensor, torch.Tensor] = _any_version_for(x).add_rms_norm(x, residual, weight, eps)
     return pair
 
 
 def gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    version = _version_for(x)
-    if version is reference or kind != "silu":
-        return reference.gated_activation(x, kind)
-    active: torch.Tensor = version.silu_mul(x)
+    version = _any_version_for(x)
+    if x.is_cuda and version is not reference and kind == "silu":
+        active: torch.Tensor = version.silu_mul(x)
+    else:
+        active = (reference if x.is_cuda else version).gated_activation(x, kind)
     return active
 
 
 def rope_store(qkv: torch.Tensor, *args: Any) -> torch.Tensor:
     """See reference.rope_store."""
-    query: torch.Tensor = _version_for(qkv).rope_store(qkv, *args)
+    query: torch.Tensor = _any_version_for(qkv).rope_store(qkv, *args)
     return query
 
 
 def logit_floor(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
     """See reference.logit_floor."""
-    floor: torch.Tensor = _version_for(logits).logit_floor(logits, *args)
+    floor: torch.Tensor = _any_version_for(logits, torch.float32).logit_floor(logits, *args)
     return floor
 
 
@@ -118,7 +128,7 @@ def copy_blocks(
 
 def draw(logits: torch.Tensor, *args: torch.Tensor | None) -> torch.Tensor:
     """See reference.draw."""
-    tokens: torch.Tensor = _version_for(logits).draw(logits, *args)
+    tokens: torch.Tensor = _any_version_for(logits, torch.float32).draw(logits, *args)
     return tokens
 
 

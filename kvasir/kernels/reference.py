@@ -83,12 +83,25 @@ def store_kv(
     value: torch.Tensor,
     kv_cache: torch.Tensor,  # [blocks, 2, block_size, kv_heads, head_dim], any strides
     slots: torch.Tensor,  # [tokens] int64, block * block_size + offset, none negative
+    k_scale: float = 1.0,  # in a cache of 8-bit floats stands what is left after dividing by these
+    v_scale: float = 1.0,
 ) -> None:
     """Write each token's key and value to its slot."""
-    block_size = kv_cache.shape[2]
+    block_size, dtype = kv_cache.shape[2], kv_cache.dtype
     place = (slots // block_size, slots % block_size)
+    if dtype.itemsize == 1:  # torch puts bytes anywhere, 8-bit floats only on some devices
+        key, value = (
+            _to_eight_bits(x, unit, dtype).view(torch.uint8) for x, unit in ((key, k_scale), (value, v_scale))
+        )
+        kv_cache = kv_cache.view(torch.uint8)
     kv_cache[:, 0].index_put_(place, key)
     kv_cache[:, 1].index_put_(place, value)
+
+
+def _to_eight_bits(x: torch.Tensor, unit: float, dtype: torch.dtype) -> torch.Tensor:
+    """What is too large becomes the largest, neither infinite nor NaN."""
+    most = torch.finfo(dtype).max
+    return (x.float() / unit).clamp(-most, most).to(dtype)
 
 
 def rope_store(
@@ -102,6 +115,8 @@ def rope_store(
     k_gain: torch.Tensor | None = None,
     eps: float = 0.0,
     interleaved: bool = False,  # rotate neighbours instead of halves
+    k_scale: float = 1.0,  # see store_kv
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """What stands between the qkv product and attention. Returns the queries [tokens, heads, head_dim]; the keys and
     values are in the cache afterwards."""
@@ -111,7 +126,7 @@ def rope_store(
         query, key = rms_norm(query, q_gain, eps), rms_norm(key, k_gain, eps)
     if table is not None:
         query, key = rotary(query, key, positions, table, interleaved)
-    store_kv(key, value, kv_cache, slots)
+    store_kv(key, value, kv_cache, slots, k_scale, v_scale)
     return query
 
 

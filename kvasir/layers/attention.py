@@ -39,6 +39,7 @@ class Attention(nn.Module):
 
     group = 0  # of layers that share block tables
     kv_cache: torch.Tensor  # [blocks, 2, block_size, kv_heads, head_dim]
+    k_scale = v_scale = 1.0  # a cache of 8-bit floats holds keys and values divided by these
 
     def __init__(
         self, build: Build, prefix: str, backend: AttentionBackend, rotary: Rotary | None, shape: AttentionShape
@@ -85,12 +86,16 @@ class Attention(nn.Module):
             self.k_norm.weight if isinstance(self.k_norm, RMSNorm) else None,
             self.norm_eps,
             self.rotary is not None and self.rotary.rope.interleaved,
+            self.k_scale,
+            self.v_scale,
         )
         if last is not None:
             query, batch = last.of(query), last.batch.of_group(self.group)
         seen = self.backend.forward(
-            query, self.kv_cache, batch, scale=self.scale, window=self.window, softcap=self.softcap
+            query, self.kv_cache, batch, scale=self.scale * self.k_scale, window=self.window, softcap=self.softcap
         )
+        if self.v_scale != 1.0:
+            seen = seen * self.v_scale
         return seen.view(len(query), -1)
 
     def _normalise_whole(self, qkv: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from kvasir.distributed.mesh import Mesh
+from kvasir.kernels.cpu.packed import Format
 from kvasir.quantization.base import MethodOf, TensorKey, parameter, unquantized
 
 
@@ -23,6 +24,7 @@ class Build:
     mesh: Mesh = field(default_factory=Mesh)
     method_of: MethodOf = unquantized
     device: torch.device = field(default_factory=lambda: torch.device("meta"))
+    vocabulary: Format | None = None  # how the CPU library keeps the matrix of the head; None: it does not
 
     def parameter(self, *shape: int) -> nn.Parameter:
         return parameter(shape, self.dtype, self.device)

@@ -9,33 +9,54 @@ import torch.nn.functional as F
 from torch import nn
 
 from kvasir import kernels
+from kvasir.kernels.cpu.packed import PackedMatrix, pack, plain
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.quantization.base import TensorKey
 
 
 class Embedding(WeightLayer):
-    """A vector per token."""
+    """A vector per token. `tied`: its matrix is the head's too."""
 
-    def __init__(self, build: Build, vocab_size: int, hidden_size: int) -> None:
+    matrix: PackedMatrix | None = None  # where the CPU library has it, `weight` is empty
+
+    def __init__(self, build: Build, vocab_size: int, hidden_size: int, *, tied: bool = False) -> None:
         super().__init__()
-        self.mesh = build.mesh
+        self.mesh, self.tied, self.format = build.mesh, tied, build.vocabulary
         self.vocab_size = vocab_size
         self.own = build.mesh.shard(vocab_size, "vocab_size")
         self.weight = build.parameter(self.own.stop - self.own.start, hidden_size)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.mesh.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return self._rows(token_ids)
         local = token_ids - self.own.start
-        elsewhere = (local < 0) | (local >= len(self.weight))
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        elsewhere = (local < 0) | (local >= self.own.stop - self.own.start)
+        found = self._rows(local.masked_fill(elsewhere, 0))
         return self.mesh.all_reduce(found.masked_fill(elsewhere[:, None], 0))
+
+    def _rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        return F.embedding(numbers, self.weight) if self.matrix is None else self.matrix.rows(numbers)
+
+    def multiply(self, hidden: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """A logit for each of this rank's tokens."""
+        if self.matrix is None:
+            return kernels.linear(hidden, self.weight, bias)
+        return self.matrix.linear(hidden)
 
     def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
         return {("weight", None): (self.vocab_size, self.weight.shape[1])}
 
     def load(self, key: TensorKey, tensor: torch.Tensor) -> None:
         self.weight.data.copy_(tensor[self.own])
+
+    def process(self) -> None:
+        if self.format is not None:
+            self.matrix = pack(self.weight.data, self.format) if self.tied else plain(self.weight.data)
+            self._forget()
+
+    def _forget(self) -> None:
+        """Give the weight's memory back: it is in `matrix` now."""
+        self.weight = nn.Parameter(self.weight.data.new_empty(0), requires_grad=False)
 
 
 class PositionEmbedding(WeightLayer):
@@ -58,7 +79,7 @@ class Head(Embedding):
         self.bias = build.parameter(len(self.weight)) if bias else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.mesh.all_gather(kernels.linear(hidden, self.weight, self.bias))
+        return self.mesh.all_gather(self.multiply(hidden, self.bias))
 
     def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
         bias: dict[TensorKey, tuple[int, ...]] = {("bias", None): (self.vocab_size,)}
@@ -68,7 +89,11 @@ class Head(Embedding):
         self.get_parameter(key[0]).data.copy_(tensor[self.own])
 
     def process(self) -> None:
-        self.weight = nn.Parameter(kernels.pack_weight(self.weight.data), requires_grad=False)
+        if self.format is None:
+            self.weight = nn.Parameter(kernels.pack_weight(self.weight.data), requires_grad=False)
+            return
+        self.matrix = pack(self.weight.data, self.format, None if self.bias is None else self.bias.data)
+        self._forget()
 
 
 class TiedHead(nn.Module):
@@ -80,4 +105,4 @@ class TiedHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         (embedding,) = self._embedding
-        return embedding.mesh.all_gather(kernels.linear(hidden, embedding.weight))
+        return embedding.mesh.all_gather(embedding.multiply(hidden))

@@ -36,8 +36,8 @@ class MLP(nn.Module):
         super().__init__()
         self.up = column_linear(build, f"{prefix}.up", hidden_size, {"up": intermediate_size}, bias=bias)
         self.down = row_linear(build, f"{prefix}.down", intermediate_size, hidden_size, bias=bias)
-        self.activation = kernels.ACTIVATIONS[activation]
+        self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(self.activation(self.up(x)))
+        y: torch.Tensor = self.down(kernels.ACTIVATIONS[self.activation](self.up(x)))
         return y

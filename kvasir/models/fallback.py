@@ -87,7 +87,7 @@ class TransformersModel(nn.Module):
 
     # ------------------------------------------------------------ the KV cache
 
-    def page_shape(self, block_size: int) -> tuple[int, int, int, int]:
+    def page_shape(self, block_size: int, dtype: torch.dtype | None = None) -> tuple[int, int, int, int]:
         layer = next(iter(self.step.layers.values()))
         return 2, block_size, layer.kv_heads, layer.head_dim
 

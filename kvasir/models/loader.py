@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from kvasir.config import EngineConfig
 from kvasir.distributed.mesh import Mesh
 from kvasir.errors import ConfigError, ModelError
 from kvasir.gguf_file import read_gguf
+from kvasir.kernels.cpu.packed import BF16, INT8
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.layers.linear import Linear
 from kvasir.models import gguf, registry
@@ -28,17 +29,23 @@ from kvasir.models.checkpoint import Safetensors, some
 from kvasir.models.fallback import TransformersModel, load_fallback
 from kvasir.models.fused import Stored, whole
 from kvasir.models.gguf_checkpoint import GGUFCheckpoint
+from kvasir.models.kv_scales import KV_SCALES, load_kv_scales
+from kvasir.models.native import LayerByLayer, NativeDecoder, on_the_cpu
 from kvasir.models.spec import Architecture, DecoderSpec, Names
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select as select_platform
-from kvasir.quantization.base import TensorKey
+from kvasir.quantization.base import TensorKey, unquantized
+from kvasir.quantization.cpu import cpu_methods
 from kvasir.quantization.gguf import PackedRows, gguf_linear
 
+LoadedModel = Transformer | TransformersModel | NativeDecoder | LayerByLayer
 
-def load(config: EngineConfig, device: torch.device, mesh: Mesh | None = None) -> Transformer | TransformersModel:
+
+def load(config: EngineConfig, device: torch.device, mesh: Mesh | None = None) -> LoadedModel:
     """The model on its device, ready to run, by whoever the settings say."""
     if config.model.model_impl != "transformers":
-        return load_model(config, device, mesh)
+        model = load_model(config, device, mesh)
+        return on_the_cpu(model) if config.device.attention_backend == "cpu" else model
     if mesh is not None and mesh.size > 1:
         raise ConfigError("model_impl='transformers' runs on one device; set tensor_parallel_size=1.")
     return load_fallback(config, device, select_attention(config.device.attention_backend))
@@ -50,12 +57,12 @@ def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = N
     architecture = registry.find(hf)
     _refuse_quantized(hf)
     spec = architecture.read_spec(hf)
-    build = Build(dtype, mesh or Mesh())
+    build = _build(config, dtype, mesh or Mesh())
     source: Source | None = None
     if config.load.load_format == "gguf":
         file = read_gguf(config.model.path)
         source = Source(GGUFCheckpoint(file), gguf.names_for(file), gguf.IGNORED)
-        spec, build = gguf.adapt(spec, file), replace(build, method_of=gguf_linear)
+        spec = gguf.adapt(spec, file)
     elif config.load.load_format != "dummy":
         source = _open_safetensors(Path(config.model.path), architecture, hf)
     backend = select_attention(config.device.attention_backend)
@@ -68,9 +75,20 @@ def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = N
         _check(source, places, spec)
         _materialise(model, device)
         _fill(source.checkpoint, places, spec, show_progress=config.load.use_tqdm_on_load)
+        if config.cache.is_eight_bit and isinstance(source.checkpoint, Safetensors):
+            load_kv_scales(source.checkpoint, model.attentions())
     for layer in _weight_layers(model):
         layer.process()
     return model.eval()
+
+
+def _build(config: EngineConfig, dtype: torch.dtype, mesh: Mesh) -> Build:
+    """How layers keep their weights."""
+    if config.device.attention_backend == "cpu":
+        quantization = config.model.quantization
+        vocabulary = BF16 if quantization is None else INT8  # the head is the last to be cut short
+        return Build(dtype, mesh, cpu_methods(quantization), vocabulary=vocabulary)
+    return Build(dtype, mesh, gguf_linear if config.load.load_format == "gguf" else unquantized)
 
 
 @dataclass(frozen=True)
@@ -83,7 +101,8 @@ class Source:
 
 
 def _open_safetensors(path: Path, architecture: Architecture, hf: Mapping[str, Any]) -> Source:
-    return Source(Safetensors(path, architecture.prefix), architecture.names_for(hf), architecture.ignored)
+    ignored = (*architecture.ignored, *KV_SCALES)
+    return Source(Safetensors(path, architecture.prefix), architecture.names_for(hf), ignored)
 
 
 def _refuse_quantized(hf: Mapping[str, object]) -> None:
@@ -225,7 +244,13 @@ def _fill(
 
 def _fill_dummy(model: nn.Module, generator: torch.Generator) -> None:
     """Random matrices, gains of one, biases of zero: quick, and tame enough that activations stay finite."""
+    for layer in _weight_layers(model):
+        if isinstance(layer, Linear) and layer.weight.dtype == torch.uint8:  # packed: it takes tensors, not bytes
+            for key, shape in layer.tensors().items():
+                layer.load(key, torch.empty(shape).normal_(0.0, 0.02 * (len(shape) > 1), generator=generator))
     for name, value in model.named_parameters():
+        if value.dtype == torch.uint8:
+            continue
         if value.dim() > 1:
             value.data.normal_(0.0, 0.02, generator=generator)
         else:

@@ -34,7 +34,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.spec, self.vocab_size, self.max_positions = spec, spec.vocab_size, max_positions
         width = spec.embedding_size or spec.hidden_size
-        self.embedding = Embedding(build, spec.vocab_size, width)
+        self.embedding = Embedding(build, spec.vocab_size, width, tied=spec.tie_embeddings)
         self.project_in: nn.Module = NoNorm()
         self.project_out: nn.Module = NoNorm()
         if width != spec.hidden_size:
@@ -92,13 +92,15 @@ class Transformer(nn.Module):
 
     # ------------------------------------------------------------ the KV cache
 
-    def page_shape(self, block_size: int) -> tuple[int, int, int, int]:
-        """One block of one layer of this rank's cache: [2, block_size, kv_heads, head_dim]."""
-        return 2, block_size, self._attentions()[0].kv_heads, self.spec.head_dim
+    def page_shape(self, block_size: int, dtype: torch.dtype | None = None) -> tuple[int, int, int, int]:
+        """One block of one layer of this rank's cache: [2, block_size, kv_heads, head_dim]. A head's numbers of 8 bits
+        are followed by their scale, a float32."""
+        extra = 4 if dtype == torch.int8 else 0
+        return 2, block_size, self.attentions()[0].kv_heads, self.spec.head_dim + extra
 
     def kv_spec(self, block_size: int, dtype: torch.dtype) -> KVSpec:
         """What this rank needs of the cache."""
-        page_bytes = prod(self.page_shape(block_size)) * dtype.itemsize
+        page_bytes = prod(self.page_shape(block_size, dtype)) * dtype.itemsize
         windows = tuple(window for window, _ in self._groups)
         return KVSpec(max(len(layers) for _, layers in self._groups), block_size, page_bytes, windows)
 
@@ -110,13 +112,13 @@ class Transformer(nn.Module):
     def bind_kv(self, caches: Sequence[torch.Tensor]) -> None:
         """Give each layer its view of the cache, [blocks, 2, block_size, kv_heads, head_dim]: one for each layer of a
         group, or one for each of all layers, which then share block tables."""
-        attentions = self._attentions()
+        attentions = self.attentions()
         groups = [(None, list(range(len(attentions))))] if len(caches) == len(attentions) else self._groups
         for group, (_, layers) in enumerate(groups):
             for layer, cache in zip(layers, caches, strict=False):
                 attentions[layer].kv_cache, attentions[layer].group = cache, group
 
-    def _attentions(self) -> list[Attention]:
+    def attentions(self) -> list[Attention]:
         return [module for module in self.modules() if isinstance(module, Attention)]
 
 

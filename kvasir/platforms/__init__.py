@@ -18,11 +18,15 @@ class Platform(ABC):
     """One device. Memory is counted in bytes."""
 
     default_block_size = 16
-    default_attention = "torch"
 
     def __init__(self, device: str) -> None:
         self.device = device  # as torch spells it: "cpu", "cuda", "cuda:1"
         self.kind = device.partition(":")[0]
+
+    @property
+    def has_fp8_e4m3(self) -> bool:
+        """Whether its kernels can convert 8-bit floats of this kind."""
+        return True
 
     @abstractmethod
     def available(self) -> bool:
@@ -48,6 +52,10 @@ class Platform(ABC):
         """A KV cache of modest size, for a device whose memory other programs use too."""
         free = self.memory_free()
         return _MODEST_KV_BYTES if free is None else min(_MODEST_KV_BYTES, free // 2)
+
+    def default_attention(self, dtype: str) -> str:
+        """What `attention_backend=auto` means here for a model of this type."""
+        return "torch"
 
     def reset_memory_peak(self) -> None:
         """Begin a new measurement of the peak, where the device can."""

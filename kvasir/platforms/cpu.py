@@ -7,7 +7,8 @@ import resource
 import sys
 from pathlib import Path
 
-from kvasir.platforms import Platform
+from kvasir.errors import ConfigError
+from kvasir.platforms import Platform, cpu_library
 
 # Limit, use and details of the container's memory: control groups version 2, then version 1.
 _CGROUPS = (
@@ -23,6 +24,10 @@ _CGROUPS = (
 class CpuPlatform(Platform):
     def available(self) -> bool:
         return True
+
+    def default_attention(self, dtype: str) -> str:
+        """The library runs bfloat16; float32 is torch's."""
+        return "cpu" if dtype == "bfloat16" and cpu_library.library() is not None else "torch"
 
     def memory_bytes(self) -> int | None:
         known = [_physical(), *(_number(limit) for limit, _, _ in _CGROUPS)]
@@ -46,6 +51,51 @@ class CpuPlatform(Platform):
     def _settle_dtype(self, checkpoint_dtype: str) -> str:
         # Measured: a product of 32 rows takes six times as long in float16 as in bfloat16.
         return "bfloat16" if checkpoint_dtype == "float16" else checkpoint_dtype
+
+
+def usable_cpus() -> int:
+    """How many CPUs this process may use: by its affinity, its container's quota, and OMP_NUM_THREADS where set."""
+    known = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    known += [max(1, round(limit)) for limit in (_quota(), _told()) if limit is not None]
+    return min(known)
+
+
+def _told() -> float | None:
+    text = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return float(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def _quota(
+    paths: tuple[str, str, str] = (
+        "/sys/fs/cgroup/cpu.max",
+        "/sys/fs/cgroup/cpu/cpu.cfs_quota_us",
+        "/sys/fs/cgroup/cpu/cpu.cfs_period_us",
+    ),
+) -> float | None:
+    """The container's limit in CPUs: control groups version 2, then version 1."""
+    try:
+        limit, period = Path(paths[0]).read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        limits = _number(paths[1]), _number(paths[2])
+        return limits[0] / limits[1] if limits[0] and limits[1] else None
+
+
+def parse_cpus(text: str) -> list[int]:
+    """CPUs as Linux writes them: "0-3,8"."""
+    cpus: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise ConfigError(f"cpu_bind={text!r} is no list of CPUs; write numbers and ranges, such as 0-3,8.")
+        cpus += range(int(first), int(last) + 1)
+    if hasattr(os, "sched_getaffinity") and (missing := set(cpus) - os.sched_getaffinity(0)):
+        allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        raise ConfigError(
+            f"cpu_bind={text!r} names CPU {min(missing)}, which this process may not use; it may: {allowed}."
+        )
+    return cpus
 
 
 def _physical() -> int | None:

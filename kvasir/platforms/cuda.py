@@ -11,7 +11,6 @@ from kvasir.platforms import Platform
 class CudaPlatform(Platform):
     def __init__(self, device: str) -> None:
         super().__init__(device)
-        self.default_attention = "triton" if self.kind == "cuda" and find_spec("triton") else "torch"
         # Measured on an H200: pages of 64 make prefill attention 11-31% faster and cost decode nothing.
         self.default_block_size = 64 if self.kind == "cuda" else 16
 
@@ -24,6 +23,16 @@ class CudaPlatform(Platform):
     @property
     def _index(self) -> int:
         return int(self.device.partition(":")[2] or 0)
+
+    @property
+    def has_fp8_e4m3(self) -> bool:
+        import torch
+
+        nvidia = self.kind == "cuda" and torch.version.hip is None
+        return not nvidia or self._api.get_device_capability(self._index) >= (8, 9)
+
+    def default_attention(self, dtype: str) -> str:
+        return "triton" if self.kind == "cuda" and find_spec("triton") else "torch"
 
     def available(self) -> bool:
         return bool(self._api.is_available()) and self._index < self._api.device_count()

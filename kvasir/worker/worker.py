@@ -19,10 +19,10 @@ from kvasir.distributed.mesh import Mesh
 from kvasir.errors import DeviceMemoryError
 from kvasir.log import get_logger
 from kvasir.messages import DeviceMemory, Extras, KVSpec, NewRow, RowSampling, StepCosts, StepPlan
-from kvasir.models.fallback import TransformersModel
-from kvasir.models.loader import load
+from kvasir.models.loader import LoadedModel, load
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select
+from kvasir.worker.cpu_threads import use_threads
 from kvasir.worker.host_memory import staging_bytes
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.measure_costs import measure_costs
@@ -38,12 +38,14 @@ class Worker:
         self.config, self.mesh = config, mesh
         self.platform = select(config.device.device)
         self.device = torch.device(config.device.device)
-        self.dtype = getattr(torch, config.model.dtype)
+        self.kv_dtype = getattr(torch, config.cache.kv_dtype)
+        if self.device.type == "cpu":
+            use_threads(config, mesh or Mesh())
         self.platform.release_memory()  # what is cached in pieces could not become a KV cache in one piece
         started = time.perf_counter()
         self.overlaps = self.device.type != "cpu"
         with startup.phase(startup.WEIGHTS):
-            self.model: Transformer | TransformersModel | None = load(config, self.device, mesh)
+            self.model: LoadedModel | None = load(config, self.device, mesh)
         self.runner: ModelRunner | None = None
         logger.info(
             "loaded %s (%s, %s) in %.1f s",
@@ -52,7 +54,7 @@ class Worker:
 
     def kv_spec(self) -> KVSpec:
         assert self.model is not None, "the worker is closed"
-        return self.model.kv_spec(self.config.cache.block_size, self.dtype)
+        return self.model.kv_spec(self.config.cache.block_size, self.kv_dtype)
 
     def available_kv_bytes(self) -> int:
         """What the cache may take: as told, or what is left after weights and the largest step."""
@@ -128,7 +130,8 @@ class Worker:
     def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:
         assert self.model is not None, "the worker is closed"
         memory = KVMemory(self.kv_spec(), num_blocks, self.device)
-        self.model.bind_kv(memory.views(self.model.page_shape(memory.spec.block_size), self.dtype))
+        page_shape = self.model.page_shape(memory.spec.block_size, self.kv_dtype)
+        self.model.bind_kv(memory.views(page_shape, self.kv_dtype))
         return ModelRunner(
             self.model,
             memory,

@@ -20,8 +20,10 @@ STEPS = [{"a": list(range(9)), "b": [5]}, {"a": [3], "b": [1, 2, 3]}]
 
 
 def logits(path: Path, mesh: Mesh | None = None) -> torch.Tensor:
-    paged = PagedModel(load_model(make_config(path), torch.device("cpu"), mesh))
-    return torch.cat([rows for step in STEPS for rows in paged.step(step).values()])
+    """With a cache of the model's type, then of 8 bits."""
+    model = load_model(make_config(path), torch.device("cpu"), mesh)
+    caches = [PagedModel(model, kv_dtype=dtype) for dtype in (None, torch.float8_e4m3fn)]
+    return torch.cat([rows for paged in caches for step in STEPS for rows in paged.step(step).values()])
 
 
 def run_rank(rank: int, directory: Path) -> None:

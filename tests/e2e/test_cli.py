@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from kvasir.cli.main import main
@@ -135,6 +136,25 @@ def test_a_trace_is_replayed_at_its_own_times(bench: Bench, tmp_path: Path) -> N
     assert all(start >= 0.1 * i - 0.01 for i, start in enumerate(record["start_times"])), "never early"
 
 
+POEM = "\n".join(f"Line {i} of a long and patient poem" for i in range(60))
+TALK = [{"from": "human", "value": "Tell me of the sea, please."}, {"from": "gpt", "value": "It is wide and blue."}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "flags", "tokens"),
+    [
+        ("sonnet", POEM, ["--sonnet-input-len", "90", "--sonnet-prefix-len", "40", "--output-len", "5"], 5),
+        ("sharegpt", json.dumps([{"conversations": TALK}]), ["--ignore-eos"], 6),
+        ("custom", '{"prompt": "Once upon a time"}', ["--custom-output-len", "7", "--ignore-eos"], 7),
+    ],
+)
+def test_datasets_in_files(name: str, text: str, flags: list[str], tokens: int, bench: Bench, tmp_path: Path) -> None:
+    file = tmp_path / "dataset"
+    file.write_text(text)
+    record = bench("--dataset-name", name, "--dataset-path", str(file), *flags, "--num-prompts", "4", "--save-detailed")
+    assert record["completed"] == 4 and record["output_lens"] == [tokens] * 4
+
+
 def test_a_refused_request_is_a_failure_that_is_told(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--num-prompts", "2", "--num-warmups", "0", "--disable-tqdm", "--random-input-len", "4000"]
     record = bench(*flags, status=1)
@@ -176,3 +196,14 @@ def test_bench_serve_says_what_is_wrong(
 ) -> None:
     assert main([*bench.base, *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- start-up
+
+
+def test_ready_shows_the_engines_phases(fake_server: LiveServer) -> None:
+    seconds = httpx.get(f"{fake_server.url}/ready").json()["startup_seconds"]
+    assert {"settings", "model", "first token", "total", "engine: imports", "engine: KV cache"} <= set(seconds)
+    engine = sum(took for name, took in seconds.items() if name.startswith("engine: "))
+    assert 0 < engine <= seconds["total"] + 0.05, "the engine's start is within the server's"
+    assert fake_server.metric("kvasir:startup_seconds", phase="engine: KV cache") == seconds["engine: KV cache"]

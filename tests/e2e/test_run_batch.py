@@ -46,9 +46,11 @@ class Runner:
         assert len({result["id"] for result in results}) == len(results)
         return {result["custom_id"]: result for result in results}
 
-    def run(self, source: str, target: str, executor: Any = ECHO, **settings: Any) -> int:
+    def run(
+        self, source: str, target: str, executor: Any = ECHO, max_concurrency: int | None = None, **settings: Any
+    ) -> int:
         config = fake_config(vocab_size=49152, max_model_len=512, tokenizer=str(self.tokenizer), **settings)
-        flags = Namespace(input_file=source, output_file=target, max_concurrency=None, disable_tqdm=True)
+        flags = Namespace(input_file=source, output_file=target, max_concurrency=max_concurrency, disable_tqdm=True)
         return run_batch(config, ServerConfig(), flags, executor)
 
 
@@ -107,6 +109,12 @@ def test_more_lines_than_run_at_once(batch: Runner, tokenizer: Tokenizer) -> Non
     results = batch(*(line(str(i), prompt=[i + 5, 9], **words(4)) for i in range(100)), max_num_seqs=4)
     texts = {name: result["response"]["body"]["choices"][0]["text"] for name, result in results.items()}
     assert texts == {str(i): echoed(tokenizer, [i + 5, 9], 4) for i in range(100)}
+
+
+def test_a_full_queue_is_waited_for(batch: Runner, tokenizer: Tokenizer) -> None:
+    lines = [line(str(i), prompt=[i + 5, 9], **words(4)) for i in range(30)]
+    results = batch(*lines, max_num_seqs=2, max_queued_requests=1, max_concurrency=30)
+    assert {result["response"]["status_code"] for result in results.values()} == {200} and len(results) == 30
 
 
 def test_an_engine_that_dies_is_told_in_every_line(batch: Runner, capsys: pytest.CaptureFixture[str]) -> None:

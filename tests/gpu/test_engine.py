@@ -156,3 +156,25 @@ def test_shared_prefix_is_read_once_and_changes_nothing(checkpoint: tuple[Any, P
     assert said[0] == said[1]
     sees_all = getattr(hf.config, "sliding_window", None) is None  # a window forgets the prefix
     assert (taken[0] >= 10) == sees_all and taken[1] == 0
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+def test_an_eight_bit_cache_is_read_alike_in_every_way(checkpoint: tuple[Any, Path], kind: str) -> None:
+    """Graphs decode a text; every way scores it as a prompt."""
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+    with make(checkpoint[1], kv_cache_dtype=kind) as llm:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
+        graphs = llm.llm_engine.client.core.executor.runner.graphs  # type: ignore[attr-defined]
+        assert graphs.stats.replays > 20
+    texts = [{"prompt_token_ids": p + o.outputs[0].token_ids} for p, o in zip(prompts(), outputs, strict=True)]
+    decoded = [value(entry) for output in outputs for entry in output.outputs[0].logprobs]
+    for way in ("graphs", "eager", "torch"):
+        with make(checkpoint[1], kv_cache_dtype=kind, **WAYS[way]) as llm:
+            scored = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        again = [value(entry) for output in scored for entry in output.prompt_logprobs[-24:]]
+        # a key that is computed a little otherwise may round to a neighbour
+        assert np.abs(np.array(again) - decoded).mean() < 0.02, way
+
+
+def value(entry: dict[int, Any]) -> float:
+    return float(next(iter(entry.values())).logprob)

@@ -30,6 +30,29 @@ def test_help_and_version_import_nothing_heavy(argument: str) -> None:
     assert (f"kvasir {kvasir.__version__}" if argument == "--version" else "bench") in ran.stdout
 
 
+@pytest.mark.parametrize(
+    "command", [*([name] for name in cli.COMMANDS), ["bench", "serve"], ["bench", "startup"]], ids=" ".join
+)
+def test_no_commands_help_is_slow(command: list[str]) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "kvasir", *command, "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    imported = {line.split("|")[-1].strip().split(".")[0] for line in ran.stderr.splitlines()}
+    assert not imported & (HEAVY | {"httpx", "fastapi", "pydantic", "msgspec", "zmq", "uvicorn", "rich"})
+    assert f"usage: kvasir {' '.join(command)}" in ran.stdout
+
+
+def test_bench_help_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    shown = capsys.readouterr().out
+    assert all(f"\n    {name}" in shown for name in ("throughput", "latency", "serve", "startup"))
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A subcommand that takes every setting and prints the model."""

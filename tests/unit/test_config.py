@@ -23,6 +23,7 @@ from kvasir.args import OLD_NAMES, EngineArgs, flag, parse_size
 from kvasir.cli.main import Parser
 from kvasir.config import EngineConfig, ModelConfig, all_settings
 from kvasir.errors import ConfigError
+from kvasir.platforms import cpu_library
 from kvasir.platforms.cpu import CpuPlatform
 from kvasir.resolve import resolve
 
@@ -61,6 +62,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     found = World(path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", found.snapshot_download)
     monkeypatch.setattr(platforms, "select", lambda device: CpuPlatform("cpu" if device == "auto" else device))
+    monkeypatch.setattr(cpu_library, "library", object)  # as if it were built
     return found
 
 
@@ -106,7 +108,7 @@ CASES = {
     "model_impl": Case("kvasir", shows=lambda c, w: c.model.model_impl == "kvasir"),
     "runner": Case("generate", shows=lambda c, w: c.model.runner == "generate"),
     "convert": Case("none", shows=lambda c, w: c.model.convert == "none"),
-    "quantization": Case("awq", refused="unquantized"),
+    "quantization": Case("int8", shows=lambda c, w: c.model.quantization == "int8"),
     "enable_lora": Case(True, refused="LoRA"),
     "speculative_config": Case({"method": "ngram"}, refused="Speculative decoding"),
     "logits_processors": Case(["a:b"], shows=lambda c, w: c.model.logits_processors == ["a:b"]),
@@ -125,7 +127,7 @@ CASES = {
     "gpu_memory_utilization": Case(0.5, shows=lambda c, w: c.cache.gpu_memory_utilization == 0.5),
     "kv_cache_memory_bytes": Case("2G", shows=lambda c, w: c.cache.kv_cache_memory_bytes == 2**31),
     "num_gpu_blocks_override": Case(99, shows=lambda c, w: c.cache.num_gpu_blocks_override == 99),
-    "kv_cache_dtype": Case("fp8", refused="the model's own dtype"),
+    "kv_cache_dtype": Case("fp8", shows=lambda c, w: c.cache.kv_dtype == "float8_e4m3fn"),
     "enable_prefix_caching": Case(False, shows=lambda c, w: c.cache.enable_prefix_caching is False),
     "swap_space": Case(4, shows=lambda c, w: c.cache.swap_space == 4),
     "kv_offloading_size": Case(1.5, shows=lambda c, w: c.cache.kv_offloading_size == 1.5),
@@ -152,6 +154,8 @@ CASES = {
     "distributed_executor_backend": Case("uni", shows=lambda c, w: c.parallel.distributed_executor_backend == "uni"),
     "device": Case("cpu:0", shows=lambda c, w: c.device.device == "cpu:0"),
     "attention_backend": Case("torch", shows=lambda c, w: c.device.attention_backend == "torch"),
+    "cpu_threads": Case(3, shows=lambda c, w: c.device.cpu_threads == 3),
+    "cpu_bind": Case("0", shows=lambda c, w: (c.device.cpu_bind, c.device.cpu_threads) == ("0", 1)),
     "enforce_eager": Case(True, shows=lambda c, w: c.device.enforce_eager is True),
 }
 NAMES = [f.name for f in dataclasses.fields(EngineArgs)]

@@ -20,6 +20,8 @@ from kvasir import platforms
 from kvasir.args import EngineArgs
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, ModelError
+from kvasir.platforms import cpu_library
+from kvasir.platforms.cpu import CpuPlatform
 from kvasir.resolve import resolve
 
 ROOT = Path(__file__).parent.parent.parent
@@ -231,6 +233,7 @@ def test_budgets_by_device(
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (seqs, tokens)
     assert (config.cache.block_size, config.device.device) == (block, device)
     assert config.device.attention_backend == "torch"
+    assert (config.device.cpu_threads is None) == (device != "cpu")
 
 
 def test_budgets_follow_each_other(model: Path) -> None:
@@ -397,3 +400,43 @@ def test_a_misspelt_name_is_compared_with_what_was_fetched_before(hub_environmen
 def test_triton_attention_needs_a_gpu(model: Path) -> None:
     with pytest.raises(ConfigError, match="attention_backend='triton' needs a GPU"):
         resolve(EngineArgs(str(model), attention_backend="triton", device="cpu"))
+
+
+def with_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_library, "library", object)
+    monkeypatch.setattr(platforms, "select", lambda device: CpuPlatform("cpu"))
+
+
+def test_the_cpu_library_is_chosen_for_bfloat16(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_library(monkeypatch)
+    assert settle(model, device="cpu", dtype="bfloat16").device.attention_backend == "cpu"
+    assert settle(model, device="cpu", dtype="float32").device.attention_backend == "torch"
+    assert settle(model, device="cpu", dtype="bfloat16", quantization="none").model.quantization is None
+
+
+def test_quantizing_computes_in_bfloat16(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_library(monkeypatch)
+    for quantization in ("int8", "int4"):
+        config = settle(model, device="cpu", quantization=quantization)
+        assert (config.model.dtype, config.model.quantization) == ("bfloat16", quantization)
+    with pytest.raises(ConfigError, match=r"quantization='int8' runs on the CPU, in bfloat16"):
+        settle(model, device="cpu", quantization="int8", dtype="float32")
+    with pytest.raises(ConfigError, match="quantization='gguf' is for GGUF files"):
+        settle(model, device="cpu", dtype="bfloat16", quantization="gguf")
+
+
+def test_what_needs_the_library_is_refused_without_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_library, "library", lambda: None)
+    for wish in ({"quantization": "int4"}, {"kv_cache_dtype": "int8"}, {"attention_backend": "cpu"}):
+        with pytest.raises(ConfigError, match=next(iter(wish))):
+            settle(model, device="cpu", dtype="bfloat16", **wish)
+
+
+def test_threads_are_shared_by_workers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvasir.platforms.cpu.usable_cpus", lambda: 7)
+    assert settle(model, device="cpu").device.cpu_threads == 7
+    assert settle(model, device="cpu", tensor_parallel_size=2).device.cpu_threads == 3
+    assert settle(model, device="cpu", cpu_threads=5).device.cpu_threads == 5
+    use(monkeypatch, "cuda", 16)
+    with pytest.raises(ConfigError, match="are for device='cpu'"):
+        settle(model, cpu_threads=5)

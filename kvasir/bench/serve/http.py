@@ -118,27 +118,37 @@ class Client:
     async def ask(self, body: bytes, answer: Answer) -> None:
         """The answer is complete, or has its error, when this returns."""
         answer.started = _now()
-        connection: _Connection | None = None
+        request = self.target.head(len(body)) + body
+        kept = self._kept()
+        if kept is not None:
+            await self._ask_on(kept, request, answer)
+            if answer.status or answer.ok:
+                return
+            answer.error = ""  # the server had closed what was kept, which is no failure
         try:
-            connection = await self._connection()
-            await connection.ask(self.target.head(len(body)) + body, answer)
+            await self._ask_on(await self._open(), request, answer)
         except OSError as error:
             answer.fail(_now(), f"no connection: {error}")
+
+    async def _ask_on(self, connection: _Connection, request: bytes, answer: Answer) -> None:
+        try:
+            await connection.ask(request, answer)
         except BaseException:
-            if connection is not None:
-                connection.close()
+            connection.close()
             raise
-        if connection is not None and not connection.closed:
+        if not connection.closed:
             self._idle.append(connection)
 
-    async def _connection(self) -> _Connection:
+    def _kept(self) -> _Connection | None:
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed:
                 return connection
+        return None
+
+    async def _open(self) -> _Connection:
         self.num_opened += 1
-        target = self.target
-        loop = asyncio.get_running_loop()
+        target, loop = self.target, asyncio.get_running_loop()
         _, made = await loop.create_connection(_Connection, target.host, target.port, ssl=target.tls)
         return made
 

@@ -78,6 +78,8 @@ def _decode_kernel(
         mask = valid[:, None] & (d < DIM)[None, :]
         k = tl.load(cache_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
         v = tl.load(cache_ptr + value_stride + at[:, None] + d[None, :], mask=mask, other=0.0)
+        k = k.to(q.dtype)  # the cache may hold 8-bit floats
+        v = v.to(q.dtype)
         seen = valid
         if WINDOW > 0:
             seen = valid & (token >= length - WINDOW)

@@ -85,6 +85,8 @@ def _prefill_kernel(
                     at = block * block_stride + (token % BLOCK_SIZE) * token_stride + kv_head * head_stride
                     k = tl.load(cache_ptr + at[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0)
                     v = tl.load(cache_ptr + value_stride + at[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+                k = k.to(q.dtype)  # the cache may hold 8-bit floats
+                v = v.to(q.dtype)
                 s = tl.dot(q, tl.trans(k), input_precision="ieee")
                 if SOFTCAP > 0:
                     s = soft_cap(s * scale, SOFTCAP)
@@ -123,7 +125,7 @@ def paged_prefill(
     blocks, _, block_size, kv_heads, _ = kv_cache.shape
     padded = triton.next_power_of_2(dim)
     descriptor = block_size % 64 == 0 and padded == dim and query.element_size() == 2 and query.is_cuda
-    descriptor = descriptor and kv_cache.is_contiguous()
+    descriptor = descriptor and kv_cache.is_contiguous() and dim * kv_cache.itemsize >= 32  # bytes of a tile's row
     pages = kv_cache
     block_m, block_n, warps, stages = (128, 64, 4, 3) if descriptor else (64, 32, 4, 3)
     if descriptor:

@@ -10,10 +10,11 @@ import triton.language as tl
 
 @triton.jit
 def _rope_store_kernel(
-    qkv_ptr, q_ptr, cache_ptr, q_gain_ptr, k_gain_ptr, position_ptr, slot_ptr, table_ptr, eps,
+    qkv_ptr, q_ptr, cache_ptr, q_gain_ptr, k_gain_ptr, position_ptr, slot_ptr, table_ptr, eps, k_scale, v_scale,
     block_stride, value_stride, token_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, QK_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads a program, all of one kind (GROUP divides HEADS and KV_HEADS)."""
     token = tl.program_id(0).to(tl.int64)
@@ -62,10 +63,15 @@ def _rope_store_kernel(
         if slot >= 0:
             at = cache_ptr + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * token_stride
             kv_head = head - HEADS
+            unit = k_scale
             if first >= HEADS + KV_HEADS:
                 at += value_stride
                 kv_head = head - HEADS - KV_HEADS
-            tl.store(at + kv_head[:, None] * head_stride + d[None, :], x, mask=inside)
+                unit = v_scale
+            stored = x
+            if LIMIT > 0:  # 8-bit floats; what is too large becomes the largest
+                stored = tl.minimum(tl.maximum(x.to(tl.float32) / unit, -LIMIT), LIMIT).to(cache_ptr.dtype.element_ty)
+            tl.store(at + kv_head[:, None] * head_stride + d[None, :], stored, mask=inside)
 
 
 def rope_store(
@@ -79,6 +85,8 @@ def rope_store(
     k_gain: torch.Tensor | None = None,
     eps: float = 1e-6,
     interleaved: bool = False,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """The rotated queries [tokens, heads, head_dim]. Keys and values are in the cache afterwards."""
     _, _, block_size, kv_heads, dim = kv_cache.shape
@@ -89,10 +97,11 @@ def rope_store(
     norm = q_gain is not None
     _rope_store_kernel[(len(qkv), (heads + 2 * kv_heads) // group)](
         qkv, query, kv_cache, q_gain if norm else qkv, k_gain if norm else qkv, positions, slots,
-        qkv if table is None else table, eps,
+        qkv if table is None else table, eps, k_scale, v_scale,
         kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=triton.next_power_of_2(dim),
         ROTARY=0 if table is None else table.shape[1], BLOCK_SIZE=block_size, GROUP=group, QK_NORM=norm,
-        INTERLEAVED=interleaved, num_warps=1,
+        INTERLEAVED=interleaved,
+        LIMIT=torch.finfo(kv_cache.dtype).max if kv_cache.itemsize == 1 else 0.0, num_warps=1,
     )  # fmt: skip
     return query

@@ -44,6 +44,8 @@ def _prefix_kernel(
         at = block * block_stride + (token % BLOCK_SIZE) * token_stride + kv_head * head_stride
         k = tl.load(cache_ptr + at[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0)
         v = tl.load(cache_ptr + value_stride + at[:, None] + d[None, :], mask=(d < DIM)[None, :], other=0.0)
+        k = k.to(q.dtype)  # the cache may hold 8-bit floats
+        v = v.to(q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         new_top = tl.maximum(top, tl.max(s, 1) * scale)
         p = tl.exp2(s * scale - new_top[:, None])

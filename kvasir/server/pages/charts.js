@@ -86,7 +86,7 @@ function size(bytes) {
 }
 
 /** Where the memory went: a bar and a table. */
-export function drawLedger(bar, table, memory, blocks) {
+export function drawLedger(bar, table, memory, blocks, totals) {
   const lines = [
     ["Weights", memory.weights, themed("--muted")],
     ["Cache, in use", blocks.used * blocks.bytes, themed("--decode")],
@@ -109,7 +109,13 @@ export function drawLedger(bar, table, memory, blocks) {
     row.insertCell().append(swatch, name);
     row.insertCell().textContent = size(bytes);
   }
-  const row = body.insertRow();
-  row.insertCell().textContent = memory.total ? "Together, of the device's" : "Together";
-  row.insertCell().textContent = memory.total ? `${size(all)} of ${size(memory.total)}` : size(all);
+  const line = (name, words) => {
+    const row = body.insertRow();
+    row.insertCell().textContent = name;
+    row.insertCell().textContent = words;
+  };
+  line(memory.total ? "Together, of the device's" : "Together", memory.total ? `${size(all)} of ${size(memory.total)}` : size(all));
+  if (!totals.host_blocks) return;
+  const held = totals.host_used_blocks + totals.host_cached_blocks;
+  line("Host memory, for blocks swapped out", `${size(held * blocks.bytes)} of ${size(totals.host_blocks * blocks.bytes)}`);
 }

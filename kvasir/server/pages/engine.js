@@ -104,7 +104,7 @@ function draw() {
   for (const name of ["ttft", "itl"]) {
     $(`${name}-words`).textContent = drawDistribution($(name), state.latency[name], name === "ttft" ? "--prompt" : "--decode");
   }
-  drawLedger($("ledger-bar"), $("ledger"), state.memory, blocks);
+  drawLedger($("ledger-bar"), $("ledger"), state.memory, blocks, totals);
   figures(blocks, totals, holders);
 }
 

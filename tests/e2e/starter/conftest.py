@@ -32,7 +32,7 @@ def scripted_server(starter_model: Path) -> Iterator[LiveServer]:
         yield server.wait_until_ready()
 
 
-@pytest.fixture(scope="module")  # no longer: while it is open no other test of the process can use asyncio.run
+@pytest.fixture(scope="module")  # not longer: while it is there, an event loop runs in this thread, and others cannot
 def browser() -> Iterator[Any]:
     names = ("chromium", "chromium-browser", "google-chrome")
     path = next((found for name in names if (found := shutil.which(name))), None)

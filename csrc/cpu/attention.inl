@@ -1,0 +1,244 @@
+// Attention of some queries over some keys of the paged cache: keys are packed like weights, 64 at a time, so that the
+// product's tiles serve here too; the softmax runs along. The rows of a tile are queries times the heads that share a
+// key head.
+#pragma once
+
+#include "product.inl"
+
+namespace {
+
+using kvasir::Attend;
+
+constexpr int KEYS = 64;  // at a time
+constexpr int ATTEND_ROWS = WIDE_ROWS > 4 ? WIDE_ROWS : MOST_ROWS;
+constexpr float HIDDEN = -INFINITY;
+
+inline int padded_dim(int d) { return (d + 31) / 32 * 32; }
+
+struct Scratch {
+  uint32_t *query, *keys, *values, *weights;
+  float *scores, *sums, *most, *total, *tile;
+  uint16_t *rows;
+};
+
+// Cuts one piece of memory up; with a null pointer it only measures.
+inline size_t lay_out(char *memory, int rows, int d, Scratch *s) {
+  size_t dim = size_t(padded_dim(d)), padded = size_t(ceil_div(rows, ATTEND_ROWS) + 1) * ATTEND_ROWS, at = 0;
+  auto take = [&](size_t bytes) {
+    char *p = memory + at;
+    at += (bytes + 63) / 64 * 64;
+    return (void *)p;
+  };
+  s->query = (uint32_t *)take(padded * dim * 2);
+  s->keys = (uint32_t *)take(KEYS * dim * 2);
+  s->values = (uint32_t *)take(KEYS * dim * 2);
+  s->weights = (uint32_t *)take(ATTEND_ROWS * KEYS * 2);
+  s->scores = (float *)take(ATTEND_ROWS * KEYS * 4);
+  s->sums = (float *)take(padded * dim * 4);
+  s->most = (float *)take(padded * 4);
+  s->total = (float *)take(padded * 4);
+  s->tile = (float *)take(ATTEND_ROWS * 2 * 64);
+  s->rows = (uint16_t *)take(16 * dim * 2);
+  return at;
+}
+
+size_t attend_scratch(int32_t rows, int32_t head_dim) {
+  Scratch s;
+  return lay_out(nullptr, rows, head_dim, &s);
+}
+
+// ---------------------------------------------------------------- keys and values from the cache
+
+#if defined(__AVX512F__)
+inline void transpose16(const uint32_t *const rows[16], size_t at, uint32_t *out) {
+  __m512i r[16], t[16];
+  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(rows[i] + at);
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+  for (int j = 0; j < 4; j++) {  // r[4 g + j] has columns j, j + 4, j + 8, j + 12 of rows 4 g .. 4 g + 3
+    __m512i a = _mm512_shuffle_i32x4(r[j], r[j + 4], 0x88), b = _mm512_shuffle_i32x4(r[j + 8], r[j + 12], 0x88);
+    __m512i c = _mm512_shuffle_i32x4(r[j], r[j + 4], 0xdd), d = _mm512_shuffle_i32x4(r[j + 8], r[j + 12], 0xdd);
+    _mm512_storeu_si512(out + 16 * j, _mm512_shuffle_i32x4(a, b, 0x88));
+    _mm512_storeu_si512(out + 16 * (j + 8), _mm512_shuffle_i32x4(a, b, 0xdd));
+    _mm512_storeu_si512(out + 16 * (j + 4), _mm512_shuffle_i32x4(c, d, 0x88));
+    _mm512_storeu_si512(out + 16 * (j + 12), _mm512_shuffle_i32x4(c, d, 0xdd));
+  }
+}
+#else
+inline void transpose16(const uint32_t *const rows[16], size_t at, uint32_t *out) {
+  for (int i = 0; i < 16; i++)
+    for (int j = 0; j < 16; j++) out[16 * j + i] = rows[i][at + j];
+}
+#endif
+
+// 16 vectors as rows of bfloat16 of padded length: where they lie if they fit, else copied, widened or zero.
+inline void find_rows(const Attend &a, int first, bool values, uint16_t *copies, const uint32_t *rows[16]) {
+  int d = a.head_dim, dim = padded_dim(d);
+  const Cache &c = a.cache;
+  for (int i = 0; i < 16; i++) {
+    int key = first + i;
+    uint16_t *copy = copies + i * dim;
+    rows[i] = (const uint32_t *)copy;
+    if (key >= a.key_end) {
+      memset(copy, 0, 2 * size_t(dim));
+      continue;
+    }
+    int64_t at = a.table[key / c.block_size] * c.block_stride + key % c.block_size * c.token_stride +
+                 a.kv_head * c.head_stride + (values ? c.value_offset : 0);
+    if (c.is_int8) {
+      const int8_t *q = (const int8_t *)c.data + at;
+      float scale;
+      memcpy(&scale, q + d, 4);
+      for (int j = 0; j < d; j++) copy[j] = to_bf16(float(q[j]) * scale);
+    } else if (d == dim) {
+      rows[i] = (const uint32_t *)((const uint16_t *)c.data + at);
+      continue;
+    } else {
+      memcpy(copy, (const uint16_t *)c.data + at, 2 * size_t(d));
+    }
+    memset(copy + d, 0, 2 * size_t(dim - d));
+  }
+}
+
+inline void interleave(const uint16_t *even, const uint16_t *odd, uint32_t *out) {
+#if defined(__AVX512F__)
+  __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)even));
+  __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)odd));
+  _mm512_storeu_si512(out, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+#else
+  for (int i = 0; i < 16; i++) out[i] = even[i] | uint32_t(odd[i]) << 16;
+#endif
+}
+
+// keys[16 keys][dim / 2][16], values[dim / 16][KEYS / 2][16]
+void pack_keys(const Attend &a, int first, int count, const Scratch &s) {
+  int dim = padded_dim(a.head_dim);
+  for (int k = 0; k < count; k += 16) {
+    const uint32_t *rows[16];
+    find_rows(a, first + k, false, s.rows, rows);
+    for (int j = 0; j < dim / 2; j += 16) transpose16(rows, size_t(j), s.keys + (size_t(k) / 16 * (dim / 2) + j) * 16);
+    find_rows(a, first + k, true, s.rows, rows);
+    for (int i = 0; i < 16; i += 2)
+      for (int j = 0; j < dim; j += 16)
+        interleave((const uint16_t *)rows[i] + j, (const uint16_t *)rows[i + 1] + j,
+                   s.values + (size_t(j) / 16 * (KEYS / 2) + size_t(k + i) / 2) * 16);
+  }
+}
+
+// ---------------------------------------------------------------- the softmax along the way
+
+template <int... I>
+inline TileBf16 weighted_sum_of(int rows, std::integer_sequence<int, I...>) {
+  static const TileBf16 tiles[] = {tile_bf16<I + 1, 1, 1, KEYS / 2>...};
+  return tiles[rows - 1];
+}
+
+// Hides what row `r` may not see of the keys from `first` on.
+inline void hide(const Attend &a, int r, int first, int count, float *scores) {
+  int position = a.first_position + r / a.shared;
+  int end = a.causal && position + 1 < a.key_end ? position + 1 : a.key_end;
+  int begin = a.window && position + 1 - a.window > a.key_begin ? position + 1 - a.window : a.key_begin;
+  for (int k = end - first < 0 ? 0 : end - first; k < count; k++) scores[k] = HIDDEN;
+  for (int k = 0; k < begin - first && k < count; k++) scores[k] = HIDDEN;
+}
+
+// Scores of one row to weights; returns what the row's sums so far must be multiplied by.
+inline float weigh(const float *scores, int count, uint16_t *weights, float &most, float &total) {
+  f32x16 high = splat(HIDDEN);
+  for (int k = 0; k < count; k += 16) high = maximum(high, load<f32x16>(scores + k));
+  float before = most, now = largest(high);
+  most = now > most ? now : most;
+  f32x16 sums = {};
+  for (int k = 0; k < count; k += 16) {
+    f32x16 w = most == HIDDEN ? f32x16{} : exponential(load<f32x16>(scores + k) - most);
+    sums += w;
+    store_bf16(weights + k, w);
+  }
+  if (most == before) {
+    total += sum(sums);
+    return 1.f;
+  }
+  float shrink = before == HIDDEN ? 0.f : exponential(splat(before - most))[0];
+  total = total * shrink + sum(sums);
+  return shrink;
+}
+
+void attend_tile(const Attend &a, const Scratch &s, int begin, int R, int first, int count) {
+  int dim = padded_dim(a.head_dim), rows = a.num_queries * a.shared;
+  const uint32_t *query = s.query + size_t(begin) * (dim / 2);
+  float cap = a.softcap;
+  for (int k = 0; k < count; k += 16) {
+    tile_of(R, 1)(query, s.keys + size_t(k) / 16 * (dim / 2) * 16, 0, dim / 2, s.tile);
+    for (int i = 0; i < R; i++) {
+      f32x16 v = load<f32x16>(s.tile + i * 16) * a.scale;
+      store(s.scores + i * KEYS + k, cap > 0 ? cap * hyperbolic_tangent(v / cap) : v);
+    }
+  }
+  for (int i = 0; i < R; i++) {
+    int row = begin + i < rows ? begin + i : rows - 1;
+    hide(a, row, first, count, s.scores + i * KEYS);
+    uint16_t *weights = (uint16_t *)(s.weights + i * (KEYS / 2));
+    float shrink = weigh(s.scores + i * KEYS, count, weights, s.most[begin + i], s.total[begin + i]);
+    if (shrink == 1.f) continue;
+    float *sums = s.sums + size_t(begin + i) * dim;
+    for (int j = 0; j < dim; j += 16) store(sums + j, load<f32x16>(sums + j) * shrink);
+  }
+  TileBf16 weighted_sum = weighted_sum_of(R, std::make_integer_sequence<int, ATTEND_ROWS>());
+  for (int j = 0; j < dim; j += 16) {
+    weighted_sum(s.weights, s.values + size_t(j) / 16 * (KEYS / 2) * 16, 0, count / 2, s.tile);
+    for (int i = 0; i < R; i++) {
+      float *sums = s.sums + size_t(begin + i) * dim + j;
+      store(sums, load<f32x16>(sums) + load<f32x16>(s.tile + i * 16));
+    }
+  }
+}
+
+void attend(const Attend *task) {
+  const Attend &a = *task;
+  int d = a.head_dim, dim = padded_dim(d), rows = a.num_queries * a.shared;
+  int R = ceil_div(rows, ceil_div(rows, ATTEND_ROWS)), tiles = ceil_div(rows, R);
+  Scratch s;
+  lay_out((char *)a.scratch, rows, d, &s);
+  for (int tile = 0; tile < tiles; tile++)
+    for (int i = 0; i < R; i++) {
+      int row = tile * R + i < rows ? tile * R + i : rows - 1;
+      const uint16_t *q = a.query + size_t(row / a.shared) * a.query_stride + size_t(row % a.shared) * d;
+      uint16_t copy[1024] = {};
+      memcpy(copy, q, 2 * size_t(d));
+      uint32_t *to = s.query + size_t(tile) * R * (dim / 2) + i;
+      for (int p = 0; p < dim / 2; p++) to[size_t(p) * R] = load<uint32_t>(copy + 2 * p);
+    }
+  memset(s.sums, 0, size_t(tiles) * R * dim * 4);
+  for (int i = 0; i < tiles * R; i++) s.most[i] = HIDDEN, s.total[i] = 0;
+  for (int first = a.key_begin; first < a.key_end; first += KEYS) {
+    int count = a.key_end - first < KEYS ? ceil_div(a.key_end - first, 16) * 16 : KEYS;
+    pack_keys(a, first, count, s);
+    for (int tile = 0; tile < tiles; tile++) {
+      int last = (tile + 1) * R - 1 < rows ? (tile + 1) * R - 1 : rows - 1;
+      if (a.causal && first > a.first_position + last / a.shared) continue;
+      attend_tile(a, s, tile * R, R, first, count);
+    }
+  }
+  for (int row = 0; row < rows; row++) {
+    const float *sums = s.sums + size_t(row) * dim;
+    if (a.partial) {
+      float *to = a.partial + size_t(row) * (d + 2);
+      memcpy(to, sums, 4 * size_t(d));
+      to[d] = s.most[row];
+      to[d + 1] = s.total[row];
+      continue;
+    }
+    uint16_t *out = a.out + size_t(row / a.shared) * a.out_stride + size_t(row % a.shared) * d;
+    float share = s.total[row] > 0 ? 1.f / s.total[row] : 0.f;
+    for_each_16(d, [&](int at, int n) { store_some(out + at, load_some(sums + at, n) * share, n); });
+  }
+}
+
+}  // namespace

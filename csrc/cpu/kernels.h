@@ -1,0 +1,132 @@
+// What one instruction set provides: functions that do a piece of work on one thread. linear.cpp, attention.cpp and
+// decoder.cpp cut the work into pieces and share them out. Plain data only, so that every file may include this.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace kvasir {
+
+// How a matrix is packed. All are cut into blocks of 16 outputs; inputs are padded with zeros to a multiple of 32.
+//   BF16   [block][input / 2][16 outputs][2 inputs] bfloat16
+//   Q8     [block][input / 4][16][4] bytes;  value = (byte - offset) * scale + min
+//   Q4     [block][input / 32][4][16][4] bytes: byte (i, n, j) has input 4 i + j in its low half and 16 + 4 i + j in its
+//          high half;  value = (half byte - offset) * scale + min
+//   PLAIN  [output][input] bfloat16, from which rows can be taken but nothing multiplied
+// Scales, and mins where there are any, are [block][input / group][16] float16.
+enum Kind : int32_t { BF16 = 0, Q8 = 1, Q4 = 2, PLAIN = 3 };
+
+struct Matrix {
+  int32_t kind;
+  int32_t outputs, inputs, padded_inputs;
+  int32_t group;   // inputs that share a scale: 16 or 32
+  int32_t offset;  // what stands for zero: 8 or 128; 0 where there are mins
+  const void *data;
+  const uint16_t *scale, *min;
+  const uint16_t *bias;  // bfloat16; none: null
+};
+
+enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
+
+// Rows of inputs, as the kernels read them: in tiles of `tile` rows.
+//   bfloat16: [tile][input / 2][tile rows][2]
+//   8 bits:   [tile][input / 4][tile rows][4], a scale for 32 inputs [tile][input / 32][tile rows] and the sums of
+//             16 numbers [tile][input / 16][tile rows]; `starts` are those of 32, times -offset of the matrix
+// AMX wants its tiles of 16 rows one row after the other, [tile][tile rows][input].
+struct Rows {
+  int32_t count, tile, padded_inputs;
+  uint16_t *bf16;
+  int8_t *q;
+  float *scale;
+  int32_t *sums, *starts;
+  int32_t offset;
+};
+
+struct Product {
+  const Matrix *matrix;
+  const Rows *rows;
+  uint16_t *out;  // bfloat16
+  size_t out_stride;
+  int32_t gated;  // out = activation(first half) * second half; the halves are whole blocks
+  int32_t activate;  // out = activation(product)
+  int32_t activation;
+};
+
+struct Norm {
+  int32_t kind;  // 0: none, 1: root mean square, 2: the same with a float32 gain, 3: mean and variance
+  float eps;
+  const void *gain;
+  const uint16_t *bias;
+};
+
+// One layer's cache, in elements of its type. A vector of a head of 8-bit numbers is followed by its float32 scale.
+struct Cache {
+  void *data;
+  int64_t block_stride, value_offset, token_stride, head_stride;
+  int32_t block_size, is_int8;
+};
+
+struct Rotation {
+  const float *table;  // [positions][size]: cosines, then sines; null: nothing is rotated
+  int32_t size, interleaved;
+};
+
+// What stands between the qkv product and attention, for one token.
+struct StoreToken {
+  uint16_t *qkv;  // queries are rotated where they are
+  int64_t position, slot;  // slot -1: nothing is stored
+  int32_t heads, kv_heads, head_dim;
+  const Norm *q_norm, *k_norm;
+  Rotation rotation;
+  Cache cache;
+};
+
+// Queries of one sequence and one key head over some of its keys.
+struct Attend {
+  const uint16_t *query;  // of the first query, first of the heads that share the key head
+  size_t query_stride;    // between tokens
+  int32_t num_queries, shared, head_dim;
+  int32_t first_position;  // of the first query
+  int32_t key_begin, key_end;
+  int32_t window;  // 0: none
+  int32_t causal;
+  float scale, softcap;  // softcap 0: none
+  Cache cache;
+  int32_t kv_head;
+  const int32_t *table;
+  uint16_t *out;  // bfloat16, or
+  size_t out_stride;
+  float *partial;  // [queries * shared][head_dim + 2]: weighted sum, largest score, sum of weights; null: `out`
+  float *scratch;
+};
+
+struct Kernels {
+  const char *name;
+  int32_t (*tile_rows)(const Matrix *, int32_t rows);
+  void (*pack_bf16)(const uint16_t *x, size_t stride, int32_t inputs, const Rows *, int32_t tile);
+  void (*pack_quant)(const uint16_t *x, size_t stride, int32_t inputs, const Rows *, int32_t tile);
+  void (*product)(const Product *, int32_t block_begin, int32_t block_end);
+  void (*norm)(const Norm *, const uint16_t *x, uint16_t *residual, int32_t has_residual, uint16_t *out, int32_t size);
+  void (*normalise)(const Norm *, const uint16_t *x, uint16_t *out, int32_t size);
+  void (*scaled)(uint16_t *x, float scale, int32_t size);
+  void (*added)(const uint16_t *x, const uint16_t *y, uint16_t *out, int32_t size);
+  void (*gated)(const uint16_t *x, uint16_t *out, int32_t size, int32_t activation);
+  void (*activated)(uint16_t *x, int32_t size, int32_t activation);
+  void (*store_token)(const StoreToken *);
+  void (*attend)(const Attend *);
+  size_t (*attend_scratch)(int32_t rows, int32_t head_dim);
+  void (*expand_row)(const Matrix *, int32_t output, uint16_t *out);
+  float (*quantize_group)(const float *x, int32_t count, int32_t is_half, uint8_t *out);
+  // the first of the largest logits, and the sum of e^((x - best) * scale) over all; they are float32 or bfloat16
+  int32_t (*best)(const void *logits, int32_t is_float, int32_t size);
+  double (*mass)(const void *logits, int32_t is_float, int32_t size, float best, float scale);
+};
+
+const Kernels *portable_kernels();
+#if defined(__x86_64__)
+const Kernels *avx2_kernels();
+const Kernels *avx512_kernels();
+const Kernels *amx_kernels();
+#endif
+
+}  // namespace kvasir

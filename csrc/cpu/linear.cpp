@@ -1,0 +1,72 @@
+#include "linear.h"
+
+#include <algorithm>
+
+#include "kvasir_cpu.h"
+#include "machine.h"
+#include "pool.h"
+
+namespace kvasir {
+namespace {
+
+constexpr int ROWS_BUFFER = 0;
+constexpr int64_t WORTH_SHARING = 1 << 15;  // numbers to pack
+
+// Brings the rows into the kernels' layout. A single row of bfloat16 is in it already.
+Rows pack_rows(const Kernels &set, const Matrix &m, const uint16_t *x, size_t stride, int count) {
+  Rows rows{};
+  rows.count = count;
+  rows.tile = set.tile_rows(&m, count);
+  rows.padded_inputs = m.padded_inputs;
+  if (m.kind == BF16 && rows.tile == 1 && count == 1 && m.inputs == m.padded_inputs) {
+    rows.bf16 = const_cast<uint16_t *>(x);
+    return rows;
+  }
+  int tiles = (count + rows.tile - 1) / rows.tile;
+  size_t numbers = size_t(tiles) * size_t(rows.tile) * size_t(m.padded_inputs);
+  char *memory = (char *)thread_buffer(ROWS_BUFFER, numbers * 2 + 256);
+  if (m.kind == BF16) {
+    rows.bf16 = (uint16_t *)memory;
+  } else {  // one byte each, an eighth for scales, a quarter for sums, an eighth for starts
+    rows.q = (int8_t *)memory;
+    rows.scale = (float *)(memory + numbers);
+    rows.sums = (int32_t *)(memory + numbers + numbers / 8);
+    rows.starts = (int32_t *)(memory + numbers + numbers / 8 * 3);
+    rows.offset = m.offset;
+  }
+  auto pack = m.kind == BF16 ? set.pack_bf16 : set.pack_quant;
+  auto one = [&](int tile) { pack(x, stride, m.inputs, &rows, tile); };
+  if (int64_t(numbers) < WORTH_SHARING) {
+    for (int tile = 0; tile < tiles; tile++) one(tile);
+  } else {
+    parallel(tiles, one);
+  }
+  return rows;
+}
+
+}  // namespace
+
+void linear(const Matrix &m, const uint16_t *x, size_t stride, int count, uint16_t *out, size_t out_stride, After after,
+            int activation) {
+  if (count == 0) return;
+  const Kernels &set = kernels();
+  Rows rows = pack_rows(set, m, x, stride, count);
+  Product work{&m, &rows, out, out_stride, after == GATE, after == ACTIVATE, activation};
+  int blocks = after == GATE ? m.outputs / 32 : (m.outputs + 15) / 16;
+  int step = std::max(2, blocks / (pool_threads() * 16) / 2 * 2);
+  parallel((blocks + step - 1) / step,
+           [&](int task) { set.product(&work, task * step, std::min(blocks, (task + 1) * step)); });
+}
+
+}  // namespace kvasir
+
+using namespace kvasir;
+
+void kv_linear(const Matrix *m, const uint16_t *x, int64_t stride, int32_t rows, uint16_t *out) {
+  linear(*m, x, size_t(stride), rows, out, size_t(m->outputs));
+}
+
+void kv_gated_linear(const Matrix *m, const uint16_t *x, int64_t stride, int32_t rows, int32_t activation,
+                     uint16_t *out) {
+  linear(*m, x, size_t(stride), rows, out, size_t(m->outputs / 2), GATE, activation);
+}

@@ -1,0 +1,93 @@
+// Weights from a checkpoint into the layout of the kernels, quantized on the way where that is asked for.
+#include "pack.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "kvasir_cpu.h"
+#include "machine.h"
+#include "pool.h"
+
+namespace kvasir {
+namespace {
+
+enum Type { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+
+struct Source {
+  const void *data;
+  int type;
+  int64_t stride;
+
+  void read(int row, int count, float *out) const {
+    int64_t begin = row * stride;
+    for (int i = 0; i < count; i++) {
+      if (type == FLOAT32) {
+        out[i] = ((const float *)data)[begin + i];
+      } else if (type == FLOAT16) {
+        out[i] = half_to_float(((const uint16_t *)data)[begin + i]);
+      } else {
+        uint32_t u = uint32_t(((const uint16_t *)data)[begin + i]) << 16;
+        memcpy(out + i, &u, 4);
+      }
+    }
+  }
+};
+
+uint16_t to_bf16(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  if ((u & 0x7fffffff) > 0x7f800000) return uint16_t(u >> 16 | 64);
+  return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+// Rows begin .. end of one block, from those of the source.
+void pack_bf16_block(const Matrix &m, const Source &source, int first, int begin, int end) {
+  int K = m.padded_inputs, block = begin / 16, inputs = m.inputs;
+  uint32_t *out = (uint32_t *)m.data + size_t(block) * size_t(K / 2) * 16;
+  std::vector<uint16_t> copies;
+  const uint16_t *rows[16];
+  bool direct = source.type == BFLOAT16 && inputs == K;
+  if (!direct) copies.resize(size_t(16 * K));
+  std::vector<float> wide(size_t(direct ? 0 : inputs));
+  for (int row = begin; row < end; row++) {
+    uint16_t *copy = direct ? nullptr : &copies[size_t(row % 16 * K)];
+    rows[row % 16] = direct ? (const uint16_t *)source.data + (row - first) * source.stride : copy;
+    if (direct) continue;
+    source.read(row - first, inputs, wide.data());
+    for (int k = 0; k < inputs; k++) copy[k] = to_bf16(wide[size_t(k)]);
+  }
+  int from = begin % 16, to = (end - 1) % 16 + 1;
+  for (int p = 0; p < K / 2; p++)
+    for (int n = from; n < to; n++) memcpy(out + size_t(p) * 16 + n, rows[n] + 2 * p, 4);
+  if (end == m.outputs)
+    for (int p = 0; p < K / 2; p++)
+      for (int n = to; n < 16; n++) out[size_t(p) * 16 + size_t(n)] = 0;
+}
+
+void pack_quant_row(const Matrix &m, const Source &source, int first, int row) {
+  std::vector<float> values(size_t(m.padded_inputs), 0.f);
+  source.read(row - first, m.inputs, values.data());
+  QuantRow out(m, row);
+  uint8_t bytes[32];
+  for (int g = 0; g < m.padded_inputs / m.group; g++) {
+    float scale = kernels().quantize_group(&values[size_t(g * m.group)], m.group, m.kind == Q4, bytes);
+    out.put_scale(g, scale, 0);
+    for (int i = 0; i < m.group; i++) out.put(g * m.group + i, bytes[i]);
+  }
+}
+
+}  // namespace
+}  // namespace kvasir
+
+using namespace kvasir;
+
+void kv_pack(const Matrix *matrix, const void *data, int32_t type, int64_t stride, int32_t first, int32_t count) {
+  const Matrix &m = *matrix;
+  Source source{data, type, stride};
+  int begin = first / 16, end = (first + count + 15) / 16;
+  parallel(end - begin, [&](int i) {
+    int from = std::max(first, (begin + i) * 16), to = std::min(first + count, (begin + i + 1) * 16);
+    if (m.kind == BF16) return pack_bf16_block(m, source, first, from, to);
+    for (int row = from; row < to; row++) pack_quant_row(m, source, first, row);
+  });
+}

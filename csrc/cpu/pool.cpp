@@ -1,0 +1,200 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <stdint.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "kvasir_cpu.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace kvasir {
+namespace {
+
+constexpr int SPINS = 4000;  // some 50 us: longer than the pause between two pieces of a step
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+  _mm_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+class Pool {
+ public:
+  Pool(int threads, const std::vector<int> &cpus) : shares_(size_t(threads)), owner_(getpid()) {
+    for (int index = 1; index < threads; index++) {
+      std::thread worker([this, index] { work(index); });
+#if defined(__linux__)
+      if (!cpus.empty()) {
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        CPU_SET(size_t(cpus[size_t(index) % cpus.size()]), &set);
+        pthread_setaffinity_np(worker.native_handle(), sizeof set, &set);  // a wish: without it all is as right
+      }
+#endif
+      workers_.push_back(std::move(worker));
+    }
+  }
+
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> lock(sleep_);
+      stop_ = true;
+      job_.fetch_add(1);
+    }
+    wake_.notify_all();
+    for (auto &worker : workers_) worker.join();
+  }
+
+  int size() const { return int(shares_.size()); }
+  bool is_ours() const { return owner_ == getpid(); }  // threads do not survive a fork
+
+  void run(int count, Task task, void *context) {
+    std::lock_guard<std::mutex> turn(turn_);
+    task_ = task;
+    context_ = context;
+    int threads = size();
+    for (int i = 0; i < threads; i++) {
+      shares_[size_t(i)].end = int(int64_t(count) * (i + 1) / threads);
+      shares_[size_t(i)].next.store(int(int64_t(count) * i / threads), std::memory_order_relaxed);
+    }
+    busy_.store(threads - 1, std::memory_order_relaxed);
+    job_.fetch_add(1);
+    if (sleepers_.load() > 0) {
+      std::lock_guard<std::mutex> lock(sleep_);
+      wake_.notify_all();
+    }
+    help(0);
+    for (int spins = 0; busy_.load(std::memory_order_acquire) > 0; spins++)
+      spins < SPINS ? pause_briefly() : std::this_thread::yield();
+  }
+
+ private:
+  struct alignas(64) Share {
+    std::atomic<int> next{0};
+    int end = 0;
+  };
+
+  void help(int index) {
+    int threads = size();
+    for (int i = 0; i < threads; i++) {
+      Share &share = shares_[size_t((index + i) % threads)];
+      for (int task; (task = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;) task_(context_, task);
+    }
+  }
+
+  void work(int index) {
+    for (uint64_t seen = 0;;) {
+      uint64_t now = job_.load(std::memory_order_acquire);
+      for (int spins = 0; now == seen && spins < SPINS; spins++) {
+        pause_briefly();
+        now = job_.load(std::memory_order_acquire);
+      }
+      if (now == seen) {
+        std::unique_lock<std::mutex> lock(sleep_);
+        sleepers_.fetch_add(1);
+        wake_.wait(lock, [&] { return job_.load() != seen; });
+        sleepers_.fetch_sub(1);
+        now = job_.load();
+      }
+      if (stop_) return;
+      seen = now;
+      help(index);
+      busy_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  std::vector<Share> shares_;
+  pid_t owner_;
+  std::vector<std::thread> workers_;
+  std::mutex turn_, sleep_;
+  std::condition_variable wake_;
+  std::atomic<uint64_t> job_{0};
+  std::atomic<int> busy_{0}, sleepers_{0};
+  Task task_ = nullptr;
+  void *context_ = nullptr;
+  std::atomic<bool> stop_{false};
+};
+
+std::mutex configuring;
+Pool *pool = nullptr;  // lives as long as the process: threads at exit are the system's to end
+int wanted_threads = 0;
+std::vector<int> wanted_cpus;
+
+std::vector<int> allowed_cpus() {
+  std::vector<int> cpus;
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0)
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
+      if (CPU_ISSET(size_t(cpu), &set)) cpus.push_back(cpu);
+#endif
+  return cpus;
+}
+
+Pool &current_pool() {
+  std::lock_guard<std::mutex> lock(configuring);
+  if (!pool || !pool->is_ours()) {
+    if (wanted_threads == 0) {
+      wanted_cpus = allowed_cpus();
+      wanted_threads = int(wanted_cpus.empty() ? 1 : wanted_cpus.size());
+    }
+    pool = new Pool(wanted_threads, wanted_cpus);
+  }
+  return *pool;
+}
+
+}  // namespace
+
+void configure_pool(int threads, const int *cpus) {
+  std::lock_guard<std::mutex> lock(configuring);
+  if (pool && pool->is_ours()) delete pool;
+  pool = nullptr;
+  wanted_threads = threads;
+  wanted_cpus = cpus ? std::vector<int>(cpus, cpus + threads) : allowed_cpus();
+}
+
+int pool_threads() { return current_pool().size(); }
+
+void run_tasks(int count, Task task, void *context) {
+  if (count > 1) {
+    Pool &threads = current_pool();
+    if (threads.size() > 1) return threads.run(count, task, context);
+  }
+  for (int i = 0; i < count; i++) task(context, i);
+}
+
+void *thread_buffer(int slot, size_t bytes) {
+  struct Buffers {
+    void *memory[8] = {};
+    size_t size[8] = {};
+    ~Buffers() {
+      for (void *p : memory) free(p);
+    }
+  };
+  thread_local Buffers buffers;
+  if (buffers.size[slot] < bytes) {
+    free(buffers.memory[slot]);
+    size_t rounded = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    buffers.memory[slot] = aligned_alloc(4096, rounded);
+    buffers.size[slot] = rounded;
+  }
+  return buffers.memory[slot];
+}
+
+}  // namespace kvasir
+
+void kv_configure(int32_t threads, const int32_t *cpus) { kvasir::configure_pool(threads, cpus); }
+int32_t kv_threads() { return kvasir::pool_threads(); }

@@ -1,0 +1,386 @@
+// Matrix products over packed weights: rows of activations times blocks of 16 outputs. See kernels.h for the layouts.
+#pragma once
+
+#include <utility>
+
+#include "kernels.h"
+#include "pointwise.inl"
+#include "simd.h"
+
+namespace {
+
+using kvasir::Matrix;
+using kvasir::Product;
+using kvasir::Rows;
+
+#if defined(__AVX512BF16__)
+constexpr int MOST_ROWS = 28, WIDE_ROWS = 14, QUANT_ROWS = 12;  // accumulators that fit into 32 registers
+#elif defined(__AVX2__)
+constexpr int MOST_ROWS = 4, WIDE_ROWS = 2, QUANT_ROWS = 2;
+#else
+constexpr int MOST_ROWS = 4, WIDE_ROWS = 2, QUANT_ROWS = 4;
+#endif
+
+// ---------------------------------------------------------------- bfloat16
+
+#if defined(__AVX512BF16__)
+typedef __m512bh Pairs;
+inline Pairs load_pairs(const uint32_t *w) { return (__m512bh)_mm512_loadu_si512(w); }
+inline void dot(f32x16 &acc, uint32_t a, Pairs w) {
+  acc = bits<f32x16>(_mm512_dpbf16_ps(bits<__m512>(acc), w, (__m512bh)_mm512_set1_epi32(int(a))));
+}
+#else
+struct Pairs {
+  f32x16 even, odd;
+};
+inline Pairs load_pairs(const uint32_t *w) {
+  u32x16 both = load<u32x16>(w);
+  return {bits<f32x16>(both << 16), bits<f32x16>(both & 0xffff0000u)};
+}
+inline void dot(f32x16 &acc, uint32_t a, const Pairs &w) {
+  acc += w.even * bits<float>(a << 16);
+  acc += w.odd * bits<float>(a & 0xffff0000u);
+}
+#endif
+
+// R rows times B blocks: out[R][B][16]. Pair p of row i stands at a[p * STEP + i * ROW]. Few rows keep several sums each,
+// so that a sum need not wait for the one before.
+template <int R, int B, int STEP, int ROW>
+void tile_bf16(const uint32_t *a, const uint32_t *w, size_t block_stride, int pairs, float *out) {
+  constexpr int SUMS = R * B <= 2 ? 4 : R * B <= 4 ? 2 : 1;
+  f32x16 acc[SUMS][R][B] = {};
+  for (int p = 0; p < pairs; p += SUMS) {
+#pragma GCC unroll 4
+    for (int s = 0; s < SUMS; s++) {
+      Pairs panel[B];
+#pragma GCC unroll 2
+      for (int b = 0; b < B; b++) {
+        panel[b] = load_pairs(w + b * block_stride + size_t(p + s) * 16);
+        __builtin_prefetch(w + b * block_stride + size_t(p + s) * 16 + 512);
+      }
+#pragma GCC unroll 28
+      for (int i = 0; i < R; i++) {
+        uint32_t pair = a[(p + s) * STEP + i * ROW];
+#pragma GCC unroll 2
+        for (int b = 0; b < B; b++) dot(acc[s][i][b], pair, panel[b]);
+      }
+    }
+  }
+  for (int i = 0; i < R; i++)
+    for (int b = 0; b < B; b++) {
+      f32x16 total = acc[0][i][b];
+      for (int s = 1; s < SUMS; s++) total += acc[s][i][b];
+      store(out + (i * B + b) * 16, total);
+    }
+}
+
+typedef void (*TileBf16)(const uint32_t *, const uint32_t *, size_t, int, float *);
+
+template <int B, int... I>
+inline TileBf16 pick_tile(int rows, std::integer_sequence<int, I...>) {
+  static const TileBf16 tiles[] = {tile_bf16<I + 1, B, I + 1, 1>...};
+  return tiles[rows - 1];
+}
+
+inline TileBf16 tile_of(int rows, int blocks) {
+  return blocks == 2 ? pick_tile<2>(rows, std::make_integer_sequence<int, WIDE_ROWS>())
+                     : pick_tile<1>(rows, std::make_integer_sequence<int, MOST_ROWS>());
+}
+
+inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+void pack_rows_bf16(const uint16_t *x, size_t stride, int32_t inputs, const Rows *rows, int32_t tile) {
+  int R = rows->tile, pairs = rows->padded_inputs / 2, begin = tile * R;
+  uint32_t *out = (uint32_t *)rows->bf16 + size_t(tile) * R * pairs;
+  for (int first = 0; first < pairs; first += 16)  // some at a time: what is written stays in the nearest cache
+    for (int i = 0; i < R; i++) {
+      const uint16_t *row = x + size_t(begin + i) * stride;
+      int end = begin + i < rows->count ? inputs : 0;
+      for (int p = first; p < first + 16; p++) {
+        uint32_t pair = 0;
+        if (2 * p + 1 < end) {
+          pair = load<uint32_t>(row + 2 * p);
+        } else if (2 * p < end) {
+          pair = row[2 * p];
+        }
+        out[p * R + i] = pair;
+      }
+    }
+}
+
+// ---------------------------------------------------------------- 8 and 4 bits
+
+#if defined(__AVX512VNNI__)
+inline void dot4(i32x16 &acc, uint32_t a, u32x16 w) {
+  acc = bits<i32x16>(_mm512_dpbusd_epi32(bits<__m512i>(acc), bits<__m512i>(w), _mm512_set1_epi32(int(a))));
+}
+#elif defined(__AVX2__)
+inline void dot4(i32x16 &acc, uint32_t a, u32x16 w) {
+  __m256i quad = _mm256_set1_epi32(int(a)), low = _mm256_set1_epi16(255);
+  __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(quad, 8), 8), odd = _mm256_srai_epi16(quad, 8);
+  for (int i = 0; i < 2; i++) {
+    __m256i part = load<__m256i>((const char *)&w + 32 * i), total = load<__m256i>((const char *)&acc + 32 * i);
+    total = _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_and_si256(part, low), even));
+    total = _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_srli_epi16(part, 8), odd));
+    store((char *)&acc + 32 * i, total);
+  }
+}
+#else
+inline void dot4(i32x16 &acc, uint32_t a, u32x16 w) {
+  for (int j = 0; j < 4; j++) acc += (i32x16)((w >> (8 * j)) & 255) * int32_t(int8_t(a >> (8 * j)));
+}
+#endif
+
+struct QuantPanel {
+  const uint8_t *data;
+  const uint16_t *scale, *min;
+  int group, offset;
+};
+
+// R rows times one block. `HALF`: 4 bits. A group's products are whole numbers; its scales make floats of them. This is for
+// groups of 32 with an offset, the most common.
+template <int R, bool HALF>
+void tile_quant(const uint32_t *a, const float *a_scale, const int32_t *a_starts, QuantPanel w, int groups, float *out) {
+  f32x16 acc[R] = {};
+  for (int g = 0; g < groups; g++) {
+    const uint8_t *data = w.data + size_t(g) * (HALF ? 256 : 512);
+    __builtin_prefetch(data + 2048);
+    i32x16 whole[R];
+#pragma GCC unroll 12
+    for (int i = 0; i < R; i++) whole[i] = splat_int(a_starts[g * R + i]);
+#pragma GCC unroll 8
+    for (int q = 0; q < 8; q++) {
+      u32x16 panel = load<u32x16>(data + (HALF ? q % 4 : q) * 64);
+      if (HALF) panel = (q < 4 ? panel : panel >> 4) & 0x0f0f0f0fu;
+#pragma GCC unroll 12
+      for (int i = 0; i < R; i++) dot4(whole[i], a[size_t(8 * g + q) * R + size_t(i)], panel);
+    }
+    f32x16 scale = load_f16(w.scale + size_t(g) * 16);
+#pragma GCC unroll 12
+    for (int i = 0; i < R; i++) acc[i] += __builtin_convertvector(whole[i], f32x16) * (scale * a_scale[g * R + i]);
+  }
+  for (int i = 0; i < R; i++) store(out + i * 16, acc[i]);
+}
+
+// The same for groups of 16 and for mins.
+template <int R, bool HALF>
+void any_tile_quant(const uint32_t *a, const float *a_scale, const int32_t *a_sums, QuantPanel w, int groups, float *out) {
+  f32x16 acc[R] = {};
+  const int subs = 32 / w.group;
+  for (int g = 0; g < groups; g++) {
+    const uint8_t *data = w.data + size_t(g) * (HALF ? 256 : 512);
+    __builtin_prefetch(data + 2048);
+    i32x16 whole[R];
+    for (int sub = 0; sub < 2; sub++) {
+      if (sub == 0 || subs == 2) {
+#pragma GCC unroll 12
+        for (int i = 0; i < R; i++) {
+          int32_t total = a_sums[(2 * g + sub) * R + i] + (subs == 1 ? a_sums[(2 * g + 1) * R + i] : 0);
+          whole[i] = splat_int(-w.offset * total);
+        }
+      }
+#pragma GCC unroll 4
+      for (int q = 0; q < 4; q++) {
+        u32x16 panel = load<u32x16>(data + (HALF ? q : 4 * sub + q) * 64);
+        if (HALF) panel = (sub ? panel >> 4 : panel) & 0x0f0f0f0fu;
+        const uint32_t *quad = a + size_t(8 * g + 4 * sub + q) * R;
+#pragma GCC unroll 12
+        for (int i = 0; i < R; i++) dot4(whole[i], quad[i], panel);
+      }
+      if (sub == 1 || subs == 2) {
+        size_t at = size_t(subs == 2 ? 2 * g + sub : g) * 16;
+        f32x16 scale = load_f16(w.scale + at);
+#pragma GCC unroll 12
+        for (int i = 0; i < R; i++)
+          acc[i] += __builtin_convertvector(whole[i], f32x16) * (scale * a_scale[g * R + i]);
+        if (w.min) {
+          f32x16 min = load_f16(w.min + at);
+          for (int i = 0; i < R; i++) {
+            int32_t total = a_sums[(2 * g + sub) * R + i] + (subs == 1 ? a_sums[2 * g * R + i] : 0);
+            acc[i] += min * (a_scale[g * R + i] * float(total));
+          }
+        }
+      }
+    }
+  }
+  for (int i = 0; i < R; i++) store(out + i * 16, acc[i]);
+}
+
+typedef void (*TileQuant)(const uint32_t *, const float *, const int32_t *, QuantPanel, int, float *);
+
+template <int... I>
+inline TileQuant quant_tile_of(int rows, bool half, bool simple, std::integer_sequence<int, I...>) {
+  static const TileQuant tiles[4][sizeof...(I)] = {{any_tile_quant<I + 1, false>...},
+                                                   {any_tile_quant<I + 1, true>...},
+                                                   {tile_quant<I + 1, false>...},
+                                                   {tile_quant<I + 1, true>...}};
+  return tiles[2 * simple + half][rows - 1];
+}
+
+inline bool is_simple(const Matrix &m) { return m.group == 32 && !m.min; }
+
+inline void narrow(i32x16 n, int8_t *out) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i *)out, _mm512_cvtepi32_epi8(bits<__m512i>(n)));
+#else
+  for (int i = 0; i < 16; i++) out[i] = int8_t(n[i]);
+#endif
+}
+
+inline int32_t total(i32x16 n) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32(bits<__m512i>(n));
+#else
+  int32_t s = 0;
+  for (int i = 0; i < 16; i++) s += n[i];
+  return s;
+#endif
+}
+
+void pack_rows_quant(const uint16_t *x, size_t stride, int32_t inputs, const Rows *rows, int32_t tile) {
+  int R = rows->tile, K = rows->padded_inputs, begin = tile * R;
+  uint32_t *q = (uint32_t *)rows->q + size_t(tile) * R * (K / 4);
+  float *scales = rows->scale + size_t(tile) * R * (K / 32);
+  int32_t *sums = rows->sums + size_t(tile) * R * (K / 16), *starts = rows->starts + size_t(tile) * R * (K / 32);
+  for (int i = 0; i < R; i++) {
+    const uint16_t *row = x + size_t(begin + i) * stride;
+    int here = begin + i < rows->count ? inputs : 0;
+    for (int g = 0; g < K / 32; g++) {
+      uint16_t tail[32] = {};
+      const uint16_t *values = row + 32 * g;
+      if (here < 32 * (g + 1)) {
+        if (here > 32 * g) memcpy(tail, values, 2 * size_t(here - 32 * g));
+        values = tail;
+      }
+      f32x16 v[2] = {load_bf16(values), load_bf16(values + 16)};
+      float most = largest(maximum(maximum(v[0], -v[0]), maximum(v[1], -v[1])));
+      float inverse = most > 0 ? 127.f / most : 0.f;
+      scales[g * R + i] = most / 127.f;
+      for (int half = 0; half < 2; half++) {
+        f32x16 y = v[half] * inverse;
+        i32x16 n = __builtin_convertvector(y + select(y < 0.f, splat(-0.5f), splat(0.5f)), i32x16);
+        int8_t bytes[16];
+        narrow(n, bytes);
+        for (int j = 0; j < 4; j++) q[size_t(8 * g + 4 * half + j) * R + i] = load<uint32_t>(bytes + 4 * j);
+        sums[(2 * g + half) * R + i] = total(n);
+      }
+      starts[g * R + i] = -rows->offset * (sums[2 * g * R + i] + sums[(2 * g + 1) * R + i]);
+    }
+  }
+}
+
+// ---------------------------------------------------------------- any product
+
+int32_t tile_rows(const Matrix *matrix, int32_t rows) {
+  if (matrix->kind != kvasir::BF16) return ceil_div(rows, ceil_div(rows, QUANT_ROWS));
+  if (rows <= MOST_ROWS) return rows;
+  int most = WIDE_ROWS > 4 ? WIDE_ROWS : MOST_ROWS;
+  return ceil_div(rows, ceil_div(rows, most));
+}
+
+// One tile times `blocks` blocks (1 or 2) that lie `apart` from each other: out[R][blocks][16].
+void one_tile(const Matrix &m, const Rows &rows, int tile, int block, int apart, int blocks, float *out) {
+  int R = rows.tile, K = m.padded_inputs;
+  if (m.kind == kvasir::BF16) {
+    const uint32_t *a = (const uint32_t *)rows.bf16 + size_t(tile) * R * (K / 2);
+    size_t panel = size_t(K / 2) * 16;
+    const uint32_t *w = (const uint32_t *)m.data + block * panel;
+    if (blocks == 1 || R <= WIDE_ROWS) return tile_of(R, blocks)(a, w, apart * panel, K / 2, out);
+  }
+  float one[MOST_ROWS * 16];
+  for (int b = 0; b < blocks; b++) {
+    if (m.kind == kvasir::BF16) {
+      one_tile(m, rows, tile, block + b * apart, 0, 1, one);
+    } else {
+      size_t at = size_t(block + b * apart), groups = size_t(K / m.group) * 16;
+      QuantPanel panel{(const uint8_t *)m.data + at * K * (m.kind == kvasir::Q4 ? 8 : 16), m.scale + at * groups,
+                       m.min ? m.min + at * groups : nullptr, m.group, m.offset};
+      const int32_t *sums = is_simple(m) ? rows.starts + size_t(tile) * R * (K / 32) : rows.sums + size_t(tile) * R * (K / 16);
+      quant_tile_of(R, m.kind == kvasir::Q4, is_simple(m), std::make_integer_sequence<int, QUANT_ROWS>())(
+          (const uint32_t *)rows.q + size_t(tile) * R * (K / 4), rows.scale + size_t(tile) * R * (K / 32), sums, panel,
+          K / 32, one);
+    }
+    for (int i = 0; i < R; i++) memcpy(out + (i * blocks + b) * 16, one + i * 16, 64);
+  }
+}
+
+inline f32x16 with_bias(const Matrix &m, int block, f32x16 y) {
+  if (!m.bias) return y;
+  uint16_t tail[16] = {};
+  const uint16_t *bias = m.bias + block * 16;
+  if (block * 16 + 16 > m.outputs) bias = (const uint16_t *)memcpy(tail, bias, 2 * size_t(m.outputs - block * 16));
+  return y + load_bf16(bias);
+}
+
+inline void store_block(uint16_t *out, f32x16 y, int count) {
+  if (count >= 16) return store_bf16(out, y);
+  uint16_t all[16];
+  store_bf16(all, y);
+  memcpy(out, all, 2 * size_t(count));
+}
+
+// The tile of floats to bfloat16 outputs, with bias and activation.
+void finish_tile(const Product &p, int tile, int block, int apart, int blocks, const float *from) {
+  const Matrix &m = *p.matrix;
+  int R = p.rows->tile, begin = tile * R, width = p.gated ? m.outputs / 2 : m.outputs;
+  for (int i = 0; i < R && begin + i < p.rows->count; i++) {
+    uint16_t *out = p.out + size_t(begin + i) * p.out_stride;
+    const float *row = from + i * blocks * 16;
+    if (p.gated) {
+      f32x16 gate = with_bias(m, block, load<f32x16>(row));
+      f32x16 up = with_bias(m, block + apart, load<f32x16>(row + 16));
+      store_block(out + block * 16, gated_value(gate, up, p.activation), width - block * 16);
+      continue;
+    }
+    for (int b = 0; b < blocks; b++) {
+      f32x16 y = with_bias(m, block + b, load<f32x16>(row + b * 16));
+      if (p.activate) y = activate(round_bf16(y), p.activation);
+      store_block(out + (block + b) * 16, y, width - (block + b) * 16);
+    }
+  }
+}
+
+void product(const Product *p, int32_t block_begin, int32_t block_end) {
+  const Matrix &m = *p->matrix;
+  const Rows &rows = *p->rows;
+  int tiles = ceil_div(rows.count, rows.tile);
+  float buffer[(MOST_ROWS > 2 * WIDE_ROWS ? MOST_ROWS : 2 * WIDE_ROWS) * 2 * 16];
+  bool wide = p->gated || (tiles > 1 && rows.tile <= WIDE_ROWS && m.kind == kvasir::BF16);
+  int apart = p->gated ? m.outputs / 32 : 1;
+  for (int block = block_begin; block < block_end;) {
+    int blocks = wide && (p->gated || block + 1 < block_end) ? 2 : 1;
+    for (int tile = 0; tile < tiles; tile++) {
+      one_tile(m, rows, tile, block, apart, blocks, buffer);
+      finish_tile(*p, tile, block, apart, blocks, buffer);
+    }
+    block += p->gated ? 1 : blocks;
+  }
+}
+
+// One row of the matrix as bfloat16: an embedding.
+void expand_row(const Matrix *matrix, int32_t output, uint16_t *out) {
+  const Matrix &m = *matrix;
+  int K = m.padded_inputs, block = output / 16, n = output % 16;
+  if (m.kind == kvasir::PLAIN) {
+    memcpy(out, (const uint16_t *)m.data + size_t(output) * size_t(m.inputs), 2 * size_t(m.inputs));
+    return;
+  }
+  for (int k = 0; k < m.inputs; k++) {
+    if (m.kind == kvasir::BF16) {
+      out[k] = ((const uint16_t *)m.data)[(size_t(block) * (K / 2) + k / 2) * 32 + n * 2 + k % 2];
+      continue;
+    }
+    const uint8_t *data = (const uint8_t *)m.data;
+    int value;
+    if (m.kind == kvasir::Q8) {
+      value = data[(size_t(block) * (K / 4) + k / 4) * 64 + n * 4 + k % 4];
+    } else {
+      int g = k / 32, high = k % 32 / 16, quad = k % 16 / 4;
+      value = data[(size_t(block) * (K / 32) + g) * 256 + quad * 64 + n * 4 + k % 4] >> (4 * high) & 15;
+    }
+    size_t at = (size_t(block) * (K / m.group) + k / m.group) * 16 + n;
+    out[k] = to_bf16(float(value - m.offset) * from_f16(m.scale[at]) + (m.min ? from_f16(m.min[at]) : 0.f));
+  }
+}
+
+}  // namespace

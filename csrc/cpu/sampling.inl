@@ -1,0 +1,53 @@
+// Over the vocabulary: the best token, and sums of probabilities. Logits are float32 or bfloat16.
+#pragma once
+
+#include "kernels.h"
+#include "pointwise.inl"
+#include "simd.h"
+
+namespace {
+
+inline float value_at(const uint16_t *p) { return from_bf16(*p); }
+inline float value_at(const float *p) { return *p; }
+
+// Returns the first of the largest. What is no number never wins.
+template <class T>
+int32_t find_best(const T *logits, int32_t size) {
+  f32x16 high = splat(-INFINITY);
+  for_each_16(size, [&](int at, int n) {
+    f32x16 v = load_some(logits + at, n);
+    for (int i = n; i < 16; i++) v[i] = -INFINITY;
+    high = maximum(v, high);
+  });
+  float most = largest(high);
+  for (int32_t at = 0; at < size; at++)
+    if (value_at(logits + at) == most) return at;
+  return 0;
+}
+
+template <class T>
+double find_mass(const T *logits, int32_t size, float best, float scale) {
+  double total = 0;
+  for (int32_t at = 0; at < size; at += 4096) {  // floats add up exactly enough over some thousand
+    int32_t here = size - at < 4096 ? size - at : 4096;
+    f32x16 sums = {};
+    for_each_16(here, [&](int i, int n) {
+      f32x16 w = exponential((load_some(logits + at + i, n) - best) * scale);
+      for (int j = n; j < 16; j++) w[j] = 0;
+      sums += w;
+    });
+    total += double(sum(sums));
+  }
+  return total;
+}
+
+int32_t best_logit(const void *logits, int32_t is_float, int32_t size) {
+  return is_float ? find_best((const float *)logits, size) : find_best((const uint16_t *)logits, size);
+}
+
+double mass_of(const void *logits, int32_t is_float, int32_t size, float best, float scale) {
+  return is_float ? find_mass((const float *)logits, size, best, scale)
+                  : find_mass((const uint16_t *)logits, size, best, scale);
+}
+
+}  // namespace

@@ -1,0 +1,220 @@
+// The library by itself, for the sanitizers: every operation on every instruction set this machine has, with several
+// threads, and from several threads at once. Results are compared with plain loops.
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <atomic>
+#include <random>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../kvasir_cpu.h"
+#include "../pool.h"
+
+using namespace kvasir;
+
+namespace {
+
+int failures = 0;
+std::string where;
+
+void check(bool fine, const char *what) {
+  if (!fine) {
+    printf("FAILED on %s: %s\n", where.c_str(), what);
+    failures++;
+  }
+}
+
+uint16_t to_bf16(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+float from_bf16(uint16_t x) {
+  uint32_t u = uint32_t(x) << 16;
+  float y;
+  memcpy(&y, &u, 4);
+  return y;
+}
+
+std::vector<uint16_t> random_numbers(size_t count, unsigned seed) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal;
+  std::vector<uint16_t> numbers(count);
+  for (auto &x : numbers) x = to_bf16(normal(generator));
+  return numbers;
+}
+
+// A matrix with its memory, exactly as large as it must be, so that a step too far is seen.
+struct Packed {
+  Matrix m{};
+  std::vector<uint8_t> data;
+  std::vector<uint16_t> scale;
+
+  Packed(Kind kind, int outputs, int inputs, const std::vector<uint16_t> &source) {
+    m.kind = kind, m.outputs = outputs, m.inputs = inputs, m.padded_inputs = (inputs + 31) / 32 * 32;
+    m.group = 32, m.offset = kind == Q4 ? 8 : 128;
+    size_t numbers = size_t((outputs + 15) / 16 * 16) * size_t(m.padded_inputs);
+    data.resize(kind == BF16 ? numbers * 2 : kind == Q8 ? numbers : numbers / 2);
+    scale.resize(kind == BF16 ? 0 : numbers / 32);
+    m.data = data.data(), m.scale = scale.data();
+    kv_pack(&m, source.data(), 1, inputs, 0, outputs);
+  }
+
+  std::vector<uint16_t> rows() const {
+    std::vector<int64_t> all(size_t(m.outputs));
+    for (size_t i = 0; i < all.size(); i++) all[i] = int64_t(i);
+    std::vector<uint16_t> out(size_t(m.outputs) * size_t(m.inputs));
+    kv_expand_rows(&m, all.data(), m.outputs, out.data());
+    return out;
+  }
+};
+
+void test_products() {
+  for (Kind kind : {BF16, Q8, Q4})
+    for (int inputs : {64, 50}) {
+      const int outputs = 75;
+      Packed packed(kind, outputs, inputs, random_numbers(size_t(outputs * inputs), 1));
+      std::vector<uint16_t> weights = packed.rows();
+      for (int rows : {1, 3, 16, 40}) {
+        std::vector<uint16_t> x = random_numbers(size_t(rows * inputs), 2), out(size_t(rows * outputs));
+        kv_linear(&packed.m, x.data(), inputs, rows, out.data());
+        double error = 0, size = 0;
+        for (int i = 0; i < rows; i++)
+          for (int n = 0; n < outputs; n++) {
+            double wanted = 0;
+            for (int k = 0; k < inputs; k++)
+              wanted += double(from_bf16(x[size_t(i * inputs + k)])) * double(from_bf16(weights[size_t(n * inputs + k)]));
+            error += pow(wanted - double(from_bf16(out[size_t(i * outputs + n)])), 2);
+            size += wanted * wanted;
+          }
+        check(sqrt(error / size) < 0.015, "a product is near");
+      }
+    }
+}
+
+// A decoder of two layers on random weights; `tokens` of one text.
+struct Tiny {
+  static constexpr int HIDDEN = 64, HEADS = 4, KV_HEADS = 2, DIM = 16, INNER = 96, VOCABULARY = 50, BLOCK = 4, LENGTH = 1200;
+  Packed qkv{BF16, (HEADS + 2 * KV_HEADS) * DIM, HIDDEN, random_numbers(128 * HIDDEN, 3)};
+  Packed o{BF16, HIDDEN, HEADS * DIM, random_numbers(HIDDEN * 64, 4)};
+  Packed up{Q8, 2 * INNER, HIDDEN, random_numbers(2 * INNER * HIDDEN, 5)};
+  Packed down{Q4, HIDDEN, INNER, random_numbers(HIDDEN * INNER, 6)};
+  Packed embedding{BF16, VOCABULARY, HIDDEN, random_numbers(VOCABULARY * HIDDEN, 7)};
+  std::vector<uint16_t> gain = std::vector<uint16_t>(HIDDEN, to_bf16(1));
+  std::vector<uint16_t> caches[2];
+  std::vector<float> angles = std::vector<float>(LENGTH * DIM, 0.5f);
+  std::vector<int32_t> table;
+  kv_layer layers[2] = {};
+  kv_decoder decoder{};
+
+  Tiny() {
+    for (int b = 0; b < LENGTH / BLOCK; b++) table.push_back(LENGTH / BLOCK - 1 - b);
+    Norm norm{1, 1e-6f, gain.data(), nullptr};
+    for (int i = 0; i < 2; i++) {
+      caches[i].resize(size_t(LENGTH) * 2 * KV_HEADS * DIM);
+      kv_layer &layer = layers[i];
+      layer.attention_norm = layer.mlp_norm = norm;
+      layer.qkv = qkv.m, layer.o = o.m, layer.up = up.m, layer.down = down.m;
+      layer.rotation = {angles.data(), DIM, 0};
+      layer.cache = {caches[i].data(), 2 * BLOCK * KV_HEADS * DIM, BLOCK * KV_HEADS * DIM, KV_HEADS * DIM, DIM, BLOCK, 0};
+      layer.heads = HEADS, layer.kv_heads = KV_HEADS, layer.head_dim = DIM;
+      layer.gated = 1, layer.scale = 0.25f, layer.residual_scale = 1;
+      if (i == 1) layer.window = 700, layer.softcap = 20;
+    }
+    decoder.hidden = HIDDEN, decoder.num_layers = 2, decoder.layers = layers, decoder.embedding = embedding.m;
+    decoder.embedding_scale = 1, decoder.final_norm = norm;
+  }
+
+  // Tokens begin .. end of the text, the ones before being in the cache.
+  std::vector<uint16_t> run(int begin, int end, int only_last = 0) {
+    std::vector<int64_t> ids, positions, slots;
+    for (int t = begin; t < end; t++) {
+      ids.push_back(t * 7 % VOCABULARY);
+      positions.push_back(t);
+      slots.push_back(int64_t(table[size_t(t / BLOCK)]) * BLOCK + t % BLOCK);
+    }
+    int64_t row = 0;
+    int32_t starts[2] = {0, end - begin}, length = end;
+    kv_group group{slots.data(), table.data(), int64_t(table.size())};
+    kv_step step{end - begin, 1, 1, 1, only_last, ids.data(), positions.data(), &row, starts, &length, &group};
+    std::vector<uint16_t> out(size_t(only_last ? 1 : end - begin) * HIDDEN);
+    kv_forward(&decoder, &step, out.data());
+    return out;
+  }
+};
+
+void test_decoder() {
+  Tiny whole, pieces;
+  std::vector<uint16_t> all = whole.run(0, 1100);
+  pieces.run(0, 700, 1);
+  pieces.run(700, 1099);
+  std::vector<uint16_t> last = pieces.run(1099, 1100);  // one token over many keys: they are shared out
+  double error = 0, size = 0;
+  for (size_t i = 0; i < Tiny::HIDDEN; i++) {
+    double wanted = double(from_bf16(all[1099 * Tiny::HIDDEN + i]));
+    error += pow(wanted - double(from_bf16(last[i])), 2);
+    size += wanted * wanted;
+  }
+  check(sqrt(error / size) < 0.03, "a text in pieces is the text at once");
+}
+
+void test_sampling() {
+  const int lines = 6, vocabulary = 3001;
+  std::vector<uint16_t> logits = random_numbers(size_t(lines * vocabulary), 8);
+  logits[2 * vocabulary + 123] = to_bf16(50);
+  std::vector<int64_t> rows(lines, 0);
+  float temperature = 0.8f, min_p = 0.01f, top_p = 0.9f, floor[lines];
+  int32_t top_k = 40, seed = 5, positions[lines] = {0, 1, 2, 3, 4, 5}, tokens[lines];
+  kv_sampling sampling{rows.data(), &temperature, &min_p, &top_p, &top_k, &seed};
+  kv_logit_floor(logits.data(), 0, lines, vocabulary, &sampling, floor);
+  kv_draw(logits.data(), 0, lines, vocabulary, &sampling, positions, tokens);
+  check(tokens[2] == 123, "what is nearly certain is drawn");
+  for (int i = 0; i < lines; i++) {
+    int kept = 0;
+    for (int v = 0; v < vocabulary; v++) kept += from_bf16(logits[size_t(i * vocabulary + v)]) >= floor[i];
+    check(kept >= 1 && kept <= 45, "top-k keeps about k");
+  }
+}
+
+void test_pool() {
+  for (int threads : {1, 2, 4}) {
+    configure_pool(threads, nullptr);
+    std::vector<std::thread> callers;
+    std::atomic<int64_t> total{0};
+    for (int c = 0; c < 3; c++)
+      callers.emplace_back([&] {
+        for (int round = 0; round < 50; round++) {
+          std::vector<int> seen(37, 0);
+          parallel(37, [&](int task) { seen[size_t(task)]++; });
+          for (int count : seen) total += count == 1;
+        }
+      });
+    for (auto &caller : callers) caller.join();
+    check(total == 3 * 50 * 37, "every task runs once");
+  }
+}
+
+}  // namespace
+
+int main() {
+  where = "the pool";
+  test_pool();
+  configure_pool(3, nullptr);
+  std::istringstream sets(kv_instruction_sets());
+  for (std::string set; sets >> set;) {
+    where = set;
+    kv_use_instruction_set(set.c_str());
+    test_products();
+    test_decoder();
+    test_sampling();
+  }
+  configure_pool(1, nullptr);
+  printf(failures ? "%d failures\n" : "all fine\n", failures);
+  return failures ? 1 : 0;
+}

@@ -1,0 +1,51 @@
+"""Paged attention by the CPU library: decodes and chunks in one call, shared out over sequences, heads and keys."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from kvasir.attention.base import AttentionBatch
+from kvasir.kernels.cpu.step import StepView, cache_of
+from kvasir.kernels.cpu.structs import Layer
+from kvasir.platforms.cpu_library import loaded
+
+
+class CpuAttention:
+    """See AttentionBackend. Queries are bfloat16; the cache is bfloat16 or int8."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        tokens, heads, head_dim = query.shape
+        if query.stride(2) != 1 or query.stride(1) != head_dim:
+            query = query.contiguous()
+        out = torch.empty(tokens, heads, head_dim, dtype=query.dtype)
+        layer = Layer(
+            cache=cache_of(kv_cache),
+            heads=heads,
+            kv_heads=kv_cache.shape[3],
+            head_dim=head_dim,
+            window=window or 0,
+            scale=scale,
+            softcap=softcap or 0.0,
+        )
+        if "cpu step" not in batch.notes:
+            batch.notes["cpu step"] = StepView(batch)
+        step: StepView = batch.notes["cpu step"]
+        loaded().kv_attention(
+            ctypes.byref(layer),
+            ctypes.byref(step.struct),
+            ctypes.c_void_p(query.data_ptr()),
+            ctypes.c_int64(query.stride(0)),
+            ctypes.c_void_p(out.data_ptr()),
+        )
+        return out

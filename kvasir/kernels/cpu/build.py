@@ -1,0 +1,124 @@
+"""Builds the CPU library from csrc/cpu with nothing but a C++ compiler: `python -m kvasir.kernels.cpu.build`.
+
+The package build calls this too (setup.py). Each instruction set is one file, compiled with its own flags.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parent.parent.parent / "csrc" / "cpu"
+NAME = "libkvasir_cpu.dylib" if sys.platform == "darwin" else "libkvasir_cpu.so"
+
+_COMMON = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"]
+# Vectors as arguments are an ABI question only between files; gcc 12 takes its own intrinsics for uninitialised.
+_QUIET = ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-unknown-warning-option"]
+_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+_AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni"]
+_FLAGS = {
+    "isa_avx2.cpp": _AVX2,
+    "isa_avx512.cpp": _AVX512,
+    "isa_amx.cpp": [*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
+}
+
+
+class NoCompiler(Exception):
+    """There is none, or it does not manage; the text says what it said."""
+
+
+def compiler() -> list[str]:
+    """$CXX, or the first of the usual names that is there."""
+    if named := os.environ.get("CXX"):
+        return shlex.split(named)
+    found = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    if found is None:
+        raise NoCompiler("no C++ compiler was found (c++, g++, clang++); install one or set CXX")
+    return [found]
+
+
+def sources() -> list[Path]:
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return [file for file in sorted(SOURCES.glob("*.cpp")) if x86 or file.name not in _FLAGS]
+
+
+def is_current(target: Path = HERE / NAME) -> bool:
+    """Whether the library is at least as new as what it is made from. Without sources there is nothing to compare."""
+    if not target.is_file():
+        return False
+    return all(file.stat().st_mtime <= target.stat().st_mtime for file in SOURCES.glob("*.*"))
+
+
+def build(target: Path = HERE / NAME, extra: Sequence[str] = ()) -> Path:
+    """Compile all files side by side and link them. The library appears at once, whole."""
+    files = sources()
+    if not files:
+        raise NoCompiler(f"the sources are not in {SOURCES}")
+    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(os.cpu_count() or 1) as workers:
+        objects = list(workers.map(lambda file: _compile(file, Path(place), extra), files))
+        made = Path(place) / NAME
+        _run([*compiler(), "-shared", "-pthread", *extra, *map(str, objects), "-o", str(made)])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = target.with_suffix(f".{os.getpid()}")
+        shutil.copy(made, beside)
+        beside.replace(target)  # a process that has the old one mapped keeps it
+    return target
+
+
+def check_with_sanitizer(kind: str) -> str:
+    """Build the library's own tests with a sanitizer ("thread", "address,undefined") and run them; what they print."""
+    flags = ["-O1", "-g", f"-fsanitize={kind}", "-fno-sanitize-recover=all"]
+    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(os.cpu_count() or 1) as workers:
+        files = [*sources(), SOURCES / "tests" / "test_library.cpp"]
+        objects = list(workers.map(lambda file: _compile(file, Path(place), flags), files))
+        program = Path(place) / "test_library"
+        _run([*compiler(), "-pthread", *flags, *map(str, objects), "-o", str(program)])
+        ran = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise AssertionError(f"the library's tests under {kind} ended with {ran.returncode}:\n{ran.stdout}{ran.stderr}")
+    return ran.stdout.strip()
+
+
+def _compile(file: Path, place: Path, extra: Sequence[str]) -> Path:
+    made = place / f"{file.stem}.o"
+    _run([*compiler(), *_COMMON, *_QUIET, *_FLAGS.get(file.name, []), *extra, "-c", str(file), "-o", str(made)])
+    return made
+
+
+def _run(command: list[str]) -> None:
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise NoCompiler(f"{command[0]} cannot be run ({error})") from error
+    if ran.returncode:
+        raise NoCompiler(f"{' '.join(command)} failed:\n{ran.stderr.strip()}")
+
+
+def main() -> int:
+    """Without arguments: build. With `sanitize`: build and run the library's own tests under both sanitizers."""
+    started = time.perf_counter()
+    try:
+        if sys.argv[1:] == ["sanitize"]:
+            for kind in ("thread", "address,undefined"):
+                print(f"{kind}: {check_with_sanitizer(kind)}")
+            return 0
+        made = build()
+    except NoCompiler as error:
+        print(f"The CPU library was not built: {error}", file=sys.stderr)
+        return 1
+    print(f"built {made} in {time.perf_counter() - started:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""The operations of kernels/reference.py by the CPU library, for bfloat16 (logits may be float32). Same names, same
+meaning."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import torch
+
+from kvasir.kernels.cpu.step import StepView, address, cache_of, rotation_of
+from kvasir.kernels.cpu.structs import ACTIVATIONS, Layer, Norm, Sampling
+from kvasir.platforms.cpu_library import loaded
+
+NONE = Norm()
+
+
+def norm_struct(
+    gain: torch.Tensor | None, eps: float, bias: torch.Tensor | None = None, *, layer: bool = False
+) -> Norm:
+    """A norm for the library; `layer`: of mean and variance."""
+    if gain is None:
+        return NONE
+    kind = 3 if layer else 2 if gain.dtype == torch.float32 else 1
+    wanted = torch.float32 if kind == 2 else torch.bfloat16
+    return Norm(kind, eps, address(gain, wanted), address(bias, torch.bfloat16))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    rows = x.numel() // x.shape[-1]
+    norm = norm_struct(weight, eps)
+    loaded().kv_norm(ctypes.byref(norm), _at(x), rows, x.shape[-1], _at(out))
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x, residual = x.contiguous(), residual.clone(memory_format=torch.contiguous_format)
+    out = torch.empty_like(x)
+    norm = norm_struct(weight, eps)
+    rows = x.numel() // x.shape[-1]
+    loaded().kv_add_norm(ctypes.byref(norm), _at(x), _at(residual), rows, x.shape[-1], _at(out))
+    return out, residual
+
+
+def gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    x = x.contiguous()
+    size = x.shape[-1] // 2
+    out = torch.empty(*x.shape[:-1], size, dtype=x.dtype)
+    loaded().kv_gated(_at(x), out.numel() // size, size, ACTIVATIONS[kind], _at(out))
+    return out
+
+
+def rope_store(
+    qkv: torch.Tensor,
+    heads: int,
+    positions: torch.Tensor,
+    table: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    q_gain: torch.Tensor | None = None,
+    k_gain: torch.Tensor | None = None,
+    eps: float = 0.0,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """The queries are views of qkv, which is changed."""
+    qkv, kv_heads = qkv.contiguous(), kv_cache.shape[3]
+    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
+    layer = Layer(
+        q_norm=norm_struct(q_gain, eps),
+        k_norm=norm_struct(k_gain, eps),
+        rotation=rotation_of(table, interleaved),
+        cache=cache_of(kv_cache),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
+    step = StepView(_only_slots(slots), positions=positions.contiguous(), tokens=len(qkv))
+    loaded().kv_rope_store(ctypes.byref(layer), ctypes.byref(step.struct), _at(qkv))
+    return qkv[:, : heads * head_dim].view(len(qkv), heads, head_dim)
+
+
+def _only_slots(slots: torch.Tensor) -> SimpleNamespace:
+    none, number = torch.zeros(0, dtype=torch.int32), torch.zeros(0, dtype=torch.int64)
+    return SimpleNamespace(
+        slots=slots.contiguous(),
+        query_start=none,
+        seq_lens=none,
+        tables=none.view(0, 1),
+        rows=number,
+        causal=True,
+        others=(),
+    )
+
+
+def takes_logits(logits: torch.Tensor) -> bool:
+    return logits.dtype in (torch.bfloat16, torch.float32)
+
+
+def logit_floor(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    temperature: torch.Tensor,
+    min_p: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+) -> torch.Tensor:
+    logits, rows = logits.contiguous(), rows.to(torch.int64).contiguous()
+    floor = torch.empty(len(logits), dtype=torch.float32)
+    sampling = Sampling(
+        rows=rows.data_ptr(),
+        temperature=address(temperature, torch.float32),
+        min_p=address(min_p, torch.float32),
+        top_p=address(top_p, torch.float32),
+        top_k=address(top_k, torch.int32),
+    )
+    loaded().kv_logit_floor(
+        _at(logits), logits.dtype == torch.float32, *logits.shape, ctypes.byref(sampling), _at(floor)
+    )
+    return floor
+
+
+def draw(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    next_token: torch.Tensor,
+) -> torch.Tensor:
+    logits, rows = logits.contiguous(), rows.to(torch.int64).contiguous()
+    positions = positions.to(torch.int32).contiguous()
+    tokens = torch.empty(len(logits), dtype=torch.int32)
+    sampling = Sampling(
+        rows=rows.data_ptr(),
+        temperature=address(temperature, torch.float32),
+        seeds=address(seeds, torch.int32),
+    )
+    loaded().kv_draw(
+        _at(logits), logits.dtype == torch.float32, *logits.shape, ctypes.byref(sampling), _at(positions), _at(tokens)
+    )
+    next_token[rows] = tokens
+    return tokens
+
+
+def _at(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())

@@ -1,0 +1,197 @@
+"""Matrices in the layouts of csrc/cpu/kernels.h: how large they are, how they are filled, how they are multiplied."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from kvasir.kernels.cpu.structs import ACTIVATIONS, Matrix
+from kvasir.platforms.cpu_library import loaded
+
+_KINDS = {"bf16": 0, "q8": 1, "q4": 2, "plain": 3}
+_SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@dataclass(frozen=True)
+class Format:
+    """How numbers are kept: value = (number - offset) * scale + min, a scale for each `group` of inputs."""
+
+    kind: str
+    group: int = 32
+    offset: int = 0
+    has_min: bool = False
+
+    def joined(self, other: Format) -> Format:
+        """One that holds what either holds."""
+        if self == other:
+            return self
+        kind = "q8" if "q8" in (self.kind, other.kind) else "q4"
+        return Format(kind, min(self.group, other.group), 0, has_min=True)
+
+
+BF16 = Format("bf16")
+INT8 = Format("q8", 32, 128)
+INT4 = Format("q4", 32, 8)
+
+# GGUF's types: their numbers there, and what holds them.
+GGUF = {
+    "Q4_0": (2, INT4),
+    "Q4_1": (3, Format("q4", has_min=True)),
+    "Q5_0": (6, Format("q8", 32, 16)),
+    "Q5_1": (7, Format("q8", has_min=True)),
+    "Q8_0": (8, INT8),
+    "Q2_K": (10, Format("q4", 16, has_min=True)),
+    "Q3_K": (11, Format("q4", 16, 4)),
+    "Q4_K": (12, Format("q4", has_min=True)),
+    "Q5_K": (13, Format("q8", has_min=True)),
+    "Q6_K": (14, Format("q8", 16, 32)),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A packed matrix of [outputs, inputs]: the bytes of its parts, one behind the other."""
+
+    format: Format
+    outputs: int
+    inputs: int
+
+    @property
+    def padded_inputs(self) -> int:
+        return -(-self.inputs // 32) * 32
+
+    @property
+    def _padded_outputs(self) -> int:
+        return -(-self.outputs // 16) * 16
+
+    @property
+    def data_bytes(self) -> int:
+        numbers = self._padded_outputs * self.padded_inputs
+        if self.format.kind == "plain":
+            return self.outputs * self.inputs * 2
+        return {"bf16": numbers * 2, "q8": numbers, "q4": numbers // 2}[self.format.kind]
+
+    @property
+    def scale_bytes(self) -> int:
+        if self.format.kind in ("bf16", "plain"):
+            return 0
+        return self._padded_outputs * self.padded_inputs // self.format.group * 2
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data_bytes + self.scale_bytes * (2 if self.format.has_min else 1)
+
+
+class PackedMatrix:
+    """A layout with its memory (uint8, flat) and, if there is one, a bias of bfloat16."""
+
+    def __init__(self, layout: Layout, memory: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        assert memory.numel() == layout.num_bytes and memory.is_contiguous(), "memory and layout differ"
+        self.layout, self.memory, self.bias = layout, memory, bias
+        form, at = layout.format, memory.data_ptr()
+        scale = at + layout.data_bytes
+        self.struct = Matrix(
+            kind=_KINDS[form.kind],
+            outputs=layout.outputs,
+            inputs=layout.inputs,
+            padded_inputs=layout.padded_inputs,
+            group=form.group,
+            offset=form.offset,
+            data=at,
+            scale=scale if layout.scale_bytes else None,
+            min=scale + layout.scale_bytes if form.has_min else None,
+            bias=None if bias is None else bias.data_ptr(),
+        )
+
+    def with_bias(self, bias: torch.Tensor | None) -> PackedMatrix:
+        return PackedMatrix(self.layout, self.memory, bias)
+
+    def fill(self, rows: torch.Tensor, first: int = 0) -> None:
+        """Write [n, inputs] floats to rows `first` and on, quantized if the format is."""
+        if rows.dtype not in _SOURCES:
+            rows = rows.float()
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        loaded().kv_pack(
+            ctypes.byref(self.struct),
+            ctypes.c_void_p(rows.data_ptr()),
+            _SOURCES[rows.dtype],
+            ctypes.c_int64(rows.stride(0)),
+            first,
+            len(rows),
+        )
+
+    def fill_gguf(self, rows: torch.Tensor, kind: str, first: int = 0) -> None:
+        """The same from a GGUF file's bytes, [n, bytes of a row], each row contiguous."""
+        known = loaded().kv_pack_gguf(
+            ctypes.byref(self.struct),
+            ctypes.c_void_p(rows.data_ptr()),
+            GGUF[kind][0],
+            ctypes.c_int64(rows.stride(0)),
+            first,
+            len(rows),
+        )
+        assert known, f"the library does not know {kind}"
+
+    def rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        """These rows as bfloat16, [n, inputs]."""
+        out = torch.empty(len(numbers), self.layout.inputs, dtype=torch.bfloat16)
+        numbers = numbers.to(torch.int64).contiguous()
+        loaded().kv_expand_rows(
+            ctypes.byref(self.struct),
+            ctypes.c_void_p(numbers.data_ptr()),
+            len(numbers),
+            ctypes.c_void_p(out.data_ptr()),
+        )
+        return out
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, inputs] bfloat16 -> [rows, outputs], bias added."""
+        x = _dense(x)
+        out = torch.empty(len(x), self.layout.outputs, dtype=torch.bfloat16)
+        loaded().kv_linear(
+            ctypes.byref(self.struct),
+            ctypes.c_void_p(x.data_ptr()),
+            ctypes.c_int64(x.stride(0)),
+            len(x),
+            ctypes.c_void_p(out.data_ptr()),
+        )
+        return out
+
+    def gated_linear(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """activation(first half of the outputs) * second half; the halves are multiples of 16."""
+        x = _dense(x)
+        out = torch.empty(len(x), self.layout.outputs // 2, dtype=torch.bfloat16)
+        loaded().kv_gated_linear(
+            ctypes.byref(self.struct),
+            ctypes.c_void_p(x.data_ptr()),
+            ctypes.c_int64(x.stride(0)),
+            len(x),
+            ACTIVATIONS[activation],
+            ctypes.c_void_p(out.data_ptr()),
+        )
+        return out
+
+
+def pack(weight: torch.Tensor, form: Format = BF16, bias: torch.Tensor | None = None) -> PackedMatrix:
+    """A matrix [outputs, inputs] packed."""
+    layout = Layout(form, *weight.shape)
+    packed = PackedMatrix(layout, torch.empty(layout.num_bytes, dtype=torch.uint8), bias)
+    packed.fill(weight)
+    return packed
+
+
+def plain(weight: torch.Tensor) -> PackedMatrix:
+    """A matrix of bfloat16 as it is, to take rows from."""
+    layout = Layout(Format("plain"), *weight.shape)
+    return PackedMatrix(layout, weight.contiguous().view(torch.uint8).view(-1))
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    assert x.dtype == torch.bfloat16, f"the library multiplies bfloat16, not {x.dtype}"
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+__all__ = ["BF16", "GGUF", "INT4", "INT8", "Format", "Layout", "PackedMatrix", "pack", "plain"]

@@ -1,0 +1,71 @@
+"""Kvasir's own library for the CPU (csrc/cpu), where it was built: found, loaded and set up here. No torch.
+
+Without it everything runs on plain torch. `python -m kvasir.kernels.cpu.build` builds it in place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from kvasir.log import get_logger
+
+logger = get_logger(__name__)
+
+NAME = "libkvasir_cpu.dylib" if sys.platform == "darwin" else "libkvasir_cpu.so"
+PATH = Path(__file__).parent.parent / "kernels" / "cpu" / NAME
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library; None where there is none, which is said once."""
+    try:
+        found = ctypes.CDLL(str(PATH))
+    except OSError as error:
+        why = "is not built" if not PATH.is_file() else f"cannot be loaded ({error})"
+        logger.warning(
+            "The CPU library %s: models run on plain torch, slower. With a C++ compiler, "
+            "`python -m kvasir.kernels.cpu.build` builds it.",
+            why,
+        )
+        return None
+    for name in ("kv_instruction_set", "kv_instruction_sets"):
+        getattr(found, name).restype = ctypes.c_char_p
+    found.kv_layout.restype = ctypes.c_int64
+    return found
+
+
+def loaded() -> ctypes.CDLL:
+    """The library, where somebody made sure that there is one."""
+    found = library()
+    assert found is not None, "the CPU library is not there"
+    return found
+
+
+def instruction_sets() -> list[str]:
+    """All that this CPU can run, best first."""
+    names: bytes = loaded().kv_instruction_sets()
+    return names.decode().split()
+
+
+def instruction_set() -> str:
+    name: bytes = loaded().kv_instruction_set()
+    return name.decode()
+
+
+def use_instruction_set(name: str) -> None:
+    if not loaded().kv_use_instruction_set(name.encode()):
+        raise ValueError(f"This CPU cannot run {name!r}; it can run {', '.join(instruction_sets())}.")
+
+
+def configure(threads: int, cpus: Sequence[int] | None = None) -> None:
+    """How many threads compute, and on which CPUs they are; without a list, on those the process may use."""
+    bound = (ctypes.c_int32 * threads)(*(cpus[i % len(cpus)] for i in range(threads))) if cpus else None
+    loaded().kv_configure(threads, bound)
+
+
+def num_threads() -> int:
+    return int(loaded().kv_threads())

@@ -1,0 +1,106 @@
+"""Weights in the CPU library's layouts: bfloat16, or 8 or 4 bits quantized while they are loaded, or a GGUF file's own
+numbers. Each tensor goes from its file straight to its packed place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvasir.kernels.cpu.packed import BF16, GGUF, INT4, INT8, Format, Layout, PackedMatrix
+from kvasir.quantization.base import LinearLayer, MethodOf, TensorKey, UnquantizedLinear, parameter
+from kvasir.quantization.gguf import PackedRows
+
+PLAIN = UnquantizedLinear()  # biases are kept as it keeps them
+FORMATS = {None: BF16, "int8": INT8, "int4": INT4}
+
+
+@dataclass(frozen=True)
+class CpuLinear:
+    """`weight` is the packed matrix's memory; `matrix` says how to read it, once everything is loaded."""
+
+    format: Format = BF16
+
+    def create(self, layer: LinearLayer, dtype: torch.dtype, device: torch.device) -> None:
+        layer.weight = parameter((self._layout(layer).num_bytes,), torch.uint8, device)
+        layer.bias = parameter((layer.shape.num_own_outputs,), dtype, device) if layer.shape.bias else None
+
+    def tensors(self, layer: LinearLayer) -> Mapping[TensorKey, tuple[int, ...]]:
+        return PLAIN.tensors(layer)
+
+    def load(self, layer: LinearLayer, key: TensorKey, tensor: Any) -> None:
+        if key[0] == "bias":
+            PLAIN.load(layer, key, expanded(tensor))
+            return
+        part, rows = layer.shape.place(key[1])
+        self._matrix(layer).fill(expanded(tensor)[part.own, layer.shape.own_inputs], rows.start)
+
+    def process(self, layer: LinearLayer) -> None:
+        layer.__dict__["matrix"] = self._matrix(layer)
+
+    def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
+        return matrix_of(layer).linear(x)
+
+    def _layout(self, layer: LinearLayer) -> Layout:
+        return Layout(self.format, layer.shape.num_own_outputs, layer.shape.num_own_inputs)
+
+    def _matrix(self, layer: LinearLayer) -> PackedMatrix:
+        bias = None if layer.bias is None else layer.bias.data
+        return PackedMatrix(self._layout(layer), layer.weight.data, bias)
+
+
+@dataclass(frozen=True)
+class GGUFCpuLinear(CpuLinear):
+    """A GGUF file's numbers, packed as they are. Which types a layer's parts have is known once they are there, so its
+    memory is taken last. Parts that are not quantized, or cut across their rows, are expanded to `format`."""
+
+    def create(self, layer: LinearLayer, dtype: torch.dtype, device: torch.device) -> None:
+        layer.weight = parameter((0,), torch.uint8, device)
+        layer.bias = parameter((layer.shape.num_own_outputs,), dtype, device) if layer.shape.bias else None
+
+    def load(self, layer: LinearLayer, key: TensorKey, tensor: Any) -> None:
+        if key[0] == "bias":
+            PLAIN.load(layer, key, expanded(tensor))
+        else:
+            layer.__dict__.setdefault("parts", {})[key[1]] = tensor
+
+    def process(self, layer: LinearLayer) -> None:
+        parts: dict[str | None, PackedRows | torch.Tensor] = layer.__dict__.pop("parts")
+        own = self._own_format(layer, parts.values())
+        layout = Layout(own or self.format, layer.shape.num_own_outputs, layer.shape.num_own_inputs)
+        layer.weight = nn.Parameter(torch.empty(layout.num_bytes, dtype=torch.uint8), requires_grad=False)
+        matrix = PackedMatrix(layout, layer.weight.data, None if layer.bias is None else layer.bias.data)
+        for name, tensor in parts.items():
+            part, rows = layer.shape.place(name)
+            if own is not None and isinstance(tensor, PackedRows):
+                matrix.fill_gguf(tensor.data[part.own], tensor.kind, rows.start)
+            else:
+                matrix.fill(expanded(tensor)[part.own, layer.shape.own_inputs], rows.start)
+        layer.__dict__["matrix"] = matrix
+
+    @staticmethod
+    def _own_format(layer: LinearLayer, parts: Iterable[PackedRows | torch.Tensor]) -> Format | None:
+        """One that holds the numbers of all parts; None: there is none."""
+        kinds = [tensor.kind if isinstance(tensor, PackedRows) else "" for tensor in parts]
+        if layer.shape.num_own_inputs != layer.shape.inputs or any(kind not in GGUF for kind in kinds):
+            return None
+        return reduce(Format.joined, (GGUF[kind][1] for kind in kinds))
+
+
+def expanded(tensor: PackedRows | torch.Tensor) -> torch.Tensor:
+    return tensor.expand() if isinstance(tensor, PackedRows) else tensor
+
+
+def matrix_of(layer: LinearLayer) -> PackedMatrix:
+    matrix: PackedMatrix = layer.__dict__["matrix"]
+    return matrix
+
+
+def cpu_methods(quantization: str | None) -> MethodOf:
+    """The method of every linear layer of a model that the library runs."""
+    method = GGUFCpuLinear() if quantization == "gguf" else CpuLinear(FORMATS[quantization])
+    return lambda prefix: method

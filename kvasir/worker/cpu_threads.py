@@ -1,0 +1,38 @@
+"""The threads that compute on the CPU: as many as were asked for, torch's and the library's alike.
+
+Worker process. The library's threads are pinned; the calling thread, which works too, stays where the system puts it
+unless cpu_bind says where. torch's threads sleep while the library's work, so both may have as many.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from kvasir.config import EngineConfig
+from kvasir.distributed.mesh import Mesh
+from kvasir.platforms import cpu_library
+from kvasir.platforms.cpu import parse_cpus
+
+
+def use_threads(config: EngineConfig, mesh: Mesh) -> None:
+    threads = config.device.cpu_threads
+    assert threads is not None, "resolve settles it for the CPU"
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    cpus = None
+    if config.device.cpu_bind is not None:
+        cpus = _share(parse_cpus(config.device.cpu_bind), mesh)
+        os.sched_setaffinity(0, cpus)
+    elif mesh.size > 1 and hasattr(os, "sched_getaffinity"):
+        cpus = _share(sorted(os.sched_getaffinity(0)), mesh)
+    if config.device.attention_backend == "cpu":
+        cpu_library.configure(threads, cpus)
+
+
+def _share(cpus: list[int], mesh: Mesh) -> list[int]:
+    """This rank's, side by side, so that ranks on several memory nodes each stay on one."""
+    each = max(1, len(cpus) // mesh.size)
+    begin = mesh.rank * each % len(cpus)
+    return cpus[begin : begin + each]

@@ -1,0 +1,37 @@
+"""The one thing pyproject.toml cannot say: the CPU library is compiled along, where there is a compiler."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+# Run as a file: importing kvasir would need torch, which a build does not have.
+BUILD = runpy.run_path(str(ROOT / "kvasir" / "kernels" / "cpu" / "build.py"))
+
+
+class BuildWithLibrary(build_py):
+    """Puts the library beside the Python that loads it: into the wheel, or into the checkout of an editable install."""
+
+    def run(self) -> None:
+        super().run()
+        package = Path("kvasir") / "kernels" / "cpu"
+        place = ROOT / package if self.editable_mode else Path(self.build_lib) / package
+        try:
+            BUILD["build"](place / BUILD["NAME"])
+        except BUILD["NoCompiler"] as error:
+            print(f"warning: the CPU library was not built, models will run on plain torch: {error}", file=sys.stderr)
+
+
+class PlatformDistribution(Distribution):
+    """A wheel with the library in it is for one kind of machine."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+setup(cmdclass={"build_py": BuildWithLibrary}, distclass=PlatformDistribution)

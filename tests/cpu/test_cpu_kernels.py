@@ -1,0 +1,273 @@
+"""The CPU library against plain torch, on every instruction set this machine can run, over random shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from kvasir.attention.base import AttentionBatch
+from kvasir.attention.cpu import CpuAttention
+from kvasir.attention.torch import TorchAttention
+from kvasir.kernels import reference
+from kvasir.kernels.cpu import ops, packed, structs
+from kvasir.kernels.cpu.packed import BF16, INT4, INT8, Format
+from kvasir.platforms import cpu_library
+from tests.native_builders import SETS, require_library
+
+BFLOAT = torch.bfloat16
+FORMATS = {"bf16": BF16, "int8": INT8, "int4": INT4}
+
+
+@pytest.fixture(params=SETS, autouse=True)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    require_library()
+    torch.manual_seed(0)
+    cpu_library.use_instruction_set(request.param)
+    yield request.param
+    cpu_library.use_instruction_set(SETS[0])
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).to(BFLOAT)
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float = 5e-3) -> None:
+    assert got.shape == wanted.shape
+    error = (got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
+    assert error < tolerance, f"relative error {error:.1e}"
+
+
+def test_structures_match() -> None:
+    assert cpu_library.loaded().kv_layout() == structs.layout()
+
+
+# ---------------------------------------------------------------- products
+
+
+SHAPES = [(64, 64), (50, 40), (33, 31), (160, 96), (16, 640)]
+ROWS = [1, 2, 3, 4, 5, 8, 13, 16, 17, 28, 29, 45, 100]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear(shape: tuple[int, int], name: str) -> None:
+    outputs, inputs = shape
+    weight, bias = randn(outputs, inputs), randn(outputs)
+    matrix = packed.pack(weight, FORMATS[name], bias)
+    kept = matrix.rows(torch.arange(outputs)).double()
+    assert torch.equal(kept, weight.double()) or name != "bf16"
+    for rows in ROWS:
+        x = randn(rows, inputs + 3)[:, :inputs]  # rows that do not lie side by side
+        # 8 bits of activations are another 0.5%
+        close(matrix.linear(x), x.double() @ kept.T + bias.double(), 4e-3 if name == "bf16" else 1.2e-2)
+    assert matrix.linear(x[:0]).shape == (0, outputs)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("activation", structs.ACTIVATIONS)
+def test_gated_linear(name: str, activation: str) -> None:
+    weight, bias = randn(2 * 48, 64) / 8, randn(2 * 48)
+    matrix = packed.pack(weight, FORMATS[name], bias)
+    for rows in ROWS:
+        x = randn(rows, 64)
+        wanted = reference.gated_activation(matrix.linear(x), activation)
+        close(matrix.gated_linear(x, activation), wanted)
+
+
+def test_quantized_weights_are_near() -> None:
+    weight = randn(64, 320)
+    for form, most in ((INT8, 0.007), (INT4, 0.11)):
+        close(packed.pack(weight, form).rows(torch.arange(64)), weight, most)
+
+
+def test_types_of_checkpoints() -> None:
+    weight = torch.randn(48, 64)
+    for dtype in (torch.float32, torch.float16, torch.float64, BFLOAT):
+        source = weight.to(dtype)
+        assert torch.equal(packed.pack(source).rows(torch.arange(48)), source.to(BFLOAT))
+    assert torch.equal(packed.pack(weight.T).rows(torch.arange(64)), weight.T.to(BFLOAT)), "a transposed matrix"
+
+
+def test_parts_fill_a_matrix_from_any_row() -> None:
+    weight = randn(57, 64)
+    for form in FORMATS.values():
+        whole = packed.pack(weight, form)
+        layout = packed.Layout(form, 57, 64)
+        parts = packed.PackedMatrix(layout, torch.full((layout.num_bytes,), 255, dtype=torch.uint8))
+        for first, last in ((40, 57), (0, 7), (7, 40)):
+            parts.fill(weight[first:last], first)
+        assert torch.equal(parts.rows(torch.arange(57)), whole.rows(torch.arange(57)))
+
+
+@pytest.mark.parametrize("kind", packed.GGUF)
+def test_gguf_rows(kind: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    number, form = packed.GGUF[kind]
+    _, row_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)]
+    rng, rows, inputs = np.random.default_rng(0), 35, 512
+    block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)]
+    raw = rng.integers(0, 256, (rows, inputs // block, row_bytes), np.uint8)
+    for at in {"Q6_K": [208], "Q3_K": [108], "Q2_K": [80, 82]}.get(kind, [0, 2] if form.has_min else [0]):
+        scales = rng.uniform(0.001, 0.1, (rows, inputs // block)).astype(np.float16)
+        raw[:, :, at : at + 2] = scales[..., None].view(np.uint8)
+    source = torch.from_numpy(raw.reshape(rows, -1))
+    wanted = torch.from_numpy(gguf.dequantize(source.numpy(), gguf.GGMLQuantizationType(number)))
+    for target in (form, form.joined(Format("q8", 16, 32)), form.joined(Format("q8", has_min=True))):
+        layout = packed.Layout(target, rows, inputs)
+        matrix = packed.PackedMatrix(layout, torch.zeros(layout.num_bytes, dtype=torch.uint8))
+        matrix.fill_gguf(source, kind)
+        close(matrix.rows(torch.arange(rows)), wanted, 3e-3)  # bfloat16 has 8 bits
+        x = randn(5, inputs)
+        close(matrix.linear(x), x.double() @ wanted.double().T, 1.5e-2)
+
+
+# ---------------------------------------------------------------- pointwise
+
+
+@pytest.mark.parametrize("width", [8, 64, 100, 896])
+def test_norms(width: int) -> None:
+    x, residual = randn(7, width), randn(7, width)
+    for gain in (randn(width), torch.randn(width)):
+        close(ops.rms_norm(x, gain, 1e-6), reference.rms_norm(x, gain, 1e-6), 2e-3)
+        got, total = ops.add_rms_norm(x, residual, gain, 1e-6)
+        wanted, wanted_total = reference.add_rms_norm(x, residual, gain, 1e-6)
+        close(got, wanted, 2e-3)
+        assert torch.equal(total, wanted_total)
+
+
+@pytest.mark.parametrize("activation", structs.ACTIVATIONS)
+def test_gated_activation(activation: str) -> None:
+    x = randn(9, 2 * 72) * 4
+    close(ops.gated_activation(x, activation), reference.gated_activation(x, activation), 2e-3)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotated"), [(64, 64), (80, 32), (16, 16), (24, 8)])
+@pytest.mark.parametrize("norms", [False, True])
+def test_rope_store(head_dim: int, rotated: int, interleaved: bool, norms: bool) -> None:
+    heads, kv_heads, tokens = 6, 2, 9
+    qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim)
+    angles = torch.rand(50, rotated // 2) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    positions = torch.randint(0, 50, (tokens,))
+    slots = torch.randperm(40)[:tokens]
+    gains = (randn(head_dim), randn(head_dim)) if norms else (None, None)
+    ours, theirs = (torch.zeros(10, 3, 2, 4, kv_heads, head_dim, dtype=BFLOAT)[:, 1] for _ in range(2))
+    args = (*gains, 1e-6, interleaved)
+    wanted = reference.rope_store(qkv, heads, positions, table, theirs, slots, *args)
+    got = ops.rope_store(qkv.clone(), heads, positions, table, ours, slots, *args)
+    close(got, wanted, 2e-3)
+    close(ours, theirs, 2e-3)
+    if not norms:
+        assert torch.equal(got, wanted) and torch.equal(ours, theirs), "rotation rounds as the reference does"
+
+
+def test_a_token_without_a_slot_is_not_stored() -> None:
+    cache = torch.zeros(2, 2, 4, 1, 16, dtype=BFLOAT)
+    ops.rope_store(randn(1, 48), 1, torch.zeros(1, dtype=torch.int64), None, cache, torch.tensor([-1]))
+    assert not cache.any()
+
+
+# ---------------------------------------------------------------- attention
+
+
+def make_batch(work: list[tuple[int, int]], block_size: int, causal: bool = True) -> AttentionBatch:
+    lengths = np.array([context + queries for context, queries in work], np.int32)
+    queries = np.array([queries for _, queries in work], np.int32)
+    width = -(-int(lengths.max()) // block_size)
+    return AttentionBatch(
+        slots=torch.zeros(int(queries.sum()), dtype=torch.int64),
+        query_start=torch.from_numpy(np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)),
+        seq_lens=torch.from_numpy(lengths),
+        tables=torch.randperm(len(work) * width + 1)[: len(work) * width].view(len(work), width).int(),
+        rows=torch.arange(len(work)),
+        num_decodes=int((queries == 1).sum()),
+        query_lens=queries,
+        seq_bounds=lengths,
+        block_size=block_size,
+        causal=causal,
+    )
+
+
+MIXED = [(9, 1), (0, 1), (231, 1), (64, 1), (0, 70), (5, 3), (130, 20)]
+LONG = [(1500, 1), (3000, 1)]  # few sequences: their keys are shared out
+
+
+@pytest.mark.parametrize("work", [MIXED, LONG], ids=["mixed", "long"])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 64), (4, 4, 32), (6, 1, 80), (8, 2, 16)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (17, None), (600, 30.0), (None, 5.0)])
+def test_attention(
+    work: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, window: int | None, softcap: float | None
+) -> None:
+    batch = make_batch(work, 16)
+    blocks = int(batch.tables.max()) + 1
+    cache = randn(blocks, 2, 2, 16, kv_heads, head_dim)[:, 1]
+    query = randn(len(batch.slots), heads + 2, head_dim)[:, :heads]
+    options = {"scale": head_dim**-0.5, "window": window, "softcap": softcap}
+    wanted = TorchAttention().forward(query.float(), cache.float(), batch, **options)  # type: ignore[arg-type]
+    batch.notes.clear()
+    got = CpuAttention().forward(query, cache, batch, **options)  # type: ignore[arg-type]
+    close(got, wanted, 8e-3)
+
+
+def test_attention_that_sees_what_follows() -> None:
+    batch = make_batch([(0, 40), (0, 9)], 16, causal=False)
+    cache, query = randn(8, 2, 16, 2, 64), randn(49, 4, 64)
+    wanted = TorchAttention().forward(query.float(), cache.float(), batch, scale=0.1, window=None)
+    close(CpuAttention().forward(query, cache, batch, scale=0.1, window=None), wanted, 8e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_8_bit_cache(head_dim: int) -> None:
+    """Stored by rope_store, read by attention: as near as 8 bits are."""
+    heads, kv_heads, tokens = 4, 2, 50
+    batch = make_batch([(0, tokens)], 16)
+    place = torch.arange(tokens)
+    batch.slots = batch.tables[0].long()[place // 16] * 16 + place % 16
+    qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim)
+    blocks = int(batch.tables.max()) + 1
+    plain = torch.zeros(blocks, 2, 16, kv_heads, head_dim, dtype=BFLOAT)
+    small = torch.zeros(blocks, 2, 16, kv_heads, head_dim + 4, dtype=torch.int8)
+    results = []
+    for cache in (plain, small):
+        query = ops.rope_store(qkv.clone(), heads, place, None, cache, batch.slots)
+        results.append(CpuAttention().forward(query, cache, batch, scale=0.1, window=None))
+    close(results[1], results[0], 2e-2)
+    assert not torch.equal(results[1], results[0])
+
+
+# ---------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT], ids=str)
+@pytest.mark.parametrize("vocab", [40, 3000])
+def test_draw(vocab: int, dtype: torch.dtype) -> None:
+    lines = 60
+    logits = (torch.randn(lines, vocab) * 3).to(dtype)
+    logits[5, 10:] = logits[6, : vocab // 2] = float("-inf")
+    rows, positions = torch.arange(lines) % 3, torch.arange(lines)
+    temperature, seeds = torch.tensor([0.0, 0.7, 1.3]), torch.tensor([1, -5, 77], dtype=torch.int32)
+    next_token, wanted_next = torch.zeros(2, 3, dtype=torch.int32)
+    got = ops.draw(logits, rows, positions, temperature, seeds, next_token)
+    wanted = reference.draw(logits, rows, positions, temperature, seeds, wanted_next)
+    assert torch.equal(got[rows == 0], wanted[rows == 0]), "the best token needs no rounding"
+    assert (got == wanted).float().mean() > 0.95, "only a number at the very edge of a token may fall on its neighbour"
+    assert torch.isin(next_token, got).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT], ids=str)
+@pytest.mark.parametrize("vocab", [50, 5000])
+def test_logit_floor(vocab: int, dtype: torch.dtype) -> None:
+    wishes = [(0.0, 5, 0.5), (0.1, 0, 1.0), (0.0, 7, 1.0), (0.0, 0, 0.8), (0.02, 20, 0.9), (0.0, 0, 1.0), (0.0, 1, 0.1)]
+    min_p, top_k, top_p = (torch.tensor(column) for column in zip(*wishes, strict=True))
+    rows = torch.arange(70) % len(wishes)
+    temperature = torch.linspace(0.5, 1.5, len(wishes))
+    logits = (torch.randn(70, vocab) * 2).to(dtype)
+    args = (rows, temperature, min_p, top_k.int(), top_p)
+    got, wanted = ops.logit_floor(logits, *args), reference.logit_floor(logits, *args)
+    kept, wanted_kept = ((logits.float() >= floor[:, None]).sum(1) for floor in (got, wanted))
+    assert (kept - wanted_kept).abs().max() <= 1, "a sum at the very edge may round either way"
+    assert (got == wanted).float().mean() > 0.9

@@ -1,0 +1,112 @@
+"""Every architecture as the CPU library runs it, against the same model on plain torch, in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvasir import kernels
+from kvasir.models.loader import load
+from kvasir.models.native import STEPS, LayerByLayer, NativeDecoder
+from kvasir.platforms import cpu_library
+from tests.model_builders import TINY, PagedModel, make_config, make_hf_model, save
+from tests.native_builders import SETS, require_library
+
+LENGTHS = (41, 23, 6, 1)
+
+
+@pytest.fixture(scope="module", params=list(TINY))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    require_library()
+    yield save(make_hf_model(request.param), tmp_path_factory.mktemp(request.param))
+
+
+def run(config_path: Path, backend: str, texts: dict[str, list[int]], **settings: object) -> dict[str, torch.Tensor]:
+    """Logits of all texts: most of each as one chunk, the rest token by token, all together."""
+    config = make_config(config_path, backend, dtype="bfloat16", **settings)
+    paged = PagedModel(load(config, torch.device("cpu")))
+    found = paged.step({key: text[: max(1, len(text) - 3)] for key, text in texts.items()})
+    for at in range(-3, 0):
+        for key, logits in paged.step({key: text[at:][:1] for key, text in texts.items() if len(text) > 3}).items():
+            found[key] = torch.cat([found[key], logits])
+    return found
+
+
+def make_texts(vocabulary: int) -> dict[str, list[int]]:
+    rng = np.random.default_rng(1)
+    return {str(n): rng.integers(0, vocabulary, n).tolist() for n in LENGTHS}
+
+
+def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def test_logits(checkpoint: Path) -> None:
+    """As near to float32 as torch's bfloat16 is."""
+    config = make_config(checkpoint)
+    texts = make_texts(config.model.vocab_size)
+    exact = PagedModel(load(config, torch.device("cpu"))).step(texts)
+    with kernels.reference_only():
+        theirs = run(checkpoint, "torch", texts)
+    ours = run(checkpoint, "cpu", texts)
+    for key in texts:
+        assert error(ours[key], exact[key]) < 1.5 * error(theirs[key], exact[key]) + 2e-3, key
+
+
+def test_only_the_last_tokens_leave(checkpoint: Path) -> None:
+    config = make_config(checkpoint, "cpu", dtype="bfloat16")
+    model, texts = load(config, torch.device("cpu")), make_texts(config.model.vocab_size)
+    whole, last = PagedModel(model).step(texts), PagedModel(model).step(texts, last=True)
+    for key in texts:
+        assert error(last[key], whole[key][-1:]) < 1e-2
+
+
+def test_8_bit_cache(checkpoint: Path) -> None:
+    config = make_config(checkpoint, "cpu", dtype="bfloat16")
+    model, texts = load(config, torch.device("cpu")), make_texts(config.model.vocab_size)
+    plain, small = PagedModel(model).step(texts), PagedModel(model, kv_dtype=torch.int8).step(texts)
+    for key in texts:
+        assert 0 < error(small[key], plain[key]) < 0.1
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized(checkpoint: Path, quantization: str) -> None:
+    texts = make_texts(make_config(checkpoint).model.vocab_size)
+    plain, small = run(checkpoint, "cpu", texts), run(checkpoint, "cpu", texts, quantization=quantization)
+    for key in texts:
+        assert (
+            0 < error(small[key], plain[key]) < (0.25 if quantization == "int8" else 0.9)
+        )  # random weights forgive little
+
+
+def test_what_runs_whole_is_said_and_counted(checkpoint: Path, log_lines: list[str]) -> None:
+    config = make_config(checkpoint, "cpu", dtype="bfloat16")
+    model = load(config, torch.device("cpu"))
+    (line,) = [line for line in log_lines if "the CPU library" in line]
+    before = STEPS.copy()
+    PagedModel(model).step({"text": [1, 2]})
+    if isinstance(model, NativeDecoder):
+        assert "runs whole steps" in line
+        assert STEPS - before == {"whole": 1}
+    else:
+        assert isinstance(model, LayerByLayer)
+        assert "layer by layer" in line and any(reason in line for reason in ("experts", "projected", "layer norm"))
+        assert STEPS - before == {"layer by layer": 1}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_instruction_set_agrees(name: str, tmp_path: Path) -> None:
+    path = save(make_hf_model("qwen2"), tmp_path)
+    texts = make_texts(make_config(path).model.vocab_size)
+    best = run(path, "cpu", texts)
+    cpu_library.use_instruction_set(name)
+    try:
+        found = run(path, "cpu", texts)
+    finally:
+        cpu_library.use_instruction_set(SETS[0])
+    for key in texts:
+        assert error(found[key], best[key]) < 2e-2
