@@ -144,6 +144,9 @@ class LoadConfig(_Checked):
     download_dir: str | None = setting(
         None, "Where models from the hub are kept. Unset: the hub's own cache (HF_HOME)."
     )
+    packed_weights_dir: str | None = setting(
+        None, "Where the CPU library's packed weights are kept, so that a checkpoint is quantized once. Unset: nowhere."
+    )
     use_tqdm_on_load: bool = setting(True, "Show a progress bar while weights load.")
 
 

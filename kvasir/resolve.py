@@ -252,6 +252,8 @@ def _read_json(file: Path, missing: str = "") -> dict[str, Any]:
 
 def _settle_load(asked: LoadConfig, path: Path) -> LoadConfig:
     own = "gguf" if path.is_file() else "safetensors"
+    if asked.packed_weights_dir is not None and (own == "gguf" or asked.load_format == "dummy"):
+        raise ConfigError("packed_weights_dir is for safetensors checkpoints; leave it unset.")
     if asked.load_format not in ("auto", "dummy", own):
         raise ConfigError(f"load_format={asked.load_format!r}: {path} is {own}. Leave it at auto.")
     return replace(asked, load_format=own) if asked.load_format == "auto" else asked
@@ -354,7 +356,11 @@ def _settle_threads(asked: DeviceConfig, workers: int, platform: platforms.Platf
 def _refuse_what_needs_the_library(asked: EngineConfig, model: ModelConfig, device: DeviceConfig) -> None:
     """Quantized weights and caches are the CPU library's."""
     small_cache = asked.cache.kv_cache_dtype == "int8"
-    wishes = {"quantization": asked.model.quantization, "kv_cache_dtype": "int8" if small_cache else None}
+    wishes = {
+        "quantization": asked.model.quantization,
+        "kv_cache_dtype": "int8" if small_cache else None,
+        "packed_weights_dir": asked.load.packed_weights_dir,
+    }
     if small_cache and model.model_impl == "transformers":
         raise ConfigError("kv_cache_dtype='int8' needs a model that Kvasir runs itself; leave it at auto.")
     for name, value in wishes.items():

@@ -203,7 +203,7 @@ def make_config(checkpoint: Path, /, backend: str = "torch", **changes: Any) -> 
     """Settled settings for a checkpoint, without the work of resolving: float32 on the CPU."""
     path, hf = str(checkpoint), json.loads((checkpoint / "config.json").read_text())
     model = {"dtype": "float32", "max_model_len": 128, "seed": 0, "path": path, "hf": hf}
-    load = {"load_format": "safetensors", "use_tqdm_on_load": False}
+    load = {"load_format": "safetensors", "use_tqdm_on_load": False, "packed_weights_dir": None}
     for key, value in changes.items():
         (load if key in load else model)[key] = value
     return EngineConfig(

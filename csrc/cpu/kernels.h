@@ -31,13 +31,14 @@ enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
 // Rows of inputs, as the kernels read them: in tiles of `tile` rows.
 //   bfloat16: [tile][input / 2][tile rows][2]
 //   8 bits:   [tile][input / 4][tile rows][4], a scale for 32 inputs [tile][input / 32][tile rows] and the sums of
-//             16 numbers [tile][input / 16][tile rows]; `starts` are those of 32, times -offset of the matrix
+//             16 numbers [tile][input / 16][tile rows]; `starts` are those of 32, times
+//             -offset of the matrix, `weighted` the same times their scale
 // AMX wants its tiles of 16 rows one row after the other, [tile][tile rows][input].
 struct Rows {
   int32_t count, tile, padded_inputs;
   uint16_t *bf16;
   int8_t *q;
-  float *scale;
+  float *scale, *weighted;
   int32_t *sums, *starts;
   int32_t offset;
 };
@@ -116,7 +117,7 @@ struct Kernels {
   void (*attend)(const Attend *);
   size_t (*attend_scratch)(int32_t rows, int32_t head_dim);
   void (*expand_row)(const Matrix *, int32_t output, uint16_t *out);
-  float (*quantize_group)(const float *x, int32_t count, int32_t is_half, uint8_t *out);
+  void (*quantize_group)(const float *x, int32_t is_half, uint8_t *out, float *scale, float *min);
   // the first of the largest logits, and the sum of e^((x - best) * scale) over all; they are float32 or bfloat16
   int32_t (*best)(const void *logits, int32_t is_float, int32_t size);
   double (*mass)(const void *logits, int32_t is_float, int32_t size, float best, float scale);

@@ -27,11 +27,12 @@ Rows pack_rows(const Kernels &set, const Matrix &m, const uint16_t *x, size_t st
   char *memory = (char *)thread_buffer(ROWS_BUFFER, numbers * 2 + 256);
   if (m.kind == BF16) {
     rows.bf16 = (uint16_t *)memory;
-  } else {  // one byte each, an eighth for scales, a quarter for sums, an eighth for starts
+  } else {  // a byte for each number, four for 32 of them in all but the sums, which are of 16
     rows.q = (int8_t *)memory;
     rows.scale = (float *)(memory + numbers);
-    rows.sums = (int32_t *)(memory + numbers + numbers / 8);
-    rows.starts = (int32_t *)(memory + numbers + numbers / 8 * 3);
+    rows.weighted = rows.scale + numbers / 32;
+    rows.starts = (int32_t *)(rows.weighted + numbers / 32);
+    rows.sums = rows.starts + numbers / 32;
     rows.offset = m.offset;
   }
   auto pack = m.kind == BF16 ? set.pack_bf16 : set.pack_quant;

@@ -67,11 +67,13 @@ void pack_bf16_block(const Matrix &m, const Source &source, int first, int begin
 void pack_quant_row(const Matrix &m, const Source &source, int first, int row) {
   std::vector<float> values(size_t(m.padded_inputs), 0.f);
   source.read(row - first, m.inputs, values.data());
+  const Kernels &set = kernels();
   QuantRow out(m, row);
   uint8_t bytes[32];
   for (int g = 0; g < m.padded_inputs / m.group; g++) {
-    float scale = kernels().quantize_group(&values[size_t(g * m.group)], m.group, m.kind == Q4, bytes);
-    out.put_scale(g, scale, 0);
+    float scale, min;
+    set.quantize_group(&values[size_t(g * m.group)], m.kind == Q4, bytes, &scale, &min);
+    out.put_scale(g, scale, min);
     for (int i = 0; i < m.group; i++) out.put(g * m.group + i, bytes[i]);
   }
 }

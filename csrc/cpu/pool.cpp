@@ -164,6 +164,8 @@ void configure_pool(int threads, const int *cpus) {
   pool = nullptr;
   wanted_threads = threads;
   wanted_cpus = cpus ? std::vector<int>(cpus, cpus + threads) : allowed_cpus();
+  // A process that uses some of its CPUs only leaves it to the system which: others may have the same ones.
+  if (!cpus && int(wanted_cpus.size()) != threads) wanted_cpus.clear();
 }
 
 int pool_threads() { return current_pool().size(); }

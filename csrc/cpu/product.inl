@@ -131,6 +131,13 @@ inline void dot4(i32x16 &acc, uint32_t a, u32x16 w) {
 }
 #endif
 
+// One tile's activations: see Rows.
+struct QuantRows {
+  const uint32_t *quads;
+  const float *scale, *weighted;
+  const int32_t *sums, *starts;
+};
+
 struct QuantPanel {
   const uint8_t *data;
   const uint16_t *scale, *min;
@@ -138,16 +145,18 @@ struct QuantPanel {
 };
 
 // R rows times one block. `HALF`: 4 bits. A group's products are whole numbers; its scales make floats of them. This is for
-// groups of 32 with an offset, the most common.
-template <int R, bool HALF>
-void tile_quant(const uint32_t *a, const float *a_scale, const int32_t *a_starts, QuantPanel w, int groups, float *out) {
+// groups of 32, the most common, with an offset or with mins.
+template <int R, bool HALF, bool MIN>
+void tile_quant(const QuantRows &rows, QuantPanel w, int groups, float *out) {
+  const uint32_t *a = rows.quads;
+  const float *a_scale = rows.scale;
   f32x16 acc[R] = {};
   for (int g = 0; g < groups; g++) {
     const uint8_t *data = w.data + size_t(g) * (HALF ? 256 : 512);
     __builtin_prefetch(data + 2048);
     i32x16 whole[R];
 #pragma GCC unroll 12
-    for (int i = 0; i < R; i++) whole[i] = splat_int(a_starts[g * R + i]);
+    for (int i = 0; i < R; i++) whole[i] = MIN ? i32x16{} : splat_int(rows.starts[g * R + i]);
 #pragma GCC unroll 8
     for (int q = 0; q < 8; q++) {
       u32x16 panel = load<u32x16>(data + (HALF ? q % 4 : q) * 64);
@@ -158,13 +167,20 @@ void tile_quant(const uint32_t *a, const float *a_scale, const int32_t *a_starts
     f32x16 scale = load_f16(w.scale + size_t(g) * 16);
 #pragma GCC unroll 12
     for (int i = 0; i < R; i++) acc[i] += __builtin_convertvector(whole[i], f32x16) * (scale * a_scale[g * R + i]);
+    if (!MIN) continue;
+    f32x16 min = load_f16(w.min + size_t(g) * 16);
+#pragma GCC unroll 12
+    for (int i = 0; i < R; i++) acc[i] += min * rows.weighted[g * R + i];
   }
   for (int i = 0; i < R; i++) store(out + i * 16, acc[i]);
 }
 
-// The same for groups of 16 and for mins.
+// The same for groups of 16 too.
 template <int R, bool HALF>
-void any_tile_quant(const uint32_t *a, const float *a_scale, const int32_t *a_sums, QuantPanel w, int groups, float *out) {
+void any_tile_quant(const QuantRows &rows, QuantPanel w, int groups, float *out) {
+  const uint32_t *a = rows.quads;
+  const float *a_scale = rows.scale;
+  const int32_t *a_sums = rows.sums;
   f32x16 acc[R] = {};
   const int subs = 32 / w.group;
   for (int g = 0; g < groups; g++) {
@@ -206,18 +222,17 @@ void any_tile_quant(const uint32_t *a, const float *a_scale, const int32_t *a_su
   for (int i = 0; i < R; i++) store(out + i * 16, acc[i]);
 }
 
-typedef void (*TileQuant)(const uint32_t *, const float *, const int32_t *, QuantPanel, int, float *);
+typedef void (*TileQuant)(const QuantRows &, QuantPanel, int, float *);
 
 template <int... I>
-inline TileQuant quant_tile_of(int rows, bool half, bool simple, std::integer_sequence<int, I...>) {
-  static const TileQuant tiles[4][sizeof...(I)] = {{any_tile_quant<I + 1, false>...},
-                                                   {any_tile_quant<I + 1, true>...},
-                                                   {tile_quant<I + 1, false>...},
-                                                   {tile_quant<I + 1, true>...}};
-  return tiles[2 * simple + half][rows - 1];
+inline TileQuant quant_tile_of(const Matrix &m, int rows, std::integer_sequence<int, I...>) {
+  static const TileQuant tiles[3][2][sizeof...(I)] = {
+      {{tile_quant<I + 1, false, false>...}, {tile_quant<I + 1, true, false>...}},
+      {{tile_quant<I + 1, false, true>...}, {tile_quant<I + 1, true, true>...}},
+      {{any_tile_quant<I + 1, false>...}, {any_tile_quant<I + 1, true>...}}};
+  int how = m.group != 32 || (m.min && m.offset) ? 2 : m.min ? 1 : 0;
+  return tiles[how][m.kind == kvasir::Q4][rows - 1];
 }
-
-inline bool is_simple(const Matrix &m) { return m.group == 32 && !m.min; }
 
 inline void narrow(i32x16 n, int8_t *out) {
 #if defined(__AVX512F__)
@@ -240,7 +255,7 @@ inline int32_t total(i32x16 n) {
 void pack_rows_quant(const uint16_t *x, size_t stride, int32_t inputs, const Rows *rows, int32_t tile) {
   int R = rows->tile, K = rows->padded_inputs, begin = tile * R;
   uint32_t *q = (uint32_t *)rows->q + size_t(tile) * R * (K / 4);
-  float *scales = rows->scale + size_t(tile) * R * (K / 32);
+  float *scales = rows->scale + size_t(tile) * R * (K / 32), *weighted = rows->weighted + size_t(tile) * R * (K / 32);
   int32_t *sums = rows->sums + size_t(tile) * R * (K / 16), *starts = rows->starts + size_t(tile) * R * (K / 32);
   for (int i = 0; i < R; i++) {
     const uint16_t *row = x + size_t(begin + i) * stride;
@@ -264,7 +279,9 @@ void pack_rows_quant(const uint16_t *x, size_t stride, int32_t inputs, const Row
         for (int j = 0; j < 4; j++) q[size_t(8 * g + 4 * half + j) * R + i] = load<uint32_t>(bytes + 4 * j);
         sums[(2 * g + half) * R + i] = total(n);
       }
-      starts[g * R + i] = -rows->offset * (sums[2 * g * R + i] + sums[(2 * g + 1) * R + i]);
+      int32_t both = sums[2 * g * R + i] + sums[(2 * g + 1) * R + i];
+      starts[g * R + i] = -rows->offset * both;
+      weighted[g * R + i] = scales[g * R + i] * float(both);
     }
   }
 }
@@ -295,10 +312,10 @@ void one_tile(const Matrix &m, const Rows &rows, int tile, int block, int apart,
       size_t at = size_t(block + b * apart), groups = size_t(K / m.group) * 16;
       QuantPanel panel{(const uint8_t *)m.data + at * K * (m.kind == kvasir::Q4 ? 8 : 16), m.scale + at * groups,
                        m.min ? m.min + at * groups : nullptr, m.group, m.offset};
-      const int32_t *sums = is_simple(m) ? rows.starts + size_t(tile) * R * (K / 32) : rows.sums + size_t(tile) * R * (K / 16);
-      quant_tile_of(R, m.kind == kvasir::Q4, is_simple(m), std::make_integer_sequence<int, QUANT_ROWS>())(
-          (const uint32_t *)rows.q + size_t(tile) * R * (K / 4), rows.scale + size_t(tile) * R * (K / 32), sums, panel,
-          K / 32, one);
+      size_t at_group = size_t(tile) * R * (K / 32);
+      QuantRows here{(const uint32_t *)rows.q + at_group * 8, rows.scale + at_group, rows.weighted + at_group, rows.sums + 2 * at_group,
+                     rows.starts + at_group};
+      quant_tile_of(m, R, std::make_integer_sequence<int, QUANT_ROWS>())(here, panel, K / 32, one);
     }
     for (int i = 0; i < R; i++) memcpy(out + (i * blocks + b) * 16, one + i * 16, 64);
   }

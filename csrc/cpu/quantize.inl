@@ -1,4 +1,4 @@
-// Floats to 8 or 4 bits with a common scale: what stands for zero is in the middle of the range.
+// Floats to 8 bits around a middle, or to 4 bits along a straight line, 32 at a time.
 #pragma once
 
 #include "simd.h"
@@ -14,42 +14,60 @@ inline i32x16 clamp(i32x16 x, int low, int high) {
   return (x > high) ? splat_int(high) : x;
 }
 
-// `count` numbers (16 or 32) to bytes; returns the scale. Of some scales near the plain one, 4 bits take the one with the
-// least squared error, large numbers counting more (as llama.cpp does it); 8 bits need no search.
-float quantize_group(const float *x, int32_t count, int32_t is_half, uint8_t *out) {
-  f32x16 v[2] = {load<f32x16>(x), count > 16 ? load<f32x16>(x + 16) : f32x16{}};
-  f32x16 size = maximum(maximum(v[0], -v[0]), maximum(v[1], -v[1]));
-  float most = largest(size), best_scale = 0, best_gain = -1;
-  i32x16 best[2] = {};
-  if (most > 0 && !is_half) {
-    best_scale = most / 127.f;
-    for (int i = 0; i < 2; i++) best[i] = clamp(nearest(v[i] * (127.f / most)), -127, 127);
-  }
-  if (most > 0 && is_half) {
-    float signed_most = most;
-    for (int i = 0; i < count; i++)
-      if (x[i] == -most) signed_most = -most;
-    for (int step = -6; step <= 6; step++) {
-      float inverse = -(8.f + 0.15f * float(step)) / signed_most;
-      f32x16 cross = {}, squares = {};
-      i32x16 q[2];
-      for (int i = 0; i < 2; i++) {
-        q[i] = clamp(nearest(v[i] * inverse), -8, 7);
-        f32x16 y = __builtin_convertvector(q[i], f32x16), weight = v[i] * v[i];
-        cross += weight * v[i] * y;
-        squares += weight * y * y;
-      }
-      float c = sum(cross), s = sum(squares);
-      if (s > 0 && c * c > best_gain * s) {
-        best_gain = c * c / s;
-        best_scale = c / s;
-        best[0] = q[0];
-        best[1] = q[1];
-      }
+// Numbers to bytes around an offset of 128.
+inline void quantize_bytes(const f32x16 v[2], float most, i32x16 q[2], float &scale) {
+  scale = most / 127.f;
+  for (int i = 0; i < 2; i++) q[i] = clamp(nearest(v[i] * (most > 0 ? 127.f / most : 0.f)), -127, 127) + 128;
+}
+
+// The straight line through the numbers that 0 .. 15 stand for, with the least squared error for a given choice.
+inline void fit_line(const f32x16 v[2], const i32x16 q[2], float count, float &scale, float &min) {
+  f32x16 sv = v[0] + v[1], y[2] = {__builtin_convertvector(q[0], f32x16), __builtin_convertvector(q[1], f32x16)};
+  float x = sum(sv), s = sum(y[0] + y[1]), ss = sum(y[0] * y[0] + y[1] * y[1]), sx = sum(y[0] * v[0] + y[1] * v[1]);
+  float spread = count * ss - s * s;
+  if (spread <= 0) return;
+  scale = (count * sx - s * x) / spread;
+  min = (x - scale * s) / count;
+}
+
+inline void choose(const f32x16 v[2], float scale, float min, i32x16 q[2]) {
+  float inverse = scale > 0 ? 1.f / scale : 0.f;
+  for (int i = 0; i < 2; i++) q[i] = clamp(nearest((v[i] - min) * inverse), 0, 15);
+}
+
+// Numbers to half bytes: from the least to the greatest, then the line is fitted and the choice made anew, twice.
+inline void quantize_halves(const f32x16 v[2], i32x16 q[2], float &scale, float &min) {
+  min = -largest(maximum(-v[0], -v[1]));
+  scale = (largest(maximum(v[0], v[1])) - min) / 15.f;
+  choose(v, scale, min, q);
+  for (int round = 0; round < 2; round++) {
+    float better_scale = scale, better_min = min;
+    fit_line(v, q, 32, better_scale, better_min);
+    i32x16 again[2];
+    choose(v, better_scale, better_min, again);
+    f32x16 before = {}, after = {};
+    for (int i = 0; i < 2; i++) {
+      f32x16 old = __builtin_convertvector(q[i], f32x16) * scale + min - v[i];
+      f32x16 fresh = __builtin_convertvector(again[i], f32x16) * better_scale + better_min - v[i];
+      before += old * old;
+      after += fresh * fresh;
     }
+    if (sum(after) >= sum(before)) return;
+    scale = better_scale, min = better_min, q[0] = again[0], q[1] = again[1];
   }
-  for (int i = 0; i < count; i++) out[i] = uint8_t(best[i / 16][i % 16] + (is_half ? 8 : 128));
-  return best_scale;
+}
+
+// 32 numbers to bytes, or half bytes: number = (byte - offset) * scale + min, where one of offset and min is 0.
+void quantize_group(const float *x, int32_t is_half, uint8_t *out, float *scale, float *min) {
+  f32x16 v[2] = {load<f32x16>(x), load<f32x16>(x + 16)};
+  i32x16 q[2];
+  *min = 0;
+  if (is_half) {
+    quantize_halves(v, q, *scale, *min);
+  } else {
+    quantize_bytes(v, largest(maximum(maximum(v[0], -v[0]), maximum(v[1], -v[1]))), q, *scale);
+  }
+  for (int i = 0; i < 32; i++) out[i] = uint8_t(q[i / 16][i % 16]);
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kvasir import kernels
-from kvasir.kernels.cpu.packed import PackedMatrix, pack, plain
+from kvasir.kernels.cpu.packed import PLAIN, Format, Layout, PackedMatrix, pack, plain
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.quantization.base import TensorKey
 
@@ -50,9 +50,26 @@ class Embedding(WeightLayer):
         self.weight.data.copy_(tensor[self.own])
 
     def process(self) -> None:
-        if self.format is not None:
-            self.matrix = pack(self.weight.data, self.format) if self.tied else plain(self.weight.data)
+        if self.format is not None and self.matrix is None:
+            self.matrix = self._packed(self.weight.data, self.format)
             self._forget()
+
+    def _packed(self, weight: torch.Tensor, form: Format) -> PackedMatrix:
+        return pack(weight, form) if self.tied else plain(weight)
+
+    def adopt(self, memory: torch.Tensor) -> None:
+        """Take over a matrix that was packed before."""
+        assert self.format is not None, "the CPU library has the matrix"
+        outputs, inputs = self.weight.shape
+        self.matrix = PackedMatrix(Layout(self._kept_as(), outputs, inputs), memory, self._bias())
+        self._forget()
+
+    def _kept_as(self) -> Format:
+        assert self.format is not None, "the CPU library has the matrix"
+        return self.format if self.tied else PLAIN
+
+    def _bias(self) -> torch.Tensor | None:
+        return None
 
     def _forget(self) -> None:
         """Give the weight's memory back: it is in `matrix` now."""
@@ -92,8 +109,17 @@ class Head(Embedding):
         if self.format is None:
             self.weight = nn.Parameter(kernels.pack_weight(self.weight.data), requires_grad=False)
             return
-        self.matrix = pack(self.weight.data, self.format, None if self.bias is None else self.bias.data)
-        self._forget()
+        super().process()
+
+    def _packed(self, weight: torch.Tensor, form: Format) -> PackedMatrix:
+        return pack(weight, form, self._bias())
+
+    def _kept_as(self) -> Format:
+        assert self.format is not None, "the CPU library has the matrix"
+        return self.format
+
+    def _bias(self) -> torch.Tensor | None:
+        return None if self.bias is None else self.bias.data
 
 
 class TiedHead(nn.Module):

@@ -5,9 +5,13 @@ Files are mapped, not read: a tensor's bytes are fetched when it is copied, so n
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
+import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -49,7 +53,24 @@ class Safetensors:
         for file, here in by_file.items():
             with safe_open(file, framework="pt", device="cpu") as opened:
                 for name in here:
-                    yield name, opened.get_tensor(self.entries[name].name)
+                    tensor = opened.get_tensor(self.entries[name].name)
+                    yield name, tensor
+                    _release(tensor)
+
+
+def _release(tensor: torch.Tensor) -> None:
+    """Let go of the file's pages that were read for a tensor, which nobody reads again: while they are mapped they
+    count as this process's memory, and at the end all of the file would."""
+    ask = getattr(_libc(), "madvise", None)
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    if ask is not None and size > 0:
+        ask(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
+@cache
+def _libc() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _find_files(directory: Path) -> list[Path]:

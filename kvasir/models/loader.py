@@ -24,7 +24,7 @@ from kvasir.gguf_file import read_gguf
 from kvasir.kernels.cpu.packed import BF16, INT8
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.layers.linear import Linear
-from kvasir.models import gguf, registry
+from kvasir.models import gguf, packed_cache, registry
 from kvasir.models.checkpoint import Safetensors, some
 from kvasir.models.fallback import TransformersModel, load_fallback
 from kvasir.models.fused import Stored, whole
@@ -74,12 +74,21 @@ def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = N
         places = find_places(model, source.names)
         _check(source, places, spec)
         _materialise(model, device)
-        _fill(source.checkpoint, places, spec, show_progress=config.load.use_tqdm_on_load)
         if config.cache.is_eight_bit and isinstance(source.checkpoint, Safetensors):
             load_kv_scales(source.checkpoint, model.attentions())
+        kept = packed_cache.cache_file(config, mesh or Mesh())
+        if not packed_cache.restore(model, kept):
+            _fill(source.checkpoint, places, spec, show_progress=config.load.use_tqdm_on_load)
+            _process(model)
+            packed_cache.keep(model, kept)
+            return model.eval()
+    _process(model)
+    return model.eval()
+
+
+def _process(model: nn.Module) -> None:
     for layer in _weight_layers(model):
         layer.process()
-    return model.eval()
 
 
 def _build(config: EngineConfig, dtype: torch.dtype, mesh: Mesh) -> Build:

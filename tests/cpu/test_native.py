@@ -110,3 +110,23 @@ def test_every_instruction_set_agrees(name: str, tmp_path: Path) -> None:
         cpu_library.use_instruction_set(SETS[0])
     for key in texts:
         assert error(found[key], best[key]) < 2e-2
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama_tied_biases_llama3", "mixtral"])
+def test_packed_weights_are_kept(name: str, tmp_path: Path, log_lines: list[str]) -> None:
+    require_library()
+    path, place = save(make_hf_model(name), tmp_path / "model"), tmp_path / "packed"
+    settings = {"quantization": "int4", "packed_weights_dir": str(place)}
+    texts = make_texts(make_config(path).model.vocab_size)
+    first = run(path, "cpu", texts, **settings)
+    (file,) = place.iterdir()
+    assert not any("packed weights come from" in line for line in log_lines)
+    second = run(path, "cpu", texts, **settings)
+    assert any("packed weights come from" in line for line in log_lines)
+    file.write_bytes(file.read_bytes()[:1000])  # a disk that was full
+    third = run(path, "cpu", texts, **settings)
+    assert any("packed anew" in line for line in log_lines)
+    for key in texts:
+        assert torch.equal(first[key], second[key]) and torch.equal(first[key], third[key])
+    run(path, "cpu", texts, **(settings | {"quantization": "int8"}))
+    assert len(list(place.iterdir())) == 2

@@ -120,6 +120,7 @@ CASES = {
         beside=ON_HUB,
     ),
     "download_dir": Case("/models", shows=lambda c, w: w.fetched["org/model"]["cache_dir"] == "/models", beside=ON_HUB),
+    "packed_weights_dir": Case("packed", shows=lambda c, w: c.load.packed_weights_dir == "packed"),
     "use_tqdm_on_load": Case(False, shows=lambda c, w: c.load.use_tqdm_on_load is False),
     "stall_timeout": Case(3.5, shows=lambda c, w: c.scheduler.stall_timeout == 3.5),
     "stream_interval": Case(4, shows=lambda c, w: c.scheduler.stream_interval == 4),

@@ -54,15 +54,16 @@ std::vector<uint16_t> random_numbers(size_t count, unsigned seed) {
 struct Packed {
   Matrix m{};
   std::vector<uint8_t> data;
-  std::vector<uint16_t> scale;
+  std::vector<uint16_t> scale, min;
 
   Packed(Kind kind, int outputs, int inputs, const std::vector<uint16_t> &source) {
     m.kind = kind, m.outputs = outputs, m.inputs = inputs, m.padded_inputs = (inputs + 31) / 32 * 32;
-    m.group = 32, m.offset = kind == Q4 ? 8 : 128;
+    m.group = 32, m.offset = kind == Q8 ? 128 : 0;
     size_t numbers = size_t((outputs + 15) / 16 * 16) * size_t(m.padded_inputs);
     data.resize(kind == BF16 ? numbers * 2 : kind == Q8 ? numbers : numbers / 2);
     scale.resize(kind == BF16 ? 0 : numbers / 32);
-    m.data = data.data(), m.scale = scale.data();
+    min.resize(kind == Q4 ? numbers / 32 : 0);
+    m.data = data.data(), m.scale = scale.data(), m.min = kind == Q4 ? min.data() : nullptr;
     kv_pack(&m, source.data(), 1, inputs, 0, outputs);
   }
 

@@ -65,8 +65,11 @@ def rope_store(
     k_gain: torch.Tensor | None = None,
     eps: float = 0.0,
     interleaved: bool = False,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> torch.Tensor:
     """The queries are views of qkv, which is changed."""
+    assert k_scale == v_scale == 1.0, "a cache of 8-bit floats, which has scales, is not the library's"
     qkv, kv_heads = qkv.contiguous(), kv_cache.shape[3]
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     layer = Layer(
@@ -130,7 +133,10 @@ def draw(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     next_token: torch.Tensor,
+    floor: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if floor is not None:
+        logits = logits.masked_fill(logits < floor[:, None], -torch.inf)
     logits, rows = logits.contiguous(), rows.to(torch.int64).contiguous()
     positions = positions.to(torch.int32).contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int32)

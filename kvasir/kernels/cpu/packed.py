@@ -32,19 +32,20 @@ class Format:
 
 
 BF16 = Format("bf16")
+PLAIN = Format("plain")  # as it is, to take rows from
 INT8 = Format("q8", 32, 128)
-INT4 = Format("q4", 32, 8)
+INT4 = Format("q4", has_min=True)
 
 # GGUF's types: their numbers there, and what holds them.
 GGUF = {
-    "Q4_0": (2, INT4),
-    "Q4_1": (3, Format("q4", has_min=True)),
+    "Q4_0": (2, Format("q4", 32, 8)),
+    "Q4_1": (3, INT4),
     "Q5_0": (6, Format("q8", 32, 16)),
     "Q5_1": (7, Format("q8", has_min=True)),
     "Q8_0": (8, INT8),
     "Q2_K": (10, Format("q4", 16, has_min=True)),
     "Q3_K": (11, Format("q4", 16, 4)),
-    "Q4_K": (12, Format("q4", has_min=True)),
+    "Q4_K": (12, INT4),
     "Q5_K": (13, Format("q8", has_min=True)),
     "Q6_K": (14, Format("q8", 16, 32)),
 }
@@ -185,7 +186,7 @@ def pack(weight: torch.Tensor, form: Format = BF16, bias: torch.Tensor | None = 
 
 def plain(weight: torch.Tensor) -> PackedMatrix:
     """A matrix of bfloat16 as it is, to take rows from."""
-    layout = Layout(Format("plain"), *weight.shape)
+    layout = Layout(PLAIN, *weight.shape)
     return PackedMatrix(layout, weight.contiguous().view(torch.uint8).view(-1))
 
 
@@ -194,4 +195,4 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-__all__ = ["BF16", "GGUF", "INT4", "INT8", "Format", "Layout", "PackedMatrix", "pack", "plain"]
+__all__ = ["BF16", "GGUF", "INT4", "INT8", "PLAIN", "Format", "Layout", "PackedMatrix", "pack", "plain"]
