@@ -5,6 +5,7 @@ usage: screenshots.py   (needs Chromium and the extra dev)
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from kvasir.starter import find_starter_model
+from kvasir.starter import GENERATION, find_starter_model
 from tests.server_process import LiveServer
 
 FOLDER = Path(__file__).parent.parent / "docs" / "images"
@@ -56,7 +57,7 @@ def main() -> None:
     if path is None:
         raise SystemExit("There is no Chromium; on Debian `apt-get install chromium` brings it.")
     flags = ["--max-model-len", "2048", "--served-model-name", "SmolLM2-135M-Instruct"]
-    flags += ["--override-generation-config", '{"temperature": 0.2, "top_p": 0.9}']
+    flags += ["--override-generation-config", json.dumps(GENERATION)]
     with LiveServer.real(find_starter_model(), *flags) as server, sync_playwright() as driver:
         server.wait_until_ready()
         browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])

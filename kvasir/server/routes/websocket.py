@@ -12,7 +12,6 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import APIRouter, WebSocket
@@ -23,6 +22,7 @@ from starlette.websockets import WebSocketDisconnect
 from kvasir.server.calls import call_of, new_id
 from kvasir.server.errors import ApiError, as_api_error, openai_body
 from kvasir.server.gate import WS_ERROR
+from kvasir.server.origins import may_come_from
 from kvasir.server.routes.chat import ChatJob
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.chat import ChatRequest
@@ -34,19 +34,11 @@ router = APIRouter()
 @router.websocket("/v1/chat/completions")
 async def chat(socket: WebSocket) -> None:
     await socket.accept()
-    if not _may_come_from(socket):
+    if not may_come_from(socket):
         await socket.close(WS_ERROR, "Pages of other origins may not ask: see --allowed-origins.")
         return
     with suppress(WebSocketDisconnect):
         await Conversation(socket).run()
-
-
-def _may_come_from(socket: WebSocket) -> bool:
-    """Browsers let any page open a WebSocket to anywhere, and say which: the rules of CORS are ours to keep."""
-    origin = socket.headers.get("origin")
-    allowed = state_of(socket).config.allowed_origins
-    own = urlsplit(origin or "").netloc == socket.headers.get("host")
-    return origin is None or own or origin in allowed or "*" in allowed
 
 
 class Conversation:

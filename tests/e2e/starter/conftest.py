@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.conftest import _absent
 from tests.server_process import LiveServer
 
 NASTY = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\"> & <b>bold</b>"
-SAID = NASTY + " The sea is wide, and the ship is small." * 7
+SAID = "Look: " + NASTY + " The sea is wide, and the ship is small." * 100  # more than anybody waits for
 
 
 @pytest.fixture(scope="session")
@@ -26,10 +27,14 @@ def real_server(starter_model: Path) -> Iterator[LiveServer]:
 @pytest.fixture(scope="session")
 def scripted_server(starter_model: Path) -> Iterator[LiveServer]:
     """Says SAID, a token every 20 ms."""
-    executor = {"make": "tests.e2e.starter.scripted:make", "text": SAID, "delay": 0.02}
-    engine = {"num_gpu_blocks_override": 600, "max_num_seqs": 16}
-    with LiveServer.fake(starter_model, executor=executor, engine=engine) as server:
+    with scripted(starter_model) as server:
         yield server.wait_until_ready()
+
+
+def scripted(tokenizer: Path, **settings: Any) -> LiveServer:
+    executor = {"make": "tests.e2e.starter.scripted:make", "text": SAID, "delay": 0.02}
+    engine = {"num_gpu_blocks_override": 600, "max_num_seqs": 16, **settings}
+    return LiveServer.fake(tokenizer, executor=executor, engine=engine)
 
 
 @pytest.fixture(scope="module")  # not longer: while it is there, an event loop runs in this thread, and others cannot
@@ -38,7 +43,10 @@ def browser() -> Iterator[Any]:
     path = next((found for name in names if (found := shutil.which(name))), None)
     if path is None:
         _absent("there is no Chromium; on Debian `apt-get install chromium` brings it")
-    playwright = pytest.importorskip("playwright.sync_api")
+    if find_spec("playwright") is None:
+        _absent("playwright is not installed; `make test` does it")
+    from playwright import sync_api as playwright
+
     with playwright.sync_playwright() as driver:
         # A container has no user namespaces for Chromium's sandbox; the pages are our own.
         started = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])

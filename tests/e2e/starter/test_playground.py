@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.starter.conftest import SAID, Watched
+from tests.e2e.starter.conftest import NASTY, SAID, Watched, scripted
 from tests.server_process import LiveServer, until
 
 LONG = 60_000  # milliseconds; a busy machine takes its time
@@ -22,7 +23,8 @@ def expect(locator: Any) -> Any:
     return plain(locator)
 
 
-def ask(page: Any, text: str) -> None:
+def ask(page: Any, text: str, max_tokens: int = 80) -> None:
+    page.fill("#parameter-max_tokens", str(max_tokens))
     page.fill("#message", text)
     page.press("#message", "Enter")
 
@@ -37,30 +39,36 @@ def is_idle(server: LiveServer) -> bool:
 
 def test_an_answer_comes_bit_by_bit(watched: Watched, scripted_server: LiveServer) -> None:
     page = watched.open(scripted_server.url)
-    ask(page, "Tell me about the sea.")
+    ask(page, "Tell me about the sea.", max_tokens=200)
     said = answer(page)
     expect(said).to_contain_text("bold", timeout=LONG)
     assert "streaming" in said.get_attribute("class"), "there is text before the answer is complete"
     expect(page.locator(".after .figures")).to_contain_text("tokens/s", timeout=LONG)
-    assert said.inner_text() == SAID
+    assert SAID.startswith(said.inner_text()) and len(said.inner_text()) > len(NASTY)
     words = page.locator(".after .figures").inner_text()
     assert "first token" in words and "ms" in words
     assert page.locator(".turn.user .said").inner_text() == "Tell me about the sea."
 
 
-def test_what_a_model_prints_stays_text(watched: Watched, scripted_server: LiveServer) -> None:
-    page = watched.open(scripted_server.url)
-    ask(page, "<img src=x onerror=\"document.title = 'owned'\">")
-    expect(page.locator(".after .figures")).to_be_visible(timeout=LONG)
-    assert answer(page).inner_text() == SAID
-    assert page.locator(".transcript script, .transcript img, .transcript b").count() == 0
-    assert page.title() == "Kvasir playground"
+@pytest.mark.parametrize("alternatives", ["0", "5"])
+def test_what_a_model_prints_stays_text(watched: Watched, starter_model: Path, alternatives: str) -> None:
+    with scripted(starter_model, stream_interval=70) as server:  # a whole script comes in one piece
+        page = watched.open(server.wait_until_ready().url)
+        page.fill("#parameter-top_logprobs", alternatives)
+        ask(page, "<img src=x onerror=\"document.title = 'owned'\">")
+        expect(page.locator(".after .figures")).to_be_visible(timeout=LONG)
+        assert SAID.startswith(answer(page).inner_text()) and NASTY in answer(page).inner_text()
+        if alternatives == "0":
+            assert answer(page).locator(".token", has_text=NASTY).count() == 1
+        assert page.locator(".transcript script, .transcript img, .transcript b").count() == 0
+        assert page.title() == "Kvasir playground"
+        page.context.close()
 
 
 @pytest.mark.parametrize("by", ["button", "key"])
 def test_stopping_ends_the_request(watched: Watched, scripted_server: LiveServer, by: str) -> None:
     page = watched.open(scripted_server.url)
-    ask(page, "Tell me about the sea.")
+    ask(page, "Tell me about the sea.", max_tokens=900)
     expect(answer(page)).to_contain_text("bold", timeout=LONG)
     if by == "button":
         page.click("#stop-chat")
@@ -77,12 +85,12 @@ def test_regenerating_replaces_the_answer_and_the_chat_goes_on(watched: Watched,
     page = watched.open(scripted_server.url)
     bodies: list[Any] = []
     page.on("request", lambda sent: bodies.append(sent.post_data_json) if sent.method == "POST" else None)
-    ask(page, "One")
+    ask(page, "One", max_tokens=8)
     page.click(".again", timeout=LONG)
     expect(page.locator(".again")).to_have_count(0)
     expect(page.locator(".again")).to_be_visible(timeout=LONG)
     assert page.locator(".turn").count() == 2
-    ask(page, "Two")
+    ask(page, "Two", max_tokens=900)
     expect(page.locator(".turn")).to_have_count(4)
     page.keyboard.press("Escape")
     roles = [[message["role"] for message in body["messages"]] for body in bodies]
@@ -198,9 +206,8 @@ def test_a_server_with_a_key(watched: Watched, starter_model: Any) -> None:
         page.fill("#parameter-key", "sesame")
         page.press("#parameter-key", "Tab")
         expect(page.locator("#model option")).to_have_count(1)
-        page.fill("#parameter-max_tokens", "4")
         page.fill("#parameter-top_logprobs", "0")  # this engine has no probabilities
-        ask(page, "Hello")
+        ask(page, "Hello", max_tokens=4)
         expect(page.locator(".after .figures")).to_be_visible(timeout=LONG)
         page.goto(f"{locked.url}/engine")
         expect(page.locator("#connection")).to_have_text("live")
