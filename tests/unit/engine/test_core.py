@@ -143,3 +143,19 @@ def test_beams_and_a_large_request_do_not_wait_for_each_other(lookahead: int, nu
     core.add(request(1, list(range(36)), 20))
     got = run(core, max_steps=1500)
     assert got.tokens[1] == expected(list(range(36)), 20)
+
+
+@pytest.mark.parametrize(("budget", "threshold"), [(25, 0), (27, 0), (512, 16)])
+def test_beams_share_their_prompt_again_after_starting_over(budget: int, threshold: int) -> None:
+    """Here they have no room for a copy each: computed in chunks, the prompt must not be taken for several."""
+    executor = ScoringExecutor(4, 8, 128)
+    executor.allocate_kv(17)
+    settings = {"num_blocks": 17, "budget": budget, "max_model_len": 128, "threshold": threshold}
+    core = make_core(1, executor, **settings)
+    core.add(request(0, [i % 7 for i in range(40)], 4, beam=BeamSpec(width=3)))
+    while len(core.scheduler.rows) < 3:
+        core.run_step()
+    core.results.clear()
+    core.scheduler.start_over()
+    run(core, max_steps=100)
+    assert core.stats().num_used_blocks == 0
