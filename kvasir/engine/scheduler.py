@@ -259,12 +259,10 @@ class Scheduler:
         self.stats.preemptions += 1
         return row
 
-    def shrink_steps(self, num_tokens: int) -> bool:
-        """Let no step have more tokens than this from now on. False, and nothing changes, if that cannot be."""
-        if num_tokens < 1 or not self.limits.chunked_prefill:
-            return False
+    def limit_steps(self, num_tokens: int) -> None:
+        """Let no step have more tokens than this from now on."""
         self.limits = replace(self.limits, max_num_batched_tokens=num_tokens)
-        return True
+        self._full_step = num_tokens / 2
 
     def start_over(self) -> None:
         """Forget steps in flight and all that is cached: running requests wait again and are computed anew."""
