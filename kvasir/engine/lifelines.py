@@ -67,10 +67,14 @@ class Lifelines(threading.Thread):
             with suppress(OSError):
                 client.send(word)
 
-    def take_gone(self) -> list[int]:
-        """Clients that have left since the last time."""
+    def hush(self) -> None:
+        """From here on `wake` is readable when something more is noted. Look at the notes after that, not before."""
         with suppress(BlockingIOError):
             self.wake.recv(4096)
+
+    def take_gone(self) -> list[int]:
+        """Clients that have left since the last time."""
+        self.hush()
         return [self.gone.popleft() for _ in range(len(self.gone))]
 
     # ------------------------------------------------------------ the thread's own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection
@@ -11,7 +12,11 @@ from typing import Any
 import pytest
 
 from kvasir.engine.lifelines import Lifelines
+from kvasir.engine.service import Service
+from kvasir.logits_processors import StartupProcessors
 from kvasir.transport.address import Address, make_directory, remove_directory
+from kvasir.transport.progress import Progress
+from tests.builders import make_core
 
 
 class World:
@@ -65,3 +70,14 @@ def test_a_client_that_talks_nonsense_is_not_let_in(world: World, word: Any) -> 
     with pytest.raises(EOFError):
         client.recv()
     world.introduce(None).recv()
+
+
+def test_a_loop_that_was_woken_for_what_it_has_seen_sleeps_again(world: World) -> None:
+    lifelines, progress = world.lifelines, Progress(world.address.progress, create=True)
+    service = Service(make_core(), StartupProcessors(None), world.address.messages, lifelines, progress)
+    lifelines.gone.append(1)  # the thread has noted that a client left ...
+    service._receive()  # ... the loop, which was busy, sees it ...
+    lifelines._note()  # ... before it is woken
+    service.turn()
+    assert not select.select([lifelines.wake], [], [], 0)[0]
+    service.close()
