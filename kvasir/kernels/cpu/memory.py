@@ -17,8 +17,8 @@ _MADV_HUGEPAGE = 14
 
 
 class Arena:
-    """Cuts large pieces of memory into small ones, so that those lie in huge pages too. A piece lives as long as any part
-    of it."""
+    """Cuts large pieces of memory into small ones, so that those lie in huge pages too. A piece lives as long as any
+    part of it."""
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)
