@@ -16,6 +16,8 @@ A message says what was asked, what is possible and what to change.
 class KvasirError(Exception):
     """Base of every error raised on purpose."""
 
+    request_id: str | None = None  # of the request at fault, where it is told later than that was added
+
 
 class ConfigError(KvasirError, ValueError):
     """The engine cannot be built as asked."""

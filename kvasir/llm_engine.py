@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from itertools import count
 from types import TracebackType
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 from kvasir import startup
 from kvasir.args import EngineArgs
 from kvasir.config import EngineConfig
-from kvasir.errors import EngineDeadError, EngineError, RequestError
+from kvasir.errors import EngineDeadError, EngineError, KvasirError, RequestError
 from kvasir.frontend.beams import BeamState
 from kvasir.frontend.client import EngineClient, InprocClient
 from kvasir.frontend.fanout import process_all
@@ -40,6 +41,7 @@ class LLMEngine:
         self.input_processor = InputProcessor(config, self.tokenizer, several if client is None else client.remote)
         self.output_processor = OutputProcessor(self.tokenizer)
         self._keys = count()
+        self._refused: deque[tuple[int, KvasirError]] = deque()  # which the caller has not been told of
         self._client: EngineClient | None = client or (_processes(config) if several else InprocClient(config))
         try:
             self._client.wait()
@@ -97,7 +99,11 @@ class LLMEngine:
             self.output_processor.add(*states, num_returned=params.n)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return what it gave: new text of streaming requests, and requests that ended."""
+        """Run one step and return what it gave: new text of streaming requests, and requests that ended.
+
+        Where the core is another process it may raise what that has against a request added before: `request_id` of
+        the error says which; all others go on.
+        """
         self._raise_refused()
         if not self.client.has_work():
             return []
@@ -112,12 +118,14 @@ class LLMEngine:
         return outputs
 
     def _raise_refused(self) -> None:
-        """In another process the core says only later what it has against a request."""
-        refused = self.client.refused()
-        for key, _ in refused:
-            self.output_processor.withdraw(key)
-        for _, error in refused:
-            raise error
+        """In another process the core says only later what it has against a request. One is told at a time."""
+        self._refused += self.client.refused()
+        while self._refused:
+            key, error = self._refused.popleft()
+            error.request_id = self.output_processor.withdraw(key)
+            if error.request_id is not None:  # or it was aborted meanwhile
+                error.add_note(f"This is about request {error.request_id!r}.")
+                raise error
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests. Returns their last outputs; ids that are not running are ignored."""

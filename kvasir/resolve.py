@@ -61,7 +61,8 @@ def _resolve(config: EngineConfig) -> EngineConfig:
         platform = platforms.select(config.device.device)
     model = _settle_model(config.model, path, platform)
     model = replace(model, tokenizer=_tokenizer(config.model, config.load, path))
-    load, device = _settle_load(config.load, path), _settle_device(config.device, model.dtype, platform)
+    load = _settle_load(config.load, path)
+    device = _settle_device(config.device, model.dtype, config.cache.kv_cache_dtype, platform)
     device = _settle_threads(device, config.parallel.tensor_parallel_size, platform)
     _refuse_what_needs_the_library(config, model, device)
     return EngineConfig(
@@ -319,10 +320,12 @@ def _check_eight_bit(cache: CacheConfig, backend: str, platform: platforms.Platf
         )
 
 
-def _settle_device(asked: DeviceConfig, dtype: str, platform: platforms.Platform) -> DeviceConfig:
+def _settle_device(asked: DeviceConfig, dtype: str, kv_dtype: str, platform: platforms.Platform) -> DeviceConfig:
     backend = asked.attention_backend
     if backend == "auto":
         backend = platform.default_attention(dtype)
+        if backend == "cpu" and kv_dtype in EIGHT_BIT_KV:
+            backend = "torch"  # which reads 8-bit floats; the library does not
     if backend == "cpu" and platform.default_attention(dtype) != "cpu":
         raise ConfigError(
             f"attention_backend='cpu' is our C++ library on the CPU for bfloat16; here are {dtype} on "
@@ -334,7 +337,8 @@ def _settle_device(asked: DeviceConfig, dtype: str, platform: platforms.Platform
     if asked.device == "auto":
         _say("device", platform.device, "the best there is")
     if asked.attention_backend == "auto":
-        _say("attention_backend", backend, f"the default on {platform.device}")
+        floats = ", which reads 8-bit floats" if kv_dtype in EIGHT_BIT_KV else ""
+        _say("attention_backend", backend, f"the default on {platform.device}{floats}")
     return replace(asked, device=platform.device, attention_backend=backend)
 
 

@@ -4,6 +4,7 @@
 #include <stdint.h>
 #include <sched.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -21,6 +22,7 @@
 namespace kvasir {
 namespace {
 
+constexpr size_t HUGE_PAGE = 2 << 20;
 constexpr int SPINS = 4000;  // some 50 us: longer than the pause between two pieces of a step
 
 inline void pause_briefly() {
@@ -189,8 +191,11 @@ void *thread_buffer(int slot, size_t bytes) {
   thread_local Buffers buffers;
   if (buffers.size[slot] < bytes) {
     free(buffers.memory[slot]);
-    size_t rounded = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-    buffers.memory[slot] = aligned_alloc(4096, rounded);
+    size_t page = bytes < HUGE_PAGE ? 4096 : HUGE_PAGE, rounded = (bytes + bytes / 4 + page - 1) / page * page;
+    buffers.memory[slot] = aligned_alloc(page, rounded);
+#if defined(__linux__)
+    if (page == HUGE_PAGE) madvise(buffers.memory[slot], rounded, MADV_HUGEPAGE);
+#endif
     buffers.size[slot] = rounded;
   }
   return buffers.memory[slot];

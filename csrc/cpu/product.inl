@@ -153,16 +153,21 @@ void tile_quant(const QuantRows &rows, QuantPanel w, int groups, float *out) {
   f32x16 acc[R] = {};
   for (int g = 0; g < groups; g++) {
     const uint8_t *data = w.data + size_t(g) * (HALF ? 256 : 512);
-    __builtin_prefetch(data + 2048);
+    __builtin_prefetch(w.scale + size_t(g) * 16 + 256);
+    if (MIN) __builtin_prefetch(w.min + size_t(g) * 16 + 256);
     i32x16 whole[R];
 #pragma GCC unroll 12
     for (int i = 0; i < R; i++) whole[i] = MIN ? i32x16{} : splat_int(rows.starts[g * R + i]);
 #pragma GCC unroll 8
-    for (int q = 0; q < 8; q++) {
-      u32x16 panel = load<u32x16>(data + (HALF ? q % 4 : q) * 64);
-      if (HALF) panel = (q < 4 ? panel : panel >> 4) & 0x0f0f0f0fu;
+    for (int q = 0; q < (HALF ? 4 : 8); q++) {
+      u32x16 panel = load<u32x16>(data + q * 64);
+      __builtin_prefetch(data + q * 64 + 2048);
+      const uint32_t *quads = a + size_t(8 * g + q) * R;
 #pragma GCC unroll 12
-      for (int i = 0; i < R; i++) dot4(whole[i], a[size_t(8 * g + q) * R + size_t(i)], panel);
+      for (int i = 0; i < R; i++) dot4(whole[i], quads[i], HALF ? panel & 0x0f0f0f0fu : panel);
+      if (!HALF) continue;
+#pragma GCC unroll 12
+      for (int i = 0; i < R; i++) dot4(whole[i], quads[4 * R + i], panel >> 4 & 0x0f0f0f0fu);
     }
     f32x16 scale = load_f16(w.scale + size_t(g) * 16);
 #pragma GCC unroll 12

@@ -12,14 +12,12 @@ from kvasir.engine.families import Families
 from kvasir.engine.overdue import Overdue
 from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.snapshot import take_snapshot
+from kvasir.engine.step_size import StepSize
 from kvasir.engine.watch import StepLog, Unwatched
 from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError
 from kvasir.executor.base import Executor
-from kvasir.log import get_logger
 from kvasir.messages import EngineOutput, EngineRequest, EngineStats, StepFuture
 from kvasir.snapshot import Snapshot
-
-logger = get_logger(__name__)
 
 
 class EngineCore:
@@ -34,6 +32,7 @@ class EngineCore:
         self.families = Families(scheduler)
         self.admission = Admission(queue_limits or QueueLimits(), scheduler)
         self.overdue = Overdue(scheduler, self.families)
+        self.step_size = StepSize(scheduler)
         self.memory = executor.memory()  # now: while a step is in flight, others may not ask the executor
         self.block_bytes = executor.kv_spec().block_bytes
         self.watch: StepLog | Unwatched = Unwatched()
@@ -49,9 +48,11 @@ class EngineCore:
                 self.executor.execute(plan)
                 self.results.append(self.executor.sample())
             except DeviceMemoryError:
-                if not self._start_over_smaller(plan.total_tokens):
+                if not self.step_size.failed(plan.total_tokens):
                     raise
+                self._start_over()
                 return replace(NO_OUTPUT, finished=late)
+            self.step_size.fitted()
             self.watch.planned(plan)
             if several:
                 self.families.planned()
@@ -62,19 +63,6 @@ class EngineCore:
             assert plan is not None or not len(self.scheduler), "requests wait, nothing is in flight, nothing can run"
             output = NO_OUTPUT
         return replace(output, finished=late + output.finished) if late else output
-
-    def _start_over_smaller(self, num_tokens: int) -> bool:
-        """After a step of so many tokens that did not fit: everybody is preempted, and steps are half as large from
-        now on. False if they cannot get smaller."""
-        if not self.scheduler.shrink_steps(num_tokens // 2):
-            return False
-        self.results.clear()
-        self.scheduler.start_over()
-        logger.warning(
-            "a step of %d tokens did not fit the device's memory: all requests are computed anew, in steps of at most "
-            "%d. To avoid this, lower gpu_memory_utilization or max_num_batched_tokens.", num_tokens, num_tokens // 2,
-        )  # fmt: skip
-        return True
 
     def run_step(self) -> EngineOutput:
         """`step`, with a failure of the device turned into an EngineError, after which the core stays dead."""
@@ -87,9 +75,12 @@ class EngineCore:
             self.results.clear()
             raise EngineError(f"a step failed: {type(error).__name__}: {error}") from error
         except BaseException:  # somebody wants to stop, in the middle of a step: nothing is known of what it computed
-            self.results.clear()
-            self.scheduler.start_over()
+            self._start_over()
             raise
+
+    def _start_over(self) -> None:
+        self.results.clear()
+        self.scheduler.start_over()
 
     def has_work(self) -> bool:
         return bool(len(self.scheduler) or self.results or len(self.families))

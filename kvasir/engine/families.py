@@ -26,6 +26,11 @@ class Families:
         """Whether the request is known here, and not yet to the scheduler."""
         return key in self.forks or key in self.beams
 
+    @property
+    def num_known(self) -> int:
+        """Of how many requests that holds."""
+        return self.forks.num_waiting + len(self.beams)
+
     def add(self, request: EngineRequest) -> None:
         if request.beam is not None:
             self.beams.add(request)

@@ -67,10 +67,14 @@ class Lifelines(threading.Thread):
             with suppress(OSError):
                 client.send(word)
 
-    def take_gone(self) -> list[int]:
-        """Clients that have left since the last time."""
+    def hush(self) -> None:
+        """From here on `wake` is readable when something more is noted. Look at the notes after that, not before."""
         with suppress(BlockingIOError):
             self.wake.recv(4096)
+
+    def take_gone(self) -> list[int]:
+        """Clients that have left since the last time."""
+        self.hush()
         return [self.gone.popleft() for _ in range(len(self.gone))]
 
     # ------------------------------------------------------------ the thread's own
@@ -88,7 +92,10 @@ class Lifelines(threading.Thread):
             self.clients[number] = client  # before it hears of it: its first request may be here at once
             client.send((number, self.config))
         except (EOFError, OSError):
-            client.close()
+            self._let_go(client)
+        except Exception:
+            logger.exception("What a client says of itself makes no sense; it is not let in")
+            self._let_go(client)
 
     def _hear(self, client: Connection) -> None:
         """Nobody speaks here after the introduction: something to read is the end."""
@@ -98,11 +105,16 @@ class Lifelines(threading.Thread):
         if client is self._owner:
             self.over = True
             return
-        number = next(number for number, other in self.clients.items() if other is client)
-        del self.clients[number]
-        client.close()
-        self.gone.append(number)
+        self.gone += self._let_go(client)
         self._note()
+
+    def _let_go(self, client: Connection) -> list[int]:
+        """Close the socket. Returns the number the client had, if it had one."""
+        numbers = [number for number, other in self.clients.items() if other is client]
+        for number in numbers:
+            del self.clients[number]
+        client.close()
+        return numbers
 
     def _note(self) -> None:
         self._waker.send(b".")

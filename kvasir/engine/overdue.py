@@ -28,7 +28,7 @@ class Overdue:
         for each in (request, *request.forks):
             if each.terms.deadline is not None:
                 heappush(self._heap, (each.terms.deadline, each.key, each.terms.arrival, each.stream))
-        if len(self._heap) > 2 * (len(self._scheduler) + len(self._families)) + _SLACK:
+        if len(self._heap) > 2 * (len(self._scheduler) + self._families.num_known) + _SLACK:
             self._heap = [entry for entry in self._heap if entry[1] in self._scheduler or entry[1] in self._families]
             heapify(self._heap)
 

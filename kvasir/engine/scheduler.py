@@ -200,7 +200,14 @@ class Scheduler:
             if joined:
                 rows = np.concatenate([rows, np.array(joined, np.int64)])
                 grants = np.concatenate([grants, np.array(first_grants, np.int32)])
-        return self._plan(rows, grants) if len(rows) else None
+        if len(rows):
+            return self._plan(rows, grants)
+        if self._in_flight or not len(self.waiting) or not len(self.rows):
+            return None
+        # Those who run wait for tokens from outside, which come only when others have run that find no blocks. Once
+        # all have given theirs back they share what they had each computed for themselves.
+        self._put_all_back()
+        return self.schedule()
 
     def _continue_running(self) -> tuple[IntArray, Int32Array]:
         """Rows that go on, and how many tokens each, with their blocks made ready."""
@@ -217,6 +224,8 @@ class Scheduler:
             victim = self._preempt()
             keep = rows != victim
             rows, grants = rows[keep], grants[keep]
+        for i in np.flatnonzero(r.num_computed[rows] < r.fed_from[rows]).tolist():
+            self._name_blocks(int(rows[i]), int(r.num_computed[rows[i]] + grants[i]))  # before others are let in
         return rows, grants
 
     def _share(self, want: Int32Array, budget: int) -> Int32Array:
@@ -250,23 +259,24 @@ class Scheduler:
         self.stats.preemptions += 1
         return row
 
-    def shrink_steps(self, num_tokens: int) -> bool:
-        """Let no step have more tokens than this from now on. False, and nothing changes, if that cannot be."""
-        if num_tokens < 1 or not self.limits.chunked_prefill:
-            return False
+    def limit_steps(self, num_tokens: int) -> None:
+        """Let no step have more tokens than this from now on."""
         self.limits = replace(self.limits, max_num_batched_tokens=num_tokens)
-        return True
+        self._full_step = num_tokens / 2
 
     def start_over(self) -> None:
         """Forget steps in flight and all that is cached: running requests wait again and are computed anew."""
-        for row in self.rows.order.tolist()[::-1]:
-            request = self.rows.requests[row]
-            assert request is not None, f"row {row} has no tenant"
-            self._put_back(request)
+        self._put_all_back()
         self._in_flight.clear()
         self.cache.take_changes()  # of rows that are free now
         forgotten = self.cache.reset()
         assert forgotten, "no row is left, so no block is in use"
+
+    def _put_all_back(self) -> None:
+        for row in self.rows.order.tolist()[::-1]:
+            request = self.rows.requests[row]
+            assert request is not None, f"row {row} has no tenant"
+            self._put_back(request)
 
     def _admit(self, budget: int) -> tuple[list[int], list[int]]:
         """Let waiting requests in while tokens, rows and blocks last."""
@@ -367,8 +377,6 @@ class Scheduler:
         lengths = r.num_computed[rows]
         samples = lengths == r.num_tokens[rows]
         r.num_tokens[rows[samples]] += 1
-        for row in rows[num_decodes:].tolist():
-            self._name_blocks(row, int(r.num_computed[row]))
         table_index, table_block, copies = self.cache.take_changes()
         to_host, from_host = self.cache.tier.take_copies()
         new_rows, self._new_rows = self._new_rows, []

@@ -57,6 +57,7 @@ class Service:
         if not self.core.has_work():
             self.progress.rest()
             self._poller.poll()
+            self.lifelines.hush()  # what woke us may have been seen before
         self._receive()
         if self.core.has_work():
             self.progress.step(self._running)

@@ -30,6 +30,7 @@ class Engines:
         self._context: zmq.Context[Any] = zmq.Context()
         self.router = Router(config.parallel.data_parallel_size, config.cache.block_size)
         self._at: dict[int, int] = {}  # which engine has a request, by key
+        self._forks: dict[int, list[int]] = {}  # keys of requests that fork from another, by its key
         self._numbers = itertools.count()
         self.dead: KvasirError | None = None
         self.startup: dict[str, float] = {}  # seconds that each part of the engines' start took, of the slowest
@@ -83,7 +84,10 @@ class Engines:
         if engine is not None:
             self._check_index("data_parallel_rank", engine)
         index = self.router.route(request, [link.requests_of_others() for link in self.links], engine)
-        for key in (request.key, *(fork.key for fork in request.forks)):
+        forks = [fork.key for fork in request.forks]
+        if forks:
+            self._forks[request.key] = forks
+        for key in (request.key, *forks):
             self._at[key] = index
         self.links[index].add(request)
 
@@ -91,9 +95,8 @@ class Engines:
         """(key, output tokens kept) each. Those that have ended are left alone."""
         by_engine: dict[int, list[tuple[int, int | None]]] = {}
         for key, num_kept in keys:
-            index = self._at.pop(key, None)
+            index = self._forget(key)
             if index is not None:
-                self.router.ended(key)
                 by_engine.setdefault(index, []).append((key, num_kept))
         for index, some in by_engine.items():
             self.links[index].abort(some)
@@ -118,7 +121,8 @@ class Engines:
                 if isinstance(event, EngineOutput):
                     self._note(event)
                 elif isinstance(event, words.Refused):
-                    self._forget(event.key)
+                    for key in (event.key, *self._forks.get(event.key, ())):
+                        self._forget(key)
                 yield event
 
     def find_death(self) -> KvasirError | None:
@@ -154,9 +158,11 @@ class Engines:
             if beam.finished:
                 self._forget(beam.key)
 
-    def _forget(self, key: int) -> None:
-        if self._at.pop(key, None) is not None:
-            self.router.ended(key)
+    def _forget(self, key: int) -> int | None:
+        """Which engine had it; None if it had ended before."""
+        self._forks.pop(key, None)
+        self.router.ended(key)
+        return self._at.pop(key, None)
 
 
 def _check_alike(settled: list[EngineConfig]) -> None:

@@ -101,9 +101,18 @@ def gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     return active
 
 
-def rope_store(qkv: torch.Tensor, *args: Any) -> torch.Tensor:
+def rope_store(
+    qkv: torch.Tensor,
+    heads: int,
+    positions: torch.Tensor,
+    table: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    *args: Any,
+) -> torch.Tensor:
     """See reference.rope_store."""
-    query: torch.Tensor = _any_version_for(qkv).rope_store(qkv, *args)
+    eight_bit = kv_cache.is_floating_point() and kv_cache.itemsize == 1
+    version = _version_for(qkv) if eight_bit else _any_version_for(qkv)  # the CPU library has no such floats
+    query: torch.Tensor = version.rope_store(qkv, heads, positions, table, kv_cache, *args)
     return query
 
 

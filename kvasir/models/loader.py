@@ -21,6 +21,7 @@ from kvasir.config import EngineConfig
 from kvasir.distributed.mesh import Mesh
 from kvasir.errors import ConfigError, ModelError
 from kvasir.gguf_file import read_gguf
+from kvasir.kernels.cpu.memory import Arena
 from kvasir.kernels.cpu.packed import BF16, INT8
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.layers.linear import Linear
@@ -217,10 +218,13 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
     free = platform.memory_free()
     if free is not None and need > free:
         raise _no_room(need, free, device)
+    arena = Arena()
     try:
         for module in model.modules():
             for name, value in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(_memory_for(value, device), requires_grad=False))
+                packed = value.dtype == torch.uint8  # the CPU library's
+                memory = arena.take(value.numel()) if packed else _memory_for(value, device)
+                setattr(module, name, nn.Parameter(memory, requires_grad=False))
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, _memory_for(buffer, device))
     except RuntimeError as error:  # torch.OutOfMemoryError is one, and so is what a failed malloc raises

@@ -4,13 +4,14 @@ numbers. Each tensor goes from its file straight to its packed place."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import nn
 
+from kvasir.kernels.cpu.memory import Arena
 from kvasir.kernels.cpu.packed import BF16, GGUF, INT4, INT8, Format, Layout, PackedMatrix
 from kvasir.quantization.base import LinearLayer, MethodOf, TensorKey, UnquantizedLinear, parameter
 from kvasir.quantization.gguf import PackedRows
@@ -58,6 +59,8 @@ class GGUFCpuLinear(CpuLinear):
     """A GGUF file's numbers, packed as they are. Which types a layer's parts have is known once they are there, so its
     memory is taken last. Parts that are not quantized, or cut across their rows, are expanded to `format`."""
 
+    arena: Arena = field(default_factory=Arena)
+
     def create(self, layer: LinearLayer, dtype: torch.dtype, device: torch.device) -> None:
         layer.weight = parameter((0,), torch.uint8, device)
         layer.bias = parameter((layer.shape.num_own_outputs,), dtype, device) if layer.shape.bias else None
@@ -72,7 +75,7 @@ class GGUFCpuLinear(CpuLinear):
         parts: dict[str | None, PackedRows | torch.Tensor] = layer.__dict__.pop("parts")
         own = self._own_format(layer, parts.values())
         layout = Layout(own or self.format, layer.shape.num_own_outputs, layer.shape.num_own_inputs)
-        layer.weight = nn.Parameter(torch.empty(layout.num_bytes, dtype=torch.uint8), requires_grad=False)
+        layer.weight = nn.Parameter(self.arena.take(layout.num_bytes), requires_grad=False)
         matrix = PackedMatrix(layout, layer.weight.data, None if layer.bias is None else layer.bias.data)
         for name, tensor in parts.items():
             part, rows = layer.shape.place(name)

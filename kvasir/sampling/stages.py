@@ -65,25 +65,30 @@ class Stage(ABC):
     # ------------------------------------------------------------ slots
 
     def open(self, new_rows: Sequence[NewRow]) -> None:
-        slots = [self.take(new) for new in new_rows]
-        self.slots[[new.row for new in new_rows]] = slots
-        self.fill(new_rows, slots)
+        for new in new_rows:  # noted one by one: should memory run out, what was taken can be given back
+            self.slots[new.row] = self.take(new)
+        self.fill(new_rows, self.slots[[new.row for new in new_rows]].tolist())
 
     def take(self, new: NewRow) -> int:
         """A slot for this row."""
         if not self._free:
             added = max(4, self._size)
+            grown = [self._grown(getattr(self, name), added) for name in self.tables]  # all of them, or none
+            for name, table in zip(self.tables, grown, strict=True):
+                setattr(self, name, table)
             self._free = list(range(self._size + added - 1, self._size - 1, -1))
             self._size += added
-            for name in self.tables:
-                table: torch.Tensor = getattr(self, name)
-                more = torch.zeros(added, *table.shape[1:], dtype=table.dtype, device=self.device)
-                setattr(self, name, torch.cat([table, more]))
         return self._free.pop()
 
+    def _grown(self, table: torch.Tensor, added: int) -> torch.Tensor:
+        more = torch.zeros(added, *table.shape[1:], dtype=table.dtype, device=self.device)
+        return torch.cat([table, more])
+
     def close(self, row: int) -> None:
-        self._free.append(int(self.slots[row]))
-        self.slots[row] = -1
+        """Give the row's slot back. It has none if memory ran out before it was given one."""
+        if self.slots[row] >= 0:
+            self._free.append(int(self.slots[row]))
+            self.slots[row] = -1
 
     def holds_any(self, rows: NDArray[np.int32]) -> bool:
         return bool((self.slots[rows] >= 0).any())
@@ -130,10 +135,10 @@ class Stages:
             return
         for stage in self._stages:
             rows = [new for new, extras in asking if stage.asks(extras)]
+            for new in rows:  # before it opens, which may run out of memory: the next tenants must close it then
+                self._holders.setdefault(new.row, []).append(stage)
             if rows:
                 stage.open(rows)
-            for new in rows:
-                self._holders.setdefault(new.row, []).append(stage)
 
     def needed(self, rows: NDArray[np.int32]) -> tuple[Stage, ...]:
         """Those that some of these rows ask for."""

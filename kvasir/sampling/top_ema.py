@@ -73,12 +73,12 @@ class TopEma(Stage):
             or new.token_ids is None
             or len(new.token_ids) == extras.num_prompt_tokens  # it has said nothing yet
         ]
-        self._new_slots.clear()
         if fresh:
             begins = self.upload(np.array(fresh, np.int32))[0].long()
             for average in (self.before, self.now):
                 average.index_fill_(0, begins, UNSET)
             self.position.index_fill_(0, begins, -1)
+        self._new_slots.clear()  # last: memory may run out before
 
     def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
         lines, slots = self.lines(step)

@@ -49,7 +49,7 @@ class ServerConfig:
     )
     ssl_ciphers: str | None = setting(None, "TLS ciphers, as OpenSSL writes them.")
 
-    max_request_bytes: int = setting(32 << 20, "Longest request body; longer ones get 413.", minimum=1)
+    max_request_bytes: int = setting(16 << 20, "Longest request body; longer ones get 413.", minimum=1)
     max_prompt_tokens: int | None = setting(None, "Longest prompt; longer ones get 413.", minimum=1)
     max_choices: int = setting(4096, "Most completions one request may ask for (prompts times n).", minimum=1)
     request_timeout: float | None = setting(

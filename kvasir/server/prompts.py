@@ -60,9 +60,9 @@ class PromptMaker:
             **variables,
         }
         extra = body.chat_template_kwargs or {}
-        for name in ("messages", *options):
+        for name in ("messages", "self", *options):
             if name in extra:
-                raise RequestError(f"{name} is a field of its own; it has no place here.", "chat_template_kwargs")
+                raise RequestError(f"{name} cannot be a variable of a chat template.", "chat_template_kwargs")
         return await _maybe_in_thread(size, lambda: self.tokenizer.render_chat(messages, **options, **extra))
 
     def _template(self, body: ChatTemplateFields) -> str | None:

@@ -19,6 +19,7 @@ from kvasir.sampling_params import RequestOutputKind, SamplingParams
 from kvasir.server import run_log
 from kvasir.server.calls import Call
 from kvasir.server.errors import ApiError, as_api_error, timed_out
+from kvasir.server.fair_sizes import check_sizes
 from kvasir.server.schema.usage import PromptTokensDetails, Usage
 from kvasir.server.state import ServerState
 
@@ -124,6 +125,7 @@ class Run:
     # ------------------------------------------------------------ checks
 
     def _check(self) -> None:
+        check_sizes(self.params)
         asked, most = len(self.prompts) * self.params.num_branches, self.state.config.max_choices
         if asked > most:
             raise RequestError(f"{asked} completions are asked for at once; this server gives at most {most}.", "n")

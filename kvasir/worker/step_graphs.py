@@ -9,7 +9,9 @@ first needed (some 20 ms) and share one memory pool. Import this where there is 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,9 +29,11 @@ from kvasir.worker.mixed_inputs import mixed_inputs
 from kvasir.worker.model import Model
 from kvasir.worker.rows import DeviceRows, StepInputs
 
+T = TypeVar("T")
 BOUNDS = (512, 2048, 1 << 30)  # short sequences need no splitting, so they have graphs of their own
 MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens
 MIXED_ROWS = (8, 32, 128, 512, 1024)
+PUT_OFF = 1000  # steps of a shape that run without a graph after there was no memory to capture one
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,6 +89,7 @@ class StepGraphs:
     _lines: torch.Tensor = field(init=False)  # those of the step that sample, padded with -1; read by mixed steps
     _forwards: dict[Shape, Captured[Forward]] = field(default_factory=dict)
     _heads: dict[HeadShape, Captured[torch.Tensor]] = field(default_factory=dict)
+    _put_off: dict[Shape | HeadShape, int] = field(default_factory=dict)  # how many steps are still to run without one
 
     def __post_init__(self) -> None:
         most = max(self.sizes[-1], MIXED_SIZES[-1])
@@ -94,6 +99,10 @@ class StepGraphs:
 
     def shape_for(self, plan: StepPlan) -> Shape | None:
         """The graph that fits this step, if one does."""
+        shape = self._fitting_shape(plan)
+        return None if shape is None or (self._put_off and self._is_put_off(shape)) else shape
+
+    def _fitting_shape(self, plan: StepPlan) -> Shape | None:
         count = len(plan.rows)
         bound = BOUNDS[bisect_left(BOUNDS, int(plan.bounds.max()))]
         if plan.num_decodes == count:
@@ -146,7 +155,8 @@ class StepGraphs:
         if needs.bans or needs.stages or len(needs.logprob_lines) or num_lines > self.sizes[-1]:
             return None
         rows = self.sizes[bisect_left(self.sizes, num_lines)] if shape.is_mixed else shape.rows
-        return HeadShape(shape, rows, needs.filters)
+        head = HeadShape(shape, rows, needs.filters)
+        return None if self._put_off and self._is_put_off(head) else head
 
     def padded_lines(self, head: HeadShape, lines: NDArray[np.int32]) -> Int32Array:
         """What a mixed step's head must be told: where the last tokens of the lines that sample are."""
@@ -158,7 +168,7 @@ class StepGraphs:
             self._lines[: shape.rows] = lines
         if shape not in self._heads:
             step = self._forwards[shape.forward].outputs
-            self._heads[shape] = self.pool.capture(lambda: self._head(step, shape))
+            self._heads[shape] = self._capture(shape, lambda: self._head(step, shape))
         self._heads[shape].graph.replay()
         self.stats.filtered_heads += shape.filters
         return self._heads[shape].outputs
@@ -169,7 +179,20 @@ class StepGraphs:
         """With padding rows only, so that no request is touched."""
         self._running[: shape.rows] = self.rows.padding
         self._num_tokens[: shape.rows] = 0
-        return self.pool.capture(lambda: self._forward(shape))
+        return self._capture(shape, lambda: self._forward(shape))
+
+    def _capture(self, shape: Shape | HeadShape, run: Callable[[], T]) -> Captured[T]:
+        try:
+            return self.pool.capture(run)
+        except torch.OutOfMemoryError:  # a graph keeps its memory: without one, the same step may fit
+            self._put_off[shape] = PUT_OFF
+            raise
+
+    def _is_put_off(self, shape: Shape | HeadShape) -> bool:
+        left = self._put_off.get(shape, 0)
+        if left:
+            self._put_off[shape] = left - 1
+        return left > 0
 
     def _forward(self, shape: Shape) -> Forward:
         rows = self._running[: shape.rows]

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvasir import SamplingParams
+from kvasir import SamplingParams, resolve
 from kvasir.config import CacheConfig
 from kvasir.errors import ConfigError, ModelError
 from kvasir.kernels import reference
 from kvasir.models.loader import load_model
+from kvasir.platforms.cpu import CpuPlatform
 from tests.engine_builders import SMALL, Model, generate, metric, tokens
 from tests.model_builders import PagedModel, make_config, make_hf_model, save
 
@@ -106,7 +107,19 @@ def test_the_types_there_are(model: Model) -> None:
     with pytest.raises(ConfigError, match="not the model's float32"):
         model.llm(device="cpu", dtype="float32", kv_cache_dtype="float16")
     with pytest.raises(ConfigError, match="fp8_e5m2"):
-        model.llm(device="cpu", kv_cache_dtype="int8")
+        model.llm(device="cpu", kv_cache_dtype="int4")
+    with pytest.raises(ConfigError, match="our C\\+\\+ library"):
+        model.llm(device="cpu", dtype="float32", kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match="one of torch, triton"):
+        resolve._check_eight_bit(CacheConfig(kv_cache_dtype="fp8"), "cpu", CpuPlatform("cpu"))
+
+
+def test_bfloat16_on_a_cpu_runs_it_unasked(model: Model) -> None:
+    """Whatever backend bfloat16 has there otherwise."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with model.llm(**SMALL, device="cpu", dtype="bfloat16", kv_cache_dtype="fp8") as llm:
+        said = generate(llm, model.prompts, params)
+    assert [len(text) for text in tokens(said)] == [8] * len(model.prompts)
 
 
 # ---------------------------------------------------------------- a checkpoint's scales

@@ -157,6 +157,32 @@ def test_stages_grow_on_first_use_and_give_slots_back() -> None:
     assert bench.state.stages.needed(np.array([9, 10], np.int32)) == ()
 
 
+@pytest.mark.parametrize("where", ["upload", "_grown"])
+def test_memory_that_runs_out_while_rows_open_leaves_nothing_behind(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench()
+    (stage,) = (stage for stage in bench.state.stages._stages if isinstance(stage, Penalties))
+    bench.open(*((row, sampling("presence", 1), [1], []) for row in range(4)))
+    work, calls = getattr(stage, where), iter(range(100))
+
+    def fails_once(*args: Any) -> Any:
+        if next(calls) == (where == "_grown"):  # there with the second table
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return work(*args)
+
+    monkeypatch.setattr(stage, where, fails_once)
+    asking = [(row, sampling("presence", 1), [1], [5]) for row in (4, 5, 6)]
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.open(*asking)
+    assert {len(getattr(stage, table)) for table in stage.tables} == {stage._size}
+    bench.open((4, sampling("nothing", 1), [1], []), *asking[1:])
+    assert sorted(stage._free + stage.slots[[0, 1, 2, 3, 5, 6]].tolist()) == list(range(8))
+    logits = torch.randn(3, VOCAB)
+    wanted = [bench.wanted(row, logits[row - 4].numpy()) for row in (4, 5, 6)]
+    np.testing.assert_allclose(bench.step([4, 5, 6], logits)[1], np.array(wanted), atol=1e-5)
+
+
 def chi_square(counts: np.ndarray, probs: np.ndarray, draws: int) -> None:
     wanted = probs * draws
     assert (counts[wanted == 0] == 0).all(), "a token outside the allowed set was drawn"

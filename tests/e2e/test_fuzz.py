@@ -98,6 +98,32 @@ def test_odd_values_of_every_field(server: LiveServer, path: str) -> None:
                 check(CLIENT.post(server.url + path, content=json.dumps(body), headers=headers), body)
 
 
+@pytest.mark.parametrize(
+    "greedy",
+    [
+        {"stop": "x" * 1_000_000},
+        {"stop": [str(i) for i in range(100_000)]},
+        {"bad_words": [str(i) for i in range(100_000)]},
+        {"repetition_detection": {"max_pattern_size": 10**12}},
+        {"allowed_token_ids": [1] * 2_000_000},
+        {"logit_bias": {str(i): 1 for i in range(500_000)}},
+        {"n": 4096, "best_of": 16384},
+        {"chat_template_kwargs": {"self": 1}},
+        {"chat_template_kwargs": {"messages": [], "tools": 3}},
+        {"chat_template_kwargs": {"a": [[[]]] * 100_000}},
+        {"messages": [{"role": "user", "content": "x"}] * 100_000},
+        {"messages": [{"role": "user", "content": "x", "y": {"z": [1] * 100_000}}]},
+    ],
+    ids=lambda body: next(iter(body)),
+)
+def test_greedy_requests_are_refused_and_hold_nobody_up(server: LiveServer, greedy: dict[str, Any]) -> None:
+    body = {**GOOD["/v1/chat/completions"], **greedy}
+    reply = CLIENT.post(f"{server.url}/v1/chat/completions", json=body)
+    check(reply, str(greedy)[:80])
+    assert reply.elapsed.total_seconds() < 10
+    assert CLIENT.post(f"{server.url}/v1/chat/completions", json=GOOD["/v1/chat/completions"]).status_code == 200
+
+
 def test_templates_of_clients(server: LiveServer) -> None:
     for template in ("{% for %}", "{{ 1 / 0 }}", "{{ ''.__class__ }}", "", "{{ messages", "{{ range(10**9) | list }}"):
         body = {**GOOD["/v1/chat/completions"], "chat_template": template}

@@ -7,7 +7,8 @@ import json
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from tests.server_process import LiveServer, until
+from tests.server_process import LiveServer
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
-SLOW = {"make": "kvasir.executor.fake:delayed", "delay": 0.02, "token": 42}
+SLOW = {"make": "kvasir.executor.fake:delayed", "delay": 0.01, "token": 42}
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +169,7 @@ def test_bodies_and_prompts_have_limits(guarded: LiveServer) -> None:
 
 
 def test_a_request_may_have_a_timeout(guarded: LiveServer) -> None:
-    reply = post(guarded, max_tokens=2000, ignore_eos=True, timeout=0.5)
+    reply = post(guarded, max_tokens=1900, ignore_eos=True, timeout=0.5)
     body = reply.json()
     assert reply.status_code == 200 and body["choices"][0]["finish_reason"] == "timeout"
     assert 0 < body["usage"]["completion_tokens"] < 2000
@@ -227,23 +228,47 @@ def test_tls(starter_model: Path, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- a full queue
 
 
-def test_a_full_queue_answers_429(starter_model: Path) -> None:
-    async def ask(url: str, **body: Any) -> httpx.Response:
-        async with httpx.AsyncClient(timeout=60) as client:
-            return await client.post(f"{url}/v1/completions", json={"prompt": "Hi", "ignore_eos": True, **body})
+async def complete(server: LiveServer, key: str = "any", **body: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(timeout=60, headers=headers) as client:
+        return await client.post(
+            f"{server.url}/v1/completions", json={"prompt": "Hi", "ignore_eos": True, "max_tokens": 2, **body}
+        )
 
+
+@asynccontextmanager
+async def taken(server: LiveServer, rows: int, key: str = "any") -> AsyncIterator[None]:
+    """So many rows run requests that do not end before this block does."""
+    tasks = [asyncio.create_task(complete(server, key, max_tokens=1900)) for _ in range(rows)]
+    await loaded(server, key, running=rows)
+    yield
+    for task in tasks:
+        task.cancel()
+
+
+async def loaded(server: LiveServer, key: str, **expected: int) -> None:
+    """Until /load says so."""
+    async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {key}"}) as client:
+        for _ in range(3000):
+            found = (await client.get(f"{server.url}/load")).json()
+            if expected.items() <= found.items():
+                return
+            await asyncio.sleep(0.01)
+    raise AssertionError(f"{expected} is not reached: {found}")
+
+
+def test_a_full_queue_answers_429(starter_model: Path) -> None:
     async def go(server: LiveServer) -> None:
-        running = [asyncio.create_task(ask(server.url, max_tokens=300)) for _ in range(2)]
-        await asyncio.to_thread(until, lambda: server.metric("kvasir:num_requests_running") == 2, "the rows are taken")
-        waiting = [asyncio.create_task(ask(server.url, max_tokens=1, stream=i % 2 == 0)) for i in range(3)]
-        await asyncio.to_thread(until, lambda: server.metric("kvasir:queue_size") == 3, "the queue is full")
-        for stream in (True, False):
-            refused = await ask(server.url, max_tokens=1, stream=stream)
-            assert refused.status_code == 429, "with a status, streaming or not"
-            assert refused.json()["error"]["code"] == "queue_full"
-            assert int(refused.headers["retry-after"]) >= 1
-        assert server.metric("kvasir:request_errors_total", cause="queue_full") == 2
-        for task in [*running, *waiting]:
+        async with taken(server, 2):
+            waiting = [asyncio.create_task(complete(server, stream=i % 2 == 0)) for i in range(3)]
+            await loaded(server, "any", waiting=3)
+            for stream in (True, False):
+                refused = await complete(server, stream=stream)
+                assert refused.status_code == 429, "with a status, streaming or not"
+                assert refused.json()["error"]["code"] == "queue_full"
+                assert int(refused.headers["retry-after"]) >= 1
+            assert server.metric("kvasir:request_errors_total", cause="queue_full") == 2
+        for task in waiting:
             assert (await task).status_code == 200, "those that were let in are served"
 
     engine = {"max_num_seqs": 2, "max_queued_requests": 3}
@@ -258,29 +283,17 @@ def test_weights_of_keys_share_the_engine(starter_model: Path, tmp_path: Path) -
     file.write_text(json.dumps({"keys": entries}))
     done: list[str] = []
 
-    async def ask(server: LiveServer, key: str, max_tokens: int = 4) -> None:
-        headers = {"Authorization": f"Bearer {key}"}
-        body = {"prompt": "Hi", "ignore_eos": True, "max_tokens": max_tokens}
-        async with httpx.AsyncClient(timeout=60, headers=headers) as client:
-            assert (await client.post(f"{server.url}/v1/completions", json=body)).status_code == 200
-            done.append(key)
-
-    async def waiting(server: LiveServer, count: int) -> None:
-        async with httpx.AsyncClient(timeout=60, headers={"Authorization": "Bearer heavy"}) as client:
-            for _ in range(3000):
-                if (await client.get(f"{server.url}/load")).json()["waiting"] == count:
-                    return
-                await asyncio.sleep(0.01)
-        raise AssertionError(f"not {count} waiting")
+    async def ask(server: LiveServer, key: str) -> None:
+        assert (await complete(server, key)).status_code == 200
+        done.append(key)
 
     async def go(server: LiveServer) -> None:
-        tasks = [asyncio.create_task(ask(server, "light", 150))]  # while it runs the others queue up
-        tasks += [asyncio.create_task(ask(server, key)) for key in ["light"] * 15 + ["heavy"] * 15]
-        await waiting(server, 30)
+        async with taken(server, 1, "light"):
+            tasks = [asyncio.create_task(ask(server, key)) for key in ["light"] * 15 + ["heavy"] * 15]
+            await loaded(server, "light", waiting=30)
         await asyncio.gather(*tasks)
 
     engine = {"max_num_seqs": 1, "scheduling_policy": "wrr"}
     with LiveServer.fake(starter_model, engine=engine, server={"api_key_file": str(file)}, executor=SLOW) as server:
         asyncio.run(go(server.wait_until_ready()))
-    first = [key for key in done if key][1:16]
-    assert first.count("heavy") >= 10, done
+    assert done[:15].count("heavy") >= 10, done

@@ -192,6 +192,26 @@ def test_llm_engine_raises_what_the_core_refuses() -> None:
         assert finished == ["good"]
 
 
+def test_llm_engine_tells_of_every_request_that_is_refused() -> None:
+    search = BeamSearchParams(beam_width=64, max_tokens=4).to_sampling_params()
+    with process_engine() as engine:
+        engine.add_request("good", tokens(1), greedy(4))
+        for name in ("a", "b", "aborted", "c"):
+            engine.add_request(name, tokens(1), search)
+        assert isinstance(engine.client, ProcessClient)
+        while len(engine.client._refused) < 4:  # all at once
+            engine.client._receive()
+        engine.abort_request("aborted")
+        finished, refused = [], []
+        while engine.has_unfinished_requests():
+            try:
+                finished += [output.request_id for output in engine.step() if output.finished]
+            except RequestError as error:
+                refused.append(error.request_id)
+        assert (finished, refused) == (["good"], ["a", "b", "c"])
+        assert engine.step() == []
+
+
 def test_llm_engine_whose_process_dies() -> None:
     with process_engine(max_model_len=4096) as engine:
         engine.add_request("a", tokens(1), greedy(4000))

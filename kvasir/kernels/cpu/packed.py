@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvasir.kernels.cpu.memory import Arena
 from kvasir.kernels.cpu.structs import ACTIVATIONS, Matrix
 from kvasir.platforms.cpu_library import loaded
 
@@ -179,7 +180,7 @@ class PackedMatrix:
 def pack(weight: torch.Tensor, form: Format = BF16, bias: torch.Tensor | None = None) -> PackedMatrix:
     """A matrix [outputs, inputs] packed."""
     layout = Layout(form, *weight.shape)
-    packed = PackedMatrix(layout, torch.empty(layout.num_bytes, dtype=torch.uint8), bias)
+    packed = PackedMatrix(layout, Arena().take(layout.num_bytes), bias)
     packed.fill(weight)
     return packed
 

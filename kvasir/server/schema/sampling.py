@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from kvasir.server.schema.base import Body, refused
 
+TokenIds = Annotated[list[int], Field(max_length=1 << 18)]  # no vocabulary is larger
 _NO_GRAMMAR = "output cannot be constrained to a grammar yet."
 
 # Of these fields of a body SamplingParams has ones of the same name and meaning.
@@ -34,18 +35,18 @@ class Sampling(Body):
     min_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    forbidden_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=1 << 16)
+    allowed_token_ids: TokenIds | None = None
+    forbidden_token_ids: TokenIds | None = None
     bad_words: list[str] | None = None
-    logprob_token_ids: list[int] | None = None
+    logprob_token_ids: TokenIds | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None

@@ -240,6 +240,18 @@ def test_ended_requests_are_not_watched_forever() -> None:
     assert len(core.overdue._heap) < 600
 
 
+def test_forks_that_wait_are_not_looked_for_with_every_request() -> None:
+    core = make_core()
+    heap = core.overdue._heap
+    for key in range(0, 1600, 16):
+        parent = request(key, [1, 2], 1, terms=due(1e12))
+        core.add(replace(parent, forks=tuple(replace(parent, key=key + i) for i in range(1, 16))))
+    assert core.overdue._heap is heap and len(heap) == 1600, "nobody has ended, so there is nobody to forget"
+    assert core.families.num_known == 1500 and 1599 in core.families
+    assert core.abort(1599) and core.families.num_known == 1499 and 1599 not in core.families
+    assert len(run(core).reasons) == 1599 and core.families.num_known == 0
+
+
 # ---------------------------------------------------------------- the pace
 
 

@@ -90,7 +90,58 @@ def test_a_step_that_does_not_fit_is_tried_again_in_smaller_ones(lookahead: int,
         core.add(request(key, prompt, 10))
     got = run(core)
     assert got.tokens == {key: expected(prompt, 10) for key, prompt in prompts.items()}
-    assert memory.failures == 3 and core.stats().num_used_blocks == 0  # 64, 32, 16, then 8
+    assert memory.failures == 4 and core.stats().num_used_blocks == 0  # 64 twice, 32, 16, then 8
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_memory_that_is_short_once_changes_nothing(rows: int) -> None:
+    core = make_core(budget=64)
+    memory = SmallMemory(core, 64, "execute")
+    for key in range(rows):
+        core.add(request(key, [key, 1, 2], 10))
+    collector = Collector()
+    for _ in range(4):
+        collector.take(core.run_step())
+    memory.most = 0
+    core.run_step()
+    memory.most = 64
+    while core.has_work():
+        collector.take(core.run_step())
+    assert collector.tokens == {key: expected([key, 1, 2], 10) for key in range(rows)}
+    assert memory.failures == 1 and core.scheduler.limits.max_num_batched_tokens == 64
+
+
+def test_steps_grow_again_when_memory_is_back() -> None:
+    core = make_core(num_blocks=400, budget=64, max_model_len=1200)
+    memory = SmallMemory(core, 12, "execute")
+    core.add(request(0, list(range(40)), 2))
+    run(core)
+    scheduler = core.scheduler
+    assert scheduler.limits.max_num_batched_tokens == 10 and scheduler._full_step == 5  # 40 failed twice, 20 once
+    memory.most = 64
+    for key in range(1, 4):
+        core.add(request(key, [1, 2, 3], 1100))
+        run(core)
+    assert scheduler.limits.max_num_batched_tokens == 64 and scheduler._full_step == 32
+
+
+def test_every_second_step_that_fails_is_not_tried_for_ever() -> None:
+    """Computing a prompt's first part works, its second does not: starting over changes nothing."""
+    core = make_core(budget=4, max_num_seqs=2)
+    execute, calls = core.executor.execute, 0
+
+    def run_first_parts(plan: StepPlan) -> None:
+        nonlocal calls
+        calls += 1
+        if plan.samples.any():
+            raise DeviceMemoryError("out of memory")
+        execute(plan)
+
+    core.executor.execute = run_first_parts  # type: ignore[method-assign]
+    core.add(request(0, list(range(12)), 3))
+    with pytest.raises(EngineError, match="out of memory"):
+        run(core, max_steps=500)
+    assert calls < 100
 
 
 def test_what_cannot_get_smaller_stops_the_engine() -> None:
@@ -143,3 +194,19 @@ def test_beams_and_a_large_request_do_not_wait_for_each_other(lookahead: int, nu
     core.add(request(1, list(range(36)), 20))
     got = run(core, max_steps=1500)
     assert got.tokens[1] == expected(list(range(36)), 20)
+
+
+@pytest.mark.parametrize(("budget", "threshold"), [(25, 0), (27, 0), (512, 16)])
+def test_beams_share_their_prompt_again_after_starting_over(budget: int, threshold: int) -> None:
+    """Here they have no room for a copy each: computed in chunks, the prompt must not be taken for several."""
+    executor = ScoringExecutor(4, 8, 128)
+    executor.allocate_kv(17)
+    settings = {"num_blocks": 17, "budget": budget, "max_model_len": 128, "threshold": threshold}
+    core = make_core(1, executor, **settings)
+    core.add(request(0, [i % 7 for i in range(40)], 4, beam=BeamSpec(width=3)))
+    while len(core.scheduler.rows) < 3:
+        core.run_step()
+    core.results.clear()
+    core.scheduler.start_over()
+    run(core, max_steps=100)
+    assert core.stats().num_used_blocks == 0

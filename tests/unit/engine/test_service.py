@@ -58,7 +58,12 @@ class World:
         self._wake, self._waker = socket.socketpair()
         self._wake.setblocking(False)
         self.lifelines: Any = SimpleNamespace(
-            over=False, gone=deque(), clients=dict.fromkeys(clients), wake=self._wake, take_gone=self._take_gone
+            over=False,
+            gone=deque(),
+            clients=dict.fromkeys(clients),
+            wake=self._wake,
+            hush=lambda: None,
+            take_gone=self._take_gone,
         )
         progress = Progress(self.address.progress, create=True)
         self.service = Service(self.core, StartupProcessors(None), self.address.messages, self.lifelines, progress)
