@@ -123,9 +123,8 @@ class Worker:
 
     def memory(self) -> DeviceMemory:
         assert self.model is not None and self.runner is not None, "allocate_kv comes first"
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        weights = sum(tensor.element_size() * tensor.numel() for tensor in tensors)
-        return DeviceMemory(self.platform.memory_bytes(), weights, self.runner.kv_memory.pool.nbytes)
+        pool = self.runner.kv_memory.pool
+        return DeviceMemory(self.platform.memory_bytes(), _weight_bytes(self.model), pool.nbytes)
 
     def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:
         assert self.model is not None, "the worker is closed"
@@ -172,3 +171,13 @@ class Worker:
         self.runner = self.model = None
         gc.collect()
         self.platform.release_memory()
+
+
+def _weight_bytes(model: torch.nn.Module) -> int:
+    """Parameters, buffers and packed matrices, each place in memory once."""
+    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+    packed = [getattr(module, "matrix", None) for module in model.modules()]
+    tensors += [matrix.memory for matrix in packed if matrix is not None]
+    # A tensor in oneDNN's own layout has no address.
+    places = {id(tensor) if tensor.is_mkldnn else tensor.data_ptr(): tensor for tensor in tensors}
+    return sum(tensor.element_size() * tensor.numel() for tensor in places.values())

