@@ -115,7 +115,7 @@ def _environment(asked: EngineConfig, index: int) -> dict[str, str]:
     if "OMP_NUM_THREADS" not in os.environ:
         share["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (size * width)))
     if asked.device.device != "cpu":
-        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        names = visible or [str(number) for number in range(size * width)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # empty: none of them, which is a choice too
+        names = [str(number) for number in range(size * width)] if visible is None else visible.split(",")
         share["CUDA_VISIBLE_DEVICES"] = ",".join(names[index * width : (index + 1) * width])
     return share

@@ -12,7 +12,7 @@ import zmq
 
 from kvasir.config import EngineConfig
 from kvasir.errors import EngineDeadError, EngineError, KvasirError
-from kvasir.messages import EngineOutput, EngineRequest
+from kvasir.messages import EngineOutput
 from kvasir.transport import codec, words
 from kvasir.transport.address import Address, identity
 from kvasir.transport.progress import Progress
@@ -44,8 +44,9 @@ class EngineLink:
 
     # ------------------------------------------------------------ to the engine
 
-    def add(self, request: EngineRequest) -> None:
-        self._send(words.ADD, codec.encode(request))
+    def add(self, request: bytes) -> None:
+        """As the codec writes it."""
+        self._send(words.ADD, request)
 
     def abort(self, keys: list[tuple[int, int | None]]) -> None:
         self._send(words.ABORT, codec.encode(keys))

@@ -14,7 +14,7 @@ from kvasir.frontend.engine_launch import EngineProcess, Executor, close_all, la
 from kvasir.frontend.engine_link import EngineLink, Event, introduce
 from kvasir.frontend.router import Router
 from kvasir.messages import EngineOutput, EngineRequest
-from kvasir.transport import words
+from kvasir.transport import codec, words
 from kvasir.transport.address import KEYS_PER_CLIENT, Address, make_directory, remove_directory
 
 
@@ -83,13 +83,14 @@ class Engines:
             raise EngineDeadError(str(self.dead)) from self.dead
         if engine is not None:
             self._check_index("data_parallel_rank", engine)
+        data = _encode(request)  # first: if it cannot be sent, nothing has changed
         index = self.router.route(request, [link.requests_of_others() for link in self.links], engine)
         forks = [fork.key for fork in request.forks]
         if forks:
             self._forks[request.key] = forks
         for key in (request.key, *forks):
             self._at[key] = index
-        self.links[index].add(request)
+        self.links[index].add(data)
 
     def abort(self, keys: list[tuple[int, int | None]]) -> None:
         """(key, output tokens kept) each. Those that have ended are left alone."""
@@ -163,6 +164,13 @@ class Engines:
         self._forks.pop(key, None)
         self.router.ended(key)
         return self._at.pop(key, None)
+
+
+def _encode(request: EngineRequest) -> bytes:
+    try:
+        return codec.encode(request)
+    except (OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise RequestError(f"this request cannot be sent to the engine's process: {error}") from error
 
 
 def _check_alike(settled: list[EngineConfig]) -> None:

@@ -10,6 +10,7 @@ from kvasir.errors import RequestError
 from kvasir.messages import Terms
 
 _WITHOUT_PRIORITIES = ("fcfs", "wrr", "deadline")
+WEIGHTS = 1e-3, 1e3  # the least and the most: further apart, what tenants were served could no longer be added up
 _LARGEST_PRIORITY = 2**53  # beyond it, numbers that differ would be the same to the queue
 
 
@@ -36,10 +37,17 @@ def make_terms(
     now = time.monotonic()
     arrival = now if arrival_time is None else min(now, now - (time.time() - arrival_time))
     deadline = None if timeout is None else arrival + _positive("timeout", timeout)
-    return Terms(arrival, priority, tenant, _positive("weight", weight), deadline)
+    return Terms(arrival, priority, tenant, _weight(weight), deadline)
 
 
 def _positive(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and math.isfinite(value)):
         raise RequestError(f"{name} must be a number above 0, not {value!r}.", name)
+    return float(value)
+
+
+def _weight(value: Any) -> float:
+    least, most = WEIGHTS
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise RequestError(f"weight must be a number from {least:g} to {most:g}, not {value!r}.", "weight")
     return float(value)

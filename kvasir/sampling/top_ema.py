@@ -17,6 +17,7 @@ from kvasir.sampling.stages import NEVER, SampledRows, Stage, bits
 
 BETA = 0.9
 UNSET = -1.0
+MOST_DROPPED = 2  # steps of a row at once
 
 
 class TopEma(Stage):
@@ -24,15 +25,15 @@ class TopEma(Stage):
     requests are given to new ones."""
 
     narrows = True
-    tables = ("share", "depth", "before", "now", "position")
+    tables = ("share", "depth", "averages", "position")
 
     def __init__(self, max_rows: int, temperature: torch.Tensor, device: torch.device) -> None:
         super().__init__(max_rows, device)
         self.temperature = temperature  # [rows]
         self.share, self.depth = self.table(), self.table(dtype=torch.int32)
-        # The average at the last step and the one before it, which counts if that step is drawn again: a step in
-        # flight is dropped when its request is preempted.
-        self.before, self.now, self.position = self.table(), self.table(), self.table(dtype=torch.int32)
+        # The average at `position`, where a token was drawn last, and those before it, which count if tokens are drawn
+        # again: a step in flight is dropped when its request is preempted, and with it one that runs out of memory.
+        self.averages, self.position = self.table(1 + MOST_DROPPED), self.table(dtype=torch.int32)
         self._slot_of: OrderedDict[int, int] = OrderedDict()  # by the request's key, least recent first
         self._most = 4 * max_rows
         self._new_slots: set[int] = set()  # taken, and not filled yet
@@ -75,8 +76,7 @@ class TopEma(Stage):
         ]
         if fresh:
             begins = self.upload(np.array(fresh, np.int32))[0].long()
-            for average in (self.before, self.now):
-                average.index_fill_(0, begins, UNSET)
+            self.averages.index_fill_(0, begins, UNSET)
             self.position.index_fill_(0, begins, -1)
         self._new_slots.clear()  # last: memory may run out before
 
@@ -88,9 +88,12 @@ class TopEma(Stage):
         sums = probs.cumsum(dim=-1)
         depth = self.depth[slots].clamp(max=logits.shape[-1]).long()
         mass = sums.gather(1, depth[:, None] - 1).squeeze(1)
-        base = torch.where(position > self.position[slots], self.now[slots], self.before[slots])
+        dropped = (self.position[slots] + 1 - position).clamp(0, MOST_DROPPED).long()
+        ages = torch.arange(MOST_DROPPED, device=self.device)
+        past = self.averages[slots].gather(1, (dropped[:, None] + ages).clamp(max=MOST_DROPPED))
+        base = past[:, 0]
         average = torch.where(base < 0, mass, BETA * base + (1 - BETA) * mass)
-        self.before[slots], self.now[slots], self.position[slots] = base, average, position
+        self.averages[slots], self.position[slots] = torch.cat([average[:, None], past], dim=1), position
         share = self.share[slots]
         goal = torch.minimum(torch.maximum(share * average / mass, share), torch.ones_like(share))
         kept = sums - probs < torch.where(goal < 1, goal, 2.0)[:, None]

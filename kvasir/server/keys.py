@@ -17,6 +17,7 @@ from kvasir import env
 from kvasir.args import read_config_file
 from kvasir.config import did_you_mean
 from kvasir.errors import ConfigError
+from kvasir.frontend.terms import WEIGHTS
 from kvasir.log import get_logger
 from kvasir.server.config import ServerConfig
 
@@ -107,6 +108,9 @@ def _key_digest(where: str, entry: Mapping[Any, Any]) -> bytes:
 def _number(where: str, field: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise ConfigError(f"{where}: {field} must be a number above 0, not {value!r}.")
+    least, most = WEIGHTS
+    if field == "weight" and not least <= value <= most:
+        raise ConfigError(f"{where}: weight must be from {least:g} to {most:g}, not {value!r}.")
     return float(value)
 
 

@@ -153,6 +153,8 @@ def test_an_engines_share_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> Non
     assert _environment(fake_config(), 0) == {}
     assert _environment(fake_config(**two), 1) == {"OMP_NUM_THREADS": "4"}
     assert _environment(fake_config(**two, device="auto"), 1)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # whoever hides all GPUs means it
+    assert _environment(fake_config(**two, device="auto"), 1)["CUDA_VISIBLE_DEVICES"] == ""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
     assert [_environment(fake_config(**two, device="cuda"), i)["CUDA_VISIBLE_DEVICES"] for i in (0, 1)] == [
         "7,5",

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvasir.errors import OverloadedError
+from kvasir.errors import OverloadedError, RequestError
 from kvasir.executor.fake import fake_config
 from kvasir.frontend.engines import Engines
-from kvasir.messages import EngineOutput, EngineRequest, Finished, FinishReason
+from kvasir.messages import EngineOutput, EngineRequest, Extras, Finished, FinishReason, RowSampling
 from kvasir.transport import words
 from tests.builders import request
 
@@ -70,3 +70,13 @@ def test_forks_outlive_the_request_they_fork_from(engines: Engines) -> None:
     done.finished.append(Finished(0, FinishReason.STOP, None, 0, None))
     say(engines, done)
     assert engines.num_unfinished == 2 and not engines._forks
+
+
+@pytest.mark.parametrize("value", [2**70, object()])
+def test_a_request_that_cannot_be_sent_is_refused_and_forgotten(engines: Engines, value: Any) -> None:
+    odd = RowSampling(extras=Extras(3, forbidden_token_ids=(value,)))
+    with pytest.raises(RequestError, match="cannot be sent"):
+        engines.add(replace(family(0, forks=1), sampling=odd))
+    assert engines.num_unfinished == load(engines) == len(engines._forks) == 0
+    engines.add(family(0, forks=1))
+    assert engines.num_unfinished == 2

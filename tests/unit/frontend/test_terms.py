@@ -45,6 +45,7 @@ def test_a_priority_that_nobody_looks_at_is_refused(policy: str) -> None:
         ("priority", 1.5), ("priority", True), ("priority", None), ("priority", 2**60),
         ("tenant", 3), ("tenant", None),
         ("weight", 0), ("weight", -1.0), ("weight", float("inf")), ("weight", "2"), ("weight", True),
+        ("weight", 1e-307), ("weight", 0.0009), ("weight", 1001), ("weight", float("nan")),
         ("timeout", 0), ("timeout", -1), ("timeout", float("nan")), ("timeout", "soon"), ("timeout", False),
     ],
 )  # fmt: skip

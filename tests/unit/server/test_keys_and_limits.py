@@ -64,6 +64,7 @@ def test_a_key_file(tmp_path: Path) -> None:
         ([{"name": "a", "sha256": "zz"}], "64 hexadecimal digits"),
         ([{"name": "a", "key": "k", "wieght": 2}], "Did you mean weight"),
         ([{"name": "a", "key": "k", "weight": 0}], "weight must be a number above 0"),
+        ([{"name": "a", "key": "k", "weight": 1e-9}], "weight must be from 0.001 to 1000"),
         ([{"name": "a", "key": "k", "requests_per_minute": "many"}], "requests_per_minute must be"),
         ([{"name": "a", "key": "k"}, {"name": "a", "key": "j"}], "same name"),
         ([{"name": "a", "key": "k"}, {"name": "b", "key": "k"}], "same key"),
