@@ -195,7 +195,9 @@ class Scheduler:
         preemptions = self.stats.preemptions
         rows, grants = self._continue_running()
         # after a preemption nobody joins, or they would take each other's blocks in turn; unless nobody is left
-        if len(self.waiting) and (self.stats.preemptions == preemptions or not len(rows)):
+        may_join = self.stats.preemptions == preemptions or not len(rows)
+        if len(self.waiting) and self.rows.num_free and may_join:
+            self._name_planned(rows, grants, self._fed_by_host(rows))  # now: those who join may share them
             joined, first_grants = self._admit(self.limits.max_num_batched_tokens - int(grants.sum()))
             if joined:
                 rows = np.concatenate([rows, np.array(joined, np.int64)])
@@ -224,8 +226,6 @@ class Scheduler:
             victim = self._preempt()
             keep = rows != victim
             rows, grants = rows[keep], grants[keep]
-        for i in np.flatnonzero(r.num_computed[rows] < r.fed_from[rows]).tolist():
-            self._name_blocks(int(rows[i]), int(r.num_computed[rows[i]] + grants[i]))  # before others are let in
         return rows, grants
 
     def _share(self, want: Int32Array, budget: int) -> Int32Array:
@@ -283,8 +283,7 @@ class Scheduler:
         joined: list[int] = []
         grants: list[int] = []
         owed = self._blocks_owed()
-        if self.rows.num_free:
-            self.waiting.count(self.rows, self.rows.order)
+        self.waiting.count(self.rows, self.rows.order)
         while len(self.waiting) and self.rows.num_free and budget > 0:
             request = self.waiting.peek()
             tokens = request.token_ids
@@ -372,7 +371,9 @@ class Scheduler:
             order = np.argsort(grants > 1, kind="stable")
             rows, grants = rows[order], grants[order]
             num_decodes = int((grants == 1).sum())
-        token_ids = self._input_tokens(rows, grants)
+        fed = self._fed_by_host(rows)
+        token_ids = self._input_tokens(rows, grants, fed)
+        self._name_planned(rows, grants, fed)
         r.num_computed[rows] += grants
         lengths = r.num_computed[rows]
         samples = lengths == r.num_tokens[rows]
@@ -410,15 +411,23 @@ class Scheduler:
             self._shared = state, tokens
         return self._shared[1]
 
-    def _input_tokens(self, rows: IntArray, grants: Int32Array) -> Int32Array:
+    def _fed_by_host(self, rows: IntArray) -> IntArray:
+        """Which of these rows are given tokens that the host knows: prompts, and what is picked from outside."""
+        return np.flatnonzero(self.rows.num_computed[rows] < self.rows.fed_from[rows])
+
+    def _name_planned(self, rows: IntArray, grants: Int32Array, fed: IntArray) -> None:
+        for i in fed.tolist():
+            row = int(rows[i])
+            self._name_blocks(row, int(self.rows.num_computed[row] + grants[i]))
+
+    def _input_tokens(self, rows: IntArray, grants: Int32Array, fed: IntArray) -> Int32Array:
         """Input ids of the step; those that only the device knows are NO_TOKEN."""
         r = self.rows
         token_ids = np.full(int(grants.sum()), NO_TOKEN, np.int32)
-        start = r.num_computed[rows]
-        from_host = np.flatnonzero(start < r.fed_from[rows])
-        if len(from_host):
+        if len(fed):
+            start = r.num_computed[rows]
             offsets = np.cumsum(grants) - grants
-            for i in from_host.tolist():
+            for i in fed.tolist():
                 row, first, count, at = int(rows[i]), int(start[i]), int(grants[i]), int(offsets[i])
                 token_ids[at : at + count] = r.tokens[row, first : first + count]
         return token_ids
