@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -36,8 +37,11 @@ class GraphPool:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = run()
-            finally:  # a stream left capturing would refuse everything that comes after
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # the capture is broken; left open, it would refuse all that comes after
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         here.wait_stream(stream)
         self.captures += 1
         return Captured(graph, outputs)

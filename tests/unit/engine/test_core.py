@@ -13,7 +13,7 @@ from tests.builders import Collector, ScoringExecutor, expected, make_core, requ
 
 def launched_before_done(lookahead: int) -> list[bool]:
     """For each step but the first: was it launched while the step before was still running?"""
-    executor = DelayExecutor(block_size=4, delay=0.02)
+    executor = DelayExecutor(block_size=4, delay=0.15)  # long enough for a busy machine to plan a step meanwhile
     core = make_core(lookahead, executor)
     core.add(request(0, [1, 2, 3], 6))
     run(core)
