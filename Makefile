@@ -66,6 +66,7 @@ clean:
 	$(PYTHON) -m venv .venv
 
 .venv/runtime: pyproject.toml constraints.txt setup.py $(wildcard csrc/cpu/*) | .venv/bin/python
+	@echo "Installing what Kvasir needs, torch among it, and building its CPU library: this takes a minute or more, once."
 	$(PIP) -e .
 	@touch $@
 

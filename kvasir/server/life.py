@@ -127,7 +127,8 @@ class Life:
 
     async def _drain(self) -> None:
         limit = self.state.config.shutdown_timeout
-        logger.info("shutting down: %d requests may finish within %g s", len(self.state.runs), limit)
+        running = len(self.state.runs)
+        logger.info("shutting down: %d requests may finish within %g s; a second signal ends them now", running, limit)
         try:
             await asyncio.wait_for(self.state.idle.wait(), limit)
         except TimeoutError:

@@ -18,8 +18,10 @@ from kvasir.config import LoadConfig, ModelConfig
 from kvasir.errors import ConfigError, ModelError
 from kvasir.frontend.tokenizer import Tokenizer
 from kvasir.frontend.tokenizer_files import load_tokenizer
+from kvasir.log import get_logger
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+logger = get_logger(__name__)
 _POLL_SECONDS = 0.5
 
 
@@ -43,7 +45,7 @@ class Endpoint:
 
     def served(self, patience: float) -> list[Served]:
         """What /v1/models says, as soon as the server is ready to say it."""
-        end = time.monotonic() + patience
+        end, told = time.monotonic() + patience, False
         while True:
             try:
                 answer = httpx.get(self.base_url.rstrip("/") + "/v1/models", headers=dict(self.headers), timeout=30)
@@ -56,6 +58,9 @@ class Endpoint:
                 problem = str(error) or type(error).__name__
             if time.monotonic() >= end:
                 break
+            if not told:
+                logger.warning("waiting up to %g s for %s (%s)", patience, self.base_url, problem)
+                told = True
             time.sleep(_POLL_SECONDS)
         raise ConfigError(f"{self.base_url}/v1/models does not say what is served ({problem}).")
 
