@@ -289,7 +289,7 @@ def test_what_a_workspace_outgrew_stays() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("outputs", "inner"), [(7, 512), (64, 1536), (6144, 1024)])
+@pytest.mark.parametrize(("outputs", "inner"), [(7, 512), (64, 1536), (200, 1024)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_gemv(outputs: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
     x, weight = randn(1, inner, dtype=dtype), randn(outputs, inner, dtype=dtype)
@@ -350,7 +350,7 @@ def test_the_table_of_products_is_well_formed() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("outputs", "inner"), [(64, 512), (48, 1536), (4096, 1024)])
+@pytest.mark.parametrize(("outputs", "inner"), [(64, 512), (48, 1536), (100, 1024)])
 def test_gemv_with_what_stands_around_it(outputs: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
     x, weight, gain = randn(1, inner, dtype=dtype), randn(outputs, inner, dtype=dtype), randn(inner, dtype=dtype)
     added = randn(outputs, dtype=dtype) if bias else None
