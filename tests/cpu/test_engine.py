@@ -397,13 +397,19 @@ REACHED: list[tuple[dict[str, Any], Callable[[LLM], Any], Any]] = [
     ({"async_scheduling": True}, lambda llm: core(llm).lookahead, 1),
     ({"async_scheduling": False}, lambda llm: core(llm).lookahead, 0),
     ({"max_model_len": 50}, lambda llm: core(llm).scheduler.rows.tokens.shape[1], 50),
-    ({"dtype": "bfloat16"}, lambda llm: core(llm).executor.model.norm.weight.dtype, torch.bfloat16),
+    ({"dtype": "bfloat16"}, lambda llm: decoder(llm).norm.weight.dtype, torch.bfloat16),
     ({"max_logprobs": 2}, lambda llm: refusal(llm, SamplingParams(logprobs=3)), "logprobs"),
 ]
 
 
 def core(llm: LLM) -> Any:
     return llm.llm_engine.client.core  # type: ignore[attr-defined]
+
+
+def decoder(llm: LLM) -> Any:
+    """The model itself, whoever runs it."""
+    model = core(llm).executor.model
+    return getattr(model, "model", model)
 
 
 def refusal(llm: LLM, params: SamplingParams) -> str | None:
