@@ -4,8 +4,9 @@
     python benchmarks/cpu/run.py --vllm PYTHON --llamacpp PYTHON             and these, from their own environments
     python benchmarks/cpu/run.py --record                                    append to results.jsonl
 
-Every engine is a process (engine.py) that waits while others are measured. A figure is the median of its repetitions;
-`spread` is the largest less the smallest, over the median.
+Every engine is a process (engine.py) that waits while others are measured. A repetition during which other programs used
+more than a few percent of the machine is repeated, up to --retries times. A figure is the median of its quiet repetitions,
+or of all where none was quiet (`noisy`); `spread` is the largest less the smallest, over the median.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+from quiet import LIMIT, Others, wait_until_quiet  # noqa: E402
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 SHAPE = "qwen2.5-0.5b"
@@ -37,7 +41,7 @@ class Engine:
     model: str
     workloads: tuple[str, ...] = ("W1", "W2", "W3")
     process: subprocess.Popen[str] | None = None
-    figures: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    figures: dict[tuple[str, str], list[tuple[float, float]]] = field(default_factory=dict)  # value, others' share
 
     def start(self) -> None:
         environment = os.environ | {"PYTHONPATH": str(ROOT)} if self.name == "kvasir" else dict(os.environ)
@@ -45,13 +49,19 @@ class Engine:
             [self.python, str(HERE / "engine.py"), self.name, self.model, self.dtype],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=tempfile.gettempdir(),
         )  # fmt: skip
-        self.keep("start", self.read())
+        with Others(os.getpid()) as others:
+            answer = self.read()
+        self.keep("start", answer, others.share)
         self.ask("warm", 0)
 
-    def ask(self, workload: str, salt: int) -> None:
+    def ask(self, workload: str, salt: int) -> float:
+        """Measure once; how much of the machine others used meanwhile."""
         assert self.process is not None and self.process.stdin is not None
-        print(workload, salt, file=self.process.stdin, flush=True)
-        self.keep(workload, self.read())
+        with Others(self.process.pid) as others:
+            print(workload, salt, file=self.process.stdin, flush=True)
+            answer = self.read()
+        self.keep(workload, answer, others.share)
+        return others.share
 
     def read(self) -> dict[str, float]:
         assert self.process is not None and self.process.stdout is not None
@@ -61,10 +71,21 @@ class Engine:
                 return answer
         raise SystemExit(f"{self.name} {self.dtype} ended with {self.process.wait()}; what it said is above.")
 
-    def keep(self, workload: str, answer: dict[str, float]) -> None:
+    def keep(self, workload: str, answer: dict[str, float], others: float) -> None:
         for figure, value in answer.items():
-            self.figures.setdefault((workload, figure), []).append(value)
-            print(f"  {self.name:13s} {self.dtype:5s} {workload:6s} {figure:11s} {value:9.2f}", file=sys.stderr)
+            self.figures.setdefault((workload, figure), []).append((value, others))
+            line = f"  {self.name:13s} {self.dtype:5s} {workload:6s} {figure:11s} {value:9.2f}   others {others:.0%}"
+            print(line, file=sys.stderr)
+
+    def values(self, workload: str, figure: str) -> tuple[list[float], bool]:
+        """The quiet repetitions' values; where there is none, all, and True."""
+        found = self.figures.get((workload, figure), [])
+        quiet = [value for value, others in found if others < LIMIT or workload == "memory"]
+        return (quiet, False) if quiet or not found else ([value for value, _ in found], True)
+
+    def median(self, workload: str, figure: str) -> float | None:
+        values, _ = self.values(workload, figure)
+        return statistics.median(values) if values else None
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -107,28 +128,40 @@ def make_gguf(model: Path, dtype: str, python: str) -> str:
 
 
 def read_bandwidth() -> float:
-    """GB/s that reading memory reaches here with torch, on all cores."""
+    """GB/s that reading memory reaches here: the best of some sums over 512 MiB in huge pages, on all cores."""
+    sys.path.insert(0, str(ROOT))
     import torch
 
+    from kvasir.kernels.cpu.memory import Arena
+
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    numbers, best = torch.ones(128 << 20, dtype=torch.float32), 0.0
-    for _ in range(6):
+    numbers, best = Arena().take(512 << 20).view(torch.float32), 0.0
+    numbers.fill_(1.0)
+    for _ in range(12):
         began = time.perf_counter()
         numbers.sum()
         best = max(best, numbers.nbytes / (time.perf_counter() - began) / 1e9)
     return best
 
 
-def run(all_engines: list[Engine], wanted: list[str], quick: bool) -> None:
+def run(all_engines: list[Engine], arguments: argparse.Namespace) -> None:
     for engine in all_engines:
+        wait_until_quiet(arguments.patience)
         engine.start()
-    for workload in wanted:
-        for repetition in range(1 if quick else REPETITIONS[workload]):
+    for workload in arguments.workloads.split(","):
+        for repetition in range(1 if arguments.quick else REPETITIONS[workload]):
             for engine in all_engines:
                 if workload in engine.workloads:
-                    engine.ask(workload, repetition)
+                    measure(engine, workload, repetition, arguments)
     for engine in all_engines:
         engine.ask("memory", 0)
+
+
+def measure(engine: Engine, workload: str, repetition: int, arguments: argparse.Namespace) -> None:
+    for attempt in range(1 + arguments.retries):
+        wait_until_quiet(arguments.patience)
+        if engine.ask(workload, repetition + 10 * attempt) < LIMIT:
+            return
 
 
 def records(all_engines: list[Engine], bandwidth: float) -> list[dict[str, Any]]:
@@ -144,7 +177,8 @@ def records(all_engines: list[Engine], bandwidth: float) -> list[dict[str, Any]]
     }
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for engine in all_engines:
-        for (workload, figure), values in engine.figures.items():
+        for workload, figure in engine.figures:
+            values, noisy = engine.values(workload, figure)
             record = found.setdefault(
                 (engine.name, engine.dtype, workload),
                 {"engine": engine.name, "dtype": engine.dtype, "workload": workload},
@@ -153,6 +187,9 @@ def records(all_engines: list[Engine], bandwidth: float) -> list[dict[str, Any]]
             record[figure] = round(middle, 2)
             if len(values) > 1:
                 record[f"{figure}_spread"] = round((max(values) - min(values)) / middle, 3)
+            record["repetitions"] = len(values)
+            if noisy:
+                record["noisy"] = True
     return [record | stamp for record in found.values()]
 
 
@@ -165,12 +202,12 @@ def table(all_engines: list[Engine], bandwidth: float, num_bytes: dict[str, floa
     for engine in all_engines:
         cells = []
         for key in figures:
-            values, base = engine.figures.get(key), ours.figures.get(key) if ours else None
-            if not values:
+            value, base = engine.median(*key), ours.median(*key) if ours else None
+            if value is None:
                 cells.append("-")
                 continue
-            ratio = f" ({statistics.median(values) / statistics.median(base):.2f})" if base else ""
-            cells.append(f"{statistics.median(values):.1f}{ratio}")
+            ratio = f" ({value / base:.2f})" if base else ""
+            cells.append(f"{value:.1f}{ratio}{' noisy' if engine.values(*key)[1] else ''}")
         lines.append(f"| {engine.name} {engine.dtype} | " + " | ".join(cells) + " |")
     lines += ["", f"In brackets: divided by kvasir bf16. Memory is read at {bandwidth:.1f} GB/s here; at that rate"]
     floors = (f"{dtype} {size / bandwidth / 1e6:.1f} ms" for dtype, size in num_bytes.items())
@@ -193,13 +230,15 @@ def main() -> None:
     parser.add_argument("--model", help=f"a checkpoint; without one, random weights in the shape of {SHAPE}")
     parser.add_argument("--only", help="engines to run, such as kvasir:bf16,transformers")
     parser.add_argument("--workloads", default="W1,W2,W3")
+    parser.add_argument("--patience", type=float, default=20, help="seconds to wait for a quiet machine each time")
+    parser.add_argument("--retries", type=int, default=1, help="of a repetition that others disturbed")
     parser.add_argument("--quick", action="store_true", help="one repetition of each")
     parser.add_argument("--record", action="store_true", help="append to results.jsonl")
     arguments = parser.parse_args()
     model = arguments.model or make_model()
     chosen, bandwidth = engines(arguments, model), read_bandwidth()
     try:
-        run(chosen, arguments.workloads.split(","), arguments.quick)
+        run(chosen, arguments)
     finally:
         for engine in chosen:
             engine.stop()
