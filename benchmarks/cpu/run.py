@@ -4,9 +4,9 @@
     python benchmarks/cpu/run.py --vllm PYTHON --llamacpp PYTHON             and these, from their own environments
     python benchmarks/cpu/run.py --record                                    append to results.jsonl
 
-Every engine is a process (engine.py) that waits while others are measured. A repetition during which other programs used
-more than a few percent of the machine is repeated, up to --retries times. A figure is the median of its quiet repetitions,
-or of all where none was quiet (`noisy`); `spread` is the largest less the smallest, over the median.
+Every engine is a process (engine.py) that waits while others are measured. A repetition during which other programs
+used more than a few percent of the machine is repeated, up to --retries times. A figure is the median of its quiet
+repetitions, or of all where none was quiet (`noisy`); `spread` is the largest less the smallest, over the median.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from quiet import LIMIT, Others, wait_until_quiet  # noqa: E402
+from quiet import LIMIT, Others, wait_until_quiet
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
