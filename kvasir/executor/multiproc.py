@@ -2,7 +2,8 @@
 
 A plan is pickled once and sent to all over socket pairs. A worker that ends, for whatever reason, closes its socket,
 and that is what the core waits for beside the answer: a dead rank is an error at once, and closes the others.
-A worker whose core is gone ends itself.
+One that dies makes the others fail in the collective they share with it, and theirs may be heard first: the error
+is the one of the rank that ended first. A worker whose core is gone ends itself.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import tempfile
 import threading
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
+from math import inf
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -28,6 +30,7 @@ from kvasir.messages import DeviceMemory, KVSpec, StepCosts, StepPlan, StepResul
 from kvasir.platforms.cpu_features import prepare_cpu
 
 CLOSE_SECONDS = 10.0  # for workers to end by themselves
+BLAME_SECONDS = 0.5  # after a first sign of failure, for the other ranks to say what they know
 _SERVE = "import sys; from kvasir.executor.multiproc import serve; serve(int(sys.argv[1]))"
 
 
@@ -43,7 +46,8 @@ class MultiprocExecutor:
         try:
             for rank in range(self.size):
                 self._ranks.append(Rank(rank, self.size))
-                self._ranks[rank].send(("start", (config, rank, self.size, self._meeting.name)))
+                start = (config, rank, self.size, self._meeting.name)
+                self._send(self._ranks[rank], pickle.dumps(("start", start)))
             self._answers()
         except BaseException:
             self.close()
@@ -97,7 +101,13 @@ class MultiprocExecutor:
     def _tell(self, name: str, *args: Any) -> None:
         message = pickle.dumps((name, args), protocol=pickle.HIGHEST_PROTOCOL)
         for rank in self._ranks:
-            rank.send_bytes(message)
+            self._send(rank, message)
+
+    def _send(self, rank: Rank, message: bytes) -> None:
+        try:
+            rank.socket.send_bytes(message)
+        except OSError as error:
+            raise self._first_failure() from error
 
     def _ask(self, name: str, *args: Any) -> list[Any]:
         self._tell(name, *args)
@@ -111,14 +121,20 @@ class MultiprocExecutor:
         """The next message of a rank; an error as soon as any of them has ended or failed."""
         while True:
             ready = wait([other.socket for other in self._ranks])
-            for other in self._ranks:
-                if other.socket not in ready or other is rank:
-                    continue
-                if other.ended():
-                    raise other.last_words()
+            if any(other.socket in ready and other.ended() for other in self._ranks if other is not rank):
+                raise self._first_failure()
             if rank.socket in ready:
-                return rank.receive()
+                try:
+                    return rank.receive()
+                except (RankFailed, EOFError, OSError):
+                    raise self._first_failure() from None
             time.sleep(0.0005)  # another rank has answered already and is not asked yet
+
+    def _first_failure(self) -> KvasirError:
+        """Why the ranks are failing: what the first of them died of, which may not be the first we heard from."""
+        end = time.monotonic() + BLAME_SECONDS
+        failures = [rank.last_words(max(0.0, end - time.monotonic())) for rank in self._ranks]
+        return min(failures, key=lambda failure: failure.when).error
 
     def read_result(self, result: RemoteResult) -> None:
         """Read answers up to this one: they come in the order in which they were asked for."""
@@ -128,6 +144,18 @@ class MultiprocExecutor:
 
     def result_is_there(self) -> bool:
         return self._ranks[0].socket.poll()
+
+
+class RankFailed(Exception):
+    """A rank has said that it failed; its words are kept in the rank."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank died of, and when on the machine's clock: at once if it could not say, never if it has not died."""
+
+    when: float
+    error: KvasirError
 
 
 class RemoteResult:
@@ -160,46 +188,37 @@ class Rank:
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
         self.socket = Connection(ours.detach())
-
-    def send(self, message: Any) -> None:
-        self.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
-
-    def send_bytes(self, message: bytes) -> None:
-        try:
-            self.socket.send_bytes(message)
-        except OSError as error:
-            raise self.last_words() from error
+        self._failure: Failure | None = None
 
     def receive(self) -> Any:
-        try:
-            kind, value = self.socket.recv()
-        except (EOFError, OSError) as error:
-            raise self.last_words() from error
+        kind, value = self.socket.recv()
         if kind == "error":
-            raise self._error(value)
+            self._failure = self._told(value)
+            raise RankFailed
         return value
 
     def ended(self) -> bool:
-        """Whether nothing more will come, or an error has. Answers that are only early are left where they are."""
+        """Whether nothing more will come. Answers that are only early are left where they are."""
         return self.process.poll() is not None
 
-    def _error(self, said: Any) -> KvasirError:
-        return said if isinstance(said, KvasirError) else EngineError(f"worker {self.rank}: {said}")
-
-    def last_words(self) -> KvasirError:
-        """Why it ended."""
+    def last_words(self, seconds: float) -> Failure:
+        """Why it ended, if it ends within so many seconds."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return self._failure or Failure(inf, EngineError(f"worker {self.rank} does not answer"))
         try:  # it may have said so itself
-            while self.socket.poll():
+            while self._failure is None:
                 kind, value = self.socket.recv()
                 if kind == "error":
-                    return self._error(value)
+                    self._failure = self._told(value)
         except (EOFError, OSError):
             pass
-        try:
-            code: int | str = self.process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            code = "unknown"
-        return EngineError(f"worker {self.rank} ended (exit code {code})")
+        return self._failure or Failure(-inf, EngineError(f"worker {self.rank} ended (exit code {code})"))
+
+    def _told(self, value: tuple[float, KvasirError | str]) -> Failure:
+        when, said = value
+        return Failure(when, said if isinstance(said, KvasirError) else EngineError(f"worker {self.rank}: {said}"))
 
     def close_socket(self) -> None:
         self.socket.close()
@@ -228,7 +247,7 @@ def serve(handle: int) -> None:
         # A KvasirError goes as it is: it may be a setting of the user's, refused on this rank.
         said = error if isinstance(error, KvasirError) else f"{type(error).__name__}: {error}"
         try:
-            core.send(("error", said))
+            core.send(("error", (time.monotonic(), said)))
         finally:
             os._exit(1)  # not by returning: a collective that waits for a dead rank would not let us
 

@@ -14,6 +14,7 @@ import pytest
 
 from kvasir import LLM
 from kvasir.errors import ConfigError, EngineDeadError, EngineError
+from kvasir.executor import multiproc
 from tests.conftest import ROOT
 from tests.cpu.test_engine import GREEDY, TIGHT, Model, check_logprobs, generate, metric
 from tests.cpu.test_fallback import PARAMS
@@ -59,7 +60,7 @@ def test_a_dead_rank_is_an_error_and_takes_the_others_along(victim: int, tmp_pat
     engine.step()
     os.kill(workers[victim].pid, signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(EngineError, match=r"worker \d"):
+    with pytest.raises(EngineError, match=rf"worker {victim} ended \(exit code -9\)"):
         while True:
             engine.step()
     assert time.monotonic() - started < 20
@@ -68,6 +69,41 @@ def test_a_dead_rank_is_an_error_and_takes_the_others_along(victim: int, tmp_pat
         generate(llm, model.prompts, GREEDY)
     llm.close()
     assert all(gone(worker.pid) for worker in workers)
+
+
+DYING = """
+import os, signal, sys, time
+from multiprocessing.connection import Connection
+core = Connection(int(sys.argv[1]))
+_, (how, seconds) = core.recv()
+failed = time.monotonic()
+time.sleep(seconds)
+if how == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+core.send(("error", (failed, how)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "blamed"),
+    [
+        # A rank that is killed says nothing; the other says that its peer is gone, and may be heard first.
+        ([("connection reset", 0.0), ("killed", 0.2)], r"worker 1 ended \(exit code -9\)"),
+        ([("killed", 0.2), ("connection reset", 0.0)], r"worker 0 ended \(exit code -9\)"),
+        ([("first", 0.3), ("second", 0.0)], "worker 0: first"),
+    ],
+)
+def test_the_rank_that_failed_first_is_blamed(
+    ends: list[tuple[str, float]], blamed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiproc, "_SERVE", DYING)
+    executor = object.__new__(multiproc.MultiprocExecutor)
+    executor._ranks = [multiproc.Rank(rank, 2) for rank in range(2)]
+    for rank, end in zip(executor._ranks, ends, strict=True):
+        rank.socket.send(("start", end))
+        time.sleep(0.1)
+    with pytest.raises(EngineError, match=blamed):
+        executor._answers()
 
 
 def test_workers_end_when_the_engine_is_killed(tmp_path: Path) -> None:

@@ -158,21 +158,31 @@ def test_the_drain_has_a_limit(starter_model: Path) -> None:
 
 
 def test_a_killed_engine_ends_every_request(starter_model: Path) -> None:
-    async def go(server: LiveServer) -> tuple[float, list[httpx.Response]]:
+    async def go(server: LiveServer) -> tuple[float, list[httpx.Response], str]:
         asked = [asyncio.create_task(ask(server.url, max_tokens=1900, stream=i % 2 == 0)) for i in range(40)]
         await running(server, 40)
-        os.kill(server.engine_pid(), signal.SIGKILL)
-        started = time.monotonic()
-        replies = list(await asyncio.gather(*asked))
-        return time.monotonic() - started, replies
+        body = {**CHAT, "max_tokens": 1900, "stream": True}
+        async with (
+            httpx.AsyncClient(timeout=60) as client,
+            client.stream("POST", f"{server.url}/v1/chat/completions", json=body) as stream,
+        ):
+            lines = stream.aiter_lines()
+            await anext(lines)  # this one has begun; of the others we cannot know
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            started = time.monotonic()
+            rest = "\n".join([line async for line in lines])
+            replies = list(await asyncio.gather(*asked))
+            return time.monotonic() - started, replies, rest
 
     with LiveServer.fake(starter_model, executor=SLOW) as server:
-        took, replies = asyncio.run(go(server.wait_until_ready()))
+        took, replies, rest = asyncio.run(go(server.wait_until_ready()))
         assert took < 2.0
+        assert "SIGKILL" in events(rest)[-1]["error"]["message"], "an error in a stream that has begun is an event"
         for i, reply in enumerate(replies):
-            error = events(reply.text)[-1]["error"] if i % 2 == 0 else reply.json()["error"]
+            begun = i % 2 == 0 and reply.status_code == 200
+            error = (events(reply.text)[-1] if begun else reply.json())["error"]
             assert "SIGKILL" in error["message"], error
-            assert reply.status_code == (200 if i % 2 == 0 else 503)
+            assert begun or reply.status_code == 503
         assert server.wait() == 1
         last = server.log.splitlines()[-1]
         assert last.startswith("kvasir: error: ") and "SIGKILL" in last
