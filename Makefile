@@ -8,7 +8,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
 STARTER := $(if $(MODEL),,.venv/model)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .PHONY: help serve chat test test-all check sanitize run docs docs-site screenshots clean
 help:

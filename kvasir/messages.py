@@ -120,13 +120,21 @@ class EngineRequest:
 
 
 @dataclass(slots=True)
+class Started:
+    """A request runs for the first time."""
+
+    key: int
+    waited: float  # seconds since its arrival
+    num_cached_tokens: int  # of its prompt, found in the cache
+
+
+@dataclass(slots=True)
 class Finished:
     """The last word on a request. `token_ids` is set unless they were streamed."""
 
     key: int
     reason: FinishReason
     stop_token_id: int | None
-    num_cached_tokens: int
     token_ids: Int32Array | None
     error: str | None = None
 
@@ -180,12 +188,11 @@ class BeamOutput:
     hypotheses: list[Hypothesis]
     num_agreed: int  # that many tokens of the best will not change any more
     finished: bool
-    num_cached_tokens: int = 0
 
 
 @dataclass(slots=True)
 class EngineOutput:
-    """What one step gives the API process: arrays for streamed tokens, objects only for finishes."""
+    """What one step gives the API process: arrays for streamed tokens, objects only for starts and finishes."""
 
     keys: NDArray[np.int64]  # [n]
     token_ids: Int32Array  # [n, 1 + k]
@@ -194,6 +201,7 @@ class EngineOutput:
     finished: list[Finished] = field(default_factory=list)
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     beams: Sequence[BeamOutput] = ()
+    started: list[Started] = field(default_factory=list)
 
     @classmethod
     def empty(cls) -> EngineOutput:

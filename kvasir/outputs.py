@@ -85,6 +85,7 @@ class RequestMetrics:
     """Times of one request, in seconds on the clock that the caller's `arrival_time` is on."""
 
     arrival_time: float
+    first_scheduled_time: float | None = None  # None unless it has run
     first_token_time: float | None = None  # None where tokens came all at once, with the finish
     last_token_time: float | None = None
     finished_time: float | None = None
@@ -93,6 +94,10 @@ class RequestMetrics:
     @property
     def time_to_first_token(self) -> float | None:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def time_in_queue(self) -> float | None:
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
     @property
     def latency(self) -> float | None:
@@ -129,7 +134,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     lora_request: Any = None
-    num_cached_tokens: int | None = None  # known once the request has ended
+    num_cached_tokens: int | None = None  # of the prompt, known once the request has run
     kv_transfer_params: dict[str, Any] | None = None
 
 

@@ -176,7 +176,7 @@ def _max_model_len(asked: int | None, hf: dict[str, Any], path: Path) -> int:
     if limit is not None and asked > limit:
         raise ConfigError(
             f"max_model_len={asked} is more than the {limit} tokens the model was made for. Lower it, or, if you know "
-            f"that the model can do more, set hf_overrides={{'max_position_embeddings': {asked}}}."
+            f'that the model can do more, set hf_overrides to {{"max_position_embeddings": {asked}}}.'
         )
     return asked
 

@@ -111,15 +111,19 @@ class Collector:
         self.tokens: dict[int, list[int]] = {}
         self.reasons: dict[int, FinishReason] = {}
         self.cached: dict[int, int] = {}
+        self.waited: dict[int, float] = {}
         self.errors: dict[int, str | None] = {}
 
     def take(self, output: EngineOutput) -> None:
         for key, line, count in zip(output.keys.tolist(), output.token_ids, output.counts.tolist(), strict=True):
             self.tokens.setdefault(key, []).extend(line[:count].tolist())
+        for start in output.started:
+            assert start.key not in self.cached, f"request {start.key} started twice"
+            self.cached[start.key] = start.num_cached_tokens
+            self.waited[start.key] = start.waited
         for end in output.finished:
             assert end.key not in self.reasons, f"request {end.key} ended twice"
             self.reasons[end.key] = end.reason
-            self.cached[end.key] = end.num_cached_tokens
             self.errors[end.key] = end.error
             if end.token_ids is not None:
                 assert end.key not in self.tokens, "tokens were streamed and sent again with the finish"

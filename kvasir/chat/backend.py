@@ -1,4 +1,4 @@
-"""Who answers in a chat. Two do: a model in this process (local.py) and a server (remote.py)."""
+"""Who answers on the command line. Two do: a model in this process (local.py) and a server (remote.py)."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ class Backend(Protocol):
 
     def answer(self, messages: Sequence[Message], params: Mapping[str, Any]) -> Iterator[Piece]:
         """The next message. Closing the iterator ends the request. A KvasirError says in a sentence what is wrong."""
+
+    def complete(self, prompt: str, params: Mapping[str, Any]) -> Iterator[Piece]:
+        """What follows a text; the same holds."""
 
     def describe(self) -> list[str]:
         """Lines for /stats."""

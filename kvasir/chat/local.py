@@ -14,7 +14,7 @@ from kvasir.errors import RequestError
 from kvasir.frontend.input import default_sampling_params
 from kvasir.llm_engine import LLMEngine
 from kvasir.outputs import RequestOutput
-from kvasir.prompts import TokensPrompt
+from kvasir.prompts import PromptType, TokensPrompt
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -25,8 +25,14 @@ class LocalModel:
         self._ids = count()
 
     def answer(self, messages: Sequence[Message], params: Mapping[str, Any]) -> Iterator[Piece]:
+        return self._generate(self._prompt(messages), params)
+
+    def complete(self, prompt: str, params: Mapping[str, Any]) -> Iterator[Piece]:
+        return self._generate(prompt, params)
+
+    def _generate(self, prompt: PromptType, params: Mapping[str, Any]) -> Iterator[Piece]:
         request_id = f"chat-{next(self._ids)}"
-        self.engine.add_request(request_id, self._prompt(messages), self._sampling(params))
+        self.engine.add_request(request_id, prompt, self._sampling(params))
         try:
             with interrupts.held_back() as check:
                 yield from self._run(check)

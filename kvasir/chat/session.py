@@ -75,7 +75,7 @@ class Figures:
 class Session:
     backend: Backend
     system: str = ""
-    params: dict[str, Any] = field(default_factory=lambda: {"max_tokens": 1024})
+    params: dict[str, Any] = field(default_factory=dict)  # of sampling, by their names in the API
     messages: list[Message] = field(default_factory=list)
     figures: Figures = field(default_factory=Figures)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import nullcontext
+from typing import Any
 
 from rich.console import Console
 
@@ -17,24 +18,23 @@ from kvasir.errors import ConfigError
 from kvasir.log import get_logger
 
 
-def start(namespace: argparse.Namespace) -> int:
-    """The exit status."""
+def start(namespace: argparse.Namespace, params: dict[str, Any], key: str | None) -> int:
+    """The exit status. `key`: the server's."""
     console = Console()
     with console.status("getting ready") if console.is_terminal else nullcontext():
-        backend = _remote(namespace) if namespace.url else _local(namespace)
+        backend = _remote(namespace, key) if namespace.url else _local(namespace)
     try:
-        session = Session(backend, system=namespace.system)
+        session = Session(backend, system=namespace.system, params=params)
         if namespace.quick is not None:
-            return 0 if ask(session, console, namespace.quick, not namespace.plain) else 1
+            return ask(session, console, namespace.quick, not namespace.plain)
         return talk(session, console, not namespace.plain)
     finally:
         backend.close()
 
 
-def _remote(namespace: argparse.Namespace) -> Backend:
+def _remote(namespace: argparse.Namespace, key: str | None) -> Backend:
     from kvasir.chat.remote import RemoteModel
 
-    key = namespace.api_key or os.environ.get(env.API_KEY.name, "").partition(",")[0]
     return RemoteModel(namespace.url, key, namespace.model_name or getattr(namespace, "model", None))
 
 

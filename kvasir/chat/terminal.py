@@ -18,6 +18,7 @@ from kvasir.errors import KvasirError
 
 _FENCE = '"""'
 _MOST_HISTORY = 2000  # lines
+_INTERRUPTED = 130  # what shells expect after Ctrl-C
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 
 
@@ -46,18 +47,18 @@ def _handle(session: Session, console: Console, text: str, markdown: bool) -> No
         ask(session, console, question, markdown)
 
 
-def ask(session: Session, console: Console, question: str, markdown: bool) -> bool:
-    """Whether there was an answer; if not, why is shown."""
+def ask(session: Session, console: Console, question: str, markdown: bool) -> int:
+    """The exit status of a program that does only this; what went wrong is shown."""
     try:
         with closing(session.ask(question)) as pieces:
             write(console, pieces, markdown)
-        return True
+        return 0
     except KeyboardInterrupt:
         console.print("[dim]stopped[/]")
-        return True
+        return _INTERRUPTED
     except KvasirError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
-        return False
+        return 1
 
 
 # ---------------------------------------------------------------- reading

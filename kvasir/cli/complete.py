@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvasir.args import EngineArgs, flag
+from kvasir.cli.quiet import hush
 from kvasir.config import all_settings
 from kvasir.env import API_KEY
 from kvasir.errors import ConfigError, KvasirError
 
 if TYPE_CHECKING:
-    from kvasir.cli.client import Piece, Source, Usage
+    from kvasir.chat.backend import Backend, Piece, Usage
 
-DEFAULT_MAX_TOKENS = 128
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop")
 
 
@@ -28,21 +28,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_flags(parser)
     group = parser.add_argument_group("the answer")
     group.add_argument("-q", "--quick", metavar="TEXT", help="complete this text and exit")
-    add_sampling_flags(group)
+    group.add_argument("--stats", action="store_true", help="say how long the answer took, on standard error")
+    add_sampling_flags(group, max_tokens=128)
     EngineArgs.add_cli_args(parser)
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
-    """Whom to ask. Without MODEL a server; `open_source` reads these."""
+    """Whom to ask. Without MODEL a server."""
     group = parser.add_argument_group("a server (used unless MODEL is given)")
     group.add_argument("--url", help="where OpenAI's interface is (default: http://localhost:8000/v1)")
     group.add_argument("--model-name", metavar="NAME", help="one of the server's models (default: its first)")
     group.add_argument("--api-key", metavar="KEY", help=f"the server's key (default: ${API_KEY.name}, $OPENAI_API_KEY)")
 
 
-def add_sampling_flags(group: Any) -> None:
-    group.add_argument("--stats", action="store_true", help="say how long the answer took, on standard error")
-    group.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="(default: %(default)s)")
+def add_sampling_flags(group: Any, max_tokens: int) -> None:
+    """`sampling` reads these."""
+    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help="(default: %(default)s)")
     group.add_argument("--temperature", type=float, metavar="T", help="(default: the model's)")
     group.add_argument("--top-p", type=float, metavar="P", help="(default: the model's)")
     group.add_argument("--top-k", type=int, metavar="K", help="(default: the model's)")
@@ -50,25 +51,37 @@ def add_sampling_flags(group: Any) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    source = open_source(namespace)
-    options = {name: value for name in _SAMPLING if (value := getattr(namespace, name)) is not None}
+    prompt = namespace.quick
+    if prompt is None and not sys.stdin.isatty():
+        prompt = _standard_input()
+    backend = _open(namespace)
     try:
-        if namespace.quick is not None:
-            print_answer(source.complete(namespace.quick, options), namespace.stats)
-        elif not sys.stdin.isatty():
-            print_answer(source.complete(sys.stdin.read(), options), namespace.stats)
+        if prompt is not None:
+            _print_answer(backend.complete(prompt, sampling(namespace)), namespace.stats)
         else:
-            _converse(source, options, namespace.stats)
+            _converse(backend, sampling(namespace), namespace.stats)
     finally:
-        source.close()
+        backend.close()
     return 0
 
 
-def _converse(source: Source, options: dict[str, Any], stats: bool) -> None:
+def sampling(namespace: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name in _SAMPLING if (value := getattr(namespace, name)) is not None}
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        wrong = f"byte {error.start} is 0x{error.object[error.start]:02x}"
+        raise ConfigError(f"Standard input is not UTF-8 text: {wrong}.") from None
+
+
+def _converse(backend: Backend, options: dict[str, Any], stats: bool) -> None:
     print("Type a text to go on with; Ctrl-C ends an answer, Ctrl-D the program.", file=sys.stderr)
     while (prompt := _ask()) is not None:
         try:
-            print_answer(source.complete(prompt, options), stats)
+            _print_answer(backend.complete(prompt, options), stats)
         except KvasirError as error:
             print(f"kvasir: error: {error}", file=sys.stderr)
         except KeyboardInterrupt:
@@ -83,49 +96,50 @@ def _ask() -> str | None:
         return None
 
 
-# ---------------------------------------------------------------- shared with other commands that answer
-
-
-def open_source(namespace: argparse.Namespace) -> Source:
+def _open(namespace: argparse.Namespace) -> Backend:
     """The server or the model that the flags name."""
     given = [name for name in all_settings() if hasattr(namespace, name)]
     if hasattr(namespace, "model"):
         for name in ("url", "model_name", "api_key"):
             if getattr(namespace, name) is not None:
                 raise ConfigError(f"{flag(name)} is for a server, and MODEL is loaded here: give one or the other.")
-        from kvasir.cli.local import LocalModel
+        hush()  # the answer is what one wants to see
+        from kvasir.chat.local import LocalModel  # brings the engine
 
         return LocalModel(EngineArgs.from_cli_args(namespace))
     if given:
         raise ConfigError(f"{flag(given[0])} is a setting of a model loaded here: give MODEL, or leave it out.")
-    from kvasir.cli.client import DEFAULT_URL, Server
+    from kvasir.chat.remote import DEFAULT_URL, RemoteModel
 
-    key = namespace.api_key or API_KEY.read_text().partition(",")[0] or os.environ.get("OPENAI_API_KEY")
-    return Server(namespace.url or DEFAULT_URL, key, namespace.model_name)
+    return RemoteModel(namespace.url or DEFAULT_URL, server_key(namespace), namespace.model_name)
 
 
-def print_answer(pieces: Iterator[Piece], stats: bool) -> str:
-    """Print an answer as it comes, and return it."""
+def server_key(namespace: argparse.Namespace) -> str | None:
+    return namespace.api_key or API_KEY.read_text().partition(",")[0] or os.environ.get("OPENAI_API_KEY")
+
+
+def _print_answer(pieces: Iterator[Piece], stats: bool) -> None:
+    """As it comes."""
     started = time.perf_counter()
-    first, usage, text = None, None, []
+    first: float | None = None
+    usage: Usage | None = None
     for piece in pieces:
-        if piece.text:
+        if not isinstance(piece, str):
+            usage = piece
+        elif piece:
             first = first or time.perf_counter()
-            text.append(piece.text)
-            print(piece.text, end="", flush=True)
-        usage = piece.usage or usage
+            print(piece, end="", flush=True)
     print(flush=True)
     if stats:
         print(_stats(started, first, time.perf_counter(), usage), file=sys.stderr)
-    return "".join(text)
 
 
 def _stats(started: float, first: float | None, ended: float, usage: Usage | None) -> str:
     if usage is None:
         return f"[{ended - started:.2f} s; the server does not count tokens]"
-    words = [f"{usage.prompt_tokens} tokens in", f"{usage.completion_tokens} out", f"{ended - started:.2f} s"]
+    words = [f"{usage.prompt} tokens in", f"{usage.output} out", f"{ended - started:.2f} s"]
     if first is not None:
         words.append(f"first after {first - started:.2f} s")
-        if usage.completion_tokens > 1 and ended > first:
-            words.append(f"then {(usage.completion_tokens - 1) / (ended - first):.1f} tokens/s")
+        if usage.output > 1 and ended > first:
+            words.append(f"then {(usage.output - 1) / (ended - first):.1f} tokens/s")
     return f"[{', '.join(words)}]"

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any, BinaryIO
 
+from kvasir import starter
 from kvasir.args import EngineArgs, flag, flag_options
 from kvasir.cli.quiet import hush
 from kvasir.config import EngineConfig
@@ -42,6 +43,7 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.max_concurrency is not None and namespace.max_concurrency < 1:
         raise ConfigError("--max-concurrency must be at least 1.")
     config = from_namespace(namespace)
+    starter.use_if_none_is_named(namespace)
     asked = EngineArgs.from_cli_args(namespace).create_engine_config()
     unhush = hush("kvasir.server")  # two lines a request would hide the progress
     try:

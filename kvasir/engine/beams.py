@@ -24,6 +24,7 @@ from kvasir.messages import (
     Hypothesis,
     Logprobs,
     RowSampling,
+    Started,
 )
 
 
@@ -37,7 +38,7 @@ class Search:
     blocks: int  # it may need so many at most
     keys: list[int] = field(default_factory=list)  # of its beams, in the search's order
     proposals: dict[int, Proposals] = field(default_factory=dict)  # by key
-    num_cached: int | None = None
+    has_started: bool = False
 
 
 class Beams:
@@ -143,6 +144,7 @@ class Beams:
 
     def update(self, output: EngineOutput) -> EngineOutput:
         """Take the beams' proposals out of a step's output and put in how their searches stand."""
+        output.started = [start for each in output.started if (start := self._start_of(each)) is not None]
         ours = np.array([key in self._of_beam for key in output.keys.tolist()], np.bool_)
         if not ours.any():
             return output
@@ -156,10 +158,21 @@ class Beams:
             logprobs=output.logprobs.select(others, len(output.keys)),
             finished=output.finished,
             prompt_logprobs=output.prompt_logprobs,
+            started=output.started,
         )
         ready = [search for search in touched if len(search.proposals) == len(search.keys)]
         rest.beams = [found for search in ready for found in self._advance(search)]
         return rest
+
+    def _start_of(self, start: Started) -> Started | None:
+        """A search starts with its first beam, which runs the prompt."""
+        if start.key >= 0:
+            return start
+        search = self._of_beam.get(start.key)
+        if search is None or search.has_started:
+            return None
+        search.has_started = True
+        return replace(start, key=search.request.key)
 
     def _collect(self, keys: list[int], logprobs: Logprobs) -> list[Search]:
         touched: dict[int, Search] = {}
@@ -175,8 +188,6 @@ class Beams:
         return list(touched.values())
 
     def _advance(self, search: Search) -> list[BeamOutput]:
-        if search.num_cached is None:  # the first step, which the prompt's own request has run
-            search.num_cached = self._scheduler.num_cached_tokens(search.keys[0])
         proposals = [search.proposals[key] for key in search.keys]
         search.proposals.clear()
         beams = search.search.advance(proposals)
@@ -216,4 +227,4 @@ class Beams:
             Hypothesis(np.array(text.tokens, np.int32), text.score, text.logprob, text.stop_token_id)
             for text in search.search.texts()
         ]
-        return BeamOutput(search.request.key, texts, len(texts[0].token_ids), True, search.num_cached or 0)
+        return BeamOutput(search.request.key, texts, len(texts[0].token_ids), True)

@@ -57,6 +57,6 @@ class Overdue:
         if self._families.abort(key):
             self._scheduler.count_end(runs)
             tokens = None if stream else np.zeros(0, np.int32)
-            return [Finished(key, FinishReason.TIMEOUT, None, 0, tokens, why)]
+            return [Finished(key, FinishReason.TIMEOUT, None, tokens, why)]
         found = self._scheduler.end(key, FinishReason.TIMEOUT, why)
         return [] if found is None else [found]

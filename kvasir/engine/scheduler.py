@@ -30,6 +30,7 @@ from kvasir.messages import (
     FinishReason,
     Int32Array,
     NewRow,
+    Started,
     StepPlan,
     StepResult,
 )
@@ -81,6 +82,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._requests: dict[int, Request] = {}
         self._new_rows: list[NewRow] = []
+        self._started: list[Started] = []  # that nobody was told of
         self._in_flight: deque[_InFlight] = deque()
         self._shared = ((-1, 0), 0)  # what _shared_tokens found, and when
         self._reserve = int(limits.watermark * cache.pool.usable)
@@ -152,10 +154,6 @@ class Scheduler:
         """Tokens of a request whose KV is computed or planned; 0 unless it runs."""
         request = self._requests.get(key)
         return 0 if request is None or request.row is None else int(self.rows.num_computed[request.row])
-
-    def num_cached_tokens(self, key: int) -> int:
-        """Tokens of its prompt that a request found in the cache."""
-        return self._requests[key].num_cached_tokens or 0
 
     def abort(self, key: int, num_kept: int | None = None) -> bool:
         """End a request without a word. `num_kept`: output tokens the caller used (a stop string cut the rest)."""
@@ -338,6 +336,7 @@ class Scheduler:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_computed
             request.started = self.context.clock()
+            self._started.append(Started(request.key, request.started - request.arrival, num_computed))
         sampling = request.spec.sampling
         token_ids = None if sampling.extras is None else request.token_ids
         self._new_rows.append(NewRow(row, num_computed, sampling, token_ids))
@@ -458,7 +457,9 @@ class Scheduler:
             token_ids=tokens[emitted],
             counts=counts[emitted],
             logprobs=None if result.logprobs is None else result.logprobs.select(lines[emitted], len(step.rows)),
+            started=self._started,
         )
+        self._started = []
         if result.prompt_logprobs:
             parts = [part for part in result.prompt_logprobs if self._is_current(step, part.of)]
             output.prompt_logprobs = [replace(part, of=int(r.key[step.rows[part.of]])) for part in parts]
@@ -520,7 +521,6 @@ def _last_word(request: Request, reason: FinishReason, tokens: Int32Array, error
         key=request.key,
         reason=reason,
         stop_token_id=int(tokens[-1]) if reason == FinishReason.STOP else None,
-        num_cached_tokens=request.num_cached_tokens or 0,
         token_ids=None if request.spec.stream else tokens[request.num_prompt_tokens :].copy(),
         error=error,
     )

@@ -11,14 +11,14 @@ from kvasir.transport.address import KEYS_PER_CLIENT
 
 
 def is_empty(output: EngineOutput) -> bool:
-    return not (len(output.keys) or output.finished or output.beams or output.prompt_logprobs)
+    return not (len(output.keys) or output.finished or output.beams or output.prompt_logprobs or output.started)
 
 
 def split(output: EngineOutput) -> Iterator[tuple[int, EngineOutput]]:
     """Each client's part of it. Work is per client, not per request, save for what ended."""
     of_line = output.keys >> KEYS_PER_CLIENT
     others = [part.of for part in output.prompt_logprobs]
-    others += [end.key for end in output.finished] + [beam.key for beam in output.beams]
+    others += [one.key for group in (output.finished, output.beams, output.started) for one in group]
     clients = {*np.unique(of_line).tolist(), *(key >> KEYS_PER_CLIENT for key in others)}
     for client in sorted(clients):
         lines = np.flatnonzero(of_line == client)
@@ -32,5 +32,6 @@ def split(output: EngineOutput) -> Iterator[tuple[int, EngineOutput]]:
                 [end for end in output.finished if end.key >> KEYS_PER_CLIENT == client],
                 [part for part in output.prompt_logprobs if part.of >> KEYS_PER_CLIENT == client],
                 [beam for beam in output.beams if beam.key >> KEYS_PER_CLIENT == client],
+                [start for start in output.started if start.key >> KEYS_PER_CLIENT == client],
             ),
         )

@@ -29,11 +29,11 @@ class BeamState:
         if state.kind is RequestOutputKind.DELTA:
             state.take(best.token_ids[len(state.token_ids) : beam.num_agreed].tolist(), beam.num_agreed)
             new = len(state.token_ids) > state.num_emitted
-            return state.output([state.completion(0, None)], False, None) if new and state.is_due else None
+            return state.output([state.completion(0, None)], False) if new and state.is_due else None
         if len(best.token_ids) - state.num_emitted < state.stream_interval and state.num_emitted:
             return None
         state.num_emitted = len(best.token_ids)
-        return state.output([self._whole(0, best, tokenizer, None)], False, None)
+        return state.output([self._whole(0, best, tokenizer, None)], False)
 
     def _last(self, beam: BeamOutput, tokenizer: Tokenizer | None) -> RequestOutput:
         state, best = self.state, beam.hypotheses[0]
@@ -48,11 +48,11 @@ class BeamState:
             shown[0] = state.completion(0, _ending(state, best))
             shown[0].cumulative_logprob = best.cumulative_logprob
         state.token_ids = best.token_ids.tolist()
-        return state.output(shown, True, beam.num_cached_tokens)
+        return state.output(shown, True)
 
     def end(self, ending: Ending) -> RequestOutput:
         """The last output of a search that was broken off: what cannot change any more of its best text."""
-        return self.state.output([self.state.completion(0, ending)], True, None)
+        return self.state.output([self.state.completion(0, ending)], True)
 
     def _num_hidden(self, text: Hypothesis) -> int:
         """A token that ends the text has no place in it."""

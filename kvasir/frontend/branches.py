@@ -15,7 +15,6 @@ class Branches:
     def __init__(self, states: Sequence[RequestState], num_returned: int) -> None:
         self.states = list(states)
         self.num_returned = num_returned
-        self.num_cached: int | None = None
         self._endings: dict[int, Ending] = {}  # by key
         self._told: set[int] = set()  # keys whose end was given out
 
@@ -26,10 +25,8 @@ class Branches:
     def running(self) -> list[int]:
         return [state.key for state in self.states if state.key not in self._endings]
 
-    def end(self, state: RequestState, ending: Ending, num_cached: int | None) -> None:
+    def end(self, state: RequestState, ending: Ending) -> None:
         self._endings[state.key] = ending
-        if state is self.states[0]:  # the others' prompts were computed with its
-            self.num_cached = num_cached
 
     def output(self) -> RequestOutput | None:
         """What there is to give out now. With deltas, the branches in which something is new; else all of them."""
@@ -38,8 +35,7 @@ class Branches:
             return None
         shown = self._best() if len(self.states) > self.num_returned else self.states
         completions = [self._completion(index, state) for index, state in enumerate(shown) if self._has_news(state)]
-        num_cached = self.num_cached if self.finished else None
-        return first.output(completions, self.finished, num_cached) if completions else None
+        return first.output(completions, self.finished) if completions else None
 
     def _best(self) -> list[RequestState]:
         ranked = sorted(self.states, key=lambda state: state.cumulative_logprob or 0.0, reverse=True)

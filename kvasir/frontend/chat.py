@@ -20,6 +20,7 @@ import jinja2.parser
 import jinja2.sandbox
 import jinja2.utils
 
+from kvasir.config import did_you_mean
 from kvasir.errors import RequestError
 
 Message = dict[str, Any]
@@ -30,6 +31,8 @@ _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # Names that a message's reasoning goes by. The first is what templates read; gpt-oss reads the second.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # a template may know others
+
 _PROBE = "kvasir probe"
 
 
@@ -37,6 +40,7 @@ class ChatTemplate:
     """A compiled template. Made by `compile_template`, which keeps those it has made."""
 
     def __init__(self, source: str) -> None:
+        self._source = source
         self._knows_developer = "developer" in source
         try:
             self._template = _environment().from_string(source)
@@ -90,10 +94,18 @@ class ChatTemplate:
 
     def _as_template_reads(self, message: Message) -> Message:
         """As clients write a message and templates read it are two things."""
+        self._check_role(message["role"])
         message = _with_read_arguments(_with_reasoning_names(self._with_fitting_content(message)))
         if message["role"] == "developer" and not self._knows_developer:
             return {**message, "role": "system"}  # which is what it is called elsewhere
         return message
+
+    def _check_role(self, role: str) -> None:
+        """Many templates print whatever role there is, and the model would read a misspelt one as it stands."""
+        if role in _ROLES or role in self._source:
+            return
+        if near := did_you_mean(role, _ROLES):
+            raise RequestError(f"{role!r} is not a role.{near}", "messages")
 
     def _with_fitting_content(self, message: Message) -> Message:
         """Turn content parts into text, or text into parts, if that is all the template can show."""

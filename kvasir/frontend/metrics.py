@@ -17,6 +17,7 @@ class FrontendMetrics:
     generation_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason
     first_token: tuple[int, float] = (0, 0.0)  # how many requests, seconds in all
+    queue: tuple[int, float] = (0, 0.0)
     latency: tuple[int, float] = (0, 0.0)
 
     def observe(self, metrics: RequestMetrics, num_prompt_tokens: int, num_cached_tokens: int, reason: str) -> None:
@@ -26,6 +27,7 @@ class FrontendMetrics:
         self.generation_tokens += metrics.num_generation_tokens
         self.finished[reason] += 1
         self.first_token = _plus(self.first_token, metrics.time_to_first_token)
+        self.queue = _plus(self.queue, metrics.time_in_queue)
         self.latency = _plus(self.latency, metrics.latency)
 
     def snapshot(self) -> dict[str, float]:
@@ -37,6 +39,8 @@ class FrontendMetrics:
             **counts,
             "time_to_first_token_seconds_count": self.first_token[0],
             "time_to_first_token_seconds_sum": self.first_token[1],
+            "request_queue_time_seconds_count": self.queue[0],
+            "request_queue_time_seconds_sum": self.queue[1],
             "e2e_request_latency_seconds_count": self.latency[0],
             "e2e_request_latency_seconds_sum": self.latency[1],
         }

@@ -74,6 +74,9 @@ class OutputProcessor:
         """Everything to give out after a step, and the requests that the core must abort because of a stop string."""
         step = _Step()
         aborts: list[StopAbort] = []
+        for start in output.started:
+            if (begun := self._of_key(start.key)) is not None:
+                begun.start(start)
         ended = {finished.key: finished for finished in output.finished if finished.key in self._states}
         for part in output.prompt_logprobs:
             if (state := self._states.get(part.of)) is not None:
@@ -91,10 +94,10 @@ class OutputProcessor:
                     aborts.append(StopAbort(key, len(state.token_ids)))
                 if ending.reason != "stop":  # a stop string has cut the text where it ends
                     self._complete_text(state)
-                self._finish(state, ending, end, now, step)
+                self._finish(state, ending, now, step)
             elif end is None and state.is_due:
                 if key not in self._branches:
-                    step.results.append(state.output([state.completion(0, None)], False, None))
+                    step.results.append(state.output([state.completion(0, None)], False))
                 else:
                     step.touch(self._branches[key])
         self._finish_all(list(ended.values()), now, step)
@@ -102,8 +105,12 @@ class OutputProcessor:
         for end in (end for end in output.finished if end.key in self._searches):  # at its deadline
             search = self._searches[end.key]
             step.results.append(search.end(Ending(str(end.reason), end.error)))
-            self._close_search(search, end.num_cached_tokens, str(end.reason), now)
+            self._close_search(search, str(end.reason), now)
         return step.outputs(), aborts
+
+    def _of_key(self, key: int) -> RequestState | None:
+        search = self._searches.get(key)
+        return self._states.get(key) if search is None else search.state
 
     def _take_beams(self, beams: Sequence[BeamOutput], now: float, step: _Step) -> None:
         for beam in beams:
@@ -113,14 +120,14 @@ class OutputProcessor:
                 step.results.append(given)
             if search is not None and beam.finished:
                 reason = "stop" if beam.hypotheses[0].stop_token_id is not None else "length"
-                self._close_search(search, beam.num_cached_tokens, reason, now)
+                self._close_search(search, reason, now)
 
-    def _close_search(self, search: BeamState, num_cached: int, reason: str, now: float) -> None:
+    def _close_search(self, search: BeamState, reason: str, now: float) -> None:
         state = search.state
         del self._searches[state.key], self._requests[state.request_id]
         state.metrics.finished_time = now
         state.metrics.num_generation_tokens = len(state.token_ids)
-        self.metrics.observe(state.metrics, len(state.prompt_token_ids), num_cached, reason)
+        self.metrics.observe(state.metrics, len(state.prompt_token_ids), state.num_cached or 0, reason)
 
     def _take(
         self, state: RequestState, tokens: list[int], lines: list[LogprobLine], end: Finished | None, now: float
@@ -145,7 +152,7 @@ class OutputProcessor:
         for state, end in pairs:
             stop = state.flush()
             ending = Ending(str(end.reason), _stop_reason(state, end)) if stop is None else Ending("stop", stop)
-            self._finish(state, ending, end, now, step)
+            self._finish(state, ending, now, step)
 
     def _detokenize(self, ended: list[tuple[RequestState, Finished]]) -> None:
         if self.tokenizer is None:
@@ -161,33 +168,32 @@ class OutputProcessor:
                 state.pieces = [text]
 
     def _complete_text(self, state: RequestState) -> None:
-        self._detokenize([(state, Finished(state.key, FinishReason.STOP, None, 0, None))])
+        self._detokenize([(state, Finished(state.key, FinishReason.STOP, None, None))])
         state.flush()
 
-    def _finish(self, state: RequestState, ending: Ending, end: Finished | None, now: float, step: _Step) -> None:
+    def _finish(self, state: RequestState, ending: Ending, now: float, step: _Step) -> None:
         del self._states[state.key]
-        num_cached = None if end is None else end.num_cached_tokens
         branches = self._branches.pop(state.key, None)
         is_first = branches is None or state is branches.states[0]
         state.metrics.finished_time = now
         state.metrics.num_generation_tokens = len(state.token_ids)
         num_prompt_tokens = len(state.prompt_token_ids) if is_first else 0  # of several branches they count once
-        self.metrics.observe(state.metrics, num_prompt_tokens, (num_cached or 0) * is_first, ending.reason)
+        self.metrics.observe(state.metrics, num_prompt_tokens, (state.num_cached or 0) * is_first, ending.reason)
         if branches is None:
             del self._requests[state.request_id]
-            step.results.append(state.output([state.completion(0, ending)], True, num_cached))
+            step.results.append(state.output([state.completion(0, ending)], True))
             return
-        branches.end(state, ending, num_cached)
+        branches.end(state, ending)
         if branches.finished:
             del self._requests[state.request_id]
         step.touch(branches)
 
     def withdraw(self, key: int) -> str | None:
         """Forget a request that the core has not taken, by the key of any branch: its id, if it was running."""
-        search = self._searches.pop(key, None)
-        state = self._states.get(key) if search is None else search.state
+        state = self._of_key(key)
         if state is None:
             return None
+        self._searches.pop(key, None)
         request = self._requests.pop(state.request_id)
         branches = request.states if isinstance(request, Branches) else [state]
         for each in branches:
@@ -203,14 +209,13 @@ class OutputProcessor:
             if request is None:
                 continue
             if isinstance(request, BeamState):
-                self._close_search(request, 0, "abort", now)
+                self._close_search(request, "abort", now)
                 aborted.append(([request.state.key], request.end(Ending("abort", None))))
                 continue
             keys = [request.key] if isinstance(request, RequestState) else request.running()
             step = _Step()
-            self._finish_all([Finished(key, FinishReason.ABORT, None, 0, None) for key in keys], now, step)
+            self._finish_all([Finished(key, FinishReason.ABORT, None, None) for key in keys], now, step)
             (output,) = step.outputs()
-            output.num_cached_tokens = None  # only the core knows
             aborted.append((keys, output))
         return aborted
 

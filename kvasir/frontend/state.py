@@ -10,7 +10,7 @@ from kvasir.frontend.detokenizer import Detokenizer, incremental
 from kvasir.frontend.logprobs import LogprobLine, LogprobLists, TokenText, lines_of
 from kvasir.frontend.stop import Repetitions, StopStrings
 from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.messages import PromptLogprobs
+from kvasir.messages import PromptLogprobs, Started
 from kvasir.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from kvasir.sampling_params import RequestOutputKind
 
@@ -55,6 +55,7 @@ class RequestState:
     prompt_logprobs: LogprobLists | None = None
     cumulative_logprob: float | None = None
     num_emitted: int = 0  # tokens already given out
+    num_cached: int | None = None  # tokens of the prompt found in the cache, once it has run
     detokenizer: Detokenizer | None = None  # None: no text, or all of it at the end
 
     def __post_init__(self) -> None:
@@ -147,7 +148,11 @@ class RequestState:
         reason, stop_reason = ending or NO_ENDING
         return CompletionOutput(index, text, token_ids, total, logprobs, reason, stop_reason)
 
-    def output(self, completions: list[CompletionOutput], finished: bool, num_cached: int | None) -> RequestOutput:
+    def start(self, started: Started) -> None:
+        self.num_cached = started.num_cached_tokens
+        self.metrics.first_scheduled_time = self.metrics.arrival_time + started.waited
+
+    def output(self, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
         prompt_logprobs = self.prompt_logprobs
         if self.kind is RequestOutputKind.DELTA:
             self.prompt_logprobs = None  # with the first output only
@@ -159,5 +164,5 @@ class RequestState:
             completions,
             finished,
             self.metrics,
-            num_cached_tokens=num_cached,
+            num_cached_tokens=self.num_cached,
         )

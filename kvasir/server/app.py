@@ -35,6 +35,7 @@ from kvasir.server.state import ServerState, state_of
 
 ROUTERS = [chat.router, websocket.router, completions.router, responses.router, messages.router, models.router]
 ROUTERS += [tokens.router, health.router, operations.router, pages.router, engine_view.router]
+_NO_SUCH_ROUTE = {404: "Nothing is served at", 405: "That is not the method of"}
 _HANDLED = (ApiError, KvasirError, RequestValidationError, HTTPException, ClientGone, Exception)
 
 
@@ -60,10 +61,12 @@ def make_app(state: ServerState) -> FastAPI:
 async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientGone):
         return Response(status_code=499)  # nobody reads it
+    call = call_of(request)
+    if isinstance(error, HTTPException) and error.status_code in _NO_SUCH_ROUTE:
+        error = HTTPException(error.status_code, f"{_NO_SUCH_ROUTE[error.status_code]} {call.path}; /docs lists all.")
     found = as_api_error(error)
     if not found.counted:
         state_of(request).metrics.failed(found.cause)
-    call = call_of(request)
     return error_response(found, call.path, call.id)
 
 

@@ -15,6 +15,7 @@ from kvasir.errors import EngineDeadError, EngineError, OverloadedError, Request
 from kvasir.log import get_logger
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.usage import ErrorDetail, ErrorReply
+from kvasir.server.validation import complaint
 
 logger = get_logger(__name__)
 
@@ -73,7 +74,8 @@ def as_api_error(error: Exception) -> ApiError:
         case RequestError():
             return ApiError(400, str(error), "invalid_request", error.parameter)
         case RequestValidationError():
-            return _validation(error)
+            found = complaint(error.errors())
+            return ApiError(400, found.message, "invalid_request", found.param)
         case HTTPException():
             cause = {401: "auth", 404: "not_found", 413: "too_large"}.get(error.status_code, "invalid_request")
             return ApiError(error.status_code, str(error.detail), cause)
@@ -83,22 +85,6 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, str(error), "engine", code="engine_error")
     logger.error("a request failed inside the server", exc_info=error)
     return ApiError(500, "The server failed on this request; its log says more.", "internal", code="internal_error")
-
-
-def _validation(error: RequestValidationError) -> ApiError:
-    first: dict[str, Any] = error.errors()[0]
-    context = first.get("ctx") or {}
-    if first["type"] == "invalid":  # one of ours, a whole sentence
-        return ApiError(400, str(context["message"]), "invalid_request", str(context["param"]))
-    where = [str(part) for part in first["loc"] if part not in ("body", "path", "query")]
-    # pydantic names the member of a union that did not fit; the field's own name is what a client knows
-    param = where[0] if where else None
-    message = f"{'.'.join(where)}: {first['msg']}." if where else f"{first['msg']}."
-    if first["type"] == "json_invalid":
-        message, param = f"The body is not valid JSON: {context.get('error', first['msg'])}.", None
-    elif first["loc"] == ("body",) and not isinstance(first.get("input"), dict):
-        message = "The body must be a JSON object, sent with Content-Type: application/json."
-    return ApiError(400, message, "invalid_request", param)
 
 
 def openai_body(error: ApiError) -> ErrorReply:

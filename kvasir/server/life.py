@@ -120,7 +120,7 @@ class Life:
         """Take no new requests, let those that run finish, then end. A second call ends at once."""
         phases = self.state.phases
         if not phases.is_ready:
-            self._stop()
+            self._spawn(self._end_now())
             return
         phases.enter(DRAINING)
         self._spawn(self._drain())
@@ -133,8 +133,12 @@ class Life:
             await asyncio.wait_for(self.state.idle.wait(), limit)
         except TimeoutError:
             logger.warning("%d requests did not finish in time and are aborted", len(self.state.runs))
-            for run in list(self.state.runs):
-                await run.abort()
+        await self._end_now()
+
+    async def _end_now(self) -> None:
+        """Requests that still run are told so: the web server waits for them."""
+        for run in list(self.state.runs):
+            await run.abort()
         self._stop()
 
     def _end_with(self, error: BaseException) -> None:

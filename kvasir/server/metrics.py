@@ -78,7 +78,10 @@ class Metrics:
             "request_time_per_output_token_seconds", "A request's mean time per token after the first.", GAPS
         )
         self.latency = self._histogram("e2e_request_latency_seconds", "Arrival to end.", _LATENCY)
+        self.queue_time = self._histogram("request_queue_time_seconds", "Arrival to the first step it is in.", _LATENCY)
+        self.prefill_time = self._histogram("request_prefill_time_seconds", "That step to the first token.", _LATENCY)
         self.decode_time = self._histogram("request_decode_time_seconds", "First to last token.", _LATENCY)
+        self.inference_time = self._histogram("request_inference_time_seconds", "First step to last token.", _LATENCY)
         self.request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", tokens)
         self.request_generation = self._histogram("request_generation_tokens", "Tokens generated for one.", tokens)
         self.params_n = self._histogram("request_params_n", "The parameter n.", _COUNTS)
@@ -134,7 +137,12 @@ class Metrics:
             self.latency.observe(times.latency)
         if times.time_to_first_token is not None:
             self.first_token.observe(times.time_to_first_token)
+        if times.time_in_queue is not None:
+            self.queue_time.observe(times.time_in_queue)
         if times.first_token_time is not None and times.last_token_time is not None:
+            if times.first_scheduled_time is not None:
+                self.prefill_time.observe(times.first_token_time - times.first_scheduled_time)
+                self.inference_time.observe(times.last_token_time - times.first_scheduled_time)
             decoding = times.last_token_time - times.first_token_time
             self.decode_time.observe(decoding)
             if num_generated > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvasir.errors import RequestError
 from kvasir.frontend.input import default_sampling_params
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 from kvasir.server.runs import Terms
@@ -18,6 +19,7 @@ def sampling_params(
     state: ServerState, body: Body, *, max_tokens: int | None, logprobs: int | None, stream: bool
 ) -> SamplingParams:
     """Wrong values raise a RequestError that names the field. Bodies need not have all fields."""
+    _check_top_logprobs(state, getattr(body, "top_logprobs", None))
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name, None)) is not None}
     if not given.get("use_beam_search"):  # a search samples nothing
         defaults = state_defaults(state)
@@ -29,6 +31,14 @@ def sampling_params(
         extra_args=getattr(body, "vllm_xargs", None),
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
     )
+
+
+def _check_top_logprobs(state: ServerState, asked: int | None) -> None:
+    """By the name that clients gave it: the engine knows it as logprobs."""
+    most = state.engine.config.model.max_logprobs
+    if asked is not None and asked > most >= 0:
+        message = f"top_logprobs={asked} is more than this server gives: --max-logprobs is {most}."
+        raise RequestError(message, "top_logprobs")
 
 
 def state_defaults(state: ServerState) -> SamplingParams:

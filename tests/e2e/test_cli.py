@@ -53,17 +53,23 @@ def test_complete_prints_the_text(
 def test_complete_reads_standard_input(
     fake_server: LiveServer, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("One\ntwo"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"One\ntwo")))
     assert main(["complete", "--url", f"{fake_server.url}/v1", "--max-tokens", "4", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == echoed(tokenizer, tokenizer.encode("One\ntwo"), 4) + "\n"
+
+
+def test_standard_input_that_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    assert main(["complete"]) == 2
+    assert capsys.readouterr().err == "kvasir: error: Standard input is not UTF-8 text: byte 3 is 0xe9.\n"
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--url", "{url}/v1", "--model-name", "other"], "The model 'other' does not exist here. Served: fake."),
-        (["--url", "{url}/nowhere"], "Not Found"),
-        (["--url", "http://127.0.0.1:9/v1"], "Nothing answers at http://127.0.0.1:9/v1"),
+        (["--url", "{url}"], "/models. URLs of OpenAI's interface end in /v1"),
+        (["--url", "http://127.0.0.1:9/v1"], "No server answers at http://127.0.0.1:9/v1"),
         (["--url", "localhost"], "is not a URL such as"),
         (["--url", "{url}/v1", "--temperature", "-1"], "temperature"),
         (["--url", "{url}/v1", "--block-size", "16"], "--block-size is a setting of a model loaded here"),
@@ -85,7 +91,7 @@ def test_a_key_is_sent(
         url = ["--url", f"{server.wait_until_ready().url}/v1", "-q", "x", "--max-tokens", "1"]
         monkeypatch.delenv("OPENAI_API_KEY", raising=False)
         assert main(["complete", *url]) == 2
-        assert "Give a key with --api-key." in capsys.readouterr().err
+        assert "The server wants an API key" in capsys.readouterr().err
         assert main(["complete", *url, "--api-key", "sesame"]) == 0
         assert main(["complete", *url, "--api-key", "wrong"]) == 2
         monkeypatch.setenv("OPENAI_API_KEY", "sesame")

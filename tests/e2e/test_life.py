@@ -157,6 +157,27 @@ def test_the_drain_has_a_limit(starter_model: Path) -> None:
         assert server.wait() == 0
 
 
+def test_a_second_ctrl_c_ends_at_once(starter_model: Path) -> None:
+    async def go(server: LiveServer) -> tuple[float, list[httpx.Response]]:
+        asked = [asyncio.create_task(ask(server.url, max_tokens=1900, stream=stream)) for stream in (True, False)]
+        await running(server, 2)
+        server.process.send_signal(signal.SIGINT)
+        await asyncio.sleep(0.5)
+        assert not any(task.done() for task in asked), "the first one lets them finish"
+        server.process.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        replies = list(await asyncio.gather(*asked))
+        return time.monotonic() - started, replies
+
+    with LiveServer.fake(starter_model, executor=SLOW) as server:
+        took, (streamed, whole) = asyncio.run(go(server.wait_until_ready()))
+        assert took < 2.0
+        assert events(streamed.text)[-1]["error"]["message"].startswith("The server was shut down")
+        assert whole.status_code == 503
+        assert server.wait() == 0
+        assert "Traceback" not in server.log
+
+
 def test_a_killed_engine_ends_every_request(starter_model: Path) -> None:
     async def go(server: LiveServer) -> tuple[float, list[httpx.Response], str]:
         asked = [asyncio.create_task(ask(server.url, max_tokens=1900, stream=i % 2 == 0)) for i in range(40)]
@@ -241,17 +262,20 @@ def test_ready_notices_an_engine_that_hangs(starter_model: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_blocks(starter_model: Path, stream: bool) -> None:
-    async def go(server: LiveServer) -> None:
+def test_a_client_that_leaves_frees_its_blocks_within_two_steps(starter_model: Path, stream: bool) -> None:
+    async def go(server: LiveServer) -> float:
         asked = [asyncio.create_task(ask(server.url, max_tokens=1900, stream=stream)) for _ in range(5)]
         await running(server, 5)
+        steps = server.metric("kvasir:engine_steps_total")
         for task in asked:
             task.cancel()
         await asyncio.wait(asked)
         await running(server, 0)
+        return server.metric("kvasir:engine_steps_total") - steps
 
-    with LiveServer.fake(starter_model, executor=SLOW) as server:
-        asyncio.run(go(server.wait_until_ready()))
+    # A step takes much longer than to hear of a client that has left, so that steps count, not milliseconds.
+    with LiveServer.fake(starter_model, executor={**SLOW, "delay": 0.5}) as server:
+        assert asyncio.run(go(server.wait_until_ready())) <= 2
         assert server.metric("kvasir:kv_cache_blocks_used") == 0
         until(lambda: server.metric("kvasir:api_requests_in_flight") == 0, "they are gone from the server")
         assert server.metric("kvasir:request_errors_total", cause="disconnect") == 5

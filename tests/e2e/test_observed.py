@@ -68,6 +68,9 @@ def test_the_metrics_count(server: LiveServer) -> None:
     assert server.metric("kvasir:request_success_total") == before["request_success_total"] + 1
     assert server.metric("kvasir:request_errors_total", cause="invalid_request") >= 1
     assert server.metric("kvasir:time_to_first_token_seconds_count") >= 2
+    assert server.metric("kvasir:request_queue_time_seconds_count") >= 2
+    parts = [server.metric(f"kvasir:request_{part}_time_seconds_sum") for part in ("prefill", "decode", "inference")]
+    assert 0 < parts[0] + parts[1] == pytest.approx(parts[2])
     counted = server.metric("kvasir:inter_token_latency_seconds_count")
     assert 0 < counted < server.metric("kvasir:generation_tokens_total")
     assert server.metric("kvasir:device_memory_total_bytes") > server.metric("kvasir:device_memory_used_bytes") > 0
@@ -97,9 +100,12 @@ def test_a_real_prometheus_scrapes_it(server: LiveServer, tmp_path: Path) -> Non
             return set()
 
     try:
-        found = until(lambda: (n := names()) and "kvasir:generation_tokens_total" in n and n, "a scrape", server)
-        for name in documented_series():
-            assert name in found or f"{name}_bucket" in found, name
+
+        def missing() -> set[str]:
+            found = names()
+            return {name for name in documented_series() if name not in found and f"{name}_bucket" not in found}
+
+        until(lambda: not missing(), "a scrape, which becomes visible series by series", server)
         query = {"query": "sum(kvasir:generation_tokens_total)"}
         (result,) = httpx.get(f"{url}/query", params=query).json()["data"]["result"]
         assert float(result["value"][1]) >= 10

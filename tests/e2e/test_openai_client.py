@@ -266,6 +266,23 @@ def test_what_is_wrong_is_named(fake_server: LiveServer, wrong: dict[str, object
     assert param in error["message"] or param in ("prompt", "prompt_token_ids")
 
 
+def test_a_chats_number_of_alternatives_goes_by_its_name(fake_server: LiveServer) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 21}
+    reply = httpx.post(f"{fake_server.url}/v1/chat/completions", json=body)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"] == "top_logprobs"
+    assert error["message"] == "top_logprobs=21 is more than this server gives: --max-logprobs is 20."
+
+
+def test_paths_that_nobody_serves(fake_server: LiveServer) -> None:
+    reply = httpx.post(f"{fake_server.url}/v1/embeddings", json={})
+    assert reply.status_code == 404
+    assert reply.json()["error"]["message"] == "Nothing is served at /v1/embeddings; /docs lists all."
+    reply = httpx.get(f"{fake_server.url}/v1/chat/completions")
+    assert reply.status_code == 405
+    assert reply.json()["error"]["message"] == "That is not the method of /v1/chat/completions; /docs lists all."
+
+
 def test_too_long_a_prompt(fake_server: LiveServer) -> None:
     for text in ("a b c " * 2000, "a" * 10_000_000):  # the second is refused without being tokenized
         reply = httpx.post(f"{fake_server.url}/v1/completions", json={"prompt": text}, timeout=60)

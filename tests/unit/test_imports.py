@@ -35,7 +35,7 @@ class Line:
 ORDER = {
     "__main__": Line(("cli",)),
     "entrypoints": Line(("cli",)),
-    "cli": Line(by_name=("anything",)),
+    "cli": Line(("chat.backend",), by_name=("anything",)),
     "bench": Line(("llm", "async_llm", "frontend", "hub")),
     "chat": Line(("llm_engine", "frontend")),
     "tune": Line(("kernels", "attention", "quantization")),

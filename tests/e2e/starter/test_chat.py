@@ -55,9 +55,9 @@ def test_a_server_that_wants_a_key(starter_model: Path) -> None:
     [
         (
             ["--url", "http://127.0.0.1:9/v1"],
-            "No server answers at http://127.0.0.1:9/v1: start one with `kvasir serve`",
+            "start a server with `kvasir serve`, or give its --url",
         ),
-        (["--url", "localhost"], "does not begin with http:// or https://"),
+        (["--url", "localhost"], "is not a URL such as http://localhost:8000/v1"),
         (["--api-key", "k"], "are for a server: add --url"),
         (["nowhere.gguf"], "there is no such file"),
     ],

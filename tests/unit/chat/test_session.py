@@ -65,7 +65,7 @@ def test_the_conversation_is_sent_whole(session: Session) -> None:
         "good morning ",
         "and good night",
     ]
-    assert params == {"max_tokens": 1024}
+    assert params == {}
 
 
 def test_an_answer_that_is_stopped_is_kept_and_a_failed_question_is_not(session: Session) -> None:
@@ -95,10 +95,10 @@ def test_system_reset_again(session: Session) -> None:
 
 def test_params(session: Session) -> None:
     shown, _ = session.command('/params temperature=0.5 stop=["a","b"] seed=7')
-    assert session.params == {"max_tokens": 1024, "temperature": 0.5, "stop": ["a", "b"], "seed": 7}
+    assert session.params == {"temperature": 0.5, "stop": ["a", "b"], "seed": 7}
     assert "temperature         0.5" in shown
     session.command("/params seed= stop=END")
-    assert session.params == {"max_tokens": 1024, "temperature": 0.5, "stop": "END"}
+    assert session.params == {"temperature": 0.5, "stop": "END"}
     shown, _ = session.command("/params temprature=1")
     assert "Did you mean temperature?" in shown and session.params["temperature"] == 0.5
 
@@ -179,8 +179,8 @@ def _final_screen(written: str) -> list[str]:
 def test_plain_text_where_there_is_no_terminal(session: Session) -> None:
     out = io.StringIO()
     console = Console(file=out)
-    assert terminal.ask(session, console, "**one** two", markdown=True)
-    assert not terminal.ask(session, console, "fail", markdown=True)
+    assert terminal.ask(session, console, "**one** two", markdown=True) == 0
+    assert terminal.ask(session, console, "fail", markdown=True) == 1
     assert out.getvalue() == "**one** two \nthat was too much\n"
 
 

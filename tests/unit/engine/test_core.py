@@ -194,6 +194,7 @@ def test_beams_and_a_large_request_do_not_wait_for_each_other(lookahead: int, nu
     core.add(request(1, list(range(36)), 20))
     got = run(core, max_steps=1500)
     assert got.tokens[1] == expected(list(range(36)), 20)
+    assert got.cached == {0: 0, 1: 0}, "a search starts once, whatever its beams do"
 
 
 @pytest.mark.parametrize(("budget", "threshold"), [(25, 0), (27, 0), (512, 16)])

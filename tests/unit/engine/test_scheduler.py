@@ -7,7 +7,7 @@ import pytest
 
 from kvasir.errors import RequestError
 from kvasir.messages import FinishReason, StepResult
-from tests.builders import check_blocks, expected, make_core, make_scheduler, request, run
+from tests.builders import Clock, check_blocks, expected, make_core, make_scheduler, request, run
 
 LONG = [i % 7 for i in range(30)]
 
@@ -80,9 +80,18 @@ def test_requests_of_one_step_share_a_prefix() -> None:
     plan = core.scheduler.schedule()
     assert sorted(plan.num_tokens.tolist()) == [3, 31]
     core.executor.execute(plan)
-    core.scheduler.update(core.executor.sample().result())
-    got = run(core)
-    assert got.cached[1] == 28
+    started = core.scheduler.update(core.executor.sample().result()).started
+    assert [(start.key, start.num_cached_tokens) for start in started] == [(0, 0), (1, 28)]
+    run(core)
+
+
+def test_a_start_tells_how_long_the_request_waited() -> None:
+    core = make_core(lookahead=0, max_num_seqs=1)
+    core.scheduler.context.clock = clock = Clock()
+    clock.tick(core)
+    core.add(request(0, [1, 2, 3], 4))
+    core.add(request(1, [4, 5], 1))
+    assert run(core).waited == {0: 0.0, 1: 4.0}
 
 
 def test_salt_keeps_prefixes_apart() -> None:

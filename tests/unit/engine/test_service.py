@@ -156,7 +156,7 @@ def test_outputs_go_to_those_who_asked(world: World) -> None:
 def test_a_client_that_leaves_has_its_requests_aborted(world: World) -> None:
     for client, key in itertools.product((0, 1), range(3)):
         world.add(client, key)
-    ended = Finished(number(1, 0), FinishReason.STOP, None, 0, None)
+    ended = Finished(number(1, 0), FinishReason.STOP, None, None)
     world.core.outputs.append(EngineOutput.empty())
     world.core.outputs[-1].finished.append(ended)
     world.service.turn()
@@ -197,7 +197,7 @@ def test_split_gives_each_client_its_lines() -> None:
         np.arange(4, dtype=np.int32)[:, None],
         np.ones(4, np.int32),
         logprobs,
-        [Finished(number(3, 2), FinishReason.STOP, None, 0, None)],
+        [Finished(number(3, 2), FinishReason.STOP, None, None)],
         [prompt],
     )
     parts = dict(split(output))

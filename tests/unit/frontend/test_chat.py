@@ -295,6 +295,14 @@ def test_a_message_without_content_is_refused(message: dict[str, Any]) -> None:
 # ---------------------------------------------------------------- what OpenAI's clients write
 
 
+def test_a_misspelt_role_is_found_and_an_unusual_one_is_not() -> None:
+    template = compile_template("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}{# ipython #}")
+    with pytest.raises(RequestError, match=r"'usr' is not a role. Did you mean user\?"):
+        template.render([{"role": "usr", "content": "Hi"}])
+    for role in ("ipython", "critic", "tool"):
+        assert template.render([{"role": role, "content": "Hi"}]) == f"{role}: Hi"
+
+
 def test_developer_messages_are_system_messages_where_templates_know_no_others() -> None:
     messages = [{"role": "developer", "content": "Be brief."}]
     assert ChatTemplate("{{ messages[0].role }}").render(messages) == "system"

@@ -67,7 +67,7 @@ def test_with_a_refused_request_its_forks_are_forgotten(engines: Engines) -> Non
 def test_forks_outlive_the_request_they_fork_from(engines: Engines) -> None:
     engines.add(family(0, forks=2))
     done = EngineOutput.empty()
-    done.finished.append(Finished(0, FinishReason.STOP, None, 0, None))
+    done.finished.append(Finished(0, FinishReason.STOP, None, None))
     say(engines, done)
     assert engines.num_unfinished == 2 and not engines._forks
 

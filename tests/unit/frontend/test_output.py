@@ -15,7 +15,7 @@ from kvasir.frontend.fanout import process_all
 from kvasir.frontend.input import InputProcessor
 from kvasir.frontend.output import OutputProcessor, StopAbort
 from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.messages import EngineOutput, Finished, FinishReason, Logprobs
+from kvasir.messages import EngineOutput, Finished, FinishReason, Logprobs, Started
 from kvasir.outputs import RequestOutput
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 
@@ -38,6 +38,11 @@ class Frontend:
         request, state = self.input.process(f"r{key}", prompt, SamplingParams(**params), key, 50.0)
         self.output.add(state)
         self.streams[key] = request.stream
+
+    def start(self, key: int = 0, waited: float = 0.0, cached: int = 0) -> None:
+        output = EngineOutput.empty()
+        output.started = [Started(key, waited, cached)]
+        assert self.output.process(output, float(next(self.time))) == ([], [])
 
     def step(
         self, tokens: dict[int, list[int]], *finished: Finished, logprobs: Logprobs | None = None
@@ -78,9 +83,8 @@ def end(
     reason: FinishReason = FinishReason.LENGTH,
     stop: int | None = None,
     tokens: list[int] | None = None,
-    cached: int = 0,
 ) -> Finished:
-    return Finished(key, reason, stop, cached, None if tokens is None else np.array(tokens, np.int32))
+    return Finished(key, reason, stop, None if tokens is None else np.array(tokens, np.int32))
 
 
 # ---------------------------------------------------------------- the three kinds of output
@@ -88,10 +92,11 @@ def end(
 
 def test_cumulative_outputs_grow(frontend: Frontend) -> None:
     frontend.add(output_kind=CUMULATIVE)
+    frontend.start(waited=2.0, cached=3)
     first = frontend.one([WORD[" wo"]])
     assert (first.outputs[0].text, first.outputs[0].token_ids, first.finished) == (" wo", [WORD[" wo"]], False)
     assert (first.outputs[0].finish_reason, first.outputs[0].finished()) == (None, False)
-    last = frontend.one([WORD["rd"]], end(cached=3))
+    last = frontend.one([WORD["rd"]], end())
     assert (last.outputs[0].text, last.finished, last.num_cached_tokens) == (" word", True, 3)
     assert last.outputs[0].token_ids == [WORD[" wo"], WORD["rd"]]
     assert (last.outputs[0].finish_reason, last.outputs[0].stop_reason) == ("length", None)
@@ -218,12 +223,14 @@ def test_what_the_core_says_of_unknown_requests_is_dropped(frontend: Frontend) -
 
 def test_a_stop_string_ends_the_request_at_once(frontend: Frontend) -> None:
     frontend.add(stop=["lo w", "zz"], output_kind=DELTA)
+    frontend.start(cached=5)
     outputs = [frontend.one([WORD["he"]]), frontend.one([WORD["lo"]])]
     [last], aborts = frontend.step({0: [WORD[" wo"], WORD["rd"]]})
     assert [o.outputs[0].text for o in outputs] == ["he", ""]
     assert (last.outputs[0].text, last.finished) == ("", True)
     assert last.outputs[0].token_ids == [WORD[" wo"]]  # cut at the token that completed it
     assert (last.outputs[0].finish_reason, last.outputs[0].stop_reason) == ("stop", "lo w")
+    assert last.num_cached_tokens == 5
     assert aborts == [StopAbort(0, 3)]
     # What the core had already sampled is dropped, and so is its answer to the abort.
     assert frontend.step({0: [WORD["rd"]]}) == ([], [])
@@ -238,9 +245,9 @@ def test_a_stop_string_may_be_included(frontend: Frontend) -> None:
 
 def test_a_stop_string_completed_by_the_last_token_needs_no_abort(frontend: Frontend) -> None:
     frontend.add(stop="lo")
-    [last], aborts = frontend.step({0: [WORD["he"], WORD["lo"]]}, end(reason=FinishReason.LENGTH, cached=5))
+    [last], aborts = frontend.step({0: [WORD["he"], WORD["lo"]]}, end(reason=FinishReason.LENGTH))
     assert (last.outputs[0].finish_reason, last.outputs[0].stop_reason, aborts) == ("stop", "lo", [])
-    assert (last.outputs[0].text, last.num_cached_tokens) == ("he", 5)
+    assert last.outputs[0].text == "he"
     assert len(frontend.output) == 0
 
 
@@ -377,6 +384,7 @@ def test_logprobs_without_text() -> None:
 def test_abort_ends_requests_here(frontend: Frontend) -> None:
     frontend.add(0, stop="lol")
     frontend.add(1, output_kind=FINAL_ONLY)
+    frontend.start(cached=5)
     frontend.step({0: [WORD["lo"]]})
     aborted = frontend.output.abort(["r0", "r1", "unknown"], 7.0)
     assert [keys for keys, _ in aborted] == [[0], [1]]
@@ -384,7 +392,7 @@ def test_abort_ends_requests_here(frontend: Frontend) -> None:
         ("lo", "abort", True),
         ("", "abort", True),
     ]
-    assert [o.num_cached_tokens for _, o in aborted] == [None, None]
+    assert [o.num_cached_tokens for _, o in aborted] == [5, None]
     assert len(frontend.output) == 0 and "r0" not in frontend.output
     assert frontend.step({0: [WORD["he"]]}, end(1, tokens=[5])) == ([], [])
 
@@ -408,19 +416,22 @@ def test_a_running_id_is_not_taken_twice(frontend: Frontend) -> None:
 
 def test_times_of_a_request(frontend: Frontend) -> None:
     frontend.add(0)
+    frontend.start(waited=20.0)
     frontend.one([5])
     frontend.one([5])
     metrics = frontend.one([5], end()).metrics
     assert metrics is not None
-    assert (metrics.arrival_time, metrics.first_token_time, metrics.last_token_time) == (50.0, 100.0, 102.0)
-    assert (metrics.time_to_first_token, metrics.latency, metrics.num_generation_tokens) == (50.0, 52.0, 3)
+    assert (metrics.arrival_time, metrics.first_token_time, metrics.last_token_time) == (50.0, 101.0, 103.0)
+    assert (metrics.time_to_first_token, metrics.latency, metrics.num_generation_tokens) == (51.0, 53.0, 3)
+    assert (metrics.first_scheduled_time, metrics.time_in_queue) == (70.0, 20.0)
 
 
 def test_totals(frontend: Frontend) -> None:
     frontend.add(0, prompt=[1, 2, 3], stop="lo")
     frontend.add(1, output_kind=FINAL_ONLY)
     frontend.add(2)
-    frontend.step({0: [WORD["lo"]]}, end(1, tokens=[5, 6], cached=1))
+    frontend.start(1, waited=2.0, cached=1)
+    frontend.step({0: [WORD["lo"]]}, end(1, tokens=[5, 6]))
     frontend.output.abort(["r2"], 60.0)
     assert frontend.output.metrics.snapshot() == {
         "prompt_tokens": 5,
@@ -430,9 +441,11 @@ def test_totals(frontend: Frontend) -> None:
         "request_success_length": 1,
         "request_success_stop": 1,
         "time_to_first_token_seconds_count": 1,
-        "time_to_first_token_seconds_sum": 50.0,
+        "time_to_first_token_seconds_sum": 51.0,
+        "request_queue_time_seconds_count": 1,
+        "request_queue_time_seconds_sum": 2.0,
         "e2e_request_latency_seconds_count": 3,
-        "e2e_request_latency_seconds_sum": 110.0,
+        "e2e_request_latency_seconds_sum": 112.0,
     }
 
 
