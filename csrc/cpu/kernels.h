@@ -101,6 +101,13 @@ struct Attend {
   float *scratch;
 };
 
+// Logits not further below the best than some depth.
+struct Reach {
+  int64_t count;
+  double mass;   // sum of e^((x - best) * scale)
+  float lowest;  // the least of them
+};
+
 struct Kernels {
   const char *name;
   int32_t (*tile_rows)(const Matrix *, int32_t rows);
@@ -121,6 +128,9 @@ struct Kernels {
   // the first of the largest logits, and the sum of e^((x - best) * scale) over all; they are float32 or bfloat16
   int32_t (*best)(const void *logits, int32_t is_float, int32_t size);
   double (*mass)(const void *logits, int32_t is_float, int32_t size, float best, float scale);
+  // those with (x - best) * scale >= depth; the first `room` of them are written to `out`
+  Reach (*reach)(const void *logits, int32_t is_float, int32_t size, float best, float scale, float depth, float *out,
+                 int32_t room);
 };
 
 const Kernels *portable_kernels();

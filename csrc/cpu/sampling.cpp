@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <functional>
 
 #include "kvasir_cpu.h"
 #include "machine.h"
@@ -11,7 +12,9 @@
 namespace kvasir {
 namespace {
 
-constexpr int COUNTS_BUFFER = 5;
+constexpr int COUNTS_BUFFER = 5, NEAR_BUFFER = 6;
+constexpr int32_t MOST_NEAR = 4096, MOST_LOOKS = 12;
+constexpr float FIRST_DEPTH = -2, LAST_DEPTH = -64;
 
 uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -122,15 +125,67 @@ class Walk {
   Bucket before_{0, 0}, last_{0, 0};
 };
 
+// The same walk over the few logits that it can end at, sorted.
+class ShortWalk {
+ public:
+  ShortWalk(float *sorted, int64_t size, float best, float scale)
+      : sorted_(sorted), size_(size), best_(best), scale_(scale) {}
+
+  float find(int64_t most, double mass, double *inside) const {
+    Bucket before{0, 0}, last{0, 0};
+    for (int64_t at = 0; at < size_; at += last.count) {
+      Bucket passed{before.mass + last.mass, before.count + last.count};
+      if (last.count && (passed.count >= most || passed.mass >= mass)) break;
+      before = passed;
+      int64_t end = at + 1;
+      while (end < size_ && sorted_[end] == sorted_[at]) end++;
+      last = {double(expf((sorted_[at] - best_) * scale_)) * double(end - at), end - at};
+    }
+    float value = sorted_[before.count];
+    *inside = before.mass + last.mass / double(last.count) * double(std::min(most - before.count, last.count));
+    return value;
+  }
+
+ private:
+  const float *sorted_;
+  int64_t size_;
+  float best_, scale_;
+};
+
 float floor_of(const Line &line, float heat, float min_p, int32_t top_k, float top_p) {
   if (!(heat > 0) || !(min_p > 0 || top_k > 0 || top_p < 1)) return -INFINITY;
-  float best = line[kernels().best(line.data, line.is_float, line.size)], scale = 1.f / heat;
+  const Kernels &set = kernels();
+  float best = line[set.best(line.data, line.is_float, line.size)], scale = 1.f / heat;
+  float least = min_p > 0 ? logf(min_p) : -INFINITY;
+  auto reach = [&](float depth, float *out, int32_t room) {
+    return set.reach(line.data, line.is_float, line.size, best, scale, depth, out, room);
+  };
   int64_t most = top_k > 0 ? top_k : line.size;
-  Walk walk(line, best, scale, min_p > 0 ? logf(min_p) : -INFINITY);
-  double inside = 0;
+  Reach all = reach(least, nullptr, 0);
+  if (!all.count) return -INFINITY;  // no number among them
+  if (all.count <= most && top_p >= 1) return all.lowest;
+  // Nearly always the end lies among few logits: look how far below the best one must go to have it among them.
+  auto *near = (float *)thread_buffer(NEAR_BUFFER, sizeof(float) * MOST_NEAR);
+  double inside = all.mass, unused;
+  float too_near = 0, too_far = least, depth = std::max(FIRST_DEPTH, least);
+  for (int look = 0; look < MOST_LOOKS; look++) {
+    Reach found = reach(depth, near, MOST_NEAR);
+    bool enough = found.count >= most || depth == least;
+    if (all.count <= most) enough = enough || found.mass >= double(top_p) * all.mass * (1 + 1e-5);
+    if (enough && found.count <= MOST_NEAR) {
+      std::sort(near, near + found.count, std::greater<float>());
+      ShortWalk walk(near, found.count, best, scale);
+      float floor = all.count <= most ? all.lowest : walk.find(most, INFINITY, &inside);
+      return top_p >= 1 ? floor : std::max(floor, walk.find(most, double(top_p) * inside, &unused));
+    }
+    if (!enough && found.count > MOST_NEAR) break;
+    (enough ? too_far : too_near) = depth;
+    depth = too_far < LAST_DEPTH ? 2 * depth : (too_near + too_far) / 2;
+    if (depth < LAST_DEPTH) depth = least;
+  }
+  Walk walk(line, best, scale, least);
   float floor = walk.find(most, INFINITY, &inside);
   if (top_p >= 1) return floor;
-  double unused;
   return std::max(floor, walk.find(most, double(top_p) * inside, &unused));
 }
 

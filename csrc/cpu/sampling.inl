@@ -41,8 +41,41 @@ double find_mass(const T *logits, int32_t size, float best, float scale) {
   return total;
 }
 
+template <class T>
+kvasir::Reach find_reach(const T *logits, int32_t size, float best, float scale, float depth, float *out, int32_t room) {
+  kvasir::Reach found{0, 0, INFINITY};
+  f32x16 lowest = splat(INFINITY);
+  int32_t written = 0;
+  for (int32_t at = 0; at < size; at += 4096) {
+    int32_t here = size - at < 4096 ? size - at : 4096;
+    f32x16 sums = {};
+    i32x16 counts = {};
+    for_each_16(here, [&](int i, int n) {
+      f32x16 v = load_some(logits + at + i, n), scaled = (v - best) * scale;
+      i32x16 inside = scaled >= depth;
+      for (int j = n; j < 16; j++) inside[j] = 0;
+      if (!any(inside)) return;
+      sums += select(inside, exponential(scaled), f32x16{});
+      counts -= inside;
+      lowest = minimum(select(inside, v, splat(INFINITY)), lowest);
+      for (int j = 0; j < n && written < room; j++)
+        if (inside[j]) out[written++] = v[j];
+    });
+    found.mass += double(sum(sums));
+    for (int j = 0; j < 16; j++) found.count += counts[j];
+  }
+  for (int j = 0; j < 16; j++) found.lowest = lowest[j] < found.lowest ? lowest[j] : found.lowest;
+  return found;
+}
+
 int32_t best_logit(const void *logits, int32_t is_float, int32_t size) {
   return is_float ? find_best((const float *)logits, size) : find_best((const uint16_t *)logits, size);
+}
+
+kvasir::Reach reach_of(const void *logits, int32_t is_float, int32_t size, float best, float scale, float depth,
+                       float *out, int32_t room) {
+  return is_float ? find_reach((const float *)logits, size, best, scale, depth, out, room)
+                  : find_reach((const uint16_t *)logits, size, best, scale, depth, out, room);
 }
 
 double mass_of(const void *logits, int32_t is_float, int32_t size, float best, float scale) {

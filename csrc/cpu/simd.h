@@ -125,6 +125,19 @@ inline f32x16 maximum(f32x16 a, f32x16 b) { return select(a > b, a, b); }
 inline f32x16 minimum(f32x16 a, f32x16 b) { return select(a < b, a, b); }
 #endif
 
+inline bool any(i32x16 mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask(bits<__m512i>(mask), bits<__m512i>(mask)) != 0;
+#elif defined(__AVX2__)
+  __m256i low = load<__m256i>(&mask), high = load<__m256i>((const char *)&mask + 32);
+  return _mm256_movemask_epi8(_mm256_or_si256(low, high)) != 0;
+#else
+  int32_t found = 0;
+  for (int i = 0; i < 16; i++) found |= mask[i];
+  return found != 0;
+#endif
+}
+
 inline float sum(f32x16 v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps(bits<__m512>(v));

@@ -259,13 +259,15 @@ def test_draw(vocab: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT], ids=str)
-@pytest.mark.parametrize("vocab", [50, 5000])
-def test_logit_floor(vocab: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("vocab", "spread"), [(50, 2.0), (5000, 2.0), (50_000, 0.3), (50_000, 8.0)])
+def test_logit_floor(vocab: int, spread: float, dtype: torch.dtype) -> None:
+    """Among few, among many that are nearly alike, and among many of which few count."""
     wishes = [(0.0, 5, 0.5), (0.1, 0, 1.0), (0.0, 7, 1.0), (0.0, 0, 0.8), (0.02, 20, 0.9), (0.0, 0, 1.0), (0.0, 1, 0.1)]
     min_p, top_k, top_p = (torch.tensor(column) for column in zip(*wishes, strict=True))
     rows = torch.arange(70) % len(wishes)
     temperature = torch.linspace(0.5, 1.5, len(wishes))
-    logits = (torch.randn(70, vocab) * 2).to(dtype)
+    logits = (torch.randn(70, vocab) * spread).to(dtype)
+    logits[:7, : vocab // 2] = float("-inf")
     args = (rows, temperature, min_p, top_k.int(), top_p)
     got, wanted = ops.logit_floor(logits, *args), reference.logit_floor(logits, *args)
     kept, wanted_kept = ((logits.float() >= floor[:, None]).sum(1) for floor in (got, wanted))
