@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.engine.request import Request
-from kvasir.messages import Int32Array
+from kvasir.messages import FinishReason, Int32Array
 
+RowNumbers = NDArray[np.int64]
 NO_TOKEN = -1
 
 
@@ -89,6 +90,42 @@ class Rows:
 
     def known_tokens(self, row: int) -> Int32Array:
         return self.tokens[row, : self.num_known[row]]
+
+    # ------------------------------------------------------------ of several rows at once
+
+    def fed_by_host(self, rows: RowNumbers) -> RowNumbers:
+        """Which of these rows are given tokens that the host knows: prompts, and what is picked from outside."""
+        return np.flatnonzero(self.num_computed[rows] < self.fed_from[rows])
+
+    def input_tokens(self, rows: RowNumbers, grants: Int32Array, fed: RowNumbers) -> Int32Array:
+        """Input ids of a step; those that only the device knows are NO_TOKEN."""
+        token_ids = np.full(int(grants.sum()), NO_TOKEN, np.int32)
+        if len(fed):
+            start = self.num_computed[rows]
+            offsets = np.cumsum(grants) - grants
+            for i in fed.tolist():
+                row, first, count, at = int(rows[i]), int(start[i]), int(grants[i]), int(offsets[i])
+                token_ids[at : at + count] = self.tokens[row, first : first + count]
+        return token_ids
+
+    def extend(self, rows: RowNumbers, tokens: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """Write new tokens. Returns finish reasons (0: goes on) and how many tokens of each line count."""
+        reasons: Int32Array = np.zeros(len(rows), np.int32)
+        kept: Int32Array = np.zeros(len(rows), np.int32)
+        for column in range(tokens.shape[1]):  # one column unless tokens were speculated
+            goes_on = (reasons == FinishReason.NONE) & (counts > column)
+            line = np.flatnonzero(goes_on)
+            at, new = rows[line], tokens[line, column]
+            known = self.num_known[at]
+            self.tokens[at, known] = new
+            self.num_known[at] = known + 1
+            kept[line] += 1
+            stopped = new == self.stop_ids[at, 0]
+            for other in range(1, self.stop_ids.shape[1]):
+                stopped |= new == self.stop_ids[at, other]
+            full = known + 1 >= self.limit[at]
+            reasons[line] = np.where(stopped, FinishReason.STOP, np.where(full, FinishReason.LENGTH, 0))
+        return reasons, kept
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
         if len(stop_ids) > self.stop_ids.shape[1]:

@@ -21,7 +21,7 @@ from kvasir.engine.cache.tier import Parked
 from kvasir.engine.policies import Context, Policy
 from kvasir.engine.queue import Queue
 from kvasir.engine.request import Request
-from kvasir.engine.rows import NO_TOKEN, Rows
+from kvasir.engine.rows import Rows
 from kvasir.errors import RequestError
 from kvasir.messages import (
     EngineOutput,
@@ -195,7 +195,7 @@ class Scheduler:
         # after a preemption nobody joins, or they would take each other's blocks in turn; unless nobody is left
         may_join = self.stats.preemptions == preemptions or not len(rows)
         if len(self.waiting) and self.rows.num_free and may_join:
-            self._name_planned(rows, grants, self._fed_by_host(rows))  # now: those who join may share them
+            self._name_planned(rows, grants, self.rows.fed_by_host(rows))  # now: those who join may share them
             joined, first_grants = self._admit(self.limits.max_num_batched_tokens - int(grants.sum()))
             if joined:
                 rows = np.concatenate([rows, np.array(joined, np.int64)])
@@ -370,8 +370,8 @@ class Scheduler:
             order = np.argsort(grants > 1, kind="stable")
             rows, grants = rows[order], grants[order]
             num_decodes = int((grants == 1).sum())
-        fed = self._fed_by_host(rows)
-        token_ids = self._input_tokens(rows, grants, fed)
+        fed = r.fed_by_host(rows)
+        token_ids = r.input_tokens(rows, grants, fed)
         self._name_planned(rows, grants, fed)
         r.num_computed[rows] += grants
         lengths = r.num_computed[rows]
@@ -410,26 +410,10 @@ class Scheduler:
             self._shared = state, tokens
         return self._shared[1]
 
-    def _fed_by_host(self, rows: IntArray) -> IntArray:
-        """Which of these rows are given tokens that the host knows: prompts, and what is picked from outside."""
-        return np.flatnonzero(self.rows.num_computed[rows] < self.rows.fed_from[rows])
-
     def _name_planned(self, rows: IntArray, grants: Int32Array, fed: IntArray) -> None:
         for i in fed.tolist():
             row = int(rows[i])
             self._name_blocks(row, int(self.rows.num_computed[row] + grants[i]))
-
-    def _input_tokens(self, rows: IntArray, grants: Int32Array, fed: IntArray) -> Int32Array:
-        """Input ids of the step; those that only the device knows are NO_TOKEN."""
-        r = self.rows
-        token_ids = np.full(int(grants.sum()), NO_TOKEN, np.int32)
-        if len(fed):
-            start = r.num_computed[rows]
-            offsets = np.cumsum(grants) - grants
-            for i in fed.tolist():
-                row, first, count, at = int(rows[i]), int(start[i]), int(grants[i]), int(offsets[i])
-                token_ids[at : at + count] = r.tokens[row, first : first + count]
-        return token_ids
 
     # ------------------------------------------------------------ update
 
@@ -450,7 +434,7 @@ class Scheduler:
         rows, tokens, counts = step.rows[lines], result.token_ids[lines], result.counts[lines]
         if r.any_picked:
             counts = np.where(r.picked[rows], 0, counts)
-        reasons, counts = self._append(rows, tokens, counts)
+        reasons, counts = r.extend(rows, tokens, counts)
         emitted = np.flatnonzero(r.stream[rows])
         output = EngineOutput(
             keys=r.key[rows[emitted]],
@@ -475,26 +459,6 @@ class Scheduler:
     def _is_current(self, step: _InFlight, line: int) -> bool:
         """Whether a line's row still has the tenant that the step was planned for."""
         return bool(self.rows.epoch[step.rows[line]] == step.epochs[line])
-
-    def _append(self, rows: IntArray, tokens: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """Write the new tokens. Returns finish reasons (0: goes on) and how many tokens of each line count."""
-        r = self.rows
-        reasons: Int32Array = np.zeros(len(rows), np.int32)
-        kept: Int32Array = np.zeros(len(rows), np.int32)
-        for column in range(tokens.shape[1]):  # one column unless tokens were speculated
-            goes_on = (reasons == FinishReason.NONE) & (counts > column)
-            line = np.flatnonzero(goes_on)
-            at, new = rows[line], tokens[line, column]
-            known = r.num_known[at]
-            r.tokens[at, known] = new
-            r.num_known[at] = known + 1
-            kept[line] += 1
-            stopped = new == r.stop_ids[at, 0]
-            for other in range(1, r.stop_ids.shape[1]):
-                stopped |= new == r.stop_ids[at, other]
-            full = known + 1 >= r.limit[at]
-            reasons[line] = np.where(stopped, FinishReason.STOP, np.where(full, FinishReason.LENGTH, 0))
-        return reasons, kept
 
     def _finish(self, rows: list[int], reasons: list[int], output: EngineOutput) -> None:
         r, now = self.rows, self.context.clock()

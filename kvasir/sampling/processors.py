@@ -59,6 +59,8 @@ def _processed(history: History, logits: torch.Tensor) -> torch.Tensor:
         if not isinstance(changed, torch.Tensor) or changed.shape != logits.shape:
             kind = f"shape {tuple(changed.shape)}" if isinstance(changed, torch.Tensor) else type(changed).__name__
             raise TypeError(f"it must return logits of shape {tuple(logits.shape)}, not {kind}")
+    if not bool((changed > -torch.inf).any()):  # nor is NaN
+        raise ValueError("no token is left that could be drawn")
     return changed
 
 

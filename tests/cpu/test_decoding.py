@@ -239,7 +239,13 @@ def test_one_processor_leaves_the_other_rows_asynchronous(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"), [(lambda said, logits: 1 / 0, "ZeroDivisionError"), (lambda said, logits: None, "NoneType")]
+    ("broken", "said"),
+    [
+        (lambda said, logits: 1 / 0, "ZeroDivisionError"),
+        (lambda said, logits: None, "NoneType"),
+        (lambda said, logits: logits * float("nan"), "no token is left"),
+        (lambda said, logits: logits - float("inf"), "no token is left"),
+    ],
 )
 def test_a_processor_that_fails_ends_its_own_request_only(model: Model, broken: Any, said: str) -> None:
     params = [greedy(), greedy(logits_processors=[lambda s, x: broken(s, x) if len(s) == 3 else x]), greedy()]

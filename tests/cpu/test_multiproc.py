@@ -14,7 +14,8 @@ import pytest
 
 from kvasir import LLM
 from kvasir.errors import ConfigError, EngineDeadError, EngineError
-from kvasir.executor import multiproc
+from kvasir.executor import rank as core_end
+from kvasir.executor.multiproc import MultiprocExecutor
 from tests.conftest import ROOT
 from tests.cpu.test_engine import GREEDY, TIGHT, Model, check_logprobs, generate, metric
 from tests.cpu.test_fallback import PARAMS
@@ -96,9 +97,9 @@ core.send(("error", (failed, how)))
 def test_the_rank_that_failed_first_is_blamed(
     ends: list[tuple[str, float]], blamed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(multiproc, "_SERVE", DYING)
-    executor = object.__new__(multiproc.MultiprocExecutor)
-    executor._ranks = [multiproc.Rank(rank, 2) for rank in range(2)]
+    monkeypatch.setattr(core_end, "_SERVE", DYING)
+    executor = object.__new__(MultiprocExecutor)
+    executor._ranks = [core_end.Rank(rank, 2) for rank in range(2)]
     for rank, end in zip(executor._ranks, ends, strict=True):
         rank.socket.send(("start", end))
         time.sleep(0.1)
