@@ -54,6 +54,14 @@ def run(namespace: argparse.Namespace) -> int:
     prompt = namespace.quick
     if prompt is None and not sys.stdin.isatty():
         prompt = _standard_input()
+    unhush = hush()  # the answer is what one wants to see
+    try:
+        return _answer(namespace, prompt)
+    finally:
+        unhush()
+
+
+def _answer(namespace: argparse.Namespace, prompt: str | None) -> int:
     backend = _open(namespace)
     try:
         if prompt is not None:
@@ -103,7 +111,6 @@ def _open(namespace: argparse.Namespace) -> Backend:
         for name in ("url", "model_name", "api_key"):
             if getattr(namespace, name) is not None:
                 raise ConfigError(f"{flag(name)} is for a server, and MODEL is loaded here: give one or the other.")
-        hush()  # the answer is what one wants to see
         from kvasir.chat.local import LocalModel  # brings the engine
 
         return LocalModel(EngineArgs.from_cli_args(namespace))

@@ -30,6 +30,7 @@ from kvasir.messages import (
     Logprobs,
     PromptLogprobs,
     RowSampling,
+    Started,
     Terms,
 )
 from kvasir.outputs import CompletionOutput, FlatLogprobs, RequestOutput
@@ -55,7 +56,8 @@ requests = st.builds(
     beam=st.none() | st.builds(BeamSpec, numbers),
     terms=st.builds(Terms, deadline=st.none() | st.floats(0, 9)), forks=forks,
 )  # fmt: skip
-ends = st.builds(Finished, numbers, st.sampled_from(FinishReason), st.none(), numbers, st.none() | ids)
+ends = st.builds(Finished, numbers, st.sampled_from(FinishReason), st.none(), st.none() | ids)
+starts = st.builds(Started, numbers, st.floats(0, 9), numbers)
 texts = st.lists(st.builds(Hypothesis, ids, st.just(0.5), st.just(-1.0)), max_size=2)
 searches = st.builds(BeamOutput, numbers, texts, numbers, st.booleans())
 outputs = st.builds(
@@ -64,6 +66,7 @@ outputs = st.builds(
     st.lists(ends, max_size=2),
     st.lists(st.builds(PromptLogprobs, numbers, numbers, tables(np.int32), floats, ids), max_size=2),
     st.lists(searches, max_size=2),
+    st.lists(starts, max_size=2),
 )  # fmt: skip
 
 
