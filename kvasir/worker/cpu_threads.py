@@ -7,6 +7,8 @@ unless cpu_bind says where. torch's threads sleep while the library's work, so b
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -29,6 +31,18 @@ def use_threads(config: EngineConfig, mesh: Mesh) -> None:
         cpus = _share(sorted(os.sched_getaffinity(0)), mesh)
     if config.device.attention_backend == "cpu":
         cpu_library.configure(threads, cpus)
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """For steps that the library runs whole: the trifles left to torch are not worth its other threads, which would
+    spin for a while afterwards, beside the library's, in wait for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _share(cpus: list[int], mesh: Mesh) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -20,9 +20,10 @@ from kvasir.errors import DeviceMemoryError
 from kvasir.log import get_logger
 from kvasir.messages import DeviceMemory, Extras, KVSpec, NewRow, RowSampling, StepCosts, StepPlan
 from kvasir.models.loader import LoadedModel, load
+from kvasir.models.native import NativeDecoder
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select
-from kvasir.worker.cpu_threads import use_threads
+from kvasir.worker.cpu_threads import one_torch_thread, use_threads
 from kvasir.worker.host_memory import staging_bytes
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.measure_costs import measure_costs
@@ -46,6 +47,7 @@ class Worker:
         self.overlaps = self.device.type != "cpu"
         with startup.phase(startup.WEIGHTS):
             self.model: LoadedModel | None = load(config, self.device, mesh)
+        self._step_threads = one_torch_thread if isinstance(self.model, NativeDecoder) else nullcontext
         self.runner: ModelRunner | None = None
         logger.info(
             "loaded %s (%s, %s) in %.1f s",
@@ -146,12 +148,12 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> None:
         assert self.runner is not None, "allocate_kv comes before the first step"
-        with self._memory_errors():
+        with self._memory_errors(), self._step_threads():
             self.runner.execute(plan)
 
     def sample(self) -> DeviceResult:
         assert self.runner is not None, "allocate_kv comes before the first step"
-        with self._memory_errors():
+        with self._memory_errors(), self._step_threads():
             return self.runner.sample()
 
     @contextmanager
