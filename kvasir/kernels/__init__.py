@@ -35,6 +35,7 @@ __all__ = [
     "linear",
     "linear_parts",
     "logit_floor",
+    "mask_logits",
     "pack_weight",
     "reference_only",
     "rms_norm",
@@ -120,6 +121,11 @@ def logit_floor(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
     """See reference.logit_floor."""
     floor: torch.Tensor = _any_version_for(logits, torch.float32).logit_floor(logits, *args)
     return floor
+
+
+def mask_logits(logits: torch.Tensor, lines: torch.Tensor, allowed: torch.Tensor, slots: torch.Tensor) -> None:
+    """See reference.mask_logits."""
+    _version_for(logits).mask_logits(logits, lines, allowed, slots)
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:

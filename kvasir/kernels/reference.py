@@ -130,6 +130,18 @@ def rope_store(
     return query
 
 
+def mask_logits(
+    logits: torch.Tensor,  # [n, vocabulary]
+    lines: torch.Tensor,  # [m]: which of them
+    allowed: torch.Tensor,  # [slots, vocabulary / 32, rounded up] int32: a token's bit, the lowest first, says yes
+    slots: torch.Tensor,  # [m]: whose bits
+) -> None:
+    """Put the logits of tokens that are not allowed to minus infinity, in place."""
+    bits = (allowed[slots, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
+    forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
+    logits[lines] = logits[lines].masked_fill(forbidden, float("-inf"))
+
+
 def logit_floor(
     logits: torch.Tensor,  # [lines, vocabulary], any float type
     rows: torch.Tensor,  # [lines]: which entries of the parameters below each line uses

@@ -7,9 +7,11 @@ from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from kvasir import kernels
 from kvasir.messages import Extras, NewRow
-from kvasir.sampling.stages import NEVER, SampledRows, Stage, bits, mark, padded, ragged
+from kvasir.sampling.stages import NEVER, SampledRows, Stage, bits, padded
 
 ANY, NO_WORD, NO_TOKEN = -1, -2, -3  # in the beginnings of bad words: matches every token; none; no token yet
 
@@ -50,32 +52,31 @@ class Bias(Stage):
 
 
 class Bans(Stage):
-    """Allowed and forbidden token ids, as one mask."""
+    """Allowed and forbidden token ids, as one bit for each token."""
 
-    tables = ("banned",)
+    tables = ("allowed",)
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(max_rows, device)
-        self.banned = self.table(vocab_size, dtype=torch.bool)
+        self.allowed = self.table(-(-vocab_size // 32), dtype=torch.int32)
 
     def asks(self, extras: Extras) -> bool:
         return bool(extras.allowed_token_ids or extras.forbidden_token_ids)
 
     def fill(self, new_rows: Sequence[NewRow], slots: list[int]) -> None:
-        wishes = _extras(new_rows)
-        own, strict, allowed_slots, allowed, forbidden_slots, forbidden = self.upload(
-            np.array(slots, np.int32),
-            np.array([bool(extras.allowed_token_ids) for extras in wishes], np.int32),
-            *ragged([extras.allowed_token_ids for extras in wishes], slots),
-            *ragged([extras.forbidden_token_ids for extras in wishes], slots),
-        )
-        self.banned[own.long()] = (strict > 0)[:, None]
-        mark(self.banned, allowed_slots, allowed, False)
-        mark(self.banned, forbidden_slots, forbidden, True)
+        words = np.stack([self._bits_of(extras) for extras in _extras(new_rows)])
+        own, told = self.upload(np.array(slots, np.int32), words)
+        self.allowed[own.long()] = told.view(words.shape)
+
+    def _bits_of(self, extras: Extras) -> NDArray[np.int32]:
+        may: NDArray[np.bool_] = np.full(32 * self.allowed.shape[1], not extras.allowed_token_ids)
+        may[list(extras.allowed_token_ids)] = True
+        may[list(extras.forbidden_token_ids)] = False
+        return np.packbits(may, bitorder="little").view(np.int32)
 
     def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
         lines, slots = self.lines(step)
-        logits[lines] = logits[lines].masked_fill(self.banned[slots], NEVER)
+        kernels.mask_logits(logits, lines, self.allowed, slots)
 
 
 class BadWords(Stage):

@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from kvasir import LLM, RequestOutput, SamplingParams
+from kvasir.models.native import NativeDecoder
 from tests.native_builders import require_library
 
 PROMPTS = ["The capital of France is", "def fibonacci(n):", "Water boils at"]
@@ -41,3 +45,19 @@ def test_a_gguf_file_runs_as_it_is(starter_model: Path) -> None:
         outputs = generate(starter_model, **settings)
         assert "Paris" in outputs[0].outputs[0].text
         assert "100" in outputs[2].outputs[0].text
+
+
+def test_torch_keeps_to_one_thread_in_steps_and_only_there(
+    starter_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_library()
+    seen: set[int] = set()
+    forward = NativeDecoder.forward
+
+    def watched(*args: Any) -> torch.Tensor:
+        seen.add(torch.get_num_threads())
+        return forward(*args)
+
+    monkeypatch.setattr(NativeDecoder, "forward", watched)
+    generate(starter_model, cpu_threads=3)
+    assert seen == {1} and torch.get_num_threads() == 3

@@ -1,4 +1,4 @@
-"""Min-p, top-k and top-p by Triton kernels against their reference: in Triton's interpreter, or on a GPU for real."""
+"""Filters and forbidden tokens by Triton kernels against their reference: in Triton's interpreter, or on a GPU for real."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from kvasir.kernels import reference
 
 triton = pytest.importorskip("triton")
 
+from kvasir.kernels.triton.bitmask import mask_logits  # noqa: E402
 from kvasir.kernels.triton.logit_floor import logit_floor  # noqa: E402
 
 GPU = torch.cuda.is_available()
@@ -64,3 +65,19 @@ def test_a_line_is_filtered_alike_in_any_batch() -> None:
     together = logit_floor(logits, rows, *parameters)
     for line in range(len(logits)):
         assert logit_floor(logits[line : line + 1], rows[line : line + 1], *parameters) == together[line]
+
+
+@pytest.mark.parametrize("vocab", [31, 2050, *([151_936] if GPU else [])])
+def test_mask_logits(vocab: int) -> None:
+    """By single bits, over the edges of words and blocks; lines that are not named stay as they are."""
+    wide = torch.randn(7, vocab + 5, device=DEVICE)
+    allowed = torch.randint(-(2**31), 2**31, (4, -(-vocab // 32)), dtype=torch.int32, device=DEVICE)
+    lines, slots = torch.tensor([5, 0, 3], device=DEVICE), torch.tensor([2, 0, 2], device=DEVICE)
+    ours, theirs = wide.clone()[:, :vocab], wide.clone()[:, :vocab]
+    mask_logits(ours, lines, allowed, slots)
+    reference.mask_logits(theirs, lines, allowed, slots)
+    assert torch.equal(ours, theirs)
+    for line, slot in zip(lines.tolist(), slots.tolist(), strict=True):
+        said = [int(allowed[slot, token // 32]) >> token % 32 & 1 == 1 for token in range(min(vocab, 100))]
+        assert (ours[line, :100] > float("-inf")).tolist() == said
+    assert torch.equal(ours[[1, 2, 4, 6]], wide[[1, 2, 4, 6], :vocab])

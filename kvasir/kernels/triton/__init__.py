@@ -1,6 +1,7 @@
 """Triton kernels. Each equals a function of kernels/reference.py or the torch attention backend."""
 
 from kvasir.kernels.triton.activation import silu_mul
+from kvasir.kernels.triton.bitmask import mask_logits
 from kvasir.kernels.triton.block_copy import copy_blocks
 from kvasir.kernels.triton.draw import draw
 from kvasir.kernels.triton.gemv import gemv, is_fit, takes
@@ -20,6 +21,7 @@ __all__ = [
     "is_fit",
     "linear_parts",
     "logit_floor",
+    "mask_logits",
     "parts_for",
     "rms_norm",
     "rope_store",
