@@ -1,4 +1,4 @@
-"""Filters and forbidden tokens by Triton kernels against their reference: in Triton's interpreter, or on a GPU for real."""
+"""Filters and forbidden tokens by Triton kernels against their reference: in Triton's interpreter, or on a GPU."""
 
 from __future__ import annotations
 
