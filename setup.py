@@ -24,7 +24,7 @@ class BuildWithLibrary(build_py):
         place = ROOT / package if self.editable_mode else Path(self.build_lib) / package
         try:
             BUILD["build"](place / BUILD["NAME"])
-        except BUILD["NoCompiler"] as error:
+        except BUILD["NotBuilt"] as error:
             print(f"warning: the CPU library was not built, models will run on plain torch: {error}", file=sys.stderr)
 
 

@@ -26,6 +26,7 @@ from kvasir.errors import ConfigError, ModelError
 from kvasir.gguf_file import read_gguf
 from kvasir.log import get_logger
 from kvasir.platforms.cpu_features import prepare_cpu
+from kvasir.platforms.limits import parse_cpus, usable_cpus
 
 logger = get_logger(__name__)
 
@@ -347,10 +348,11 @@ def _settle_threads(asked: DeviceConfig, workers: int, platform: platforms.Platf
         if asked.cpu_threads is not None or asked.cpu_bind is not None:
             raise ConfigError(f"cpu_threads and cpu_bind are for device='cpu'; the device is {platform.device}.")
         return asked
-    from kvasir.platforms.cpu import parse_cpus, usable_cpus
-
     cpus = len(parse_cpus(asked.cpu_bind)) if asked.cpu_bind is not None else usable_cpus()
     if asked.cpu_threads is not None:
+        if asked.cpu_bind is not None and asked.cpu_threads * workers > cpus:
+            several = f" for each of {workers} workers" if workers > 1 else ""
+            raise ConfigError(f"cpu_threads={asked.cpu_threads}{several} are more than the {cpus} CPUs of cpu_bind.")
         return asked
     threads = max(1, cpus // workers)
     _say("cpu_threads", threads, f"{cpus} CPUs for {workers} workers" if workers > 1 else "the CPUs there are")

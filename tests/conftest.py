@@ -46,9 +46,9 @@ def test_data() -> Path:
     """The directory of real tokenizers, templates and traces, named by KVASIR_TEST_DATA."""
     path = os.environ.get("KVASIR_TEST_DATA")
     if not path:
-        _absent("KVASIR_TEST_DATA is not set")
+        absent("KVASIR_TEST_DATA is not set")
     if not Path(path).is_dir():
-        _absent(f"KVASIR_TEST_DATA={path} is no directory")
+        absent(f"KVASIR_TEST_DATA={path} is no directory")
     return Path(path)
 
 
@@ -58,7 +58,7 @@ def starter_model() -> Path:
     try:
         return find_starter_model()
     except ModelError as error:
-        _absent(f"{error} (`make test` does it)")
+        absent(f"{error} (`make test` does it)")
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def log_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     logger.removeHandler(collector)
 
 
-def _absent(what: str) -> NoReturn:
+def absent(what: str) -> NoReturn:
     if os.environ.get("CI") == "true":
         pytest.fail(what)
     pytest.skip(what)

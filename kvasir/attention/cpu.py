@@ -8,8 +8,8 @@ import torch
 
 from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.cpu.step import StepView, cache_of
-from kvasir.kernels.cpu.structs import Layer
 from kvasir.platforms.cpu_library import loaded
+from kvasir.platforms.cpu_structs import Layer
 
 
 class CpuAttention:

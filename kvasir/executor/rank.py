@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kvasir.errors import EngineError, KvasirError
+from kvasir.platforms.limits import usable_cpus
 
 _SERVE = "import sys; from kvasir.executor.rank_process import serve; serve(int(sys.argv[1]))"
 
@@ -36,7 +37,7 @@ class Rank:
         ours, theirs = socket.socketpair()
         # A fresh interpreter, told where to import from: no second run of the caller's script, no half-copied locks.
         paths = os.pathsep.join(path for path in sys.path if path)
-        share = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size))}  # of the cores, unless told otherwise
+        share = {"OMP_NUM_THREADS": str(max(1, usable_cpus() // size))}  # of the cores, unless told otherwise
         environment = {**share, **os.environ, "PYTHONPATH": paths}
         command = [sys.executable, "-c", _SERVE, str(theirs.fileno())]
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)

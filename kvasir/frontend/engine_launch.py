@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, EngineError, KvasirError
+from kvasir.platforms.limits import parse_cpus, share, usable_cpus
 from kvasir.transport.words import Start
 
 Executor = str | Callable[[EngineConfig], Any] | None
@@ -75,7 +77,7 @@ def launch(asked: EngineConfig, executor: Executor, directory: str) -> list[Engi
     started: list[EngineProcess] = []
     try:
         for index in range(size):
-            start = Start(asked, executor, directory, index, os.getpid())
+            start = Start(_with_own_cpus(asked, index), executor, directory, index, os.getpid())
             started.append(EngineProcess(start, _environment(asked, index)))
     except BaseException:
         close_all(started)
@@ -106,16 +108,28 @@ def close_all(processes: list[EngineProcess]) -> None:
             process.process.wait()
 
 
+def _with_own_cpus(asked: EngineConfig, index: int) -> EngineConfig:
+    """Of the CPUs that cpu_bind names each engine gets its own."""
+    size = asked.parallel.data_parallel_size
+    if size == 1 or asked.device.cpu_bind is None:
+        return asked
+    cpus = parse_cpus(asked.device.cpu_bind)
+    if len(cpus) < size:
+        raise ConfigError(f"cpu_bind={asked.device.cpu_bind!r} names {len(cpus)} CPUs for {size} engines.")
+    own = ",".join(map(str, share(cpus, index, size)))
+    return replace(asked, device=replace(asked.device, cpu_bind=own))
+
+
 def _environment(asked: EngineConfig, index: int) -> dict[str, str]:
     """One engine's share of the machine: its GPUs, or its part of the cores."""
     size, width = asked.parallel.data_parallel_size, asked.parallel.tensor_parallel_size
     if size == 1:
         return {}
-    share: dict[str, str] = {}
+    given: dict[str, str] = {}
     if "OMP_NUM_THREADS" not in os.environ:
-        share["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (size * width)))
+        given["OMP_NUM_THREADS"] = str(max(1, usable_cpus() // size))  # which its workers share in turn
     if asked.device.device != "cpu":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # empty: none of them, which is a choice too
         names = [str(number) for number in range(size * width)] if visible is None else visible.split(",")
-        share["CUDA_VISIBLE_DEVICES"] = ",".join(names[index * width : (index + 1) * width])
-    return share
+        given["CUDA_VISIBLE_DEVICES"] = ",".join(names[index * width : (index + 1) * width])
+    return given

@@ -17,7 +17,6 @@ from kvasir.attention.base import AttentionBatch, LastTokens
 from kvasir.attention.cpu import CpuAttention
 from kvasir.kernels.cpu.ops import norm_struct
 from kvasir.kernels.cpu.step import StepView, cache_of, rotation_of
-from kvasir.kernels.cpu.structs import ACTIVATIONS, Decoder, Layer, Matrix, Norm
 from kvasir.layers.attention import Attention
 from kvasir.layers.linear import Linear
 from kvasir.layers.mlp import MLP, GatedMLP
@@ -26,6 +25,7 @@ from kvasir.log import get_logger
 from kvasir.models.decoder_layer import DecoderLayer, ParallelLayer, SumNormLayer
 from kvasir.models.transformer import Transformer
 from kvasir.platforms.cpu_library import instruction_set, loaded, num_threads
+from kvasir.platforms.cpu_structs import ACTIVATIONS, Decoder, Layer, Matrix, Norm
 from kvasir.quantization.cpu import matrix_of
 
 logger = get_logger(__name__)

@@ -19,10 +19,10 @@ from torch import nn
 
 from kvasir.config import EngineConfig
 from kvasir.distributed.mesh import Mesh
-from kvasir.kernels.cpu import structs
 from kvasir.layers.base import WeightLayer
 from kvasir.layers.embedding import Embedding
 from kvasir.log import get_logger
+from kvasir.platforms import cpu_structs
 
 logger = get_logger(__name__)
 VERSION = 1  # of the layouts in csrc/cpu/kernels.h
@@ -36,7 +36,7 @@ def cache_file(config: EngineConfig, mesh: Mesh) -> Path | None:
         (file.name, file.stat().st_size, file.stat().st_mtime_ns)
         for file in sorted(Path(config.model.path).glob("*.safetensors"))
     ]
-    told = [VERSION, structs.layout(), os.path.realpath(config.model.path), files]
+    told = [VERSION, cpu_structs.layout(), os.path.realpath(config.model.path), files]
     told += [config.model.quantization, config.model.dtype, config.model.hf, mesh.rank, mesh.size]
     name = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:32]
     return Path(config.load.packed_weights_dir).expanduser() / f"{name}.safetensors"
@@ -72,7 +72,7 @@ def keep(model: nn.Module, file: Path | None) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, beside)
         beside.replace(file)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # which of them a full disk is depends on where it was noticed
         beside.unlink(missing_ok=True)
         logger.warning("packed weights cannot be kept in %s (%s)", file.parent, error)
         return

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from kvasir.log import get_logger
+from kvasir.platforms.cpu_structs import layout
 
 logger = get_logger(__name__)
 
@@ -21,10 +22,11 @@ PATH = Path(__file__).parent.parent / "kernels" / "cpu" / NAME
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library; None where there is none, which is said once."""
+    """The library; None where there is none that can be used, which is said once."""
     try:
         found = ctypes.CDLL(str(PATH))
-    except OSError as error:
+        _declare(found)
+    except (OSError, AttributeError) as error:
         why = "is not built" if not PATH.is_file() else f"cannot be loaded ({error})"
         logger.warning(
             "The CPU library %s: models run on plain torch, slower. With a C++ compiler, "
@@ -32,10 +34,16 @@ def library() -> ctypes.CDLL | None:
             why,
         )
         return None
+    return found
+
+
+def _declare(found: ctypes.CDLL) -> None:
+    """Say what its functions return, and make sure that it is the one this code was written for."""
     for name in ("kv_instruction_set", "kv_instruction_sets"):
         getattr(found, name).restype = ctypes.c_char_p
     found.kv_layout.restype = ctypes.c_int64
-    return found
+    if found.kv_layout() != layout():
+        raise OSError("it was built from other sources")
 
 
 def loaded() -> ctypes.CDLL:

@@ -7,30 +7,36 @@ unless cpu_bind says where. torch's threads sleep while the library's work, so b
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from kvasir.config import EngineConfig
 from kvasir.distributed.mesh import Mesh
 from kvasir.platforms import cpu_library
-from kvasir.platforms.cpu import parse_cpus
+from kvasir.platforms.limits import parse_cpus, share
 
 
-def use_threads(config: EngineConfig, mesh: Mesh) -> None:
+def use_threads(config: EngineConfig, mesh: Mesh) -> Callable[[], None]:
+    """What is returned gives the calling thread back the CPUs it had."""
     threads = config.device.cpu_threads
     assert threads is not None, "resolve settles it for the CPU"
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
-    cpus = None
+    cpus: list[int] | None = None
+    restore: Callable[[], None] = _nothing
     if config.device.cpu_bind is not None:
-        cpus = _share(parse_cpus(config.device.cpu_bind), mesh)
+        before = os.sched_getaffinity(0)
+        cpus = share(parse_cpus(config.device.cpu_bind), mesh.rank, mesh.size)
         os.sched_setaffinity(0, cpus)
+        restore = partial(os.sched_setaffinity, 0, before)
     elif mesh.size > 1 and hasattr(os, "sched_getaffinity"):
-        cpus = _share(sorted(os.sched_getaffinity(0)), mesh)
+        cpus = share(sorted(os.sched_getaffinity(0)), mesh.rank, mesh.size)
     if config.device.attention_backend == "cpu":
         cpu_library.configure(threads, cpus)
+    return restore
 
 
 @contextmanager
@@ -45,8 +51,5 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _share(cpus: list[int], mesh: Mesh) -> list[int]:
-    """This rank's, side by side, so that ranks on several memory nodes each stay on one."""
-    each = max(1, len(cpus) // mesh.size)
-    begin = mesh.rank * each % len(cpus)
-    return cpus[begin : begin + each]
+def _nothing() -> None:
+    return None

@@ -16,7 +16,7 @@ import torch
 from kvasir import startup
 from kvasir.config import EngineConfig
 from kvasir.distributed.mesh import Mesh
-from kvasir.errors import DeviceMemoryError
+from kvasir.errors import ConfigError, DeviceMemoryError
 from kvasir.log import get_logger
 from kvasir.messages import DeviceMemory, Extras, KVSpec, NewRow, RowSampling, StepCosts, StepPlan
 from kvasir.models.loader import LoadedModel, load
@@ -40,8 +40,7 @@ class Worker:
         self.platform = select(config.device.device)
         self.device = torch.device(config.device.device)
         self.kv_dtype = getattr(torch, config.cache.kv_dtype)
-        if self.device.type == "cpu":
-            use_threads(config, mesh or Mesh())
+        self._give_cpus_back = use_threads(config, mesh or Mesh()) if self.device.type == "cpu" else None
         self.platform.release_memory()  # what is cached in pieces could not become a KV cache in one piece
         started = time.perf_counter()
         self.overlaps = self.device.type != "cpu"
@@ -62,10 +61,20 @@ class Worker:
         """What the cache may take: as told, or what is left after weights and the largest step."""
         told = self.config.cache.kv_cache_memory_bytes
         if told is not None:
+            self._refuse_more_than_there_is(told)
             return told
         if self.platform.kind in ("cuda", "xpu"):
             return self._measure(self.config.cache.gpu_memory_utilization)
         return self.platform.default_kv_bytes()
+
+    def _refuse_more_than_there_is(self, told: int) -> None:
+        """A GPU says so by itself. Of the host's memory more can be had than there is, until it is written to."""
+        free = self.platform.memory_free() if self.device.type == "cpu" else None
+        if free is not None and told > free:
+            raise ConfigError(
+                f"kv_cache_memory_bytes={told} ({told / GIB:.1f} GiB) is more than the {free / GIB:.1f} GiB of memory "
+                f"that are free beside the weights; lower it."
+            )
 
     def _measure(self, utilization: float) -> int:
         """Run the largest step once and see how high memory went."""
@@ -171,6 +180,9 @@ class Worker:
         if self.runner is not None:
             self.runner.host_memory.close()
         self.runner = self.model = None
+        if self._give_cpus_back is not None:
+            self._give_cpus_back()
+            self._give_cpus_back = None
         gc.collect()
         self.platform.release_memory()
 

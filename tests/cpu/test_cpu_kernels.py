@@ -12,9 +12,9 @@ from kvasir.attention.base import AttentionBatch
 from kvasir.attention.cpu import CpuAttention
 from kvasir.attention.torch import TorchAttention
 from kvasir.kernels import reference
-from kvasir.kernels.cpu import ops, packed, structs
+from kvasir.kernels.cpu import ops, packed
 from kvasir.kernels.cpu.packed import BF16, INT4, INT8, Format
-from kvasir.platforms import cpu_library
+from kvasir.platforms import cpu_library, cpu_structs
 from tests.native_builders import SETS, require_library
 
 BFLOAT = torch.bfloat16
@@ -41,7 +41,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float = 5e-3) -> N
 
 
 def test_structures_match() -> None:
-    assert cpu_library.loaded().kv_layout() == structs.layout()
+    assert cpu_library.loaded().kv_layout() == cpu_structs.layout()
 
 
 # ---------------------------------------------------------------- products
@@ -67,7 +67,7 @@ def test_linear(shape: tuple[int, int], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("activation", structs.ACTIVATIONS)
+@pytest.mark.parametrize("activation", cpu_structs.ACTIVATIONS)
 def test_gated_linear(name: str, activation: str) -> None:
     weight, bias = randn(2 * 48, 64) / 8, randn(2 * 48)
     matrix = packed.pack(weight, FORMATS[name], bias)
@@ -138,7 +138,7 @@ def test_norms(width: int) -> None:
         assert torch.equal(total, wanted_total)
 
 
-@pytest.mark.parametrize("activation", structs.ACTIVATIONS)
+@pytest.mark.parametrize("activation", cpu_structs.ACTIVATIONS)
 def test_gated_activation(activation: str) -> None:
     x = randn(9, 2 * 72) * 4
     close(ops.gated_activation(x, activation), reference.gated_activation(x, activation), 2e-3)
@@ -237,6 +237,26 @@ def test_8_bit_cache(head_dim: int) -> None:
         results.append(CpuAttention().forward(query, cache, batch, scale=0.1, window=None))
     close(results[1], results[0], 2e-2)
     assert not torch.equal(results[1], results[0])
+
+
+def in_8_bits(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors as the 8-bit cache has them, a float32 scale behind each; and what they then mean."""
+    scale = (cache.float().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-9)
+    numbers = (cache.float() / scale).round()
+    small = torch.cat([numbers.to(torch.int8), scale.contiguous().view(torch.int8)], dim=-1)
+    return small.contiguous(), numbers * scale
+
+
+@pytest.mark.parametrize("work", [MIXED, LONG], ids=["mixed", "long"])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (17, None), (600, 30.0), (None, 5.0)])
+def test_attention_over_8_bits(work: list[tuple[int, int]], window: int | None, softcap: float | None) -> None:
+    batch = make_batch(work, 16)
+    small, meant = in_8_bits(randn(int(batch.tables.max()) + 1, 2, 16, 2, 64))
+    query = randn(len(batch.slots), 14, 64)
+    options = {"scale": 0.125, "window": window, "softcap": softcap}
+    wanted = TorchAttention().forward(query.float(), meant, batch, **options)  # type: ignore[arg-type]
+    batch.notes.clear()
+    close(CpuAttention().forward(query, small, batch, **options), wanted, 2e-2)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- sampling

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvasir.kernels.cpu import build
-from tests.native_builders import require_library
+from tests.native_builders import SETS, require_library
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -19,7 +20,7 @@ def test_sanitizers(kind: str) -> None:
     require_library()
     try:
         assert build.check_with_sanitizer(kind) == "all fine"
-    except build.NoCompiler as error:
+    except build.CompileError as error:
         if "cannot find" in str(error) or "unsupported" in str(error):
             pytest.skip(f"the compiler has no {kind} sanitizer")
         raise
@@ -30,9 +31,35 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(build.NoCompiler, match="/nowhere/c\\+\\+ cannot be run"):
         build.build(tmp_path / build.NAME)
     monkeypatch.setenv("CXX", f"{sys.executable} -c 'import sys; sys.exit(\"no such flag\")'")
-    with pytest.raises(build.NoCompiler, match="no such flag"):
+    with pytest.raises(build.CompileError, match="no such flag"):
         build.build(tmp_path / build.NAME)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_old_compiler_leaves_out_what_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    require_library()
+    old = tmp_path / "old"
+    old.write_text('#!/bin/sh\ncase "$*" in *-mamx*) exit 1;; esac\nexec c++ "$@"\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    files, flags = build.sources()
+    assert "isa_amx.cpp" not in [file.name for file in files] and "-DKVASIR_ISA_AMX" not in flags
+    assert "isa_portable.cpp" in [file.name for file in files]
+    assert "does not know the instructions of isa_amx.cpp: left out" in capsys.readouterr().err
+
+
+def test_amx_in_emulated_tiles(tmp_path: Path) -> None:
+    """The AMX code of this library on a CPU that may have none."""
+    require_library()
+    if "avx512" not in SETS:
+        pytest.skip("the code around the tiles is for AVX-512")
+    made = build.build_with_emulated_tiles(tmp_path / build.NAME)
+    environment = os.environ | {"KVASIR_TEST_CPU_LIBRARY": str(made)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/cpu/test_cpu_kernels.py", "-k", "amx"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout
 
 
 def test_without_the_library_torch_runs_with_one_warning(tmp_path: Path) -> None:

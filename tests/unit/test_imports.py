@@ -47,13 +47,13 @@ ORDER = {
     "llm_engine": Line(("resolve", "frontend")),
     "engine_process": Line(("resolve", "engine", "transport")),
     "parsers": Line(),
-    "frontend": Line(("host", "transport")),
+    "frontend": Line(("host", "transport", "platforms.limits")),
     "frontend.client": Line(("frontend", "engine", "host", "transport")),
     "engine": Line(("executor", "host", "transport")),
     "engine.cache": Line(),
     "transport": Line(),
     # cpu_features has what must be done before the worker, and with it torch, is imported.
-    "executor": Line(("platforms.cpu_features",), by_name=("worker", "distributed")),
+    "executor": Line(("platforms.cpu_features", "platforms.limits"), by_name=("worker", "distributed")),
     "worker": Line(
         ("models", "sampling", "speculative", "lora", "attention", "kernels", "platforms", "distributed", "device")
     ),

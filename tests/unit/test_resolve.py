@@ -433,10 +433,12 @@ def test_what_needs_the_library_is_refused_without_it(model: Path, monkeypatch: 
 
 
 def test_threads_are_shared_by_workers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvasir.platforms.cpu.usable_cpus", lambda: 7)
+    monkeypatch.setattr("kvasir.resolve.usable_cpus", lambda: 7)
     assert settle(model, device="cpu").device.cpu_threads == 7
     assert settle(model, device="cpu", tensor_parallel_size=2).device.cpu_threads == 3
     assert settle(model, device="cpu", cpu_threads=5).device.cpu_threads == 5
+    with pytest.raises(ConfigError, match="cpu_threads=2 are more than the 1 CPUs of cpu_bind"):
+        settle(model, device="cpu", cpu_threads=2, cpu_bind="0")
     use(monkeypatch, "cuda", 16)
     with pytest.raises(ConfigError, match="are for device='cpu'"):
         settle(model, cpu_threads=5)

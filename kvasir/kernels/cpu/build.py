@@ -33,8 +33,16 @@ _FLAGS = {
 }
 
 
-class NoCompiler(Exception):
-    """There is none, or it does not manage; the text says what it said."""
+class NotBuilt(Exception):
+    """There is no library; the text says why."""
+
+
+class NoCompiler(NotBuilt):
+    """There is none that could be run."""
+
+
+class CompileError(NotBuilt):
+    """The compiler did not manage; the text is what it said."""
 
 
 def compiler() -> list[str]:
@@ -47,9 +55,27 @@ def compiler() -> list[str]:
     return [found]
 
 
-def sources() -> list[Path]:
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return [file for file in sorted(SOURCES.glob("*.cpp")) if x86 or file.name not in _FLAGS]
+def sources() -> tuple[list[Path], list[str]]:
+    """The files to compile, and flags for all of them: which instruction sets the compiler knows, too."""
+    known = [name for name in _FLAGS if _is_x86() and _takes(_FLAGS[name])]
+    files = [file for file in sorted(SOURCES.glob("*.cpp")) if file.name in known or file.name not in _FLAGS]
+    if _is_x86() and len(known) < len(_FLAGS):
+        left_out = ", ".join(sorted(set(_FLAGS) - set(known)))
+        print(f"{' '.join(compiler())} does not know the instructions of {left_out}: left out", file=sys.stderr)
+    return files, [f"-DKVASIR_{Path(name).stem.upper()}" for name in known]
+
+
+def _is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def _takes(flags: Sequence[str]) -> bool:
+    """Whether the compiler knows these flags. Older ones know fewer instructions."""
+    command = [*compiler(), *flags, "-x", "c++", "-fsyntax-only", os.devnull]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError as error:
+        raise NoCompiler(f"{command[0]} cannot be run ({error})") from error
 
 
 def is_current(target: Path = HERE / NAME) -> bool:
@@ -61,11 +87,11 @@ def is_current(target: Path = HERE / NAME) -> bool:
 
 def build(target: Path = HERE / NAME, extra: Sequence[str] = ()) -> Path:
     """Compile all files side by side and link them. The library appears at once, whole."""
-    files = sources()
+    files, sets = sources()
     if not files:
-        raise NoCompiler(f"the sources are not in {SOURCES}")
+        raise NotBuilt(f"the sources are not in {SOURCES}")
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(os.cpu_count() or 1) as workers:
-        objects = list(workers.map(lambda file: _compile(file, Path(place), extra), files))
+        objects = list(workers.map(lambda file: _compile(file, Path(place), [*sets, *extra]), files))
         made = Path(place) / NAME
         _run([*compiler(), "-shared", "-pthread", *extra, *map(str, objects), "-o", str(made)])
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -75,12 +101,18 @@ def build(target: Path = HERE / NAME, extra: Sequence[str] = ()) -> Path:
     return target
 
 
+def build_with_emulated_tiles(target: Path) -> Path:
+    """A library whose AMX code runs on any CPU with AVX-512, slowly: for tests."""
+    return build(target, ["-DKVASIR_EMULATED_TILES", "-include", str(SOURCES / "tests" / "emulated_tiles.h")])
+
+
 def check_with_sanitizer(kind: str) -> str:
     """Build the library's own tests with a sanitizer ("thread", "address,undefined") and run them; what they print."""
     flags = ["-O1", "-g", f"-fsanitize={kind}", "-fno-sanitize-recover=all"]
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(os.cpu_count() or 1) as workers:
-        files = [*sources(), SOURCES / "tests" / "test_library.cpp"]
-        objects = list(workers.map(lambda file: _compile(file, Path(place), flags), files))
+        files, sets = sources()
+        files.append(SOURCES / "tests" / "test_library.cpp")
+        objects = list(workers.map(lambda file: _compile(file, Path(place), [*sets, *flags]), files))
         program = Path(place) / "test_library"
         _run([*compiler(), "-pthread", *flags, *map(str, objects), "-o", str(program)])
         ran = subprocess.run([str(program)], capture_output=True, text=True, check=False)
@@ -101,7 +133,7 @@ def _run(command: list[str]) -> None:
     except OSError as error:
         raise NoCompiler(f"{command[0]} cannot be run ({error})") from error
     if ran.returncode:
-        raise NoCompiler(f"{' '.join(command)} failed:\n{ran.stderr.strip()}")
+        raise CompileError(f"{' '.join(command)} failed:\n{ran.stderr.strip()}")
 
 
 def main() -> int:
@@ -113,7 +145,7 @@ def main() -> int:
                 print(f"{kind}: {check_with_sanitizer(kind)}")
             return 0
         made = build()
-    except NoCompiler as error:
+    except NotBuilt as error:
         print(f"The CPU library was not built: {error}", file=sys.stderr)
         return 1
     print(f"built {made} in {time.perf_counter() - started:.0f} s")

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import torch
 
 from kvasir.kernels.cpu.step import StepView, address, cache_of, rotation_of
-from kvasir.kernels.cpu.structs import ACTIVATIONS, Layer, Norm, Sampling
 from kvasir.platforms.cpu_library import loaded
+from kvasir.platforms.cpu_structs import ACTIVATIONS, Layer, Norm, Sampling
 
 NONE = Norm()
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from kvasir.kernels.cpu.memory import Arena
-from kvasir.kernels.cpu.structs import ACTIVATIONS, Matrix
 from kvasir.platforms.cpu_library import loaded
+from kvasir.platforms.cpu_structs import ACTIVATIONS, Matrix
 
 _KINDS = {"bf16": 0, "q8": 1, "q4": 2, "plain": 3}
 _SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

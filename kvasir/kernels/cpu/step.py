@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvasir.kernels.cpu.structs import Cache, Group, Rotation, Step
+from kvasir.platforms.cpu_structs import Cache, Group, Rotation, Step
 
 
 class Batch(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import _absent
+from tests.conftest import absent
 from tests.server_process import LiveServer
 
 NASTY = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\"> & <b>bold</b>"
@@ -42,9 +42,9 @@ def browser() -> Iterator[Any]:
     names = ("chromium", "chromium-browser", "google-chrome")
     path = next((found for name in names if (found := shutil.which(name))), None)
     if path is None:
-        _absent("there is no Chromium; on Debian `apt-get install chromium` brings it")
+        absent("there is no Chromium; on Debian `apt-get install chromium` brings it")
     if find_spec("playwright") is None:
-        _absent("playwright is not installed; `make test` does it")
+        absent("playwright is not installed; `make test` does it")
     from playwright import sync_api as playwright
 
     with playwright.sync_playwright() as driver:

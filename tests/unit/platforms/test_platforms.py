@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -59,18 +58,6 @@ def test_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
         on_cpu.default_dtype("int4")
 
 
-def test_a_container_bounds_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    paths = tuple(str(tmp_path / name) for name in ("limit", "used", "stat"))
-    monkeypatch.setattr(cpu, "_CGROUPS", (paths,))
-    platform = platforms.select("cpu")
-    unlimited = platform.memory_bytes()
-    for name, text in (("limit", "300000\n"), ("used", "200000\n"), ("stat", "anon 5\ninactive_file 50000\n")):
-        (tmp_path / name).write_text(text)
-    assert (platform.memory_bytes(), platform.memory_free()) == (300000, 150000)
-    (tmp_path / "limit").write_text("max\n")
-    assert platform.memory_bytes() == unlimited
-
-
 def test_importing_costs_no_torch() -> None:
     program = "import sys, kvasir.platforms; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
@@ -81,36 +68,3 @@ def test_the_cpu_library_runs_bfloat16_where_it_is_built(monkeypatch: pytest.Mon
         monkeypatch.setattr(cpu.cpu_library, "library", lambda there=there: there)
         assert platforms.select("cpu").default_attention("bfloat16") == expected
         assert platforms.select("cpu").default_attention("float32") == "torch"
-
-
-def test_cpus_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = tuple(str(tmp_path / name) for name in ("max", "quota", "period"))
-    assert cpu._quota(paths) is None
-    for name, text in (("quota", "150000"), ("period", "100000")):
-        (tmp_path / name).write_text(text)
-    assert cpu._quota(paths) == 1.5
-    (tmp_path / "max").write_text("max 100000")
-    assert cpu._quota(paths) is None
-    (tmp_path / "max").write_text("50000 100000")
-    half = cpu._quota(paths)
-    monkeypatch.setattr(cpu, "_quota", lambda: half)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert cpu.usable_cpus() == 1, "half a CPU is one thread"
-
-
-def test_fewer_threads_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr(cpu, "_quota", lambda: None)
-    for text, threads in (("3", 3), ("100", 8), ("", 8), ("many", 8), ("2,1", 2)):
-        monkeypatch.setenv("OMP_NUM_THREADS", text)
-        assert cpu.usable_cpus() == threads
-
-
-def test_lists_of_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(10)))
-    assert cpu.parse_cpus("0-3, 8") == [0, 1, 2, 3, 8]
-    for wrong in ("", "a", "3-1", "1-", "-1"):
-        with pytest.raises(ConfigError, match="no list of CPUs"):
-            cpu.parse_cpus(wrong)
-    with pytest.raises(ConfigError, match="names CPU 10, which this process may not use"):
-        cpu.parse_cpus("9-11")

@@ -1,4 +1,4 @@
-"""The structures of csrc/cpu/kvasir_cpu.h and kernels.h, field by field. `check_layout` compares their sizes."""
+"""The structures of csrc/cpu/kvasir_cpu.h and kernels.h, field by field. Their sizes are compared when it is loaded."""
 
 from __future__ import annotations
 
