@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from typing import Any
 
 from kvasir.chat.backend import Backend, Message, Usage
 from kvasir.config import did_you_mean
+from kvasir.errors import KvasirError
+from kvasir.sampling_params import SamplingParams
 
 PARAMETERS = {
     "temperature": "0 always takes the likeliest token",
@@ -145,15 +148,21 @@ class Session:
 
     def _params(self, text: str) -> tuple[str, str | None]:
         changed: dict[str, Any] = {}
-        for word in text.split():
-            name, equals, value = word.partition("=")
-            if name not in PARAMETERS or not equals:
+        starts = [found.start() for found in re.finditer(r"(?<!\S)\w+=", text)]  # a value may have spaces in it
+        if text and (not starts or starts[0]):
+            name = text.split("=")[0].split()[0]
+            return f"{name} is not a parameter.{did_you_mean(name, PARAMETERS)} They are set as NAME=VALUE.", None
+        for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+            name, _, value = text[start:end].strip().partition("=")
+            if name not in PARAMETERS:
                 return f"{name} is not a parameter.{did_you_mean(name, PARAMETERS)} They are set as NAME=VALUE.", None
             changed[name] = _value(value)
-        for name, value in changed.items():
-            self.params.pop(name, None)
-            if value is not None:
-                self.params[name] = value
+        params = {name: value for name, value in {**self.params, **changed}.items() if value is not None}
+        try:
+            SamplingParams(**params)
+        except (KvasirError, TypeError) as error:
+            return str(error), None
+        self.params = params
         width = max(map(len, PARAMETERS))
         shown = [f"{name:{width}}  {self.params.get(name, 'default')!s:8} {why}" for name, why in PARAMETERS.items()]
         return "\n".join(shown), None

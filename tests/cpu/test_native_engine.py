@@ -15,7 +15,7 @@ from tests.cpu.test_starter import QUESTIONS
 from tests.native_builders import require_library
 
 PROMPTS = ["The capital of France is", "def fibonacci(n):", "Water boils at"]
-NEAR = 0.26  # two steps of bfloat16 between logits of 16 and 32: as far apart are tokens at which torch parts from itself
+NEAR = 0.26  # two steps of bfloat16 between logits of 16 and 32; torch parts from itself at such tokens, too
 
 
 def generate(model: Path, prompts: list[str] = PROMPTS, length: int = 16, **settings: Any) -> list[RequestOutput]:

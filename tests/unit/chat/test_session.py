@@ -99,6 +99,12 @@ def test_params(session: Session) -> None:
     assert "temperature         0.5" in shown
     session.command("/params seed= stop=END")
     assert session.params == {"temperature": 0.5, "stop": "END"}
+    session.command('/params seed=3 stop=["a b", "c"] top_p=0.5')
+    assert session.params == {"temperature": 0.5, "stop": ["a b", "c"], "seed": 3, "top_p": 0.5}
+    shown, _ = session.command("/params top_p=7")
+    assert "top_p" in shown and session.params["top_p"] == 0.5, "a value that no question could be asked with"
+    shown, _ = session.command("/params hot")
+    assert shown.startswith("hot is not a parameter.")
     shown, _ = session.command("/params temprature=1")
     assert "Did you mean temperature?" in shown and session.params["temperature"] == 0.5
 
