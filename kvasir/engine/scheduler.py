@@ -83,6 +83,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._new_rows: list[NewRow] = []
         self._started: list[Started] = []  # that nobody was told of
+        self._silent: set[int] = set()  # rows that stream nothing and have no token yet
         self._in_flight: deque[_InFlight] = deque()
         self._shared = ((-1, 0), 0)  # what _shared_tokens found, and when
         self._reserve = int(limits.watermark * cache.pool.usable)
@@ -337,6 +338,8 @@ class Scheduler:
             request.num_cached_tokens = num_computed
             request.started = self.context.clock()
             self._started.append(Started(request.key, request.started - request.arrival, num_computed))
+        if request.first_token is None and not request.spec.stream:
+            self._silent.add(row)
         sampling = request.spec.sampling
         token_ids = None if sampling.extras is None else request.token_ids
         self._new_rows.append(NewRow(row, num_computed, sampling, token_ids))
@@ -435,6 +438,8 @@ class Scheduler:
         if r.any_picked:
             counts = np.where(r.picked[rows], 0, counts)
         reasons, counts = r.extend(rows, tokens, counts)
+        if self._silent:
+            self._note_first_tokens()
         emitted = np.flatnonzero(r.stream[rows])
         output = EngineOutput(
             keys=r.key[rows[emitted]],
@@ -460,6 +465,16 @@ class Scheduler:
         """Whether a line's row still has the tenant that the step was planned for."""
         return bool(self.rows.epoch[step.rows[line]] == step.epochs[line])
 
+    def _note_first_tokens(self) -> None:
+        """Callers of requests that do not stream are told at their end."""
+        now = self.context.clock()
+        for row in list(self._silent):
+            request = self.rows.requests[row]
+            assert request is not None, f"row {row} has no tenant"
+            if self.rows.num_known[row] > request.num_prompt_tokens:
+                request.first_token = now - request.arrival
+                self._silent.discard(row)
+
     def _finish(self, rows: list[int], reasons: list[int], output: EngineOutput) -> None:
         r, now = self.rows, self.context.clock()
         for row, reason in zip(rows, reasons, strict=True):
@@ -474,6 +489,7 @@ class Scheduler:
 
     def _leave(self, rows: list[int]) -> None:
         self.waiting.leave(self.rows, rows)
+        self._silent.difference_update(rows)
         self.rows.leave(rows)
         if self._new_rows:  # a fork that never ran
             self._new_rows = [new for new in self._new_rows if new.row not in rows]
@@ -487,4 +503,5 @@ def _last_word(request: Request, reason: FinishReason, tokens: Int32Array, error
         stop_token_id=int(tokens[-1]) if reason == FinishReason.STOP else None,
         token_ids=None if request.spec.stream else tokens[request.num_prompt_tokens :].copy(),
         error=error,
+        first_token=request.first_token,
     )

@@ -148,6 +148,8 @@ class OutputProcessor:
         for state, end in pairs:
             if end.token_ids is not None:
                 state.token_ids = end.token_ids.tolist()
+            if end.first_token is not None:
+                state.came_silently(end.first_token, now)
         self._detokenize(pairs)
         for state, end in pairs:
             stop = state.flush()

@@ -152,6 +152,11 @@ class RequestState:
         self.num_cached = started.num_cached_tokens
         self.metrics.first_scheduled_time = self.metrics.arrival_time + started.waited
 
+    def came_silently(self, first_token: float, now: float) -> None:
+        """All tokens came with the end, the first of them made so many seconds after the arrival."""
+        self.metrics.first_token_time = self.metrics.arrival_time + first_token
+        self.metrics.last_token_time = now
+
     def output(self, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
         prompt_logprobs = self.prompt_logprobs
         if self.kind is RequestOutputKind.DELTA:

@@ -113,7 +113,7 @@ class LayerByLayer(nn.Module):
 def on_the_cpu(model: Transformer) -> NativeDecoder | LayerByLayer:
     """The model as the library runs it best."""
     missing = _not_covered(model)
-    how = f"{instruction_set()}, {num_threads()} threads"
+    how = f"{instruction_set()}, {num_threads()} thread{'s' if num_threads() > 1 else ''}"
     if missing:
         logger.info("the CPU library (%s) runs this model layer by layer: %s", how, missing)
         return LayerByLayer(model)

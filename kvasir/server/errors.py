@@ -59,9 +59,11 @@ def too_large(message: str, param: str | None = None) -> ApiError:
     return ApiError(413, message, "too_large", param, "too_large")
 
 
-def timed_out(seconds: float | None) -> ApiError:
+def timed_out(seconds: float | None, why: str = "") -> ApiError:
+    """`why`: the engine's words, if it has any. It may have ended the request long before its time was up."""
     after = "" if seconds is None else f" after {seconds:g} s"
-    return ApiError(504, f"The request ran out of time{after}.", "timeout", "timeout", "timeout")
+    message = f"The request was ended: {why}." if why else f"The request ran out of time{after}."
+    return ApiError(504, message, "timeout", "timeout", "timeout")
 
 
 def as_api_error(error: Exception) -> ApiError:

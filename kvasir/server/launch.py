@@ -149,8 +149,9 @@ def listen(config: ServerConfig) -> socket.socket:
             sock = socket.create_server((config.host, config.port), family=family, backlog=2048)
     except OSError as error:
         where = config.uds or f"{config.host}:{config.port}"
+        is_name = isinstance(error, socket.gaierror)  # whose numbers are not the system's
         raise ConfigError(
-            f"Cannot listen on {where}: {os.strerror(error.errno) if error.errno else error}. "
+            f"Cannot listen on {where}: {os.strerror(error.errno) if error.errno and not is_name else error.strerror}. "
             f"Set another --port or --host."
         ) from error
     sock.setblocking(False)

@@ -46,7 +46,7 @@ class Run:
     num_prompt_tokens: int = 0
     num_generated: int = 0
     num_cached: int = 0
-    first_token: float | None = None  # seconds after arrival; None unless it streams
+    first_token: float | None = None  # seconds after arrival
     reasons: list[str] = field(default_factory=list)  # how its completions ended
     ids: list[str] = field(default_factory=list)  # of the engine's requests
     cancelled: bool = False  # by its client
@@ -140,7 +140,7 @@ class Run:
             if each.finish_reason == "error":
                 raise ApiError(500, str(each.stop_reason or "The request failed."), "engine", code="request_failed")
             if each.finish_reason == "timeout" and self.num_generated == 0:
-                raise timed_out(self.terms.timeout)
+                raise timed_out(self.terms.timeout, str(each.stop_reason or ""))
             if each.finish_reason == "abort" and not self.cancelled:
                 raise ApiError(503, "The server was shut down before the answer was complete.", "draining")
 
@@ -168,6 +168,8 @@ class Run:
     def _note_end(self, output: RequestOutput) -> None:
         cached, times = output.num_cached_tokens or 0, output.metrics
         self.num_cached += cached
+        if self.first_token is None and times is not None:
+            self.first_token = times.time_to_first_token
         generated = times.num_generation_tokens if times is not None else 0
         self.state.metrics.ended(times, len(output.prompt_token_ids), cached, generated)
         for each in output.outputs:

@@ -61,6 +61,13 @@ def test_the_documented_metrics_are_there(server: LiveServer) -> None:
     assert ours <= set(documented), "what is exported is documented"
 
 
+def test_times_of_what_is_not_streamed_are_counted_and_logged(server: LiveServer) -> None:
+    before = server.metric("kvasir:time_to_first_token_seconds_count")
+    ask(server.url, max_tokens=6)
+    assert server.metric("kvasir:time_to_first_token_seconds_count") == before + 1
+    server.wait_for_log(r"ended: length, \d+ tokens in, 6 out, .* first token after [\d.]+ s, [\d.]+ s per token")
+
+
 def test_the_metrics_count(server: LiveServer) -> None:
     before = {name: server.metric(f"kvasir:{name}") for name in ("generation_tokens_total", "request_success_total")}
     ask(server.url, stream=True, max_tokens=7)

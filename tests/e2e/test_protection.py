@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 import subprocess
 import time
@@ -297,3 +298,16 @@ def test_weights_of_keys_share_the_engine(starter_model: Path, tmp_path: Path) -
     with LiveServer.fake(starter_model, engine=engine, server={"api_key_file": str(file)}, executor=SLOW) as server:
         asyncio.run(go(server.wait_until_ready()))
     assert done[:15].count("heavy") >= 10, done
+
+
+def test_a_deadline_that_cannot_be_met_is_told_at_once_and_why(starter_model: Path) -> None:
+    engine = {"scheduling_policy": "deadline"}
+    with LiveServer.fake(starter_model, engine=engine, executor=SLOW) as server:
+        server.wait_until_ready()
+        assert post(server, max_tokens=60).status_code == 200  # by which the engine learns how fast it is
+        reply = post(server, max_tokens=1500, min_tokens=1500, timeout=2)
+        assert reply.status_code == 504
+        assert re.fullmatch(
+            r"The request was ended: its deadline is [\d.]+ s away and it needs at least [\d.]+ s\.",
+            reply.json()["error"]["message"],
+        )

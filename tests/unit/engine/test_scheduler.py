@@ -94,6 +94,19 @@ def test_a_start_tells_how_long_the_request_waited() -> None:
     assert run(core).waited == {0: 0.0, 1: 4.0}
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_end_tells_when_the_first_token_came_unless_it_was_streamed(stream: bool) -> None:
+    core = make_core(lookahead=0, budget=4, max_num_seqs=2)
+    core.scheduler.context.clock = clock = Clock()
+    clock.tick(core)
+    core.add(request(0, list(range(10)), 5, stream=stream))  # whose prompt takes three steps
+    finished = []
+    while core.has_work():
+        finished += core.run_step().finished
+    assert [end.first_token for end in finished] == [None if stream else 3.0]
+    assert not core.scheduler._silent
+
+
 def test_salt_keeps_prefixes_apart() -> None:
     core = make_core()
     core.add(request(0, LONG, 1, cache_salt=b"a"))

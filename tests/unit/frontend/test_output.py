@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -424,6 +425,14 @@ def test_times_of_a_request(frontend: Frontend) -> None:
     assert (metrics.arrival_time, metrics.first_token_time, metrics.last_token_time) == (50.0, 101.0, 103.0)
     assert (metrics.time_to_first_token, metrics.latency, metrics.num_generation_tokens) == (51.0, 53.0, 3)
     assert (metrics.first_scheduled_time, metrics.time_in_queue) == (70.0, 20.0)
+
+
+def test_times_of_a_request_that_is_not_streamed(frontend: Frontend) -> None:
+    frontend.add(0, output_kind=FINAL_ONLY)
+    frontend.start(waited=1.0)
+    [last], _ = frontend.step({}, replace(end(tokens=[5, 6]), first_token=4.0))
+    assert last.metrics is not None
+    assert (last.metrics.time_to_first_token, last.metrics.last_token_time) == (4.0, 101.0)
 
 
 def test_totals(frontend: Frontend) -> None:
