@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,19 @@ def test_amx_in_emulated_tiles(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "tests/cpu/test_cpu_kernels.py", "-k", "amx"]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout
+
+
+def test_it_can_be_installed_without_a_compiler(tmp_path: Path) -> None:
+    source, installed = tmp_path / "source", tmp_path / "installed"
+    unwanted = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "*.so", "tests", "docs")
+    shutil.copytree(ROOT, source, ignore=unwanted)
+    pip = [sys.executable, "-m", "pip", "install", "-v", "--no-deps", "--target", str(installed), str(source)]
+    environment = os.environ | {"CXX": "/nowhere/c++"}
+    ran = subprocess.run(pip, capture_output=True, text=True, env=environment, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert (ran.stdout + ran.stderr).count("the CPU library was not built, models will run on plain torch") == 1
+    assert (installed / "kvasir" / "kernels" / "cpu" / "build.py").is_file()
+    assert not list(installed.rglob(build.NAME))
 
 
 def test_without_the_library_torch_runs_with_one_warning(tmp_path: Path) -> None:

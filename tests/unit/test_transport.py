@@ -149,12 +149,12 @@ def test_errors_are_one_sentence() -> None:
 
 
 def test_an_engines_share_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr("kvasir.frontend.engine_launch.usable_cpus", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     two = {"data_parallel_size": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     assert _environment(fake_config(), 0) == {}
-    assert _environment(fake_config(**two), 1) == {"OMP_NUM_THREADS": "4"}
+    assert _environment(fake_config(**two), 1) == {"OMP_NUM_THREADS": "8"}, "which its workers share"
     assert _environment(fake_config(**two, device="auto"), 1)["CUDA_VISIBLE_DEVICES"] == "2,3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # whoever hides all GPUs means it
     assert _environment(fake_config(**two, device="auto"), 1)["CUDA_VISIBLE_DEVICES"] == ""

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <algorithm>
 #include <atomic>
 #include <random>
 #include <sstream>
@@ -99,6 +100,71 @@ void test_products() {
     }
 }
 
+// The types of GGUF files: their numbers there, bytes for so many numbers, and what holds them.
+struct FileType {
+  int32_t number, bytes, numbers;
+  Kind kind;
+  int32_t group, offset;
+  bool has_min;
+};
+
+constexpr FileType FILE_TYPES[] = {
+    {2, 18, 32, Q4, 32, 8, false},  {3, 20, 32, Q4, 32, 0, true},    {6, 22, 32, Q8, 32, 16, false},
+    {7, 24, 32, Q8, 32, 0, true},   {8, 34, 32, Q8, 32, 128, false}, {10, 84, 256, Q4, 16, 0, true},
+    {11, 110, 256, Q4, 16, 4, false}, {12, 144, 256, Q4, 32, 0, true}, {13, 176, 256, Q8, 32, 0, true},
+    {14, 210, 256, Q8, 16, 32, false},
+};
+
+void test_file_types() {
+  const int outputs = 35, inputs = 512;
+  std::mt19937 generator(11);
+  for (const FileType &type : FILE_TYPES) {
+    size_t row = size_t(inputs / type.numbers * type.bytes), numbers = size_t((outputs + 15) / 16 * 16) * inputs;
+    std::vector<uint8_t> source(row * outputs), data(type.kind == Q8 ? numbers : numbers / 2);
+    for (auto &byte : source) byte = uint8_t(generator() & 0x3f);  // scales that are no infinities
+    std::vector<uint16_t> scale(numbers / size_t(type.group)), min(type.has_min ? scale.size() : 0);
+    Matrix m{type.kind, outputs, inputs, inputs, type.group, type.offset, data.data(), scale.data(),
+             type.has_min ? min.data() : nullptr, nullptr};
+    check(kv_pack_gguf(&m, source.data(), type.number, int64_t(row), 0, outputs) == 1, "a file's type is known");
+    std::vector<uint16_t> x = random_numbers(3 * inputs, 12), out(3 * outputs), one(inputs);
+    kv_linear(&m, x.data(), inputs, 3, out.data());
+    int64_t last = outputs - 1;
+    kv_expand_rows(&m, &last, 1, one.data());
+    double wanted = 0, size = 1e-6;
+    for (int k = 0; k < inputs; k++) {
+      double part = double(from_bf16(x[size_t(k)])) * double(from_bf16(one[size_t(k)]));
+      wanted += part, size += part * part;
+    }
+    check(fabs(wanted - double(from_bf16(out[outputs - 1]))) < 0.3 * sqrt(size), "a product of a file's numbers is near");
+  }
+  Matrix none{};
+  check(kv_pack_gguf(&none, nullptr, 99, 0, 0, 0) == 0, "other types are not");
+}
+
+void test_rows() {
+  const int rows = 9, inputs = 50, inner = 48;
+  std::vector<uint16_t> x = random_numbers(rows * inputs, 13), gain(inputs, to_bf16(1)), residual(rows * inputs, 0);
+  std::vector<uint16_t> normed(rows * inputs), added(rows * inputs);
+  for (int kind : {1, 3}) {
+    Norm norm{kind, 1e-6f, gain.data(), nullptr};
+    std::fill(residual.begin(), residual.end(), uint16_t(0));
+    kv_norm(&norm, x.data(), rows, inputs, normed.data());
+    kv_add_norm(&norm, x.data(), residual.data(), rows, inputs, added.data());
+    check(normed == added && residual == x, "nothing plus a row is the row");
+  }
+  Packed up(BF16, 2 * inner, inputs, random_numbers(2 * inner * inputs, 14));
+  std::vector<uint16_t> halves(rows * 2 * inner), apart(rows * inner), fused(rows * inner);
+  kv_linear(&up.m, x.data(), inputs, rows, halves.data());
+  kv_gated(halves.data(), rows, inner, SILU, apart.data());
+  kv_gated_linear(&up.m, x.data(), inputs, rows, SILU, fused.data());
+  double error = 0, size = 0;
+  for (size_t i = 0; i < fused.size(); i++) {
+    error += pow(double(from_bf16(fused[i]) - from_bf16(apart[i])), 2);
+    size += pow(double(from_bf16(apart[i])), 2);
+  }
+  check(sqrt(error / size) < 0.01, "in one go as one after the other");
+}
+
 // A decoder of two layers on random weights; `tokens` of one text.
 struct Tiny {
   static constexpr int HIDDEN = 64, HEADS = 4, KV_HEADS = 2, DIM = 16, INNER = 96, VOCABULARY = 50, BLOCK = 4, LENGTH = 1200;
@@ -108,22 +174,23 @@ struct Tiny {
   Packed down{Q4, HIDDEN, INNER, random_numbers(HIDDEN * INNER, 6)};
   Packed embedding{BF16, VOCABULARY, HIDDEN, random_numbers(VOCABULARY * HIDDEN, 7)};
   std::vector<uint16_t> gain = std::vector<uint16_t>(HIDDEN, to_bf16(1));
-  std::vector<uint16_t> caches[2];
+  std::vector<uint8_t> caches[2];
   std::vector<float> angles = std::vector<float>(LENGTH * DIM, 0.5f);
   std::vector<int32_t> table;
   kv_layer layers[2] = {};
   kv_decoder decoder{};
 
-  Tiny() {
+  explicit Tiny(bool is_int8 = false) {
+    const int vector = is_int8 ? DIM + 4 : DIM, token = KV_HEADS * vector;  // in numbers of the cache's type
     for (int b = 0; b < LENGTH / BLOCK; b++) table.push_back(LENGTH / BLOCK - 1 - b);
     Norm norm{1, 1e-6f, gain.data(), nullptr};
     for (int i = 0; i < 2; i++) {
-      caches[i].resize(size_t(LENGTH) * 2 * KV_HEADS * DIM);
+      caches[i].resize(size_t(LENGTH) * 2 * size_t(token) * (is_int8 ? 1 : 2));
       kv_layer &layer = layers[i];
       layer.attention_norm = layer.mlp_norm = norm;
       layer.qkv = qkv.m, layer.o = o.m, layer.up = up.m, layer.down = down.m;
       layer.rotation = {angles.data(), DIM, 0};
-      layer.cache = {caches[i].data(), 2 * BLOCK * KV_HEADS * DIM, BLOCK * KV_HEADS * DIM, KV_HEADS * DIM, DIM, BLOCK, 0};
+      layer.cache = {caches[i].data(), 2 * BLOCK * token, BLOCK * token, token, vector, BLOCK, is_int8};
       layer.heads = HEADS, layer.kv_heads = KV_HEADS, layer.head_dim = DIM;
       layer.gated = 1, layer.scale = 0.25f, layer.residual_scale = 1;
       if (i == 1) layer.window = 700, layer.softcap = 20;
@@ -150,8 +217,8 @@ struct Tiny {
   }
 };
 
-void test_decoder() {
-  Tiny whole, pieces;
+void test_decoder(bool is_int8) {
+  Tiny whole(is_int8), pieces(is_int8);
   std::vector<uint16_t> all = whole.run(0, 1100);
   pieces.run(0, 700, 1);
   pieces.run(700, 1099);
@@ -162,7 +229,7 @@ void test_decoder() {
     error += pow(wanted - double(from_bf16(last[i])), 2);
     size += wanted * wanted;
   }
-  check(sqrt(error / size) < 0.03, "a text in pieces is the text at once");
+  check(sqrt(error / size) < (is_int8 ? 0.06 : 0.03), "a text in pieces is the text at once");
 }
 
 void test_sampling() {
@@ -212,7 +279,10 @@ int main() {
     where = set;
     kv_use_instruction_set(set.c_str());
     test_products();
-    test_decoder();
+    test_file_types();
+    test_rows();
+    test_decoder(false);
+    test_decoder(true);
     test_sampling();
   }
   configure_pool(1, nullptr);
