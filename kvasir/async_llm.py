@@ -80,7 +80,7 @@ class AsyncLLM(NotYet):
 
     @property
     def startup_seconds(self) -> dict[str, float]:
-        """How long each part of the engine's start took; empty for a client of another process's engine."""
+        """How long each part of the engine's start took."""
         return self._client.engines.startup
 
     @property

@@ -209,6 +209,9 @@ def test_several_processes_share_an_engine(starter_model: Path, tokenizer: Token
     with LiveServer.fake(starter_model, server={"api_server_count": 2, "port": port}) as server:
         url = server.wait_until_ready().url
         until(lambda: server.log.count("ready after") == 2, "both processes are ready", server)
+        for _ in range(4):  # whichever process is asked, it tells how the engine started
+            assert "engine: KV cache" in httpx.get(f"{url}/ready").json()["startup_seconds"]
+        assert server.metric("kvasir:startup_seconds", phase="engine: KV cache") > 0
         assert set(asyncio.run(many(url))) == {expected}
         for _ in range(4):  # whichever process is asked, it tells of both
             until(lambda: server.metric("kvasir:generation_tokens_total") == 200, "both are counted")
