@@ -20,7 +20,7 @@ from kvasir.engine.request import Request
 from kvasir.errors import RequestError
 from kvasir.executor.fake import DelayExecutor
 from kvasir.messages import BeamSpec, FinishReason, StepPlan, Terms
-from tests.builders import Clock, Collector, ScoringExecutor, check_blocks, expected, make_core, request, run
+from tests.builders import Clock, Collector, ScoringExecutor, Turns, check_blocks, expected, make_core, request, run
 
 MAX_LEN = 40
 AGING_SECONDS, AGING_BEST, DEFAULT_DEADLINE = 8.0, -1, 20.0
@@ -115,6 +115,8 @@ def check_order(core: EngineCore, name: str, clock: Clock) -> None:
     caching=st.booleans(),
     lookahead=st.sampled_from([0, 1]),
     watermark=st.sampled_from([0.0, 0.0, 0.1, 0.5]),
+    host=st.sampled_from([(0, 0), (200, 0), (6, 0), (4, 5)]),
+    swaps=st.sampled_from([[True], [True, False]]),
 )
 def test_any_load_under_any_policy(
     name: str,
@@ -126,11 +128,15 @@ def test_any_load_under_any_policy(
     caching: bool,
     lookahead: int,
     watermark: float,
+    host: tuple[int, int],
+    swaps: list[bool],
 ) -> None:
     clock = Clock()
     core = make_core(
         lookahead,
         num_blocks=-(-MAX_LEN // block_size) + 1 + spare_blocks,
+        host=host if caching else (host[0], 0),
+        choice=Turns(swaps),
         block_size=block_size,
         max_num_seqs=rows,
         budget=max(budget, rows),
@@ -178,17 +184,20 @@ def test_any_load_under_any_policy(
             assert got.errors[key] and deadlines[key] < float("inf")
     pool, stats = core.scheduler.cache.pool, core.stats()
     assert pool.num_used == 0 and pool.num_free == pool.usable and stats.num_waiting_tokens == 0
+    assert stats.host_used_blocks == 0, "nothing is kept for those who have ended, waiting or not"
     event(f"preemptions: {stats.preemptions > 0}")
+    event(f"swapped: {stats.swapped_in_blocks > 0}")
     event(f"held back: {stats.held_back > 0}")
     timeouts = sum(reason is FinishReason.TIMEOUT for reason in got.reasons.values())
     assert stats.timeouts_waiting + stats.timeouts_running == timeouts
 
 
+@pytest.mark.parametrize("host", [(0, 0), (100, 0)], ids=["recomputed", "swapped"])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_policy_preempts_and_the_text_is_the_same(name: str) -> None:
+def test_every_policy_preempts_and_the_text_is_the_same(name: str, host: tuple[int, int]) -> None:
     clock, rng, got = Clock(), np.random.default_rng(5), Collector()
     policy = POLICIES["priority" if name == "aging" else name](make_context(clock, name))
-    core = make_core(1, num_blocks=14, max_model_len=MAX_LEN, policy=policy)
+    core = make_core(1, num_blocks=14, max_model_len=MAX_LEN, policy=policy, host=host)
     clock.tick(core)
     check_order(core, name, clock)
     texts = dict[int, tuple[list[int], int]]()
@@ -202,7 +211,10 @@ def test_every_policy_preempts_and_the_text_is_the_same(name: str) -> None:
     while core.has_work():
         got.take(core.run_step())
     assert got.tokens == {key: expected(prompt, max_tokens) for key, (prompt, max_tokens) in texts.items()}
-    assert core.stats().preemptions > 5 and core.stats().num_used_blocks == 0
+    stats = core.stats()
+    assert stats.preemptions > 5 and stats.num_used_blocks == stats.host_used_blocks == 0
+    assert stats.swapped_preemptions == (stats.preemptions if host[0] else 0)
+    assert (stats.swapped_in_blocks > 0, stats.recomputed_tokens > 0) == ((True, False) if host[0] else (False, True))
 
 
 @pytest.mark.parametrize("name", NAMES)
