@@ -115,8 +115,6 @@ def check_order(core: EngineCore, name: str, clock: Clock) -> None:
     caching=st.booleans(),
     lookahead=st.sampled_from([0, 1]),
     watermark=st.sampled_from([0.0, 0.0, 0.1, 0.5]),
-    host=st.sampled_from([(0, 0), (200, 0), (6, 0), (4, 5)]),
-    swaps=st.sampled_from([[True], [True, False]]),
 )
 def test_any_load_under_any_policy(
     name: str,
@@ -128,15 +126,11 @@ def test_any_load_under_any_policy(
     caching: bool,
     lookahead: int,
     watermark: float,
-    host: tuple[int, int],
-    swaps: list[bool],
 ) -> None:
     clock = Clock()
     core = make_core(
         lookahead,
         num_blocks=-(-MAX_LEN // block_size) + 1 + spare_blocks,
-        host=host if caching else (host[0], 0),
-        choice=Turns(swaps),
         block_size=block_size,
         max_num_seqs=rows,
         budget=max(budget, rows),
@@ -145,6 +139,11 @@ def test_any_load_under_any_policy(
         watermark=watermark,
         policy=POLICIES["priority" if name == "aging" else name](make_context(clock, name)),
     )
+    serve(core, name, clock, load)
+
+
+def serve(core: EngineCore, name: str, clock: Clock, load: list[Arrival]) -> None:
+    """Let all of them come and be answered; whatever they ask for, they get their text and nothing is left."""
     clock.tick(core)
     check_order(core, name, clock)
     got, aborted, deadlines = Collector(), set[int](), dict[int, float]()
@@ -186,10 +185,59 @@ def test_any_load_under_any_policy(
     assert pool.num_used == 0 and pool.num_free == pool.usable and stats.num_waiting_tokens == 0
     assert stats.host_used_blocks == 0, "nothing is kept for those who have ended, waiting or not"
     event(f"preemptions: {stats.preemptions > 0}")
-    event(f"swapped: {stats.swapped_in_blocks > 0}")
     event(f"held back: {stats.held_back > 0}")
     timeouts = sum(reason is FinishReason.TIMEOUT for reason in got.reasons.values())
     assert stats.timeouts_waiting + stats.timeouts_running == timeouts
+
+
+crowds = st.builds(
+    replace,
+    arrivals,
+    max_tokens=st.integers(8, 16),
+    patience=st.none() | st.integers(10, 120),
+    abort_after=st.none() | st.integers(4, 60),
+    steps_before=st.integers(0, 1),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=settings().max_examples // 4)
+@given(
+    load=st.lists(crowds, min_size=5, max_size=10),
+    block_size=st.sampled_from([1, 2, 4]),
+    spare_blocks=st.integers(0, 4),
+    budget=st.integers(16, 64),
+    caching=st.booleans(),
+    lookahead=st.sampled_from([0, 1]),
+    host=st.sampled_from([(200, 0), (200, 0), (6, 0), (4, 5)]),
+    answers=st.sampled_from([[True], [True], [True, False]]),
+)
+def test_any_policy_with_rows_that_wait_in_host_memory(
+    name: str,
+    load: list[Arrival],
+    block_size: int,
+    spare_blocks: int,
+    budget: int,
+    caching: bool,
+    lookahead: int,
+    host: tuple[int, int],
+    answers: list[bool],
+) -> None:
+    clock = Clock()
+    core = make_core(
+        lookahead,
+        num_blocks=-(-MAX_LEN // block_size) + 1 + spare_blocks,
+        block_size=block_size,
+        max_num_seqs=6,
+        budget=budget,
+        max_model_len=MAX_LEN,
+        caching=caching,
+        policy=POLICIES["priority" if name == "aging" else name](make_context(clock, name)),
+        host=host if caching else (host[0], 0),
+        choice=Turns(answers),
+    )
+    serve(core, name, clock, load)
+    event(f"swapped: {core.stats().swapped_in_blocks > 0}")
 
 
 @pytest.mark.parametrize("host", [(0, 0), (100, 0)], ids=["recomputed", "swapped"])
