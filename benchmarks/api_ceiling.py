@@ -19,6 +19,9 @@ import sys
 import time
 from pathlib import Path
 
+ROOT = str(Path(__file__).parent.parent)
+sys.path.insert(0, ROOT)  # run it from a checkout without installing
+
 HOST = "127.0.0.1"
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -56,7 +59,8 @@ def _measure(options: argparse.Namespace, delay: float) -> list[dict[str, float]
 
     token = load_tokenizer(options.tokenizer).encode(" the", add_special_tokens=False)[0]
     command = [sys.executable, "-c", SERVER, options.tokenizer, str(options.port), str(delay), str(token)]
-    server = subprocess.Popen(command, env={**os.environ, "KVASIR_LOG_LEVEL": "WARNING"})
+    paths = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+    server = subprocess.Popen(command, env={**os.environ, "KVASIR_LOG_LEVEL": "WARNING", "PYTHONPATH": paths})
     try:
         asyncio.run(_until_ready(options.port))
         engine = _children(server.pid)[0]
@@ -71,7 +75,7 @@ def _run(options: argparse.Namespace, clients: int, api: int, engine: int) -> di
     before, started = (_cpu(api), _cpu(engine)), time.perf_counter()
     tokens, chunks = asyncio.run(_load(options, clients, options.seconds))
     took = time.perf_counter() - started
-    api_cpu, engine_cpu = _cpu(api) - before[0], _cpu(engine) - before[1]
+    api_cpu, engine_cpu = max(1 / TICKS, _cpu(api) - before[0]), _cpu(engine) - before[1]
     return {
         "clients": clients,
         "rate": tokens / took,

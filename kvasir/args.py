@@ -19,6 +19,7 @@ from kvasir import env
 from kvasir.config import EngineConfig, Known, all_settings, did_you_mean
 from kvasir.errors import ConfigError
 from kvasir.log import get_logger, warn_once
+from kvasir.vllm_settings import not_yet
 
 logger = get_logger(__name__)
 
@@ -60,7 +61,8 @@ class EngineArgs:
             value = given.pop(name) if name in given else known.default
             setattr(self, name, from_python(name, known, value))
         for name in given:
-            raise ConfigError(f"{name} is not a setting.{did_you_mean(name, all_settings())}")
+            wrong = not_yet(name, "setting") or f"{name} is not a setting.{did_you_mean(name, all_settings())}"
+            raise ConfigError(wrong)
         self.create_engine_config()  # what is wrong should be said now
 
     def create_engine_config(self) -> EngineConfig:
@@ -217,7 +219,8 @@ class _ConfigFile(argparse.Action):
         for key, value in read_config_file(values).items():
             action = actions.get(key.replace("-", "_"))
             if action is None or action is self:
-                raise ConfigError(f"{values}: {key} is not a setting.{did_you_mean(key, map(flag, actions))}")
+                wrong = not_yet(key, "setting") or f"{key} is not a setting.{did_you_mean(key, map(flag, actions))}"
+                raise ConfigError(f"{values}: {wrong}")
             if getattr(namespace, action.dest, action.default) == action.default:
                 setattr(namespace, action.dest, self._read(action, value))
         setattr(namespace, self.dest, values)

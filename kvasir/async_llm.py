@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from kvasir.args import EngineArgs
 from kvasir.config import EngineConfig
-from kvasir.errors import EngineDeadError, KvasirError, RequestError
+from kvasir.errors import ConfigError, EngineDeadError, KvasirError, RequestError
 from kvasir.frontend.async_client import AsyncClient
 from kvasir.frontend.beams import BeamState
 from kvasir.frontend.engine_launch import Executor
@@ -64,9 +64,11 @@ class AsyncLLM(NotYet):
         self._resumed: asyncio.Event | None = None  # there while generation is paused
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> Self:
+    def from_engine_args(cls, engine_args: EngineArgs, start_engine_loop: bool = True) -> Self:
         """Start the engine and wait until it serves. What keeps it from that is raised as the engine's own error."""
-        return cls(args.create_engine_config())
+        if not start_engine_loop:
+            raise ConfigError("start_engine_loop=False is not possible: the engine's process runs from the start.")
+        return cls(engine_args.create_engine_config())
 
     @classmethod
     def from_vllm_config(cls, vllm_config: EngineConfig) -> Self:
@@ -80,7 +82,7 @@ class AsyncLLM(NotYet):
 
     @property
     def startup_seconds(self) -> dict[str, float]:
-        """How long each part of the engine's start took; empty for a client of another process's engine."""
+        """How long each part of the engine's start took."""
         return self._client.engines.startup
 
     @property

@@ -63,7 +63,8 @@ def _serve(owner: Connection, start: Start) -> int:
         gc.collect()
         gc.freeze()  # what is here now stays: later collections need not look at it
         lifelines.grace_seconds = GRACE_SECONDS
-        owner.send(("ready", dict(startup_seconds)))
+        lifelines.startup = dict(startup_seconds)
+        owner.send(("ready", lifelines.startup))
         service.run()
         return 0
     except BaseException as error:

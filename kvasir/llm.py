@@ -40,9 +40,9 @@ class LLM:
         self._start(EngineArgs(model, **settings))
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> Self:
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         llm = cls.__new__(cls)
-        llm._start(args)
+        llm._start(engine_args)
         return llm
 
     def _start(self, args: EngineArgs) -> None:

@@ -50,11 +50,11 @@ class LLMEngine:
             raise
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> Self:
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """In this process; several copies of the model are a process each."""
-        if args.data_parallel_size == 1:
-            return cls(resolve(args))
-        client = _processes(args.create_engine_config())  # which settle the settings, each for its devices
+        if engine_args.data_parallel_size == 1:
+            return cls(resolve(engine_args))
+        client = _processes(engine_args.create_engine_config())  # which settle the settings, each for its devices
         try:
             return cls(client.config, client)
         except BaseException:

@@ -209,6 +209,14 @@ class EngineOutput:
         return cls(np.zeros(0, np.int64), np.zeros((0, 1), np.int32), np.zeros(0, np.int32))
 
 
+# Steps are counted by how many tokens they computed: up to each of these (vLLM's buckets), and more.
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+def no_step_sizes() -> list[int]:
+    return [0] * (len(STEP_SIZES) + 1)
+
+
 @dataclass(slots=True)
 class EngineStats:
     """The core's gauges and, since its start, counters. Snapshot, taken when asked for."""
@@ -229,6 +237,7 @@ class EngineStats:
     copied_blocks: int
     shared_blocks: int
     freed_blocks: int  # given back by rows that go on, because no layer of their group sees them any more
+    step_sizes: list[int] = field(default_factory=no_step_sizes)  # steps by STEP_SIZES
     num_waiting_tokens: int = 0  # of prompts
     refused_requests: int = 0  # because the queue was full
     held_back: int = 0  # steps in which the watermark kept a request waiting

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from typing import Any
 
-from kvasir.messages import EngineStats
+from kvasir.messages import STEP_SIZES, EngineStats
 
 PREFIX = "kvasir:"
 
@@ -25,9 +27,29 @@ class Counter(Metric):
     """Only grows."""
 
 
+@dataclass(slots=True, frozen=True)
+class Histogram(Metric):
+    """How often values were seen; `value` is their sum."""
+
+    buckets: dict[str, int] = field(default_factory=dict)  # how many were at most so large, by that bound; "+Inf": all
+
+    @property
+    def sum(self) -> float:
+        return self.value
+
+    @property
+    def count(self) -> int:
+        return self.buckets["+Inf"]
+
+
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
     """Of several engines as if they were one."""
-    return EngineStats(**{f.name: sum(getattr(each, f.name) for each in stats) for f in fields(EngineStats)})
+    return EngineStats(**{f.name: _sum([getattr(each, f.name) for each in stats]) for f in fields(EngineStats)})
+
+
+def _sum(values: list[Any]) -> Any:
+    """Of numbers, or of lists place by place."""
+    return [sum(place) for place in zip(*values, strict=True)] if isinstance(values[0], list) else sum(values)
 
 
 def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]:
@@ -72,4 +94,12 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
         **frontend,
     }
     metrics: list[Metric] = [Gauge(PREFIX + name, value) for name, value in gauges.items()]
-    return metrics + [Counter(PREFIX + name, value) for name, value in counters.items()]
+    metrics += [Counter(PREFIX + name, value) for name, value in counters.items()]
+    return [*metrics, step_histogram(stats)]
+
+
+def step_histogram(stats: EngineStats) -> Histogram:
+    """Tokens of a step, under vLLM's name, which ends as a counter's does."""
+    bounds = [*(f"{size}.0" for size in STEP_SIZES), "+Inf"]
+    buckets = dict(zip(bounds, accumulate(stats.step_sizes), strict=True))
+    return Histogram(f"{PREFIX}iteration_tokens_total", stats.scheduled_tokens, {}, buckets)

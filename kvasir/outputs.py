@@ -90,6 +90,7 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_generation_tokens: int = 0
+    max_num_generation_tokens: int = 0  # of the longest of its completions
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -134,6 +134,9 @@ class SamplingParams:
         self.top_k = check.whole("top_k", self.top_k, -1)
         self.top_ema_p = check.number("top_ema_p", self.top_ema_p, 0.0, 1.0)
         self.top_ema_d = check.whole("top_ema_d", self.top_ema_d, 0)
+        if bool(self.top_ema_p) != bool(self.top_ema_d):  # each is off without the other
+            given, missing = ("top_ema_p", "top_ema_d") if self.top_ema_p else ("top_ema_d", "top_ema_p")
+            raise RequestError(f"{given} does nothing without {missing}: set both, or neither.", given)
         if self.seed is not None:
             self.seed = check.whole("seed", self.seed, -(2**63), 2**64 - 1)
 

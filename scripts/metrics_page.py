@@ -6,6 +6,7 @@ usage: metrics_page.py
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 
 from prometheus_client.core import Metric
@@ -45,7 +46,7 @@ Questions they answer:
 
 def page() -> str:
     metrics = Metrics("MODEL")
-    stats = EngineStats(**dict.fromkeys(EngineStats.__slots__, 1))
+    stats = EngineStats(**{each.name: 1 for each in fields(EngineStats) if each.type == "int"})  # type: ignore[arg-type]
     found = [*metrics.registry.collect(), *engine_metrics([stats], "MODEL"), *device_metrics([], "MODEL")]
     found.append(info_metric("cache_config_info", "Settings of the KV cache, as labels.", {}))
     labels = {name: made._labelnames for made, names in metrics.registry._collector_to_names.items() for name in names}

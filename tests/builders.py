@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,18 @@ class ScoringExecutor(EchoExecutor):
         values = np.broadcast_to(-0.3 * np.log1p(np.arange(21, dtype=np.float32)) - 0.5, ids.shape)
         ready.value.logprobs = Logprobs(lines, ids, values, np.ones(len(lines), np.int32))
         return ready
+
+
+@dataclass
+class Turns:
+    """Swaps or recomputes as it is told, in turn."""
+
+    answers: list[bool]
+    asked: int = field(default=0)
+
+    def pays(self, num_blocks: int, num_tokens: int) -> bool:
+        self.asked += 1
+        return self.answers[self.asked % len(self.answers)]
 
 
 class Clock:

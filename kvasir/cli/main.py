@@ -18,6 +18,7 @@ from kvasir import __version__, env
 from kvasir.config import did_you_mean
 from kvasir.errors import ConfigError, KvasirError
 from kvasir.log import get_logger
+from kvasir.vllm_settings import not_yet
 
 COMMANDS = {
     "serve": ("kvasir.cli.serve", "answer HTTP requests, as OpenAI and Anthropic do"),
@@ -49,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         namespace, unknown = parser.parse_known_args(arguments)
         if unknown:
             name = unknown[0].partition("=")[0]
-            raise ConfigError(f"{name} is not a flag of this command.{did_you_mean(name, _flags(parser))}")
+            raise ConfigError(
+                not_yet(name, "flag") or f"{name} is not a flag of this command.{did_you_mean(name, _flags(parser))}"
+            )
         return int(import_module(COMMANDS[namespace.command][0]).run(namespace))
     except KvasirError as error:
         if get_logger("kvasir").isEnabledFor(logging.DEBUG):

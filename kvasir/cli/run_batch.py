@@ -8,7 +8,6 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any, BinaryIO
 
-from kvasir import starter
 from kvasir.args import EngineArgs, flag, flag_options
 from kvasir.cli.quiet import hush
 from kvasir.config import EngineConfig
@@ -38,12 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    from kvasir.server.config import from_namespace
+    from kvasir.server.config import from_namespace, with_starter_model
 
     if namespace.max_concurrency is not None and namespace.max_concurrency < 1:
         raise ConfigError("--max-concurrency must be at least 1.")
-    config = from_namespace(namespace)
-    starter.use_if_none_is_named(namespace)
+    config = with_starter_model(namespace, from_namespace(namespace))
     asked = EngineArgs.from_cli_args(namespace).create_engine_config()
     unhush = hush("kvasir.server")  # two lines a request would hide the progress
     try:

@@ -109,6 +109,7 @@ class EngineCore:
             num_cached_blocks=cache.pool.num_cached,
             steps=scheduler.stats.steps,
             scheduled_tokens=scheduler.stats.scheduled_tokens,
+            step_sizes=list(scheduler.stats.step_sizes),
             preemptions=scheduler.stats.preemptions,
             partial_prefills=scheduler.stats.partial_prefills,
             dropped_tokens=scheduler.stats.dropped_tokens,

@@ -28,6 +28,7 @@ class Lifelines(threading.Thread):
     def __init__(self, owner: Connection, owner_pid: int, address: Address) -> None:
         super().__init__(daemon=True, name="lifelines")
         self.config: EngineConfig | None = None  # what new clients are told; before it is known none is let in
+        self.startup: dict[str, float] = {}  # and how long each part of the start took
         self.over = False  # the owner is gone, or done with the engine
         self.gone: deque[int] = deque()  # clients that have left
         self.clients: dict[int, Connection] = {0: owner}  # the owner is a client too
@@ -90,7 +91,7 @@ class Lifelines(threading.Thread):
             if number is None:
                 number, self._next = self._next, self._next + 1
             self.clients[number] = client  # before it hears of it: its first request may be here at once
-            client.send((number, self.config))
+            client.send((number, self.config, self.startup))
         except (EOFError, OSError):
             self._let_go(client)
         except Exception:

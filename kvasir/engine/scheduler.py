@@ -9,8 +9,9 @@ all that arithmetic, done on arrays; Python objects are touched only when a requ
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
@@ -24,6 +25,7 @@ from kvasir.engine.request import Request
 from kvasir.engine.rows import Rows
 from kvasir.errors import RequestError
 from kvasir.messages import (
+    STEP_SIZES,
     EngineOutput,
     EngineRequest,
     Finished,
@@ -33,6 +35,7 @@ from kvasir.messages import (
     Started,
     StepPlan,
     StepResult,
+    no_step_sizes,
 )
 
 
@@ -40,6 +43,7 @@ from kvasir.messages import (
 class SchedulerStats:
     steps: int = 0
     scheduled_tokens: int = 0
+    step_sizes: list[int] = field(default_factory=no_step_sizes)  # steps by STEP_SIZES
     preemptions: int = 0
     partial_prefills: int = 0  # times a prompt was given less than all it still needed
     dropped_tokens: int = 0  # sampled for a request that had ended or was preempted meanwhile
@@ -386,6 +390,7 @@ class Scheduler:
         self._in_flight.append(_InFlight(rows, r.epoch[rows], samples, lengths, self.context.clock(), len(token_ids)))
         self.stats.steps += 1
         self.stats.scheduled_tokens += len(token_ids)
+        self.stats.step_sizes[bisect_left(STEP_SIZES, len(token_ids))] += 1
         return StepPlan(
             rows=rows.astype(np.int32),
             num_tokens=grants,

@@ -27,6 +27,8 @@ class Branches:
 
     def end(self, state: RequestState, ending: Ending) -> None:
         self._endings[state.key] = ending
+        times = self.states[0].metrics  # what is given out with all of them
+        times.max_num_generation_tokens = max(times.max_num_generation_tokens, len(state.token_ids))
 
     def output(self) -> RequestOutput | None:
         """What there is to give out now. With deltas, the branches in which something is new; else all of them."""

@@ -6,7 +6,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -97,15 +97,24 @@ class EngineLink:
         self.lifeline.close()
 
 
-def introduce(address: Address, client: int | None) -> tuple[int, EngineConfig, Connection]:
-    """Connect to an engine that another process owns: the number we have there, its settings, the lifeline."""
+class Introduction(NamedTuple):
+    """What an engine that another process owns tells a new client."""
+
+    number: int  # the client's
+    config: EngineConfig
+    startup: dict[str, float]  # seconds that each part of the engine's start took
+    lifeline: Connection
+
+
+def introduce(address: Address, client: int | None) -> Introduction:
+    """Connect to an engine that another process owns."""
     try:
         lifeline = Client(address.lifeline, "AF_UNIX")
         lifeline.send(client)
-        number, config = lifeline.recv()
+        number, config, startup = lifeline.recv()
     except (EOFError, OSError) as error:
         raise EngineDeadError(f"no engine answers at {address.directory}: {error}") from error
-    return number, config, lifeline
+    return Introduction(number, config, startup, lifeline)
 
 
 def _dead(error: KvasirError) -> KvasirError:

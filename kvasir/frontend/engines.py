@@ -54,27 +54,32 @@ class Engines:
     @classmethod
     def attach(cls, directory: str) -> Self:
         """To engines that another process owns. They abort our requests when this process ends."""
-        number, config, lifeline = introduce(Address(directory, 0), None)
-        engines = cls(config, directory, [])
-        lifelines = [lifeline]
-        for index in range(1, config.parallel.data_parallel_size):
-            lifelines.append(introduce(Address(directory, index), number)[2])
-        for index, each in enumerate(lifelines):
-            engines.links.append(EngineLink(engines._context, Address(directory, index), number, each))
+        first = introduce(Address(directory, 0), None)
+        number = first.number
+        engines = cls(first.config, directory, [])
+        known = [first]
+        for index in range(1, first.config.parallel.data_parallel_size):
+            known.append(introduce(Address(directory, index), number))
+        for index, each in enumerate(known):
+            engines.links.append(EngineLink(engines._context, Address(directory, index), number, each.lifeline))
+            engines._note_startup(each.startup)
         engines.keys = itertools.count(number << KEYS_PER_CLIENT)
         return engines
 
     def wait(self) -> None:
         """Until all of them serve."""
         for seconds in wait_for_all(self._processes, "ready"):
-            for name, took in seconds.items():
-                self.startup[name] = max(took, self.startup.get(name, 0.0))
+            self._note_startup(seconds)
         for index, process in enumerate(self._processes):
             address = Address(self.directory, index)
             try:
                 self.links.append(EngineLink(self._context, address, 0, process.lifeline, process.process))
             except OSError:  # it has removed what it had there
                 raise EngineDeadError("the engine process ended as soon as it had started") from None
+
+    def _note_startup(self, seconds: dict[str, float]) -> None:
+        for name, took in seconds.items():
+            self.startup[name] = max(took, self.startup.get(name, 0.0))
 
     # ------------------------------------------------------------ to the engines
 

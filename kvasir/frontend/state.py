@@ -161,6 +161,9 @@ class RequestState:
         prompt_logprobs = self.prompt_logprobs
         if self.kind is RequestOutputKind.DELTA:
             self.prompt_logprobs = None  # with the first output only
+        if finished:
+            longest = self.metrics.max_num_generation_tokens
+            self.metrics.max_num_generation_tokens = max(longest, len(self.token_ids))
         return RequestOutput(
             self.request_id,
             self.prompt,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from kvasir import metrics
 from kvasir.messages import EngineStats
@@ -24,7 +24,7 @@ HELP = {
     "host_cache_blocks_used": "Held for preempted requests.",
     "host_cache_blocks_cached": "Whose content can be found again.",
     "engine_steps": "Steps of the engine.",
-    "iteration_tokens": "Tokens computed.",
+    "iteration_tokens_total": "Tokens computed in a step.",
     "num_preemptions": "Times a request lost its row.",
     "partial_prefills": "Steps that computed part of a prompt.",
     "requests_refused": "Because the queue was full.",
@@ -50,19 +50,33 @@ HELP = {
     "queue_size": "Requests that wait, by the name that scaling rules ask for.",
 }
 
+_IN_THE_HISTOGRAM = f"{PREFIX}iteration_tokens"  # as a counter it would have the histogram's name; its sum is the same
+
 
 def engine_metrics(stats: Sequence[EngineStats], model_name: str) -> list[Metric]:
     """Each with the number of its engine."""
-    found: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+    found: dict[str, GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily] = {}
     for engine, each in enumerate(stats):
         for metric in [*metrics.read_metrics(each, {}), metrics.Gauge(f"{PREFIX}queue_size", each.num_waiting)]:
+            if metric.name == _IN_THE_HISTOGRAM:
+                continue
             family = found.get(metric.name)
             if family is None:
-                kind = GaugeMetricFamily if isinstance(metric, metrics.Gauge) else CounterMetricFamily
                 words = HELP[metric.name.removeprefix(PREFIX)]
-                family = found[metric.name] = kind(metric.name, words, labels=["model_name", "engine"])
-            family.add_metric([model_name, str(engine)], metric.value)
+                family = found[metric.name] = _kind(metric)(metric.name, words, labels=["model_name", "engine"])
+            labels = [model_name, str(engine)]
+            if isinstance(family, HistogramMetricFamily):
+                assert isinstance(metric, metrics.Histogram)
+                family.add_metric(labels, list(metric.buckets.items()), metric.sum)
+            else:
+                family.add_metric(labels, metric.value)
     return list(found.values())
+
+
+def _kind(metric: metrics.Metric) -> type[GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily]:
+    if isinstance(metric, metrics.Histogram):
+        return HistogramMetricFamily
+    return GaugeMetricFamily if isinstance(metric, metrics.Gauge) else CounterMetricFamily
 
 
 def device_metrics(devices: Iterable[DeviceUse], model_name: str) -> list[Metric]:

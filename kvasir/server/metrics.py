@@ -84,6 +84,12 @@ class Metrics:
         self.inference_time = self._histogram("request_inference_time_seconds", "First step to last token.", _LATENCY)
         self.request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", tokens)
         self.request_generation = self._histogram("request_generation_tokens", "Tokens generated for one.", tokens)
+        self.request_longest = self._histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest completion of one.", tokens
+        )
+        self.request_computed = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of one that were not found in the cache.", tokens
+        )
         self.params_n = self._histogram("request_params_n", "The parameter n.", _COUNTS)
         self.params_max_tokens = self._histogram("request_params_max_tokens", "The parameter max_tokens.", tokens)
         self.tokens_per_second = self._gauge("tokens_per_second", "Tokens generated in the last seconds.")
@@ -133,6 +139,9 @@ class Metrics:
         self.request_generation.observe(num_generated)
         if times is None:
             return
+        self.request_longest.observe(times.max_num_generation_tokens)
+        if times.first_scheduled_time is not None:
+            self.request_computed.observe(num_prompt - num_cached)
         if times.latency is not None:
             self.latency.observe(times.latency)
         if times.time_to_first_token is not None:

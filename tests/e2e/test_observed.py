@@ -76,6 +76,10 @@ def test_the_metrics_count(server: LiveServer) -> None:
     assert server.metric("kvasir:request_errors_total", cause="invalid_request") >= 1
     assert server.metric("kvasir:time_to_first_token_seconds_count") >= 2
     assert server.metric("kvasir:request_queue_time_seconds_count") >= 2
+    steps = server.metric("kvasir:iteration_tokens_total_count")
+    assert steps == server.metric("kvasir:engine_steps_total") == server.metric("vllm:iteration_tokens_total_count")
+    assert server.metric("kvasir:iteration_tokens_total_bucket", le="1.0") < steps
+    assert server.metric("kvasir:iteration_tokens_total_sum") > steps
     parts = [server.metric(f"kvasir:request_{part}_time_seconds_sum") for part in ("prefill", "decode", "inference")]
     assert 0 < parts[0] + parts[1] == pytest.approx(parts[2])
     counted = server.metric("kvasir:inter_token_latency_seconds_count")
@@ -83,6 +87,21 @@ def test_the_metrics_count(server: LiveServer) -> None:
     assert server.metric("kvasir:device_memory_total_bytes") > server.metric("kvasir:device_memory_used_bytes") > 0
     assert 0 <= server.metric("kvasir:device_utilization") <= 1
     assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_what_one_request_took(server: LiveServer) -> None:
+    def sums() -> dict[str, float]:
+        names = ("max_num_generation_tokens", "prefill_kv_computed_tokens", "prompt_tokens")
+        return {name: server.metric(f"kvasir:request_{name}_sum") for name in names}
+
+    before = sums()
+    cached = server.metric("kvasir:prompt_tokens_cached_total")
+    ask(server.url, n=3, max_tokens=4, messages=[{"role": "user", "content": "A prompt of some length, twice"}])
+    ask(server.url, max_tokens=3, messages=[{"role": "user", "content": "A prompt of some length, twice"}])
+    new = {name: value - before[name] for name, value in sums().items()}
+    cached = server.metric("kvasir:prompt_tokens_cached_total") - cached
+    assert new["max_num_generation_tokens"] == 4 + 3, "of several completions the longest"
+    assert 0 < new["prefill_kv_computed_tokens"] == new["prompt_tokens"] - cached and cached > 0
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (.ci/run does it)")
@@ -197,6 +216,9 @@ def test_several_processes_share_an_engine(starter_model: Path, tokenizer: Token
     with LiveServer.fake(starter_model, server={"api_server_count": 2, "port": port}) as server:
         url = server.wait_until_ready().url
         until(lambda: server.log.count("ready after") == 2, "both processes are ready", server)
+        for _ in range(4):  # whichever process is asked, it tells how the engine started
+            assert "engine: KV cache" in httpx.get(f"{url}/ready").json()["startup_seconds"]
+        assert server.metric("kvasir:startup_seconds", phase="engine: KV cache") > 0
         assert set(asyncio.run(many(url))) == {expected}
         for _ in range(4):  # whichever process is asked, it tells of both
             until(lambda: server.metric("kvasir:generation_tokens_total") == 200, "both are counted")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvasir import starter
 from kvasir.cli.main import main
 from kvasir.cli.run_batch import run_batch
 from kvasir.errors import ConfigError
@@ -174,6 +175,22 @@ def test_from_standard_input_to_standard_output(
     assert batch.run("-", "-") == 0
     (result,) = map(json.loads, capfdbinary.readouterr().out.splitlines())
     assert result["response"]["status_code"] == 200
+
+
+def test_without_a_model_it_is_the_starter_under_its_name(
+    batch: Runner, starter_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_model(asked: Any, config: ServerConfig, flags: Namespace) -> int:
+        assert asked.model.model == str(starter_model)
+        asked = fake_config(vocab_size=49152, max_model_len=512, tokenizer=asked.model.model)
+        return run_batch(asked, config, flags, ECHO)
+
+    monkeypatch.setattr("kvasir.cli.run_batch.run_batch", without_model)
+    monkeypatch.setattr(starter, "find_starter_model", lambda: starter_model)
+    batch.input.write_text(line("a", prompt="x", model=starter.NAME, **words(2)))
+    assert main(["run-batch", "-i", str(batch.input), "-o", str(batch.output), "--disable-tqdm"]) == 0
+    (result,) = map(json.loads, batch.output.read_text().splitlines())
+    assert result["response"]["body"]["model"] == starter.NAME
 
 
 def test_files_that_cannot_be(batch: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

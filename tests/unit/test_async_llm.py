@@ -347,6 +347,7 @@ def test_two_clients_share_an_engine() -> None:
 def test_an_attached_client_learns_that_the_engine_is_gone() -> None:
     with engine() as llm:
         other = AsyncLLM.attach(llm.address)
+        assert "KV cache" in llm.startup_seconds == other.startup_seconds
         assert run(last(other, tokens(4), greedy(5))).outputs[0].token_ids == expected([4], 5)
         assert run(last(llm, tokens(4), greedy(5))).outputs[0].token_ids == expected([4], 5)
         address = llm.address

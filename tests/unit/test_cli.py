@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 import kvasir
+from kvasir import vllm_settings
 from kvasir.args import EngineArgs
 from kvasir.cli import main as cli
 from kvasir.config import all_settings
@@ -98,6 +99,10 @@ def test_a_subcommands_help_shows_every_setting(command: ModuleType, capsys: pyt
         (["trial", "m", "--trust-remote-code"], "trust_remote_code=True is not available"),
         (["trial", "m", "--no-such-flag"], "--no-such-flag is not a flag of this command."),
         (["trial", "--modle", "m"], "--modle is not a flag of this command. Did you mean --model"),
+        (["trial", "m", "--max-loras", "4"], "--max-loras is a flag of vLLM that Kvasir does not have yet.\n"),
+        (["trial", "m", "--no_enable_sleep_mode"], "--no-enable-sleep-mode is a flag of vLLM that Kvasir does not"),
+        (["trial", "m", "--compilation-config.mode=3"], "--compilation-config.mode is a flag of vLLM that Kvasir does"),
+        (["trial", "m", "-O3"], "-O3 is a flag of vLLM that Kvasir does not have yet.\n"),
         (["trial", "m", "--config", "absent.yaml"], "absent.yaml cannot be read"),
         (["nothing"], "invalid choice: 'nothing'"),
         ([], "required: COMMAND"),
@@ -113,6 +118,21 @@ def test_what_is_wrong_is_said_in_one_line(
     shown = capsys.readouterr().err
     assert status == 2
     assert shown.startswith("kvasir: error: ") and shown.count("\n") == 1 and message in shown
+
+
+def test_what_kvasir_has_is_not_said_to_be_missing() -> None:
+    flags = {flag for name in cli.COMMANDS for flag in cli._flags(cli._parser([name]))}
+    names = {flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags if flag.startswith("--")}
+    assert not names & vllm_settings.NAMES and not flags & vllm_settings.SHORT_FLAGS
+    assert not all_settings().keys() & vllm_settings.NAMES
+
+
+def test_settings_of_vllm_that_are_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="^max_loras is a setting of vLLM that Kvasir does not have yet.$"):
+        EngineArgs("m", max_loras=4)
+    (tmp_path / "config.yaml").write_text("max-loras: 4\n")
+    with pytest.raises(ConfigError, match="config.yaml: max-loras is a setting of vLLM that Kvasir does not"):
+        EngineArgs.add_cli_args(ArgumentParser()).parse_args(["--config", str(tmp_path / "config.yaml")])
 
 
 def test_a_bad_environment_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,6 +107,10 @@ def test_contradictions_are_refused() -> None:
         SamplingParams(n=2, temperature=0)
     with pytest.raises(RequestError, match="best_of must be between 3"):
         SamplingParams(n=3, best_of=2)
+    with pytest.raises(RequestError, match="top_ema_p does nothing without top_ema_d: set both, or neither."):
+        SamplingParams(top_ema_p=0.5)
+    with pytest.raises(RequestError, match="top_ema_d does nothing without top_ema_p: set both, or neither."):
+        SamplingParams(top_ema_d=2)
     with pytest.raises(RequestError, match="detokenize=True"):
         SamplingParams(stop="END", detokenize=False)
 

@@ -30,10 +30,11 @@ def sonnet(path: str, **lengths: Any) -> Sonnet:
 
 def sharegpt(path: str, output_len: int | None = None) -> Pairs:
     """[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}, ...]"""
+    text = _read(path)
     try:
         pairs = [
             (str(turns[0]["value"]), str(turns[1]["value"]))
-            for entry in json.loads(_read(path))
+            for entry in json.loads(text)
             if len(turns := entry.get("conversations") or entry.get("conversation") or []) >= 2
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:

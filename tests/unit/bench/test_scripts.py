@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from importlib import import_module
@@ -78,6 +79,54 @@ def test_the_process_boundary_is_measured(tmp_path: Path) -> None:
     for figure in figures:
         assert figure["running"] == 8 and figure["bare_step_us"] > 0 and 0 < figure["step_us"] < figure["turn_us"]
         assert 0 < figure["latency_us"] <= figure["latency_p99_us"] and figure["decode_us"] > 0
+
+
+# ---------------------------------------------------------------- policies in simulated time
+
+
+def run_script(name: str, *arguments: object) -> list[str]:
+    """The lines that a script under benchmarks/ prints."""
+    command = [sys.executable, str(BENCHMARKS / name), *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.splitlines()
+
+
+def test_policies_are_compared(tmp_path: Path) -> None:
+    trace, figures = tmp_path / "trace.csv", tmp_path / "figures.json"
+    jobs = [f"2023-11-16 18:15:{i:02}.0000000,{300 + 20 * i},{30 + i}" for i in range(30)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *jobs]))
+    small = ["--requests", 24, "--loads", "1,4", "--blocks", 256, "--few-blocks", 80]
+    shown = run_script("scheduling.py", "--trace", trace, *small, "--json", figures)
+    assert shown[0].startswith("24 requests of trace.csv; the device serves ")
+    found = json.loads(figures.read_text())
+    policies = ["fcfs", "fcfs, at most 256 wait", "priority", "priority, aging 50 s", "wrr"]
+    rows = found["latencies"]
+    assert [(row["load"], row["policy"]) for row in rows] == [(load, name) for load in (1, 4) for name in policies]
+    assert all(0 < row["TTFT p50"] <= row["p99"] <= row["p99 "] for row in rows), "the end comes after the beginning"
+    assert rows[0]["TTFT p50"] < rows[5]["TTFT p50"], "under four times the load everybody waits longer"
+    assert [row["policy"][:8] for row in found["deadlines"]] == ["fcfs", "deadline", "deadline"] * 2
+    assert all(0 <= row["in time %"] <= 100 for row in found["deadlines"])
+    least, *_, most = found["watermarks"]
+    assert least["preemptions"] > most["preemptions"], "what the watermark is for"
+    for row in found["latencies"] + found["deadlines"]:
+        assert any(line.split()[:2] == [str(row["load"]), row["policy"].split()[0]] for line in shown)
+    assert sum(line[:1].isdigit() for line in shown[1:]) == 10 + 6 + 5, "a line for each"
+
+
+# ---------------------------------------------------------------- the API process's ceiling
+
+
+def test_the_api_ceiling_is_measured(starter_model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    figures = tmp_path / "figures.jsonl"
+    load = ["--clients", 1, 2, "--tokens", 20, "--step-ms", 0, "--seconds", 0.1, "--port", port]
+    shown = run_script("api_ceiling.py", "--tokenizer", starter_model, *load, "--json", figures)
+    assert "engine step 0 ms" in shown and shown[2].split()[:2] == ["clients", "tokens/s"]
+    found = [json.loads(line) for line in figures.read_text().splitlines()]
+    assert [line.split()[0] for line in shown[3:]] == ["1", "2"] and [row["clients"] for row in found] == [1, 2]
+    for row in found:
+        assert row["rate"] > 0 and row["per_core"] > 0 and row["api_cpu"] > 0
+        assert row["tokens_per_chunk"] >= 1, "every chunk has a token"
 
 
 # ---------------------------------------------------------------- the record

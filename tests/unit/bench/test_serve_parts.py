@@ -210,6 +210,8 @@ def test_sharegpt_takes_lengths_from_the_known_answers(tokenizer: Tokenizer, tmp
     file.write_text("{}")
     with pytest.raises(ConfigError, match="ShareGPT's form|holds no conversation"):
         files.sharegpt(str(file))
+    with pytest.raises(ConfigError, match=r"^--dataset-path /nope cannot be read"):
+        files.sharegpt("/nope")
 
 
 # ---------------------------------------------------------------- traces

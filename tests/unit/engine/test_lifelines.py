@@ -56,7 +56,7 @@ def world() -> Iterator[World]:
 def test_a_client_that_leaves_before_it_is_answered_does_no_harm(world: World) -> None:
     world.introduce(None, leaves=True)
     assert list(world.lifelines.clients) == [0]
-    number, _ = world.introduce(None).recv()
+    number, *_ = world.introduce(None).recv()
     assert set(world.lifelines.clients) == {0, number}
     world.owner.close()
     world.lifelines._look()

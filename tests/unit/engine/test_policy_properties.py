@@ -20,7 +20,7 @@ from kvasir.engine.request import Request
 from kvasir.errors import RequestError
 from kvasir.executor.fake import DelayExecutor
 from kvasir.messages import BeamSpec, FinishReason, StepPlan, Terms
-from tests.builders import Clock, Collector, ScoringExecutor, check_blocks, expected, make_core, request, run
+from tests.builders import Clock, Collector, ScoringExecutor, Turns, check_blocks, expected, make_core, request, run
 
 MAX_LEN = 40
 AGING_SECONDS, AGING_BEST, DEFAULT_DEADLINE = 8.0, -1, 20.0
@@ -139,6 +139,11 @@ def test_any_load_under_any_policy(
         watermark=watermark,
         policy=POLICIES["priority" if name == "aging" else name](make_context(clock, name)),
     )
+    serve(core, name, clock, load)
+
+
+def serve(core: EngineCore, name: str, clock: Clock, load: list[Arrival]) -> None:
+    """Let all of them come and be answered; whatever they ask for, they get their text and nothing is left."""
     clock.tick(core)
     check_order(core, name, clock)
     got, aborted, deadlines = Collector(), set[int](), dict[int, float]()
@@ -178,17 +183,69 @@ def test_any_load_under_any_policy(
             assert got.errors[key] and deadlines[key] < float("inf")
     pool, stats = core.scheduler.cache.pool, core.stats()
     assert pool.num_used == 0 and pool.num_free == pool.usable and stats.num_waiting_tokens == 0
+    assert stats.host_used_blocks == 0, "nothing is kept for those who have ended, waiting or not"
     event(f"preemptions: {stats.preemptions > 0}")
     event(f"held back: {stats.held_back > 0}")
     timeouts = sum(reason is FinishReason.TIMEOUT for reason in got.reasons.values())
     assert stats.timeouts_waiting + stats.timeouts_running == timeouts
 
 
+crowds = st.builds(
+    replace,
+    arrivals,
+    max_tokens=st.integers(8, 16),
+    patience=st.none() | st.integers(10, 120),
+    abort_after=st.none() | st.integers(4, 60),
+    steps_before=st.integers(0, 1),
+)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_every_policy_preempts_and_the_text_is_the_same(name: str) -> None:
+@settings(max_examples=settings().max_examples // 4)
+@given(
+    load=st.lists(crowds, min_size=5, max_size=10),
+    block_size=st.sampled_from([1, 2, 4]),
+    spare_blocks=st.integers(0, 4),
+    budget=st.integers(16, 64),
+    caching=st.booleans(),
+    lookahead=st.sampled_from([0, 1]),
+    host=st.sampled_from([(200, 0), (200, 0), (6, 0), (4, 5)]),
+    answers=st.sampled_from([[True], [True], [True, False]]),
+)
+def test_any_policy_with_rows_that_wait_in_host_memory(
+    name: str,
+    load: list[Arrival],
+    block_size: int,
+    spare_blocks: int,
+    budget: int,
+    caching: bool,
+    lookahead: int,
+    host: tuple[int, int],
+    answers: list[bool],
+) -> None:
+    clock = Clock()
+    core = make_core(
+        lookahead,
+        num_blocks=-(-MAX_LEN // block_size) + 1 + spare_blocks,
+        block_size=block_size,
+        max_num_seqs=6,
+        budget=budget,
+        max_model_len=MAX_LEN,
+        caching=caching,
+        policy=POLICIES["priority" if name == "aging" else name](make_context(clock, name)),
+        host=host if caching else (host[0], 0),
+        choice=Turns(answers),
+    )
+    serve(core, name, clock, load)
+    event(f"swapped: {core.stats().swapped_in_blocks > 0}")
+
+
+@pytest.mark.parametrize("host", [(0, 0), (100, 0)], ids=["recomputed", "swapped"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_policy_preempts_and_the_text_is_the_same(name: str, host: tuple[int, int]) -> None:
     clock, rng, got = Clock(), np.random.default_rng(5), Collector()
     policy = POLICIES["priority" if name == "aging" else name](make_context(clock, name))
-    core = make_core(1, num_blocks=14, max_model_len=MAX_LEN, policy=policy)
+    core = make_core(1, num_blocks=14, max_model_len=MAX_LEN, policy=policy, host=host)
     clock.tick(core)
     check_order(core, name, clock)
     texts = dict[int, tuple[list[int], int]]()
@@ -202,7 +259,10 @@ def test_every_policy_preempts_and_the_text_is_the_same(name: str) -> None:
     while core.has_work():
         got.take(core.run_step())
     assert got.tokens == {key: expected(prompt, max_tokens) for key, (prompt, max_tokens) in texts.items()}
-    assert core.stats().preemptions > 5 and core.stats().num_used_blocks == 0
+    stats = core.stats()
+    assert stats.preemptions > 5 and stats.num_used_blocks == stats.host_used_blocks == 0
+    assert stats.swapped_preemptions == (stats.preemptions if host[0] else 0)
+    assert (stats.swapped_in_blocks > 0, stats.recomputed_tokens > 0) == ((True, False) if host[0] else (False, True))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvasir import metrics
 from kvasir.errors import RequestError
 from kvasir.messages import FinishReason, StepResult
 from tests.builders import Clock, check_blocks, expected, make_core, make_scheduler, request, run
@@ -26,6 +27,16 @@ def test_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
     got = run(core)
     assert sizes[:4] == [8, 8, 8, 6]
     assert got.tokens[0] == expected(LONG, 4)
+
+
+def test_steps_are_counted_by_their_tokens() -> None:
+    core = make_core(budget=8)
+    core.add(request(0, LONG, 4))
+    run(core)  # steps of 8, 8, 8 and 6 tokens, and three of one
+    one, eight = metrics.step_histogram(core.stats()), metrics.step_histogram(metrics.sum_stats([core.stats()] * 8))
+    assert (one.sum, one.count, one.buckets["1.0"], one.buckets["8.0"], one.buckets["16.0"]) == (33, 7, 3, 7, 7)
+    assert (eight.sum, eight.count, eight.buckets["1.0"]) == (8 * 33, 8 * 7, 8 * 3)
+    assert list(one.buckets)[-2:] == ["16384.0", "+Inf"]
 
 
 def test_decodes_go_on_while_a_long_prompt_is_chunked() -> None:

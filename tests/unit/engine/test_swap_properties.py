@@ -6,14 +6,14 @@ copied too late, to the wrong place or from one that was given away changes the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvasir.engine.core import EngineCore
-from tests.builders import Collector, check_blocks, expected, make_core, request
+from tests.builders import Collector, Turns, check_blocks, expected, make_core, request
 
 MAX_LEN = 48
 
@@ -25,18 +25,6 @@ class Now:
     step: int
     what: str  # "abort" or "fork" the request, "reset" the cache, "break" the step off
     key: int
-
-
-@dataclass
-class Turns:
-    """Swaps or recomputes as it is told, in turn."""
-
-    answers: list[bool]
-    asked: int = field(default=0)
-
-    def pays(self, num_blocks: int, num_tokens: int) -> bool:
-        self.asked += 1
-        return self.answers[self.asked % len(self.answers)]
 
 
 texts = st.builds(

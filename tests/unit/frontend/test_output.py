@@ -476,3 +476,12 @@ def test_a_stop_string_ends_one_branch_and_the_request_ends_with_the_last(fronte
     [output], _ = frontend.step({0: [WORD["he"]], 2: [WORD["he"]]}, end(0), end(2))
     assert output.finished and [branch.index for branch in output.outputs] == [0, 2]
     assert len(frontend.output) == 0 and frontend.output.metrics.prompt_tokens == 1
+
+
+def test_the_longest_branch_is_told_of(frontend: Frontend) -> None:
+    _, states = process_all(frontend.input, "r", [WORD["wo"]], SamplingParams(n=2), iter(range(2)), 50.0)
+    assert isinstance(states, list)
+    frontend.output.add(*states, num_returned=2)
+    frontend.step({0: [WORD["he"]], 1: [WORD["he"]]}, end(0))
+    [output], _ = frontend.step({1: [WORD["lo"], WORD["lo"]]}, end(1))
+    assert output.metrics is not None and output.metrics.max_num_generation_tokens == 3
