@@ -111,7 +111,7 @@ class ResponseJob:
             self.response.status = "cancelled"
         if self.stored is not None:
             self.stored.run = None
-            self.store.keep(self.stored)
+            self.store.update(self.stored)
 
 
 async def _run(state: ServerState, call: Call, body: ResponsesRequest, messages: list[Message]) -> Run:

@@ -58,10 +58,11 @@ async def cancel_response(response_id: str, state: State, call: TheCall) -> Resp
 
 @router.delete("/v1/responses/{response_id}", responses=answers(ResponseReply))
 async def delete_response(response_id: str, state: State, call: TheCall) -> Response:
+    """Forget a response; one that runs is ended, too."""
     found = _find(state, response_id, call)
+    state.responses.delete(response_id, call.key)
     if found.run is not None:
         await found.run.cancel()
-    state.responses.delete(response_id, call.key)
     return reply({"id": response_id, "object": "response.deleted", "deleted": True})
 
 

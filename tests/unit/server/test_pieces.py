@@ -184,6 +184,29 @@ def test_the_store_is_bounded_by_number_and_bytes() -> None:
     assert len(small) == 0 and small.num_bytes == 0
 
 
+def test_what_was_deleted_while_it_ran_does_not_come_back() -> None:
+    store, running = ResponseStore(2), stored(0, running=True)
+    store.keep(running)
+    store.delete("r0", Key("alice"))
+    running.run = None
+    store.update(running)
+    assert len(store) == 0 and store.num_bytes == 0
+
+
+def test_a_store_full_of_running_ones_takes_no_more_into_the_background() -> None:
+    store, more = ResponseStore(1), stored(1, running=True)
+    first = stored(0, running=True)
+    store.keep(first)
+    more.response.background = True
+    with pytest.raises(ApiError, match="--max-stored-responses") as caught:
+        store.keep(more)
+    assert caught.value.status == 429 and len(store) == 1
+    first.run = None
+    store.update(first)
+    store.keep(more)
+    assert store.find("r1", Key("alice")) is more and len(store) == 1
+
+
 # ---------------------------------------------------------------- streams
 
 
