@@ -90,6 +90,7 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_generation_tokens: int = 0
+    num_unreturned_tokens: int = 0  # generated for completions that were not among the best; known at the end
 
     @property
     def time_to_first_token(self) -> float | None:

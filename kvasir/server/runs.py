@@ -18,6 +18,7 @@ from kvasir.prompts import TokensPrompt
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 from kvasir.server import run_log
 from kvasir.server.calls import Call
+from kvasir.server.charges import Uncounted
 from kvasir.server.errors import ApiError, as_api_error, timed_out
 from kvasir.server.fair_sizes import check_sizes
 from kvasir.server.schema.usage import PromptTokensDetails, Usage
@@ -44,7 +45,8 @@ class Run:
     params: SamplingParams
     terms: Terms = field(default_factory=Terms)
     num_prompt_tokens: int = 0
-    num_generated: int = 0
+    num_generated: int = 0  # for all completions, those that best_of drops among them
+    num_unreturned: int = 0  # of these, for the ones that were dropped
     num_cached: int = 0
     first_token: float | None = None  # seconds after arrival; None unless it streams
     reasons: list[str] = field(default_factory=list)  # how its completions ended
@@ -52,10 +54,14 @@ class Run:
     cancelled: bool = False  # by its client
     engine: AsyncLLM = field(init=False)  # asked for once: while the server drains, no new request gets it
     _last_token: float = 0.0
+    _uncounted: Uncounted = field(init=False)
 
     def __post_init__(self) -> None:
         self.engine = self.state.engine
-        self.num_prompt_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in self.prompts)
+        lengths = [len(prompt["prompt_token_ids"]) for prompt in self.prompts]
+        self.num_prompt_tokens = sum(lengths)
+        config = self.engine.config
+        self._uncounted = Uncounted(self.params, lengths, config.model.max_model_len, config.scheduler.stream_interval)
         most = self.state.config.request_timeout
         if most is not None:
             self.terms.timeout = most if self.terms.timeout is None else min(most, self.terms.timeout)
@@ -168,6 +174,11 @@ class Run:
     def _note_end(self, output: RequestOutput) -> None:
         cached, times = output.num_cached_tokens or 0, output.metrics
         self.num_cached += cached
+        self._uncounted.ended(output)
+        if times is not None and times.num_unreturned_tokens:
+            self.num_unreturned += times.num_unreturned_tokens
+            self.num_generated += times.num_unreturned_tokens
+            self.state.metrics.tally.generated += times.num_unreturned_tokens
         generated = times.num_generation_tokens if times is not None else 0
         self.state.metrics.ended(times, len(output.prompt_token_ids), cached, generated)
         for each in output.outputs:
@@ -177,18 +188,20 @@ class Run:
 
     def _end(self, error: ApiError | None) -> None:
         self.state.ended(self)
-        self.state.limits.release(self.call.key, self.num_generated)
         is_disconnect = error is not None and error.cause == "disconnect"
+        left_early = is_disconnect or "abort" in self.reasons
+        self.state.limits.release(self.call.key, self.num_generated + (self._uncounted.num_tokens if left_early else 0))
         if error is not None and not (is_disconnect and self.reasons):  # who leaves after the end fails nothing
             self.state.metrics.failed(error.cause)
             error.counted = True
         run_log.ended(self, error)
 
     def usage(self) -> Usage:
+        returned = self.num_generated - self.num_unreturned  # which is what OpenAI counts
         usage = Usage(
             prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=self.num_generated,
-            total_tokens=self.num_prompt_tokens + self.num_generated,
+            completion_tokens=returned,
+            total_tokens=self.num_prompt_tokens + returned,
         )
         if self.state.config.enable_prompt_tokens_details:
             usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=self.num_cached)

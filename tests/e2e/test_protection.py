@@ -33,6 +33,8 @@ def guarded(starter_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
             {"name": "bob", "key": "sk-bob", "requests_per_minute": 2},
             {"name": "carol", "key": "sk-carol", "tokens_per_minute": 40},
             {"name": "dave", "key": "sk-dave", "max_concurrent": 1},
+            {"name": "erin", "key": "sk-erin", "tokens_per_minute": 300},
+            {"name": "frank", "key": "sk-frank", "tokens_per_minute": 1000},
         ]
     }
     file = tmp_path_factory.mktemp("keys") / "keys.yaml"
@@ -129,6 +131,26 @@ def test_tokens_per_minute(guarded: LiveServer) -> None:
     assert first.status_code == 200
     assert first.json()["usage"]["total_tokens"] > 40
     assert post(guarded, "sk-carol").status_code == 429
+
+
+def test_tokens_that_are_not_returned_count_too(guarded: LiveServer) -> None:
+    reply = post(guarded, "sk-erin", best_of=8, max_tokens=50, ignore_eos=True)
+    assert reply.json()["usage"]["completion_tokens"] == 50, "as OpenAI counts"
+    guarded.wait_for_log("ended: length, [0-9]+ tokens in, 400 out.* key erin")
+    assert post(guarded, "sk-erin").status_code == 429
+
+
+def test_who_leaves_early_is_charged_what_was_asked_for(guarded: LiveServer) -> None:
+    async def ask_and_leave() -> None:
+        task = asyncio.create_task(complete(guarded, "sk-frank", max_tokens=1900))
+        await loaded(guarded, "sk-first", running=1)
+        task.cancel()
+
+    asyncio.run(ask_and_leave())
+    guarded.wait_for_log("ended: disconnect.* key frank")
+    refused = post(guarded, "sk-frank")
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) > 30, "far more than its prompt"
 
 
 def test_requests_at_once(guarded: LiveServer) -> None:
