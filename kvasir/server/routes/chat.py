@@ -61,7 +61,8 @@ class ChatJob:
 
     @property
     def writer(self) -> LogprobWriter:
-        return LogprobWriter(self.run.engine.tokenizer, bool(self.body.return_tokens_as_token_ids))
+        as_ids, named = bool(self.body.return_tokens_as_token_ids), self.body.logprob_token_ids
+        return LogprobWriter(self.run.engine.tokenizer, as_ids, named)
 
     def chunks(self) -> ChatChunks:
         options = self.body.stream_options

@@ -31,6 +31,8 @@ class CompletionRequest(Sampling):
     def _consistent(self) -> CompletionRequest:
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "stream_options is for streams: set stream to true or leave it out.")
+        if self.logprob_token_ids and self.logprobs is None:
+            raise invalid("logprob_token_ids", "logprob_token_ids needs logprobs: set it to 0 or more.")
         if self.max_tokens == 0 and not self.echo:
             raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo.")
         if self.prompt in ([], [[]]):

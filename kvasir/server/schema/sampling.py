@@ -46,7 +46,9 @@ class Sampling(Body):
     allowed_token_ids: TokenIds | None = None
     forbidden_token_ids: TokenIds | None = None
     bad_words: list[str] | None = None
-    logprob_token_ids: TokenIds | None = None
+    logprob_token_ids: TokenIds | None = Field(
+        default=None, description="With logprobs: these tokens are the alternatives, in place of the likeliest."
+    )
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
