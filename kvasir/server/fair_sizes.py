@@ -1,7 +1,8 @@
 """How much of the event loop's time and memory one request may take by its parameters alone.
 
 Stop strings are looked for in every piece of text, and every beginning of one is kept; a pattern of repetitions costs a
-comparison for each of its lengths at every token; a log-probability is written at every token. Offline that is the caller's own affair; here others wait.
+comparison for each of its lengths at every token, and every log-probability asked for is written at every token.
+Offline that is the caller's own affair; here others wait.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ def sampling_params(
     """Wrong values raise a RequestError that names the field. Bodies need not have all fields."""
     _check_top_logprobs(state, getattr(body, "top_logprobs", None))
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name, None)) is not None}
+    _check_stream(given, stream)
     if not given.get("use_beam_search"):  # a search samples nothing
         defaults = state_defaults(state)
         given = {**{name: getattr(defaults, name) for name in _DEFAULTED}, **given}
@@ -39,6 +40,19 @@ def _check_top_logprobs(state: ServerState, asked: int | None) -> None:
     if asked is not None and asked > most >= 0:
         message = f"top_logprobs={asked} is more than this server gives: --max-logprobs is {most}."
         raise RequestError(message, "top_logprobs")
+
+
+def _check_stream(given: dict[str, Any], stream: bool) -> None:
+    """What only a stream can do, or only an answer that is whole."""
+    if "stream_interval" in given and not stream:
+        message = "stream_interval is for streams: set stream to true or leave it out."
+        raise RequestError(message, "stream_interval")
+    drops_some = given.get("best_of", 1) > given.get("n", 1) and not given.get("use_beam_search")
+    if stream and drops_some:
+        message = (
+            "best_of more than n does not go with stream, as the best are known at the end: leave one of them out."
+        )
+        raise RequestError(message, "best_of")
 
 
 def state_defaults(state: ServerState) -> SamplingParams:

@@ -84,7 +84,7 @@ class Run:
             error = ApiError(499, "the client went away", "disconnect")
             raise
         except Exception as raised:
-            error = as_api_error(raised)
+            error = as_api_error(_as_clients_know_it(raised))
             raise error from raised
         finally:
             await source.aclose()
@@ -134,11 +134,19 @@ class Run:
         check_sizes(self.params)
         asked, most = len(self.prompts) * self.params.num_branches, self.state.config.max_choices
         if asked > most:
-            raise RequestError(f"{asked} completions are asked for at once; this server gives at most {most}.", "n")
+            message = f"{asked} completions are asked for at once; this server gives at most {most}."
+            raise RequestError(message, self._many)
         policy = self.engine.config.scheduler.scheduling_policy
         if self.terms.priority and policy != "priority" and ":" not in policy:
             message = f"priority needs --scheduling-policy priority; this server orders its queue by {policy}."
             raise RequestError(message, "priority")
+
+    @property
+    def _many(self) -> str:
+        """The parameter that makes this request large."""
+        if self.params.num_branches < len(self.prompts):
+            return "prompt"
+        return "n" if self.params.best_of is None else "best_of"
 
     def check(self, output: RequestOutput) -> None:
         """Raise what ended a request that has no answer to show for it."""
@@ -206,6 +214,13 @@ class Run:
         if self.state.config.enable_prompt_tokens_details:
             usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=self.num_cached)
         return usage
+
+
+def _as_clients_know_it(error: Exception) -> Exception:
+    """The engine's extra_args have another name over HTTP, which is vLLM's."""
+    if isinstance(error, RequestError) and error.parameter == "extra_args":
+        return RequestError(str(error).replace("extra_args", "vllm_xargs"), "vllm_xargs")
+    return error
 
 
 async def _only(part: AsyncGenerator[RequestOutput, None]) -> Outputs:

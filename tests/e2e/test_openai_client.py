@@ -153,11 +153,12 @@ def test_instructions(client: openai.OpenAI, tokenizer: Tokenizer, role: str) ->
     assert reply.choices[0].message.content == echoed(tokenizer, ids, 5)
 
 
-def test_a_tool_message_is_read(client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("content", ["", None])
+def test_a_tool_message_is_read(client: openai.OpenAI, content: str | None) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     messages = [
         *MESSAGES,
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "2"},
     ]
     reply = client.chat.completions.create(model="fake", messages=messages, max_tokens=3)  # type: ignore[arg-type]
@@ -251,9 +252,15 @@ def test_truncation(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
         ({"prompt_embeds": "x"}, "prompt_embeds"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
         ({"tempereture": 1}, "tempereture"),
-        ({"prompt": [999999]}, "prompt_token_ids"),
+        ({"prompt": [999999]}, "prompt"),
+        ({"prompt": [[1], [1 << 80]]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"stream_interval": 3}, "stream_interval"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
         ({"truncate_prompt_tokens": 99999}, "truncate_prompt_tokens"),
-        ({"vllm_xargs": {"a": 1}}, "extra_args"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
         ({"seed": 2**70}, "seed"),
     ],
     ids=str,
@@ -263,7 +270,68 @@ def test_what_is_wrong_is_named(fake_server: LiveServer, wrong: dict[str, object
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == param
-    assert param in error["message"] or param in ("prompt", "prompt_token_ids")
+    assert param in error["message"] or param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"prompt": ["a", 1]},
+            "prompt must be a string, a list of strings, a list of token ids or a list of such lists.",
+        ),
+        ({"logit_bias": {"x": 1}}, "logit_bias must have token ids as keys, not 'x'."),
+        (
+            {"best_of": 3, "stream": True},
+            "best_of more than n does not go with stream, as the best are known at the end: leave one of them out.",
+        ),
+        (
+            {"prompt_logprobs": -1},
+            "prompt_logprobs=-1 means the whole vocabulary of 49152 tokens, "
+            "which is more than the engine's max_logprobs=20.",
+        ),
+        (
+            {"vllm_xargs": {"a": 1}},
+            "vllm_xargs are for start-up logits processors with a for_request method; this engine has none.",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_in_the_clients_words(
+    fake_server: LiveServer, wrong: dict[str, object], message: str
+) -> None:
+    reply = httpx.post(f"{fake_server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2, **wrong})
+    assert reply.json()["error"]["message"] == message
+
+
+def test_a_body_that_is_no_text(fake_server: LiveServer) -> None:
+    headers = {"Content-Type": "application/json"}
+    reply = httpx.post(f"{fake_server.url}/v1/completions", content=b'{"prompt": "\xff"}', headers=headers)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == "The body is not valid JSON: it is not UTF-8."
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES, "documents": [{"text": "T"}]}, "documents"),
+        ("/tokenize", {"messages": MESSAGES, "documents": [{"text": "T"}]}, "documents"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "reasoning_effort": "low"}, "reasoning_effort"),
+        ("/v1/responses", {"input": "Hi", "reasoning": {"effort": "low"}}, "reasoning"),
+    ],
+)
+def test_what_the_template_does_not_read_is_refused(
+    fake_server: LiveServer, path: str, body: dict[str, object], param: str
+) -> None:
+    reply = httpx.post(fake_server.url + path, json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+    assert "template does not read it" in reply.json()["error"]["message"]
+
+
+def test_a_wrong_input_goes_by_its_name(fake_server: LiveServer) -> None:
+    body = {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}
+    reply = httpx.post(f"{fake_server.url}/v1/responses", json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "input"
 
 
 def test_a_chats_number_of_alternatives_goes_by_its_name(fake_server: LiveServer) -> None:

@@ -184,7 +184,12 @@ def test_bodies_and_prompts_have_limits(guarded: LiveServer) -> None:
     assert httpx.post(url, content=pieces(), headers=headers).status_code == 413
     reply = post(guarded, messages=[{"role": "user", "content": "word " * 400}])
     assert reply.status_code == 413 and "--max-prompt-tokens" in reply.json()["error"]["message"]
-    assert post(guarded, n=9).status_code == 400
+    for many, param in (({"n": 9}, "n"), ({"best_of": 9}, "best_of"), ({"prompt": ["a"] * 5, "n": 2}, "prompt")):
+        body = {"prompt": "a", "max_tokens": 1, **many}
+        reply = httpx.post(f"{guarded.url}/v1/completions", json=body, headers=headers)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    reply = post(guarded, logprobs=True, logprob_token_ids=[1] * 1025)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "logprob_token_ids")
 
 
 # ---------------------------------------------------------------- time

@@ -46,7 +46,6 @@ class ChatJob:
     async def make(cls, state: ServerState, call: Call, body: ChatRequest) -> ChatJob:
         model = state.check_model(body.model)
         maker = PromptMaker(state, body.truncate_prompt_tokens, body.cache_salt)
-        maker.check_reads("reasoning_effort", body.reasoning_effort)
         variables = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
         if state.config.exclude_tools_when_tool_choice_none:
             body.tools = None
