@@ -62,7 +62,10 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             message = "continue_final_message goes on with the last message, add_generation_prompt opens one: set one."
             raise RequestError(message, "continue_final_message")
-        chat = [self._as_template_reads(message) for message in _checked(messages)]
+        given = _checked(messages)
+        if continue_final_message and given[-1].get("content") is None:
+            raise _nothing_to_continue()
+        chat = [self._as_template_reads(message) for message in given]
         arguments = {
             "tools": _plain_mappings("tools", tools),
             "documents": _plain_mappings("documents", documents),
@@ -117,9 +120,9 @@ class ChatTemplate:
             return {**message, "content": [{"type": "text", "text": text} for text in texts]}
         if isinstance(content, str) and self._shows_parts and not self._shows_strings:
             return {**message, "content": [{"type": "text", "text": content}]}
-        takes_null = self._takes_null_with_calls if message.get("tool_calls") else self._takes_null
-        if content is None and not takes_null:
-            return {**message, "content": ""}
+        if content is None:
+            takes_null = self._takes_null_with_calls if message.get("tool_calls") else self._takes_null
+            return {**message, "content": None if takes_null else ""}
         return message
 
     # What a template can show is found by trying it.
@@ -221,7 +224,12 @@ def _tag_end(message: Message) -> str:
     if isinstance(content, str):
         message["content"] = content + _CONTINUE_TAG
         return content
-    raise RequestError("continue_final_message is set, but the final message has no text.", "continue_final_message")
+    raise _nothing_to_continue()
+
+
+def _nothing_to_continue() -> RequestError:
+    message = "continue_final_message is set, but the final message has no text."
+    return RequestError(message, "continue_final_message")
 
 
 def _with_reasoning_names(message: Message) -> Message:

@@ -7,6 +7,7 @@ from typing import Any
 from kvasir.errors import RequestError
 from kvasir.frontend.input import default_sampling_params
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
+from kvasir.server.calls import GOOD_ID, Call, is_good_id
 from kvasir.server.runs import Terms
 from kvasir.server.schema.base import Body
 from kvasir.server.schema.sampling import SAMPLING_FIELDS, Sampling
@@ -65,6 +66,15 @@ def default_max_tokens(state: ServerState, otherwise: int | None) -> int | None:
     """What a request gets that names no limit: the generation config's, or else `otherwise`."""
     configured: Any = state.engine.config.model.generation.get("max_new_tokens")
     return state_defaults(state).max_tokens if configured is not None else otherwise
+
+
+def take_id(call: Call, body: Sampling) -> None:
+    """The id that a body gives its request is the one that its reply, its header and the log's lines have."""
+    if body.request_id is None:
+        return
+    if not is_good_id(body.request_id):
+        raise RequestError(f"request_id {GOOD_ID}", "request_id")
+    call.id = body.request_id
 
 
 def terms(body: Sampling, user: str | None = None) -> Terms:

@@ -16,7 +16,7 @@ from kvasir.sampling_params import SamplingParams
 from kvasir.server.answers import FINGERPRINT, StrictRoute, answers, reply, stream, unless_gone
 from kvasir.server.calls import Call, TheCall
 from kvasir.server.logprobs import LogprobWriter, prompt_logprobs
-from kvasir.server.params import default_max_tokens, sampling_params, terms
+from kvasir.server.params import default_max_tokens, sampling_params, take_id, terms
 from kvasir.server.prompts import PromptMaker
 from kvasir.server.runs import Run
 from kvasir.server.schema.base import encode
@@ -50,12 +50,12 @@ class CompletionJob:
 
     @classmethod
     async def make(cls, state: ServerState, call: Call, body: CompletionRequest) -> CompletionJob:
+        take_id(call, body)
         model = state.check_model(body.model)
         prompts = await _prompts(state, body)
         params = _params(state, body)
         run = Run(state, call, prompts, params, terms(body, body.user))
-        made_id = f"cmpl-{body.request_id or call.id}"
-        return cls(body, run, model, made_id, int(time.time()), body.max_tokens == 0)
+        return cls(body, run, model, f"cmpl-{call.id}", int(time.time()), body.max_tokens == 0)
 
     def _writer(self, named: Sequence[int] | None = None) -> LogprobWriter:
         return LogprobWriter(self.run.engine.tokenizer, bool(self.body.return_tokens_as_token_ids), named)

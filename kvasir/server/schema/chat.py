@@ -46,7 +46,9 @@ class ChatRequest(Sampling, ChatTemplateFields):
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
-    echo: bool | None = Field(default=None, description="Begin with the last message if it is of the reply's role.")
+    echo: bool | None = Field(
+        default=None, description="Begin with the last message, which must be of the reply's role."
+    )
     reasoning_effort: str | None = Field(
         default=None, description="A variable of the chat template, for those that read it."
     )

@@ -69,9 +69,7 @@ class Sampling(Body):
     )
     priority: int | None = Field(default=None, description="Lower goes first; needs --scheduling-policy priority.")
     timeout: float | None = Field(default=None, gt=0, description="Seconds after which the request ends, done or not.")
-    request_id: str | None = Field(
-        default=None, min_length=1, max_length=128, description="Becomes part of the reply's id."
-    )
+    request_id: str | None = Field(default=None, description="The request's id, as the header X-Request-Id gives it.")
     cache_salt: str | None = Field(default=None, description="Cached prefixes are shared only within one salt.")
     return_token_ids: bool | None = Field(default=None, description="Replies have prompt_token_ids and token_ids.")
     return_tokens_as_token_ids: bool | None = Field(
