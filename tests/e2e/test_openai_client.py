@@ -328,6 +328,42 @@ def test_what_the_template_does_not_read_is_refused(
     assert "template does not read it" in reply.json()["error"]["message"]
 
 
+def test_a_bodys_request_id_is_the_requests_id(fake_server: LiveServer) -> None:
+    asked = {
+        "/v1/completions": {"prompt": "a"},
+        "/v1/chat/completions": {"messages": MESSAGES},
+        "/generate": {"prompt": "a"},
+    }
+    for number, (path, body) in enumerate(asked.items()):
+        name = f"named-{number}"
+        reply = httpx.post(fake_server.url + path, json={**body, "max_tokens": 1, "request_id": name})
+        assert reply.headers["x-request-id"] == name and reply.json().get("id", name).endswith(name)
+        fake_server.wait_for_log(f"{name} arrived: {path}")
+        fake_server.wait_for_log(f"{name} ended: ")
+        for wrong in ("a\nforged line", "x" * 129, ""):
+            reply = httpx.post(fake_server.url + path, json={**body, "request_id": wrong})
+            assert reply.status_code == 400 and reply.json()["error"]["param"] == "request_id"
+
+
+def test_users_stand_in_the_log(fake_server: LiveServer) -> None:
+    asked = {
+        "/v1/completions": {"prompt": "a", "user": "user-0"},
+        "/v1/chat/completions": {"messages": MESSAGES, "safety_identifier": "user-1"},
+        "/v1/messages": {"messages": MESSAGES, "model": "fake", "metadata": {"user_id": "user-2\nforged"}},
+    }
+    for number, (path, body) in enumerate(asked.items()):
+        assert httpx.post(fake_server.url + path, json={**body, "max_tokens": 1}).status_code == 200
+        fake_server.wait_for_log(f"arrived: {path}.* key -, user 'user-{number}")
+        fake_server.wait_for_log(f"ended: .* key -, user 'user-{number}")
+    assert "\nforged" not in fake_server.log
+
+
+def test_echo_needs_something_to_go_on_from(fake_server: LiveServer) -> None:
+    body = {"messages": MESSAGES, "echo": True}
+    reply = httpx.post(f"{fake_server.url}/v1/chat/completions", json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "echo"
+
+
 def test_a_wrong_input_goes_by_its_name(fake_server: LiveServer) -> None:
     body = {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}
     reply = httpx.post(f"{fake_server.url}/v1/responses", json=body)
@@ -423,6 +459,11 @@ def test_generate(fake_server: LiveServer, tokenizer: Tokenizer) -> None:
     assert httpx.post(f"{fake_server.url}/generate", json=body).json()["text"] == [expected]
     lines = httpx.post(f"{fake_server.url}/generate", json={**body, "stream": True}).text.splitlines()
     assert "".join(json.loads(line)["text"][0] for line in lines) == expected
+    assert all("token_ids" not in json.loads(line) for line in lines)
+    more = {**body, "stream": True, "return_token_ids": True}
+    lines = httpx.post(f"{fake_server.url}/generate", json=more).text.splitlines()
+    ids = [token for line in lines for token in json.loads(line)["token_ids"][0]]
+    assert ids == echoed_ids(tokenizer.encode("Once"), 8)
 
 
 def test_a_stream_has_openais_shape(fake_server: LiveServer) -> None:

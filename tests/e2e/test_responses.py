@@ -45,3 +45,12 @@ def test_no_more_run_in_the_background_than_are_stored(server: LiveServer) -> No
     done = create(server, **{**LONG, "max_output_tokens": 2}).json()["id"]
     place = f"{server.url}/v1/responses/{done}"
     until(lambda: httpx.get(place).json()["status"] == "incomplete", "the end of a response", server)
+
+
+@pytest.mark.parametrize("query", ["stream=true", "starting_after=3", "include[]=message.output_text.logprobs", "x=1"])
+def test_a_stored_response_is_asked_for_by_its_id_alone(server: LiveServer, query: str) -> None:
+    place = f"{server.url}/v1/responses/{create(server, input='Hi', max_output_tokens=1).json()['id']}"
+    assert httpx.get(f"{place}?stream=false").status_code == httpx.get(place).status_code == 200
+    refused = httpx.get(f"{place}?{query}")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == query.partition("=")[0].removesuffix("[]")

@@ -90,7 +90,7 @@ class Conversation:
     async def _answer(self, message: Any) -> None:
         if not isinstance(message, dict):
             raise ApiError(400, "The message must be a JSON object, the body of a chat request.", "invalid_request")
-        if message.get("stream", True) not in (True, None):
+        if message.get("stream") is not None and message["stream"] is not True:
             raise ApiError(400, "A WebSocket always streams: leave stream out.", "invalid_request", "stream")
         try:
             body = ChatRequest.model_validate({**message, "stream": True})
