@@ -18,7 +18,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from tests.server_process import LiveServer
+from tests.server_process import LiveServer, until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 SLOW = {"make": "kvasir.executor.fake:delayed", "delay": 0.01, "token": 42}
@@ -301,6 +301,52 @@ def test_a_full_queue_answers_429(starter_model: Path) -> None:
     engine = {"max_num_seqs": 2, "max_queued_requests": 3}
     with LiveServer.fake(starter_model, engine=engine, executor=SLOW) as server:
         asyncio.run(go(server.wait_until_ready()))
+
+
+def test_too_many_queued_tokens_answer_429(starter_model: Path) -> None:
+    async def go(server: LiveServer) -> None:
+        async with taken(server, 1):
+            waiting = asyncio.create_task(complete(server, prompt=[5] * 40))
+            await loaded(server, "any", waiting=1)
+            refused = await complete(server, prompt=[5] * 40)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+            assert "max_queued_tokens=50" in refused.json()["error"]["message"] and refused.headers["retry-after"]
+            short = asyncio.create_task(complete(server, prompt=[5] * 10))
+            await loaded(server, "any", waiting=2)
+        for task in (waiting, short):
+            assert (await task).status_code == 200
+
+    engine = {"max_num_seqs": 1, "max_queued_tokens": 50}
+    with LiveServer.fake(starter_model, engine=engine, executor=SLOW) as server:
+        asyncio.run(go(server.wait_until_ready()))
+
+
+def test_the_servers_time_limit_answers_504(starter_model: Path, tmp_path: Path) -> None:
+    """The engine hangs in the step of one request; the next one's time is over before it has run at all."""
+    gate = tmp_path / "gate"
+
+    async def go(server: LiveServer) -> list[httpx.Response]:
+        gate.touch()
+        asked = []
+        for number in range(2):
+            asked.append(asyncio.create_task(complete(server, timeout=60)))
+            await asyncio.to_thread(server.wait_for_log, "(?s)" + "arrived: /v1/completions.*" * (number + 1))
+        late = time.monotonic() + 0.3
+        await asyncio.to_thread(until, lambda: time.monotonic() > late, "time passes")
+        gate.unlink()
+        return list(await asyncio.gather(*asked))
+
+    server = LiveServer.fake(
+        starter_model,
+        engine={"max_num_seqs": 1},
+        server={"request_timeout": 0.2},
+        executor="tests.e2e.test_life:stuck",
+        environment={"KVASIR_TEST_GATE": str(gate)},
+    )
+    with server:
+        _, second = asyncio.run(go(server.wait_until_ready()))
+    assert (second.status_code, second.json()["error"]["type"]) == (504, "timeout_error")
+    assert second.json()["error"]["message"] == "The request ran out of time after 0.2 s."
 
 
 def test_weights_of_keys_share_the_engine(starter_model: Path, tmp_path: Path) -> None:
