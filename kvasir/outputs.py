@@ -91,6 +91,7 @@ class RequestMetrics:
     finished_time: float | None = None
     num_generation_tokens: int = 0
     max_num_generation_tokens: int = 0  # of the longest of its completions
+    num_unreturned_tokens: int = 0  # generated for completions that were not among the best; known at the end
 
     @property
     def time_to_first_token(self) -> float | None:

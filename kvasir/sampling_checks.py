@@ -110,8 +110,10 @@ def logit_bias(value: object) -> dict[int, float]:
     found = {}
     for token, bias in value.items():
         key = int(token) if isinstance(token, str) and token.isdecimal() else token
+        if isinstance(key, bool) or not isinstance(key, Integral) or key < 0:
+            raise RequestError(f"{name} must have token ids as keys, not {reprlib.repr(token)}.", name)
         limited = number(name, bias, -LARGEST, LARGEST)
-        found[whole(name, key, 0)] = min(BIAS_LIMIT, max(-BIAS_LIMIT, limited))
+        found[int(key)] = min(BIAS_LIMIT, max(-BIAS_LIMIT, limited))
     return found
 
 

@@ -13,9 +13,11 @@ from kvasir.sampling_params import RequestOutputKind
 class BeamState:
     """Cumulative outputs hold the best text so far, which may change; deltas hold what cannot change any more."""
 
-    def __init__(self, state: RequestState, num_returned: int) -> None:
+    def __init__(self, state: RequestState, num_returned: int, width: int) -> None:
         self.state = state
         self.num_returned = num_returned
+        self.width = width
+        self._num_steps = 0  # each generates a token for every beam
 
     def take(self, beam: BeamOutput, tokenizer: Tokenizer | None, now: float) -> RequestOutput | None:
         """What there is to give out."""
@@ -23,6 +25,7 @@ class BeamState:
         if state.metrics.first_token_time is None:
             state.metrics.first_token_time = now
         state.metrics.last_token_time = now
+        self._num_steps = max(self._num_steps, *(len(text.token_ids) for text in beam.hypotheses))
         if beam.finished:
             return self._last(beam, tokenizer)
         best = beam.hypotheses[0]
@@ -48,11 +51,16 @@ class BeamState:
             shown[0] = state.completion(0, _ending(state, best))
             shown[0].cumulative_logprob = best.cumulative_logprob
         state.token_ids = best.token_ids.tolist()
+        self._note_unreturned([len(text.token_ids) for text in beam.hypotheses[: self.num_returned]])
         return state.output(shown, True)
 
     def end(self, ending: Ending) -> RequestOutput:
         """The last output of a search that was broken off: what cannot change any more of its best text."""
+        self._note_unreturned([len(self.state.token_ids)])
         return self.state.output([self.state.completion(0, ending)], True)
+
+    def _note_unreturned(self, returned: list[int]) -> None:
+        self.state.metrics.num_unreturned_tokens = max(0, self._num_steps * self.width - sum(returned))
 
     def _num_hidden(self, text: Hypothesis) -> int:
         """A token that ends the text has no place in it."""

@@ -35,7 +35,10 @@ class Branches:
         first = self.states[0]
         if first.kind is RequestOutputKind.FINAL_ONLY and not self.finished:
             return None
-        shown = self._best() if len(self.states) > self.num_returned else self.states
+        shown = self.states
+        if len(self.states) > self.num_returned:
+            shown = self._best()
+            first.metrics.num_unreturned_tokens = _num_tokens(self.states) - _num_tokens(shown)
         completions = [self._completion(index, state) for index, state in enumerate(shown) if self._has_news(state)]
         return first.output(completions, self.finished) if completions else None
 
@@ -54,3 +57,7 @@ class Branches:
         if ending is not None:
             self._told.add(state.key)
         return state.completion(index, ending)
+
+
+def _num_tokens(states: Sequence[RequestState]) -> int:
+    return sum(len(state.token_ids) for state in states)

@@ -62,7 +62,10 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             message = "continue_final_message goes on with the last message, add_generation_prompt opens one: set one."
             raise RequestError(message, "continue_final_message")
-        chat = [self._as_template_reads(message) for message in _checked(messages)]
+        given = _checked(messages)
+        if continue_final_message and given[-1].get("content") is None:
+            raise _nothing_to_continue()
+        chat = [self._as_template_reads(message) for message in given]
         arguments = {
             "tools": _plain_mappings("tools", tools),
             "documents": _plain_mappings("documents", documents),
@@ -117,24 +120,41 @@ class ChatTemplate:
             return {**message, "content": [{"type": "text", "text": text} for text in texts]}
         if isinstance(content, str) and self._shows_parts and not self._shows_strings:
             return {**message, "content": [{"type": "text", "text": content}]}
+        if content is None:
+            takes_null = self._takes_null_with_calls if message.get("tool_calls") else self._takes_null
+            return {**message, "content": None if takes_null else ""}
         return message
 
     # What a template can show is found by trying it.
 
     @cached_property
     def _shows_strings(self) -> bool:
-        return _PROBE in self._try(_PROBE)
+        return _PROBE in self._try(_user(_PROBE))
 
     @cached_property
     def _shows_parts(self) -> bool:
-        text = self._try([{"type": "text", "text": _PROBE}])
+        text = self._try(_user([{"type": "text", "text": _PROBE}]))
         return _PROBE in text and f"{_PROBE}'" not in text and f'{_PROBE}"' not in text  # a quote: the list was printed
 
-    def _try(self, content: object) -> str:
+    @cached_property
+    def _takes_null(self) -> bool:
+        """Whether a message without content is shown as such. Some templates fail on it, some write None."""
+        return self._shows_null({"role": "assistant"})
+
+    @cached_property
+    def _takes_null_with_calls(self) -> bool:
+        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
+        return self._shows_null({"role": "assistant", "tool_calls": [call]})
+
+    def _shows_null(self, message: Message) -> bool:
+        empty, text = (self._try(_user(_PROBE), {**message, "content": content}) for content in ("", None))
+        return text != "" and text.count("None") <= empty.count("None")
+
+    def _try(self, *messages: Message) -> str:
         arguments = {"tools": None, "documents": None, "add_generation_prompt": False}
         special = {"bos_token": "", "eos_token": "", "unk_token": "", "pad_token": ""}
         try:
-            return self._render([{"role": "user", "content": content}], {**arguments, **special})
+            return self._render(list(messages), {**arguments, **special})
         except RequestError:
             return ""
 
@@ -159,6 +179,10 @@ def choose_template(own: str | Mapping[str, str] | None, asked: str | None, with
         message = "The model has no chat template: pass one as chat_template (a Jinja text), or send a plain prompt."
         raise RequestError(message, "chat_template")
     return template
+
+
+def _user(content: object) -> Message:
+    return {"role": "user", "content": content}
 
 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -200,7 +224,12 @@ def _tag_end(message: Message) -> str:
     if isinstance(content, str):
         message["content"] = content + _CONTINUE_TAG
         return content
-    raise RequestError("continue_final_message is set, but the final message has no text.", "continue_final_message")
+    raise _nothing_to_continue()
+
+
+def _nothing_to_continue() -> RequestError:
+    message = "continue_final_message is set, but the final message has no text."
+    return RequestError(message, "continue_final_message")
 
 
 def _with_reasoning_names(message: Message) -> Message:

@@ -71,7 +71,8 @@ class ExtrasBuilder:
             return None
         wanted = self.vocab_size if asked == -1 else min(asked, self.vocab_size)
         if self.max_logprobs != -1 and wanted > self.max_logprobs:
-            message = f"{name}={asked} is more than the engine's max_logprobs={self.max_logprobs}."
+            means = f" means the whole vocabulary of {wanted} tokens, which" if asked == -1 else ""
+            message = f"{name}={asked}{means} is more than the engine's max_logprobs={self.max_logprobs}."
             raise RequestError(message, name)
         return wanted
 

@@ -35,7 +35,7 @@ def process_all(
     request, state = processor.process(request_id, prompt, params, next(keys), arrival_time)
     request = request if terms is None else replace(request, terms=terms)
     if params.use_beam_search:
-        return _searched(processor, request, params), BeamState(state, params.n)
+        return _searched(processor, request, params), BeamState(state, params.n, params.num_branches)
     if params.num_branches == 1:
         return request, [state]
     if params.num_branches > params.n:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
-import msgspec
 from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from kvasir import __version__
+from kvasir.server import strict_json
 from kvasir.server.errors import as_api_error, openai_body
 from kvasir.server.schema.base import encode
 from kvasir.server.sse import DONE, EventStream, event, unless_disconnected
@@ -21,15 +21,15 @@ FINGERPRINT = f"kvasir-{__version__}"
 
 
 class StrictRequest(Request):
-    """Reads JSON as the standard has it: no NaN, no bad UTF-8, no nesting that exhausts the stack."""
+    """Reads JSON strictly."""
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
             try:
-                self._json = msgspec.json.decode(await self.body())
-            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+                self._json = strict_json.decode(await self.body(), "The body")
+            except ValueError as error:
                 # an HTTPException, because FastAPI hides what else is raised here
-                raise HTTPException(400, f"The body is not valid JSON: {error}.") from error
+                raise HTTPException(400, str(error)) from error
         return self._json
 
 

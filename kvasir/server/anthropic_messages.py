@@ -9,6 +9,13 @@ from kvasir.errors import RequestError
 from kvasir.server.schema.chat import Message
 from kvasir.server.schema.messages import AnthropicMessage, CountTokensRequest
 
+# What a block of each kind may have. cache_control asks for what is done anyway.
+_KEYS = {
+    "text": {"type", "text", "cache_control"},
+    "tool_use": {"type", "id", "name", "input", "cache_control"},
+    "tool_result": {"type", "tool_use_id", "content", "is_error", "cache_control"},
+}
+
 
 def conversation(body: CountTokensRequest) -> tuple[list[Message], bool]:
     """The messages, and whether the last one is an assistant's that the model is to go on with."""
@@ -36,18 +43,25 @@ def _messages(message: AnthropicMessage) -> list[Message]:
 
 
 def _result(part: dict[str, Any]) -> Message:
-    content = part.get("content") or ""
-    made = {"role": "tool", "content": _text(content, "messages"), "tool_call_id": str(part.get("tool_use_id", ""))}
+    _check_keys(part, "messages")
+    text = _text(part.get("content") or "", "messages")
+    failed = part.get("is_error")
+    if not isinstance(failed, bool | None):
+        raise RequestError("is_error of a tool_result must be true or false.", "messages")
+    if failed:
+        text = f"Error: {text}"  # templates know results only, so the text has to say it
+    made = {"role": "tool", "content": text, "tool_call_id": str(part.get("tool_use_id", ""))}
     return Message.model_validate(made)
 
 
 def _call(part: dict[str, Any]) -> dict[str, Any]:
+    _check_keys(part, "messages")
     function = {"name": str(part.get("name", "")), "arguments": json.dumps(part.get("input", {}))}
     return {"id": str(part.get("id", "")), "type": "function", "function": function}
 
 
 def _text(content: object, where: str) -> str:
-    """The text of content blocks. cache_control marks are allowed: what they ask for is done anyway."""
+    """The text of content blocks."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -57,5 +71,13 @@ def _text(content: object, where: str) -> str:
         if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
             kind = block.get("type") if isinstance(block, dict) else type(block).__name__
             raise RequestError(f"Content blocks of type {kind!r} are not supported: this model takes text only.", where)
+        _check_keys(block, where)
         texts.append(block["text"])
     return "\n".join(texts)
+
+
+def _check_keys(block: dict[str, Any], where: str) -> None:
+    """Nothing in a block is overlooked. Null and an empty list ask for nothing."""
+    for name, value in block.items():
+        if name not in _KEYS[block["type"]] and value not in (None, []):
+            raise RequestError(f"A {block['type']} block cannot have {name} here.", where)

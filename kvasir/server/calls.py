@@ -15,6 +15,7 @@ from starlette.types import Scope
 from kvasir.server.keys import ANYBODY, Key
 
 _ID = re.compile(r"[!-~]{1,128}")  # printable ASCII: it goes into logs and headers
+GOOD_ID = "must be 1 to 128 printable ASCII characters without spaces."
 _PLACE = "kvasir.call"
 
 

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvasir.server.calls import Call, attach, is_good_id, new_id
+from kvasir.server.calls import GOOD_ID, Call, attach, is_good_id, new_id
 from kvasir.server.errors import ApiError, error_response, too_large
 from kvasir.server.keys import Key, KeyRing
 
@@ -95,8 +95,7 @@ class Gate:
     def _admit(self, scope: Scope, headers: Headers, call: Call) -> None:
         given = headers.get("x-request-id")
         if given is not None and given != call.id:
-            message = "X-Request-Id must be 1 to 128 printable ASCII characters without spaces."
-            raise ApiError(400, message, "invalid_request", "X-Request-Id")
+            raise ApiError(400, f"X-Request-Id {GOOD_ID}", "invalid_request", "X-Request-Id")
         if call.path not in self.public:
             call.key = self._key(headers)
         length = headers.get("content-length", "")

@@ -64,7 +64,7 @@ class RateLimits:
         account.running += 1
 
     def release(self, key: Key, num_generated: int) -> None:
-        """A request has ended; its generated tokens count, too."""
+        """A request has ended; its generated tokens count, too, returned or not."""
         account = self._account(key)
         account.running -= 1
         if account.tokens is not None:

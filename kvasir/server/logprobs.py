@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvasir.frontend.tokenizer import Tokenizer
@@ -15,10 +15,12 @@ Position = dict[int, Logprob] | None
 
 
 class LogprobWriter:
-    """`as_ids`: tokens are written "token_id:7" instead of as text."""
+    """`as_ids`: tokens are written "token_id:7" instead of as text. `named`: tokens that were asked for; they are the
+    alternatives at every position, in place of the likeliest."""
 
-    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False, named: Sequence[int] | None = None) -> None:
         self.as_ids = as_ids
+        self._named = frozenset(named or ())
         self._tokenizer = tokenizer
         self._bytes = None if tokenizer is None else tokenizer.token_bytes(skip_special_tokens=False)
 
@@ -27,7 +29,7 @@ class LogprobWriter:
         for token, position in zip(token_ids, positions, strict=True):
             found = position or {}
             own = found.get(token)
-            top = [self._top(other, each) for other, each in _likeliest(found, num_top)]
+            top = [self._top(other, each) for other, each in self._alternatives(found, num_top)]
             first = self._top(token, own or Logprob(LEAST))
             content.append(TokenLogprob(token=first.token, logprob=first.logprob, bytes=first.bytes, top_logprobs=top))
         return ChatLogprobs(content=content)
@@ -48,10 +50,15 @@ class LogprobWriter:
         return made
 
     def _top_dict(self, token: int, position: dict[int, Logprob], num_top: int) -> dict[str, float]:
-        """The likeliest, and the token itself, as OpenAI has it."""
-        chosen = dict(_likeliest(position, num_top))
+        """The alternatives, and the token itself, as OpenAI has it."""
+        chosen = dict(self._alternatives(position, num_top))
         chosen[token] = position[token]
         return {self._text(other): _number(each.logprob) for other, each in chosen.items()}
+
+    def _alternatives(self, position: dict[int, Logprob], num: int) -> list[tuple[int, Logprob]]:
+        """The likeliest first."""
+        ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
+        return [item for item in ranked if item[0] in self._named] if self._named else ranked[:num]
 
     def _top(self, token: int, each: Logprob) -> TopLogprob:
         text = self._text(token)
@@ -80,11 +87,6 @@ def prompt_logprobs(positions: Iterable[Position]) -> list[Any]:
         }
         for position in positions
     ]
-
-
-def _likeliest(position: dict[int, Logprob], num: int) -> list[tuple[int, Logprob]]:
-    ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
-    return ranked[:num]
 
 
 def _number(value: float) -> float:

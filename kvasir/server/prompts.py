@@ -6,7 +6,8 @@ A long text is tokenized in a thread, and one that is certainly too long not at 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvasir.errors import RequestError
@@ -48,9 +49,10 @@ class PromptMaker:
     async def render(self, body: ChatTemplateFields, **variables: Any) -> str:
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
         size = sum(len(str(message.get("content"))) for message in messages)
-        continues = bool(body.continue_final_message)
+        continues, template = bool(body.continue_final_message), self._template(body)
+        self._check_reads(template, body.tools is not None, {"documents": body.documents, **variables})
         options = {
-            "chat_template": self._template(body),
+            "chat_template": template,
             "tools": body.tools,
             "documents": body.documents,
             "continue_final_message": continues,
@@ -73,12 +75,12 @@ class PromptMaker:
             raise RequestError(f"{message}--trust-request-chat-template.", "chat_template")
         return body.chat_template
 
-    def check_reads(self, name: str, value: object, tools: object = None) -> None:
-        """A variable that the model's template never reads would be ignored: refuse it."""
-        own = self.engine.config.model.chat_template
-        source = choose_template(self.tokenizer.chat_template, own, bool(tools))
-        if value is not None and name not in source:
-            raise RequestError(f"{name} is not available: this model's chat template does not read it.", name)
+    def _check_reads(self, template: str | None, with_tools: bool, given: Mapping[str, object]) -> None:
+        """A variable that the template never reads would be ignored: refuse it."""
+        source = choose_template(self.tokenizer.chat_template, template, with_tools)
+        for name, value in given.items():
+            if value and name not in source:
+                raise RequestError(f"{name} is not available: this model's chat template does not read it.", name)
 
     # ------------------------------------------------------------ text and ids
 
@@ -90,6 +92,13 @@ class PromptMaker:
         return [self._prompt(some, text) for some, text in zip(ids, texts, strict=True)]
 
     def ids(self, ids: list[int]) -> TokensPrompt:
+        size = self.engine.config.model.vocab_size
+        if ids and (min(ids) < 0 or max(ids) >= size):
+            wrong = next(token for token in ids if not 0 <= token < size)
+            message = (
+                f"Token id {reprlib.repr(wrong)} is not in the model's vocabulary, which goes from 0 to {size - 1}."
+            )
+            raise RequestError(message, "prompt")
         return self._prompt(ids, None)
 
     def _prompt(self, ids: list[int], text: str | None) -> TokensPrompt:

@@ -34,6 +34,8 @@ from kvasir.server.state import ServerState
 _STATUS = {"length": "incomplete", "timeout": "incomplete", "abort": "cancelled"}
 _INCOMPLETE = {"length": "max_output_tokens", "timeout": "timeout"}
 
+_NAMES_HERE = {"messages": "input", "reasoning_effort": "reasoning"}  # of what a chat template may refuse
+
 
 @dataclass(slots=True)
 class ResponseJob:
@@ -111,17 +113,21 @@ class ResponseJob:
             self.response.status = "cancelled"
         if self.stored is not None:
             self.stored.run = None
-            self.store.keep(self.stored)
+            self.store.update(self.stored)
 
 
 async def _run(state: ServerState, call: Call, body: ResponsesRequest, messages: list[Message]) -> Run:
     maker = PromptMaker(state, salt=body.cache_salt)
     effort = None if body.reasoning is None else body.reasoning.effort
-    maker.check_reads("reasoning_effort", effort)
     shown = messages if body.instructions is None else [Message(role="system", content=body.instructions), *messages]
     tools = None if state.config.exclude_tools_when_tool_choice_none else body.tools
     fields = ChatTemplateFields(messages=shown, tools=tools, chat_template_kwargs=body.chat_template_kwargs)
-    prompt = await maker.chat(fields, **({} if effort is None else {"reasoning_effort": effort}))
+    try:
+        prompt = await maker.chat(fields, **({} if effort is None else {"reasoning_effort": effort}))
+    except RequestError as error:
+        if error.parameter not in _NAMES_HERE:
+            raise
+        raise RequestError(str(error), _NAMES_HERE[error.parameter]) from error
     logprobs = (body.top_logprobs or 0) if LOGPROBS in (body.include or []) else None
     max_tokens = body.max_output_tokens or default_max_tokens(state, None)
     params = sampling_params(state, body, max_tokens=max_tokens, logprobs=logprobs, stream=bool(body.stream))

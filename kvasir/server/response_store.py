@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvasir.server.errors import not_found
+from kvasir.server.errors import ApiError, not_found
 from kvasir.server.keys import Key
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.chat import Message
@@ -41,10 +41,21 @@ class ResponseStore:
         return len(self._kept)
 
     def keep(self, stored: Stored) -> None:
-        """Keep it, or note how large it has become. Those that run are not forgotten."""
-        old = self._kept.pop(stored.response.id, None)
-        if old is not None:
-            self.num_bytes -= old.num_bytes
+        """Keep a new one. Those that run are not forgotten, so a store that is full of them takes none that runs in the
+        background: nothing but this bounds those."""
+        running = sum(each.run is not None for each in self._kept.values())
+        if stored.response.background and running >= self.most:
+            message = f"{running} responses run, as many as are stored here (--max-stored-responses): wait for one."
+            raise ApiError(429, message, "queue_full", "background", "queue_full", retry_after=1.0)
+        self._put(stored)
+
+    def update(self, stored: Stored) -> None:
+        """Note how large it has become, unless it was deleted while it ran."""
+        if stored.response.id in self._kept:
+            self._drop(stored.response.id)
+            self._put(stored)
+
+    def _put(self, stored: Stored) -> None:
         stored.num_bytes = len(encode(stored.response)) + _size(stored.messages)
         self.num_bytes += stored.num_bytes
         self._kept[stored.response.id] = stored

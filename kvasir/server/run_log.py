@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvasir.server.runs import Run
 
 logger = get_logger("kvasir.server.requests")
+MOST_OF_USER = 128  # characters
 
 
 def arrived(run: Run) -> None:
@@ -28,9 +29,15 @@ def arrived(run: Run) -> None:
     }
     logger.info(
         "%s arrived: %s, %d prompt tokens, key %s%s",
-        *(call.id, call.path, run.num_prompt_tokens, call.log_name, _request_text(run)),
+        *(call.id, call.path, run.num_prompt_tokens, _who(run), _request_text(run)),
         extra={"fields": facts},
     )
+
+
+def _who(run: Run) -> str:
+    """The key, and the user that its client names: a text from outside, so it is quoted, and cut."""
+    user = run.terms.user
+    return run.call.log_name if user is None else f"{run.call.log_name}, user {user[:MOST_OF_USER]!r}"
 
 
 def _request_text(run: Run) -> str:
@@ -47,7 +54,7 @@ def ended(run: Run, error: ApiError | None) -> None:
     logger.info(
         "%s ended: %s, %d tokens in, %d out, %.3f s, first token after %s s, %s s per token, key %s%s",
         *(run.call.id, facts["finish_reason"], run.num_prompt_tokens, run.num_generated, facts["seconds"]),
-        *(facts["time_to_first_token"] or "-", facts["time_per_token"] or "-", run.call.log_name),
+        *(facts["time_to_first_token"] or "-", facts["time_per_token"] or "-", _who(run)),
         "" if error is None else f": {error.message}",
         extra={"fields": facts},
     )

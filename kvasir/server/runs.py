@@ -18,6 +18,7 @@ from kvasir.prompts import TokensPrompt
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 from kvasir.server import run_log
 from kvasir.server.calls import Call
+from kvasir.server.charges import Uncounted
 from kvasir.server.errors import ApiError, as_api_error, timed_out
 from kvasir.server.fair_sizes import check_sizes
 from kvasir.server.schema.usage import PromptTokensDetails, Usage
@@ -44,7 +45,8 @@ class Run:
     params: SamplingParams
     terms: Terms = field(default_factory=Terms)
     num_prompt_tokens: int = 0
-    num_generated: int = 0
+    num_generated: int = 0  # for all completions, those that best_of drops among them
+    num_unreturned: int = 0  # of these, for the ones that were dropped
     num_cached: int = 0
     first_token: float | None = None  # seconds after arrival
     reasons: list[str] = field(default_factory=list)  # how its completions ended
@@ -52,10 +54,14 @@ class Run:
     cancelled: bool = False  # by its client
     engine: AsyncLLM = field(init=False)  # asked for once: while the server drains, no new request gets it
     _last_token: float = 0.0
+    _uncounted: Uncounted = field(init=False)
 
     def __post_init__(self) -> None:
         self.engine = self.state.engine
-        self.num_prompt_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in self.prompts)
+        lengths = [len(prompt["prompt_token_ids"]) for prompt in self.prompts]
+        self.num_prompt_tokens = sum(lengths)
+        config = self.engine.config
+        self._uncounted = Uncounted(self.params, lengths, config.model.max_model_len, config.scheduler.stream_interval)
         most = self.state.config.request_timeout
         if most is not None:
             self.terms.timeout = most if self.terms.timeout is None else min(most, self.terms.timeout)
@@ -78,7 +84,7 @@ class Run:
             error = ApiError(499, "the client went away", "disconnect")
             raise
         except Exception as raised:
-            error = as_api_error(raised)
+            error = as_api_error(_as_clients_know_it(raised))
             raise error from raised
         finally:
             await source.aclose()
@@ -128,11 +134,19 @@ class Run:
         check_sizes(self.params)
         asked, most = len(self.prompts) * self.params.num_branches, self.state.config.max_choices
         if asked > most:
-            raise RequestError(f"{asked} completions are asked for at once; this server gives at most {most}.", "n")
+            message = f"{asked} completions are asked for at once; this server gives at most {most}."
+            raise RequestError(message, self._many)
         policy = self.engine.config.scheduler.scheduling_policy
         if self.terms.priority and policy != "priority" and ":" not in policy:
             message = f"priority needs --scheduling-policy priority; this server orders its queue by {policy}."
             raise RequestError(message, "priority")
+
+    @property
+    def _many(self) -> str:
+        """The parameter that makes this request large."""
+        if self.params.num_branches < len(self.prompts):
+            return "prompt"
+        return "n" if self.params.best_of is None else "best_of"
 
     def check(self, output: RequestOutput) -> None:
         """Raise what ended a request that has no answer to show for it."""
@@ -170,6 +184,11 @@ class Run:
         self.num_cached += cached
         if self.first_token is None and times is not None:
             self.first_token = times.time_to_first_token
+        self._uncounted.ended(output)
+        if times is not None and times.num_unreturned_tokens:
+            self.num_unreturned += times.num_unreturned_tokens
+            self.num_generated += times.num_unreturned_tokens
+            self.state.metrics.tally.generated += times.num_unreturned_tokens
         generated = times.num_generation_tokens if times is not None else 0
         self.state.metrics.ended(times, len(output.prompt_token_ids), cached, generated)
         for each in output.outputs:
@@ -179,22 +198,31 @@ class Run:
 
     def _end(self, error: ApiError | None) -> None:
         self.state.ended(self)
-        self.state.limits.release(self.call.key, self.num_generated)
         is_disconnect = error is not None and error.cause == "disconnect"
+        left_early = is_disconnect or "abort" in self.reasons
+        self.state.limits.release(self.call.key, self.num_generated + (self._uncounted.num_tokens if left_early else 0))
         if error is not None and not (is_disconnect and self.reasons):  # who leaves after the end fails nothing
             self.state.metrics.failed(error.cause)
             error.counted = True
         run_log.ended(self, error)
 
     def usage(self) -> Usage:
+        returned = self.num_generated - self.num_unreturned  # which is what OpenAI counts
         usage = Usage(
             prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=self.num_generated,
-            total_tokens=self.num_prompt_tokens + self.num_generated,
+            completion_tokens=returned,
+            total_tokens=self.num_prompt_tokens + returned,
         )
         if self.state.config.enable_prompt_tokens_details:
             usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=self.num_cached)
         return usage
+
+
+def _as_clients_know_it(error: Exception) -> Exception:
+    """The engine's extra_args have another name over HTTP, which is vLLM's."""
+    if isinstance(error, RequestError) and error.parameter == "extra_args":
+        return RequestError(str(error).replace("extra_args", "vllm_xargs"), "vllm_xargs")
+    return error
 
 
 async def _only(part: AsyncGenerator[RequestOutput, None]) -> Outputs:

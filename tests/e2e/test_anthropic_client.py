@@ -69,6 +69,17 @@ def test_tool_results_are_read(client: anthropic.Anthropic) -> None:
     assert client.messages.create(model="fake", max_tokens=3, messages=messages).content  # type: ignore[arg-type]
 
 
+def test_a_tool_that_failed_is_shown_as_such(client: anthropic.Anthropic, tokenizer: Tokenizer) -> None:
+    result: dict[str, object] = {"type": "tool_result", "tool_use_id": "1", "content": "no such file"}
+
+    def answer(**more: object) -> str:
+        messages = [{"role": "user", "content": [{**result, **more}]}]
+        return client.messages.create(model="fake", max_tokens=3, messages=messages).content[0].text  # type: ignore
+
+    assert answer(is_error=True) == answer(content="Error: no such file") != answer()
+    assert answer(is_error=False) == answer()
+
+
 def test_count_tokens(client: anthropic.Anthropic, tokenizer: Tokenizer) -> None:
     counted = client.messages.count_tokens(model="fake", messages=HELLO)
     assert counted.input_tokens == len(
@@ -86,6 +97,10 @@ def test_errors_have_anthropics_shape(client: anthropic.Anthropic, fake_server: 
         ({"tools": [{"name": "f"}]}, "tools"),
         ({"stop_sequence": ["x"]}, "stop_sequence"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "txet": "b"}]}]}, "txet"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "is_error": "x"}]}]}, "is_error"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "x": 1}]}]}, "x"),
+        ({"system": [{"type": "text", "text": "a", "citations": [1]}]}, "citations"),
     ):
         body = {"model": "fake", "max_tokens": 3, "messages": HELLO, **wrong}
         reply = httpx.post(f"{fake_server.url}/v1/messages", json=body)

@@ -153,11 +153,12 @@ def test_instructions(client: openai.OpenAI, tokenizer: Tokenizer, role: str) ->
     assert reply.choices[0].message.content == echoed(tokenizer, ids, 5)
 
 
-def test_a_tool_message_is_read(client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("content", ["", None])
+def test_a_tool_message_is_read(client: openai.OpenAI, content: str | None) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     messages = [
         *MESSAGES,
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "2"},
     ]
     reply = client.chat.completions.create(model="fake", messages=messages, max_tokens=3)  # type: ignore[arg-type]
@@ -251,9 +252,15 @@ def test_truncation(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
         ({"prompt_embeds": "x"}, "prompt_embeds"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
         ({"tempereture": 1}, "tempereture"),
-        ({"prompt": [999999]}, "prompt_token_ids"),
+        ({"prompt": [999999]}, "prompt"),
+        ({"prompt": [[1], [1 << 80]]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"stream_interval": 3}, "stream_interval"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
         ({"truncate_prompt_tokens": 99999}, "truncate_prompt_tokens"),
-        ({"vllm_xargs": {"a": 1}}, "extra_args"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
         ({"seed": 2**70}, "seed"),
     ],
     ids=str,
@@ -263,7 +270,104 @@ def test_what_is_wrong_is_named(fake_server: LiveServer, wrong: dict[str, object
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == param
-    assert param in error["message"] or param in ("prompt", "prompt_token_ids")
+    assert param in error["message"] or param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"prompt": ["a", 1]},
+            "prompt must be a string, a list of strings, a list of token ids or a list of such lists.",
+        ),
+        ({"logit_bias": {"x": 1}}, "logit_bias must have token ids as keys, not 'x'."),
+        (
+            {"best_of": 3, "stream": True},
+            "best_of more than n does not go with stream, as the best are known at the end: leave one of them out.",
+        ),
+        (
+            {"prompt_logprobs": -1},
+            "prompt_logprobs=-1 means the whole vocabulary of 49152 tokens, "
+            "which is more than the engine's max_logprobs=20.",
+        ),
+        (
+            {"vllm_xargs": {"a": 1}},
+            "vllm_xargs are for start-up logits processors with a for_request method; this engine has none.",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_in_the_clients_words(
+    fake_server: LiveServer, wrong: dict[str, object], message: str
+) -> None:
+    reply = httpx.post(f"{fake_server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2, **wrong})
+    assert reply.json()["error"]["message"] == message
+
+
+def test_a_body_that_is_no_text(fake_server: LiveServer) -> None:
+    headers = {"Content-Type": "application/json"}
+    reply = httpx.post(f"{fake_server.url}/v1/completions", content=b'{"prompt": "\xff"}', headers=headers)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"] == "The body is not valid JSON: it is not UTF-8."
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES, "documents": [{"text": "T"}]}, "documents"),
+        ("/tokenize", {"messages": MESSAGES, "documents": [{"text": "T"}]}, "documents"),
+        ("/v1/chat/completions", {"messages": MESSAGES, "reasoning_effort": "low"}, "reasoning_effort"),
+        ("/v1/responses", {"input": "Hi", "reasoning": {"effort": "low"}}, "reasoning"),
+    ],
+)
+def test_what_the_template_does_not_read_is_refused(
+    fake_server: LiveServer, path: str, body: dict[str, object], param: str
+) -> None:
+    reply = httpx.post(fake_server.url + path, json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+    assert "template does not read it" in reply.json()["error"]["message"]
+
+
+def test_a_bodys_request_id_is_the_requests_id(fake_server: LiveServer) -> None:
+    asked = {
+        "/v1/completions": {"prompt": "a"},
+        "/v1/chat/completions": {"messages": MESSAGES},
+        "/generate": {"prompt": "a"},
+    }
+    for number, (path, body) in enumerate(asked.items()):
+        name = f"named-{number}"
+        reply = httpx.post(fake_server.url + path, json={**body, "max_tokens": 1, "request_id": name})
+        assert reply.headers["x-request-id"] == name and reply.json().get("id", name).endswith(name)
+        fake_server.wait_for_log(f"{name} arrived: {path}")
+        fake_server.wait_for_log(f"{name} ended: ")
+        for wrong in ("a\nforged line", "x" * 129, ""):
+            reply = httpx.post(fake_server.url + path, json={**body, "request_id": wrong})
+            assert reply.status_code == 400 and reply.json()["error"]["param"] == "request_id"
+
+
+def test_users_stand_in_the_log(fake_server: LiveServer) -> None:
+    asked = {
+        "/v1/completions": {"prompt": "a", "user": "user-0"},
+        "/v1/chat/completions": {"messages": MESSAGES, "safety_identifier": "user-1"},
+        "/v1/messages": {"messages": MESSAGES, "model": "fake", "metadata": {"user_id": "user-2\nforged"}},
+    }
+    for number, (path, body) in enumerate(asked.items()):
+        assert httpx.post(fake_server.url + path, json={**body, "max_tokens": 1}).status_code == 200
+        fake_server.wait_for_log(f"arrived: {path}.* key -, user 'user-{number}")
+        fake_server.wait_for_log(f"ended: .* key -, user 'user-{number}")
+    assert "\nforged" not in fake_server.log
+
+
+def test_echo_needs_something_to_go_on_from(fake_server: LiveServer) -> None:
+    body = {"messages": MESSAGES, "echo": True}
+    reply = httpx.post(f"{fake_server.url}/v1/chat/completions", json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "echo"
+
+
+def test_a_wrong_input_goes_by_its_name(fake_server: LiveServer) -> None:
+    body = {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}
+    reply = httpx.post(f"{fake_server.url}/v1/responses", json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "input"
 
 
 def test_a_chats_number_of_alternatives_goes_by_its_name(fake_server: LiveServer) -> None:
@@ -355,6 +459,11 @@ def test_generate(fake_server: LiveServer, tokenizer: Tokenizer) -> None:
     assert httpx.post(f"{fake_server.url}/generate", json=body).json()["text"] == [expected]
     lines = httpx.post(f"{fake_server.url}/generate", json={**body, "stream": True}).text.splitlines()
     assert "".join(json.loads(line)["text"][0] for line in lines) == expected
+    assert all("token_ids" not in json.loads(line) for line in lines)
+    more = {**body, "stream": True, "return_token_ids": True}
+    lines = httpx.post(f"{fake_server.url}/generate", json=more).text.splitlines()
+    ids = [token for line in lines for token in json.loads(line)["token_ids"][0]]
+    assert ids == echoed_ids(tokenizer.encode("Once"), 8)
 
 
 def test_a_stream_has_openais_shape(fake_server: LiveServer) -> None:

@@ -19,7 +19,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from tests.server_process import LiveServer
+from tests.server_process import LiveServer, until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 SLOW = {"make": "kvasir.executor.fake:delayed", "delay": 0.01, "token": 42}
@@ -34,6 +34,8 @@ def guarded(starter_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
             {"name": "bob", "key": "sk-bob", "requests_per_minute": 2},
             {"name": "carol", "key": "sk-carol", "tokens_per_minute": 40},
             {"name": "dave", "key": "sk-dave", "max_concurrent": 1},
+            {"name": "erin", "key": "sk-erin", "tokens_per_minute": 300},
+            {"name": "frank", "key": "sk-frank", "tokens_per_minute": 1000},
         ]
     }
     file = tmp_path_factory.mktemp("keys") / "keys.yaml"
@@ -132,6 +134,26 @@ def test_tokens_per_minute(guarded: LiveServer) -> None:
     assert post(guarded, "sk-carol").status_code == 429
 
 
+def test_tokens_that_are_not_returned_count_too(guarded: LiveServer) -> None:
+    reply = post(guarded, "sk-erin", best_of=8, max_tokens=50, ignore_eos=True)
+    assert reply.json()["usage"]["completion_tokens"] == 50, "as OpenAI counts"
+    guarded.wait_for_log("ended: length, [0-9]+ tokens in, 400 out.* key erin")
+    assert post(guarded, "sk-erin").status_code == 429
+
+
+def test_who_leaves_early_is_charged_what_was_asked_for(guarded: LiveServer) -> None:
+    async def ask_and_leave() -> None:
+        task = asyncio.create_task(complete(guarded, "sk-frank", max_tokens=1900))
+        await loaded(guarded, "sk-first", running=1)
+        task.cancel()
+
+    asyncio.run(ask_and_leave())
+    guarded.wait_for_log("ended: disconnect.* key frank")
+    refused = post(guarded, "sk-frank")
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) > 30, "far more than its prompt"
+
+
 def test_requests_at_once(guarded: LiveServer) -> None:
     body = {**CHAT, "max_tokens": 100, "ignore_eos": True, "stream": True}
     headers = {"Authorization": "Bearer sk-dave"}
@@ -163,7 +185,12 @@ def test_bodies_and_prompts_have_limits(guarded: LiveServer) -> None:
     assert httpx.post(url, content=pieces(), headers=headers).status_code == 413
     reply = post(guarded, messages=[{"role": "user", "content": "word " * 400}])
     assert reply.status_code == 413 and "--max-prompt-tokens" in reply.json()["error"]["message"]
-    assert post(guarded, n=9).status_code == 400
+    for many, param in (({"n": 9}, "n"), ({"best_of": 9}, "best_of"), ({"prompt": ["a"] * 5, "n": 2}, "prompt")):
+        body = {"prompt": "a", "max_tokens": 1, **many}
+        reply = httpx.post(f"{guarded.url}/v1/completions", json=body, headers=headers)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    reply = post(guarded, logprobs=True, logprob_token_ids=[1] * 1025)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "logprob_token_ids")
 
 
 # ---------------------------------------------------------------- time
@@ -275,6 +302,52 @@ def test_a_full_queue_answers_429(starter_model: Path) -> None:
     engine = {"max_num_seqs": 2, "max_queued_requests": 3}
     with LiveServer.fake(starter_model, engine=engine, executor=SLOW) as server:
         asyncio.run(go(server.wait_until_ready()))
+
+
+def test_too_many_queued_tokens_answer_429(starter_model: Path) -> None:
+    async def go(server: LiveServer) -> None:
+        async with taken(server, 1):
+            waiting = asyncio.create_task(complete(server, prompt=[5] * 40))
+            await loaded(server, "any", waiting=1)
+            refused = await complete(server, prompt=[5] * 40)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+            assert "max_queued_tokens=50" in refused.json()["error"]["message"] and refused.headers["retry-after"]
+            short = asyncio.create_task(complete(server, prompt=[5] * 10))
+            await loaded(server, "any", waiting=2)
+        for task in (waiting, short):
+            assert (await task).status_code == 200
+
+    engine = {"max_num_seqs": 1, "max_queued_tokens": 50}
+    with LiveServer.fake(starter_model, engine=engine, executor=SLOW) as server:
+        asyncio.run(go(server.wait_until_ready()))
+
+
+def test_the_servers_time_limit_answers_504(starter_model: Path, tmp_path: Path) -> None:
+    """The engine hangs in the step of one request; the next one's time is over before it has run at all."""
+    gate = tmp_path / "gate"
+
+    async def go(server: LiveServer) -> list[httpx.Response]:
+        gate.touch()
+        asked = []
+        for number in range(2):
+            asked.append(asyncio.create_task(complete(server, timeout=60)))
+            await asyncio.to_thread(server.wait_for_log, "(?s)" + "arrived: /v1/completions.*" * (number + 1))
+        late = time.monotonic() + 0.3
+        await asyncio.to_thread(until, lambda: time.monotonic() > late, "time passes")
+        gate.unlink()
+        return list(await asyncio.gather(*asked))
+
+    server = LiveServer.fake(
+        starter_model,
+        engine={"max_num_seqs": 1},
+        server={"request_timeout": 0.2},
+        executor="tests.e2e.test_life:stuck",
+        environment={"KVASIR_TEST_GATE": str(gate)},
+    )
+    with server:
+        _, second = asyncio.run(go(server.wait_until_ready()))
+    assert (second.status_code, second.json()["error"]["type"]) == (504, "timeout_error")
+    assert second.json()["error"]["message"] == "The request ran out of time after 0.2 s."
 
 
 def test_weights_of_keys_share_the_engine(starter_model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import openai
 import pytest
 
 from tests.e2e.test_load import RawClient, check_nothing_is_left
-from tests.server_process import LiveServer
+from tests.server_process import LiveServer, events
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,25 @@ def test_completion_logprobs_and_echo(client: openai.OpenAI) -> None:
     assert all(token.startswith("token_id:") for token in ids.choices[0].logprobs.tokens or [])  # type: ignore[union-attr]
 
 
+def test_log_probabilities_of_named_tokens(server: LiveServer) -> None:
+    ask = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 2, "return_tokens_as_token_ids": True}
+    named = {"logprobs": 0, "logprob_token_ids": [7, 9, 11]}
+    (choice,) = httpx.post(f"{server.url}/v1/completions", json={**ask, **named}, timeout=120).json()["choices"]
+    for token, shown in zip(choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True):
+        assert set(shown) == {"token_id:7", "token_id:9", "token_id:11", token}
+    refused = httpx.post(f"{server.url}/v1/completions", json={**ask, "logprob_token_ids": [7]}, timeout=120)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprob_token_ids"
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "logprobs": True}
+    for stream in (False, True):
+        body = {**chat, "logprob_token_ids": [7, 9], "return_tokens_as_token_ids": True, "stream": stream}
+        text = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).text
+        chunks = [json.loads(text)] if not stream else events(text)
+        found = [each for chunk in chunks for each in (chunk["choices"][0]["logprobs"] or {}).get("content", [])]
+        assert len(found) == 2
+        for each in found:
+            assert {top["token"] for top in each["top_logprobs"]} == {"token_id:7", "token_id:9"}
+
+
 def test_best_of_and_beams(client: openai.OpenAI) -> None:
     ask: dict[str, Any] = {"model": "smol", "prompt": "Once upon a time", "max_tokens": 5}
     best = client.completions.create(**ask, n=2, best_of=4, temperature=1, seed=1)
@@ -107,6 +127,10 @@ def test_best_of_and_beams(client: openai.OpenAI) -> None:
 
 
 def test_prompt_logprobs(server: LiveServer) -> None:
+    ask = {"prompt": "Hi there", "max_tokens": 3, "prompt_logprobs": 1, "stream": True, "ignore_eos": True}
+    held_back = {"temperature": 0, "stop": ["\n\n\n\n"], "logit_bias": {"198": 100}}  # newlines wait for the fourth
+    chunks = events(httpx.post(f"{server.url}/v1/completions", json={**ask, **held_back}, timeout=120).text)
+    assert chunks[0]["choices"][0]["text"] == "" and chunks[0]["choices"][0]["prompt_logprobs"][1]
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "prompt_logprobs": 1}
     for stream in (False, True):
         reply = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "stream": stream}, timeout=120)

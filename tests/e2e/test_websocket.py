@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +17,7 @@ from websockets.sync.client import ClientConnection, connect
 from tests.server_process import LiveServer, events, until
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 10, "ignore_eos": True}
+SLOW = {"make": "kvasir.executor.fake:delayed", "delay": 0.01, "token": 42}
 
 
 @pytest.fixture
@@ -70,15 +74,21 @@ def test_cancel(socket: ClientConnection, fake_server: LiveServer) -> None:
         (json.dumps({**BODY, "max_tokns": 3}), "max_tokns"),
         (json.dumps({**BODY, "model": "other"}), "does not exist"),
         (json.dumps({**BODY, "temperature": -5}), "temperature"),
+        (json.dumps({**BODY, "stream": False}), "A WebSocket always streams"),
+        (b'{"messages": "\xff"}', "it is not UTF-8"),
     ],
 )
-def test_errors_close_with_4001(socket: ClientConnection, message: str, said: str) -> None:
+def test_errors_close_with_4001(socket: ClientConnection, message: str | bytes, said: str) -> None:
     socket.send(message)
     assert said in json.loads(socket.recv(60))["error"]["message"]
+    assert said in reason_of_close(socket)
+
+
+def reason_of_close(socket: ClientConnection) -> str:
     with pytest.raises(ConnectionClosed) as caught:
         socket.recv(60)
-    assert caught.value.rcvd is not None
-    assert caught.value.rcvd.code == 4001 and said in caught.value.rcvd.reason
+    assert caught.value.rcvd is not None and caught.value.rcvd.code == 4001
+    return caught.value.rcvd.reason
 
 
 def test_pages_of_other_origins_may_not_ask(fake_server: LiveServer) -> None:
@@ -108,3 +118,38 @@ def test_a_closed_socket_aborts(fake_server: LiveServer) -> None:
         socket.recv(60)
     until(lambda: fake_server.metric("kvasir:num_requests_running") == 0, "the request is aborted")
     until(lambda: fake_server.metric("kvasir:api_requests_in_flight") == 0, "it is gone from the server")
+
+
+# ---------------------------------------------------------------- when the server ends
+
+
+def test_while_it_drains_only_what_runs_goes_on(starter_model: Path) -> None:
+    with (
+        LiveServer.fake(starter_model, executor=SLOW) as server,
+        connect(server.wait_until_ready().ws_url) as runs,
+        connect(server.ws_url) as idle,
+    ):
+        runs.send(json.dumps({**BODY, "max_tokens": 1900}))
+        runs.recv(60)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(f"{server.url}/ready").json()["status"] == "draining", "the drain", server)
+        with connect(server.ws_url) as late:
+            for socket in (idle, late):
+                socket.send(json.dumps(BODY))
+                assert json.loads(socket.recv(60))["error"]["code"] == "draining"
+                assert "shutting down" in reason_of_close(socket)
+        runs.send(json.dumps({"type": "cancel"}))
+        assert answer(runs)[-1]["choices"][0]["finish_reason"] == "abort"
+        assert server.wait() == 0
+
+
+def test_an_engine_that_dies_is_told_of(starter_model: Path) -> None:
+    with LiveServer.fake(starter_model, executor=SLOW) as server, connect(server.wait_until_ready().ws_url) as socket:
+        socket.send(json.dumps({**BODY, "max_tokens": 1900}))
+        socket.recv(60)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        while "error" not in (message := json.loads(socket.recv(60))):
+            pass
+        assert message["error"]["code"] == "engine_dead" and "SIGKILL" in message["error"]["message"]
+        assert reason_of_close(socket)
+        assert server.wait() == 1

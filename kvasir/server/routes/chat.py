@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from kvasir.errors import RequestError
 from kvasir.outputs import RequestOutput
 from kvasir.server.answers import FINGERPRINT, StrictRoute, answers, reply, stream, unless_gone
 from kvasir.server.calls import Call, TheCall
 from kvasir.server.chat_stream import ChatChunks, StreamWishes
 from kvasir.server.logprobs import LogprobWriter, prompt_logprobs
-from kvasir.server.params import default_max_tokens, sampling_params, terms
+from kvasir.server.params import default_max_tokens, sampling_params, take_id, terms
 from kvasir.server.prompts import PromptMaker
 from kvasir.server.runs import Run
 from kvasir.server.schema.chat import ChatChoice, ChatCompletion, ChatRequest, ReplyMessage
@@ -44,9 +45,9 @@ class ChatJob:
 
     @classmethod
     async def make(cls, state: ServerState, call: Call, body: ChatRequest) -> ChatJob:
+        take_id(call, body)
         model = state.check_model(body.model)
         maker = PromptMaker(state, body.truncate_prompt_tokens, body.cache_salt)
-        maker.check_reads("reasoning_effort", body.reasoning_effort)
         variables = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
         if state.config.exclude_tools_when_tool_choice_none:
             body.tools = None
@@ -57,11 +58,12 @@ class ChatJob:
         run = Run(state, call, [prompt], params, terms(body, body.user or body.safety_identifier))
         opens = body.add_generation_prompt is not False and not body.continue_final_message
         role = state.config.response_role if opens else body.messages[-1].role
-        return cls(body, run, model, f"chatcmpl-{body.request_id or call.id}", role, _echoed(body, role))
+        return cls(body, run, model, f"chatcmpl-{call.id}", role, _echoed(body, role))
 
     @property
     def writer(self) -> LogprobWriter:
-        return LogprobWriter(self.run.engine.tokenizer, bool(self.body.return_tokens_as_token_ids))
+        as_ids, named = bool(self.body.return_tokens_as_token_ids), self.body.logprob_token_ids
+        return LogprobWriter(self.run.engine.tokenizer, as_ids, named)
 
     def chunks(self) -> ChatChunks:
         options = self.body.stream_options
@@ -111,10 +113,13 @@ class ChatJob:
 
 
 def _echoed(body: ChatRequest, role: str) -> str:
-    """The last message's text, where echo asks for it and the reply goes on in its role."""
-    last = body.messages[-1]
-    if not body.echo or last.role != role or last.content is None:
+    """The last message's text, where echo asks for it."""
+    if not body.echo:
         return ""
+    last = body.messages[-1]
+    if last.role != role or last.content is None:
+        message = f"echo begins the reply with the last message, which must have content and be of the role {role!r}."
+        raise RequestError(message, "echo")
     if isinstance(last.content, str):
         return last.content
     return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in last.content)

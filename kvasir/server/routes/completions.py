@@ -16,7 +16,7 @@ from kvasir.sampling_params import SamplingParams
 from kvasir.server.answers import FINGERPRINT, StrictRoute, answers, reply, stream, unless_gone
 from kvasir.server.calls import Call, TheCall
 from kvasir.server.logprobs import LogprobWriter, prompt_logprobs
-from kvasir.server.params import default_max_tokens, sampling_params, terms
+from kvasir.server.params import default_max_tokens, sampling_params, take_id, terms
 from kvasir.server.prompts import PromptMaker
 from kvasir.server.runs import Run
 from kvasir.server.schema.base import encode
@@ -50,16 +50,15 @@ class CompletionJob:
 
     @classmethod
     async def make(cls, state: ServerState, call: Call, body: CompletionRequest) -> CompletionJob:
+        take_id(call, body)
         model = state.check_model(body.model)
         prompts = await _prompts(state, body)
         params = _params(state, body)
         run = Run(state, call, prompts, params, terms(body, body.user))
-        made_id = f"cmpl-{body.request_id or call.id}"
-        return cls(body, run, model, made_id, int(time.time()), body.max_tokens == 0)
+        return cls(body, run, model, f"cmpl-{call.id}", int(time.time()), body.max_tokens == 0)
 
-    @property
-    def writer(self) -> LogprobWriter:
-        return LogprobWriter(self.run.engine.tokenizer, bool(self.body.return_tokens_as_token_ids))
+    def _writer(self, named: Sequence[int] | None = None) -> LogprobWriter:
+        return LogprobWriter(self.run.engine.tokenizer, bool(self.body.return_tokens_as_token_ids), named)
 
     async def whole(self) -> Completion:
         outputs = await self.run.whole()
@@ -101,7 +100,7 @@ class CompletionJob:
             choice = self._choice(number, output, each, at not in self.parts)
             if at not in self.parts:
                 self._prepare(at, wants_usage)
-            if choice.text or choice.finish_reason is not None or choice.token_ids or choice.logprobs is not None:
+            if _says_something(choice):
                 chunk = self._reply([choice], final=continuous)
                 chunk.usage = chunk.usage if continuous else None if wants_usage else UNSET
                 made.append(encode(chunk))
@@ -159,9 +158,9 @@ class CompletionJob:
     ) -> None:
         positions = list(each.logprobs or [])[: len(ids)]
         offset = self.offsets.get(choice.index, 0) + len(echo)
-        choice.logprobs = self.writer.completion(ids, positions, num, offset)
+        choice.logprobs = self._writer(self.body.logprob_token_ids).completion(ids, positions, num, offset)
         if self.body.echo and first and output.prompt_logprobs is not None:
-            of_prompt = self.writer.completion(output.prompt_token_ids, list(output.prompt_logprobs), num, 0)
+            of_prompt = self._writer().completion(output.prompt_token_ids, list(output.prompt_logprobs), num, 0)
             for name in ("text_offset", "token_logprobs", "tokens", "top_logprobs"):
                 setattr(choice.logprobs, name, getattr(of_prompt, name) + getattr(choice.logprobs, name))
 
@@ -170,6 +169,14 @@ class CompletionJob:
             return output.prompt
         tokenizer = self.run.engine.tokenizer
         return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids, skip_special_tokens=True)
+
+
+def _says_something(choice: CompletionChoice) -> bool:
+    """Some deltas have nothing to show: half a character, or what may be the beginning of a stop string. What the first
+    one says of the prompt is said only there."""
+    of_prompt = choice.prompt_logprobs is not UNSET or choice.prompt_token_ids is not UNSET
+    of_text = bool(choice.text or choice.token_ids) or choice.logprobs is not None
+    return of_text or of_prompt or choice.finish_reason is not None
 
 
 async def _prompts(state: ServerState, body: CompletionRequest) -> Sequence[TokensPrompt]:

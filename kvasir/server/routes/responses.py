@@ -36,9 +36,10 @@ async def create_response(body: ResponsesRequest, request: Request, state: State
 
 
 @router.get("/v1/responses/{response_id}", responses=answers(ResponseReply))
-async def retrieve_response(response_id: str, state: State, call: TheCall, stream: bool = False) -> Response:
-    if stream:
-        raise RequestError("Stored responses are not streamed: leave stream out.", "stream")
+async def retrieve_response(response_id: str, request: Request, state: State, call: TheCall) -> Response:
+    for name, value in request.query_params.items():
+        if (name, value) != ("stream", "false"):  # which asks for nothing
+            raise _unknown_query(name.removesuffix("[]"))  # as clients write lists
     return reply(_find(state, response_id, call).response)
 
 
@@ -58,10 +59,11 @@ async def cancel_response(response_id: str, state: State, call: TheCall) -> Resp
 
 @router.delete("/v1/responses/{response_id}", responses=answers(ResponseReply))
 async def delete_response(response_id: str, state: State, call: TheCall) -> Response:
+    """Forget a response; one that runs is ended, too."""
     found = _find(state, response_id, call)
+    state.responses.delete(response_id, call.key)
     if found.run is not None:
         await found.run.cancel()
-    state.responses.delete(response_id, call.key)
     return reply({"id": response_id, "object": "response.deleted", "deleted": True})
 
 
@@ -69,6 +71,15 @@ async def _in_background(job: ResponseJob) -> None:
     job.response.status = "in_progress"
     with suppress(ApiError):  # the response says what went wrong
         await job.whole()
+
+
+def _unknown_query(name: str) -> RequestError:
+    why = {
+        "stream": "Stored responses are not streamed: leave stream out.",
+        "starting_after": "Stored responses are not streamed: leave starting_after out.",
+        "include": "A stored response is given as it was made: set include when you create it.",
+    }
+    return RequestError(why.get(name, f"Stored responses are asked for by their id alone, without {name}."), name)
 
 
 def _find(state: ServerState, response_id: str, call: TheCall) -> Stored:

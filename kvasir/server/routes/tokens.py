@@ -11,7 +11,7 @@ from kvasir.errors import RequestError
 from kvasir.server.answers import StrictRoute, answers, reply, unless_gone
 from kvasir.server.calls import TheCall
 from kvasir.server.errors import as_api_error, openai_body
-from kvasir.server.params import default_max_tokens, sampling_params, terms
+from kvasir.server.params import default_max_tokens, sampling_params, take_id, terms
 from kvasir.server.prompts import PromptMaker
 from kvasir.server.runs import Run
 from kvasir.server.schema.base import encode
@@ -57,13 +57,14 @@ async def detokenize(body: DetokenizeRequest, state: State) -> Response:
 @router.post("/generate", responses=answers(GenerateReply, "Texts; with `stream`, a line of JSON for each step."))
 async def generate(body: GenerateRequest, request: Request, state: State, call: TheCall) -> Response:
     """One prompt in, texts out: for scripts."""
+    take_id(call, body)
     maker = PromptMaker(state, body.truncate_prompt_tokens, body.cache_salt)
     prompts = await maker.texts([body.prompt]) if isinstance(body.prompt, str) else [maker.ids(body.prompt)]
     max_tokens = body.max_tokens or default_max_tokens(state, 16)
     params = sampling_params(state, body, max_tokens=max_tokens, logprobs=None, stream=bool(body.stream))
     run = Run(state, call, prompts, params, terms(body))
     if body.stream:
-        lines = EventStream(_lines(run), _error_line, media_type="application/x-ndjson")
+        lines = EventStream(_lines(run, bool(body.return_token_ids)), _error_line, media_type="application/x-ndjson")
         return await lines.prime(request.receive)
     (output,) = await unless_gone(request, run.whole())
     run.check(output)
@@ -77,15 +78,19 @@ async def generate(body: GenerateRequest, request: Request, state: State, call: 
     return reply(made)
 
 
-async def _lines(run: Run) -> AsyncGenerator[bytes, None]:
+async def _lines(run: Run, with_ids: bool) -> AsyncGenerator[bytes, None]:
     """What is new, in each line."""
     source = run.outputs()
     try:
         async for _, output in source:
             run.check(output)
             new = GenerateReply(text=[""] * run.params.n, finish_reason=[None] * run.params.n)
+            ids: list[list[int]] = [[] for _ in range(run.params.n)]
             for each in output.outputs:
+                ids[each.index] = each.token_ids
                 new.text[each.index], new.finish_reason[each.index] = each.text, each.finish_reason
+            if with_ids:
+                new.token_ids = ids
             yield encode(new) + b"\n"
     finally:
         await source.aclose()

@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, WebSocket
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect
 
+from kvasir.server import strict_json
 from kvasir.server.calls import call_of, new_id
 from kvasir.server.errors import ApiError, as_api_error, openai_body
 from kvasir.server.gate import WS_ERROR
@@ -83,13 +83,15 @@ class Conversation:
         if frame["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(frame.get("code", 1000))
         try:
-            return msgspec.json.decode(frame.get("text") or frame.get("bytes") or b"")
-        except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-            raise ApiError(400, f"The message is not valid JSON: {error}.", "invalid_request") from error
+            return strict_json.decode(frame.get("text") or frame.get("bytes") or b"", "The message")
+        except ValueError as error:
+            raise ApiError(400, str(error), "invalid_request") from error
 
     async def _answer(self, message: Any) -> None:
         if not isinstance(message, dict):
             raise ApiError(400, "The message must be a JSON object, the body of a chat request.", "invalid_request")
+        if message.get("stream") is not None and message["stream"] is not True:
+            raise ApiError(400, "A WebSocket always streams: leave stream out.", "invalid_request", "stream")
         try:
             body = ChatRequest.model_validate({**message, "stream": True})
         except ValidationError as error:

@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from kvasir.config import did_you_mean
@@ -60,6 +68,18 @@ def _asks_nothing(value: object, harmless: tuple[object, ...]) -> bool:
 def invalid(name: str, message: str) -> PydanticCustomError:
     """An error of the field `name`, wherever in the body it is raised."""
     return PydanticCustomError("invalid", "{message}", {"message": message, "param": name})
+
+
+def one_complaint(name: str, message: str) -> WrapValidator:
+    """For a field of many shapes: what is wrong with each of them would not help anybody."""
+
+    def validated(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise invalid(name, message) from None
+
+    return WrapValidator(validated)
 
 
 class Reply(msgspec.Struct):

@@ -46,7 +46,9 @@ class ChatRequest(Sampling, ChatTemplateFields):
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
-    echo: bool | None = Field(default=None, description="Begin with the last message if it is of the reply's role.")
+    echo: bool | None = Field(
+        default=None, description="Begin with the last message, which must be of the reply's role."
+    )
     reasoning_effort: str | None = Field(
         default=None, description="A variable of the chat template, for those that read it."
     )
@@ -81,6 +83,8 @@ class ChatRequest(Sampling, ChatTemplateFields):
             raise invalid("stream_options", "stream_options is for streams: set stream to true or leave it out.")
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true.")
+        if self.logprob_token_ids and not self.logprobs:
+            raise invalid("logprob_token_ids", "logprob_token_ids needs logprobs to be true.")
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             raise invalid("max_tokens", "max_tokens is the older name of max_completion_tokens: give one of them.")

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, UnsetType
 from pydantic import Field, model_validator
 
-from kvasir.server.schema.base import Reply, invalid, refused
+from kvasir.server.schema.base import Reply, invalid, one_complaint, refused
 from kvasir.server.schema.sampling import Sampling, StreamOptions
 from kvasir.server.schema.usage import Usage
 
 
 class CompletionRequest(Sampling):
     model: str | None = Field(default=None, description="One of the names of /v1/models. Unset: the served model.")
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(description="Text or token ids, one prompt or many.")
+    prompt: Annotated[
+        str | list[str] | list[int] | list[list[int]],
+        one_complaint(
+            "prompt", "prompt must be a string, a list of strings, a list of token ids or a list of such lists."
+        ),
+    ] = Field(description="Text or token ids, one prompt or many.")
     max_tokens: int | None = Field(default=None, ge=0, description="Default 16; 0 only with echo, to score a text.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -31,6 +36,8 @@ class CompletionRequest(Sampling):
     def _consistent(self) -> CompletionRequest:
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "stream_options is for streams: set stream to true or leave it out.")
+        if self.logprob_token_ids and self.logprobs is None:
+            raise invalid("logprob_token_ids", "logprob_token_ids needs logprobs: set it to 0 or more.")
         if self.max_tokens == 0 and not self.echo:
             raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo.")
         if self.prompt in ([], [[]]):

@@ -46,7 +46,9 @@ class Sampling(Body):
     allowed_token_ids: TokenIds | None = None
     forbidden_token_ids: TokenIds | None = None
     bad_words: list[str] | None = None
-    logprob_token_ids: TokenIds | None = None
+    logprob_token_ids: TokenIds | None = Field(
+        default=None, description="With logprobs: these tokens are the alternatives, in place of the likeliest."
+    )
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -67,9 +69,7 @@ class Sampling(Body):
     )
     priority: int | None = Field(default=None, description="Lower goes first; needs --scheduling-policy priority.")
     timeout: float | None = Field(default=None, gt=0, description="Seconds after which the request ends, done or not.")
-    request_id: str | None = Field(
-        default=None, min_length=1, max_length=128, description="Becomes part of the reply's id."
-    )
+    request_id: str | None = Field(default=None, description="The request's id, as the header X-Request-Id gives it.")
     cache_salt: str | None = Field(default=None, description="Cached prefixes are shared only within one salt.")
     return_token_ids: bool | None = Field(default=None, description="Replies have prompt_token_ids and token_ids.")
     return_tokens_as_token_ids: bool | None = Field(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, UnsetType
 from pydantic import Field, model_validator
 
-from kvasir.server.schema.base import Body, Reply, invalid, refused
+from kvasir.server.schema.base import Body, Reply, invalid, one_complaint, refused
 from kvasir.server.schema.chat import ChatTemplateFields, Message
 from kvasir.server.schema.sampling import Sampling
 from kvasir.server.schema.usage import Usage
@@ -49,7 +49,7 @@ class DetokenizeReply(Reply, kw_only=True):
 class GenerateRequest(Sampling):
     """The plain interface: one prompt in, texts out."""
 
-    prompt: str | list[int]
+    prompt: Annotated[str | list[int], one_complaint("prompt", "prompt must be a string or a list of token ids.")]
     max_tokens: int | None = Field(default=None, ge=1)
     stream: bool | None = Field(
         default=None, description="A JSON line for each new piece of text, in place of one object."

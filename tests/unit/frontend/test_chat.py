@@ -131,6 +131,26 @@ def test_content_parts_read_as_text_in_every_real_template(source: str) -> None:
     assert "'text'" not in text and '"text"' not in text
 
 
+@pytest.mark.parametrize("calls", [{}, {"tool_calls": [CALL]}], ids=["silent", "calls"])
+def test_no_content_is_no_text_in_every_real_template(source: str, calls: dict[str, Any]) -> None:
+    template, tools = compile_template(source), _needed_tools(source)
+    try:
+        empty = template.render([USER, {"role": "assistant", "content": "", **calls}], tools=tools, **SPECIAL)
+    except RequestError:
+        pytest.skip("a template that knows no calls")
+    for content in ({"content": None}, {}):
+        text = template.render([USER, {"role": "assistant", **content, **calls}], tools=tools, **SPECIAL)
+        assert text.count("None") == empty.count("None")
+
+
+def test_templates_that_cannot_take_null_get_an_empty_text() -> None:
+    silent = [USER, {"role": "assistant", "content": None}]
+    assert ChatTemplate("{% for m in messages[1:] %}{{ '<' + m.content + '>' }}{% endfor %}").render(silent) == "<>"
+    assert ChatTemplate("{% for m in messages[1:] %}<{{ m.content }}>{% endfor %}").render(silent) == "<>"
+    reads_null = "{% for m in messages[1:] %}{{ 'null' if m.content is none else m.content }}{% endfor %}"
+    assert ChatTemplate(reads_null).render(silent) == "null"
+
+
 def _needed_tools(source: str) -> list[dict[str, Any]] | None:
     return TOOLS if source.startswith("{%- macro json_to_python_type") else None  # Hermes' tool_use template
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from kvasir.errors import ConfigError
+from kvasir.outputs import CompletionOutput, RequestOutput
+from kvasir.sampling_params import RequestOutputKind, SamplingParams
+from kvasir.server.charges import Uncounted
 from kvasir.server.config import ServerConfig
 from kvasir.server.errors import ApiError
 from kvasir.server.keys import ANYBODY, Key, load_keys
@@ -136,3 +140,26 @@ def test_requests_at_once_and_shares_of_processes() -> None:
     assert [refused(limits, key) is None for _ in range(3)] == [True, True, False]
     limits.release(key, 0)
     assert refused(limits, key) is None
+
+
+# ---------------------------------------------------------------- tokens that nobody has counted
+
+
+def uncounted(kind: RequestOutputKind, *prompts: int, interval: int = 1, **params: Any) -> Uncounted:
+    return Uncounted(SamplingParams(output_kind=kind, **params), list(prompts), max_model_len=100, interval=interval)
+
+
+def test_what_was_asked_for_is_charged_until_it_is_counted() -> None:
+    final, delta = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
+    assert uncounted(final, 10, max_tokens=50, n=2, best_of=4).num_tokens == 200
+    assert uncounted(final, 10, max_tokens=None).num_tokens == 90, "what the context has room for"
+    two = uncounted(final, 10, 30, max_tokens=80)
+    assert two.num_tokens == 80 + 70
+    two.ended(RequestOutput("r", None, [1] * 30, None, [CompletionOutput(0, "", [], finish_reason="stop")], True))
+    assert two.num_tokens == 80
+    two.ended(RequestOutput("r", None, [1] * 10, None, [CompletionOutput(0, "", [], finish_reason="abort")], True))
+    assert two.num_tokens == 80, "an abort tells of no tokens"
+    assert uncounted(delta, 10, max_tokens=50).num_tokens == 0, "a stream tells of all"
+    assert uncounted(delta, 10, max_tokens=50, n=2, stream_interval=8).num_tokens == 14
+    assert uncounted(delta, 10, max_tokens=50, n=2, interval=1000).num_tokens == 100
+    assert uncounted(delta, 10, max_tokens=50, n=2, use_beam_search=True).num_tokens == 100

@@ -25,8 +25,10 @@ from kvasir.server.keys import Key
 from kvasir.server.logprobs import LEAST, LogprobWriter, prompt_logprobs
 from kvasir.server.metrics import GAPS, Metrics, Tally
 from kvasir.server.response_store import ResponseStore, Stored
+from kvasir.server.routes.completions import CompletionJob
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.chat import ChatChunk, ChunkChoice, Delta
+from kvasir.server.schema.completions import CompletionRequest
 from kvasir.server.schema.responses import ResponseReply
 from kvasir.server.sse import ClientGone, EventStream, unless_disconnected
 from kvasir.server.state import ServerState
@@ -122,6 +124,28 @@ def test_quick_chunks_equal_what_the_struct_gives() -> None:
     assert decoded[-1].choices[0].finish_reason == "stop"
 
 
+def test_what_is_said_of_the_prompt_is_not_lost_with_a_delta_that_has_no_text() -> None:
+    scores = [None, {1: Logprob(-1.0, 1)}]
+
+    class Run(FakeRun):
+        params = SimpleNamespace(n=1)
+        state = SimpleNamespace(config=SimpleNamespace(enable_force_include_usage=False))
+
+        async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+            async for index, output in super().outputs():
+                output.prompt_logprobs = scores if output.outputs[0].token_ids == [0] else None
+                yield index, output
+
+    async def collect(body: CompletionRequest) -> list[Any]:
+        job = CompletionJob(body, Run("", "", "text", "end"), "m", "id-1", 17, False)  # type: ignore[arg-type]
+        return [msgspec.json.decode(payload)["choices"][0] async for some in job.payloads() for payload in some]
+
+    first, second, last = asyncio.run(collect(CompletionRequest(prompt="a", stream=True, prompt_logprobs=0)))
+    assert first["text"] == "" and first["prompt_logprobs"][1]["1"]["logprob"] == -1.0
+    assert (second["text"], last["text"]) == ("text", "end") and "prompt_logprobs" not in second
+    assert len(asyncio.run(collect(CompletionRequest(prompt="a", stream=True)))) == 2, "nothing is said of nothing"
+
+
 # ---------------------------------------------------------------- log-probabilities
 
 
@@ -149,6 +173,15 @@ def test_chat_logprobs_have_exact_bytes() -> None:
         None,
         {"0": {"logprob": -1.0, "rank": 1, "decoded_token": "a"}},
     ]
+
+
+def test_named_tokens_are_the_alternatives_in_place_of_the_likeliest() -> None:
+    writer = LogprobWriter(Tokens(), as_ids=True, named=[2, 0])  # type: ignore[arg-type]
+    positions = [{1: Logprob(-0.1, 1), 2: Logprob(-9.0, 3), 0: Logprob(-2.0, 2)}]
+    (content,) = writer.chat([1], positions, 0).content
+    assert [top.token for top in content.top_logprobs] == ["token_id:0", "token_id:2"]
+    (shown,) = writer.completion([1], positions, 0, 0).top_logprobs
+    assert shown == {"token_id:0": -2.0, "token_id:2": -9.0, "token_id:1": -0.1}, "and the token itself"
 
 
 # ---------------------------------------------------------------- stored responses
@@ -182,6 +215,29 @@ def test_the_store_is_bounded_by_number_and_bytes() -> None:
     small.delete("r4", alice)
     small.keep(stored(5, "y" * 5000))
     assert len(small) == 0 and small.num_bytes == 0
+
+
+def test_what_was_deleted_while_it_ran_does_not_come_back() -> None:
+    store, running = ResponseStore(2), stored(0, running=True)
+    store.keep(running)
+    store.delete("r0", Key("alice"))
+    running.run = None
+    store.update(running)
+    assert len(store) == 0 and store.num_bytes == 0
+
+
+def test_a_store_full_of_running_ones_takes_no_more_into_the_background() -> None:
+    store, more = ResponseStore(1), stored(1, running=True)
+    first = stored(0, running=True)
+    store.keep(first)
+    more.response.background = True
+    with pytest.raises(ApiError, match="--max-stored-responses") as caught:
+        store.keep(more)
+    assert caught.value.status == 429 and len(store) == 1
+    first.run = None
+    store.update(first)
+    store.keep(more)
+    assert store.find("r1", Key("alice")) is more and len(store) == 1
 
 
 # ---------------------------------------------------------------- streams

@@ -107,6 +107,7 @@ def test_harmless_means_the_very_value() -> None:
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprob_token_ids": [3]}, "logprob_token_ids"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
     ],
 )
