@@ -20,6 +20,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import ValidationError
 
 from kvasir.async_llm import AsyncLLM
+from kvasir.server import strict_json
 from kvasir.server.calls import Call, new_id
 from kvasir.server.errors import ApiError, as_api_error, openai_body
 from kvasir.server.phases import READY
@@ -107,16 +108,17 @@ class Batch:
 
     async def answer(self, data: bytes, number: int) -> LineResult:
         """Whatever is wrong with a line becomes its result."""
-        call_id = new_id()
+        line_id = f"batch_req_{new_id()}"
         read = self._read(data, number)
         if isinstance(read, LineError):
-            return LineResult(f"batch_req_{call_id}", _custom_id(data), None, read)
+            return LineResult(line_id, _custom_id(data), None, read)
+        call = Call(line_id.removeprefix("batch_req_"), read.url)
         try:
-            status, body = 200, await self._ask(read, Call(call_id, read.url))
+            status, body = 200, await self._ask(read, call)
         except Exception as raised:
             error = as_api_error(raised)
             status, body = error.status, openai_body(error)
-        return LineResult(f"batch_req_{call_id}", read.custom_id, LineResponse(status, call_id, body))
+        return LineResult(line_id, read.custom_id, LineResponse(status, call.id, body))
 
     def _read(self, data: bytes, number: int) -> Line | LineError:
         try:
@@ -124,8 +126,8 @@ class Batch:
         except msgspec.ValidationError as error:
             message = f"{error}. A line has custom_id, method, url and body."
             return LineError("invalid_request", message, number)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            return LineError("invalid_json_line", f"This line is not JSON: {error}.", number)
+        except strict_json.ERRORS as error:
+            return LineError("invalid_json_line", f"This line is not JSON: {strict_json.reason(error)}.", number)
         if line.method != "POST":
             return LineError("invalid_method", f"method must be POST, not {line.method}.", number, "method")
         if line.url not in ROUTES:
@@ -165,7 +167,7 @@ def _custom_id(data: bytes) -> str | None:
     """Of a line that is no request, where it has one."""
     try:
         found = msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except strict_json.ERRORS:
         return None
     name = found.get("custom_id") if isinstance(found, dict) else None
     return name if isinstance(name, str) else None

@@ -6,15 +6,19 @@ from typing import Any
 
 import msgspec
 
+ERRORS = (msgspec.DecodeError, RecursionError, UnicodeError)  # of whatever is no JSON
+
 
 def decode(data: bytes | str, what: str) -> Any:
     """A ValueError with one sentence for whatever is wrong. `what`: the body, or the message."""
     try:
         return msgspec.json.decode(data)
-    except UnicodeError:
-        reason = "it is not UTF-8"
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except msgspec.DecodeError as error:
-        reason = "it is not UTF-8" if "utf-8" in str(error).lower() else str(error)
-    raise ValueError(f"{what} is not valid JSON: {reason}.")
+    except ERRORS as error:
+        raise ValueError(f"{what} is not valid JSON: {reason(error)}.") from error
+
+
+def reason(error: Exception) -> str:
+    """What is wrong, without a codec's own words."""
+    if isinstance(error, UnicodeError) or "utf-8" in str(error).lower():
+        return "it is not UTF-8"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)

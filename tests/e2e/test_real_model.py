@@ -126,6 +126,14 @@ def test_best_of_and_beams(client: openai.OpenAI) -> None:
     assert streamed == texts
 
 
+def test_all_beams_are_counted_as_generated(server: LiveServer) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 5, "n": 1, "best_of": 4, "use_beam_search": True}
+    body |= {"ignore_eos": True, "request_id": "beams-1"}
+    usage = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["usage"]
+    assert usage["completion_tokens"] == 5, "what is returned, as OpenAI counts"
+    server.wait_for_log("beams-1 ended: length, [0-9]+ tokens in, 20 out")
+
+
 def test_prompt_logprobs(server: LiveServer) -> None:
     ask = {"prompt": "Hi there", "max_tokens": 3, "prompt_logprobs": 1, "stream": True, "ignore_eos": True}
     held_back = {"temperature": 0, "stop": ["\n\n\n\n"], "logit_bias": {"198": 100}}  # newlines wait for the fourth

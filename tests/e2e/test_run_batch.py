@@ -202,3 +202,9 @@ def test_files_that_cannot_be(batch: Runner, tmp_path: Path, capsys: pytest.Capt
     assert "cannot be written" in capsys.readouterr().err
     assert main(["run-batch", "--model", "m", "-i", str(tmp_path / "absent"), "-o", str(batch.output)]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_a_lines_own_request_id_is_the_one_it_is_told_by(batch: Runner) -> None:
+    results = batch(line("a", prompt="Hi", request_id="mine-1", **words(1)))
+    response = results["a"]["response"]
+    assert response["request_id"] == "mine-1" and response["body"]["id"] == "cmpl-mine-1"

@@ -19,6 +19,8 @@ from kvasir.server.schema.responses import ResponseReply, ResponsesRequest
 from kvasir.server.sse import EventStream
 from kvasir.server.state import ServerState, State
 
+_PATIENCE = 5.0  # seconds for an abort to be answered
+
 router = APIRouter(route_class=StrictRoute, tags=["OpenAI"])
 
 
@@ -50,10 +52,7 @@ async def cancel_response(response_id: str, state: State, call: TheCall) -> Resp
     if not found.response.background:
         message = "Only background responses are cancelled so; close the connection to end this one."
         raise ApiError(400, message, "invalid_request", "response_id")
-    if found.run is not None:
-        await found.run.cancel()
-        if found.task is not None:
-            await asyncio.wait([found.task], timeout=5)
+    await _end(found)
     return reply(found.response)
 
 
@@ -62,9 +61,18 @@ async def delete_response(response_id: str, state: State, call: TheCall) -> Resp
     """Forget a response; one that runs is ended, too."""
     found = _find(state, response_id, call)
     state.responses.delete(response_id, call.key)
-    if found.run is not None:
-        await found.run.cancel()
+    await _end(found)
     return reply({"id": response_id, "object": "response.deleted", "deleted": True})
+
+
+async def _end(stored: Stored) -> None:
+    """End it if it runs. The engine may not have got it yet (while it is paused), and then hears of no abort."""
+    if stored.run is not None:
+        await stored.run.cancel()
+    if stored.task is not None and not stored.task.done():
+        await asyncio.wait([stored.task], timeout=_PATIENCE)
+        stored.task.cancel()
+        await asyncio.wait([stored.task])
 
 
 async def _in_background(job: ResponseJob) -> None:
