@@ -30,7 +30,7 @@ from quiet import LIMIT, Others, wait_until_quiet
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 SHAPE = "qwen2.5-0.5b"
-REPETITIONS = {"W1": 5, "W2": 3, "W3": 1}
+REPETITIONS = {"W1": 9, "W2": 3, "W3": 1}
 BF16, VLLM, HF = ("kvasir", "bf16"), ("vllm", "bf16"), ("transformers", "bf16")
 COMPARED = [
     (BF16, VLLM, "W1", "ms_per_tok"), (BF16, HF, "W1", "ms_per_tok"), (BF16, VLLM, "W1", "ttft_ms"),
