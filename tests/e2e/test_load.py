@@ -125,6 +125,16 @@ def check_nothing_is_left(server: LiveServer) -> None:
     assert server.metric("kvasir:num_requests_waiting") == 0
 
 
+def memory(server: LiveServer) -> list[int]:
+    """Of the API's and of the engine's process."""
+    return [psutil.Process(pid).memory_info().rss for pid in (server.process.pid, server.engine_pid())]
+
+
+def check_memory(before: list[int], after: list[int]) -> None:
+    for old, new in zip(before, after, strict=True):
+        assert new < old * 1.05, f"{before} -> {after}"
+
+
 def test_500_clients_each_get_their_own_text(server: LiveServer, prompts: list[tuple[str, str]]) -> None:
     assert asyncio.run(round_of(server.url, prompts, random.Random(0), aborts=False)) == CLIENTS
     check_nothing_is_left(server)
@@ -163,12 +173,11 @@ def test_a_slow_reader_slows_nobody(server: LiveServer, prompts: list[tuple[str,
 @pytest.mark.slow
 def test_a_minute_of_500_clients(server: LiveServer, prompts: list[tuple[str, str]]) -> None:
     """Memory of both processes after it is within 5% of what it was after warming up."""
-    processes = [psutil.Process(server.process.pid), psutil.Process(server.engine_pid())]
     rng = random.Random(2)
     for warm_up in range(20):  # until tables, caches and the allocator's arenas are as large as this load makes them
         asyncio.run(round_of(server.url, prompts, rng, aborts=warm_up % 2 == 1))
     check_nothing_is_left(server)
-    before = [process.memory_info().rss for process in processes]
+    before = memory(server)
     end, rounds = time.monotonic() + 60, 0
     while time.monotonic() < end:
         aborts = rounds % 2 == 1
@@ -176,7 +185,4 @@ def test_a_minute_of_500_clients(server: LiveServer, prompts: list[tuple[str, st
         assert right == (CLIENTS // 2 if aborts else CLIENTS)
         rounds += 1
     check_nothing_is_left(server)
-    after = [process.memory_info().rss for process in processes]
-    print(f"{rounds} rounds; memory {before} -> {after}")
-    for old, new in zip(before, after, strict=True):
-        assert new < old * 1.05
+    check_memory(before, memory(server))

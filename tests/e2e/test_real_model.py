@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.test_load import RawClient, check_nothing_is_left
+from tests.e2e.test_load import RawClient, check_memory, check_nothing_is_left, memory
 from tests.server_process import LiveServer, events
 
 
@@ -171,3 +172,37 @@ def test_32_clients(server: LiveServer) -> None:
     assert alone == together[:3] and all(together)
     assert asyncio.run(everybody(leaving=True))[1::2] == together[1::2]
     check_nothing_is_left(server)
+
+
+@pytest.mark.slow
+def test_a_minute_of_32_clients(starter_model: Path) -> None:
+    """As the model is served: every text is the one of the first round, and memory stays what it was by then."""
+    asked = [f"{i + 2} colours are" for i in range(32)]
+
+    async def one(url: str, prompt: str, leaves: bool) -> str:
+        async with RawClient(url) as client:
+            client.send(prompt=prompt, max_tokens=32, temperature=0)
+            text = ""
+            async for chunk in client.lines():
+                text += chunk["choices"][0]["text"]
+                if leaves:
+                    break
+            return text
+
+    async def everybody(url: str, leaving: bool) -> list[str]:
+        return list(await asyncio.gather(*(one(url, text, leaving and i % 2 == 0) for i, text in enumerate(asked))))
+
+    flags = ["--max-model-len", "512", "--max-num-seqs", "32", "--num-gpu-blocks-override", "256"]
+    with LiveServer.real(starter_model, *flags) as server:
+        server.wait_until_ready()
+        texts = asyncio.run(everybody(server.url, False))
+        for warm_up in range(20):
+            asyncio.run(everybody(server.url, warm_up % 2 == 1))
+        before, end, rounds = memory(server), time.monotonic() + 60, 0
+        while time.monotonic() < end:
+            leaving = rounds % 2 == 1
+            found = asyncio.run(everybody(server.url, leaving))
+            assert found[1::2] == texts[1::2] and (leaving or found == texts)
+            rounds += 1
+        check_nothing_is_left(server)
+        check_memory(before, memory(server))
