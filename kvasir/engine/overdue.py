@@ -39,7 +39,8 @@ class Overdue:
         while self._heap and self._heap[0][0] <= now:
             deadline, key, arrival, stream = heappop(self._heap)
             where = "while it ran" if self._is_running(key) else "while it waited"
-            limit = f"of {deadline - arrival:.3g} s " if arrival else ""
+            allowed = round(deadline - arrival, 6)  # to the microsecond: a large clock reading blurs what is below
+            limit = f"of {allowed:.10g} s " if arrival else ""
             ended += self._end(key, stream, f"its deadline {limit}passed {where}")
         if self._scheduler.waiting.gives_up:
             while (late := self._scheduler.waiting.hopeless()) is not None:

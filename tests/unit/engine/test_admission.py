@@ -156,6 +156,16 @@ def test_a_waiting_request_ends_at_its_deadline() -> None:
     assert (stats.timeouts_running, stats.timeouts_waiting) == (0, 1)
 
 
+@pytest.mark.parametrize(("allowed", "told"), [(1e-6, "1e-06"), (0.2, "0.2"), (1500.0, "1500")])
+def test_a_deadline_is_told_as_it_was_given_on_a_machine_long_up(allowed: float, told: str) -> None:
+    long_up = 54321987.6543  # a clock whose readings are 7 nanoseconds apart
+    clock = Clock(long_up)
+    core = timed_core(clock, seconds=2000.0, max_num_seqs=1)
+    core.add(request(0, LONG, 5))
+    core.add(request(1, LONG, 5, terms=Terms(arrival=long_up, deadline=long_up + allowed), stream=False))
+    assert run(core).errors[1] == f"its deadline of {told} s passed while it waited"
+
+
 def test_a_deadline_that_has_passed_already_still_gets_an_answer() -> None:
     core = make_core(policy=FirstComeFirstServed(Context(Clock(9.0))))
     core.add(request(0, LONG, 20, terms=due(5.0)))
