@@ -31,6 +31,8 @@ OLD_NAMES = {
     "num_speculative_tokens": ("speculative_config", "num_speculative_tokens", int),
 }
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
+# vLLM's names of attention backends, in small letters, where ours differ.
+BACKEND_NAMES = {"triton_attn": "triton", "torch_sdpa": "torch", "cpu_attn": "cpu"}
 # As vLLM reads them: small letters count by 1000, capitals by 1024.
 SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -121,6 +123,9 @@ def from_python(name: str, known: Known, value: Any) -> Any:
     if name == "dtype":
         value = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
         return DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
+    if name == "attention_backend" and isinstance(value, str):
+        small = value.lower()  # vLLM writes FLASH_ATTN
+        return BACKEND_NAMES.get(small, small if small in known.setting.choices else value)
     return value
 
 
@@ -174,7 +179,7 @@ def _from_environment(given: dict[str, Any]) -> dict[str, Any]:
         value = os.environ.get(variable)
         if value and name not in given:
             warn_once(logger, f"{variable} is an older name: set {name}, or {flag(name)}.")
-            given[name] = value.lower()
+            given[name] = value
     return given
 
 

@@ -161,8 +161,8 @@ class CacheConfig(_Checked):
     block_size: int = setting(
         None,
         "Tokens per block of the KV cache.",
-        choices=(1, 2, 4, 8, 16, 32, 64, 128),
-        auto="64 on CUDA, 16 elsewhere",
+        choices=(1, 2, 4, 8, 16, 32, 64, 128, 256),
+        auto="64 on CUDA (256 where FlashAttention 2 runs), 16 elsewhere",
     )
     gpu_memory_utilization: float = setting(
         0.92, "Share of the device's memory the engine may take: weights, activations and KV cache.", above=0, maximum=1
@@ -332,8 +332,9 @@ class DeviceConfig(_Checked):
     attention_backend: str = setting(
         "auto",
         "Attention implementation, and with it who runs the layers. torch: plain torch, on any device; triton: our "
-        "kernels, on a GPU; cpu: our C++ library.",
-        choices=("auto", "torch", "triton", "cpu"),
+        "kernels, on a GPU; cpu: our C++ library; flash_attn and flashinfer: those packages, where they are installed, "
+        "on NVIDIA GPUs. vLLM's names (FLASH_ATTN, TRITON_ATTN) mean the same.",
+        choices=("auto", "torch", "triton", "cpu", "flash_attn", "flashinfer"),
     )
     cpu_threads: int | None = setting(
         None,
