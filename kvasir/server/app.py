@@ -16,6 +16,7 @@ from kvasir.errors import KvasirError
 from kvasir.server.calls import call_of
 from kvasir.server.errors import ApiError, as_api_error, error_response
 from kvasir.server.gate import Gate
+from kvasir.server.no_route import no_route
 from kvasir.server.routes import (
     chat,
     completions,
@@ -35,7 +36,7 @@ from kvasir.server.state import ServerState, state_of
 
 ROUTERS = [chat.router, websocket.router, completions.router, responses.router, messages.router, models.router]
 ROUTERS += [tokens.router, health.router, operations.router, pages.router, engine_view.router]
-_NO_SUCH_ROUTE = {404: "Nothing is served at", 405: "That is not the method of"}
+_NO_ROUTE = (404, 405)
 _HANDLED = (ApiError, KvasirError, RequestValidationError, HTTPException, ClientGone, Exception)
 
 
@@ -62,8 +63,9 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientGone):
         return Response(status_code=499)  # nobody reads it
     call = call_of(request)
-    if isinstance(error, HTTPException) and error.status_code in _NO_SUCH_ROUTE:
-        error = HTTPException(error.status_code, f"{_NO_SUCH_ROUTE[error.status_code]} {call.path}; /docs lists all.")
+    if isinstance(error, HTTPException) and error.status_code in _NO_ROUTE:
+        routes = [*request.app.routes, *(route for router in ROUTERS for route in router.routes)]
+        error = no_route(request, error.status_code, routes, request.app.openapi_url is not None)
     found = as_api_error(error)
     if not found.counted:
         state_of(request).metrics.failed(found.cause)

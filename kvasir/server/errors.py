@@ -30,6 +30,7 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     retry_after: float | None = None
+    allow: tuple[str, ...] = ()  # the methods that would do
     counted: bool = False  # in the metrics
 
     def __str__(self) -> str:
@@ -108,6 +109,8 @@ def error_response(error: ApiError, path: str, request_id: str | None) -> Respon
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+    if error.allow:
+        headers["Allow"] = ", ".join(error.allow)
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     return Response(body, error.status, headers, media_type="application/json")

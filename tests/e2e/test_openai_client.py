@@ -384,7 +384,9 @@ def test_paths_that_nobody_serves(fake_server: LiveServer) -> None:
     assert reply.json()["error"]["message"] == "Nothing is served at /v1/embeddings; /docs lists all."
     reply = httpx.get(f"{fake_server.url}/v1/chat/completions")
     assert reply.status_code == 405
-    assert reply.json()["error"]["message"] == "That is not the method of /v1/chat/completions; /docs lists all."
+    assert reply.json()["error"]["message"] == (
+        "GET is not a method of /v1/chat/completions, which takes POST; /docs lists all."
+    )
 
 
 def test_too_long_a_prompt(fake_server: LiveServer) -> None:

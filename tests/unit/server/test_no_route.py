@@ -1,0 +1,52 @@
+"""Paths and methods that nobody serves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from kvasir.server.app import make_app
+from kvasir.server.config import ServerConfig
+from kvasir.server.state import ServerState
+
+
+def ask(method: str, path: str, **settings: Any) -> httpx.Response:
+    async def asked() -> httpx.Response:
+        transport = httpx.ASGITransport(make_app(ServerState(ServerConfig(**settings), "m")))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.request(method, path)
+
+    return asyncio.run(asked())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/chat/completions", "POST"),
+        ("PUT", "/v1/responses/resp_1", "DELETE, GET"),  # two routes
+        ("POST", "/engine", "GET, HEAD"),
+        ("POST", "/openapi.json", "GET, HEAD"),  # of the application itself
+        ("DELETE", "/v1/messages", "POST"),
+    ],
+)
+def test_a_wrong_method_is_told_the_right_ones(method: str, path: str, allowed: str) -> None:
+    reply = ask(method, path)
+    assert reply.status_code == 405 and reply.headers["allow"] == allowed
+    said = f"{method} is not a method of {path}, which takes {allowed.replace(', ', ' and ')}; /docs lists all."
+    assert reply.json()["error"]["message"] == said
+
+
+def test_documentation_that_is_off_is_not_pointed_to() -> None:
+    assert ask("GET", "/nothing").json()["error"]["message"] == "Nothing is served at /nothing; /docs lists all."
+    off = {"disable_fastapi_docs": True}
+    assert ask("GET", "/nothing", **off).json()["error"]["message"] == "Nothing is served at /nothing."
+    said = ask("GET", "/v1/messages", **off).json()["error"]["message"]
+    assert said == "GET is not a method of /v1/messages, which takes POST."
+
+
+def test_behind_a_proxy_that_adds_a_path() -> None:
+    reply = ask("GET", "/llm/v1/chat/completions", root_path="/llm")
+    assert reply.status_code == 405 and reply.headers["allow"] == "POST"
