@@ -36,6 +36,11 @@ from kvasir.server.state import ServerState, state_of
 
 ROUTERS = [chat.router, websocket.router, completions.router, responses.router, messages.router, models.router]
 ROUTERS += [tokens.router, health.router, operations.router, pages.router, engine_view.router]
+_ABOUT = (
+    "OpenAI's and Anthropic's interfaces to a language model. "
+    "/v1/chat/completions also takes a WebSocket, and /engine/feed, a WebSocket, tells again and again what "
+    "/engine/state tells once."
+)
 _NO_ROUTE = (404, 405)
 _HANDLED = (ApiError, KvasirError, RequestValidationError, HTTPException, ClientGone, Exception)
 
@@ -45,12 +50,14 @@ def make_app(state: ServerState) -> FastAPI:
     app = FastAPI(
         title="Kvasir",
         version=__version__,
-        description="OpenAI's and Anthropic's interfaces to a language model.",
+        description=_ABOUT,
         openapi_url=shown,
+        docs_url=None,  # pages.py has our own, which asks for nothing from elsewhere
+        redoc_url=None,
         root_path=state.config.root_path,
     )
     app.state.server = state
-    for router in ROUTERS:
+    for router in [*ROUTERS, *([pages.docs_router] if shown else [])]:
         app.include_router(router)
     for kind in _HANDLED:
         app.add_exception_handler(kind, _answer_error)
@@ -64,7 +71,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
     call = call_of(request)
     if isinstance(error, HTTPException) and error.status_code in _NO_ROUTE:
-        routes = [*request.app.routes, *(route for router in ROUTERS for route in router.routes)]
+        routers = [*ROUTERS, pages.docs_router]
+        routes = [*request.app.routes, *(route for router in routers for route in router.routes)]
         error = no_route(request, error.status_code, routes, request.app.openapi_url is not None)
     found = as_api_error(error)
     if not found.counted:

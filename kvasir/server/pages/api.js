@@ -2,7 +2,12 @@
 
 export const base = new URL(".", document.baseURI);
 
-export class ApiError extends Error {}
+export class ApiError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
 
 /** The API key that was entered in the playground's settings. */
 export function storedKey() {
@@ -10,6 +15,14 @@ export function storedKey() {
     return sessionStorage.getItem("kvasir-key") ?? "";
   } catch {
     return ""; // storage is forbidden
+  }
+}
+
+export function keepKey(key) {
+  try {
+    sessionStorage.setItem("kvasir-key", key);
+  } catch {
+    // storage is forbidden
   }
 }
 
@@ -27,7 +40,7 @@ async function refuse(response) {
   } catch {
     // no JSON: the status has to do
   }
-  throw new ApiError(said || `the server answered ${response.status} ${response.statusText}`);
+  throw new ApiError(said || `the server answered ${response.status} ${response.statusText}`, response.status);
 }
 
 export async function get(path, key) {

@@ -1,8 +1,10 @@
 // A request as a command line or a program that sends it.
 
-export function asCurl(url, body, needsKey) {
-  const data = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
+/** `body`: none where the endpoint takes none. */
+export function asCurl(url, body, needsKey, method = "POST") {
   const key = needsKey ? ` \\\n  -H "Authorization: Bearer $KVASIR_API_KEY"` : "";
+  if (!body) return `curl ${method === "GET" ? "" : `-X ${method} `}${url}${key}`;
+  const data = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
   return `curl ${url} \\\n  -H "Content-Type: application/json"${key} \\\n  -d '${data}'`;
 }
 

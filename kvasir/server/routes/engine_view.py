@@ -19,7 +19,7 @@ from kvasir.server.origins import may_come_from
 from kvasir.server.schema.base import encode
 from kvasir.server.state import ServerState, State, state_of
 
-router = APIRouter()
+router = APIRouter(tags=["operations"])
 
 _POLICY_VIOLATION = 1008
 _TRY_AGAIN = 1013

@@ -1,4 +1,4 @@
-"""The playground and the engine view: files from kvasir/server/pages, as they are, under a strict policy.
+"""The playground, the engine view and the API page: files from kvasir/server/pages, under a strict policy.
 
 They ask for nothing from elsewhere and bring no inline script or style; what models say is set as text.
 """
@@ -25,10 +25,12 @@ _HEADERS = {
     "Cache-Control": "no-cache",  # ask each time whether it has changed
 }
 FILES = frozenset(file.name for file in FOLDER.iterdir() if file.suffix in _KINDS)
-PUBLIC = frozenset({"/", "/engine", *(f"/pages/{name}" for name in FILES)})  # nothing in them is secret
+PUBLIC = frozenset({"/", "/engine", "/docs", *(f"/pages/{name}" for name in FILES)})  # nothing in them is secret
 
 _METHODS = ["GET", "HEAD"]
+_TO_DOCS = b'<a href="docs">API</a>'
 router = APIRouter(include_in_schema=False)
+docs_router = APIRouter(include_in_schema=False)  # left out by --disable-fastapi-docs
 
 
 @router.api_route("/", methods=_METHODS)
@@ -41,6 +43,11 @@ async def engine(request: Request) -> Response:
     return _file("engine.html", request)
 
 
+@docs_router.api_route("/docs", methods=_METHODS)
+async def docs(request: Request) -> Response:
+    return _file("docs.html", request)
+
+
 @router.api_route("/pages/{name}", methods=_METHODS)
 async def page_file(name: str, request: Request) -> Response:
     if name not in FILES:
@@ -49,7 +56,7 @@ async def page_file(name: str, request: Request) -> Response:
 
 
 def _file(name: str, request: Request) -> Response:
-    content, tag = _read(name)
+    content, tag = _read(name, shows_docs=request.app.openapi_url is not None)
     headers = _HEADERS | {"ETag": tag}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
@@ -57,6 +64,8 @@ def _file(name: str, request: Request) -> Response:
 
 
 @cache
-def _read(name: str) -> tuple[bytes, str]:
+def _read(name: str, shows_docs: bool) -> tuple[bytes, str]:
     content = (FOLDER / name).read_bytes()
+    if not shows_docs:
+        content = content.replace(_TO_DOCS, b"")
     return content, f'"{sha256(content).hexdigest()[:16]}"'

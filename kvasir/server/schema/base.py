@@ -60,6 +60,11 @@ class Body(BaseModel):
         return self
 
 
+def example(**body: Any) -> ConfigDict:
+    """For a body's `model_config`: what /docs shows a request to be."""
+    return ConfigDict(json_schema_extra={"examples": [body]})
+
+
 def _asks_nothing(value: object, harmless: tuple[object, ...]) -> bool:
     # the types, too, because True == 1 in Python
     return value is None or any(type(value) is type(ok) and value == ok for ok in harmless)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from kvasir.server.schema.base import Body, Reply, invalid, refused
+from kvasir.server.schema.base import Body, Reply, example, invalid, refused
 from kvasir.server.schema.sampling import Sampling, StreamOptions
 from kvasir.server.schema.usage import Usage
 
@@ -39,6 +39,8 @@ class ChatTemplateFields(Body):
 
 
 class ChatRequest(Sampling, ChatTemplateFields):
+    model_config = example(messages=[{"role": "user", "content": "What is the capital of France?"}], max_tokens=32)
+
     model: str | None = Field(default=None, description="One of the names of /v1/models. Unset: the served model.")
     max_tokens: int | None = Field(default=None, ge=1, description="The older name of max_completion_tokens.")
     max_completion_tokens: int | None = Field(default=None, ge=1)

@@ -7,12 +7,14 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import Field, model_validator
 
-from kvasir.server.schema.base import Reply, invalid, one_complaint, refused
+from kvasir.server.schema.base import Reply, example, invalid, one_complaint, refused
 from kvasir.server.schema.sampling import Sampling, StreamOptions
 from kvasir.server.schema.usage import Usage
 
 
 class CompletionRequest(Sampling):
+    model_config = example(prompt="Once upon a time", max_tokens=32)
+
     model: str | None = Field(default=None, description="One of the names of /v1/models. Unset: the served model.")
     prompt: Annotated[
         str | list[str] | list[int] | list[list[int]],

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from kvasir.server.schema.base import Body, Reply, invalid, refused
+from kvasir.server.schema.base import Body, Reply, example, invalid, refused
 
 _TOOLS = "tools are not called yet: leave tools out, or set tool_choice to {'type': 'none'}."
 
@@ -19,6 +19,8 @@ class AnthropicMessage(BaseModel):
 
 
 class CountTokensRequest(Body):
+    model_config = example(model="MODEL", messages=[{"role": "user", "content": "What is the capital of France?"}])
+
     model: str
     messages: list[AnthropicMessage] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
@@ -42,6 +44,10 @@ class CountTokensRequest(Body):
 
 
 class MessagesRequest(CountTokensRequest):
+    model_config = example(
+        model="MODEL", messages=[{"role": "user", "content": "What is the capital of France?"}], max_tokens=32
+    )
+
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None
     stream: bool | None = None

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from kvasir.server.schema.base import Body, Reply, invalid, refused
+from kvasir.server.schema.base import Body, Reply, example, invalid, refused
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -27,6 +27,8 @@ class ResponseStreamOptions(Body):
 
 
 class ResponsesRequest(Body):
+    model_config = example(input="What is the capital of France?", max_output_tokens=32)
+
     model: str | None = Field(default=None, description="One of the names of /v1/models. Unset: the served model.")
     input: str | list[dict[str, Any]] = Field(description="A text, or messages and results of tools.")
     instructions: str | None = Field(default=None, description="A system message before the input.")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import Field, model_validator
 
-from kvasir.server.schema.base import Body, Reply, invalid, one_complaint, refused
+from kvasir.server.schema.base import Body, Reply, example, invalid, one_complaint, refused
 from kvasir.server.schema.chat import ChatTemplateFields, Message
 from kvasir.server.schema.sampling import Sampling
 from kvasir.server.schema.usage import Usage
@@ -17,6 +17,8 @@ _ELSEWHERE = "log-probabilities are given by /v1/completions."
 
 class TokenizeRequest(ChatTemplateFields):
     """A prompt, or a conversation's messages."""
+
+    model_config = example(prompt="Once upon a time")
 
     model: str | None = None
     prompt: str | None = None
@@ -38,6 +40,8 @@ class TokenizeReply(Reply, kw_only=True):
 
 
 class DetokenizeRequest(Body):
+    model_config = example(tokens=[15, 16, 17])
+
     model: str | None = None
     tokens: list[int]
 
@@ -48,6 +52,8 @@ class DetokenizeReply(Reply, kw_only=True):
 
 class GenerateRequest(Sampling):
     """The plain interface: one prompt in, texts out."""
+
+    model_config = example(prompt="Once upon a time", max_tokens=32)
 
     prompt: Annotated[str | list[int], one_complaint("prompt", "prompt must be a string or a list of token ids.")]
     max_tokens: int | None = Field(default=None, ge=1)

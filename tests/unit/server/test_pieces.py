@@ -16,7 +16,6 @@ from starlette.types import Message as AsgiMessage
 from kvasir.cli.main import Parser
 from kvasir.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
 from kvasir.outputs import CompletionOutput, Logprob, RequestOutput
-from kvasir.server.app import make_app
 from kvasir.server.chat_stream import ChatChunks, StreamWishes
 from kvasir.server.config import ServerConfig, add_flags, from_namespace, server_settings
 from kvasir.server.device import CpuProbe, visible_devices
@@ -31,7 +30,6 @@ from kvasir.server.schema.chat import ChatChunk, ChunkChoice, Delta
 from kvasir.server.schema.completions import CompletionRequest
 from kvasir.server.schema.responses import ResponseReply
 from kvasir.server.sse import ClientGone, EventStream, unless_disconnected
-from kvasir.server.state import ServerState
 
 # ---------------------------------------------------------------- settings
 
@@ -375,15 +373,6 @@ def test_which_gpus_are_meant() -> None:
     assert visible_devices("cuda", "2,3") == ["2", "3"]
     assert visible_devices("cuda:1", None) == ["1"]
     assert visible_devices("cuda:1", "2,3") == ["3"]
-
-
-def test_documentation_can_be_off() -> None:
-    def paths(**settings: Any) -> set[str]:
-        app = make_app(ServerState(ServerConfig(**settings), "m"))
-        return {path for route in app.routes if (path := getattr(route, "path", None))}
-
-    assert {"/docs", "/openapi.json"} <= paths()
-    assert not {"/docs", "/redoc", "/openapi.json"} & paths(disable_fastapi_docs=True)
 
 
 def test_flags_do_not_clash_with_the_engines() -> None:
