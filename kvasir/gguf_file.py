@@ -32,6 +32,7 @@ TENSOR_TYPES = {
 }
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_LARGEST_ALIGNMENT = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,14 @@ class GGUFFile:
 
     def floats(self, name: str) -> list[float]:
         """A small tensor of float32, such as factors of the rotation."""
+        if name not in self.tensors:
+            raise ModelError(f"{self.path} lacks the tensor {name}.")
         tensor = self.tensors[name]
-        if tensor.kind != "F32":
-            raise ModelError(f"{self.path}: {name} is {tensor.kind}, but should be F32.")
+        if tensor.kind != "F32" or len(tensor.shape) != 1:
+            raise ModelError(f"{self.path}: {name} is {tensor.kind} {list(tensor.shape)}, but should be a row of F32.")
         with self.path.open("rb") as file:
             file.seek(tensor.offset)
-            return list(struct.unpack(f"<{tensor.num_rows * tensor.shape[-1]}f", file.read(tensor.row_bytes)))
+            return list(struct.unpack(f"<{tensor.shape[-1]}f", file.read(tensor.row_bytes)))
 
 
 def read_gguf(path: str | Path) -> GGUFFile:
@@ -93,7 +96,7 @@ def _read(path: Path, changed: int) -> GGUFFile:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _Reader(data).read(path)
-            except (struct.error, UnicodeDecodeError, OverflowError, MemoryError, IndexError, KeyError) as error:
+            except (struct.error, OverflowError, MemoryError, RecursionError, IndexError, KeyError) as error:
                 raise ModelError(
                     f"{path} is truncated or damaged: its header ends early; download it again."
                 ) from error
@@ -115,7 +118,9 @@ class _Reader:
             (kind,) = self.numbers("I", 1)
             found.metadata[key] = self.value(kind)
         infos = [self.tensor_info() for _ in range(num_tensors)]
-        alignment = int(found.metadata.get("general.alignment", 32))
+        alignment = found.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 0 < alignment <= _LARGEST_ALIGNMENT:
+            raise ModelError(f"{path} is damaged: general.alignment is {alignment!r}; download it again."[:300])
         start = -(-self.at // alignment) * alignment
         for name, shape, number, offset in infos:
             found.tensors[name] = self.place(path, name, shape, number, start + offset)

@@ -12,8 +12,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from kvasir.errors import ModelError
+from kvasir.errors import KvasirError, ModelError
 from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.frontend.tokenizer_gguf_checks import check_entries
 from kvasir.gguf_file import GGUFFile
 
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
@@ -70,15 +71,30 @@ SPLITTINGS = {
 
 def load_gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     entries = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
-    kind, tokens = entries.get("model"), entries.get("tokens")
-    if not tokens:
+    if not entries.get("tokens"):
         raise ModelError(f"{file.path} has no tokenizer. {_INSTEAD}")
+    check_entries(file)
+    try:
+        return _load(file, entries)
+    except KvasirError:
+        raise
+    except Exception as error:  # the library's own are of no narrower kind
+        why = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"{file.path} is damaged: no tokenizer can be made of its tokens and merges ({why}); download it again."
+        ) from error
+
+
+def _load(file: GGUFFile, entries: dict[str, Any]) -> Tokenizer:
+    kind, tokens = entries.get("model"), entries["tokens"]
     if kind == "gpt2":
         backend, bos = _byte_level(file, entries)
     elif kind == "llama":
         backend, bos = _sentencepiece(entries), True
     else:
-        raise ModelError(f"{file.path} has a tokenizer of the kind {kind!r}; gpt2 and llama can be read. {_INSTEAD}")
+        raise ModelError(
+            f"{file.path} has a tokenizer of the kind {kind!r:.80}; gpt2 and llama can be read. {_INSTEAD}"
+        )
     _add_tokens(backend, tokens, entries.get("token_type") or [])
     named = _named_tokens(entries, tokens)
     _frame(backend, named, entries.get("add_bos_token", bos), entries.get("add_eos_token", False))
@@ -93,7 +109,7 @@ def _byte_level(file: GGUFFile, entries: dict[str, Any]) -> tuple[tokenizers.Tok
     if pre not in SPLITTINGS:
         known = ", ".join(SPLITTINGS)
         raise ModelError(
-            f"{file.path} splits text in the way {pre!r}, which is not known; known are {known}. {_INSTEAD}"
+            f"{file.path} splits text in the way {pre!r:.80}, which is not known; known are {known}. {_INSTEAD}"
         )
     splitting = SPLITTINGS[pre]
     merges = [_pair(merge) for merge in entries.get("merges") or []]

@@ -10,7 +10,7 @@ from kvasir.models import gemma2
 from kvasir.models.gemma import read_gemma
 from kvasir.models.rope import read_rope
 from kvasir.models.spec import Architecture, DecoderSpec, head_dim_of, windows_by_type
-from kvasir.models.values import Config, integer, optional_real, real
+from kvasir.models.values import Config, integer, mapping, optional_real, real
 
 NAMES = {
     **gemma2.NAMES,
@@ -37,7 +37,7 @@ def read_spec(config: Config) -> DecoderSpec:
 
 def _ropes(config: Config) -> tuple[RopeSpec, RopeSpec]:
     """Of layers with a window, and of those without; one entry for each in new files, two thetas in old ones."""
-    given = config.get("rope_parameters") or {}
+    given = mapping(config, "rope_parameters")
     head_dim = head_dim_of(config, 256)
     if any(isinstance(value, Mapping) for value in given.values()):
         near = {**config, "rope_parameters": given.get("sliding_attention")}

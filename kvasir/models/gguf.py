@@ -13,7 +13,10 @@ from typing import Any
 from kvasir.errors import ModelError
 from kvasir.gguf_file import GGUFFile
 from kvasir.models.fused import GATE_UP, QKV, Stored, halves, stacked_qkv
+from kvasir.models.gguf_checks import check_entries, check_tensors, damaged
+from kvasir.models.registry import find
 from kvasir.models.spec import DecoderSpec, Names
+from kvasir.models.values import fault_of_integer
 
 # general.architecture -> config.json's
 ARCHITECTURES = {
@@ -51,12 +54,13 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     kind = file.architecture
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ModelError(f"{file.path} holds a model of the kind {kind!r}; GGUF files of {known} can be run.")
+        raise ModelError(f"{file.path} holds a model of the kind {kind!r:.80}; GGUF files of {known} can be run.")
     if file.get("expert_count"):
         raise ModelError(f"{file.path} holds a mixture of experts; such models run from safetensors.")
     config = {ours: file.get(theirs) for theirs, ours in _ENTRIES.items() if file.get(theirs) is not None}
     if missing := [key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads") if key not in config]:
-        raise ModelError(f"{file.path} does not say what {missing[0]} is.")
+        raise damaged(file, f"it does not say what {missing[0]} is")
+    check_entries(file, _ENTRIES, config)
     config |= {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
@@ -64,10 +68,17 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": "bfloat16",
     }
-    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    check_tensors(file, config)
+    config.setdefault("head_dim", _head_dim(file, config))
     if kind == "llama":
         config |= {"sliding_window": None, "attention_bias": "blk.0.attn_q.bias" in file.tensors}
-    return config | {"rope_scaling": _scaling(file)} | _OF_KIND.get(kind, lambda *_: {})(file, config)
+    config |= {"rope_scaling": _scaling(file)} | _OF_KIND.get(kind, lambda *_: {})(file, config)
+    try:
+        find(config).read_spec(config)
+    except ModelError as error:
+        what = str(error).removeprefix("config.json: ").rstrip(".")
+        raise ModelError(f"{file.path}: {what}.") if "not supported" in what else damaged(file, what) from error
+    return config
 
 
 def _vocab_size(file: GGUFFile) -> int:
@@ -76,19 +87,28 @@ def _vocab_size(file: GGUFFile) -> int:
     return file.tensors["token_embd.weight"].shape[0]
 
 
+def _head_dim(file: GGUFFile, config: dict[str, Any]) -> int:
+    size, heads = config["hidden_size"], config["num_attention_heads"]
+    if size % heads:
+        kind = file.architecture
+        raise damaged(file, f"{kind}.embedding_length is {size}, no multiple of {kind}.attention.head_count, {heads}")
+    return int(size // heads)
+
+
 def _scaling(file: GGUFFile) -> dict[str, Any] | None:
     """Factors for every pair of dimensions are tensors of the file: Llama 3's are the same for all lengths."""
-    if "rope_factors_long.weight" in file.tensors:
-        factors = {f"{kind}_factor": file.floats(f"rope_factors_{kind}.weight") for kind in ("long", "short")}
-    elif "rope_freqs.weight" in file.tensors:
+    if "rope_freqs.weight" in file.tensors and "rope_factors_long.weight" not in file.tensors:
         same = file.floats("rope_freqs.weight")
         return {"rope_type": "longrope", "long_factor": same, "short_factor": same, "attention_factor": 1.0}
-    else:
-        kind = file.get("rope.scaling.type")
-        given = {ours: file.get(f"rope.scaling.{theirs}") for theirs, ours in _SCALING.items()}
-        return {"rope_type": kind, **given} if kind not in (None, "none") else None
-    given = {ours: file.get(f"rope.scaling.{theirs}") for theirs, ours in _SCALING.items()}
-    return {"rope_type": "longrope", **given, **factors}
+    found = {ours: file.get(f"rope.scaling.{theirs}") for theirs, ours in _SCALING.items()}
+    given = {key: value for key, value in found.items() if value is not None}
+    if "rope_factors_long.weight" in file.tensors:
+        factors = {f"{kind}_factor": file.floats(f"rope_factors_{kind}.weight") for kind in ("long", "short")}
+        return {"rope_type": "longrope", **given, **factors}
+    kind = file.get("rope.scaling.type")
+    if not isinstance(kind, str | None):
+        raise damaged(file, f"{file.architecture}.rope.scaling.type is no text")
+    return {"rope_type": kind, **given} if kind not in (None, "none") else None
 
 
 def _gemma(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -103,6 +123,8 @@ def _gemma(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
 
 def _phi3(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     rotated = file.get("rope.dimension_count") or config["head_dim"]
+    if fault := fault_of_integer("head_dim", rotated):
+        raise damaged(file, f"phi3.rope.dimension_count {fault}")
     return {
         "partial_rotary_factor": rotated / config["head_dim"],
         "sliding_window": config.get("sliding_window") or None,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from kvasir.models import qwen2
 from kvasir.models.llama import NAMES as LLAMA_NAMES
 from kvasir.models.spec import Architecture, DecoderSpec, MoESpec
-from kvasir.models.values import Config, flag, integer
+from kvasir.models.values import Config, flag, integer, listed
 
 ROUTED = {
     "model.layers.*.mlp.gate": "layers.*.mlp.router",
@@ -27,7 +27,7 @@ NAMES = {
 
 def read_moe(config: Config, *, top_k: int, shared_size: int | None) -> MoESpec:
     """Experts on every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name."""
-    step, dense = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    step, dense = integer(config, "decoder_sparse_step", 1), listed(config, "mlp_only_layers", int) or []
     layers = range(integer(config, "num_hidden_layers"))
     return MoESpec(
         num_experts=integer(config, "num_experts", config.get("num_local_experts")),

@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from kvasir.errors import ConfigError, ModelError
 from kvasir.log import get_logger
 from kvasir.models.spec import Architecture
-from kvasir.models.values import Config
+from kvasir.models.values import Config, check_numbers, listed
 
 logger = get_logger(__name__)
 PLUGINS = "kvasir.plugins"
@@ -77,7 +77,7 @@ def find(config: Config) -> Architecture:
     found = _find(config)
     if found is not None:
         return found
-    names, known = config.get("architectures") or (), ", ".join(_ARCHITECTURES)
+    names, known = listed(config, "architectures", str) or (), ", ".join(_ARCHITECTURES)
     if not names:
         raise ModelError(
             f"config.json does not name the model's architecture; set `architectures` there or through hf_overrides "
@@ -92,6 +92,7 @@ def settle_implementation(config: Config, asked: str) -> str:
         return asked
     if asked == "kvasir" or _find(config) is not None or not _transformers_has(config):
         find(config)  # an unknown architecture is refused here, before anything is loaded
+        check_numbers(config)
         return "kvasir"
     logger.warning(
         "%s has no spec here: it runs through transformers, slower than it could", ", ".join(config["architectures"])
@@ -101,7 +102,7 @@ def settle_implementation(config: Config, asked: str) -> str:
 
 def _find(config: Config) -> Architecture | None:
     _load_plugins()
-    for name in config.get("architectures") or ():
+    for name in listed(config, "architectures", str) or ():
         if name in _ARCHITECTURES:
             found = _ARCHITECTURES[name]
             return _import(name, found) if isinstance(found, str) else found

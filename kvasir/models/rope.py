@@ -16,7 +16,7 @@ from kvasir.layers.rope import (
     Scaling,
     YarnScaling,
 )
-from kvasir.models.values import Config, flag, integer, optional_real, real
+from kvasir.models.values import Config, flag, integer, mapping, optional_real, real
 
 
 def read_rope(
@@ -24,28 +24,45 @@ def read_rope(
 ) -> RopeSpec:
     """`rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` as it was before. `theta` and
     `share` (of a head's dimensions that are rotated) are what the architecture takes where the file is silent."""
-    given = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    given = {**mapping(config, "rope_scaling"), **mapping(config, "rope_parameters")}
     if any(isinstance(value, Mapping) for value in given.values()):
         raise ModelError("config.json: rotary embeddings that differ by layer type are not supported for this model.")
     theta = real(given, "rope_theta", real(config, "rope_theta", theta))
     share = real(given, "partial_rotary_factor", real(config, "partial_rotary_factor", share))
-    return RopeSpec(int(head_dim * share), theta, _read_scaling(given, config), interleaved)
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+        raise ModelError(
+            f"config.json: rotary embeddings turn pairs of numbers, and {rotary_dim} of a head's {head_dim} "
+            f"(partial_rotary_factor {share:g}) cannot be so."
+        )
+    scaling = _read_scaling(given, config)
+    if isinstance(scaling, LongRopeScaling):
+        _check_count(scaling, rotary_dim // 2)
+    return RopeSpec(rotary_dim, theta, scaling, interleaved)
+
+
+def _check_count(scaling: LongRopeScaling, pairs: int) -> None:
+    for name, factors in (("short_factor", scaling.short_factor), ("long_factor", scaling.long_factor)):
+        if len(factors) != pairs:
+            raise ModelError(
+                f"config.json: {name} has {len(factors)} factors, but {pairs} pairs of dimensions are turned."
+            )
 
 
 def _read_scaling(given: Config, config: Config) -> Scaling | None:
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind == "default":
         return None
-    if kind not in _READERS:
+    if not isinstance(kind, str) or kind not in _READERS:
         known = ", ".join(["default", *_READERS])
-        raise ModelError(f"config.json: RoPE scaling {kind!r} is not supported; supported are {known}.")
+        raise ModelError(f"config.json: RoPE scaling {kind!r:.80} is not supported; supported are {known}.")
     return _READERS[kind](given, config)
 
 
 def _trained_length(given: Config, config: Config) -> int:
     key = "original_max_position_embeddings"
-    length: int = config.get(key) or given.get(key) or integer(config, "max_position_embeddings")
-    return length
+    lengths = [integer(entries, key, least=2) for entries in (config, given) if entries.get(key) is not None]
+    return lengths[0] if lengths else integer(config, "max_position_embeddings", least=2)
 
 
 def _factor(given: Config, config: Config, trained: int) -> float:

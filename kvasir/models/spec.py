@@ -13,7 +13,7 @@ from kvasir.errors import ModelError
 from kvasir.layers.rope import RopeSpec
 from kvasir.models.fused import Stored
 from kvasir.models.rope import read_rope
-from kvasir.models.values import Config, flag, integer, real
+from kvasir.models.values import Config, flag, integer, listed, real
 
 # transformers' names of activations -> ours (kernels.ACTIVATIONS)
 ACTIVATIONS = {
@@ -40,6 +40,12 @@ class MoESpec:
     normalise: bool  # the chosen experts' weights sum to one
     layers: tuple[bool, ...]  # which layers have experts
     shared_size: int | None = None  # of an expert that every token goes to, behind a gate
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.num_experts:
+            raise ModelError(
+                f"config.json: num_experts_per_tok ({self.top_k}) is more than there are experts ({self.num_experts})."
+            )
 
 
 @dataclass(frozen=True)
@@ -117,11 +123,11 @@ class Architecture:
 def read_decoder(config: Config, *, head_dim: int | None = None, **options: Any) -> DecoderSpec:
     """The options that config.json gives in the same words for every Llama-like model; the caller adds the rest.
 
-    `head_dim` is what the architecture takes where the file is silent; None: hidden_size / num_attention_heads.
+    `head_dim`: see head_dim_of.
     """
     hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     num_layers = integer(config, "num_hidden_layers")
-    head_dim = integer(config, "head_dim", head_dim or hidden_size // num_heads)
+    head_dim = head_dim_of(config, head_dim)
     options.setdefault("windows", (None,) * num_layers)
     if "ropes" not in options:
         options["ropes"] = (read_rope(config, head_dim),) * num_layers
@@ -144,15 +150,22 @@ def read_decoder(config: Config, *, head_dim: int | None = None, **options: Any)
 
 def read_activation(config: Config, key: str = "hidden_act", default: str = "silu") -> str:
     name = config.get(key) or default
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ModelError(f"config.json: {key} {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}.")
     return ACTIVATIONS[name]
 
 
 def head_dim_of(config: Config, default: int | None = None) -> int:
-    return integer(
-        config, "head_dim", default or integer(config, "hidden_size") // integer(config, "num_attention_heads")
-    )
+    """`default` is what the architecture takes where the file is silent; None: hidden_size / num_attention_heads."""
+    if config.get("head_dim") is None and default is None:
+        hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
+        if hidden_size % num_heads:
+            raise ModelError(
+                f"config.json: hidden_size ({hidden_size}) is not a multiple of num_attention_heads ({num_heads}), "
+                f"and there is no head_dim."
+            )
+        default = hidden_size // num_heads
+    return integer(config, "head_dim", default)
 
 
 def same_ropes(config: Config, **options: Any) -> tuple[RopeSpec | None, ...]:
@@ -171,7 +184,7 @@ def read_layer_windows(config: Config) -> tuple[int | None, ...]:
 
 def windows_by_type(config: Config, window: int | None, pattern: int = 0) -> tuple[int | None, ...]:
     """A window for layers marked in `layer_types`; without such a list, for all but every `pattern`-th."""
-    types = config.get("layer_types")
+    types = listed(config, "layer_types", str)
     if types is None:
         layers = range(1, integer(config, "num_hidden_layers") + 1)
         types = ["sliding_attention" if layer % pattern else "full_attention" for layer in layers]

@@ -193,7 +193,8 @@ def test_quantized_checkpoint(checkpoint: Path) -> None:
 
 def test_weights_larger_than_memory(checkpoint: Path) -> None:
     hf = json.loads((checkpoint / "config.json").read_text())
-    config = make_config(checkpoint, hf={**hf, "vocab_size": 1 << 40}, load_format="dummy")
+    sizes = {"vocab_size": 1 << 24, "hidden_size": 1 << 20}
+    config = make_config(checkpoint, hf={**hf, **sizes}, load_format="dummy")
     with pytest.raises(ConfigError, match=r"weights need \d+\.\d\d GiB, but \d+\.\d\d GiB is free on cpu"):
         load_model(config, CPU)
 
