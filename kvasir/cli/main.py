@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from kvasir import __version__, env
+from kvasir.cli.help import HELP, help_on, short_usage
 from kvasir.config import did_you_mean
 from kvasir.errors import ConfigError, KvasirError
 from kvasir.log import get_logger
@@ -31,14 +32,35 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and takes --max_model_len for --max-model-len as vLLM does."""
+    """Says what is wrong in one line, and takes --max_model_len for --max-model-len and --help=WORD as vLLM does."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, add_help=False)
+        self.add_argument("-h", "--help", action="help", help=HELP)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"kvasir: error: {message} (see {self.prog} --help)\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        given = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_with_dashes(arg) for arg in given], namespace)
+        given = [_with_dashes(arg) for arg in (sys.argv[1:] if args is None else args)]
+        if (word := self._help_word(given)) is not None:
+            status, text = help_on(self, word)
+            (sys.stderr if status else sys.stdout).write(text)
+            self.exit(status)
+        return super().parse_known_args(given, namespace)
+
+    def _help_word(self, given: Sequence[str]) -> str | None:
+        """What stands after --help=, unless a subcommand stands before it: then that is who is asked."""
+        for arg in given:
+            if arg.startswith("--help="):
+                return arg.partition("=")[2]
+            if arg == "--" or (self._subparsers is not None and not arg.startswith("-")):
+                return None
+        return None
+
+    def format_help(self) -> str:
+        self.usage = self.usage or short_usage(self)
+        return super().format_help()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
