@@ -29,13 +29,13 @@ from kvasir.frontend.streams import Stream
 from kvasir.frontend.terms import make_terms
 from kvasir.frontend.tokenizer import Tokenizer
 from kvasir.frontend.tokenizer_files import load_tokenizer
-from kvasir.frontend.vllm_names import NotYet
 from kvasir.log import get_logger
 from kvasir.messages import EngineOutput, EngineStats, Terms
 from kvasir.metrics import Metric, read_metrics, sum_stats
 from kvasir.outputs import RequestOutput
 from kvasir.prompts import PromptType
 from kvasir.sampling_params import BeamSearchParams, SamplingParams
+from kvasir.vllm_methods import NotYet
 
 logger = get_logger(__name__)
 Params = SamplingParams | BeamSearchParams | None
@@ -271,6 +271,14 @@ class AsyncLLM(NotYet):
         if self.tokenizer is None:
             raise RequestError("this engine has no tokenizer: it was made with skip_tokenizer_init=True")
         return self.tokenizer
+
+    async def list_loras(self) -> set[int]:
+        """vLLM's; there are none."""
+        return set()
+
+    async def is_sleeping(self) -> bool:
+        """vLLM's; it never does."""
+        return False
 
     def shutdown(self) -> None:
         """End the engine, if this process owns it. Requests that still run fail with EngineDeadError."""

@@ -27,13 +27,14 @@ from kvasir.metrics import Metric
 from kvasir.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 from kvasir.prompts import PromptType, TokensPrompt
 from kvasir.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from kvasir.vllm_methods import NotYet
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 Progress: TypeAlias = bool | Callable[..., Any]  # False: none; a callable is used in place of tqdm
 Message: TypeAlias = Mapping[str, Any]
 
 
-class LLM:
+class LLM(NotYet):
     """Takes every setting of docs/configuration.md as a keyword, by its vLLM name."""
 
     def __init__(self, model: str, **settings: Any) -> None:
@@ -153,6 +154,12 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         return self.llm_engine.reset_prefix_cache()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """How many workers run the model; `include_dp`: of all its copies together."""
+        parallel = self.llm_engine.config.parallel
+        copy = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        return copy * parallel.data_parallel_size if include_dp else copy
 
     def get_metrics(self) -> list[Metric]:
         return self.llm_engine.get_metrics()

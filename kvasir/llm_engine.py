@@ -26,12 +26,13 @@ from kvasir.outputs import RequestOutput
 from kvasir.prompts import PromptType
 from kvasir.resolve import resolve
 from kvasir.sampling_params import SamplingParams
+from kvasir.vllm_methods import NotYet
 
 if TYPE_CHECKING:
     from kvasir.frontend.process_client import ProcessClient
 
 
-class LLMEngine:
+class LLMEngine(NotYet):
     def __init__(self, config: EngineConfig, client: EngineClient | None = None) -> None:
         self.config = config
         several = config.parallel.data_parallel_size > 1  # which are processes

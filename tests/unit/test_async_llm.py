@@ -218,10 +218,6 @@ def test_names_of_vllm(llm: AsyncLLM) -> None:
     assert AsyncLLMEngine is AsyncLLM and AsyncEngineArgs is EngineArgs
 
     async def work() -> None:
-        names = ("encode", "add_lora", "remove_lora", "pin_lora", "sleep", "wake_up", "start_profile", "stop_profile")
-        for name in (*names, "collective_rpc"):
-            with pytest.raises(RequestError, match=name):
-                await getattr(llm, name)()
         assert await llm.list_loras() == set() and not await llm.is_sleeping()
         await llm.do_log_stats()
         with pytest.raises(RequestError, match="tokenizer"):

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parent.parent.parent / "kvasir"
 # Everything may import these; they import only each other.
 BASE = {"kvasir", "errors", "env", "config", "args", "log", "startup", "starter", "snapshot"}
 BASE |= {"sampling_params", "sampling_checks", "prompts", "outputs", "messages", "metrics", "gguf_file", "interrupts"}
-BASE |= {"logits_processors", "vllm_settings"}
+BASE |= {"logits_processors", "vllm_methods", "vllm_settings"}
 
 
 @dataclass(frozen=True)
