@@ -65,7 +65,14 @@ def main() -> None:
     options = parser.parse_args()
 
     started = time.perf_counter()
-    figures = asyncio.run(run(options))
+    try:
+        figures = asyncio.run(run(options))
+    except httpx.HTTPStatusError as error:
+        raise SystemExit(
+            f"The server at {options.url} answered {error.response.status_code}; its log says why."
+        ) from None
+    except httpx.TransportError:
+        raise SystemExit(f"No server answers at {options.url}: start one with `kvasir serve`, or say --url.") from None
     seconds = time.perf_counter() - started
     print(f"{len(figures.first)} answers for {options.clients} clients in {seconds:.1f} s")
     print(f"{figures.tokens} tokens, {figures.tokens / seconds:.1f} tokens/s together")

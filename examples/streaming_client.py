@@ -4,10 +4,14 @@ usage: python examples/streaming_client.py [--url http://127.0.0.1:8000/v1] [QUE
 Start a server first: kvasir serve
 """
 
+from __future__ import annotations
+
 import argparse
 import time
+from typing import TYPE_CHECKING
 
-from openai import OpenAI
+if TYPE_CHECKING:
+    import openai
 
 
 def main() -> None:
@@ -16,8 +20,19 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--max-tokens", type=int, default=128)
     options = parser.parse_args()
+    try:
+        import openai
+    except ImportError:
+        raise SystemExit("This example uses OpenAI's client: pip install openai") from None
+    try:
+        ask(openai.OpenAI(base_url=options.url, api_key="unused"), options)
+    except openai.APIConnectionError:
+        raise SystemExit(f"No server answers at {options.url}: start one with `kvasir serve`, or say --url.") from None
+    except openai.APIStatusError as error:
+        raise SystemExit(f"The server at {options.url} refused: {error}") from None
 
-    client = OpenAI(base_url=options.url, api_key="unused")
+
+def ask(client: openai.OpenAI, options: argparse.Namespace) -> None:
     started = time.perf_counter()
     stream = client.chat.completions.create(
         model=client.models.list().data[0].id,

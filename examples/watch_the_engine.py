@@ -62,7 +62,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pace", type=float, default=0.5, help="seconds between two requests")
     parser.add_argument("--max-tokens", type=int, default=160)
-    asyncio.run(run(parser.parse_args()))
+    options = parser.parse_args()
+    try:
+        asyncio.run(run(options))
+    except httpx.HTTPStatusError as error:
+        raise SystemExit(
+            f"The server at {options.url} answered {error.response.status_code}; its log says why."
+        ) from None
+    except httpx.TransportError:
+        raise SystemExit(f"No server answers at {options.url}: start one with `kvasir serve`, or say --url.") from None
 
 
 if __name__ == "__main__":
