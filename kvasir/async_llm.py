@@ -206,7 +206,7 @@ class AsyncLLM(NotYet):
         return self._client.engines.dead
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError if an engine has ended, EngineError if one is stuck in a step (stall_timeout)."""
+        """Raise EngineDeadError if an engine has ended, EngineError if one is stuck (stall_timeout)."""
         self._client.look_for_death()
         self._client.check_alive()
         self._client.engines.check_progress(self.config.scheduler.stall_timeout)

@@ -278,7 +278,10 @@ class SchedulerConfig(_Checked):
 
     stream_interval: int = setting(1, "Tokens between two outputs of a streaming request.", minimum=1)
     stall_timeout: float = setting(
-        120.0, "Seconds a step may take before an engine in its own process counts as stuck (check_health).", above=0
+        120.0,
+        "Seconds a step may take, or a request wait for the next one, before an engine in its own process counts as "
+        "stuck (check_health).",
+        above=0,
     )
 
     def __post_init__(self) -> None:

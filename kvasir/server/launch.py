@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 
-from kvasir import log
+from kvasir import env, log
 from kvasir.async_llm import AsyncLLM
 from kvasir.config import EngineConfig
 from kvasir.env import LOG_FORMAT
@@ -179,7 +179,7 @@ def _tell_address(config: ServerConfig, sock: socket.socket) -> None:
     page = where.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     logger.info("talk to it at %s/ and watch it at %s/engine", page, page)
     open_to_all = config.host not in _LOCAL
-    if open_to_all and not config.api_key and not config.api_key_file and not os.environ.get("KVASIR_API_KEY"):
+    if open_to_all and not config.api_key and not config.api_key_file and not env.API_KEY.read_text():
         logger.warning("anybody who reaches %s may use this server: set --api-key, or --host 127.0.0.1", where)
 
 
