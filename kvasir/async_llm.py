@@ -28,7 +28,7 @@ from kvasir.frontend.output import OutputProcessor
 from kvasir.frontend.streams import Stream
 from kvasir.frontend.terms import make_terms
 from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.frontend.tokenizer_files import load_tokenizer
+from kvasir.frontend.tokenizer_files import tokenizer_of
 from kvasir.frontend.vllm_names import NotYet
 from kvasir.log import get_logger
 from kvasir.messages import EngineOutput, EngineStats, Terms
@@ -50,8 +50,7 @@ class AsyncLLM(NotYet):
         engines = Engines.start(config, executor) if engines is None else engines
         try:
             self.config = engines.config
-            model = self.config.model
-            self.tokenizer = None if model.skip_tokenizer_init else load_tokenizer(model.tokenizer)
+            self.tokenizer = tokenizer_of(self.config.model)
             self.input_processor = InputProcessor(self.config, self.tokenizer, remote=True)
             engines.wait()
         except BaseException:

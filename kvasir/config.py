@@ -129,7 +129,7 @@ class ModelConfig(_Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.model:
-            raise ConfigError("No model was given. Pass a directory or a hub name as `model`.")
+            raise ConfigError("No model was given. Pass a directory, a GGUF file or a hub name as `model`.")
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,8 @@ class SamplingParams:
         self._verify_search()
         if self.num_branches > 1 and self.temperature == 0 and not self.use_beam_search:
             name = "n" if self.n > 1 else "best_of"
-            raise RequestError(f"{name} must be 1 with temperature=0: all completions would be the same.", name)
+            why = "all completions would be the same; set a temperature above 0"
+            raise RequestError(f"{name} must be 1 with temperature=0: {why}.", name)
 
     def _verify_search(self) -> None:
         if all(getattr(self, name) is _DEFAULTS[name] for name in _SEARCH):

@@ -54,6 +54,15 @@ def test_bench_help_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"\n    {name}" in shown for name in ("throughput", "latency", "serve", "startup"))
 
 
+@pytest.mark.parametrize("benchmark", ["throughput", "latency", "startup"])
+def test_bench_uses_the_starter_model_where_none_is_named(
+    benchmark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvasir.starter.find_starter_model", lambda: Path("/no/such/starter.gguf"))
+    assert cli.main(["bench", benchmark]) == 2
+    assert "/no/such/starter.gguf" in capsys.readouterr().err
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A subcommand that takes every setting and prints the model."""
