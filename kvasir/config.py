@@ -307,7 +307,11 @@ class ParallelConfig(_Checked):
         1, "Devices each layer is split over; on the CPU, processes.", minimum=1, short=("-tp",)
     )
     pipeline_parallel_size: int = setting(
-        1, "Devices the layers are dealt to.", minimum=1, short=("-pp",), refused="One device runs the model so far."
+        1,
+        "Devices the layers are dealt to.",
+        minimum=1,
+        short=("-pp",),
+        refused="Every device has a part of each layer so far (tensor_parallel_size).",
     )
     data_parallel_size: int = setting(
         1,
@@ -317,7 +321,7 @@ class ParallelConfig(_Checked):
         short=("-dp",),
     )
     enable_expert_parallel: bool = setting(
-        False, "Spread experts over devices.", refused="One device runs the model so far."
+        False, "Spread experts over devices.", refused="Experts are split like other layers so far."
     )
     distributed_executor_backend: str = setting(
         None,

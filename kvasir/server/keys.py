@@ -88,7 +88,7 @@ def _words(text: str) -> list[str]:
 
 
 def _read_file(path: str) -> Iterable[Key]:
-    entries = read_config_file(path).get("keys")
+    entries = read_config_file(path, "key file").get("keys")
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path} must have `keys:`, a list of entries with name and key.")
     if os.stat(path).st_mode & 0o004 and any("key" in entry for entry in entries if isinstance(entry, dict)):

@@ -148,14 +148,24 @@ def listen(config: ServerConfig) -> socket.socket:
 def _listen_on_file(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     try:
+        if Path(path).is_socket() and not _answers(path):
+            os.unlink(path)  # left over from a server that was killed
         sock.bind(path)
     except OSError as error:
+        sock.close()
         why = os.strerror(error.errno) if error.errno else "the path is too long"
-        raise ConfigError(
-            f"Cannot listen on {path}: {why}. Set another --uds, or remove the file if it is left over."
-        ) from error
+        raise ConfigError(f"Cannot listen on {path}: {why}. Set another --uds.") from error
     sock.listen(2048)
     return sock
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.connect(path)
+        except ConnectionRefusedError:
+            return False
+        return True
 
 
 def _listen_on_port(host: str, port: int) -> socket.socket:
