@@ -153,16 +153,20 @@ def test_instructions(client: openai.OpenAI, tokenizer: Tokenizer, role: str) ->
     assert reply.choices[0].message.content == echoed(tokenizer, ids, 5)
 
 
-@pytest.mark.parametrize("content", ["", None])
-def test_a_tool_message_is_read(client: openai.OpenAI, content: str | None) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    messages = [
-        *MESSAGES,
-        {"role": "assistant", "content": content, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "2"},
-    ]
-    reply = client.chat.completions.create(model="fake", messages=messages, max_tokens=3)  # type: ignore[arg-type]
+def test_a_tool_message_is_read(client: openai.OpenAI) -> None:
+    result = {"role": "tool", "tool_call_id": "1", "content": "2"}
+    reply = client.chat.completions.create(model="fake", messages=[*MESSAGES, result], max_tokens=3)  # type: ignore[arg-type]
     assert reply.choices[0].message.content
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_calls_that_the_template_would_drop_are_refused(client: openai.OpenAI, content: str | None) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [*MESSAGES, {"role": "assistant", "content": content, "tool_calls": [call]}]
+    with pytest.raises(
+        openai.BadRequestError, match="tool_calls is not available: this model's chat template does not"
+    ):
+        client.chat.completions.create(model="fake", messages=messages, max_tokens=3)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- completions
