@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from kvasir.executor.fake import echo_next
 from kvasir.frontend.tokenizer import Tokenizer
+from tests import web
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 49152
-PATIENCE = 60.0  # seconds for what takes one on a quiet machine
 
 FAKE = """
 import json, sys
@@ -82,7 +84,7 @@ class LiveServer:
 
     @property
     def log(self) -> str:
-        return Path(self._log.name).read_text()
+        return Path(self._log.name).read_text(encoding="utf-8", errors="replace")  # the end may be half a character
 
     @property
     def url(self) -> str:
@@ -102,7 +104,7 @@ class LiveServer:
     def _answers_ready(self) -> bool:
         assert self.process.poll() is None, f"the server ended:\n{self.log}"
         try:
-            return httpx.get(f"{self.url}/ready", verify=False, timeout=10).status_code == 200
+            return web.get(f"{self.url}/ready", verify=False, timeout=10).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -114,7 +116,7 @@ class LiveServer:
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's series that have these labels."""
         total, seen = 0.0, False
-        for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
+        for line in web.get(f"{self.url}/metrics").text.splitlines():
             match = re.fullmatch(r"([^{ ]+)(?:\{(.*)\})? (\S+)", line)
             if match and match.group(1) == name:
                 has = dict(re.findall(r'(\w+)="([^"]*)"', match.group(2) or ""))
@@ -124,20 +126,29 @@ class LiveServer:
         return total
 
     def engine_pid(self) -> int:
-        children = [pid for pid in _children(self.process.pid) if "engine_process" in _command(pid)]
-        assert len(children) == 1, f"one engine is expected, not {children}"
-        return children[0]
+        engines = self.children("engine_process")
+        assert len(engines) == 1, f"one engine is expected, not {engines}"
+        return engines[0]
+
+    def children(self, word: str) -> list[int]:
+        """Processes that it has started, by a word of their command line."""
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if word in " ".join(child.cmdline()):
+                    found.append(child.pid)
+        return found
 
     # ------------------------------------------------------------ ending it
 
-    def wait(self, seconds: float = PATIENCE) -> int:
+    def wait(self, seconds: float = web.PATIENCE) -> int:
         return self.process.wait(seconds)
 
     def close(self) -> None:
         try:
             if self.process.poll() is None:
                 self.process.send_signal(signal.SIGTERM)
-                self.process.wait(20)
+                self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -146,7 +157,7 @@ class LiveServer:
             Path(self._log.name).unlink(missing_ok=True)
 
 
-def until(check: Any, what: str, server: LiveServer | None = None, seconds: float = PATIENCE) -> Any:
+def until(check: Any, what: str, server: LiveServer | None = None, seconds: float = web.PATIENCE) -> Any:
     """Poll until `check` gives something true, and give that."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -174,12 +185,3 @@ def events(text: str) -> list[Any]:
     data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     assert data[-1] == "[DONE]", data[-1]
     return [json.loads(item) for item in data[:-1]]
-
-
-def _children(pid: int) -> list[int]:
-    files = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for file in files for child in file.read_text().split()]
-
-
-def _command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()

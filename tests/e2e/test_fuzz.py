@@ -14,6 +14,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
+from tests import web
 from tests.server_process import LiveServer
 
 POSTS = [
@@ -31,7 +32,7 @@ GOOD: dict[str, Any] = {
     "/generate": {"prompt": "Hi", "max_tokens": 2},
 }
 DEEP = 100_000
-CLIENT = httpx.Client(timeout=60)
+CLIENT = httpx.Client(timeout=web.PATIENCE)
 BROKEN = {
     "nothing": b"",
     "half an object": b'{"messages": [{"role": "user", "conte',
@@ -86,7 +87,7 @@ def test_broken_bodies(server: LiveServer, path: str) -> None:
 
 @pytest.mark.parametrize("path", POSTS)
 def test_odd_values_of_every_field(server: LiveServer, path: str) -> None:
-    schema = httpx.get(f"{server.url}/openapi.json").json()
+    schema = web.get(f"{server.url}/openapi.json").json()
     reference = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     names = schema["components"]["schemas"][reference.rpartition("/")[2]]["properties"]
     rng = random.Random(path)
@@ -127,7 +128,7 @@ def test_greedy_requests_are_refused_and_hold_nobody_up(server: LiveServer, gree
 def test_templates_of_clients(server: LiveServer) -> None:
     for template in ("{% for %}", "{{ 1 / 0 }}", "{{ ''.__class__ }}", "", "{{ messages", "{{ range(10**9) | list }}"):
         body = {**GOOD["/v1/chat/completions"], "chat_template": template}
-        check(httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60), template)
+        check(web.post(f"{server.url}/v1/chat/completions", json=body), template)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_broken_http(server: LiveServer, data: bytes) -> None:
         except ConnectionResetError:
             pass
     assert b" 5" not in answer.split(b"\r\n")[0]
-    assert httpx.get(f"{server.url}/ready").status_code == 200
+    assert web.get(f"{server.url}/ready").status_code == 200
 
 
 @pytest.mark.parametrize("number", [12, pytest.param(300, marks=pytest.mark.slow)])
@@ -182,4 +183,4 @@ def test_schemathesis_finds_no_5xx(server: LiveServer, number: int) -> None:
         try_it()
         tried += 1
     assert tried > 15
-    assert httpx.get(f"{server.url}/ready").status_code == 200
+    assert web.get(f"{server.url}/ready").status_code == 200

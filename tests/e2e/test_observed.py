@@ -21,6 +21,7 @@ import openai
 import pytest
 
 from kvasir.frontend.tokenizer import Tokenizer
+from tests import web
 from tests.server_process import ROOT, LiveServer, echoed, until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "ignore_eos": True}
@@ -33,7 +34,7 @@ def documented_series() -> list[str]:
 
 
 def ask(url: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/chat/completions", json={**CHAT, **body}, timeout=60)
+    return web.post(f"{url}/v1/chat/completions", json={**CHAT, **body})
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def server(starter_model: Path) -> Iterator[LiveServer]:
 
 
 def test_the_documented_metrics_are_there(server: LiveServer) -> None:
-    page = httpx.get(f"{server.url}/metrics").text
+    page = web.get(f"{server.url}/metrics").text
     found = {re.split(r"[{ ]", line)[0] for line in page.splitlines() if not line.startswith("#")}
     found |= {re.sub(r"_(bucket|count|sum)$", "", name) for name in found}
     documented = documented_series()
@@ -121,7 +122,7 @@ def test_a_real_prometheus_scrapes_it(server: LiveServer, tmp_path: Path) -> Non
 
     def names() -> set[str]:
         try:
-            return set(httpx.get(f"{url}/label/__name__/values", timeout=10).json()["data"])
+            return set(web.get(f"{url}/label/__name__/values").json()["data"])
         except (httpx.HTTPError, ValueError):  # while it starts it answers with plain text
             return set()
 
@@ -133,10 +134,10 @@ def test_a_real_prometheus_scrapes_it(server: LiveServer, tmp_path: Path) -> Non
 
         until(lambda: not missing(), "a scrape, which becomes visible series by series", server)
         query = {"query": "sum(kvasir:generation_tokens_total)"}
-        (result,) = httpx.get(f"{url}/query", params=query).json()["data"]["result"]
+        (result,) = web.get(f"{url}/query", params=query).json()["data"]["result"]
         assert float(result["value"][1]) >= 10
         quantile = {"query": "histogram_quantile(0.95, sum by (le) (kvasir:time_to_first_token_seconds_bucket))"}
-        (result,) = httpx.get(f"{url}/query", params=quantile).json()["data"]["result"]
+        (result,) = web.get(f"{url}/query", params=quantile).json()["data"]["result"]
         assert float(result["value"][1]) > 0
     finally:
         process.terminate()
@@ -186,7 +187,7 @@ def test_traces(starter_model: Path) -> None:
     try:
         with LiveServer.fake(starter_model, server={"otlp_traces_endpoint": endpoint}) as server:
             url = f"{server.wait_until_ready().url}/v1/chat/completions"
-            httpx.post(url, json=CHAT, headers={"traceparent": parent})
+            web.post(url, json=CHAT, headers={"traceparent": parent})
         (body,) = collector.bodies  # type: ignore[attr-defined]  # sent at the latest when the server ends
     finally:
         collector.shutdown()
@@ -207,7 +208,7 @@ def test_several_processes_share_an_engine(starter_model: Path, tokenizer: Token
 
     async def many(url: str) -> list[str]:
         async def one() -> str:
-            async with httpx.AsyncClient(timeout=60) as client:
+            async with httpx.AsyncClient(timeout=web.PATIENCE) as client:
                 reply = await client.post(f"{url}/v1/chat/completions", json=CHAT)
                 return str(reply.json()["choices"][0]["message"]["content"])
 
@@ -217,7 +218,7 @@ def test_several_processes_share_an_engine(starter_model: Path, tokenizer: Token
         url = server.wait_until_ready().url
         until(lambda: server.log.count("ready after") == 2, "both processes are ready", server)
         for _ in range(4):  # whichever process is asked, it tells how the engine started
-            assert "engine: KV cache" in httpx.get(f"{url}/ready").json()["startup_seconds"]
+            assert "engine: KV cache" in web.get(f"{url}/ready").json()["startup_seconds"]
         assert server.metric("kvasir:startup_seconds", phase="engine: KV cache") > 0
         assert set(asyncio.run(many(url))) == {expected}
         for _ in range(4):  # whichever process is asked, it tells of both

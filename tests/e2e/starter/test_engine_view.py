@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from websockets.exceptions import InvalidStatus
-from websockets.sync.client import connect
 
 from kvasir.server.engine_state import engine_state, runs
+from tests import web
 from tests.builders import make_core, request
 from tests.conftest import ROOT
 from tests.e2e.starter.conftest import Watched
@@ -25,11 +24,11 @@ PROMPT = "The mead of poetry was made of honey and of Kvasir's blood. " * 12
 
 def complete(server: LiveServer, max_tokens: int = 60) -> Any:
     body = {"prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+    return web.post(f"{server.url}/v1/completions", json=body).raise_for_status().json()
 
 
 def state(server: LiveServer) -> Any:
-    return httpx.get(f"{server.url}/engine/state", timeout=30).raise_for_status().json()
+    return web.get(f"{server.url}/engine/state").raise_for_status().json()
 
 
 def blocks_of(seen: Any) -> list[set[int]]:
@@ -87,7 +86,7 @@ def test_on_a_phone_nothing_is_too_wide(watched: Watched, scripted_server: LiveS
 
 
 def feed(server: LiveServer, query: str = "", **options: Any) -> Any:
-    return connect(server.url.replace("http", "ws") + f"/engine/feed{query}", **options)
+    return web.connect(server.url.replace("http", "ws") + f"/engine/feed{query}", **options)
 
 
 def test_the_feed_tells_each_step_once(scripted_server: LiveServer) -> None:
@@ -111,7 +110,7 @@ def test_pages_from_elsewhere_may_not_watch(scripted_server: LiveServer) -> None
 
 def test_wrong_questions_are_refused(scripted_server: LiveServer) -> None:
     for query in ("engine=1", "engine=-1", "since=x"):
-        reply = httpx.get(f"{scripted_server.url}/engine/state?{query}")
+        reply = web.get(f"{scripted_server.url}/engine/state?{query}")
         assert reply.status_code in (400, 404) and reply.json()["error"]["message"]
 
 
@@ -119,9 +118,9 @@ def test_several_engines_are_seen_one_by_one(starter_model: Path) -> None:
     with LiveServer.fake(starter_model, engine={"data_parallel_size": 2}) as server:
         server.wait_until_ready()
         for engine in range(2):
-            seen = httpx.get(f"{server.url}/engine/state?engine={engine}").json()
+            seen = web.get(f"{server.url}/engine/state?engine={engine}").json()
             assert (seen["engine"], seen["engines"]) == (engine, 2)
-        assert httpx.get(f"{server.url}/engine/state?engine=2").status_code == 404
+        assert web.get(f"{server.url}/engine/state?engine=2").status_code == 404
 
 
 def test_watching_ends_with_the_connection(scripted_server: LiveServer) -> None:

@@ -9,10 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
+from tests import web
 from tests.conftest import ROOT
 from tests.server_process import LiveServer
 
@@ -38,7 +38,7 @@ def test_the_starter_model_answers_without_being_named(starter_model: Path) -> N
     with LiveServer(command) as server:
         server.wait_until_ready()
         body = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
-        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=SECONDS).json()
+        reply = web.post(f"{server.url}/v1/chat/completions", json=body).json()
         spent = sum(seconds_of(process) for process in family(server.process.pid))
         assert f"talk to it at {server.url}/ and watch it at {server.url}/engine" in server.log
     assert "Paris" in reply["choices"][0]["message"]["content"]

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from tests import web
 from tests.e2e.starter.conftest import NASTY, SAID, Watched, scripted
 from tests.server_process import LiveServer, until
 
@@ -34,7 +34,7 @@ def answer(page: Any) -> Any:
 
 
 def is_idle(server: LiveServer) -> bool:
-    return not httpx.get(f"{server.url}/engine/state").json()["requests"]
+    return not web.get(f"{server.url}/engine/state").json()["requests"]
 
 
 def test_an_answer_comes_bit_by_bit(watched: Watched, scripted_server: LiveServer) -> None:
@@ -134,7 +134,7 @@ def test_completing_text(watched: Watched, real_server: LiveServer) -> None:
     expect(output.locator(".figures")).to_contain_text("8 tokens", timeout=LONG)
     said = output.locator(".said").inner_text()
     asked = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
-    reply = httpx.post(f"{real_server.url}/v1/completions", json=asked, timeout=60).json()
+    reply = web.post(f"{real_server.url}/v1/completions", json=asked).json()
     assert said == "Once upon a time" + reply["choices"][0]["text"]
     output.locator(".token").nth(1).hover()
     expect(page.locator("#tooltip .line").first).to_be_visible()
@@ -190,7 +190,7 @@ def test_nothing_comes_from_elsewhere(watched: Watched, scripted_server: LiveSer
     for path in ("/", "/engine"):
         page = watched.open(scripted_server.url + path)
         page.wait_for_load_state("load")
-        policy = httpx.get(scripted_server.url + path).headers["content-security-policy"]
+        policy = web.get(scripted_server.url + path).headers["content-security-policy"]
         assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
         assert "unsafe" not in policy
     assert watched.requests and all(url.startswith(scripted_server.url) for url in watched.requests)
@@ -200,7 +200,7 @@ def test_a_server_with_a_key(watched: Watched, starter_model: Any) -> None:
     server = {"api_key": ["sesame"]}
     with LiveServer.fake(starter_model, server=server) as locked:
         locked.wait_until_ready()
-        assert httpx.get(f"{locked.url}/engine/state").status_code == 401
+        assert web.get(f"{locked.url}/engine/state").status_code == 401
         page = watched.open(locked.url)
         expect(page.locator("#toast")).to_contain_text("No API key")
         page.fill("#parameter-key", "sesame")
