@@ -62,7 +62,7 @@ ODD_VALUES: list[Any] = [
 @pytest.fixture(scope="module")
 def server(starter_model: Path) -> Iterator[LiveServer]:
     """Its answers are short, whatever max_tokens a test thinks up, and it may take templates."""
-    options = {"trust_request_chat_template": True, "request_timeout": 20.0}
+    options = {"trust_request_chat_template": True, "request_timeout": 120.0}
     engine = {"max_model_len": 64}
     executor = "tests.scoring_echo:scoring_echo"
     with LiveServer.fake(starter_model, engine=engine, server=options, executor=executor) as found:
@@ -118,10 +118,10 @@ def test_odd_values_of_every_field(server: LiveServer, path: str) -> None:
     ids=lambda body: next(iter(body)),
 )
 def test_greedy_requests_are_refused_and_hold_nobody_up(server: LiveServer, greedy: dict[str, Any]) -> None:
-    body = {**GOOD["/v1/chat/completions"], **greedy}
+    body, before = {**GOOD["/v1/chat/completions"], **greedy}, server.cpu_seconds()
     reply = CLIENT.post(f"{server.url}/v1/chat/completions", json=body)
     check(reply, str(greedy)[:80])
-    assert reply.elapsed.total_seconds() < 10
+    assert server.cpu_seconds() - before < 10
     assert CLIENT.post(f"{server.url}/v1/chat/completions", json=GOOD["/v1/chat/completions"]).status_code == 200
 
 
@@ -146,7 +146,7 @@ def test_templates_of_clients(server: LiveServer) -> None:
 )
 def test_broken_http(server: LiveServer, data: bytes) -> None:
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as sock:
+    with socket.create_connection((host, int(port)), timeout=web.PATIENCE) as sock:
         sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
         answer = b""
@@ -177,7 +177,7 @@ def test_schemathesis_finds_no_5xx(server: LiveServer, number: int) -> None:
         @given(case=operation.as_strategy())
         @examples
         def try_it(case: Any) -> None:
-            reply = case.call(timeout=60)
+            reply = case.call(timeout=web.PATIENCE)
             assert reply.status_code < 500, f"{case.method} {case.path}: {reply.status_code} {reply.text[:500]}"
 
         try_it()

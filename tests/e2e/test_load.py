@@ -80,13 +80,15 @@ def server(starter_model: Path) -> Iterator[LiveServer]:
         engine={"num_gpu_blocks_override": 4096},  # few, so that the prefix cache is soon as large as it gets
         environment={"KVASIR_LOG_LEVEL": "WARNING"},
     ) as found:
-        found._url = f"http://127.0.0.1:{until(lambda: port_of(found), 'a port', found)}"  # its log does not tell
+        found._url = (
+            f"http://127.0.0.1:{until(lambda: port_of(found.process.pid), 'a port', found)}"  # its log does not tell
+        )
         yield found.wait_until_ready()
 
 
-def port_of(server: LiveServer) -> int | None:
-    """Where it listens, if it does yet."""
-    found = psutil.Process(server.process.pid).net_connections("tcp4")
+def port_of(pid: int) -> int | None:
+    """Where a process listens, if it does yet."""
+    found = psutil.Process(pid).net_connections("tcp4")
     return next((each.laddr.port for each in found if each.status == psutil.CONN_LISTEN), None)
 
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import pytest
 
 from kvasir.frontend.tokenizer import Tokenizer
 from tests import web
+from tests.e2e.test_load import port_of
 from tests.server_process import ROOT, LiveServer, echoed, until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "ignore_eos": True}
@@ -107,18 +109,15 @@ def test_what_one_request_took(server: LiveServer) -> None:
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (.ci/run does it)")
 def test_a_real_prometheus_scrapes_it(server: LiveServer, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
     config = {
-        "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
+        "global": {"scrape_interval": "2s", "scrape_timeout": "2s"},
         "scrape_configs": [
             {"job_name": "kvasir", "static_configs": [{"targets": [server.url.removeprefix("http://")]}]}
         ],
     }
     (tmp_path / "prometheus.yml").write_text(json.dumps(config))
     command = ["prometheus", f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'data'}"]
-    process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}/api/v1"
+    process = subprocess.Popen([*command, "--web.listen-address=127.0.0.1:0"], stderr=subprocess.DEVNULL)
 
     def names() -> set[str]:
         try:
@@ -126,22 +125,25 @@ def test_a_real_prometheus_scrapes_it(server: LiveServer, tmp_path: Path) -> Non
         except (httpx.HTTPError, ValueError):  # while it starts it answers with plain text
             return set()
 
+    def missing() -> set[str]:
+        found = names()
+        return {name for name in documented_series() if name not in found and f"{name}_bucket" not in found}
+
+    def answer(query: str) -> float | None:
+        """None after a scrape that failed, as it may on a busy machine: then there is no value for now."""
+        found = web.get(f"{url}/query", params={"query": query}).json()["data"]["result"]
+        return float(found[0]["value"][1]) if len(found) == 1 else None
+
     try:
-
-        def missing() -> set[str]:
-            found = names()
-            return {name for name in documented_series() if name not in found and f"{name}_bucket" not in found}
-
+        url = f"http://127.0.0.1:{until(lambda: port_of(process.pid), 'a port')}/api/v1"
         until(lambda: not missing(), "a scrape, which becomes visible series by series", server)
-        query = {"query": "sum(kvasir:generation_tokens_total)"}
-        (result,) = web.get(f"{url}/query", params=query).json()["data"]["result"]
-        assert float(result["value"][1]) >= 10
-        quantile = {"query": "histogram_quantile(0.95, sum by (le) (kvasir:time_to_first_token_seconds_bucket))"}
-        (result,) = web.get(f"{url}/query", params=quantile).json()["data"]["result"]
-        assert float(result["value"][1]) > 0
+        generated = "sum(kvasir:generation_tokens_total)"
+        assert until(lambda: answer(generated), "the tokens that were generated", server) >= 10
+        quantile = "histogram_quantile(0.95, sum by (le) (kvasir:time_to_first_token_seconds_bucket))"
+        assert until(lambda: answer(quantile), "a quantile", server) > 0
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(web.PATIENCE)
 
 
 # ---------------------------------------------------------------- logs and traces
@@ -203,8 +205,6 @@ def test_traces(starter_model: Path) -> None:
 def test_several_processes_share_an_engine(starter_model: Path, tokenizer: Tokenizer) -> None:
     ids = tokenizer.apply_chat_template(CHAT["messages"], add_generation_prompt=True)  # type: ignore[arg-type]
     expected = echoed(tokenizer, ids, 5)  # type: ignore[arg-type]
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
 
     async def many(url: str) -> list[str]:
         async def one() -> str:
@@ -214,7 +214,7 @@ def test_several_processes_share_an_engine(starter_model: Path, tokenizer: Token
 
         return list(await asyncio.gather(*(one() for _ in range(40))))
 
-    with LiveServer.fake(starter_model, server={"api_server_count": 2, "port": port}) as server:
+    with several(starter_model) as server:
         url = server.wait_until_ready().url
         until(lambda: server.log.count("ready after") == 2, "both processes are ready", server)
         for _ in range(4):  # whichever process is asked, it tells how the engine started
@@ -223,7 +223,7 @@ def test_several_processes_share_an_engine(starter_model: Path, tokenizer: Token
         assert set(asyncio.run(many(url))) == {expected}
         for _ in range(4):  # whichever process is asked, it tells of both
             until(lambda: server.metric("kvasir:generation_tokens_total") == 200, "both are counted")
-            assert server.metric("kvasir:request_success_total") == 40
+            until(lambda: server.metric("kvasir:request_success_total") == 40, "both are counted")
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
         response = client.responses.create(model="fake", input="Hi", max_output_tokens=2)
         assert response.store is False  # type: ignore[attr-defined]
@@ -236,16 +236,23 @@ def test_several_processes_share_an_engine(starter_model: Path, tokenizer: Token
 
 
 def test_a_killed_api_process_ends_the_server(starter_model: Path) -> None:
-    with LiveServer.fake(starter_model, server={"api_server_count": 2, "port": _free_port()}) as server:
+    with several(starter_model) as server:
         server.wait_until_ready()
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        child = next(int(pid) for pid in children if "api_process" in Path(f"/proc/{pid}/cmdline").read_text())
+        child, _ = server.children("api_process")
         os.kill(child, signal.SIGKILL)
         assert server.wait() == 1
         assert server.log.splitlines()[-1] == "kvasir: error: an API process ended unasked"
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
+@contextmanager
+def several(tokenizer: Path) -> Iterator[LiveServer]:
+    """A server of two processes, whose port must be named: if somebody takes it before, another one."""
+    for _ in range(10):
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            port = sock.getsockname()[1]
+        with LiveServer.fake(tokenizer, server={"api_server_count": 2, "port": port}) as server:
+            until(lambda: re.search("listening on |Cannot listen on ", server.log), "a port", server)
+            if "Cannot listen on " not in server.log:
+                yield server
+                return
+    raise AssertionError("no port stays free")

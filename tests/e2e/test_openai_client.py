@@ -10,7 +10,7 @@ import pytest
 
 from kvasir.frontend.tokenizer import Tokenizer
 from tests import web
-from tests.server_process import LiveServer, echoed, echoed_ids, events
+from tests.server_process import LiveServer, echoed, echoed_ids, events, until
 
 MESSAGES: list[dict[str, str]] = [{"role": "user", "content": "Who are you? 日本"}]
 KEEP_ON = {"ignore_eos": True}
@@ -434,10 +434,8 @@ def test_background_responses(client: openai.OpenAI) -> None:
     assert client.responses.cancel(begun.id).status in ("cancelled", "incomplete")
     assert client.responses.retrieve(begun.id).status in ("cancelled", "incomplete")
     done = client.responses.create(model="fake", input="Hi", background=True, max_output_tokens=2)
-    for _ in range(600):
-        if (found := client.responses.retrieve(done.id)).status not in ("queued", "in_progress"):
-            break
-    assert found.output_text
+    until(lambda: client.responses.retrieve(done.id).status not in ("queued", "in_progress"), "its end")
+    assert client.responses.retrieve(done.id).output_text
 
 
 # ---------------------------------------------------------------- tokens, plain

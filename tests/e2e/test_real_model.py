@@ -38,14 +38,14 @@ def server(starter_model: Path) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def client(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=web.PATIENCE)
 
 
 def test_chat_answers(client: openai.OpenAI, server: LiveServer) -> None:
     question: Any = [{"role": "user", "content": "What is the capital of France?"}]
     reply = client.chat.completions.create(model="smol", messages=question, temperature=0, max_tokens=12)
     assert "Paris" in (reply.choices[0].message.content or "")
-    other = anthropic.Anthropic(base_url=server.url, api_key="any", timeout=120)
+    other = anthropic.Anthropic(base_url=server.url, api_key="any", timeout=web.PATIENCE)
     message = other.messages.create(model="s2", max_tokens=12, messages=question, extra_body={"temperature": 0})
     assert message.content[0].text == reply.choices[0].message.content  # type: ignore[union-attr]
     response = client.responses.create(model="smol", input=question, temperature=0, max_output_tokens=12)
