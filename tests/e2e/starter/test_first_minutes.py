@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 from tests.process_builders import seconds_of_torch
 from tests.server_process import LiveServer
 
-SECONDS = 180
+SECONDS = 300
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "KVASIR_LOG_LEVEL": "ERROR"}
 
 
