@@ -113,17 +113,11 @@ class LiveServer:
         assert isinstance(found, re.Match)
         return found
 
+    def metrics(self) -> str:
+        return web.get(f"{self.url}/metrics").text
+
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's series that have these labels."""
-        total, seen = 0.0, False
-        for line in web.get(f"{self.url}/metrics").text.splitlines():
-            match = re.fullmatch(r"([^{ ]+)(?:\{(.*)\})? (\S+)", line)
-            if match and match.group(1) == name:
-                has = dict(re.findall(r'(\w+)="([^"]*)"', match.group(2) or ""))
-                if labels.items() <= has.items():
-                    total, seen = total + float(match.group(3)), True
-        assert seen, f"no metric {name} {labels}"
-        return total
+        return metric_in(self.metrics(), name, **labels)
 
     def engine_pid(self) -> int:
         engines = self.children("engine_process")
@@ -171,6 +165,19 @@ def until(check: Any, what: str, server: LiveServer | None = None, seconds: floa
             return found
         time.sleep(0.02)
     raise AssertionError(f"{what}: not within {seconds} s\n{server.log if server is not None else ''}")
+
+
+def metric_in(page: str, name: str, **labels: str) -> float:
+    """The sum of a metric's series that have these labels."""
+    total, seen = 0.0, False
+    for line in page.splitlines():
+        match = re.fullmatch(r"([^{ ]+)(?:\{(.*)\})? (\S+)", line)
+        if match and match.group(1) == name:
+            has = dict(re.findall(r'(\w+)="([^"]*)"', match.group(2) or ""))
+            if labels.items() <= has.items():
+                total, seen = total + float(match.group(3)), True
+    assert seen, f"no metric {name} {labels}"
+    return total
 
 
 def echoed_ids(prompt_ids: Iterable[int], count: int, vocab: int = VOCAB) -> list[int]:

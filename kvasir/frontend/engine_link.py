@@ -18,6 +18,7 @@ from kvasir.transport.address import Address, identity
 from kvasir.transport.progress import Progress
 
 Event = EngineOutput | words.Refused | words.Answer
+_EXIT_SECONDS = 5.0  # for an engine that has closed its socket to be gone
 
 
 class EngineLink:
@@ -87,7 +88,7 @@ class EngineLink:
         if self.process is None:
             return ""
         try:
-            code = self.process.wait(1.0)
+            code = self.process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return ""
         return f": it was killed by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"

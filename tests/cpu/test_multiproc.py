@@ -27,7 +27,8 @@ def processes(llm: LLM) -> list[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "olmo2", "gpt2"])
-def test_two_ranks_say_what_transformers_says(name: str, tmp_path: Path) -> None:
+def test_two_ranks_say_what_transformers_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(multiproc, "CLOSE_SECONDS", PATIENCE)
     model = Model(name, tmp_path)
     settings: dict[str, Any] = {**TIGHT, "tensor_parallel_size": 2, "async_scheduling": True}
     with model.llm(**settings) as llm:

@@ -157,7 +157,7 @@ def copied(page: Any, button: str) -> str:
     page.evaluate("navigator.clipboard.writeText('')")
     page.click(button)
     expect(page.locator("#toast")).to_have_text("Copied")  # as it may be since the time before
-    return str(page.wait_for_function("navigator.clipboard.readText()").json_value())
+    return str(until(lambda: page.evaluate("navigator.clipboard.readText()"), "something to paste"))
 
 
 def test_what_is_copied_runs(watched: Watched, real_server: LiveServer) -> None:
