@@ -71,9 +71,10 @@ def test_twenty_greedy_answers_equal_transformers(starter_model: Path, alone: li
         cut = text.index(-1)
         prompt, answer = text[:cut], text[cut + 1 :]
         with torch.inference_mode():
-            likeliest = hf(torch.tensor([prompt + answer]), use_cache=False).logits[0].argmax(-1).tolist()
+            logits = hf(torch.tensor([prompt + answer]), use_cache=False).logits[0, cut - 1 : -1]
         assert len(answer) > 1
-        assert likeliest[cut - 1 : -1] == answer, question
+        said = logits[torch.arange(len(answer)), torch.tensor(answer)]
+        assert (logits.amax(-1) - said).max() < 1e-3, question  # two as likely as that may be taken for each other
 
 
 def test_sixteen_at_once_say_what_each_says_alone(llm: LLM, alone: list[list[int]]) -> None:
