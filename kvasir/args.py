@@ -31,6 +31,8 @@ OLD_NAMES = {
     "num_speculative_tokens": ("speculative_config", "num_speculative_tokens", int),
 }
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
+# vLLM's names of attention backends, in small letters, where ours differ.
+BACKEND_NAMES = {"triton_attn": "triton", "torch_sdpa": "torch", "cpu_attn": "cpu"}
 # As vLLM reads them: small letters count by 1000, capitals by 1024.
 SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -121,6 +123,9 @@ def from_python(name: str, known: Known, value: Any) -> Any:
     if name == "dtype":
         value = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
         return DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
+    if name == "attention_backend" and isinstance(value, str):
+        small = value.lower()  # vLLM writes FLASH_ATTN
+        return BACKEND_NAMES.get(small, small if small in known.setting.choices else value)
     return value
 
 
@@ -174,7 +179,7 @@ def _from_environment(given: dict[str, Any]) -> dict[str, Any]:
         value = os.environ.get(variable)
         if value and name not in given:
             warn_once(logger, f"{variable} is an older name: set {name}, or {flag(name)}.")
-            given[name] = value.lower()
+            given[name] = value
     return given
 
 
@@ -234,7 +239,7 @@ class _ConfigFile(argparse.Action):
             raise argparse.ArgumentError(self, f"{action.dest}: {error}") from None
 
 
-def read_config_file(path: str) -> dict[str, Any]:
+def read_config_file(path: str, what: str = "config file") -> dict[str, Any]:
     """The entries of a YAML file."""
     import yaml
 
@@ -242,9 +247,9 @@ def read_config_file(path: str) -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             entries = yaml.safe_load(file)
     except OSError as error:
-        raise ConfigError(f"The config file {path} cannot be read: {error.strerror}.") from None
+        raise ConfigError(f"The {what} {path} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The config file {path} is not YAML: {' '.join(str(error).split())}.") from None
+        raise ConfigError(f"The {what} {path} is not YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(entries, dict) or not all(isinstance(key, str) for key in entries):
-        raise ConfigError(f"The config file {path} must hold `setting: value` lines.")
+        raise ConfigError(f"The {what} {path} must hold `setting: value` lines.")
     return entries

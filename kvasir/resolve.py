@@ -25,6 +25,8 @@ from kvasir.config import (
 from kvasir.errors import ConfigError, ModelError
 from kvasir.gguf_file import read_gguf
 from kvasir.log import get_logger
+from kvasir.platforms import attention_packages
+from kvasir.platforms.attention_packages import PACKAGES, Package
 from kvasir.platforms.cpu_features import prepare_cpu
 from kvasir.platforms.limits import parse_cpus, usable_cpus
 
@@ -65,11 +67,12 @@ def _resolve(config: EngineConfig) -> EngineConfig:
     load = _settle_load(config.load, path)
     device = _settle_device(config.device, model.dtype, config.cache.kv_cache_dtype, platform)
     device = _settle_threads(device, config.parallel.tensor_parallel_size, platform)
+    package = _settle_package(device.attention_backend, model, platform)
     _refuse_what_needs_the_library(config, model, device)
     return EngineConfig(
         model=replace(model, quantization=_quantization(model.quantization, load, device)),
         load=load,
-        cache=_settle_cache(config.cache, model.dtype, device.attention_backend, platform),
+        cache=_settle_cache(config.cache, model.dtype, device.attention_backend, package, platform),
         scheduler=_settle_scheduler(config.scheduler, model.max_model_len, platform),
         parallel=_settle_parallel(config.parallel),
         device=device,
@@ -291,11 +294,10 @@ def _settle_scheduler(asked: SchedulerConfig, max_model_len: int, platform: plat
     return replace(asked, max_num_seqs=seqs, max_num_batched_tokens=tokens, async_scheduling=ahead)
 
 
-def _settle_cache(asked: CacheConfig, dtype: str, backend: str, platform: platforms.Platform) -> CacheConfig:
-    block_size, kv_dtype = asked.block_size, asked.kv_cache_dtype
-    if block_size is None:
-        block_size = platform.default_block_size
-        _say("block_size", block_size, f"the default on {platform.device}")
+def _settle_cache(
+    asked: CacheConfig, dtype: str, backend: str, package: Package | None, platform: platforms.Platform
+) -> CacheConfig:
+    block_size, kv_dtype = _block_size(asked.block_size, package, platform), asked.kv_cache_dtype
     if kv_dtype not in ("auto", dtype, "int8", *EIGHT_BIT_KV):
         raise ConfigError(
             f"kv_cache_dtype={kv_dtype!r} is not the model's {dtype}, and the cache holds that or 8 bits; "
@@ -306,6 +308,22 @@ def _settle_cache(asked: CacheConfig, dtype: str, backend: str, platform: platfo
     if settled.is_eight_bit:
         _check_eight_bit(settled, backend, platform)
     return settled
+
+
+def _block_size(asked: int | None, package: Package | None, platform: platforms.Platform) -> int:
+    if package is not None and package.block_size is not None:
+        only = package.block_size
+        if asked not in (None, only):
+            raise ConfigError(
+                f"block_size={asked}: attention_backend='flash_attn' is {package.title} here, which takes blocks of "
+                f"{only} tokens; set block_size={only}, or leave it at auto."
+            )
+        _say("block_size", only, f"the one that {package.title} takes")
+        return only
+    if asked is None:
+        asked = platform.default_block_size
+        _say("block_size", asked, f"the default on {platform.device}")
+    return asked
 
 
 def _check_eight_bit(cache: CacheConfig, backend: str, platform: platforms.Platform) -> None:
@@ -341,6 +359,36 @@ def _settle_device(asked: DeviceConfig, dtype: str, kv_dtype: str, platform: pla
         floats = ", which reads 8-bit floats" if kv_dtype in EIGHT_BIT_KV else ""
         _say("attention_backend", backend, f"the default on {platform.device}{floats}")
     return replace(asked, device=platform.device, attention_backend=backend)
+
+
+def _settle_package(backend: str, model: ModelConfig, platform: platforms.Platform) -> Package | None:
+    """The package that computes attention, after seeing that it can for this model; None where that is our code."""
+    if backend not in PACKAGES:
+        return None
+    package = attention_packages.require(backend, platform)
+    if model.dtype not in attention_packages.DTYPES:
+        raise ConfigError(
+            f"attention_backend={backend!r} computes in 16 bits, and dtype is {model.dtype}; set dtype to "
+            f"{' or '.join(attention_packages.DTYPES)}, or leave attention_backend at auto."
+        )
+    head_dim = _head_dim(model)
+    if head_dim is not None and head_dim not in package.head_dims:
+        raise ConfigError(
+            f"attention_backend={backend!r}: the model's heads have {head_dim} numbers, and {package.title} takes "
+            f"{package.head_dims_in_words} on {platform.device}; leave attention_backend at auto."
+        )
+    logger.info("attention by %s", package.title)
+    return package
+
+
+def _head_dim(model: ModelConfig) -> int | None:
+    """None where only the model's own code knows."""
+    from kvasir.models import registry
+
+    if model.model_impl == "kvasir":
+        return registry.find(model.hf).read_spec(model.hf).head_dim
+    head_dim = model.hf.get("head_dim")
+    return head_dim if isinstance(head_dim, int) else None
 
 
 def _settle_threads(asked: DeviceConfig, workers: int, platform: platforms.Platform) -> DeviceConfig:

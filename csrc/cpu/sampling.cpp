@@ -1,4 +1,5 @@
 // Top-k, top-p and min-p without sorting, and the draw. One line of logits is one task. See kernels/reference.py.
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
@@ -12,9 +13,10 @@
 namespace kvasir {
 namespace {
 
-constexpr int COUNTS_BUFFER = 5, NEAR_BUFFER = 6;
-constexpr int32_t MOST_NEAR = 4096, MOST_LOOKS = 12;
-constexpr float FIRST_DEPTH = -2, LAST_DEPTH = -64;
+constexpr int BAND_BUFFER = 5;
+constexpr int32_t BAND_ROOM = 1024;
+constexpr float FIRST_DEPTH = -2;
+constexpr double ROUNDING = 1e-5;  // a sum of floats is not further off
 
 uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -42,151 +44,84 @@ struct Line {
   const void *at(int i) const { return (const char *)data + size_t(i) * (is_float ? 4 : 2); }
 };
 
-// Numbers in the order of the floats.
-uint32_t to_key(float x) {
-  uint32_t u;
-  memcpy(&u, &x, 4);
-  return u & 0x80000000u ? ~u : u | 0x80000000u;
-}
-
-float from_key(uint32_t key) {
-  uint32_t u = key & 0x80000000u ? key & 0x7fffffffu : ~key;
-  float x;
-  memcpy(&x, &u, 4);
-  return x;
-}
-
-struct Bucket {
-  double mass;
-  int64_t count;
-};
-
-// Walks the logits from the largest down without sorting them: the upper halves of their keys are counted, then the lower
-// halves of those in the bucket where the walk ends. A bfloat16 has no lower half.
+// Walks the logits from the largest down without sorting them all: looks how many there are down to some depth, and what
+// they weigh, until few are left among which the walk ends. Only those are sorted. A depth is a difference from the best
+// logit, by the temperature.
 class Walk {
  public:
-  // Logits below `least`, as differences from the best by the heat, are left out.
-  Walk(const Line &line, float best, float scale, float least) : line_(line), best_(best), scale_(scale), least_(least) {
-    buckets_ = (Bucket *)thread_buffer(COUNTS_BUFFER, sizeof(Bucket) << 16);
+  // `all` are the logits that may be kept.
+  Walk(const Line &line, float best, float scale, const Reach &all) : line_(line), best_(best), scale_(scale), all_(all) {
+    band_ = (float *)thread_buffer(BAND_BUFFER, sizeof(float) * BAND_ROOM);
   }
 
   // The last value before which fewer than `most` logits stand, and less than `mass`. `inside` is what all up to it
-  // weigh, of which there are at most `most`.
+  // weigh, of which there are at most `most`. The walk after this one may only end earlier.
   float find(int64_t most, double mass, double *inside) {
-    before_ = {0, 0};
-    count(0, false);
-    uint32_t high = descend(most, mass), low = lower_half(high);
-    if (line_.is_float) {
-      count(high, true);
-      low = descend(most, mass);
+    if (!size_ || above_.mass >= mass) narrow(most, mass);
+    int64_t before = above_.count, equal = 0;
+    double passed = above_.mass, here = 0;
+    float value = 0;
+    for (int64_t at = 0, next; at < size_; at = next) {
+      if (at && (before + equal >= most || passed + here >= mass)) break;
+      before += equal;
+      passed += here;
+      value = band_[at];
+      for (next = at + 1; next < size_ && band_[next] == value;) next++;
+      equal = (next - at) * copies_;
+      here = double(expf(depth_of(value))) * double(equal);
     }
-    float value = from_key(high << 16 | low);
-    *inside = before_.mass + weight(value) * double(std::min(most - before_.count, last_.count));
+    *inside = passed + here / double(equal) * double(std::min(most - before, equal));
     return value;
   }
 
  private:
-  static uint32_t lower_half(uint32_t high) { return high & 0x8000u ? 0 : 0xffff; }  // of a bfloat16's key
-  double weight(float x) const { return double(expf((x - best_) * scale_)); }
+  float depth_of(float logit) const { return (logit - best_) * scale_; }
 
-  void count(uint32_t high, bool lower) {
-    std::fill(buckets_, buckets_ + (1 << 16), Bucket{0, 0});
-    for (int i = 0; i < line_.size; i++) {
-      float x = line_[i];
-      if (!((x - best_) * scale_ >= least_)) continue;
-      uint32_t key = to_key(x);
-      if (lower && key >> 16 != high) continue;
-      Bucket &bucket = buckets_[lower ? key & 0xffff : key >> 16];
-      bucket.count++;
-      if (line_.is_float) bucket.mass += weight(x);
-    }
-    for (uint32_t b = 0; b < 1 << 16 && !line_.is_float; b++)
-      if (buckets_[b].count) buckets_[b].mass = double(buckets_[b].count) * weight(from_key(b << 16 | lower_half(b)));
+  Reach look(float depth, float below) {
+    return kernels().reach(line_.data, line_.is_float, line_.size, best_, scale_, depth, below, band_, BAND_ROOM);
   }
 
-  // The bucket in which the walk ends; `before_` is then what stands above it, `last_` what it holds.
-  uint32_t descend(int64_t most, double mass) {
-    Bucket passed = before_;
-    uint32_t end = 0;
-    last_ = {0, 0};
-    for (uint32_t b = 1 << 16; b-- > 0;) {
-      if (!buckets_[b].count) continue;
-      if (last_.count && (passed.count >= most || passed.mass >= mass)) break;
-      before_ = passed;
-      last_ = buckets_[end = b];
-      passed = {passed.mass + last_.mass, passed.count + last_.count};
-    }
-    return end;
+  void narrow(int64_t most, double mass) {
+    float near = FLT_MIN, far = depth_of(all_.lowest);  // the walk ends below the one, and not below the other
+    float depth = std::max(FIRST_DEPTH, far);
+    above_ = {0, 0, 0};
+    copies_ = 1;
+    do {
+      Reach found = look(depth, near);
+      if (depth > far && found.count < most && found.mass < mass * (1 + ROUNDING)) {
+        near = depth;
+        above_ = found;
+      } else {
+        size_ = found.count - above_.count;
+        if (size_ <= BAND_ROOM) return std::sort(band_, band_ + size_, std::greater<float>());
+        far = depth_of(found.lowest);
+      }
+      depth = (near + far) / 2;
+      if (near < 0) depth = std::max(depth, 2 * near);  // few are near the best: do not leap
+    } while (far < depth && depth < near);
+    copies_ = look(far, near).count - above_.count;  // more than there is room for, and all the same
+    size_ = 1;
   }
 
   Line line_;
-  float best_, scale_, least_;
-  Bucket *buckets_;
-  Bucket before_{0, 0}, last_{0, 0};
-};
-
-// The same walk over the few logits that it can end at, sorted.
-class ShortWalk {
- public:
-  ShortWalk(float *sorted, int64_t size, float best, float scale)
-      : sorted_(sorted), size_(size), best_(best), scale_(scale) {}
-
-  float find(int64_t most, double mass, double *inside) const {
-    Bucket before{0, 0}, last{0, 0};
-    for (int64_t at = 0; at < size_; at += last.count) {
-      Bucket passed{before.mass + last.mass, before.count + last.count};
-      if (last.count && (passed.count >= most || passed.mass >= mass)) break;
-      before = passed;
-      int64_t end = at + 1;
-      while (end < size_ && sorted_[end] == sorted_[at]) end++;
-      last = {double(expf((sorted_[at] - best_) * scale_)) * double(end - at), end - at};
-    }
-    float value = sorted_[before.count];
-    *inside = before.mass + last.mass / double(last.count) * double(std::min(most - before.count, last.count));
-    return value;
-  }
-
- private:
-  const float *sorted_;
-  int64_t size_;
   float best_, scale_;
+  Reach all_, above_{0, 0, 0};
+  float *band_;
+  int64_t size_ = 0, copies_ = 1;  // of the band, and how often each of it is there
 };
 
 float floor_of(const Line &line, float heat, float min_p, int32_t top_k, float top_p) {
   if (!(heat > 0) || !(min_p > 0 || top_k > 0 || top_p < 1)) return -INFINITY;
   const Kernels &set = kernels();
   float best = line[set.best(line.data, line.is_float, line.size)], scale = 1.f / heat;
-  float least = min_p > 0 ? logf(min_p) : -INFINITY;
-  auto reach = [&](float depth, float *out, int32_t room) {
-    return set.reach(line.data, line.is_float, line.size, best, scale, depth, out, room);
-  };
-  int64_t most = top_k > 0 ? top_k : line.size;
-  Reach all = reach(least, nullptr, 0);
+  float least = min_p > 0 ? logf(min_p) : -FLT_MAX;
+  Reach all = set.reach(line.data, line.is_float, line.size, best, scale, least, 0, nullptr, 0);
   if (!all.count) return -INFINITY;  // no number among them
-  if (all.count <= most && top_p >= 1) return all.lowest;
-  // Nearly always the end lies among few logits: look how far below the best one must go to have it among them.
-  auto *near = (float *)thread_buffer(NEAR_BUFFER, sizeof(float) * MOST_NEAR);
+  Walk walk(line, best, scale, all);
+  int64_t most = top_k > 0 ? top_k : all.count;
   double inside = all.mass, unused;
-  float too_near = 0, too_far = least, depth = std::max(FIRST_DEPTH, least);
-  for (int look = 0; look < MOST_LOOKS; look++) {
-    Reach found = reach(depth, near, MOST_NEAR);
-    bool enough = found.count >= most || depth == least;
-    if (all.count <= most) enough = enough || found.mass >= double(top_p) * all.mass * (1 + 1e-5);
-    if (enough && found.count <= MOST_NEAR) {
-      std::sort(near, near + found.count, std::greater<float>());
-      ShortWalk walk(near, found.count, best, scale);
-      float floor = all.count <= most ? all.lowest : walk.find(most, INFINITY, &inside);
-      return top_p >= 1 ? floor : std::max(floor, walk.find(most, double(top_p) * inside, &unused));
-    }
-    if (!enough && found.count > MOST_NEAR) break;
-    (enough ? too_far : too_near) = depth;
-    depth = too_far < LAST_DEPTH ? 2 * depth : (too_near + too_far) / 2;
-    if (depth < LAST_DEPTH) depth = least;
-  }
-  Walk walk(line, best, scale, least);
-  float floor = walk.find(most, INFINITY, &inside);
-  if (top_p >= 1) return floor;
-  return std::max(floor, walk.find(most, double(top_p) * inside, &unused));
+  float floor = all.count <= most ? all.lowest : walk.find(most, INFINITY, &inside);
+  return top_p >= 1 ? floor : std::max(floor, walk.find(most, double(top_p) * inside, &unused));
 }
 
 int32_t draw_from(const Line &line, float heat, uint32_t seed, uint32_t position) {

@@ -42,7 +42,8 @@ double find_mass(const T *logits, int32_t size, float best, float scale) {
 }
 
 template <class T>
-kvasir::Reach find_reach(const T *logits, int32_t size, float best, float scale, float depth, float *out, int32_t room) {
+kvasir::Reach find_reach(const T *logits, int32_t size, float best, float scale, float depth, float below,
+                         float *out, int32_t room) {
   kvasir::Reach found{0, 0, INFINITY};
   f32x16 lowest = splat(INFINITY);
   int32_t written = 0;
@@ -58,8 +59,10 @@ kvasir::Reach find_reach(const T *logits, int32_t size, float best, float scale,
       sums += select(inside, exponential(scaled), f32x16{});
       counts -= inside;
       lowest = minimum(select(inside, v, splat(INFINITY)), lowest);
+      i32x16 taken = inside & (scaled < below);
+      if (written == room || !any(taken)) return;
       for (int j = 0; j < n && written < room; j++)
-        if (inside[j]) out[written++] = v[j];
+        if (taken[j]) out[written++] = v[j];
     });
     found.mass += double(sum(sums));
     for (int j = 0; j < 16; j++) found.count += counts[j];
@@ -73,9 +76,9 @@ int32_t best_logit(const void *logits, int32_t is_float, int32_t size) {
 }
 
 kvasir::Reach reach_of(const void *logits, int32_t is_float, int32_t size, float best, float scale, float depth,
-                       float *out, int32_t room) {
-  return is_float ? find_reach((const float *)logits, size, best, scale, depth, out, room)
-                  : find_reach((const uint16_t *)logits, size, best, scale, depth, out, room);
+                       float below, float *out, int32_t room) {
+  return is_float ? find_reach((const float *)logits, size, best, scale, depth, below, out, room)
+                  : find_reach((const uint16_t *)logits, size, best, scale, depth, below, out, room);
 }
 
 double mass_of(const void *logits, int32_t is_float, int32_t size, float best, float scale) {

@@ -85,6 +85,10 @@ class LastTokens:
 class AttentionBackend(Protocol):
     """Paged attention of one layer. `kv_cache` is [blocks, 2, block_size, kv_heads, head_dim], any strides."""
 
+    # Whether its steps may become CUDA graphs: what it launches depends on nothing but a batch's shapes and bounds, and
+    # it knows what to do with `tiles`.
+    capturable: bool
+
     def forward(
         self,
         query: torch.Tensor,  # [tokens, heads, head_dim]

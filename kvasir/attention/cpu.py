@@ -15,6 +15,8 @@ from kvasir.platforms.cpu_structs import Layer
 class CpuAttention:
     """See AttentionBackend. Queries are bfloat16; the cache is bfloat16 or int8."""
 
+    capturable = False
+
     def forward(
         self,
         query: torch.Tensor,

@@ -28,6 +28,8 @@ _LIKE_LENGTH_ELSEWHERE = 0.5
 class TorchAttention:
     """See AttentionBackend."""
 
+    capturable = False
+
     def forward(
         self,
         query: torch.Tensor,

@@ -13,6 +13,8 @@ from kvasir.kernels.triton.paged_prefill import paged_prefill
 class TritonAttention:
     """See AttentionBackend. One object serves all layers, so that they share the workspace."""
 
+    capturable = True
+
     def __init__(self) -> None:
         self.workspace = Workspace()
 

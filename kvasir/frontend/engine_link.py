@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ class EngineLink:
         self.lifeline = lifeline
         self.process = process
         self.progress = Progress(address.progress)
+        self._sent = (0.0, -1)  # when a request was sent, and how many steps there had been
         self.socket = context.socket(zmq.DEALER)
         self.socket.set_hwm(0)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -47,6 +49,9 @@ class EngineLink:
 
     def add(self, request: bytes) -> None:
         """As the codec writes it."""
+        steps = self.progress.num_steps
+        if self._sent[1] != steps:
+            self._sent = time.monotonic(), steps
         self._send(words.ADD, request)
 
     def abort(self, keys: list[tuple[int, int | None]]) -> None:
@@ -72,6 +77,11 @@ class EngineLink:
     def requests_of_others(self) -> int:
         """What other clients have running and waiting there."""
         return self.progress.requests_of_others(self.client)
+
+    def unheeded_for(self) -> float:
+        """Seconds since a request was sent to which no step has answered; 0 if one has."""
+        sent, steps = self._sent
+        return time.monotonic() - sent if steps == self.progress.num_steps else 0.0
 
     def death(self) -> KvasirError | None:
         """Why the engine ended; None while it lives. Does not wait."""

@@ -49,7 +49,7 @@ def load(config: EngineConfig, device: torch.device, mesh: Mesh | None = None) -
         return on_the_cpu(model) if config.device.attention_backend == "cpu" else model
     if mesh is not None and mesh.size > 1:
         raise ConfigError("model_impl='transformers' runs on one device; set tensor_parallel_size=1.")
-    return load_fallback(config, device, select_attention(config.device.attention_backend))
+    return load_fallback(config, device, select_attention(config.device.attention_backend, device))
 
 
 def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = None) -> Transformer:
@@ -66,7 +66,7 @@ def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = N
         spec = gguf.adapt(spec, file)
     elif config.load.load_format != "dummy":
         source = _open_safetensors(Path(config.model.path), architecture, hf)
-    backend = select_attention(config.device.attention_backend)
+    backend = select_attention(config.device.attention_backend, device)
     model = Transformer(build, spec, backend, config.model.max_model_len)
     if source is None:
         _materialise(model, device)

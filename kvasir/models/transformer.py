@@ -33,6 +33,7 @@ class Transformer(nn.Module):
     def __init__(self, build: Build, spec: DecoderSpec, backend: AttentionBackend, max_positions: int) -> None:
         super().__init__()
         self.spec, self.vocab_size, self.max_positions = spec, spec.vocab_size, max_positions
+        self.backend = backend
         width = spec.embedding_size or spec.hidden_size
         self.embedding = Embedding(build, spec.vocab_size, width, tied=spec.tie_embeddings)
         self.project_in: nn.Module = NoNorm()

@@ -28,6 +28,11 @@ class Platform(ABC):
         """Whether its kernels can convert 8-bit floats of this kind."""
         return True
 
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """What NVIDIA calls a GPU's generation; None for anything else."""
+        return None
+
     @abstractmethod
     def available(self) -> bool:
         """Whether this machine and this build of torch have the device."""

@@ -25,11 +25,16 @@ class CudaPlatform(Platform):
         return int(self.device.partition(":")[2] or 0)
 
     @property
-    def has_fp8_e4m3(self) -> bool:
+    def compute_capability(self) -> tuple[int, int] | None:
         import torch
 
         nvidia = self.kind == "cuda" and torch.version.hip is None
-        return not nvidia or self._api.get_device_capability(self._index) >= (8, 9)
+        return tuple(self._api.get_device_capability(self._index)) if nvidia else None
+
+    @property
+    def has_fp8_e4m3(self) -> bool:
+        capability = self.compute_capability
+        return capability is None or capability >= (8, 9)
 
     def default_attention(self, dtype: str) -> str:
         return "triton" if self.kind == "cuda" and find_spec("triton") else "torch"

@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 
-from kvasir import log
+from kvasir import env, log
 from kvasir.async_llm import AsyncLLM
 from kvasir.config import EngineConfig
 from kvasir.env import LOG_FORMAT
@@ -139,35 +139,57 @@ def listen(config: ServerConfig) -> socket.socket:
     for file in (config.ssl_keyfile, config.ssl_certfile, config.ssl_ca_certs):
         if file is not None and not os.access(file, os.R_OK):
             raise ConfigError(f"The TLS file {file} cannot be read.")
-    try:
-        if config.uds is not None:
-            sock = socket.socket(socket.AF_UNIX)
-            sock.bind(config.uds)
-            sock.listen(2048)
-        else:
-            family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-            sock = socket.create_server((config.host, config.port), family=family, backlog=2048)
-    except OSError as error:
-        where = config.uds or f"{config.host}:{config.port}"
-        is_name = isinstance(error, socket.gaierror)  # whose numbers are not the system's
-        raise ConfigError(
-            f"Cannot listen on {where}: {os.strerror(error.errno) if error.errno and not is_name else error.strerror}. "
-            f"Set another --port or --host."
-        ) from error
+    sock = _listen_on_file(config.uds) if config.uds is not None else _listen_on_port(config.host, config.port)
     sock.setblocking(False)
     _tell_address(config, sock)
     return sock
 
 
+def _listen_on_file(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        if Path(path).is_socket() and not _answers(path):
+            os.unlink(path)  # left over from a server that was killed
+        sock.bind(path)
+    except OSError as error:
+        sock.close()
+        why = os.strerror(error.errno) if error.errno else "the path is too long"
+        raise ConfigError(f"Cannot listen on {path}: {why}. Set another --uds.") from error
+    sock.listen(2048)
+    return sock
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.connect(path)
+        except ConnectionRefusedError:
+            return False
+        return True
+
+
+def _listen_on_port(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        # Names that do not resolve come with numbers of their own, below zero.
+        number = error.errno or 0
+        why = os.strerror(number) if number > 0 else "nothing is known by that name"
+        raise ConfigError(f"Cannot listen on {host}:{port}: {why}. Set another --port or --host.") from error
+
+
 def _tell_address(config: ServerConfig, sock: socket.socket) -> None:
-    scheme = "https" if config.ssl_certfile else "http"
-    where = config.uds or "{}://{}:{}".format(scheme, *sock.getsockname()[:2])
+    if config.uds is not None:
+        logger.info("listening on %s", config.uds)
+        return
+    host, port = sock.getsockname()[:2]
+    where = f"{'https' if config.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     logger.info("listening on %s", where)
-    if config.uds is None:
-        page = where.replace("//0.0.0.0:", "//127.0.0.1:")
-        logger.info("talk to it at %s/ and watch it at %s/engine", page, page)
-    open_to_all = config.uds is None and config.host not in _LOCAL
-    if open_to_all and not config.api_key and not config.api_key_file and not os.environ.get("KVASIR_API_KEY"):
+    page = where.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    logger.info("talk to it at %s/ and watch it at %s/engine", page, page)
+    open_to_all = config.host not in _LOCAL
+    if open_to_all and not config.api_key and not config.api_key_file and not env.API_KEY.read_text():
         logger.warning("anybody who reaches %s may use this server: set --api-key, or --host 127.0.0.1", where)
 
 

@@ -148,9 +148,9 @@ class Worker:
             self.config.scheduler.max_num_seqs,
             self.config.model.max_model_len,
             self.device,
-            use_graphs=self.config.device.attention_backend == "triton"
-            and not self.config.device.enforce_eager
-            and isinstance(self.model, Transformer),  # nobody knows whether others' code can be captured
+            use_graphs=not self.config.device.enforce_eager
+            and isinstance(self.model, Transformer)  # nobody knows whether others' code can be captured
+            and self.model.backend.capturable,
             logprobs_mode=self.config.model.logprobs_mode,
             num_host_blocks=num_host_blocks,
         )

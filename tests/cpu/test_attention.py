@@ -92,7 +92,7 @@ def expected(case: Case, window: int | None, softcap: float | None = None) -> to
 
 
 def check(case: Case, window: int | None = None, tolerance: float = 1e-5, softcap: float | None = None) -> None:
-    attention = select("torch")
+    attention = select("torch", torch.device("cpu"))
     kernels.store_kv(case.key, case.value, case.kv_cache, case.batch.slots)
     for _ in range(2):  # a second layer finds the notes of the first
         options = {"scale": SCALE, "window": window, "softcap": softcap}
@@ -154,4 +154,4 @@ def test_keys_and_values_are_stored() -> None:
 
 def test_unknown_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"attention_backend='flash' is not known; there is torch, triton"):
-        select("flash")
+        select("flash", torch.device("cpu"))

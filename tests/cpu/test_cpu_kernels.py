@@ -293,3 +293,17 @@ def test_logit_floor(vocab: int, spread: float, dtype: torch.dtype) -> None:
     kept, wanted_kept = ((logits.float() >= floor[:, None]).sum(1) for floor in (got, wanted))
     assert (kept - wanted_kept).abs().max() <= 1, "a sum at the very edge may round either way"
     assert (got == wanted).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT], ids=str)
+def test_logit_floor_among_many_equals(dtype: torch.dtype) -> None:
+    """More of one value than are ever sorted; some tokens are masked by a number, some are impossible."""
+    logits = torch.randint(0, 5, (6, 40_000)).to(dtype)
+    logits[:, :20] = torch.arange(10, 30)
+    logits[1:, 30_000:] = -1e9
+    logits[2:, 35_000:] = float("-inf")
+    top_k, top_p = torch.tensor([0, 9000, 0, 25_000, 10, 33_000]), torch.tensor([0.9999999, 1.0, 0.5, 0.999, 0.9, 1.0])
+    args = (torch.arange(6), torch.full((6,), 3.0), torch.zeros(6), top_k.int(), top_p)
+    got = ops.logit_floor(logits, *args)
+    assert torch.equal(got, reference.logit_floor(logits, *args))
+    assert len(set(got.tolist())) >= 4, "they end at different places"

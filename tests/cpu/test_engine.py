@@ -153,6 +153,7 @@ def test_greedy_text_alone_equals_at_once(core_model: Model) -> None:
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 128, "max_num_seqs": 8},
         {"block_size": 1},
         {"block_size": 64},
+        {"block_size": 256},
     ],
     ids=str,
 )

@@ -128,7 +128,9 @@ def attend(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 16), (14, 2, 64, 16), (8, 2, 80, 64)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 16), (14, 2, 64, 16), (8, 2, 80, 64), (4, 2, 32, 256)]
+)
 @pytest.mark.parametrize("split", [None, Split(4, 64), Split(8, 32)])
 @pytest.mark.parametrize("window", [None, 50])
 def test_paged_decode(
@@ -170,7 +172,9 @@ def test_grouped_linear(counts: list[int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 16), (8, 2, 64, 64), (4, 4, 80, 16)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 16), (8, 2, 64, 64), (4, 4, 80, 16), (4, 2, 32, 256)]
+)
 @pytest.mark.parametrize("window", [None, 20, 100])
 def test_paged_prefill(
     heads: int, kv_heads: int, dim: int, block_size: int, window: int | None, dtype: torch.dtype
@@ -188,7 +192,7 @@ def test_paged_prefill(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 16), (8, 2, 64, 64)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 16), (8, 2, 64, 64), (4, 2, 32, 256)])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("size", [64, 192])
 def test_mixed_steps_of_fixed_size(
@@ -252,9 +256,9 @@ def test_decode_inputs() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("split", [Split(1, 1 << 30), Split(4, 32)])
-@pytest.mark.parametrize("shared", [16, 128, 192])
-def test_shared_prefix(shared: int, split: Split, dtype: torch.dtype) -> None:
-    heads, kv_heads, dim, block_size = 8, 2, 32, 16
+@pytest.mark.parametrize(("shared", "block_size"), [(16, 16), (128, 16), (192, 16), (256, 256)])
+def test_shared_prefix(shared: int, block_size: int, split: Split, dtype: torch.dtype) -> None:
+    heads, kv_heads, dim = 8, 2, 32
     lengths = [shared + n for n in (1, 40, 100, 17, 64)]
     cache, tables, rows, lens = paged([*lengths, 0], kv_heads, dim, block_size, dtype)
     tables[rows[1:], : shared // block_size] = tables[rows[0], : shared // block_size].clone()

@@ -149,9 +149,9 @@ CASES = {
     "watermark": Case(0.1, shows=lambda c, w: c.scheduler.watermark == 0.1),
     "async_scheduling": Case(True, shows=lambda c, w: c.scheduler.async_scheduling is True),
     "tensor_parallel_size": Case(2, shows=lambda c, w: c.parallel.distributed_executor_backend == "mp"),
-    "pipeline_parallel_size": Case(2, refused="One device"),
+    "pipeline_parallel_size": Case(2, refused="Every device has a part of each layer"),
     "data_parallel_size": Case(2, shows=lambda c, w: c.parallel.data_parallel_size == 2),
-    "enable_expert_parallel": Case(True, refused="One device"),
+    "enable_expert_parallel": Case(True, refused="Experts are split"),
     "distributed_executor_backend": Case("uni", shows=lambda c, w: c.parallel.distributed_executor_backend == "uni"),
     "device": Case("cpu:0", shows=lambda c, w: c.device.device == "cpu:0"),
     "attention_backend": Case("torch", shows=lambda c, w: c.device.attention_backend == "torch"),
@@ -239,14 +239,15 @@ def test_a_model_is_needed() -> None:
         ("max_model_len", "10x", "is not a whole number"),
         ("max_num_seqs", -1, "at least 1"),
         ("seed", None, "takes a whole number"),
-        ("block_size", 24, "Possible: 1, 2, 4, 8, 16"),
+        ("block_size", 24, "Possible: 1, 2, 4, 8, 16, 32, 64, 128, 256"),
         ("enable_prefix_caching", "yes", "takes true or false"),
         ("enable_prefix_caching", 1, "takes true or false"),
         ("hf_overrides", "x", "takes a mapping"),
         ("dtype", "int8", "Possible: auto, half"),
         ("dtype", {}, "takes a string"),
         ("model", 3, "takes a string"),
-        ("attention_backend", "flash_attn", "Possible: auto, torch, triton"),
+        ("attention_backend", "FLEX_ATTENTION", "Possible: auto, torch, triton, cpu, flash_attn, flashinfer"),
+        ("attention_backend", 2, "takes a string"),
         ("scheduling_policy", "lifo", "Possible: fcfs, priority, wrr, deadline, or a class of your own"),
         ("watermark", 0.6, "at most 0.5"),
     ],
@@ -341,8 +342,29 @@ def test_attention_backend_from_the_environment(monkeypatch: pytest.MonkeyPatch,
     assert EngineArgs("m", attention_backend="auto").attention_backend == "auto"
     assert len([line for line in log_lines if line.startswith("WARNING VLLM_ATTENTION_BACKEND")]) == 1
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "FLASH_ATTN")
-    with pytest.raises(ConfigError, match="attention_backend='flash_attn' is not possible"):
+    assert EngineArgs("m").attention_backend == "flash_attn"
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "XFORMERS")
+    with pytest.raises(ConfigError, match="attention_backend='XFORMERS' is not possible"):
         EngineArgs("m")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    {
+        "FLASH_ATTN": "flash_attn",
+        "FLASHINFER": "flashinfer",
+        "FlashInfer": "flashinfer",
+        "TRITON_ATTN": "triton",
+        "TORCH_SDPA": "torch",
+        "CPU_ATTN": "cpu",
+        "AUTO": "auto",
+    }.items(),
+)
+def test_attention_backends_by_vllms_names(written: str, meant: str) -> None:
+    assert EngineArgs("m", attention_backend=written).attention_backend == meant
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    arguments = parser.parse_args(["m", "--attention-backend", written])
+    assert EngineArgs.from_cli_args(arguments).attention_backend == meant
 
 
 # ---------------------------------------------------------------- the command line and the file

@@ -225,3 +225,24 @@ def test_an_owner_that_dies_while_the_engine_starts() -> None:
     parent.kill()
     parent.wait()
     assert gone(int(pid)) and not Path(directory.decode()).exists()
+
+
+def test_a_request_that_nobody_takes_up_is_seen_by_check_health() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        assert (await last(llm, tokens(1), greedy(3))).finished
+        (pid,) = engine_pids(llm)
+        await until(lambda: llm._client.engines.links[0].progress.busy_for() == 0)  # at rest, not in a step
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await llm.check_health()
+            request = asyncio.create_task(last(llm, tokens(2), greedy(3)))
+            await until(lambda: stuck(llm))
+            with pytest.raises(EngineError, match="has not taken up a request for .* stall_timeout=0.3"):
+                await llm.check_health()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert (await request).finished
+        await llm.check_health()
+
+    with engine(stall_timeout=0.3) as llm:
+        run(work(llm))

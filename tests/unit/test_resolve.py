@@ -20,7 +20,7 @@ from kvasir import platforms
 from kvasir.args import EngineArgs
 from kvasir.config import EngineConfig
 from kvasir.errors import ConfigError, ModelError
-from kvasir.platforms import cpu_library
+from kvasir.platforms import attention_packages, cpu_library
 from kvasir.platforms.cpu import CpuPlatform
 from kvasir.resolve import resolve
 
@@ -32,9 +32,11 @@ LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "vocab_size": 10
 class FakePlatform(platforms.Platform):
     """A device of any kind and size."""
 
-    def __init__(self, device: str, gib: int) -> None:
+    compute_capability: tuple[int, int] | None = None
+
+    def __init__(self, device: str, gib: int, capability: tuple[int, int] | None = None) -> None:
         super().__init__(device)
-        self.gib = gib
+        self.gib, self.compute_capability = gib, capability
         self.default_block_size = 64 if device == "cuda" else 16
 
     def available(self) -> bool:
@@ -61,8 +63,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, "cpu", 100)
 
 
-def use(monkeypatch: pytest.MonkeyPatch, device: str, gib: int) -> None:
-    monkeypatch.setattr(platforms, "select", lambda asked: FakePlatform(device, gib))
+def use(monkeypatch: pytest.MonkeyPatch, device: str, gib: int, capability: tuple[int, int] | None = None) -> None:
+    monkeypatch.setattr(platforms, "select", lambda asked: FakePlatform(device, gib, capability))
 
 
 @pytest.fixture
@@ -400,6 +402,105 @@ def test_a_misspelt_name_is_compared_with_what_was_fetched_before(hub_environmen
 def test_triton_attention_needs_a_gpu(model: Path) -> None:
     with pytest.raises(ConfigError, match="attention_backend='triton' needs a GPU"):
         resolve(EngineArgs(str(model), attention_backend="triton", device="cpu"))
+
+
+# ---------------------------------------------------------------- attention by packages
+
+HEADS = {"hidden_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}  # of 128
+
+
+def on_nvidia(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], *titles: str) -> None:
+    """A GPU of this kind, and of the packages these alone."""
+    use(monkeypatch, "cuda", 40, capability)
+    monkeypatch.setattr(attention_packages, "is_installed", lambda package: package.title in titles)
+
+
+@pytest.mark.parametrize(
+    ("capability", "titles", "taken", "block_size"),
+    [
+        ((8, 0), ("FlashAttention 2", "FlashAttention 3", "FlashAttention 4"), "FlashAttention 2", 256),
+        ((9, 0), ("FlashAttention 2", "FlashAttention 3", "FlashAttention 4"), "FlashAttention 3", 64),
+        ((9, 0), ("FlashAttention 2", "FlashAttention 4"), "FlashAttention 4", 64),
+        ((9, 0), ("FlashAttention 2",), "FlashAttention 2", 256),
+        ((10, 0), ("FlashAttention 2", "FlashAttention 3", "FlashAttention 4"), "FlashAttention 4", 64),
+        ((12, 0), ("FlashAttention 2", "FlashAttention 4"), "FlashAttention 2", 256),
+    ],
+)
+def test_the_best_flash_attention_for_the_device(
+    capability: tuple[int, int],
+    titles: tuple[str, ...],
+    taken: str,
+    block_size: int,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log_lines: list[str],
+) -> None:
+    on_nvidia(monkeypatch, capability, *titles)
+    config = settle(model, HEADS, attention_backend="FLASH_ATTN")
+    assert (config.device.attention_backend, config.cache.block_size) == ("flash_attn", block_size)
+    assert f"INFO attention by {taken}" in log_lines
+
+
+def test_a_package_is_never_the_default(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_nvidia(monkeypatch, (9, 0), "FlashAttention 3", "FlashInfer")
+    config = settle(model, HEADS)
+    assert (config.device.attention_backend, config.cache.block_size) == ("torch", 64)  # the fake platform's own
+
+
+@pytest.mark.parametrize("backend", ["flash_attn", "flashinfer"])
+def test_what_packages_cannot_do_is_refused(backend: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(match: str, hf: dict[str, Any] = HEADS, **settings: Any) -> None:
+        with pytest.raises(ConfigError, match=match):
+            settle(model, hf, attention_backend=backend, **settings)
+
+    refused(f"attention_backend='{backend}' runs on NVIDIA GPUs, and the device is cpu; leave it at auto")
+    on_nvidia(monkeypatch, (7, 5))
+    refused("does not run on cuda, whose compute capability is 7.5; leave it at auto")
+    on_nvidia(monkeypatch, (8, 6))
+    install = {"flash_attn": "pip install flash-attn", "flashinfer": "pip install flashinfer-python"}[backend]
+    refused(rf"needs a package that is not installed: .*\({install}\)")
+    on_nvidia(monkeypatch, (8, 6), "FlashAttention 2", "FlashInfer")
+    refused("computes in 16 bits, and dtype is float32; set dtype to float16 or bfloat16", dtype="float32")
+    refused("the model's heads have 100 numbers, and .* takes", HEADS | {"head_dim": 100})
+    refused("the model's heads have 512 numbers", HEADS | {"head_dim": 512})
+    refused(f"attention_backend='{backend}' reads no 8-bit cache; set attention_backend", kv_cache_dtype="fp8")
+    refused("kv_cache_dtype='int8' runs on the CPU", kv_cache_dtype="int8")
+    assert settle(model, HEADS, attention_backend=backend, dtype="float16").model.dtype == "float16"
+
+
+def test_head_sizes_by_package(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles = ("FlashAttention 4", "FlashInfer")
+    for backend, capability, size, is_taken in (
+        ("flash_attn", (9, 0), 192, True),
+        ("flash_attn", (10, 0), 192, False),
+        ("flash_attn", (10, 0), 256, True),
+        ("flashinfer", (9, 0), 96, False),
+        ("flashinfer", (9, 0), 64, True),
+    ):
+        on_nvidia(monkeypatch, capability, *titles)
+        hf = HEADS | {"head_dim": size}
+        if is_taken:
+            settle(model, hf, attention_backend=backend)
+            continue
+        with pytest.raises(ConfigError, match=f"heads have {size} numbers"):
+            settle(model, hf, attention_backend=backend)
+
+
+def test_heads_that_only_the_models_code_knows_are_not_judged(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_nvidia(monkeypatch, (9, 0), "FlashInfer")
+    options = {"attention_backend": "flashinfer", "model_impl": "transformers"}
+    assert settle(model, {"n_head": 3}, **options).model.model_impl == "transformers"
+    with pytest.raises(ConfigError, match="heads have 80 numbers"):
+        settle(model, {"head_dim": 80}, **options)
+
+
+def test_flash_attention_2_takes_large_blocks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_nvidia(monkeypatch, (8, 0), "FlashAttention 2")
+    assert settle(model, HEADS, attention_backend="flash_attn", block_size=256).cache.block_size == 256
+    with pytest.raises(ConfigError, match="block_size=64: .*FlashAttention 2 here, which takes blocks of 256 tokens"):
+        settle(model, HEADS, attention_backend="flash_attn", block_size=64)
+    on_nvidia(monkeypatch, (9, 0), "FlashAttention 3")
+    assert settle(model, HEADS, attention_backend="flash_attn", block_size=16).cache.block_size == 16
 
 
 def with_library(monkeypatch: pytest.MonkeyPatch) -> None:

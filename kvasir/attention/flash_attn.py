@@ -1,0 +1,150 @@
+"""Paged attention by FlashAttention, whichever generation is installed: a whole step in one call.
+
+Lengths are read on the device; the host's bounds only size the grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvasir.attention.base import AttentionBatch
+from kvasir.platforms.attention_packages import FA2, FA3, FA4_BLACKWELL, FA4_HOPPER, Package, load
+
+Function = Callable[..., Any]  # a package's own
+# (function, query, keys, values, step, window, what all generations call the same) -> [tokens, heads, head_dim]
+Adapter = Callable[[Function, torch.Tensor, torch.Tensor, torch.Tensor, "_Step", int | None, dict[str, Any]], Any]
+
+
+class FlashAttention:
+    """See AttentionBackend. Queries and cache are of one type, float16 or bfloat16."""
+
+    capturable = False  # its calls know neither `tiles` nor bounds that are far from the truth
+
+    def __init__(self, package: Package) -> None:
+        name, self._adapter = _ADAPTERS[package]
+        self._function: Function = getattr(load(package), name)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        assert batch.causal and batch.tiles is None, "FlashAttention runs causal steps that the host has laid out"
+        if "flash_attn" not in batch.notes:
+            batch.notes["flash_attn"] = _Step.of(batch)
+        step: _Step = batch.notes["flash_attn"]
+        shared = {"softmax_scale": scale, "causal": True, "softcap": softcap or 0.0}
+        keys, values = kv_cache[:, 0], kv_cache[:, 1]  # [blocks, block_size, kv_heads, head_dim], not copied
+        out: torch.Tensor = self._adapter(self._function, query, keys, values, step, window, shared)
+        return out
+
+
+@dataclass(slots=True)
+class _Step:
+    """What the calls of all layers have in common."""
+
+    query_start: torch.Tensor  # [sequences + 1] int32
+    key_start: torch.Tensor  # [sequences + 1] int32, as if the keys stood in a row
+    key_lens: torch.Tensor  # [sequences] int32
+    tables: torch.Tensor  # [sequences, blocks] int32
+    longest_query: int
+    longest_keys: int  # at most
+
+    @classmethod
+    def of(cls, batch: AttentionBatch) -> _Step:
+        key_start = torch.zeros_like(batch.query_start)
+        torch.cumsum(batch.seq_lens, 0, dtype=torch.int32, out=key_start[1:])
+        longest = int(batch.query_lens.max()), int(batch.seq_bounds.max())
+        return cls(batch.query_start, key_start, batch.seq_lens, batch.block_tables(), *longest)
+
+
+# ---------------------------------------------------------------- the generations
+#
+# A query sees itself and `window - 1` keys before it. All three count the keys before it, and nothing comes after.
+
+
+def _second(
+    attend: Function,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: _Step,
+    window: int | None,
+    shared: dict[str, Any],
+) -> Any:
+    return attend(
+        query,
+        keys,
+        values,
+        cu_seqlens_q=step.query_start,
+        cu_seqlens_k=step.key_start,
+        max_seqlen_q=step.longest_query,
+        max_seqlen_k=step.longest_keys,
+        block_table=step.tables,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+        **shared,
+    )
+
+
+def _third(
+    attend: Function,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: _Step,
+    window: int | None,
+    shared: dict[str, Any],
+) -> Any:
+    return attend(
+        query,
+        keys,
+        values,
+        cache_seqlens=step.key_lens,
+        page_table=step.tables,
+        cu_seqlens_q=step.query_start,
+        max_seqlen_q=step.longest_query,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+        **shared,
+    )
+
+
+def _fourth(
+    attend: Function,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: _Step,
+    window: int | None,
+    shared: dict[str, Any],
+) -> Any:
+    # It reads rows past the end of a last page and multiplies them by 0, so they must be finite: the pool is zeroed.
+    out, _ = attend(
+        query,
+        keys,
+        values,
+        cu_seqlens_q=step.query_start,
+        max_seqlen_q=step.longest_query,
+        max_seqlen_k=step.longest_keys,
+        seqused_k=step.key_lens,
+        page_table=step.tables,
+        window_size=(None, None) if window is None else (window - 1, 0),
+        **shared,
+    )
+    return out
+
+
+_ADAPTERS: dict[Package, tuple[str, Adapter]] = {
+    FA2: ("flash_attn_varlen_func", _second),
+    FA3: ("flash_attn_with_kvcache", _third),
+    FA4_HOPPER: ("flash_attn_varlen_func", _fourth),
+    FA4_BLACKWELL: ("flash_attn_varlen_func", _fourth),
+}

@@ -1,0 +1,64 @@
+"""Where the server listens, what it says about that, and why it cannot."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvasir.errors import ConfigError
+from kvasir.server.config import ServerConfig
+from kvasir.server.launch import listen
+
+SOCKET_PATH_LIMIT = 107  # bytes, of Linux
+
+
+def test_a_name_that_nobody_knows() -> None:
+    with pytest.raises(ConfigError, match=r"Cannot listen on no such host:0: nothing is known by that name\."):
+        listen(ServerConfig(host="no such host", port=0))
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use. Set another --port"):
+            listen(ServerConfig(host="127.0.0.1", port=port))
+
+
+def test_a_socket_file_left_over(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    in_use = pytest.raises(ConfigError, match=r"Address already in use\. Set another --uds\.")
+    with listen(ServerConfig(uds=str(path))), in_use:
+        listen(ServerConfig(uds=str(path)))
+    assert path.is_socket(), "as after a kill"
+    with listen(ServerConfig(uds=str(path))):
+        assert path.is_socket()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("x" * (SOCKET_PATH_LIMIT + 1), "the path is too long"),
+        ("file", "Address already in use"),
+        ("no/dir", "No such file or directory"),
+    ],
+)
+def test_files_that_cannot_be_sockets(name: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(ConfigError, match=f"{why}. Set another --uds"):
+        listen(ServerConfig(uds=str(tmp_path / name)))
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("host", "told"), [("127.0.0.1", "http://127.0.0.1"), ("0.0.0.0", "http://127.0.0.1"), ("::", "http://[::1]")]
+)
+def test_the_page_is_told_as_a_browser_takes_it(host: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if host == "::" and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    said: list[str] = []
+    monkeypatch.setattr("kvasir.server.launch.logger.info", lambda text, *values: said.append(text % values))
+    with listen(ServerConfig(host=host, port=0)) as sock:
+        port = sock.getsockname()[1]
+    assert said[-1] == f"talk to it at {told}:{port}/ and watch it at {told}:{port}/engine"
