@@ -47,10 +47,10 @@ class EngineLink:
 
     # ------------------------------------------------------------ to the engine
 
-    def add(self, request: bytes) -> None:
-        """As the codec writes it."""
+    def add(self, request: bytes, waits_already: bool) -> None:
+        """As the codec writes it. `waits_already`: it is not the first of those that the engine has of ours now."""
         steps = self.progress.num_steps
-        if self._sent[1] != steps:
+        if not waits_already or self._sent[1] != steps:
             self._sent = time.monotonic(), steps
         self._send(words.ADD, request)
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from kvasir.async_llm import AsyncLLM
-from kvasir.errors import ConfigError, EngineDeadError, EngineError
+from kvasir.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from kvasir.executor.fake import fake_config
+from kvasir.sampling_params import BeamSearchParams
 from tests.conftest import ROOT
 from tests.process_builders import (
     PATIENCE,
@@ -242,7 +243,27 @@ def test_a_request_that_nobody_takes_up_is_seen_by_check_health() -> None:
         finally:
             os.kill(pid, signal.SIGCONT)
         assert (await request).finished
-        await llm.check_health()
+        await until(lambda: healthy(llm))
 
     with engine(stall_timeout=0.3) as llm:
+        run(work(llm))
+
+
+def test_a_request_waits_from_when_it_was_sent_not_from_one_that_was_refused_before() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        (pid,), (link,) = engine_pids(llm), llm._client.engines.links
+        with pytest.raises(RequestError, match="beams"):
+            await last(llm, tokens(1), BeamSearchParams(beam_width=64, max_tokens=4))
+        link._sent = (link._sent[0] - 1000.0, link._sent[1])  # that was long ago
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            request = asyncio.create_task(last(llm, tokens(2), greedy(3)))
+            await asyncio.sleep(0)
+            assert llm.output_processor.request_ids(), "it was sent"
+            await llm.check_health()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert (await request).finished
+
+    with engine(stall_timeout=100.0) as llm:
         run(work(llm))
