@@ -21,7 +21,7 @@ from kvasir.executor.rank import Rank, RankFailed
 from kvasir.messages import DeviceMemory, KVSpec, StepCosts, StepPlan, StepResult
 
 CLOSE_SECONDS = 10.0  # for workers to end by themselves
-BLAME_SECONDS = 0.5  # after a first sign of failure, for the other ranks to say what they know
+BLAME_SECONDS = 2.0  # after a first sign of failure, for the other ranks to say what they know
 
 
 class MultiprocExecutor:

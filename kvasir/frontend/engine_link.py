@@ -19,6 +19,7 @@ from kvasir.transport.address import Address, identity
 from kvasir.transport.progress import Progress
 
 Event = EngineOutput | words.Refused | words.Answer
+_EXIT_SECONDS = 5.0  # for an engine that has closed its socket to be gone
 
 
 class EngineLink:
@@ -46,10 +47,10 @@ class EngineLink:
 
     # ------------------------------------------------------------ to the engine
 
-    def add(self, request: bytes) -> None:
-        """As the codec writes it."""
+    def add(self, request: bytes, waits_already: bool) -> None:
+        """As the codec writes it. `waits_already`: it is not the first of those that the engine has of ours now."""
         steps = self.progress.num_steps
-        if self._sent[1] != steps:
+        if not waits_already or self._sent[1] != steps:
             self._sent = time.monotonic(), steps
         self._send(words.ADD, request)
 
@@ -97,7 +98,7 @@ class EngineLink:
         if self.process is None:
             return ""
         try:
-            code = self.process.wait(1.0)
+            code = self.process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return ""
         return f": it was killed by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"

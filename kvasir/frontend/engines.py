@@ -93,9 +93,10 @@ class Engines:
         forks = [fork.key for fork in request.forks]
         if forks:
             self._forks[request.key] = forks
+        waits_already = index in self._at.values()
         for key in (request.key, *forks):
             self._at[key] = index
-        self.links[index].add(data)
+        self.links[index].add(data, waits_already)
 
     def abort(self, keys: list[tuple[int, int | None]]) -> None:
         """(key, output tokens kept) each. Those that have ended are left alone."""

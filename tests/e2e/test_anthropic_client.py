@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import anthropic
-import httpx
 import pytest
 
 from kvasir.frontend.tokenizer import Tokenizer
+from tests import web
 from tests.server_process import LiveServer, echoed
 
 HELLO: list[anthropic.types.MessageParam] = [{"role": "user", "content": "Hello"}]
@@ -108,7 +108,7 @@ def test_errors_have_anthropics_shape(client: anthropic.Anthropic, fake_server: 
         ({"system": [{"type": "text", "text": "a", "citations": [1]}]}, "citations"),
     ):
         body = {"model": "fake", "max_tokens": 3, "messages": HELLO, **wrong}
-        reply = httpx.post(f"{fake_server.url}/v1/messages", json=body)
+        reply = web.post(f"{fake_server.url}/v1/messages", json=body)
         error = reply.json()
         assert reply.status_code == 400 and error["type"] == "error"
         assert error["error"]["type"] == "invalid_request_error" and name in error["error"]["message"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 
-import httpx
 import openai
 import pytest
 
 from kvasir.frontend.tokenizer import Tokenizer
-from tests.server_process import LiveServer, echoed, echoed_ids, events
+from tests import web
+from tests.server_process import LiveServer, echoed, echoed_ids, events, until
 
 MESSAGES: list[dict[str, str]] = [{"role": "user", "content": "Who are you? 日本"}]
 KEEP_ON = {"ignore_eos": True}
@@ -268,7 +268,7 @@ def test_truncation(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     ids=str,
 )
 def test_what_is_wrong_is_named(fake_server: LiveServer, wrong: dict[str, object], param: str) -> None:
-    reply = httpx.post(f"{fake_server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2, **wrong})
+    reply = web.post(f"{fake_server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2, **wrong})
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == param
@@ -302,13 +302,13 @@ def test_what_is_wrong_is_named(fake_server: LiveServer, wrong: dict[str, object
 def test_what_is_wrong_is_said_in_the_clients_words(
     fake_server: LiveServer, wrong: dict[str, object], message: str
 ) -> None:
-    reply = httpx.post(f"{fake_server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2, **wrong})
+    reply = web.post(f"{fake_server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2, **wrong})
     assert reply.json()["error"]["message"] == message
 
 
 def test_a_body_that_is_no_text(fake_server: LiveServer) -> None:
     headers = {"Content-Type": "application/json"}
-    reply = httpx.post(f"{fake_server.url}/v1/completions", content=b'{"prompt": "\xff"}', headers=headers)
+    reply = web.post(f"{fake_server.url}/v1/completions", content=b'{"prompt": "\xff"}', headers=headers)
     assert reply.status_code == 400
     assert reply.json()["error"]["message"] == "The body is not valid JSON: it is not UTF-8."
 
@@ -325,7 +325,7 @@ def test_a_body_that_is_no_text(fake_server: LiveServer) -> None:
 def test_what_the_template_does_not_read_is_refused(
     fake_server: LiveServer, path: str, body: dict[str, object], param: str
 ) -> None:
-    reply = httpx.post(fake_server.url + path, json=body)
+    reply = web.post(fake_server.url + path, json=body)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == param
     assert "template does not read it" in reply.json()["error"]["message"]
 
@@ -338,12 +338,12 @@ def test_a_bodys_request_id_is_the_requests_id(fake_server: LiveServer) -> None:
     }
     for number, (path, body) in enumerate(asked.items()):
         name = f"named-{number}"
-        reply = httpx.post(fake_server.url + path, json={**body, "max_tokens": 1, "request_id": name})
+        reply = web.post(fake_server.url + path, json={**body, "max_tokens": 1, "request_id": name})
         assert reply.headers["x-request-id"] == name and reply.json().get("id", name).endswith(name)
         fake_server.wait_for_log(f"{name} arrived: {path}")
         fake_server.wait_for_log(f"{name} ended: ")
         for wrong in ("a\nforged line", "x" * 129, ""):
-            reply = httpx.post(fake_server.url + path, json={**body, "request_id": wrong})
+            reply = web.post(fake_server.url + path, json={**body, "request_id": wrong})
             assert reply.status_code == 400 and reply.json()["error"]["param"] == "request_id"
 
 
@@ -354,7 +354,7 @@ def test_users_stand_in_the_log(fake_server: LiveServer) -> None:
         "/v1/messages": {"messages": MESSAGES, "model": "fake", "metadata": {"user_id": "user-2\nforged"}},
     }
     for number, (path, body) in enumerate(asked.items()):
-        assert httpx.post(fake_server.url + path, json={**body, "max_tokens": 1}).status_code == 200
+        assert web.post(fake_server.url + path, json={**body, "max_tokens": 1}).status_code == 200
         fake_server.wait_for_log(f"arrived: {path}.* key -, user 'user-{number}")
         fake_server.wait_for_log(f"ended: .* key -, user 'user-{number}")
     assert "\nforged" not in fake_server.log
@@ -362,36 +362,36 @@ def test_users_stand_in_the_log(fake_server: LiveServer) -> None:
 
 def test_echo_needs_something_to_go_on_from(fake_server: LiveServer) -> None:
     body = {"messages": MESSAGES, "echo": True}
-    reply = httpx.post(f"{fake_server.url}/v1/chat/completions", json=body)
+    reply = web.post(f"{fake_server.url}/v1/chat/completions", json=body)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "echo"
 
 
 def test_a_wrong_input_goes_by_its_name(fake_server: LiveServer) -> None:
     body = {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}
-    reply = httpx.post(f"{fake_server.url}/v1/responses", json=body)
+    reply = web.post(f"{fake_server.url}/v1/responses", json=body)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "input"
 
 
 def test_a_chats_number_of_alternatives_goes_by_its_name(fake_server: LiveServer) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 21}
-    reply = httpx.post(f"{fake_server.url}/v1/chat/completions", json=body)
+    reply = web.post(f"{fake_server.url}/v1/chat/completions", json=body)
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["param"] == "top_logprobs"
     assert error["message"] == "top_logprobs=21 is more than this server gives: --max-logprobs is 20."
 
 
 def test_paths_that_nobody_serves(fake_server: LiveServer) -> None:
-    reply = httpx.post(f"{fake_server.url}/v1/embeddings", json={})
+    reply = web.post(f"{fake_server.url}/v1/embeddings", json={})
     assert reply.status_code == 404
     assert reply.json()["error"]["message"] == "Nothing is served at /v1/embeddings; /docs lists all."
-    reply = httpx.get(f"{fake_server.url}/v1/chat/completions")
+    reply = web.get(f"{fake_server.url}/v1/chat/completions")
     assert reply.status_code == 405
     assert reply.json()["error"]["message"] == "That is not the method of /v1/chat/completions; /docs lists all."
 
 
 def test_too_long_a_prompt(fake_server: LiveServer) -> None:
     for text in ("a b c " * 2000, "a" * 10_000_000):  # the second is refused without being tokenized
-        reply = httpx.post(f"{fake_server.url}/v1/completions", json={"prompt": text}, timeout=60)
+        reply = web.post(f"{fake_server.url}/v1/completions", json={"prompt": text})
         assert reply.status_code == 400
         assert reply.json()["error"]["code"] == "context_length_exceeded"
 
@@ -436,41 +436,39 @@ def test_background_responses(client: openai.OpenAI) -> None:
     assert client.responses.cancel(begun.id).status in ("cancelled", "incomplete")
     assert client.responses.retrieve(begun.id).status in ("cancelled", "incomplete")
     done = client.responses.create(model="fake", input="Hi", background=True, max_output_tokens=2)
-    for _ in range(600):
-        if (found := client.responses.retrieve(done.id)).status not in ("queued", "in_progress"):
-            break
-    assert found.output_text
+    until(lambda: client.responses.retrieve(done.id).status not in ("queued", "in_progress"), "its end")
+    assert client.responses.retrieve(done.id).output_text
 
 
 # ---------------------------------------------------------------- tokens, plain
 
 
 def test_tokenize(fake_server: LiveServer, tokenizer: Tokenizer, chat_ids: list[int]) -> None:
-    reply = httpx.post(f"{fake_server.url}/tokenize", json={"prompt": "Once upon", "return_token_strs": True}).json()
+    reply = web.post(f"{fake_server.url}/tokenize", json={"prompt": "Once upon", "return_token_strs": True}).json()
     assert reply["tokens"] == tokenizer.encode("Once upon") and reply["count"] == len(reply["tokens"])
     assert len(reply["token_strs"]) == reply["count"] and reply["max_model_len"] == 2048
-    reply = httpx.post(f"{fake_server.url}/tokenize", json={"messages": MESSAGES}).json()
+    reply = web.post(f"{fake_server.url}/tokenize", json={"messages": MESSAGES}).json()
     assert reply["tokens"] == chat_ids
-    text = httpx.post(f"{fake_server.url}/detokenize", json={"tokens": tokenizer.encode("Once upon")}).json()
+    text = web.post(f"{fake_server.url}/detokenize", json={"tokens": tokenizer.encode("Once upon")}).json()
     assert text == {"prompt": "Once upon"}
 
 
 def test_generate(fake_server: LiveServer, tokenizer: Tokenizer) -> None:
     body = {"prompt": "Once", "max_tokens": 8, "ignore_eos": True}
     expected = echoed(tokenizer, tokenizer.encode("Once"), 8)
-    assert httpx.post(f"{fake_server.url}/generate", json=body).json()["text"] == [expected]
-    lines = httpx.post(f"{fake_server.url}/generate", json={**body, "stream": True}).text.splitlines()
+    assert web.post(f"{fake_server.url}/generate", json=body).json()["text"] == [expected]
+    lines = web.post(f"{fake_server.url}/generate", json={**body, "stream": True}).text.splitlines()
     assert "".join(json.loads(line)["text"][0] for line in lines) == expected
     assert all("token_ids" not in json.loads(line) for line in lines)
     more = {**body, "stream": True, "return_token_ids": True}
-    lines = httpx.post(f"{fake_server.url}/generate", json=more).text.splitlines()
+    lines = web.post(f"{fake_server.url}/generate", json=more).text.splitlines()
     ids = [token for line in lines for token in json.loads(line)["token_ids"][0]]
     assert ids == echoed_ids(tokenizer.encode("Once"), 8)
 
 
 def test_a_stream_has_openais_shape(fake_server: LiveServer) -> None:
     body = {"messages": MESSAGES, "max_tokens": 3, "stream": True, "ignore_eos": True}
-    reply = httpx.post(f"{fake_server.url}/v1/chat/completions", json=body)
+    reply = web.post(f"{fake_server.url}/v1/chat/completions", json=body)
     assert reply.headers["content-type"].startswith("text/event-stream")
     chunks = events(reply.text)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}

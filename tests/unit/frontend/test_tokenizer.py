@@ -254,7 +254,7 @@ def test_vocabulary_and_merges_alone_go_through_transformers(tmp_path: Path, log
     letters = [chr(c) for c in range(0x21, 0x7F)] + ["Ġ"]
     vocab = {token: i for i, token in enumerate([*letters, "he", "ll", "Ġhe", "<|endoftext|>"])}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\nl l\nĠ he\n")
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\nl l\nĠ he\n", encoding="utf-8")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
     tokenizer = load_tokenizer(tmp_path)
