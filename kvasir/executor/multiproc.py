@@ -12,6 +12,7 @@ import pickle
 import tempfile
 import time
 from collections import deque
+from math import inf
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -123,7 +124,11 @@ class MultiprocExecutor:
     def _first_failure(self) -> KvasirError:
         """Why the ranks are failing: what the first of them died of, which may not be the first we heard from."""
         end = time.monotonic() + BLAME_SECONDS
-        failures = [rank.last_words(max(0.0, end - time.monotonic())) for rank in self._ranks]
+        failures = []
+        for rank in sorted(self._ranks, key=lambda rank: not rank.ended()):
+            failures.append(rank.last_words(max(0.0, end - time.monotonic())))
+            if failures[-1].when == -inf:  # it ended without a word: nobody failed before it, and others may hang
+                break
         return min(failures, key=lambda failure: failure.when).error
 
     def read_result(self, result: RemoteResult) -> None:

@@ -7,6 +7,7 @@ import json
 
 import openai
 import pytest
+from openai.types import CompletionUsage
 
 from kvasir.frontend.tokenizer import Tokenizer
 from tests import web
@@ -75,16 +76,23 @@ def test_chat_streams_the_same_text(client: openai.OpenAI, tokenizer: Tokenizer,
 
 
 def test_continuous_usage(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(
-        model="fake",
-        messages=MESSAGES,  # type: ignore[arg-type]
-        max_tokens=30,
-        stream=True,
-        stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
-        extra_body=KEEP_ON,
-    )
-    counts = [chunk.usage.completion_tokens for chunk in stream if chunk.usage is not None]
+    def usages() -> list[CompletionUsage]:
+        stream = client.chat.completions.create(
+            model="fake",
+            messages=[{"role": "user", "content": "A prompt of more than one block of tokens. " * 8}],
+            max_tokens=30,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+            extra_body=KEEP_ON,
+        )
+        return [chunk.usage for chunk in stream if chunk.usage is not None and chunk.usage.completion_tokens]
+
+    usages()
+    again = usages()
+    counts = [usage.completion_tokens for usage in again]
     assert counts[-1] == 30 and counts == sorted(counts)
+    (cached,) = {usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens for usage in again}
+    assert cached, "all chunks say the same, from the first token on"
 
 
 def test_async_client(aclient: openai.AsyncOpenAI, tokenizer: Tokenizer, chat_ids: list[int]) -> None:

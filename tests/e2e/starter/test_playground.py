@@ -164,8 +164,10 @@ def test_what_is_copied_runs(watched: Watched, real_server: LiveServer) -> None:
     page = watched.open(real_server.url)
     for name, value in {"temperature": "0", "top_k": "5", "max_tokens": "12", "system": 'It\'s "brief".'}.items():
         page.fill(f"#parameter-{name}", value)
+    page.fill("#parameter-min_p", "0")
     page.fill("#message", "What is the capital of France?")
     curl = copied(page, "#copy-curl")
+    assert '"min_p": 0' in curl and "repetition_penalty" not in curl, "what is set is sent, even where it turns off"
     ran = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, check=True, timeout=web.PATIENCE)
     said = json.loads(ran.stdout)["choices"][0]["message"]["content"]
     python = copied(page, "#copy-python")
