@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -58,22 +59,37 @@ def _measure(options: argparse.Namespace, delay: float) -> list[dict[str, float]
     from kvasir.frontend.tokenizer_files import load_tokenizer
 
     token = load_tokenizer(options.tokenizer).encode(" the", add_special_tokens=False)[0]
-    command = [sys.executable, "-c", SERVER, options.tokenizer, str(options.port), str(delay), str(token)]
-    paths = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
-    server = subprocess.Popen(command, env={**os.environ, "KVASIR_LOG_LEVEL": "WARNING", "PYTHONPATH": paths})
+    server, port = _start(options, [str(delay), str(token)])
     try:
-        asyncio.run(_until_ready(options.port))
         engine = _children(server.pid)[0]
-        return [_run(options, clients, server.pid, engine) for clients in options.clients]
+        return [_run(options, port, clients, server.pid, engine) for clients in options.clients]
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(60)
 
 
-def _run(options: argparse.Namespace, clients: int, api: int, engine: int) -> dict[str, float]:
-    asyncio.run(_load(options, clients, 1.0))  # what is made on first use is there now
+def _start(options: argparse.Namespace, arguments: list[str]) -> tuple[subprocess.Popen[bytes], int]:
+    paths = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "KVASIR_LOG_LEVEL": "WARNING", "PYTHONPATH": paths}
+    for _ in range(1 if options.port else 10):  # somebody may take a free port before the server does
+        port = options.port or _free_port()
+        command = [sys.executable, "-c", SERVER, options.tokenizer, str(port), *arguments]
+        server = subprocess.Popen(command, env=environment)
+        if asyncio.run(_is_ready(server, port)):
+            return server, port
+    raise SystemExit("the server did not become ready")
+
+
+def _free_port() -> int:
+    with socket.create_server((HOST, 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def _run(options: argparse.Namespace, port: int, clients: int, api: int, engine: int) -> dict[str, float]:
+    asyncio.run(_load(options, port, clients, 1.0))  # what is made on first use is there now
     before, started = (_cpu(api), _cpu(engine)), time.perf_counter()
-    tokens, chunks = asyncio.run(_load(options, clients, options.seconds))
+    tokens, chunks = asyncio.run(_load(options, port, clients, options.seconds))
     took = time.perf_counter() - started
     api_cpu, engine_cpu = max(1 / TICKS, _cpu(api) - before[0]), _cpu(engine) - before[1]
     return {
@@ -89,14 +105,14 @@ def _run(options: argparse.Namespace, clients: int, api: int, engine: int) -> di
 # ---------------------------------------------------------------- the clients
 
 
-async def _load(options: argparse.Namespace, clients: int, seconds: float) -> tuple[int, int]:
-    """Streams one after the other on each of so many connections."""
+async def _load(options: argparse.Namespace, port: int, clients: int, seconds: float) -> tuple[int, int]:
+    """Streams one after the other on each of so many connections; at least one."""
     end = time.perf_counter() + seconds
-    counts = await asyncio.gather(*(_client(options, end) for _ in range(clients)))
+    counts = await asyncio.gather(*(_client(options, port, end) for _ in range(clients)))
     return sum(tokens for tokens, _ in counts), sum(chunks for _, chunks in counts)
 
 
-async def _client(options: argparse.Namespace, end: float) -> tuple[int, int]:
+async def _client(options: argparse.Namespace, port: int, end: float) -> tuple[int, int]:
     body = json.dumps(
         {
             "messages": [{"role": "user", "content": "Hello"}],
@@ -109,9 +125,9 @@ async def _client(options: argparse.Namespace, end: float) -> tuple[int, int]:
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n" % len(body)
     ) + body
-    reader, writer = await asyncio.open_connection(HOST, options.port, limit=1 << 20)
+    reader, writer = await asyncio.open_connection(HOST, port, limit=1 << 20)
     tokens = chunks = 0
-    while time.perf_counter() < end:
+    while tokens == 0 or time.perf_counter() < end:
         writer.write(request)
         tail = b""
         while b"[DONE]" not in tail:
@@ -126,19 +142,20 @@ async def _client(options: argparse.Namespace, end: float) -> tuple[int, int]:
     return tokens, chunks
 
 
-async def _until_ready(port: int) -> None:
-    for _ in range(600):
+async def _is_ready(server: subprocess.Popen[bytes], port: int) -> bool:
+    """Once it is; False if it has ended."""
+    while server.poll() is None:
         try:
             reader, writer = await asyncio.open_connection(HOST, port)
             writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             line = await reader.readline()
             writer.close()
             if b" 200 " in line:
-                return
+                return True
         except OSError:
             pass
         await asyncio.sleep(0.1)
-    raise SystemExit("the server did not become ready")
+    return False
 
 
 # ---------------------------------------------------------------- processes
@@ -167,7 +184,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--step-ms", type=float, nargs="+", default=[0, 10])
     parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--port", type=int, default=18377)
+    parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--json", default=None, help="append a line for each figure to this file")
     options = parser.parse_args()
     if options.tokenizer is None:

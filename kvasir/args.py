@@ -239,7 +239,7 @@ class _ConfigFile(argparse.Action):
             raise argparse.ArgumentError(self, f"{action.dest}: {error}") from None
 
 
-def read_config_file(path: str) -> dict[str, Any]:
+def read_config_file(path: str, what: str = "config file") -> dict[str, Any]:
     """The entries of a YAML file."""
     import yaml
 
@@ -247,9 +247,9 @@ def read_config_file(path: str) -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             entries = yaml.safe_load(file)
     except OSError as error:
-        raise ConfigError(f"The config file {path} cannot be read: {error.strerror}.") from None
+        raise ConfigError(f"The {what} {path} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The config file {path} is not YAML: {' '.join(str(error).split())}.") from None
+        raise ConfigError(f"The {what} {path} is not YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(entries, dict) or not all(isinstance(key, str) for key in entries):
-        raise ConfigError(f"The config file {path} must hold `setting: value` lines.")
+        raise ConfigError(f"The {what} {path} must hold `setting: value` lines.")
     return entries

@@ -28,7 +28,7 @@ from kvasir.frontend.output import OutputProcessor
 from kvasir.frontend.streams import Stream
 from kvasir.frontend.terms import make_terms
 from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.frontend.tokenizer_files import load_tokenizer
+from kvasir.frontend.tokenizer_files import tokenizer_of
 from kvasir.log import get_logger
 from kvasir.messages import EngineOutput, EngineStats, Terms
 from kvasir.metrics import Metric, read_metrics, sum_stats
@@ -50,8 +50,7 @@ class AsyncLLM(NotYet):
         engines = Engines.start(config, executor) if engines is None else engines
         try:
             self.config = engines.config
-            model = self.config.model
-            self.tokenizer = None if model.skip_tokenizer_init else load_tokenizer(model.tokenizer)
+            self.tokenizer = tokenizer_of(self.config.model)
             self.input_processor = InputProcessor(self.config, self.tokenizer, remote=True)
             engines.wait()
         except BaseException:
@@ -206,7 +205,7 @@ class AsyncLLM(NotYet):
         return self._client.engines.dead
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError if an engine has ended, EngineError if one is stuck in a step (stall_timeout)."""
+        """Raise EngineDeadError if an engine has ended, EngineError if one is stuck (stall_timeout)."""
         self._client.look_for_death()
         self._client.check_alive()
         self._client.engines.check_progress(self.config.scheduler.stall_timeout)

@@ -129,7 +129,7 @@ class ModelConfig(_Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.model:
-            raise ConfigError("No model was given. Pass a directory or a hub name as `model`.")
+            raise ConfigError("No model was given. Pass a directory, a GGUF file or a hub name as `model`.")
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,10 @@ class SchedulerConfig(_Checked):
 
     stream_interval: int = setting(1, "Tokens between two outputs of a streaming request.", minimum=1)
     stall_timeout: float = setting(
-        120.0, "Seconds a step may take before an engine in its own process counts as stuck (check_health).", above=0
+        120.0,
+        "Seconds a step may take, or a request wait for the next one, before an engine in its own process counts as "
+        "stuck (check_health).",
+        above=0,
     )
 
     def __post_init__(self) -> None:
@@ -304,7 +307,11 @@ class ParallelConfig(_Checked):
         1, "Devices each layer is split over; on the CPU, processes.", minimum=1, short=("-tp",)
     )
     pipeline_parallel_size: int = setting(
-        1, "Devices the layers are dealt to.", minimum=1, short=("-pp",), refused="One device runs the model so far."
+        1,
+        "Devices the layers are dealt to.",
+        minimum=1,
+        short=("-pp",),
+        refused="Every device has a part of each layer so far (tensor_parallel_size).",
     )
     data_parallel_size: int = setting(
         1,
@@ -314,7 +321,7 @@ class ParallelConfig(_Checked):
         short=("-dp",),
     )
     enable_expert_parallel: bool = setting(
-        False, "Spread experts over devices.", refused="One device runs the model so far."
+        False, "Spread experts over devices.", refused="Experts are split like other layers so far."
     )
     distributed_executor_backend: str = setting(
         None,

@@ -20,6 +20,7 @@ from typing import Any, Self, TypeAlias, cast
 from kvasir import interrupts
 from kvasir.args import EngineArgs
 from kvasir.errors import OverloadedError, RequestError
+from kvasir.frontend.chat import check_reads, choose_template
 from kvasir.frontend.input import default_sampling_params
 from kvasir.frontend.tokenizer import Tokenizer
 from kvasir.llm_engine import LLMEngine
@@ -112,10 +113,13 @@ class LLM(NotYet):
         is_one = isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if is_one else messages)
         prompts: list[PromptType] = []
+        template = chat_template or self.llm_engine.config.model.chat_template
+        source = choose_template(tokenizer.chat_template, template, tools is not None)
         for conversation in conversations:
+            check_reads(source, conversation, {"tools": tools})
             text = tokenizer.render_chat(
                 conversation,
-                chat_template=chat_template or self.llm_engine.config.model.chat_template,
+                chat_template=template,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,

@@ -20,7 +20,7 @@ from kvasir.frontend.input import InputProcessor
 from kvasir.frontend.output import OutputProcessor
 from kvasir.frontend.terms import make_terms
 from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.frontend.tokenizer_files import load_tokenizer
+from kvasir.frontend.tokenizer_files import tokenizer_of
 from kvasir.metrics import Metric, read_metrics
 from kvasir.outputs import RequestOutput
 from kvasir.prompts import PromptType
@@ -38,7 +38,7 @@ class LLMEngine(NotYet):
         several = config.parallel.data_parallel_size > 1  # which are processes
         # the tokenizer first: a mistake there should not wait for the weights
         with startup.phase(startup.TOKENIZER):
-            self.tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model.tokenizer)
+            self.tokenizer = tokenizer_of(config.model)
         self.input_processor = InputProcessor(config, self.tokenizer, several if client is None else client.remote)
         self.output_processor = OutputProcessor(self.tokenizer)
         self._keys = count()

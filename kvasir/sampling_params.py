@@ -143,11 +143,15 @@ class SamplingParams:
     def _verify_branches(self) -> None:
         self.n = check.whole("n", self.n, 1, MOST_BRANCHES)
         if self.best_of is not None:
-            self.best_of = check.whole("best_of", self.best_of, self.n, MOST_BRANCHES)
+            self.best_of = check.whole("best_of", self.best_of, 1, MOST_BRANCHES)
+            if self.best_of < self.n:
+                message = f"best_of={self.best_of} is less than n={self.n}: so many must be generated to return n."
+                raise RequestError(message, "best_of")
         self._verify_search()
         if self.num_branches > 1 and self.temperature == 0 and not self.use_beam_search:
             name = "n" if self.n > 1 else "best_of"
-            raise RequestError(f"{name} must be 1 with temperature=0: all completions would be the same.", name)
+            why = "all completions would be the same; set a temperature above 0"
+            raise RequestError(f"{name} must be 1 with temperature=0: {why}.", name)
 
     def _verify_search(self) -> None:
         if all(getattr(self, name) is _DEFAULTS[name] for name in _SEARCH):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -22,9 +23,15 @@ ROOT = Path(__file__).parent.parent
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# The same examples in every run of the fast tests, so that a change is judged by what it changes; new ones in the soak.
 for name, examples in {"fast": 200, "soak": 2000}.items():
     settings.register_profile(
-        name, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+        name,
+        max_examples=examples,
+        derandomize=name == "fast",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        print_blob=True,
     )
 settings.load_profile(os.environ.get("KVASIR_HYPOTHESIS_PROFILE", "fast"))
 
@@ -39,6 +46,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    _seed()  # what fixtures draw, whichever test of a file comes first
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    _seed()
+
+
+def _seed() -> None:
+    """Random tensors of a test are the same in whatever order tests run. Most tests do without torch."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

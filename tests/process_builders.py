@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from kvasir.async_llm import AsyncLLM
@@ -17,9 +20,11 @@ from kvasir.executor.fake import DelayExecutor, delayed, fake_config
 from kvasir.messages import StepPlan
 from kvasir.outputs import RequestOutput
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
+from tests.conftest import ROOT
 
 T = TypeVar("T")
 ECHO = "kvasir.executor.fake:echo"
+PATIENCE = 180.0  # seconds for what takes one on a quiet machine
 
 
 def slow(seconds: float) -> Callable[[EngineConfig], DelayExecutor]:
@@ -35,7 +40,7 @@ def engine(executor: Any = ECHO, **settings: Any) -> Iterator[AsyncLLM]:
         llm.shutdown()
 
 
-def run(work: Coroutine[Any, Any, T], seconds: float = 60.0) -> T:
+def run(work: Coroutine[Any, Any, T], seconds: float = PATIENCE) -> T:
     """In an event loop of its own; never for ever."""
 
     async def limited() -> T:
@@ -64,7 +69,7 @@ async def last(llm: AsyncLLM, prompt: Any, params: Any, **rest: Any) -> RequestO
     return (await outputs(llm, prompt, params, **rest))[-1]
 
 
-async def until(holds: Callable[[], bool | Awaitable[bool]], seconds: float = 30.0) -> None:
+async def until(holds: Callable[[], bool | Awaitable[bool]], seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while True:
         found = holds()
@@ -84,7 +89,7 @@ def engine_pids(llm: AsyncLLM) -> list[int]:
     return [link.process.pid for link in llm._client.engines.links if link.process is not None]
 
 
-def gone(pid: int, seconds: float = 15.0) -> bool:
+def gone(pid: int, seconds: float = PATIENCE) -> bool:
     """Whether the process ends in time; a zombie that nobody has waited for counts as ended."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -98,6 +103,7 @@ def gone(pid: int, seconds: float = 15.0) -> bool:
 
 
 def children(pid: int) -> list[int]:
+    """Those that live, the oldest first."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -105,8 +111,25 @@ def children(pid: int) -> list[int]:
         except OSError:
             continue
         if int(fields[1]) == pid and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
+            found.append((int(fields[19]), int(stat.parent.name)))  # when it was started, in hundredths of a second
+    return [child for _, child in sorted(found)]
+
+
+def run_timed(command: list[str]) -> tuple[str, float]:
+    """What a program prints, and the processor time that it took, which other programs stretch little."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        said = process.stdout.read()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, command
+    return said, used.ru_utime + used.ru_stime
+
+
+@cache
+def seconds_of_torch() -> float:
+    """Processor time to import torch, nearly two seconds where tests were written: how slow this machine is."""
+    return run_timed([sys.executable, "-c", "import torch"])[1]
 
 
 # ---------------------------------------------------------------- executors that go wrong, in the engine's process
@@ -123,6 +146,31 @@ class Breaks(DelayExecutor):
 
 def breaks(config: EngineConfig) -> Breaks:
     return Breaks(config.cache.block_size)
+
+
+class OneByOne(DelayExecutor):
+    """Gives out a result for every character in a file."""
+
+    def __init__(self, block_size: int, file: str) -> None:
+        super().__init__(block_size)
+        self.file = Path(file)
+        self.given = 0
+
+    def sample(self) -> Any:
+        ready = super().sample()
+        result = ready.result
+
+        def wait() -> Any:
+            self.given += 1
+            while self.file.stat().st_size < self.given:
+                time.sleep(0.005)
+            return result()
+
+        return SimpleNamespace(result=wait, done=lambda: False)
+
+
+def one_by_one(config: EngineConfig, file: str) -> OneByOne:
+    return OneByOne(config.cache.block_size, file)
 
 
 class Hangs(DelayExecutor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from kvasir.executor.fake import echo_next
 from kvasir.frontend.tokenizer import Tokenizer
+from tests import web
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 49152
-PATIENCE = 60.0  # seconds for what takes one on a quiet machine
 
 FAKE = """
 import json, sys
@@ -82,7 +84,7 @@ class LiveServer:
 
     @property
     def log(self) -> str:
-        return Path(self._log.name).read_text()
+        return Path(self._log.name).read_text(encoding="utf-8", errors="replace")  # the end may be half a character
 
     @property
     def url(self) -> str:
@@ -102,7 +104,7 @@ class LiveServer:
     def _answers_ready(self) -> bool:
         assert self.process.poll() is None, f"the server ended:\n{self.log}"
         try:
-            return httpx.get(f"{self.url}/ready", verify=False, timeout=10).status_code == 200
+            return web.get(f"{self.url}/ready", verify=False, timeout=10).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -111,33 +113,42 @@ class LiveServer:
         assert isinstance(found, re.Match)
         return found
 
+    def metrics(self) -> str:
+        return web.get(f"{self.url}/metrics").text
+
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's series that have these labels."""
-        total, seen = 0.0, False
-        for line in httpx.get(f"{self.url}/metrics", timeout=30).text.splitlines():
-            match = re.fullmatch(r"([^{ ]+)(?:\{(.*)\})? (\S+)", line)
-            if match and match.group(1) == name:
-                has = dict(re.findall(r'(\w+)="([^"]*)"', match.group(2) or ""))
-                if labels.items() <= has.items():
-                    total, seen = total + float(match.group(3)), True
-        assert seen, f"no metric {name} {labels}"
-        return total
+        return metric_in(self.metrics(), name, **labels)
 
     def engine_pid(self) -> int:
-        children = [pid for pid in _children(self.process.pid) if "engine_process" in _command(pid)]
-        assert len(children) == 1, f"one engine is expected, not {children}"
-        return children[0]
+        engines = self.children("engine_process")
+        assert len(engines) == 1, f"one engine is expected, not {engines}"
+        return engines[0]
+
+    def children(self, word: str) -> list[int]:
+        """Processes that it has started, by a word of their command line."""
+        found = []
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if word in " ".join(child.cmdline()):
+                    found.append(child.pid)
+        return found
+
+    def cpu_seconds(self) -> float:
+        """Processor time of all its processes so far: other programs stretch it less than time on the clock."""
+        process = psutil.Process(self.process.pid)
+        times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+        return float(sum(each.user + each.system for each in times))
 
     # ------------------------------------------------------------ ending it
 
-    def wait(self, seconds: float = PATIENCE) -> int:
+    def wait(self, seconds: float = web.PATIENCE) -> int:
         return self.process.wait(seconds)
 
     def close(self) -> None:
         try:
             if self.process.poll() is None:
                 self.process.send_signal(signal.SIGTERM)
-                self.process.wait(20)
+                self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -146,7 +157,7 @@ class LiveServer:
             Path(self._log.name).unlink(missing_ok=True)
 
 
-def until(check: Any, what: str, server: LiveServer | None = None, seconds: float = PATIENCE) -> Any:
+def until(check: Any, what: str, server: LiveServer | None = None, seconds: float = web.PATIENCE) -> Any:
     """Poll until `check` gives something true, and give that."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -154,6 +165,19 @@ def until(check: Any, what: str, server: LiveServer | None = None, seconds: floa
             return found
         time.sleep(0.02)
     raise AssertionError(f"{what}: not within {seconds} s\n{server.log if server is not None else ''}")
+
+
+def metric_in(page: str, name: str, **labels: str) -> float:
+    """The sum of a metric's series that have these labels."""
+    total, seen = 0.0, False
+    for line in page.splitlines():
+        match = re.fullmatch(r"([^{ ]+)(?:\{(.*)\})? (\S+)", line)
+        if match and match.group(1) == name:
+            has = dict(re.findall(r'(\w+)="([^"]*)"', match.group(2) or ""))
+            if labels.items() <= has.items():
+                total, seen = total + float(match.group(3)), True
+    assert seen, f"no metric {name} {labels}"
+    return total
 
 
 def echoed_ids(prompt_ids: Iterable[int], count: int, vocab: int = VOCAB) -> list[int]:
@@ -174,12 +198,3 @@ def events(text: str) -> list[Any]:
     data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
     assert data[-1] == "[DONE]", data[-1]
     return [json.loads(item) for item in data[:-1]]
-
-
-def _children(pid: int) -> list[int]:
-    files = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for file in files for child in file.read_text().split()]
-
-
-def _command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()

@@ -20,7 +20,9 @@ int32_t find_best(const T *logits, int32_t size) {
     high = maximum(v, high);
   });
   float most = largest(high);
-  for (int32_t at = 0; at < size; at++)
+  int32_t at = 0;
+  while (at + 16 <= size && !any(load_some(logits + at, 16) == most)) at += 16;
+  for (; at < size; at++)
     if (value_at(logits + at) == most) return at;
   return 0;
 }

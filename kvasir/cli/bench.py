@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvasir import starter
 from kvasir.args import EngineArgs
 from kvasir.cli import bench_serve
 from kvasir.errors import ConfigError
@@ -26,6 +27,7 @@ def run(namespace: argparse.Namespace) -> int:
     _check_json(namespace.json)
     if namespace.benchmark == "serve":
         return bench_serve.run(namespace)
+    starter.use_if_none_is_named(namespace)
     measure = {"throughput": _throughput, "latency": _latency, "startup": _startup}[namespace.benchmark]
     if namespace.benchmark != "startup":
         namespace.skip_tokenizer_init = True  # prompts are token ids, and nobody reads the answers

@@ -72,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         namespace, unknown = parser.parse_known_args(arguments)
         if unknown:
             name = unknown[0].partition("=")[0]
+            if not name.startswith("-"):
+                raise ConfigError(f"{name!r} is one word too many: nothing but flags may come after those before it.")
             raise ConfigError(
                 not_yet(name, "flag") or f"{name} is not a flag of this command.{did_you_mean(name, _flags(parser))}"
             )

@@ -12,6 +12,7 @@ import pickle
 import tempfile
 import time
 from collections import deque
+from math import inf
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -21,7 +22,7 @@ from kvasir.executor.rank import Rank, RankFailed
 from kvasir.messages import DeviceMemory, KVSpec, StepCosts, StepPlan, StepResult
 
 CLOSE_SECONDS = 10.0  # for workers to end by themselves
-BLAME_SECONDS = 0.5  # after a first sign of failure, for the other ranks to say what they know
+BLAME_SECONDS = 2.0  # after a first sign of failure, for the other ranks to say what they know
 
 
 class MultiprocExecutor:
@@ -123,7 +124,11 @@ class MultiprocExecutor:
     def _first_failure(self) -> KvasirError:
         """Why the ranks are failing: what the first of them died of, which may not be the first we heard from."""
         end = time.monotonic() + BLAME_SECONDS
-        failures = [rank.last_words(max(0.0, end - time.monotonic())) for rank in self._ranks]
+        failures = []
+        for rank in sorted(self._ranks, key=lambda rank: not rank.ended()):
+            failures.append(rank.last_words(max(0.0, end - time.monotonic())))
+            if failures[-1].when == -inf:  # it ended without a word: nobody failed before it, and others may hang
+                break
         return min(failures, key=lambda failure: failure.when).error
 
     def read_result(self, result: RemoteResult) -> None:

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from math import inf
 from multiprocessing.connection import Connection
@@ -14,6 +15,7 @@ from typing import Any
 from kvasir.errors import EngineError, KvasirError
 from kvasir.platforms.limits import usable_cpus
 
+_END_SECONDS = 2.0  # for a process that has closed its socket
 _SERVE = "import sys; from kvasir.executor.rank_process import serve; serve(int(sys.argv[1]))"
 
 
@@ -57,19 +59,22 @@ class Rank:
         return self.process.poll() is not None
 
     def last_words(self, seconds: float) -> Failure:
-        """Why it ended, if it ends within so many seconds."""
+        """Why it failed, if it says so or ends within so many seconds."""
+        end = time.monotonic() + seconds
         try:
-            code = self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return self._failure or Failure(inf, EngineError(f"worker {self.rank} does not answer"))
-        try:  # it may have said so itself
-            while self._failure is None:
+            while self._failure is None and self.socket.poll(max(0.0, end - time.monotonic())):
                 kind, value = self.socket.recv()
                 if kind == "error":
                     self._failure = self._told(value)
-        except (EOFError, OSError):
-            pass
-        return self._failure or Failure(-inf, EngineError(f"worker {self.rank} ended (exit code {code})"))
+        except (EOFError, OSError):  # it has ended, or is about to
+            end = max(end, time.monotonic() + _END_SECONDS)
+        if self._failure is not None:
+            return self._failure
+        try:
+            code = self.process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return Failure(inf, EngineError(f"worker {self.rank} does not answer"))
+        return Failure(-inf, EngineError(f"worker {self.rank} ended (exit code {code})"))
 
     def _told(self, value: tuple[float, KvasirError | str]) -> Failure:
         when, said = value

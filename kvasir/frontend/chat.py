@@ -181,6 +181,14 @@ def choose_template(own: str | Mapping[str, str] | None, asked: str | None, with
     return template
 
 
+def check_reads(source: str, messages: Sequence[Mapping[str, Any]], given: Mapping[str, object]) -> None:
+    """What a template never reads would be ignored: refuse it."""
+    calls = any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages)
+    for name, value in {**given, "tool_calls": calls}.items():
+        if value and name not in source:
+            raise RequestError(f"{name} is not available: this model's chat template does not read it.", name)
+
+
 def _user(content: object) -> Message:
     return {"role": "user", "content": content}
 

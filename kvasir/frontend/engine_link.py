@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from kvasir.transport.address import Address, identity
 from kvasir.transport.progress import Progress
 
 Event = EngineOutput | words.Refused | words.Answer
+_EXIT_SECONDS = 5.0  # for an engine that has closed its socket to be gone
 
 
 class EngineLink:
@@ -36,6 +38,7 @@ class EngineLink:
         self.lifeline = lifeline
         self.process = process
         self.progress = Progress(address.progress)
+        self._sent = (0.0, -1)  # when a request was sent, and how many steps there had been
         self.socket = context.socket(zmq.DEALER)
         self.socket.set_hwm(0)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -44,8 +47,11 @@ class EngineLink:
 
     # ------------------------------------------------------------ to the engine
 
-    def add(self, request: bytes) -> None:
-        """As the codec writes it."""
+    def add(self, request: bytes, waits_already: bool) -> None:
+        """As the codec writes it. `waits_already`: it is not the first of those that the engine has of ours now."""
+        steps = self.progress.num_steps
+        if not waits_already or self._sent[1] != steps:
+            self._sent = time.monotonic(), steps
         self._send(words.ADD, request)
 
     def abort(self, keys: list[tuple[int, int | None]]) -> None:
@@ -72,6 +78,11 @@ class EngineLink:
         """What other clients have running and waiting there."""
         return self.progress.requests_of_others(self.client)
 
+    def unheeded_for(self) -> float:
+        """Seconds since a request was sent to which no step has answered; 0 if one has."""
+        sent, steps = self._sent
+        return time.monotonic() - sent if steps == self.progress.num_steps else 0.0
+
     def death(self) -> KvasirError | None:
         """Why the engine ended; None while it lives. Does not wait."""
         try:
@@ -87,7 +98,7 @@ class EngineLink:
         if self.process is None:
             return ""
         try:
-            code = self.process.wait(1.0)
+            code = self.process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return ""
         return f": it was killed by {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"

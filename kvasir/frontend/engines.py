@@ -93,9 +93,10 @@ class Engines:
         forks = [fork.key for fork in request.forks]
         if forks:
             self._forks[request.key] = forks
+        waits_already = index in self._at.values()
         for key in (request.key, *forks):
             self._at[key] = index
-        self.links[index].add(data)
+        self.links[index].add(data, waits_already)
 
     def abort(self, keys: list[tuple[int, int | None]]) -> None:
         """(key, output tokens kept) each. Those that have ended are left alone."""
@@ -139,12 +140,17 @@ class Engines:
         return self.dead
 
     def check_progress(self, limit: float) -> None:
-        """Raise if a step takes longer than so many seconds."""
+        """Raise if a step, or the wait of a request for one, takes longer than so many seconds."""
+        expected = set(self._at.values())  # engines that have requests of ours
         for index, link in enumerate(self.links):
-            busy = link.progress.busy_for()
+            which = f"engine {index}" if len(self.links) > 1 else "the engine"
+            busy, unheeded = link.progress.busy_for(), link.unheeded_for() if index in expected else 0.0
             if busy > limit:
-                which = f"engine {index}" if len(self.links) > 1 else "the engine"
                 raise EngineError(f"{which} has been in one step for {busy:.1f} s; stall_timeout={limit:g} allows less")
+            if unheeded > limit:
+                raise EngineError(
+                    f"{which} has not taken up a request for {unheeded:.1f} s; stall_timeout={limit:g} allows less"
+                )
 
     def close(self) -> None:
         for link in self.links:

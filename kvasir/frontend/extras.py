@@ -80,9 +80,10 @@ class ExtrasBuilder:
         """Something must be left to sample."""
         banned = {*(params.forbidden_token_ids or ()), *(stop_ids if params.min_tokens else ())}
         if params.allowed_token_ids is not None:
+            banned |= {word[0] for word in self._bad_words(params) if len(word) == 1}
             if banned.issuperset(params.allowed_token_ids):
-                message = "allowed_token_ids allows only tokens that min_tokens or forbidden_token_ids forbid."
-                raise RequestError(message, "allowed_token_ids")
+                others = "min_tokens, bad_words or forbidden_token_ids"
+                raise RequestError(f"allowed_token_ids allows only tokens that {others} forbid.", "allowed_token_ids")
         elif len(banned) >= self.vocab_size:
             name = "forbidden_token_ids" if params.forbidden_token_ids else "min_tokens"
             raise RequestError(f"{name} forbids every token of the vocabulary.", name)

@@ -15,7 +15,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from kvasir.errors import ModelError
+from kvasir.config import ModelConfig
+from kvasir.errors import ConfigError, ModelError, RequestError
+from kvasir.frontend.chat import compile_template
 from kvasir.frontend.tokenizer import TokenBytes, Tokenizer
 from kvasir.frontend.tokenizer_gguf import load_gguf_tokenizer
 from kvasir.gguf_file import read_gguf
@@ -25,6 +27,27 @@ logger = get_logger(__name__)
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _INSTEAD = "Name another tokenizer with tokenizer=..., or set skip_tokenizer_init=True and send token ids."
+
+
+def tokenizer_of(model: ModelConfig) -> Tokenizer | None:
+    """A settled model's tokenizer, unless it wants none. A chat template that does not compile is found here, not by
+    the first who chats: the operator's is an error, and a model without its own still completes texts."""
+    if model.skip_tokenizer_init:
+        return None
+    tokenizer = load_tokenizer(model.tokenizer)
+    if model.chat_template is not None:
+        try:
+            compile_template(model.chat_template)
+        except RequestError as error:
+            raise ConfigError(f"chat_template cannot be used. {error}") from error
+        return tokenizer
+    own = tokenizer.chat_template or {}
+    for source in [own] if isinstance(own, str) else own.values():
+        try:
+            compile_template(source)
+        except RequestError as error:
+            logger.warning("the model cannot chat: %s. Set chat_template to another one.", str(error).rstrip("."))
+    return tokenizer
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:

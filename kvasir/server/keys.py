@@ -56,7 +56,9 @@ class KeyRing:
         """Whose key it is. Takes as long for a wrong key as for a right one."""
         if self.is_open:
             return ANYBODY
-        digest = _digest(presented or "")
+        if not presented:
+            return None
+        digest = _digest(presented)
         found = None
         for key in self.keys:  # all of them, whichever is right
             if hmac.compare_digest(key.digest, digest):
@@ -66,7 +68,9 @@ class KeyRing:
 
 def load_keys(config: ServerConfig) -> KeyRing:
     """The keys of --api-key (or KVASIR_API_KEY) and of the key file."""
-    given = config.api_key or [word for word in env.API_KEY.read_text().split(",") if word]
+    given = config.api_key or _words(env.API_KEY.read_text())
+    if not all(given):
+        raise ConfigError("--api-key is given, but empty: anybody could use the server. Set a key, or leave it out.")
     keys = [Key(f"key-{i}", _digest(word)) for i, word in enumerate(given, start=1)]
     if config.api_key_file is not None:
         keys += _read_file(config.api_key_file)
@@ -75,8 +79,16 @@ def load_keys(config: ServerConfig) -> KeyRing:
     return KeyRing(keys)
 
 
+def _words(text: str) -> list[str]:
+    """Of a variable that names several keys."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if text and not words:
+        raise ConfigError(f"{env.API_KEY.name} is set, but holds no key. Set one, or unset it.")
+    return words
+
+
 def _read_file(path: str) -> Iterable[Key]:
-    entries = read_config_file(path).get("keys")
+    entries = read_config_file(path, "key file").get("keys")
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path} must have `keys:`, a list of entries with name and key.")
     if os.stat(path).st_mode & 0o004 and any("key" in entry for entry in entries if isinstance(entry, dict)):

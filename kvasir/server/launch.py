@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 
-from kvasir import log
+from kvasir import env, log
 from kvasir.async_llm import AsyncLLM
 from kvasir.config import EngineConfig
 from kvasir.env import LOG_FORMAT
@@ -148,14 +148,24 @@ def listen(config: ServerConfig) -> socket.socket:
 def _listen_on_file(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     try:
+        if Path(path).is_socket() and not _answers(path):
+            os.unlink(path)  # left over from a server that was killed
         sock.bind(path)
     except OSError as error:
+        sock.close()
         why = os.strerror(error.errno) if error.errno else "the path is too long"
-        raise ConfigError(
-            f"Cannot listen on {path}: {why}. Set another --uds, or remove the file if it is left over."
-        ) from error
+        raise ConfigError(f"Cannot listen on {path}: {why}. Set another --uds.") from error
     sock.listen(2048)
     return sock
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.connect(path)
+        except ConnectionRefusedError:
+            return False
+        return True
 
 
 def _listen_on_port(host: str, port: int) -> socket.socket:
@@ -179,7 +189,7 @@ def _tell_address(config: ServerConfig, sock: socket.socket) -> None:
     page = where.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     logger.info("talk to it at %s/ and watch it at %s/engine", page, page)
     open_to_all = config.host not in _LOCAL
-    if open_to_all and not config.api_key and not config.api_key_file and not os.environ.get("KVASIR_API_KEY"):
+    if open_to_all and not config.api_key and not config.api_key_file and not env.API_KEY.read_text():
         logger.warning("anybody who reaches %s may use this server: set --api-key, or --host 127.0.0.1", where)
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kvasir.errors import RequestError
-from kvasir.frontend.chat import choose_template
+from kvasir.frontend.chat import check_reads, choose_template
 from kvasir.frontend.tokenizer import Tokenizer
 from kvasir.prompts import TokensPrompt
 from kvasir.server.errors import ApiError, too_large
@@ -50,7 +50,8 @@ class PromptMaker:
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
         size = sum(len(str(message.get("content"))) for message in messages)
         continues, template = bool(body.continue_final_message), self._template(body)
-        self._check_reads(template, body.tools is not None, {"documents": body.documents, **variables})
+        source = choose_template(self.tokenizer.chat_template, template, body.tools is not None)
+        check_reads(source, messages, {"documents": body.documents, **variables})
         options = {
             "chat_template": template,
             "tools": body.tools,
@@ -74,13 +75,6 @@ class PromptMaker:
             message = "Requests may not bring a chat template here; the operator allows it with "
             raise RequestError(f"{message}--trust-request-chat-template.", "chat_template")
         return body.chat_template
-
-    def _check_reads(self, template: str | None, with_tools: bool, given: Mapping[str, object]) -> None:
-        """A variable that the template never reads would be ignored: refuse it."""
-        source = choose_template(self.tokenizer.chat_template, template, with_tools)
-        for name, value in given.items():
-            if value and name not in source:
-                raise RequestError(f"{name} is not available: this model's chat template does not read it.", name)
 
     # ------------------------------------------------------------ text and ids
 

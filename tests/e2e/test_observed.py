@@ -13,6 +13,8 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ import openai
 import pytest
 
 from kvasir.frontend.tokenizer import Tokenizer
-from tests.server_process import ROOT, LiveServer, echoed, until
+from tests import web
+from tests.e2e.test_load import port_of
+from tests.server_process import ROOT, LiveServer, echoed, metric_in, until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "ignore_eos": True}
 
@@ -33,7 +37,7 @@ def documented_series() -> list[str]:
 
 
 def ask(url: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/chat/completions", json={**CHAT, **body}, timeout=60)
+    return web.post(f"{url}/v1/chat/completions", json={**CHAT, **body})
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +53,7 @@ def server(starter_model: Path) -> Iterator[LiveServer]:
 
 
 def test_the_documented_metrics_are_there(server: LiveServer) -> None:
-    page = httpx.get(f"{server.url}/metrics").text
+    page = web.get(f"{server.url}/metrics").text
     found = {re.split(r"[{ ]", line)[0] for line in page.splitlines() if not line.startswith("#")}
     found |= {re.sub(r"_(bucket|count|sum)$", "", name) for name in found}
     documented = documented_series()
@@ -70,23 +74,24 @@ def test_times_of_what_is_not_streamed_are_counted_and_logged(server: LiveServer
 
 def test_the_metrics_count(server: LiveServer) -> None:
     before = {name: server.metric(f"kvasir:{name}") for name in ("generation_tokens_total", "request_success_total")}
-    ask(server.url, stream=True, max_tokens=7)
-    assert server.metric("kvasir:generation_tokens_total") == before["generation_tokens_total"] + 7
-    assert server.metric("kvasir:request_success_total") == before["request_success_total"] + 1
-    assert server.metric("kvasir:request_errors_total", cause="invalid_request") >= 1
-    assert server.metric("kvasir:time_to_first_token_seconds_count") >= 2
-    assert server.metric("kvasir:request_queue_time_seconds_count") >= 2
-    steps = server.metric("kvasir:iteration_tokens_total_count")
-    assert steps == server.metric("kvasir:engine_steps_total") == server.metric("vllm:iteration_tokens_total_count")
-    assert server.metric("kvasir:iteration_tokens_total_bucket", le="1.0") < steps
-    assert server.metric("kvasir:iteration_tokens_total_sum") > steps
-    parts = [server.metric(f"kvasir:request_{part}_time_seconds_sum") for part in ("prefill", "decode", "inference")]
+    ask(server.url, stream=True, max_tokens=40)  # of which a slow reader gets a few at once, but not all
+    metric = partial(metric_in, server.metrics())  # one page: what the engine counts is of one moment
+    assert metric("kvasir:generation_tokens_total") == before["generation_tokens_total"] + 40
+    assert metric("kvasir:request_success_total") == before["request_success_total"] + 1
+    assert metric("kvasir:request_errors_total", cause="invalid_request") >= 1
+    assert metric("kvasir:time_to_first_token_seconds_count") >= 2
+    assert metric("kvasir:request_queue_time_seconds_count") >= 2
+    steps = metric("kvasir:iteration_tokens_total_count")
+    assert steps == metric("kvasir:engine_steps_total") == metric("vllm:iteration_tokens_total_count")
+    assert metric("kvasir:iteration_tokens_total_bucket", le="1.0") < steps
+    assert metric("kvasir:iteration_tokens_total_sum") > steps
+    parts = [metric(f"kvasir:request_{part}_time_seconds_sum") for part in ("prefill", "decode", "inference")]
     assert 0 < parts[0] + parts[1] == pytest.approx(parts[2])
-    counted = server.metric("kvasir:inter_token_latency_seconds_count")
-    assert 0 < counted < server.metric("kvasir:generation_tokens_total")
-    assert server.metric("kvasir:device_memory_total_bytes") > server.metric("kvasir:device_memory_used_bytes") > 0
-    assert 0 <= server.metric("kvasir:device_utilization") <= 1
-    assert server.metric("vllm:kv_cache_usage_perc") == 0
+    counted = metric("kvasir:inter_token_latency_seconds_count")
+    assert 0 < counted < metric("kvasir:generation_tokens_total")
+    assert metric("kvasir:device_memory_total_bytes") > metric("kvasir:device_memory_used_bytes") > 0
+    assert 0 <= metric("kvasir:device_utilization") <= 1
+    assert metric("vllm:kv_cache_usage_perc") == 0
 
 
 def test_what_one_request_took(server: LiveServer) -> None:
@@ -106,41 +111,41 @@ def test_what_one_request_took(server: LiveServer) -> None:
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (.ci/run does it)")
 def test_a_real_prometheus_scrapes_it(server: LiveServer, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
     config = {
-        "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms"},
+        "global": {"scrape_interval": "2s", "scrape_timeout": "2s"},
         "scrape_configs": [
             {"job_name": "kvasir", "static_configs": [{"targets": [server.url.removeprefix("http://")]}]}
         ],
     }
     (tmp_path / "prometheus.yml").write_text(json.dumps(config))
     command = ["prometheus", f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'data'}"]
-    process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}/api/v1"
+    process = subprocess.Popen([*command, "--web.listen-address=127.0.0.1:0"], stderr=subprocess.DEVNULL)
 
     def names() -> set[str]:
         try:
-            return set(httpx.get(f"{url}/label/__name__/values", timeout=10).json()["data"])
+            return set(web.get(f"{url}/label/__name__/values").json()["data"])
         except (httpx.HTTPError, ValueError):  # while it starts it answers with plain text
             return set()
 
+    def missing() -> set[str]:
+        found = names()
+        return {name for name in documented_series() if name not in found and f"{name}_bucket" not in found}
+
+    def answer(query: str) -> float | None:
+        """None after a scrape that failed, as it may on a busy machine: then there is no value for now."""
+        found = web.get(f"{url}/query", params={"query": query}).json()["data"]["result"]
+        return float(found[0]["value"][1]) if len(found) == 1 else None
+
     try:
-
-        def missing() -> set[str]:
-            found = names()
-            return {name for name in documented_series() if name not in found and f"{name}_bucket" not in found}
-
+        url = f"http://127.0.0.1:{until(lambda: port_of(process.pid), 'a port')}/api/v1"
         until(lambda: not missing(), "a scrape, which becomes visible series by series", server)
-        query = {"query": "sum(kvasir:generation_tokens_total)"}
-        (result,) = httpx.get(f"{url}/query", params=query).json()["data"]["result"]
-        assert float(result["value"][1]) >= 10
-        quantile = {"query": "histogram_quantile(0.95, sum by (le) (kvasir:time_to_first_token_seconds_bucket))"}
-        (result,) = httpx.get(f"{url}/query", params=quantile).json()["data"]["result"]
-        assert float(result["value"][1]) > 0
+        generated = "sum(kvasir:generation_tokens_total)"
+        assert until(lambda: answer(generated), "the tokens that were generated", server) >= 10
+        quantile = "histogram_quantile(0.95, sum by (le) (kvasir:time_to_first_token_seconds_bucket))"
+        assert until(lambda: answer(quantile), "a quantile", server) > 0
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(web.PATIENCE)
 
 
 # ---------------------------------------------------------------- logs and traces
@@ -186,7 +191,7 @@ def test_traces(starter_model: Path) -> None:
     try:
         with LiveServer.fake(starter_model, server={"otlp_traces_endpoint": endpoint}) as server:
             url = f"{server.wait_until_ready().url}/v1/chat/completions"
-            httpx.post(url, json=CHAT, headers={"traceparent": parent})
+            web.post(url, json=CHAT, headers={"traceparent": parent})
         (body,) = collector.bodies  # type: ignore[attr-defined]  # sent at the latest when the server ends
     finally:
         collector.shutdown()
@@ -202,27 +207,25 @@ def test_traces(starter_model: Path) -> None:
 def test_several_processes_share_an_engine(starter_model: Path, tokenizer: Tokenizer) -> None:
     ids = tokenizer.apply_chat_template(CHAT["messages"], add_generation_prompt=True)  # type: ignore[arg-type]
     expected = echoed(tokenizer, ids, 5)  # type: ignore[arg-type]
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
 
     async def many(url: str) -> list[str]:
         async def one() -> str:
-            async with httpx.AsyncClient(timeout=60) as client:
+            async with httpx.AsyncClient(timeout=web.PATIENCE) as client:
                 reply = await client.post(f"{url}/v1/chat/completions", json=CHAT)
                 return str(reply.json()["choices"][0]["message"]["content"])
 
         return list(await asyncio.gather(*(one() for _ in range(40))))
 
-    with LiveServer.fake(starter_model, server={"api_server_count": 2, "port": port}) as server:
+    with several(starter_model) as server:
         url = server.wait_until_ready().url
         until(lambda: server.log.count("ready after") == 2, "both processes are ready", server)
         for _ in range(4):  # whichever process is asked, it tells how the engine started
-            assert "engine: KV cache" in httpx.get(f"{url}/ready").json()["startup_seconds"]
+            assert "engine: KV cache" in web.get(f"{url}/ready").json()["startup_seconds"]
         assert server.metric("kvasir:startup_seconds", phase="engine: KV cache") > 0
         assert set(asyncio.run(many(url))) == {expected}
         for _ in range(4):  # whichever process is asked, it tells of both
             until(lambda: server.metric("kvasir:generation_tokens_total") == 200, "both are counted")
-            assert server.metric("kvasir:request_success_total") == 40
+            until(lambda: server.metric("kvasir:request_success_total") == 40, "both are counted")
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
         response = client.responses.create(model="fake", input="Hi", max_output_tokens=2)
         assert response.store is False  # type: ignore[attr-defined]
@@ -235,16 +238,23 @@ def test_several_processes_share_an_engine(starter_model: Path, tokenizer: Token
 
 
 def test_a_killed_api_process_ends_the_server(starter_model: Path) -> None:
-    with LiveServer.fake(starter_model, server={"api_server_count": 2, "port": _free_port()}) as server:
+    with several(starter_model) as server:
         server.wait_until_ready()
-        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-        child = next(int(pid) for pid in children if "api_process" in Path(f"/proc/{pid}/cmdline").read_text())
+        child, _ = server.children("api_process")
         os.kill(child, signal.SIGKILL)
         assert server.wait() == 1
         assert server.log.splitlines()[-1] == "kvasir: error: an API process ended unasked"
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
+@contextmanager
+def several(tokenizer: Path) -> Iterator[LiveServer]:
+    """A server of two processes, whose port must be named: if somebody takes it before, another one."""
+    for _ in range(10):
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            port = sock.getsockname()[1]
+        with LiveServer.fake(tokenizer, server={"api_server_count": 2, "port": port}) as server:
+            until(lambda: re.search("listening on |Cannot listen on ", server.log), "a port", server)
+            if "Cannot listen on " not in server.log:
+                yield server
+                return
+    raise AssertionError("no port stays free")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 
-import httpx
 import openai
 import pytest
+from openai.types import CompletionUsage
 
 from kvasir.frontend.tokenizer import Tokenizer
-from tests.server_process import LiveServer, echoed, echoed_ids, events
+from tests import web
+from tests.server_process import LiveServer, echoed, echoed_ids, events, until
 
 MESSAGES: list[dict[str, str]] = [{"role": "user", "content": "Who are you? 日本"}]
 KEEP_ON = {"ignore_eos": True}
@@ -75,16 +76,23 @@ def test_chat_streams_the_same_text(client: openai.OpenAI, tokenizer: Tokenizer,
 
 
 def test_continuous_usage(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(
-        model="fake",
-        messages=MESSAGES,  # type: ignore[arg-type]
-        max_tokens=30,
-        stream=True,
-        stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
-        extra_body=KEEP_ON,
-    )
-    counts = [chunk.usage.completion_tokens for chunk in stream if chunk.usage is not None]
+    def usages() -> list[CompletionUsage]:
+        stream = client.chat.completions.create(
+            model="fake",
+            messages=[{"role": "user", "content": "A prompt of more than one block of tokens. " * 8}],
+            max_tokens=30,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
+            extra_body=KEEP_ON,
+        )
+        return [chunk.usage for chunk in stream if chunk.usage is not None and chunk.usage.completion_tokens]
+
+    usages()
+    again = usages()
+    counts = [usage.completion_tokens for usage in again]
     assert counts[-1] == 30 and counts == sorted(counts)
+    (cached,) = {usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens for usage in again}
+    assert cached, "all chunks say the same, from the first token on"
 
 
 def test_async_client(aclient: openai.AsyncOpenAI, tokenizer: Tokenizer, chat_ids: list[int]) -> None:
@@ -153,16 +161,18 @@ def test_instructions(client: openai.OpenAI, tokenizer: Tokenizer, role: str) ->
     assert reply.choices[0].message.content == echoed(tokenizer, ids, 5)
 
 
-@pytest.mark.parametrize("content", ["", None])
-def test_a_tool_message_is_read(client: openai.OpenAI, content: str | None) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    messages = [
-        *MESSAGES,
-        {"role": "assistant", "content": content, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "2"},
-    ]
-    reply = client.chat.completions.create(model="fake", messages=messages, max_tokens=3)  # type: ignore[arg-type]
+def test_a_tool_message_is_read(client: openai.OpenAI) -> None:
+    result = {"role": "tool", "tool_call_id": "1", "content": "2"}
+    reply = client.chat.completions.create(model="fake", messages=[*MESSAGES, result], max_tokens=3)  # type: ignore[arg-type]
     assert reply.choices[0].message.content
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_calls_that_the_template_would_drop_are_refused(client: openai.OpenAI, content: str | None) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [*MESSAGES, {"role": "assistant", "content": content, "tool_calls": [call]}]
+    with pytest.raises(openai.BadRequestError, match="tool_calls is not available: this model's chat template"):
+        client.chat.completions.create(model="fake", messages=messages, max_tokens=3)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- completions
@@ -266,7 +276,7 @@ def test_truncation(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     ids=str,
 )
 def test_what_is_wrong_is_named(fake_server: LiveServer, wrong: dict[str, object], param: str) -> None:
-    reply = httpx.post(f"{fake_server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2, **wrong})
+    reply = web.post(f"{fake_server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2, **wrong})
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == param
@@ -300,13 +310,13 @@ def test_what_is_wrong_is_named(fake_server: LiveServer, wrong: dict[str, object
 def test_what_is_wrong_is_said_in_the_clients_words(
     fake_server: LiveServer, wrong: dict[str, object], message: str
 ) -> None:
-    reply = httpx.post(f"{fake_server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2, **wrong})
+    reply = web.post(f"{fake_server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2, **wrong})
     assert reply.json()["error"]["message"] == message
 
 
 def test_a_body_that_is_no_text(fake_server: LiveServer) -> None:
     headers = {"Content-Type": "application/json"}
-    reply = httpx.post(f"{fake_server.url}/v1/completions", content=b'{"prompt": "\xff"}', headers=headers)
+    reply = web.post(f"{fake_server.url}/v1/completions", content=b'{"prompt": "\xff"}', headers=headers)
     assert reply.status_code == 400
     assert reply.json()["error"]["message"] == "The body is not valid JSON: it is not UTF-8."
 
@@ -323,7 +333,7 @@ def test_a_body_that_is_no_text(fake_server: LiveServer) -> None:
 def test_what_the_template_does_not_read_is_refused(
     fake_server: LiveServer, path: str, body: dict[str, object], param: str
 ) -> None:
-    reply = httpx.post(fake_server.url + path, json=body)
+    reply = web.post(fake_server.url + path, json=body)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == param
     assert "template does not read it" in reply.json()["error"]["message"]
 
@@ -336,12 +346,12 @@ def test_a_bodys_request_id_is_the_requests_id(fake_server: LiveServer) -> None:
     }
     for number, (path, body) in enumerate(asked.items()):
         name = f"named-{number}"
-        reply = httpx.post(fake_server.url + path, json={**body, "max_tokens": 1, "request_id": name})
+        reply = web.post(fake_server.url + path, json={**body, "max_tokens": 1, "request_id": name})
         assert reply.headers["x-request-id"] == name and reply.json().get("id", name).endswith(name)
         fake_server.wait_for_log(f"{name} arrived: {path}")
         fake_server.wait_for_log(f"{name} ended: ")
         for wrong in ("a\nforged line", "x" * 129, ""):
-            reply = httpx.post(fake_server.url + path, json={**body, "request_id": wrong})
+            reply = web.post(fake_server.url + path, json={**body, "request_id": wrong})
             assert reply.status_code == 400 and reply.json()["error"]["param"] == "request_id"
 
 
@@ -352,7 +362,7 @@ def test_users_stand_in_the_log(fake_server: LiveServer) -> None:
         "/v1/messages": {"messages": MESSAGES, "model": "fake", "metadata": {"user_id": "user-2\nforged"}},
     }
     for number, (path, body) in enumerate(asked.items()):
-        assert httpx.post(fake_server.url + path, json={**body, "max_tokens": 1}).status_code == 200
+        assert web.post(fake_server.url + path, json={**body, "max_tokens": 1}).status_code == 200
         fake_server.wait_for_log(f"arrived: {path}.* key -, user 'user-{number}")
         fake_server.wait_for_log(f"ended: .* key -, user 'user-{number}")
     assert "\nforged" not in fake_server.log
@@ -360,29 +370,29 @@ def test_users_stand_in_the_log(fake_server: LiveServer) -> None:
 
 def test_echo_needs_something_to_go_on_from(fake_server: LiveServer) -> None:
     body = {"messages": MESSAGES, "echo": True}
-    reply = httpx.post(f"{fake_server.url}/v1/chat/completions", json=body)
+    reply = web.post(f"{fake_server.url}/v1/chat/completions", json=body)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "echo"
 
 
 def test_a_wrong_input_goes_by_its_name(fake_server: LiveServer) -> None:
     body = {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}
-    reply = httpx.post(f"{fake_server.url}/v1/responses", json=body)
+    reply = web.post(f"{fake_server.url}/v1/responses", json=body)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "input"
 
 
 def test_a_chats_number_of_alternatives_goes_by_its_name(fake_server: LiveServer) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 21}
-    reply = httpx.post(f"{fake_server.url}/v1/chat/completions", json=body)
+    reply = web.post(f"{fake_server.url}/v1/chat/completions", json=body)
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["param"] == "top_logprobs"
     assert error["message"] == "top_logprobs=21 is more than this server gives: --max-logprobs is 20."
 
 
 def test_paths_that_nobody_serves(fake_server: LiveServer) -> None:
-    reply = httpx.post(f"{fake_server.url}/v1/embeddings", json={})
+    reply = web.post(f"{fake_server.url}/v1/embeddings", json={})
     assert reply.status_code == 404
     assert reply.json()["error"]["message"] == "Nothing is served at /v1/embeddings; /docs lists all."
-    reply = httpx.get(f"{fake_server.url}/v1/chat/completions")
+    reply = web.get(f"{fake_server.url}/v1/chat/completions")
     assert reply.status_code == 405
     assert reply.json()["error"]["message"] == (
         "GET is not a method of /v1/chat/completions, which takes POST; /docs lists all."
@@ -391,7 +401,7 @@ def test_paths_that_nobody_serves(fake_server: LiveServer) -> None:
 
 def test_too_long_a_prompt(fake_server: LiveServer) -> None:
     for text in ("a b c " * 2000, "a" * 10_000_000):  # the second is refused without being tokenized
-        reply = httpx.post(f"{fake_server.url}/v1/completions", json={"prompt": text}, timeout=60)
+        reply = web.post(f"{fake_server.url}/v1/completions", json={"prompt": text})
         assert reply.status_code == 400
         assert reply.json()["error"]["code"] == "context_length_exceeded"
 
@@ -436,41 +446,39 @@ def test_background_responses(client: openai.OpenAI) -> None:
     assert client.responses.cancel(begun.id).status in ("cancelled", "incomplete")
     assert client.responses.retrieve(begun.id).status in ("cancelled", "incomplete")
     done = client.responses.create(model="fake", input="Hi", background=True, max_output_tokens=2)
-    for _ in range(600):
-        if (found := client.responses.retrieve(done.id)).status not in ("queued", "in_progress"):
-            break
-    assert found.output_text
+    until(lambda: client.responses.retrieve(done.id).status not in ("queued", "in_progress"), "its end")
+    assert client.responses.retrieve(done.id).output_text
 
 
 # ---------------------------------------------------------------- tokens, plain
 
 
 def test_tokenize(fake_server: LiveServer, tokenizer: Tokenizer, chat_ids: list[int]) -> None:
-    reply = httpx.post(f"{fake_server.url}/tokenize", json={"prompt": "Once upon", "return_token_strs": True}).json()
+    reply = web.post(f"{fake_server.url}/tokenize", json={"prompt": "Once upon", "return_token_strs": True}).json()
     assert reply["tokens"] == tokenizer.encode("Once upon") and reply["count"] == len(reply["tokens"])
     assert len(reply["token_strs"]) == reply["count"] and reply["max_model_len"] == 2048
-    reply = httpx.post(f"{fake_server.url}/tokenize", json={"messages": MESSAGES}).json()
+    reply = web.post(f"{fake_server.url}/tokenize", json={"messages": MESSAGES}).json()
     assert reply["tokens"] == chat_ids
-    text = httpx.post(f"{fake_server.url}/detokenize", json={"tokens": tokenizer.encode("Once upon")}).json()
+    text = web.post(f"{fake_server.url}/detokenize", json={"tokens": tokenizer.encode("Once upon")}).json()
     assert text == {"prompt": "Once upon"}
 
 
 def test_generate(fake_server: LiveServer, tokenizer: Tokenizer) -> None:
     body = {"prompt": "Once", "max_tokens": 8, "ignore_eos": True}
     expected = echoed(tokenizer, tokenizer.encode("Once"), 8)
-    assert httpx.post(f"{fake_server.url}/generate", json=body).json()["text"] == [expected]
-    lines = httpx.post(f"{fake_server.url}/generate", json={**body, "stream": True}).text.splitlines()
+    assert web.post(f"{fake_server.url}/generate", json=body).json()["text"] == [expected]
+    lines = web.post(f"{fake_server.url}/generate", json={**body, "stream": True}).text.splitlines()
     assert "".join(json.loads(line)["text"][0] for line in lines) == expected
     assert all("token_ids" not in json.loads(line) for line in lines)
     more = {**body, "stream": True, "return_token_ids": True}
-    lines = httpx.post(f"{fake_server.url}/generate", json=more).text.splitlines()
+    lines = web.post(f"{fake_server.url}/generate", json=more).text.splitlines()
     ids = [token for line in lines for token in json.loads(line)["token_ids"][0]]
     assert ids == echoed_ids(tokenizer.encode("Once"), 8)
 
 
 def test_a_stream_has_openais_shape(fake_server: LiveServer) -> None:
     body = {"messages": MESSAGES, "max_tokens": 3, "stream": True, "ignore_eos": True}
-    reply = httpx.post(f"{fake_server.url}/v1/chat/completions", json=body)
+    reply = web.post(f"{fake_server.url}/v1/chat/completions", json=body)
     assert reply.headers["content-type"].startswith("text/event-stream")
     chunks = events(reply.text)
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 
+from tests import web
 from tests.e2e.test_load import RawClient, check_memory, check_nothing_is_left, memory
 from tests.server_process import LiveServer, events
 
@@ -38,14 +38,14 @@ def server(starter_model: Path) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def client(server: LiveServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=120)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=web.PATIENCE)
 
 
 def test_chat_answers(client: openai.OpenAI, server: LiveServer) -> None:
     question: Any = [{"role": "user", "content": "What is the capital of France?"}]
     reply = client.chat.completions.create(model="smol", messages=question, temperature=0, max_tokens=12)
     assert "Paris" in (reply.choices[0].message.content or "")
-    other = anthropic.Anthropic(base_url=server.url, api_key="any", timeout=120)
+    other = anthropic.Anthropic(base_url=server.url, api_key="any", timeout=web.PATIENCE)
     message = other.messages.create(model="s2", max_tokens=12, messages=question, extra_body={"temperature": 0})
     assert message.content[0].text == reply.choices[0].message.content  # type: ignore[union-attr]
     response = client.responses.create(model="smol", input=question, temperature=0, max_output_tokens=12)
@@ -96,15 +96,15 @@ def test_completion_logprobs_and_echo(client: openai.OpenAI) -> None:
 def test_log_probabilities_of_named_tokens(server: LiveServer) -> None:
     ask = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 2, "return_tokens_as_token_ids": True}
     named = {"logprobs": 0, "logprob_token_ids": [7, 9, 11]}
-    (choice,) = httpx.post(f"{server.url}/v1/completions", json={**ask, **named}, timeout=120).json()["choices"]
+    (choice,) = web.post(f"{server.url}/v1/completions", json={**ask, **named}).json()["choices"]
     for token, shown in zip(choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True):
         assert set(shown) == {"token_id:7", "token_id:9", "token_id:11", token}
-    refused = httpx.post(f"{server.url}/v1/completions", json={**ask, "logprob_token_ids": [7]}, timeout=120)
+    refused = web.post(f"{server.url}/v1/completions", json={**ask, "logprob_token_ids": [7]})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprob_token_ids"
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "logprobs": True}
     for stream in (False, True):
         body = {**chat, "logprob_token_ids": [7, 9], "return_tokens_as_token_ids": True, "stream": stream}
-        text = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).text
+        text = web.post(f"{server.url}/v1/chat/completions", json=body).text
         chunks = [json.loads(text)] if not stream else events(text)
         found = [each for chunk in chunks for each in (chunk["choices"][0]["logprobs"] or {}).get("content", [])]
         assert len(found) == 2
@@ -130,7 +130,7 @@ def test_best_of_and_beams(client: openai.OpenAI) -> None:
 def test_all_beams_are_counted_as_generated(server: LiveServer) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 5, "n": 1, "best_of": 4, "use_beam_search": True}
     body |= {"ignore_eos": True, "request_id": "beams-1"}
-    usage = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["usage"]
+    usage = web.post(f"{server.url}/v1/completions", json=body).json()["usage"]
     assert usage["completion_tokens"] == 5, "what is returned, as OpenAI counts"
     server.wait_for_log("beams-1 ended: length, [0-9]+ tokens in, 20 out")
 
@@ -138,13 +138,13 @@ def test_all_beams_are_counted_as_generated(server: LiveServer) -> None:
 def test_prompt_logprobs(server: LiveServer) -> None:
     ask = {"prompt": "Hi there", "max_tokens": 3, "prompt_logprobs": 1, "stream": True, "ignore_eos": True}
     held_back = {"temperature": 0, "stop": ["\n\n\n\n"], "logit_bias": {"198": 100}}  # newlines wait for the fourth
-    chunks = events(httpx.post(f"{server.url}/v1/completions", json={**ask, **held_back}, timeout=120).text)
+    chunks = events(web.post(f"{server.url}/v1/completions", json={**ask, **held_back}).text)
     assert chunks[0]["choices"][0]["text"] == "" and chunks[0]["choices"][0]["prompt_logprobs"][1]
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "prompt_logprobs": 1}
     for stream in (False, True):
-        reply = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "stream": stream}, timeout=120)
+        reply = web.post(f"{server.url}/v1/chat/completions", json={**body, "stream": stream})
         assert '"prompt_logprobs":[null,{' in reply.text
-    found = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
+    found = web.post(f"{server.url}/v1/chat/completions", json=body).json()
     assert len(found["prompt_logprobs"]) == found["usage"]["prompt_tokens"]
     for position in found["prompt_logprobs"][1:]:
         assert all(math.isfinite(each["logprob"]) for each in position.values())

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import web
 from tests.server_process import LiveServer, until
 
 SLOW = {"make": "kvasir.executor.fake:delayed", "delay": 0.01, "token": 42}
@@ -22,16 +23,16 @@ def server(starter_model: Path) -> Iterator[LiveServer]:
 
 
 def create(server: LiveServer, name: str = "any", **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/responses", json=body, headers={"X-Request-Id": name}, timeout=60)
+    return web.post(f"{server.url}/v1/responses", json=body, headers={"X-Request-Id": name})
 
 
 def test_one_that_is_deleted_while_it_runs_ends_and_stays_deleted(server: LiveServer) -> None:
     place = f"{server.url}/v1/responses/{create(server, 'deleted-1', **LONG).json()['id']}"
-    assert httpx.get(place).json()["status"] == "in_progress"
-    assert httpx.delete(place).json()["deleted"] is True
+    assert web.get(place).json()["status"] == "in_progress"
+    assert web.delete(place).json()["deleted"] is True
     server.wait_for_log("deleted-1 ended: abort")
-    assert httpx.get(place).status_code == 404
-    assert httpx.delete(place).status_code == 404
+    assert web.get(place).status_code == 404
+    assert web.delete(place).status_code == 404
 
 
 def test_no_more_run_in_the_background_than_are_stored(server: LiveServer) -> None:
@@ -41,16 +42,16 @@ def test_no_more_run_in_the_background_than_are_stored(server: LiveServer) -> No
     assert "--max-stored-responses" in refused.json()["error"]["message"] and refused.headers["retry-after"]
     assert create(server, input="Hi", max_output_tokens=2).status_code == 200, "one that somebody waits for may run"
     for each in running:
-        assert httpx.post(f"{server.url}/v1/responses/{each}/cancel").json()["status"] == "cancelled"
+        assert web.post(f"{server.url}/v1/responses/{each}/cancel").json()["status"] == "cancelled"
     done = create(server, **{**LONG, "max_output_tokens": 2}).json()["id"]
     place = f"{server.url}/v1/responses/{done}"
-    until(lambda: httpx.get(place).json()["status"] == "incomplete", "the end of a response", server)
+    until(lambda: web.get(place).json()["status"] == "incomplete", "the end of a response", server)
 
 
 @pytest.mark.parametrize("query", ["stream=true", "starting_after=3", "include[]=message.output_text.logprobs", "x=1"])
 def test_a_stored_response_is_asked_for_by_its_id_alone(server: LiveServer, query: str) -> None:
     place = f"{server.url}/v1/responses/{create(server, input='Hi', max_output_tokens=1).json()['id']}"
-    assert httpx.get(f"{place}?stream=false").status_code == httpx.get(place).status_code == 200
-    refused = httpx.get(f"{place}?{query}")
+    assert web.get(f"{place}?stream=false").status_code == web.get(place).status_code == 200
+    refused = web.get(f"{place}?{query}")
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == query.partition("=")[0].removesuffix("[]")

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from kvasir.frontend.tokenizer import Tokenizer
+from tests import web
 from tests.server_process import LiveServer, echoed, events
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -30,7 +31,7 @@ def server(starter_model: Path) -> Iterator[LiveServer]:
 
 def chat(server: LiveServer, **body: Any) -> httpx.Response:
     whole = {"messages": HI, "max_tokens": 6, "ignore_eos": True, **body}
-    return httpx.post(f"{server.url}/v1/chat/completions", json=whole, timeout=60)
+    return web.post(f"{server.url}/v1/chat/completions", json=whole)
 
 
 def text_of(reply: httpx.Response) -> str:
@@ -51,7 +52,7 @@ def test_usage_comes_without_being_asked_for(server: LiveServer) -> None:
     *_, last = events(chat(server, stream=True).text)
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 6
     body = {"prompt": "Hi", "max_tokens": 3, "ignore_eos": True, "stream": True}
-    *_, last = events(httpx.post(f"{server.url}/v1/completions", json=body).text)
+    *_, last = events(web.post(f"{server.url}/v1/completions", json=body).text)
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 3
 
 

@@ -9,26 +9,39 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import ClientConnection
 
+from tests import web
 from tests.server_process import LiveServer, events, until
 
 BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 10, "ignore_eos": True}
 SLOW = {"make": "kvasir.executor.fake:delayed", "delay": 0.01, "token": 42}
 
 
+@pytest.fixture(scope="module")
+def slow_server(starter_model: Path) -> Iterator[LiveServer]:
+    """Where a long request runs for many seconds."""
+    with LiveServer.fake(starter_model, executor={**SLOW, "delay": 0.05}) as server:
+        yield server.wait_until_ready()
+
+
+@pytest.fixture
+def slow_socket(slow_server: LiveServer) -> Iterator[ClientConnection]:
+    with web.connect(slow_server.ws_url) as connection:
+        yield connection
+
+
 @pytest.fixture
 def socket(fake_server: LiveServer) -> Iterator[ClientConnection]:
-    with connect(fake_server.ws_url) as connection:
+    with web.connect(fake_server.ws_url) as connection:
         yield connection
 
 
 def answer(socket: ClientConnection) -> list[Any]:
     found = []
-    while (message := socket.recv(60)) != "[DONE]":
+    while (message := socket.recv(web.PATIENCE)) != "[DONE]":
         found.append(json.loads(message))
     return found
 
@@ -38,7 +51,7 @@ def text_of(chunks: list[Any]) -> str:
 
 
 def test_requests_in_turn_get_the_chunks_of_a_stream(socket: ClientConnection, fake_server: LiveServer) -> None:
-    reply = httpx.post(f"{fake_server.url}/v1/chat/completions", json={**BODY, "stream": True})
+    reply = web.post(f"{fake_server.url}/v1/chat/completions", json={**BODY, "stream": True})
     expected = text_of(events(reply.text))
     for _ in range(3):
         socket.send(json.dumps(BODY))
@@ -56,14 +69,15 @@ def test_a_request_sent_early_waits_for_its_turn(socket: ClientConnection) -> No
     assert text_of(answer(socket)) == text_of(first)
 
 
-def test_cancel(socket: ClientConnection, fake_server: LiveServer) -> None:
-    socket.send(json.dumps({**BODY, "max_tokens": 2000}))
-    socket.recv(60)
+def test_cancel(slow_socket: ClientConnection, slow_server: LiveServer) -> None:
+    socket = slow_socket
+    socket.send(json.dumps({**BODY, "max_tokens": 1900}))
+    socket.recv(web.PATIENCE)
     socket.send(json.dumps({"type": "cancel"}))
     assert answer(socket)[-1]["choices"][0]["finish_reason"] == "abort"
     socket.send(json.dumps(BODY))
     assert answer(socket)[-1]["choices"][0]["finish_reason"] == "length"
-    until(lambda: fake_server.metric("kvasir:kv_cache_blocks_used") == 0, "blocks are given back")
+    until(lambda: slow_server.metric("kvasir:kv_cache_blocks_used") == 0, "blocks are given back")
 
 
 @pytest.mark.parametrize(
@@ -80,44 +94,46 @@ def test_cancel(socket: ClientConnection, fake_server: LiveServer) -> None:
 )
 def test_errors_close_with_4001(socket: ClientConnection, message: str | bytes, said: str) -> None:
     socket.send(message)
-    assert said in json.loads(socket.recv(60))["error"]["message"]
+    assert said in json.loads(socket.recv(web.PATIENCE))["error"]["message"]
     assert said in reason_of_close(socket)
 
 
 def reason_of_close(socket: ClientConnection) -> str:
     with pytest.raises(ConnectionClosed) as caught:
-        socket.recv(60)
+        socket.recv(web.PATIENCE)
     assert caught.value.rcvd is not None and caught.value.rcvd.code == 4001
     return caught.value.rcvd.reason
 
 
 def test_pages_of_other_origins_may_not_ask(fake_server: LiveServer) -> None:
     with (
-        connect(fake_server.ws_url, origin="https://evil.example") as socket,
+        web.connect(fake_server.ws_url, origin="https://evil.example") as socket,
         pytest.raises(ConnectionClosed) as caught,
     ):  # type: ignore[arg-type]
-        socket.recv(60)
+        socket.recv(web.PATIENCE)
     assert caught.value.rcvd is not None and caught.value.rcvd.code == 4001
-    with connect(fake_server.ws_url, origin=fake_server.url) as socket:  # type: ignore[arg-type]
+    with web.connect(fake_server.ws_url, origin=fake_server.url) as socket:  # type: ignore[arg-type]
         socket.send(json.dumps(BODY))
         assert answer(socket)
 
 
-def test_one_request_at_a_time(socket: ClientConnection) -> None:
-    socket.send(json.dumps({**BODY, "max_tokens": 2000}))
-    socket.send(json.dumps(BODY))
+def test_one_request_at_a_time(slow_socket: ClientConnection) -> None:
+    slow_socket.send(json.dumps({**BODY, "max_tokens": 1900}))
+    slow_socket.send(json.dumps(BODY))
     with pytest.raises(ConnectionClosed) as caught:
         while True:
-            socket.recv(60)
+            slow_socket.recv(web.PATIENCE)
     assert caught.value.rcvd is not None and "A request is running" in caught.value.rcvd.reason
 
 
-def test_a_closed_socket_aborts(fake_server: LiveServer) -> None:
-    with connect(fake_server.ws_url) as socket:
-        socket.send(json.dumps({**BODY, "max_tokens": 2000}))
-        socket.recv(60)
-    until(lambda: fake_server.metric("kvasir:num_requests_running") == 0, "the request is aborted")
-    until(lambda: fake_server.metric("kvasir:api_requests_in_flight") == 0, "it is gone from the server")
+def test_a_closed_socket_aborts(slow_server: LiveServer) -> None:
+    generated = slow_server.metric("kvasir:generation_tokens_total")
+    with web.connect(slow_server.ws_url) as socket:
+        socket.send(json.dumps({**BODY, "max_tokens": 1900}))
+        socket.recv(web.PATIENCE)
+    until(lambda: slow_server.metric("kvasir:num_requests_running") == 0, "the request is aborted")
+    until(lambda: slow_server.metric("kvasir:api_requests_in_flight") == 0, "it is gone from the server")
+    assert slow_server.metric("kvasir:generation_tokens_total") - generated < 1900, "before it was done"
 
 
 # ---------------------------------------------------------------- when the server ends
@@ -126,17 +142,17 @@ def test_a_closed_socket_aborts(fake_server: LiveServer) -> None:
 def test_while_it_drains_only_what_runs_goes_on(starter_model: Path) -> None:
     with (
         LiveServer.fake(starter_model, executor=SLOW) as server,
-        connect(server.wait_until_ready().ws_url) as runs,
-        connect(server.ws_url) as idle,
+        web.connect(server.wait_until_ready().ws_url) as runs,
+        web.connect(server.ws_url) as idle,
     ):
         runs.send(json.dumps({**BODY, "max_tokens": 1900}))
-        runs.recv(60)
+        runs.recv(web.PATIENCE)
         server.process.send_signal(signal.SIGTERM)
-        until(lambda: httpx.get(f"{server.url}/ready").json()["status"] == "draining", "the drain", server)
-        with connect(server.ws_url) as late:
+        until(lambda: web.get(f"{server.url}/ready").json()["status"] == "draining", "the drain", server)
+        with web.connect(server.ws_url) as late:
             for socket in (idle, late):
                 socket.send(json.dumps(BODY))
-                assert json.loads(socket.recv(60))["error"]["code"] == "draining"
+                assert json.loads(socket.recv(web.PATIENCE))["error"]["code"] == "draining"
                 assert "shutting down" in reason_of_close(socket)
         runs.send(json.dumps({"type": "cancel"}))
         assert answer(runs)[-1]["choices"][0]["finish_reason"] == "abort"
@@ -144,11 +160,14 @@ def test_while_it_drains_only_what_runs_goes_on(starter_model: Path) -> None:
 
 
 def test_an_engine_that_dies_is_told_of(starter_model: Path) -> None:
-    with LiveServer.fake(starter_model, executor=SLOW) as server, connect(server.wait_until_ready().ws_url) as socket:
+    with (
+        LiveServer.fake(starter_model, executor=SLOW) as server,
+        web.connect(server.wait_until_ready().ws_url) as socket,
+    ):
         socket.send(json.dumps({**BODY, "max_tokens": 1900}))
-        socket.recv(60)
+        socket.recv(web.PATIENCE)
         os.kill(server.engine_pid(), signal.SIGKILL)
-        while "error" not in (message := json.loads(socket.recv(60))):
+        while "error" not in (message := json.loads(socket.recv(web.PATIENCE))):
             pass
         assert message["error"]["code"] == "engine_dead" and "SIGKILL" in message["error"]["message"]
         assert reason_of_close(socket)

@@ -6,7 +6,9 @@ import asyncio
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from tests.process_builders import (
     greedy,
     is_idle,
     last,
+    one_by_one,
     outputs,
     run,
     slow,
@@ -73,19 +76,31 @@ def test_output_kinds(llm: AsyncLLM, kind: RequestOutputKind) -> None:
     run(work())
 
 
-def test_tokens_stream_as_they_come() -> None:
-    async def work(llm: AsyncLLM) -> None:
-        sizes = [len(output.outputs[0].token_ids) async for output in llm.generate(tokens(1), deltas(5))]
-        assert sizes == [1] * 5, "a reader that is quick gets every token by itself"
+def test_tokens_stream_as_they_come(tmp_path: Path) -> None:
+    """The device gives out a token when the reader has got the one before."""
+    allowed = tmp_path / "allowed"
+    allowed.write_text("x")
 
-    with engine(slow(0.2)) as llm:
+    async def work(llm: AsyncLLM) -> None:
+        sizes = []
+        async for output in llm.generate(tokens(1), deltas(5)):
+            sizes.append(len(output.outputs[0].token_ids))
+            allowed.write_text("x" * (len(sizes) + 1))
+        assert sizes == [1] * 5, "every token comes by itself"
+
+    with engine(partial(one_by_one, file=str(allowed))) as llm:
         run(work(llm))
 
 
 def test_an_engine_that_is_quicker_than_its_client_does_not_keep_readers_waiting() -> None:
+    """All tokens wait for a client that was elsewhere; its readers get them in many pieces all the same."""
+
     async def work(llm: AsyncLLM) -> None:
-        found = await asyncio.gather(*(outputs(llm, tokens(i), deltas(300)) for i in range(32)))
-        for some in found:
+        readers = [asyncio.create_task(outputs(llm, tokens(i), deltas(300))) for i in range(32)]
+        await asyncio.sleep(0)  # they have asked
+        while llm._client.engines.links[0].progress.num_steps < 300:
+            time.sleep(0.01)  # without a turn of the event loop
+        for some in await asyncio.gather(*readers):
             assert sum(len(output.outputs[0].token_ids) for output in some) == 300
             assert len(some) > 20, "tokens came to the reader while others were on their way"
 
@@ -257,7 +272,7 @@ def test_pause_and_resume() -> None:
         assert not waiting.done()
         await llm.resume_generation()
         assert (await waiting).outputs[0].finish_reason == "length" and not await llm.is_paused()
-        finishing = asyncio.create_task(last(llm, tokens(1), greedy(30)))
+        finishing = asyncio.create_task(last(llm, tokens(1), greedy(500)))  # long enough to be seen running
         await until(lambda: _runs(llm, 1))
         await llm.pause_generation(mode="wait")
         assert (await finishing).outputs[0].finish_reason == "length"

@@ -54,6 +54,15 @@ def test_bench_help_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"\n    {name}" in shown for name in ("throughput", "latency", "serve", "startup"))
 
 
+@pytest.mark.parametrize("benchmark", ["throughput", "latency", "startup"])
+def test_bench_uses_the_starter_model_where_none_is_named(
+    benchmark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvasir.starter.find_starter_model", lambda: Path("/no/such/starter.gguf"))
+    assert cli.main(["bench", benchmark]) == 2
+    assert "/no/such/starter.gguf" in capsys.readouterr().err
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A subcommand that takes every setting and prints the model."""
@@ -97,6 +106,7 @@ def test_a_subcommands_help_shows_every_setting(command: ModuleType, capsys: pyt
         (["trial", "m", "--hf-overrides", "[]"], "takes a mapping"),
         (["trial", "m", "--dtype", "int3"], "Possible: auto"),
         (["trial", "m", "--trust-remote-code"], "trust_remote_code=True is not available"),
+        (["trial", "m", "other"], "'other' is one word too many"),
         (["trial", "m", "--no-such-flag"], "--no-such-flag is not a flag of this command."),
         (["trial", "--modle", "m"], "--modle is not a flag of this command. Did you mean --model"),
         (["trial", "m", "--max-loras", "4"], "--max-loras is a flag of vLLM that Kvasir does not have yet.\n"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -131,9 +130,7 @@ def test_one_dead_engine_answers_all_callers() -> None:
         tasks = [asyncio.create_task(last(llm, tokens(i), greedy(1000))) for i in range(12)]
         await until(lambda: both_run(llm))
         os.kill(engine_pids(llm)[1], signal.SIGKILL)
-        started = time.monotonic()
         errors = await asyncio.gather(*tasks, return_exceptions=True)
-        assert time.monotonic() - started < 2.0
         assert {type(error) for error in errors} == {EngineDeadError}
 
     with engine(slow(0.01), data_parallel_size=2, max_model_len=2048) as llm:

@@ -20,7 +20,7 @@ def test_the_page_of_metrics_is_up_to_date() -> None:
 
 def test_the_site_has_every_page() -> None:
     """`make docs-site` builds it and fails on any warning."""
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     shown = set(re.findall(r"[\w/]+\.md", str(nav)))
     assert shown == {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")}
 
@@ -30,7 +30,7 @@ def test_every_endpoint_is_described() -> None:
     from kvasir.server.config import ServerConfig
     from kvasir.server.state import ServerState
 
-    text = "".join(file.read_text() for file in DOCS.glob("*.md"))
+    text = "".join(file.read_text(encoding="utf-8") for file in DOCS.glob("*.md"))
     app = make_app(ServerState(ServerConfig(), "model"))
     paths = {re.sub(r"\{.*", "", path) for path in app.openapi()["paths"]}
     assert len(paths) > 10
@@ -40,6 +40,6 @@ def test_every_endpoint_is_described() -> None:
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{file.name}" for file in DOCS.glob("*.md"))])
 def test_links_lead_somewhere(page: str) -> None:
     file = ROOT / page
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[\w-]*)?\)", file.read_text()):
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[\w-]*)?\)", file.read_text(encoding="utf-8")):
         if not re.match(r"\w+:", target):
             assert (file.parent / target).exists(), f"{page} links to {target}"

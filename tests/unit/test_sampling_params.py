@@ -105,7 +105,7 @@ def test_contradictions_are_refused() -> None:
         SamplingParams(min_tokens=9, max_tokens=8)
     with pytest.raises(RequestError, match="n must be 1 with temperature=0"):
         SamplingParams(n=2, temperature=0)
-    with pytest.raises(RequestError, match="best_of must be between 3"):
+    with pytest.raises(RequestError, match="best_of=2 is less than n=3"):
         SamplingParams(n=3, best_of=2)
     with pytest.raises(RequestError, match="top_ema_p does nothing without top_ema_d: set both, or neither."):
         SamplingParams(top_ema_p=0.5)

@@ -2,14 +2,14 @@
 
 const PARAMETERS = [
   { name: "system", label: "System prompt", kind: "textarea", rows: 2, why: "What the model is told before the chat." },
-  { name: "temperature", label: "Temperature", kind: "number", min: 0, max: 2, step: 0.1, value: "", why: "0 always takes the likeliest token; empty: the model's own." },
+  { name: "temperature", label: "Temperature", kind: "number", min: 0, max: 2, step: 0.1, value: "", why: "0 always takes the likeliest token." },
   { name: "top_p", label: "Top p", kind: "number", min: 0.05, max: 1, step: 0.05, value: "", why: "Draw from the likeliest tokens that make up this share." },
-  { name: "top_k", label: "Top k", kind: "number", min: 0, step: 1, value: 0, off: 0, why: "Draw from so many; 0: from all." },
-  { name: "min_p", label: "Min p", kind: "number", min: 0, max: 1, step: 0.01, value: 0, off: 0, why: "Leave out what is less likely than this share of the best." },
+  { name: "top_k", label: "Top k", kind: "number", min: 0, step: 1, value: "", why: "Draw from so many; 0: from all." },
+  { name: "min_p", label: "Min p", kind: "number", min: 0, max: 1, step: 0.01, value: "", why: "Leave out what is less likely than this share of the best." },
   { name: "max_tokens", label: "Most tokens", kind: "number", min: 1, step: 1, value: 512 },
-  { name: "repetition_penalty", label: "Repetition penalty", kind: "number", min: 0.5, max: 2, step: 0.05, value: 1, off: 1 },
-  { name: "presence_penalty", label: "Presence penalty", kind: "number", min: -2, max: 2, step: 0.1, value: 0, off: 0 },
-  { name: "frequency_penalty", label: "Frequency penalty", kind: "number", min: -2, max: 2, step: 0.1, value: 0, off: 0 },
+  { name: "repetition_penalty", label: "Repetition penalty", kind: "number", min: 0.5, max: 2, step: 0.05, value: "" },
+  { name: "presence_penalty", label: "Presence penalty", kind: "number", min: -2, max: 2, step: 0.1, value: "" },
+  { name: "frequency_penalty", label: "Frequency penalty", kind: "number", min: -2, max: 2, step: 0.1, value: "" },
   { name: "seed", label: "Seed", kind: "number", step: 1, value: "", why: "The same seed gives the same answer." },
   { name: "stop", label: "Stop at", kind: "text", value: "", why: "Text that ends the answer; several with | between." },
   { name: "top_logprobs", label: "Alternatives per token", kind: "number", min: 0, max: 20, step: 1, value: 5, why: "Shown on hover; 0: none are asked for." },
@@ -75,13 +75,13 @@ export class Parameters {
     return this.inputs[name].value;
   }
 
-  /** What stands in a request's body; what is off is left out. */
+  /** What stands in a request's body; where a field is empty the model's own setting counts. */
   body() {
     const found = {};
-    for (const { name, kind, off } of PARAMETERS) {
+    for (const { name, kind } of PARAMETERS) {
       const text = this.inputs[name].value.trim();
       if (NOT_SENT.has(name) || text === "" || kind === "text") continue;
-      if (Number.isFinite(Number(text)) && Number(text) !== off) found[name] = Number(text);
+      if (Number.isFinite(Number(text))) found[name] = Number(text);
     }
     const stop = this.get("stop").split("|").filter(Boolean);
     if (stop.length) found.stop = stop;

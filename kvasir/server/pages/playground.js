@@ -14,6 +14,7 @@ const parameters = new Parameters($("parameters"));
 let messages = []; // the chat so far, as the server takes it
 let running = null; // the Answer that comes in now
 let completed = null; // the prompt last completed
+let listing = null; // resolves when the models are known
 
 // ---------------------------------------------------------------- requests
 
@@ -21,16 +22,21 @@ function kind() {
   return $("chat").hidden ? "completion" : "chat";
 }
 
+/** Without a name, while the list of models is still on its way, the server takes its own. */
+function chosenModel() {
+  return $("model").value ? { model: $("model").value } : {};
+}
+
 function chatBody(turns) {
   const system = parameters.get("system").trim();
-  const body = { model: $("model").value, messages: [...(system ? [{ role: "system", content: system }] : []), ...turns] };
+  const body = { ...chosenModel(), messages: [...(system ? [{ role: "system", content: system }] : []), ...turns] };
   const wanted = parameters.alternatives();
   return { ...body, ...parameters.body(), ...(wanted ? { logprobs: true, top_logprobs: wanted } : {}) };
 }
 
 function completionBody(prompt) {
   const wanted = parameters.alternatives();
-  return { model: $("model").value, prompt, ...parameters.body(), ...(wanted ? { logprobs: wanted } : {}) };
+  return { ...chosenModel(), prompt, ...parameters.body(), ...(wanted ? { logprobs: wanted } : {}) };
 }
 
 function streamed(body) {
@@ -237,10 +243,14 @@ function wire() {
   }
   $("open-panel").addEventListener("click", () => openPanel(!$("panel").classList.contains("open")));
   $("close-panel").addEventListener("click", () => openPanel(false));
-  parameters.inputs.key.addEventListener("change", listModels);
+  parameters.inputs.key.addEventListener("change", () => (listing = listModels()));
   const needsKey = () => parameters.get("key") !== "";
-  $("copy-curl").addEventListener("click", () => copied(asCurl(new URL(PATHS[kind()], base), shownBody(), needsKey())));
-  $("copy-python").addEventListener("click", () => {
+  $("copy-curl").addEventListener("click", async () => {
+    await listing;
+    copied(asCurl(new URL(PATHS[kind()], base), shownBody(), needsKey()));
+  });
+  $("copy-python").addEventListener("click", async () => {
+    await listing;
     copied(asPython(String(new URL("v1", base)), kind(), { ...shownBody(), stream: true }, needsKey()));
   });
   document.addEventListener("keydown", (event) => {
@@ -256,4 +266,4 @@ function wire() {
 }
 
 wire();
-listModels();
+listing = listModels();

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from datetime import UTC, datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Header
 from starlette.responses import Response
 
 from kvasir.server.answers import answers, reply
-from kvasir.server.schema.tokens import ModelCard, ModelList
+from kvasir.server.schema.tokens import MessagesModel, MessagesModelList, ModelCard, ModelList
 from kvasir.server.state import ServerState, State
 
 router = APIRouter(tags=["OpenAI"])
 
+# Anthropic's clients ask at the same addresses; this header, which they always send, tells them from OpenAI's.
+Version = Annotated[str | None, Header(alias="anthropic-version")]
+
 
 @router.get("/v1/models", responses=answers(ModelList))
-async def list_models(state: State) -> Response:
-    return reply(ModelList(data=[_card(state, name) for name in state.model_names]))
+async def list_models(state: State, version: Version = None) -> Response:
+    names = state.model_names
+    if version is not None:
+        data = [_messages_model(state, name) for name in names]
+        return reply(MessagesModelList(data=data, first_id=names[0], last_id=names[-1]))
+    return reply(ModelList(data=[_card(state, name) for name in names]))
 
 
 @router.get("/v1/models/{model_id:path}", responses=answers(ModelCard))
-async def retrieve_model(model_id: str, state: State) -> Response:
-    return reply(_card(state, state.check_model(model_id)))
+async def retrieve_model(model_id: str, state: State, version: Version = None) -> Response:
+    name = state.check_model(model_id)
+    return reply(_card(state, name) if version is None else _messages_model(state, name))
+
+
+def _messages_model(state: ServerState, name: str) -> MessagesModel:
+    created = datetime.fromtimestamp(state.created, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    return MessagesModel(id=name, display_name=name, created_at=created)
 
 
 def _card(state: ServerState, name: str) -> ModelCard:

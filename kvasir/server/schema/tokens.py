@@ -86,3 +86,19 @@ class ModelCard(Reply, kw_only=True):
 class ModelList(Reply, kw_only=True):
     object: Literal["list"] = "list"
     data: list[ModelCard]
+
+
+class MessagesModel(Reply, kw_only=True):
+    """A model as Anthropic's clients read it."""
+
+    id: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str  # ISO 8601
+
+
+class MessagesModelList(Reply, kw_only=True):
+    data: list[MessagesModel]
+    has_more: bool = False
+    first_id: str
+    last_id: str

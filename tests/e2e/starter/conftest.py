@@ -14,6 +14,7 @@ from tests.conftest import absent
 from tests.server_process import LiveServer
 
 NASTY = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\"> & <b>bold</b>"
+LONG = 120_000  # milliseconds; a busy machine takes its time
 SAID = "Look: " + NASTY + " The sea is wide, and the ship is small." * 100  # more than anybody waits for
 
 
@@ -49,7 +50,7 @@ def browser() -> Iterator[Any]:
 
     with playwright.sync_playwright() as driver:
         # A container has no user namespaces for Chromium's sandbox; the pages are our own.
-        started = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        started = driver.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=LONG)
         yield started
         started.close()
 
@@ -65,7 +66,7 @@ class Watched:
     def open(self, url: str, **options: Any) -> Any:
         options = {"viewport": {"width": 1280, "height": 900}, **options}
         context = self.browser.new_context(permissions=["clipboard-read", "clipboard-write"], **options)
-        context.set_default_timeout(60_000)
+        context.set_default_timeout(LONG)
         page = context.new_page()
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)

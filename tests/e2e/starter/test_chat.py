@@ -16,11 +16,12 @@ import pytest
 from tests.conftest import ROOT
 from tests.server_process import LiveServer
 
-SECONDS = 120
+SECONDS = 300
 
 
 def chat(*flags: str, typed: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    plain = {"FORCE_COLOR": "", "COLUMNS": "200"}  # whatever those who run tests prefer
+    env = os.environ | plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-m", "kvasir", "chat", *flags]
     return subprocess.run(command, input=typed or "", capture_output=True, text=True, env=env, timeout=SECONDS)
 

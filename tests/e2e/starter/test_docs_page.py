@@ -7,8 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from tests import web
 from tests.e2e.starter.conftest import Watched
 from tests.e2e.starter.test_playground import expect
 from tests.server_process import LiveServer
@@ -22,7 +21,7 @@ def endpoint(page: Any, name: str) -> Any:
 
 def test_every_endpoint_and_field_is_shown(watched: Watched, scripted_server: LiveServer) -> None:
     page = watched.open(f"{scripted_server.url}/docs")
-    spec = httpx.get(f"{scripted_server.url}/openapi.json", timeout=60).json()
+    spec = web.get(f"{scripted_server.url}/openapi.json").json()
     expected = {(method.upper(), path) for path, methods in spec["paths"].items() for method in methods}
     expect(page.locator(".endpoint")).to_have_count(len(expected))
     shown = {tuple(each.locator(".method, .path").all_text_contents()) for each in page.locator(".endpoint").all()}

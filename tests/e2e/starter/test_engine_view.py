@@ -8,16 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from websockets.exceptions import InvalidStatus
-from websockets.sync.client import connect
 
 from kvasir.server.engine_state import engine_state, runs
+from tests import web
 from tests.builders import make_core, request
 from tests.conftest import ROOT
 from tests.e2e.starter.conftest import Watched
-from tests.e2e.starter.test_playground import LONG, expect
+from tests.e2e.starter.test_playground import expect
 from tests.server_process import LiveServer, until
 
 PROMPT = "The mead of poetry was made of honey and of Kvasir's blood. " * 12
@@ -25,11 +24,11 @@ PROMPT = "The mead of poetry was made of honey and of Kvasir's blood. " * 12
 
 def complete(server: LiveServer, max_tokens: int = 60) -> Any:
     body = {"prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+    return web.post(f"{server.url}/v1/completions", json=body).raise_for_status().json()
 
 
 def state(server: LiveServer) -> Any:
-    return httpx.get(f"{server.url}/engine/state", timeout=30).raise_for_status().json()
+    return web.get(f"{server.url}/engine/state").raise_for_status().json()
 
 
 def blocks_of(seen: Any) -> list[set[int]]:
@@ -48,8 +47,8 @@ def test_two_requests_with_one_prompt_share_blocks_and_none_after_they_end(
     expect(page.locator("#connection")).to_have_text("live")
     expect(page.locator("#idle")).to_be_visible()
     with ThreadPoolExecutor(2) as clients:
-        answers = [clients.submit(complete, scripted_server, 250) for _ in range(2)]
-        expect(page.locator("#requests li")).to_have_count(2, timeout=LONG)
+        answers = [clients.submit(complete, scripted_server, 600) for _ in range(2)]  # which takes 12 s at least
+        expect(page.locator("#requests li")).to_have_count(2)
         expect(page.locator("#running")).to_have_text("2")
         expect(page.locator("#shared")).to_have_text(re.compile("^[1-9]"))
         prompt = len(shared_blocks(state(scripted_server)))
@@ -60,7 +59,7 @@ def test_two_requests_with_one_prompt_share_blocks_and_none_after_they_end(
         expect(page.locator("#tooltip")).to_contain_text("Block 1")
         for answer in answers:
             answer.result()
-    expect(page.locator("#requests li")).to_have_count(0, timeout=LONG)
+    expect(page.locator("#requests li")).to_have_count(0)
     expect(page.locator("#shared")).to_have_text("0")
     expect(page.locator("#blocks")).to_have_attribute("data-shared", "0")
     expect(page.locator("#hit-rate")).to_have_text(re.compile(r"^\d+(\.\d)? %$"))
@@ -70,11 +69,11 @@ def test_two_requests_with_one_prompt_share_blocks_and_none_after_they_end(
 def test_the_button_fires_real_requests(watched: Watched, scripted_server: LiveServer) -> None:
     page = watched.open(f"{scripted_server.url}/engine")
     page.click("#demo")
-    expect(page.locator("#requests li").nth(2)).to_be_visible(timeout=LONG)  # of six, but they come and go
-    expect(page.locator("#shared")).to_have_text(re.compile("^[1-9]"))
-    expect(page.locator("#demo")).to_be_enabled(timeout=LONG)
+    # They come and go, so both are looked for at once.
+    page.wait_for_selector("body:has(#requests li:nth-child(3)):has(#shared:text-matches('^[1-9]'))")
+    expect(page.locator("#demo")).to_be_enabled()
     for name in ("ttft", "itl"):
-        expect(page.locator(f"#{name}-words")).to_contain_text("99 % under", timeout=LONG)
+        expect(page.locator(f"#{name}-words")).to_contain_text("99 % under")
 
 
 def test_on_a_phone_nothing_is_too_wide(watched: Watched, scripted_server: LiveServer) -> None:
@@ -87,7 +86,7 @@ def test_on_a_phone_nothing_is_too_wide(watched: Watched, scripted_server: LiveS
 
 
 def feed(server: LiveServer, query: str = "", **options: Any) -> Any:
-    return connect(server.url.replace("http", "ws") + f"/engine/feed{query}", **options)
+    return web.connect(server.url.replace("http", "ws") + f"/engine/feed{query}", **options)
 
 
 def test_the_feed_tells_each_step_once(scripted_server: LiveServer) -> None:
@@ -95,10 +94,13 @@ def test_the_feed_tells_each_step_once(scripted_server: LiveServer) -> None:
     with feed(scripted_server, "?interval=0.05") as messages, ThreadPoolExecutor(1) as client:
         began = last = json.loads(messages.recv())["totals"]["steps"]
         asked = client.submit(complete, scripted_server, 30)
-        while not asked.done() or last > (steps[-1] if steps else 0):
-            seen = json.loads(messages.recv(timeout=60))
+        end = None  # the last step, once there is one
+        while end is None or last < end:
+            seen = json.loads(messages.recv(timeout=web.PATIENCE))
             steps += [each["step"] for each in seen["steps"] if each["step"] > began]
             last = seen["totals"]["steps"]
+            if end is None and asked.done():
+                end = state(scripted_server)["totals"]["steps"]
     assert len(steps) >= 30 and steps == list(range(steps[0], steps[0] + len(steps)))
 
 
@@ -111,7 +113,7 @@ def test_pages_from_elsewhere_may_not_watch(scripted_server: LiveServer) -> None
 
 def test_wrong_questions_are_refused(scripted_server: LiveServer) -> None:
     for query in ("engine=1", "engine=-1", "since=x"):
-        reply = httpx.get(f"{scripted_server.url}/engine/state?{query}")
+        reply = web.get(f"{scripted_server.url}/engine/state?{query}")
         assert reply.status_code in (400, 404) and reply.json()["error"]["message"]
 
 
@@ -119,9 +121,9 @@ def test_several_engines_are_seen_one_by_one(starter_model: Path) -> None:
     with LiveServer.fake(starter_model, engine={"data_parallel_size": 2}) as server:
         server.wait_until_ready()
         for engine in range(2):
-            seen = httpx.get(f"{server.url}/engine/state?engine={engine}").json()
+            seen = web.get(f"{server.url}/engine/state?engine={engine}").json()
             assert (seen["engine"], seen["engines"]) == (engine, 2)
-        assert httpx.get(f"{server.url}/engine/state?engine=2").status_code == 404
+        assert web.get(f"{server.url}/engine/state?engine=2").status_code == 404
 
 
 def test_watching_ends_with_the_connection(scripted_server: LiveServer) -> None:

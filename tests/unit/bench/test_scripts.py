@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from importlib import import_module
@@ -73,7 +72,7 @@ def test_the_process_boundary_is_measured(tmp_path: Path) -> None:
         "--rounds",
         "1",
     ]
-    subprocess.run([*command, "--json", str(tmp_path / "figures.json")], check=True, capture_output=True, timeout=120)
+    subprocess.run([*command, "--json", str(tmp_path / "figures.json")], check=True, capture_output=True, timeout=600)
     figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
     assert [figure["device_ms"] for figure in figures] == [0.0, 2.0]
     for figure in figures:
@@ -87,7 +86,7 @@ def test_the_process_boundary_is_measured(tmp_path: Path) -> None:
 def run_script(name: str, *arguments: object) -> list[str]:
     """The lines that a script under benchmarks/ prints."""
     command = [sys.executable, str(BENCHMARKS / name), *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.splitlines()
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout.splitlines()
 
 
 def test_policies_are_compared(tmp_path: Path) -> None:
@@ -116,10 +115,8 @@ def test_policies_are_compared(tmp_path: Path) -> None:
 
 
 def test_the_api_ceiling_is_measured(starter_model: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     figures = tmp_path / "figures.jsonl"
-    load = ["--clients", 1, 2, "--tokens", 20, "--step-ms", 0, "--seconds", 0.1, "--port", port]
+    load = ["--clients", 1, 2, "--tokens", 20, "--step-ms", 0, "--seconds", 0.1]
     shown = run_script("api_ceiling.py", "--tokenizer", starter_model, *load, "--json", figures)
     assert "engine step 0 ms" in shown and shown[2].split()[:2] == ["clients", "tokens/s"]
     found = [json.loads(line) for line in figures.read_text().splitlines()]

@@ -182,9 +182,14 @@ def _final_screen(written: str) -> list[str]:
     return screen
 
 
+def plain_console(out: io.StringIO) -> Console:
+    """Whatever the environment says of colours and columns."""
+    return Console(file=out, force_terminal=False, width=100)
+
+
 def test_plain_text_where_there_is_no_terminal(session: Session) -> None:
     out = io.StringIO()
-    console = Console(file=out)
+    console = plain_console(out)
     assert terminal.ask(session, console, "**one** two", markdown=True) == 0
     assert terminal.ask(session, console, "fail", markdown=True) == 1
     assert out.getvalue() == "**one** two \nthat was too much\n"
@@ -194,7 +199,7 @@ def test_a_whole_conversation(session: Session, monkeypatch: pytest.MonkeyPatch)
     typed = iter(["hello there", "/reset", "", "/again", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     out = io.StringIO()
-    assert terminal.talk(session, Console(file=out)) == 0
+    assert terminal.talk(session, plain_console(out)) == 0
     lines = out.getvalue().splitlines()
     assert lines[0].startswith("parrot") and lines[1] == "hello there "
     assert lines[2:4] == ["the conversation is forgotten", "nothing was asked yet"]

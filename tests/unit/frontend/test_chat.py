@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvasir.errors import RequestError
-from kvasir.frontend.chat import ChatTemplate, choose_template, compile_template
+from kvasir.frontend.chat import ChatTemplate, check_reads, choose_template, compile_template
 
 TEMPLATES = [
     "CohereForAI-c4ai-command-r7b-12-2024-tool_use",
@@ -327,6 +327,18 @@ def test_developer_messages_are_system_messages_where_templates_know_no_others()
     messages = [{"role": "developer", "content": "Be brief."}]
     assert ChatTemplate("{{ messages[0].role }}").render(messages) == "system"
     assert ChatTemplate("{# developer #}{{ messages[0].role }}").render(messages) == "developer"
+
+
+def test_what_a_template_never_reads_is_refused() -> None:
+    calls = [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]
+    check_reads("{{ messages }} {{ tools }} {{ tool_calls }}", calls, {"tools": [{}], "documents": None})
+    for source, messages, given, name in (
+        ("{{ messages }}", calls, {}, "tool_calls"),
+        ("{{ messages }}", [], {"tools": [{}]}, "tools"),
+    ):
+        with pytest.raises(RequestError, match=f"{name} is not available") as error:
+            check_reads(source, messages, given)
+        assert error.value.parameter == name
 
 
 def test_arguments_of_tool_calls_are_read() -> None:

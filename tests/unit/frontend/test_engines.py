@@ -23,7 +23,7 @@ class Link:
         self.sent: list[Any] = []
         self.events: list[Any] = []
 
-    def add(self, request: Any) -> None:
+    def add(self, request: Any, waits_already: bool) -> None:
         self.sent.append(request)
 
     def receive(self) -> Iterator[Any]:

@@ -38,6 +38,17 @@ def test_bad_words_at_the_beginning_and_after_a_space(sentencepiece: Tokenizer) 
         assert sentencepiece.decode(list(word)).strip() in ("lo", "wo")
 
 
+def test_bad_words_may_not_forbid_all_that_is_allowed(sentencepiece: Tokenizer) -> None:
+    (only,) = words = sentencepiece.encode("h", add_special_tokens=False)[-1:]
+    word = sentencepiece.decode(words)
+    params = SamplingParams(allowed_token_ids=[only], bad_words=[word])
+    extras = builder(sentencepiece).build(params, 0, 1)
+    assert extras is not None and (only,) in extras.bad_words
+    with pytest.raises(RequestError, match="allows only tokens that min_tokens, bad_words or"):
+        builder(sentencepiece).check_possible(params, ())
+    builder(sentencepiece).check_possible(SamplingParams(allowed_token_ids=[only, 5], bad_words=[word]), ())
+
+
 @pytest.mark.parametrize("field", ["allowed_token_ids", "forbidden_token_ids", "logprob_token_ids"])
 def test_tokens_must_be_in_the_vocabulary(field: str) -> None:
     with pytest.raises(RequestError, match="ends at 399") as error:

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvasir.errors import ModelError, RequestError
+from kvasir.config import ModelConfig
+from kvasir.errors import ConfigError, ModelError, RequestError
 from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.frontend.tokenizer_files import TransformersTokenizer, load_tokenizer
+from kvasir.frontend.tokenizer_files import TransformersTokenizer, load_tokenizer, tokenizer_of
 from tests.unit.frontend.conftest import RealTokenizers
 
 CORPUS = [
@@ -205,6 +207,19 @@ def test_chat_template_files(copy: Path) -> None:
     assert load_tokenizer(copy).chat_template == {"default": "from file", "rag": "with documents"}
 
 
+def test_templates_that_do_not_compile_are_found_at_the_start(copy: Path, log_lines: list[str]) -> None:
+    model = ModelConfig(model="m", tokenizer=str(copy))
+    with pytest.raises(ConfigError, match="chat_template cannot be used.* does not compile at line 1"):
+        tokenizer_of(replace(model, chat_template="{{ bad"))
+    assert tokenizer_of(replace(model, skip_tokenizer_init=True)) is None
+    _config(copy, chat_template="{% endif %}")
+    broken = tokenizer_of(model)
+    assert broken is not None and broken.encode("he"), "texts can still be completed"
+    assert "the model cannot chat: The chat template does not compile at line 1" in log_lines[-1]
+    assert tokenizer_of(replace(model, chat_template="{{ messages[0].content }}")) is not None
+    assert len(log_lines) == 1, "its own template is not used"
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [
@@ -239,7 +254,7 @@ def test_vocabulary_and_merges_alone_go_through_transformers(tmp_path: Path, log
     letters = [chr(c) for c in range(0x21, 0x7F)] + ["Ġ"]
     vocab = {token: i for i, token in enumerate([*letters, "he", "ll", "Ġhe", "<|endoftext|>"])}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\nl l\nĠ he\n")
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nh e\nl l\nĠ he\n", encoding="utf-8")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
     tokenizer = load_tokenizer(tmp_path)

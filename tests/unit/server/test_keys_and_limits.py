@@ -43,6 +43,18 @@ def test_keys_of_flags_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_keys(ServerConfig()).find("z") is not None
 
 
+def test_an_empty_key_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in ([""], ["sk-real", ""]):
+        with pytest.raises(ConfigError, match="--api-key is given, but empty"):
+            load_keys(ServerConfig(api_key=given))
+    monkeypatch.setenv("KVASIR_API_KEY", " , ")
+    with pytest.raises(ConfigError, match="KVASIR_API_KEY is set, but holds no key"):
+        load_keys(ServerConfig())
+    monkeypatch.setenv("KVASIR_API_KEY", "x, y,")
+    ring = load_keys(ServerConfig())
+    assert [ring.find(word) is not None for word in ("x", "y", "", None)] == [True, True, False, False]
+
+
 def test_a_key_file(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"sk-b").hexdigest()
     config = key_file(

@@ -28,12 +28,27 @@ def test_a_port_in_use() -> None:
 
 def test_a_socket_file_left_over(tmp_path: Path) -> None:
     path = tmp_path / "s"
+    in_use = pytest.raises(ConfigError, match=r"Address already in use\. Set another --uds\.")
+    with listen(ServerConfig(uds=str(path))), in_use:
+        listen(ServerConfig(uds=str(path)))
+    assert path.is_socket(), "as after a kill"
     with listen(ServerConfig(uds=str(path))):
         assert path.is_socket()
-    with pytest.raises(ConfigError, match=r"Address already in use\. Set another --uds, or remove the file"):
-        listen(ServerConfig(uds=str(path)))
-    with pytest.raises(ConfigError, match="the path is too long"):
-        listen(ServerConfig(uds="x" * (SOCKET_PATH_LIMIT + 1)))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("x" * (SOCKET_PATH_LIMIT + 1), "the path is too long"),
+        ("file", "Address already in use"),
+        ("no/dir", "No such file or directory"),
+    ],
+)
+def test_files_that_cannot_be_sockets(name: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(ConfigError, match=f"{why}. Set another --uds"):
+        listen(ServerConfig(uds=str(tmp_path / name)))
+    assert (tmp_path / "file").read_text() == "precious"
 
 
 @pytest.mark.parametrize(

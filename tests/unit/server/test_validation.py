@@ -46,7 +46,7 @@ def test_fields(body: dict[str, Any], message: str, param: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (None, "The request has no body; it must be a JSON object."),
+        (None, "The request has no body, or null; it must be a JSON object."),
         (b"{}", "Send the body with Content-Type: application/json."),
         ([1], "The body must be a JSON object, not a list."),
     ],
