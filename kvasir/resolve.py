@@ -125,14 +125,15 @@ def _read_gguf_config(path: Path) -> dict[str, Any]:
 def _with_rope_parameters(entries: dict[str, Any]) -> dict[str, Any]:
     """Older configs write rope_theta and rope_scaling, newer ones rope_parameters, which holds both."""
     rope: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(entries.get(name) or {}, dict):
+            raise ConfigError(
+                f"{name}={entries[name]!r} must be a mapping, such as {{'rope_type': 'linear', 'factor': 2.0}}."
+            )
     if "rope_theta" in entries:
         rope["rope_theta"] = entries["rope_theta"]
     if "rope_scaling" in entries:
         scaling = entries["rope_scaling"] or {}
-        if not isinstance(scaling, dict):
-            raise ConfigError(
-                f"rope_scaling={scaling!r} must be a mapping, such as {{'rope_type': 'linear', 'factor': 2.0}}."
-            )
         rope |= {key: value for key, value in scaling.items() if key != "type"}
         rope.setdefault("rope_type", scaling.get("type", "default"))
     if not rope:

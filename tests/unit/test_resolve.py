@@ -191,6 +191,12 @@ def test_a_wrong_config_is_refused(text: str | None, message: str, model: Path) 
         settle(model)
 
 
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_rope_that_is_no_mapping(name: str, model: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='linear' must be a mapping"):
+        settle(model, {"rope_theta": 1e4, name: "linear"})
+
+
 # ---------------------------------------------------------------- generation config, template
 
 
