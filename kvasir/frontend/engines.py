@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -30,6 +31,7 @@ class Engines:
         self._context: zmq.Context[Any] = zmq.Context()
         self.router = Router(config.parallel.data_parallel_size, config.cache.block_size)
         self._at: dict[int, int] = {}  # which engine has a request, by key
+        self._num_at: Counter[int] = Counter()  # how many requests of ours an engine has
         self._forks: dict[int, list[int]] = {}  # keys of requests that fork from another, by its key
         self._numbers = itertools.count()
         self.dead: KvasirError | None = None
@@ -93,9 +95,10 @@ class Engines:
         forks = [fork.key for fork in request.forks]
         if forks:
             self._forks[request.key] = forks
-        waits_already = index in self._at.values()
+        waits_already = self._num_at[index] > 0
         for key in (request.key, *forks):
             self._at[key] = index
+        self._num_at[index] += 1 + len(forks)
         self.links[index].add(data, waits_already)
 
     def abort(self, keys: list[tuple[int, int | None]]) -> None:
@@ -141,10 +144,9 @@ class Engines:
 
     def check_progress(self, limit: float) -> None:
         """Raise if a step, or the wait of a request for one, takes longer than so many seconds."""
-        expected = set(self._at.values())  # engines that have requests of ours
         for index, link in enumerate(self.links):
             which = f"engine {index}" if len(self.links) > 1 else "the engine"
-            busy, unheeded = link.progress.busy_for(), link.unheeded_for() if index in expected else 0.0
+            busy, unheeded = link.progress.busy_for(), link.unheeded_for() if self._num_at[index] else 0.0
             if busy > limit:
                 raise EngineError(f"{which} has been in one step for {busy:.1f} s; stall_timeout={limit:g} allows less")
             if unheeded > limit:
@@ -174,7 +176,10 @@ class Engines:
         """Which engine had it; None if it had ended before."""
         self._forks.pop(key, None)
         self.router.ended(key)
-        return self._at.pop(key, None)
+        index = self._at.pop(key, None)
+        if index is not None:
+            self._num_at[index] -= 1
+        return index
 
 
 def _encode(request: EngineRequest) -> bytes:

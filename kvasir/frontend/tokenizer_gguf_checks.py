@@ -35,10 +35,7 @@ def _faults(metadata: dict[str, Any]) -> Iterator[str]:
             yield f"{_PREFIX}{name} is no list of {_NAMES[kind]}s"
         elif kind is str:
             yield from _text_faults(_PREFIX + name, values)
-    for name, kind in {
-        **{_PREFIX + name: kind for name, kind in _ONES.items()},
-        "tokenizer.chat_template": str,
-    }.items():
+    for name, kind in _ONES.items():
         value = metadata.get(name)
         if value is not None and type(value) is not kind:
             yield f"{name} is no {_NAMES[kind]}"

@@ -125,6 +125,8 @@ def test_the_file_as_it_should_be(good: GGUFFile, tmp_path: Path) -> None:
         ("tokenizer.ggml.tokens", TOKENS * 50, "it names 1550 tokens, and token_embd.weight has"),
         ("tokenizer.ggml.merges", ["a b", "nospace"], "no tokenizer can be made of its tokens and merges"),
         ("tokenizer.ggml.eos_token_id", "x", "tokenizer.ggml.eos_token_id must be the number of a token, but is 'x'"),
+        ("tokenizer.ggml.pre", 5, "tokenizer.ggml.pre is no text"),
+        ("tokenizer.ggml.add_bos_token", "no", "tokenizer.ggml.add_bos_token is no yes or no"),
         ("tokenizer.chat_template", b"\xff", "tokenizer.chat_template is not UTF-8"),
         ("general.alignment", 0, "general.alignment is 0"),
         ("llama.embedding_length", None, "it does not say what hidden_size is"),
