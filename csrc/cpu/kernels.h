@@ -101,7 +101,7 @@ struct Attend {
   float *scratch;
 };
 
-// Logits not further below the best than some depth.
+// Logits not further below the best than some depth, and not nearer than another.
 struct Reach {
   int64_t count;
   double mass;   // sum of e^((x - best) * scale)
@@ -128,7 +128,7 @@ struct Kernels {
   // the first of the largest logits, and the sum of e^((x - best) * scale) over all; they are float32 or bfloat16
   int32_t (*best)(const void *logits, int32_t is_float, int32_t size);
   double (*mass)(const void *logits, int32_t is_float, int32_t size, float best, float scale);
-  // those with (x - best) * scale >= depth; the first `room` of them that are also < below are written to `out`
+  // those with depth <= (x - best) * scale < below; the first `room` of them are written to `out`
   Reach (*reach)(const void *logits, int32_t is_float, int32_t size, float best, float scale, float depth, float below,
                  float *out, int32_t room);
 };

@@ -88,18 +88,20 @@ class Walk {
     copies_ = 1;
     do {
       Reach found = look(depth, near);
-      if (depth > far && found.count < most && found.mass < mass * (1 + ROUNDING)) {
+      int64_t count = above_.count + found.count;
+      double weight = above_.mass + found.mass;
+      if (depth > far && count < most && weight < mass * (1 + ROUNDING)) {
         near = depth;
-        above_ = found;
+        above_ = {count, weight, found.lowest};
       } else {
-        size_ = found.count - above_.count;
+        size_ = found.count;
         if (size_ <= BAND_ROOM) return std::sort(band_, band_ + size_, std::greater<float>());
         far = depth_of(found.lowest);
       }
       depth = (near + far) / 2;
       if (near < 0) depth = std::max(depth, 2 * near);  // few are near the best: do not leap
     } while (far < depth && depth < near);
-    copies_ = look(far, near).count - above_.count;  // more than there is room for, and all the same
+    copies_ = look(far, near).count;  // more than there is room for, and all the same
     size_ = 1;
   }
 
@@ -115,7 +117,7 @@ float floor_of(const Line &line, float heat, float min_p, int32_t top_k, float t
   const Kernels &set = kernels();
   float best = line[set.best(line.data, line.is_float, line.size)], scale = 1.f / heat;
   float least = min_p > 0 ? logf(min_p) : -FLT_MAX;
-  Reach all = set.reach(line.data, line.is_float, line.size, best, scale, least, 0, nullptr, 0);
+  Reach all = set.reach(line.data, line.is_float, line.size, best, scale, least, INFINITY, nullptr, 0);
   if (!all.count) return -INFINITY;  // no number among them
   Walk walk(line, best, scale, all);
   int64_t most = top_k > 0 ? top_k : all.count;

@@ -55,16 +55,14 @@ kvasir::Reach find_reach(const T *logits, int32_t size, float best, float scale,
     i32x16 counts = {};
     for_each_16(here, [&](int i, int n) {
       f32x16 v = load_some(logits + at + i, n), scaled = (v - best) * scale;
-      i32x16 inside = scaled >= depth;
+      i32x16 inside = (scaled >= depth) & (scaled < below);
       for (int j = n; j < 16; j++) inside[j] = 0;
       if (!any(inside)) return;
       sums += select(inside, exponential(scaled), f32x16{});
       counts -= inside;
       lowest = minimum(select(inside, v, splat(INFINITY)), lowest);
-      i32x16 taken = inside & (scaled < below);
-      if (written == room || !any(taken)) return;
       for (int j = 0; j < n && written < room; j++)
-        if (taken[j]) out[written++] = v[j];
+        if (inside[j]) out[written++] = v[j];
     });
     found.mass += double(sum(sums));
     for (int j = 0; j < 16; j++) found.count += counts[j];
