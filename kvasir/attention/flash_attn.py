@@ -14,9 +14,8 @@ import torch
 from kvasir.attention.base import AttentionBatch
 from kvasir.platforms.attention_packages import FA2, FA3, FA4_BLACKWELL, FA4_HOPPER, Package, load
 
-Function = Callable[..., Any]  # a package's own
-# (function, query, keys, values, step, window, what all generations call the same) -> [tokens, heads, head_dim]
-Adapter = Callable[[Function, torch.Tensor, torch.Tensor, torch.Tensor, "_Step", int | None, dict[str, Any]], Any]
+# (step, window) -> what one generation calls them
+Arguments = Callable[["_Step", int | None], dict[str, Any]]
 
 
 class FlashAttention:
@@ -25,8 +24,8 @@ class FlashAttention:
     capturable = False  # its calls know neither `tiles` nor bounds that are far from the truth
 
     def __init__(self, package: Package) -> None:
-        name, self._adapter = _ADAPTERS[package]
-        self._function: Function = getattr(load(package), name)
+        name, self._arguments = _GENERATIONS[package]
+        self._attend: Callable[..., Any] = getattr(load(package), name)
 
     def forward(
         self,
@@ -42,9 +41,17 @@ class FlashAttention:
         if "flash_attn" not in batch.notes:
             batch.notes["flash_attn"] = _Step.of(batch)
         step: _Step = batch.notes["flash_attn"]
-        shared = {"softmax_scale": scale, "causal": True, "softcap": softcap or 0.0}
         keys, values = kv_cache[:, 0], kv_cache[:, 1]  # [blocks, block_size, kv_heads, head_dim], not copied
-        out: torch.Tensor = self._adapter(self._function, query, keys, values, step, window, shared)
+        found = self._attend(
+            query,
+            keys,
+            values,
+            softmax_scale=scale,
+            causal=True,
+            softcap=softcap or 0.0,
+            **self._arguments(step, window),
+        )
+        out: torch.Tensor = found[0] if isinstance(found, tuple) else found  # the fourth has sums of weights, too
         return out
 
 
@@ -72,77 +79,40 @@ class _Step:
 # A query sees itself and `window - 1` keys before it. All three count the keys before it, and nothing comes after.
 
 
-def _second(
-    attend: Function,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    step: _Step,
-    window: int | None,
-    shared: dict[str, Any],
-) -> Any:
-    return attend(
-        query,
-        keys,
-        values,
-        cu_seqlens_q=step.query_start,
-        cu_seqlens_k=step.key_start,
-        max_seqlen_q=step.longest_query,
-        max_seqlen_k=step.longest_keys,
-        block_table=step.tables,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-        **shared,
-    )
+def _second(step: _Step, window: int | None) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": step.query_start,
+        "cu_seqlens_k": step.key_start,
+        "max_seqlen_q": step.longest_query,
+        "max_seqlen_k": step.longest_keys,
+        "block_table": step.tables,
+        "window_size": (-1, -1) if window is None else (window - 1, 0),
+    }
 
 
-def _third(
-    attend: Function,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    step: _Step,
-    window: int | None,
-    shared: dict[str, Any],
-) -> Any:
-    return attend(
-        query,
-        keys,
-        values,
-        cache_seqlens=step.key_lens,
-        page_table=step.tables,
-        cu_seqlens_q=step.query_start,
-        max_seqlen_q=step.longest_query,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-        **shared,
-    )
+def _third(step: _Step, window: int | None) -> dict[str, Any]:
+    return {
+        "cache_seqlens": step.key_lens,
+        "page_table": step.tables,
+        "cu_seqlens_q": step.query_start,
+        "max_seqlen_q": step.longest_query,
+        "window_size": (-1, -1) if window is None else (window - 1, 0),
+    }
 
 
-def _fourth(
-    attend: Function,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    step: _Step,
-    window: int | None,
-    shared: dict[str, Any],
-) -> Any:
+def _fourth(step: _Step, window: int | None) -> dict[str, Any]:
     # It reads rows past the end of a last page and multiplies them by 0, so they must be finite: the pool is zeroed.
-    out, _ = attend(
-        query,
-        keys,
-        values,
-        cu_seqlens_q=step.query_start,
-        max_seqlen_q=step.longest_query,
-        max_seqlen_k=step.longest_keys,
-        seqused_k=step.key_lens,
-        page_table=step.tables,
-        window_size=(None, None) if window is None else (window - 1, 0),
-        **shared,
-    )
-    return out
+    return {
+        "cu_seqlens_q": step.query_start,
+        "max_seqlen_q": step.longest_query,
+        "max_seqlen_k": step.longest_keys,
+        "seqused_k": step.key_lens,
+        "page_table": step.tables,
+        "window_size": (None, None) if window is None else (window - 1, 0),
+    }
 
 
-_ADAPTERS: dict[Package, tuple[str, Adapter]] = {
+_GENERATIONS: dict[Package, tuple[str, Arguments]] = {
     FA2: ("flash_attn_varlen_func", _second),
     FA3: ("flash_attn_with_kvcache", _third),
     FA4_HOPPER: ("flash_attn_varlen_func", _fourth),

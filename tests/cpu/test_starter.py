@@ -73,8 +73,7 @@ def test_twenty_greedy_answers_equal_transformers(starter_model: Path, alone: li
         with torch.inference_mode():
             logits = hf(torch.tensor([prompt + answer]), use_cache=False).logits[0, cut - 1 : -1]
         assert len(answer) > 1
-        said = logits[torch.arange(len(answer)), torch.tensor(answer)]
-        assert (logits.amax(-1) - said).max() < 1e-3, question  # two as likely as that may be taken for each other
+        assert logits.argmax(-1).tolist() == answer, question  # the second best is never nearer than 0.01
 
 
 def test_sixteen_at_once_say_what_each_says_alone(llm: LLM, alone: list[list[int]]) -> None:
