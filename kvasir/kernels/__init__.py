@@ -7,7 +7,7 @@ here, by the tensor's device, so that layers call `kernels.rms_norm(...)` and ne
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -25,6 +25,7 @@ logger = get_logger(__name__)
 __all__ = [
     "ACTIVATIONS",
     "add_rms_norm",
+    "are_compiled",
     "copy_blocks",
     "draw",
     "fused_linear",
@@ -38,6 +39,7 @@ __all__ = [
     "mask_logits",
     "pack_weight",
     "reference_only",
+    "rehearsal",
     "rms_norm",
     "rope_store",
     "rotary",
@@ -54,6 +56,18 @@ def _fast() -> Any:
     from kvasir.kernels import triton
 
     return triton
+
+
+def are_compiled(device: torch.device) -> bool:
+    """Whether this device's versions are compiled when they are first launched."""
+    return device.type == "cuda" and _fast() is not reference
+
+
+def rehearsal() -> AbstractContextManager[None]:
+    """See triton.rehearsal; for a device whose kernels `are_compiled`."""
+    from kvasir.kernels.triton.rehearsal import rehearsal
+
+    return rehearsal()
 
 
 _reference_only = False

@@ -173,13 +173,23 @@ class StepGraphs:
         self.stats.filtered_heads += shape.filters
         return self._heads[shape].outputs
 
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Launch what a lone request's first steps do, without capturing it (see kernels.rehearsal)."""
+        for shape in (Shape(MIXED_SIZES[0], MIXED_ROWS[0], BOUNDS[0]), Shape(1, 1, BOUNDS[0])):
+            self._clear_inputs(shape)
+            self._head(self._forward(shape), HeadShape(shape, rows=1, filters=False))
+
     # ------------------------------------------------------------ what is captured
 
     def _capture_forward(self, shape: Shape) -> Captured[Forward]:
-        """With padding rows only, so that no request is touched."""
+        self._clear_inputs(shape)
+        return self._capture(shape, lambda: self._forward(shape))
+
+    def _clear_inputs(self, shape: Shape) -> None:
+        """Padding rows only, so that no request is touched."""
         self._running[: shape.rows] = self.rows.padding
         self._num_tokens[: shape.rows] = 0
-        return self._capture(shape, lambda: self._forward(shape))
 
     def _capture(self, shape: Shape | HeadShape, run: Callable[[], T]) -> Captured[T]:
         try:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import torch
 
-from kvasir import startup
+from kvasir import kernels, startup
 from kvasir.config import EngineConfig
 from kvasir.distributed.mesh import Mesh
 from kvasir.errors import ConfigError, DeviceMemoryError
@@ -59,6 +59,9 @@ class Worker:
 
     def available_kv_bytes(self) -> int:
         """What the cache may take: as told, or what is left after weights and the largest step."""
+        if kernels.are_compiled(self.device):
+            with startup.phase(startup.KERNELS):
+                self._rehearse()
         told = self.config.cache.kv_cache_memory_bytes
         if told is not None:
             self._refuse_more_than_there_is(told)
@@ -81,7 +84,7 @@ class Worker:
         platform = self.platform
         platform.reset_memory_peak()
         with startup.phase(startup.PROFILE):
-            self._largest_step()
+            self._run_largest_step()
             platform.synchronize()
         peak = platform.memory_peak()
         gc.collect()
@@ -98,7 +101,20 @@ class Worker:
         )  # fmt: skip
         return available
 
-    def _largest_step(self) -> None:
+    def _rehearse(self) -> None:
+        """Compile the kernels of the largest step and of a first request's, all at once."""
+        with kernels.rehearsal():
+            runner = self._run_largest_step()
+            if runner.graphs is not None:
+                runner.graphs.rehearse()
+
+    def _run_largest_step(self) -> ModelRunner:
+        runner = self._make_runner(num_blocks=1)
+        runner.execute(self._largest_step())
+        runner.sample().result()
+        return runner
+
+    def _largest_step(self) -> StepPlan:
         """All rows sample with every stage on, and the rest of the token budget is prompt."""
         scheduler, model_len = self.config.scheduler, self.config.model.max_model_len
         num_rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
@@ -109,7 +125,7 @@ class Worker:
             spare -= int(lengths[row]) - 1
         extras = Extras(1, presence_penalty=1.0, top_ema_p=0.9, top_ema_d=1)  # the stages that take most memory
         sampling = RowSampling(temperature=1.0, top_p=0.9, top_k=10, min_p=0.1, extras=extras)
-        plan = StepPlan(
+        return StepPlan(
             rows=np.arange(num_rows, dtype=np.int32),
             num_tokens=lengths,
             samples=np.ones(num_rows, np.bool_),
@@ -121,9 +137,6 @@ class Worker:
             table_block=np.zeros(0, np.int32),
             copies=np.zeros((0, 2), np.int32),
         )
-        runner = self._make_runner(num_blocks=1)
-        runner.execute(plan)
-        runner.sample().result()
 
     def allocate_kv(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.runner = self._make_runner(num_blocks, num_host_blocks)

@@ -6,9 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from kvasir.kernels.triton.overlap import await_previous, early
+
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, y_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(x_ptr, y_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH
@@ -24,5 +27,5 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     tokens, width = x.shape[0], x.shape[1] // 2
     y = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     block = min(1024, triton.next_power_of_2(width))
-    _silu_mul_kernel[(tokens, triton.cdiv(width, block))](x, y, WIDTH=width, BLOCK=block, num_warps=4)
+    _silu_mul_kernel[(tokens, triton.cdiv(width, block))](x, y, WIDTH=width, BLOCK=block, num_warps=4, **early(x))
     return y

@@ -6,12 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
+from kvasir.kernels.triton.overlap import await_previous, early
+
 
 @triton.jit
 def _decode_inputs_kernel(
     row_ptr, computed_ptr, next_ptr, table_ptr, id_ptr, position_ptr, slot_ptr, length_ptr, count, padding_row,
-    table_stride, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    table_stride, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     row = tl.load(row_ptr + i, mask=inside, other=0)
@@ -41,6 +44,6 @@ def decode_inputs(
     block = min(256, max(16, triton.next_power_of_2(n)))
     _decode_inputs_kernel[(triton.cdiv(n, block),)](
         rows, num_computed, next_token, tables, ids, positions, slots, lengths, n, padding_row, tables.stride(0),
-        BLOCK_SIZE=block_size, BLOCK=block, num_warps=1,
+        BLOCK_SIZE=block_size, BLOCK=block, num_warps=1, **early(rows),
     )  # fmt: skip
     return ids, positions, slots, lengths

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvasir.kernels.triton.overlap import await_previous, early
+
 CHUNK = 1024
 
 
@@ -39,8 +41,9 @@ def _load(logits_ptr, floor_ptr, line, i, vocab, FLOOR: tl.constexpr):
 @triton.jit
 def _weigh_kernel(
     logits_ptr, floor_ptr, row_ptr, temperature_ptr, best_ptr, top_ptr, sum_ptr, vocab, chunks,
-    FLOOR: tl.constexpr, CHUNK: tl.constexpr,
+    FLOOR: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
     line = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     temperature = tl.load(temperature_ptr + tl.load(row_ptr + line))
@@ -59,8 +62,9 @@ def _weigh_kernel(
 @triton.jit
 def _pick_kernel(
     logits_ptr, floor_ptr, row_ptr, temperature_ptr, seed_ptr, position_ptr, best_ptr, top_ptr, sum_ptr, out_ptr,
-    next_ptr, vocab, chunks, FLOOR: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    next_ptr, vocab, chunks, FLOOR: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
     line = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + line)
     temperature = tl.load(temperature_ptr + row)
@@ -106,7 +110,7 @@ def draw(
     tops, sums = torch.empty(2, lines, chunks, dtype=torch.float32, device=logits.device)
     best = torch.empty(lines, chunks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(lines, dtype=torch.int32, device=logits.device)
-    filtered = dict(FLOOR=floor is not None, CHUNK=CHUNK, num_warps=4)
+    filtered = dict(FLOOR=floor is not None, CHUNK=CHUNK, num_warps=4, **early(logits))
     floor = logits if floor is None else floor  # not read
     _weigh_kernel[(lines, chunks)](logits, floor, rows, temperature, best, tops, sums, vocab, chunks, **filtered)
     _pick_kernel[(lines,)](

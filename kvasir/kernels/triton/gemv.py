@@ -11,13 +11,14 @@ import triton
 import triton.language as tl
 
 from kvasir.kernels.triton import tuned
+from kvasir.kernels.triton.overlap import await_previous, early
 
 
 @triton.jit
 def _gemv_kernel(
     x_ptr, w_ptr, bias_ptr, gain_ptr, add_ptr, y_ptr, outputs, eps,
     INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-    ADD: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -26,14 +27,24 @@ def _gemv_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
+    # The matrix is nobody's output: its first columns are on their way while the kernel before still runs.
+    ups = rows + outputs.to(tl.int64) * INNER
+    w = tl.load(rows)
+    if GATED:
+        u = tl.load(ups)
+    await_previous(PDL)
     for i in tl.static_range(INNER // BLOCK_K):
         x = tl.load(x_ptr + i * BLOCK_K + k).to(tl.float32)
         if NORM:
             squares += x * x
             x = x * tl.load(gain_ptr + i * BLOCK_K + k).to(tl.float32)
-        acc += tl.load(rows + i * BLOCK_K).to(tl.float32) * x[None, :]
+        if i > 0:
+            w = tl.load(rows + i * BLOCK_K)
+        acc += w.to(tl.float32) * x[None, :]
         if GATED:
-            acc_up += tl.load(rows + outputs.to(tl.int64) * INNER + i * BLOCK_K).to(tl.float32) * x[None, :]
+            if i > 0:
+                u = tl.load(ups + i * BLOCK_K)
+            acc_up += u.to(tl.float32) * x[None, :]
     y = tl.sum(acc, 1)
     up = tl.sum(acc_up, 1)
     if NORM:
@@ -85,6 +96,6 @@ def gemv(
     _gemv_kernel[(triton.cdiv(outputs, block_n),)](
         x, weight, weight if bias is None else bias, weight if gain is None else gain, weight if add is None else add,
         y, outputs, eps, INNER=inner, BLOCK_N=block_n, BLOCK_K=block_k, BIAS=bias is not None, NORM=gain is not None,
-        ADD=add is not None, GATED=gated, num_warps=warps,
+        ADD=add is not None, GATED=gated, num_warps=warps, **early(x),
     )  # fmt: skip
     return y

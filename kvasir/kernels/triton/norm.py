@@ -6,15 +6,20 @@ import torch
 import triton
 import triton.language as tl
 
+from kvasir.kernels.triton.overlap import await_previous, early
+
 
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, residual_ptr, gain_ptr, y_ptr, rows, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < WIDTH
+    gain = tl.load(gain_ptr + i, mask=inside, other=0.0)
+    await_previous(PDL)
     x = tl.load(x_ptr + row * WIDTH + i, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         x += tl.load(x_ptr + (part * rows + row) * WIDTH + i, mask=inside, other=0.0)
@@ -26,7 +31,6 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + row * WIDTH + i, x, mask=inside)
         x = x.to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
-    gain = tl.load(gain_ptr + i, mask=inside, other=0.0)
     y = x.to(gain_ptr.dtype.element_ty).to(tl.float32) * gain.to(tl.float32)
     tl.store(y_ptr + row * WIDTH + i, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -38,7 +42,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     _rms_norm_kernel[(rows,)](
         x, x if residual is None else residual, weight, y, rows, eps,
         WIDTH=width, BLOCK=block, ADD=residual is not None, PARTS=x.numel() // y.numel(),
-        num_warps=min(8, max(1, block // 512)),
+        num_warps=min(8, max(1, block // 512)), **early(y),
     )  # fmt: skip
     return y
 

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvasir.kernels.triton.overlap import await_previous, early
 from kvasir.kernels.triton.shared_prefix import PARTS, attend_prefix
 
 LOG2E = 1.4426950408889634
@@ -47,8 +48,9 @@ def _decode_kernel(
     table_stride, block_stride, value_stride, token_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, EXTRA: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, EXTRA: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
     kv_head = tl.program_id(0)  # fastest: the heads of one token lie side by side in memory
     seq = tl.program_id(1)
     part = tl.program_id(2)
@@ -106,9 +108,10 @@ def _decode_kernel(
 def _merge_kernel(
     part_ptr, lse_ptr, length_ptr, prefix_ptr, out_ptr,
     HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, WINDOW: tl.constexpr, EXTRA: tl.constexpr, SLOTS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, WINDOW: tl.constexpr, EXTRA: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Parts weighted by their log-sum-exp, all of a head as one tile of SLOTS (a power of two)."""
+    await_previous(PDL)
     head = tl.program_id(0)
     seq = tl.program_id(1)
     length = tl.load(length_ptr + seq)
@@ -201,7 +204,7 @@ def paged_decode(
     block_n, warps, stages = (32, 4, 4) if few else (64, 2, 5 if sequences * kv_heads >= 1024 else 3)
     shape = dict(
         HEADS=heads, DIM=dim, PADDED=triton.next_power_of_2(dim), BLOCK_N=block_n, SPLITS=split.count,
-        MIN_SPLIT=split.least, WINDOW=window or 0, EXTRA=extra,
+        MIN_SPLIT=split.least, WINDOW=window or 0, EXTRA=extra, **early(query),
     )  # fmt: skip
     after = lengths if prefix is None else prefix
     _decode_kernel[(kv_heads, sequences, split.count)](

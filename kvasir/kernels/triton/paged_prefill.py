@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kvasir.kernels.tiles import Tiles
+from kvasir.kernels.triton.overlap import await_previous, early
 from kvasir.kernels.triton.paged_decode import LOG2E, soft_cap
 
 
@@ -20,8 +21,9 @@ def _prefill_kernel(
     table_stride, block_stride, value_stride, token_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    DESCRIPTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    DESCRIPTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
     head = tl.program_id(0)
     if TILES:
         seq = tl.load(tile_seq_ptr + tl.program_id(1))
@@ -141,5 +143,5 @@ def paged_prefill(
         tables.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=padded, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n,
         WINDOW=window or 0, SOFTCAP=softcap or 0.0, DESCRIPTOR=descriptor, TILES=tiles is not None,
-        STAGES=stages, num_warps=warps, num_stages=stages,
+        STAGES=stages, num_warps=warps, num_stages=stages, **early(query),
     )  # fmt: skip

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvasir.kernels.triton.overlap import await_previous, early
+
 
 @triton.jit
 def _rope_store_kernel(
@@ -14,9 +16,10 @@ def _rope_store_kernel(
     block_stride, value_stride, token_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, QK_NORM: tl.constexpr, INTERLEAVED: tl.constexpr,
-    LIMIT: tl.constexpr,
+    LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads a program, all of one kind (GROUP divides HEADS and KV_HEADS)."""
+    await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUP
     head = first + tl.arange(0, GROUP)
@@ -102,6 +105,6 @@ def rope_store(
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=triton.next_power_of_2(dim),
         ROTARY=0 if table is None else table.shape[1], BLOCK_SIZE=block_size, GROUP=group, QK_NORM=norm,
         INTERLEAVED=interleaved,
-        LIMIT=torch.finfo(kv_cache.dtype).max if kv_cache.itemsize == 1 else 0.0, num_warps=1,
+        LIMIT=torch.finfo(kv_cache.dtype).max if kv_cache.itemsize == 1 else 0.0, num_warps=1, **early(qkv),
     )  # fmt: skip
     return query

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvasir.kernels.triton.overlap import await_previous, early
+
 PARTS = 4  # into so many the prefix is cut, for more programs
 
 
@@ -19,8 +21,10 @@ def _prefix_kernel(
     table_stride, block_stride, value_stride, token_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A line is (sequence, head of the group) of one KV head."""
+    await_previous(PDL)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     kv_head = tl.program_id(1)
@@ -80,7 +84,7 @@ def attend_prefix(
         query, kv_cache, tables, rows, prefix, part, lse, scale * 1.4426950408889634, lines, slots,
         tables.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=triton.next_power_of_2(dim), BLOCK_SIZE=block_size,
-        BLOCK_M=block_m, BLOCK_N=block_n, PARTS=PARTS, STAGES=3, num_warps=warps, num_stages=3,
+        BLOCK_M=block_m, BLOCK_N=block_n, PARTS=PARTS, STAGES=3, num_warps=warps, num_stages=3, **early(query),
     )  # fmt: skip
 
 

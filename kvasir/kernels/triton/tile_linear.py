@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kvasir.kernels.triton import tuned
+from kvasir.kernels.triton.overlap import await_previous, early
 
 COUNTS = (16, 32, 64)  # rows of x that are measured ...
 PARTS_COUNTS = (16, 32, 64, 128, 256)  # ... and those where parts may be left
@@ -23,8 +24,9 @@ PARTS_COUNTS = (16, 32, 64, 128, 256)  # ... and those where parts may be left
 def _tile_kernel(
     x_ptr, w_ptr, w_desc, bias_ptr, y_ptr, count, outputs,
     INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
-    BIAS: tl.constexpr, DESCRIPTOR: tl.constexpr, STAGES: tl.constexpr,
+    BIAS: tl.constexpr, DESCRIPTOR: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
     first = tl.program_id(0) * BLOCK_N
     part = tl.program_id(1)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -102,5 +104,5 @@ def _launch(
     _tile_kernel[(triton.cdiv(outputs, block_n), split, triton.cdiv(len(x), block_m))](
         x, weight, described, weight if bias is None else bias, y, len(x), outputs,
         INNER=inner, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT=split, BIAS=bias is not None,
-        DESCRIPTOR=x.is_cuda, STAGES=stages, num_warps=warps, num_stages=stages,
+        DESCRIPTOR=x.is_cuda, STAGES=stages, num_warps=warps, num_stages=stages, **early(x),
     )  # fmt: skip

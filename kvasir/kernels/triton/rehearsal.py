@@ -1,0 +1,57 @@
+"""Compiles the kernels of a step all at once, on all cores, before the step is run for real.
+
+One after the other they take half a second each, and the first steps need some thirty of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from triton import knobs
+
+from kvasir.platforms.limits import usable_cpus
+
+_EMPTY: dict[Any, Callable[..., Any]] = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like}
+
+
+class _Zeros(TorchFunctionMode):
+    """What a kernel would have written may be an index into something: let it be one that exists."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _EMPTY.get(func, func)(*args, **(kwargs or {}))
+
+
+@contextmanager
+def rehearsal() -> Iterator[None]:
+    """Within, this thread launches no kernel that is not compiled yet: it is compiled meanwhile, on another thread.
+
+    So what runs within computes nothing of use. On leaving, everything it would have launched is compiled.
+    """
+    here, before = threading.get_ident(), knobs.runtime.jit_cache_hook
+    compiles: dict[tuple[Any, str], Future[Any]] = {}
+    pool = ThreadPoolExecutor(usable_cpus(), "kvasir-compile", torch.cuda.set_device, (torch.cuda.current_device(),))
+
+    def put_off(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        """Triton asks this before it compiles. True: it shall not, nor launch."""
+        if threading.get_ident() != here:
+            return False
+        which = fn.jit_function, compile["key"]
+        if which not in compiles:
+            compiles[which] = pool.submit(fn.jit_function.preload, compile["specialization_data"])
+        return True
+
+    with pool:
+        knobs.runtime.jit_cache_hook = put_off
+        try:
+            with _Zeros():
+                yield
+        finally:
+            knobs.runtime.jit_cache_hook = before
+    for compiled in compiles.values():
+        compiled.result()  # raises what the compiler did
