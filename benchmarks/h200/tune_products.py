@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 from kvasir.kernels.triton import add_rms_norm, gemv, linear_parts, tuned  # noqa: E402
+from kvasir.kernels.triton.rehearsal import rehearsal  # noqa: E402
 from kvasir.kernels.triton.tile_linear import COUNTS, PARTS_COUNTS, tile_linear  # noqa: E402
 
 # Of each model: outputs and inputs of its products, and how one row goes through them.
@@ -37,7 +38,8 @@ SHAPES = {
 }  # fmt: skip
 # Rows of the matrix per program, columns per step, warps.
 GEMV = [(1, 512, 1), (1, 1024, 2), (1, 1024, 4), (1, 2048, 4), (2, 512, 2), (2, 1024, 2), (2, 1024, 4), (2, 2048, 4)]
-GEMV += [(4, 512, 2), (4, 512, 4), (4, 1024, 4)]
+GEMV += [(4, 512, 2), (4, 512, 4), (4, 1024, 4), (1, 256, 1), (2, 256, 1), (4, 256, 1), (2, 512, 1), (1, 1024, 8)]
+GEMV += [(2, 2048, 8), (4, 2048, 8)]
 # Rows of the matrix per tile, columns per step, warps, stages.
 TILE = [(64, 64, 4, 5), (64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 8, 4), (128, 64, 4, 4), (128, 64, 8, 4)]
 PARTS = [(*blocks, split) for blocks in ((64, 128, 4, 4), (64, 128, 4, 5), (64, 64, 4, 5)) for split in (2, 4, 8)]
@@ -131,6 +133,9 @@ def times_of(
     run: Callable[[list[int]], Run], candidates: list[tuple[int, ...]], weights: list[torch.Tensor]
 ) -> dict[tuple[int, ...], float]:
     times = {}
+    with suppress(OutOfResources), rehearsal():
+        for blocks in candidates:
+            run(list(blocks))(weights[0])
     for blocks in candidates:
         with suppress(OutOfResources):  # more shared memory than there is: not a candidate
             times[blocks] = time_of(run(list(blocks)), weights)

@@ -36,6 +36,8 @@ class AttentionBatch:
     causal: bool = True
     # [1] int32: so many first tokens are the same blocks for all sequences, and reading them once would pay; None: no.
     shared_prefix: torch.Tensor | None = None
+    # [sequences] int32: those of one token, the longest first, where it pays to begin with them; None: as they stand.
+    order: torch.Tensor | None = None
     # Set where only the device knows which sequences run one token: num_decodes and query_lens then say nothing.
     tiles: Tiles | None = None
     # The step of the other groups of layers, whose blocks are others.
@@ -57,6 +59,7 @@ class AttentionBatch:
             num_decodes=count,
             query_lens=np.ones(count, np.int32),
             others=tuple(other.last_tokens().batch for other in self.others),
+            order=None,
             notes={},
         )
         return LastTokens(tokens, batch)

@@ -38,7 +38,7 @@ class TritonAttention:
             rows, lengths = batch.rows[:n], batch.seq_lens[:n]
             paged_decode(
                 query[:n], kv_cache, batch.tables, rows, lengths, out[:n], self.workspace, scale, window, softcap,
-                longest=int(batch.seq_bounds[:n].max()), prefix=batch.shared_prefix,
+                longest=int(batch.seq_bounds[:n].max()), prefix=batch.shared_prefix, order=batch.order,
             )  # fmt: skip
         if n < len(batch.query_lens):
             longest = int(batch.query_lens[n:].max())

@@ -85,12 +85,12 @@ class ModelRunner:
         """Launch the forward pass."""
         shape = self.graphs.shape_for(plan) if self.graphs is not None else None
         new_rows = self.sampling.pack(plan.new_rows) if plan.new_rows else NO_ROWS
-        told = (plan.rows, plan.num_tokens, plan.token_ids)
+        told = (plan.rows, plan.num_tokens, plan.token_ids, NO_LINES)
         if self.graphs is not None and shape is not None:
             told = self.graphs.told(plan, shape)
         shared = np.array([plan.shared_tokens], np.int32)
         changes = (plan.table_index, plan.table_block, plan.copies, plan.to_host[:, 0], plan.from_host[:, 1])
-        rows, num_tokens, token_ids, shared_tokens, packed, index, block, copies, leaving, arriving = upload(
+        rows, num_tokens, token_ids, order, shared_tokens, packed, index, block, copies, leaving, arriving = upload(
             [*told, shared, new_rows, *changes], self.device
         )
         if plan.new_rows:
@@ -104,7 +104,7 @@ class ModelRunner:
         if self.graphs is None or shape is None:
             self._running = self._forward(plan, self.rows.build(plan, rows.long(), num_tokens, token_ids))
             return
-        step = self.graphs.forward(shape, rows, num_tokens, token_ids, shared_tokens)
+        step = self.graphs.forward(shape, rows, num_tokens, token_ids, order, shared_tokens)
         self._running = Running(plan, step.inputs.batch, step.hidden, self.prompt_scores.chunks(plan), shape)
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> Running:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.attention.base import AttentionBatch
-from kvasir.kernels.triton import shared_prefix
+from kvasir.kernels.triton import paged_decode, shared_prefix
 from kvasir.kernels.triton.decode_inputs import decode_inputs
 from kvasir.messages import Int32Array, StepPlan
 from kvasir.sampling.sampler import Sampler
@@ -50,6 +50,10 @@ class Shape:
         """Whether rows may run several tokens."""
         return self.tokens > self.rows
 
+    @property
+    def is_ordered(self) -> bool:
+        return not self.is_mixed and paged_decode.order_pays(self.rows)
+
 
 @dataclass(slots=True, frozen=True)
 class HeadShape:
@@ -72,6 +76,7 @@ class GraphStats:
     mixed_steps: int = 0
     filtered_heads: int = 0
     shared_prefix_steps: int = 0
+    ordered_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -86,6 +91,7 @@ class StepGraphs:
     _running: torch.Tensor = field(init=False)  # the rows of the step, padded
     _num_tokens: torch.Tensor = field(init=False)  # of each; read by mixed steps
     _token_ids: torch.Tensor = field(init=False)  # of all; read by mixed steps
+    _order: torch.Tensor = field(init=False)  # of the step's rows, the longest first; read by steps of single tokens
     _lines: torch.Tensor = field(init=False)  # those of the step that sample, padded with -1; read by mixed steps
     _forwards: dict[Shape, Captured[Forward]] = field(default_factory=dict)
     _heads: dict[HeadShape, Captured[torch.Tensor]] = field(default_factory=dict)
@@ -96,6 +102,7 @@ class StepGraphs:
         self.pool = GraphPool(self.device)
         self._running = torch.full((most,), self.rows.padding, dtype=torch.int64, device=self.device)
         self._num_tokens, self._token_ids, self._lines = torch.zeros(3, most, dtype=torch.int32, device=self.device)
+        self._order = torch.arange(most, dtype=torch.int32, device=self.device)
 
     def shape_for(self, plan: StepPlan) -> Shape | None:
         """The graph that fits this step, if one does."""
@@ -115,14 +122,15 @@ class StepGraphs:
         size = MIXED_SIZES[bisect_left(MIXED_SIZES, plan.total_tokens)]
         return Shape(size, min(MIXED_ROWS[bisect_left(MIXED_ROWS, count)], size - 1), bound)
 
-    def told(self, plan: StepPlan, shape: Shape) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """What the device must be told of a step: its rows, and unless it knows them, tokens of each and their ids."""
+    def told(self, plan: StepPlan, shape: Shape) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
+        """What the device must be told of a step: its rows, and unless it knows them, tokens of each and their ids; and
+        which rows come first, if that matters."""
         rows = _padded(plan.rows, shape.rows, self.rows.padding)
         if shape.is_mixed:
-            return rows, _padded(plan.num_tokens, shape.rows, 0), _padded(plan.token_ids, shape.tokens, 0)
-        if bool((plan.token_ids >= 0).any()):
-            return rows, NO_LINES, _padded(plan.token_ids, shape.rows, -1)
-        return rows, NO_LINES, NO_LINES
+            return rows, _padded(plan.num_tokens, shape.rows, 0), _padded(plan.token_ids, shape.tokens, 0), NO_LINES
+        known = not bool((plan.token_ids >= 0).any())
+        token_ids = NO_LINES if known else _padded(plan.token_ids, shape.rows, -1)
+        return rows, NO_LINES, token_ids, _longest_first(plan.bounds, shape.rows) if shape.is_ordered else NO_LINES
 
     def forward(
         self,
@@ -130,6 +138,7 @@ class StepGraphs:
         rows: torch.Tensor,
         num_tokens: torch.Tensor,
         token_ids: torch.Tensor,
+        order: torch.Tensor,
         shared_tokens: torch.Tensor,
     ) -> Forward:
         """Replay a step; the tensors are what `told` made, on the device."""
@@ -142,12 +151,15 @@ class StepGraphs:
         elif len(token_ids):
             own, next_token = rows.long(), self.rows.next_token
             next_token[own] = torch.where(token_ids >= 0, token_ids, next_token[own])
+        if shape.is_ordered:
+            self._order[: shape.rows] = order
         if shape.shares:
             self.rows.shared_prefix.copy_(shared_tokens)
         self._forwards[shape].graph.replay()
         self.stats.replays += 1
         self.stats.mixed_steps += shape.is_mixed
         self.stats.shared_prefix_steps += shape.shares
+        self.stats.ordered_steps += shape.is_ordered
         return self._forwards[shape].outputs
 
     def head_for(self, shape: Shape, num_lines: int, needs: Needs) -> HeadShape | None:
@@ -229,6 +241,7 @@ class StepGraphs:
             seq_bounds=np.full(shape.rows, shape.bound, np.int32),
             block_size=state.block_size,
             shared_prefix=state.shared_prefix if shape.shares else None,
+            order=self._order[: shape.rows] if shape.is_ordered else None,
         )
         if state.other_tables:
             batch.others = state.batches_of_others(batch, rows, positions)
@@ -248,6 +261,13 @@ class StepGraphs:
 
 def _padded(values: NDArray[np.int32], size: int, value: int) -> Int32Array:
     return np.pad(values, (0, size - len(values)), constant_values=value)
+
+
+def _longest_first(bounds: NDArray[np.int32], size: int) -> Int32Array:
+    """A permutation of the rows of a step; padding comes last."""
+    order = np.arange(size, dtype=np.int32)
+    order[: len(bounds)] = np.argsort(-bounds, kind="stable")
+    return order
 
 
 def graph_sizes(max_rows: int) -> list[int]:

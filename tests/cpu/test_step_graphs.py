@@ -28,7 +28,21 @@ def test_a_step_whose_graph_found_no_memory_runs_without_one_for_a_while() -> No
     graphs.pool.capture = without_memory
     shape = graphs.shape_for(single_tokens(3))
     with pytest.raises(torch.OutOfMemoryError):
-        graphs.forward(shape, *torch.zeros(4, 4, dtype=torch.int32))
+        graphs.forward(shape, *torch.zeros(5, 4, dtype=torch.int32))
     assert graphs.shape_for(single_tokens(7)) is not None, "others keep their graphs"
     found = [graphs.shape_for(single_tokens(3)) for _ in range(step_graphs.PUT_OFF + 1)]
     assert found == [None] * step_graphs.PUT_OFF + [shape]
+
+
+def test_the_device_is_told_to_begin_with_the_longest() -> None:
+    absent: Any = None
+    rows: Any = SimpleNamespace(padding=999)
+    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(256), torch.device("cpu"))
+    plan = single_tokens(131)
+    plan.bounds, plan.token_ids = np.random.default_rng(0).integers(1, 400, 131), np.full(131, -1)
+    told, _, _, order = graphs.told(plan, graphs.shape_for(plan))
+    assert sorted(order) == list(range(136)) and list(told[order[131:]]) == [999] * 5, "padding comes last"
+    assert (np.diff(plan.bounds[order[:131]]) <= 0).all()
+    few = single_tokens(8)
+    few.token_ids = np.full(8, -1)
+    assert not len(graphs.told(few, graphs.shape_for(few))[3])

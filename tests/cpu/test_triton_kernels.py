@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 from kvasir.attention.base import AttentionBatch  # noqa: E402
 from kvasir.attention.triton import TritonAttention  # noqa: E402
 from kvasir.kernels.tiles import find_tiles  # noqa: E402
-from kvasir.kernels.triton import tuned  # noqa: E402
+from kvasir.kernels.triton import shared_prefix, tuned  # noqa: E402
 from kvasir.kernels.triton.activation import silu_mul  # noqa: E402
 from kvasir.kernels.triton.decode_inputs import decode_inputs  # noqa: E402
 from kvasir.kernels.triton.draw import draw  # noqa: E402
@@ -27,6 +27,7 @@ from kvasir.kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode  # noqa: E402
 from kvasir.kernels.triton.paged_prefill import paged_prefill  # noqa: E402
 from kvasir.kernels.triton.rope_store import rope_store  # noqa: E402
+from kvasir.kernels.triton.shared_prefix import choose_tiling  # noqa: E402
 from kvasir.kernels.triton.tile_linear import blocks_for, linear_parts, parts_for, tile_linear  # noqa: E402
 
 GPU = torch.cuda.is_available()
@@ -146,6 +147,18 @@ def test_paged_decode(
     assert (out[-1] == 7).all(), "a padding row was written"
 
 
+@pytest.mark.parametrize("split", [None, Split(4, 64)])
+def test_whose_turn_comes_first_changes_nothing(split: Split | None) -> None:
+    lengths = [1, 16, 17, 300, 64, 131, 0]
+    cache, tables, rows, lens = paged(lengths, 2, 32, 16, torch.float32)
+    query = randn(len(lengths), 4, 32)
+    order = torch.argsort(lens, descending=True).int()
+    found = torch.full((2, *query.shape), 7.0, device=DEVICE)
+    for out, turns in zip(found, (None, order), strict=True):
+        paged_decode(query, cache, tables, rows, lens, out, Workspace(), 32**-0.5, split=split, order=turns)
+    assert torch.equal(*found) and (found[0, :-1] != 7).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 20])
 def test_soft_cap(window: int | None, dtype: torch.dtype) -> None:
@@ -256,8 +269,13 @@ def test_decode_inputs() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("split", [Split(1, 1 << 30), Split(4, 32)])
-@pytest.mark.parametrize(("shared", "block_size"), [(16, 16), (128, 16), (192, 16), (256, 256)])
-def test_shared_prefix(shared: int, block_size: int, split: Split, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("shared", "block_size", "programs"), [(16, 16, 128), (128, 16, 128), (192, 16, 5), (192, 16, 1), (256, 256, 128)]
+)
+def test_shared_prefix(
+    shared: int, block_size: int, programs: int, split: Split, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_prefix, "PROGRAMS", programs)  # in 4, 2 and 1 parts
     heads, kv_heads, dim = 8, 2, 32
     lengths = [shared + n for n in (1, 40, 100, 17, 64)]
     cache, tables, rows, lens = paged([*lengths, 0], kv_heads, dim, block_size, dtype)
@@ -269,6 +287,12 @@ def test_shared_prefix(shared: int, block_size: int, split: Split, dtype: torch.
     for i, n in enumerate(lengths):
         close(out[i : i + 1], attend(query[i : i + 1], cache, tables[rows[i]], n, None), dtype)
     assert (out[-1] == 7).all(), "a padding row was written"
+
+
+def test_a_prefix_is_cut_until_the_gpu_is_full() -> None:
+    """One row of tiles to a KV head: 256 sequences fill an H200 with two parts, few with as many as there may be."""
+    assert [choose_tiling(4 * n, 8).parts for n in (16, 64, 256, 512, 2048)] == [4, 4, 2, 1, 1]
+    assert choose_tiling(1, 1).parts == 4
 
 
 def test_small_blocks_read_a_shared_prefix_like_any_other() -> None:

@@ -140,6 +140,20 @@ def test_closing_frees_the_device(checkpoint: tuple[Any, Path]) -> None:
     assert left[2] - left[0] < 1 << 20
 
 
+def test_beginning_with_the_longest_changes_nothing(checkpoint: tuple[Any, Path]) -> None:
+    rng = np.random.default_rng(2)
+    texts = [{"prompt_token_ids": rng.integers(2, 96, int(n)).tolist()} for n in rng.integers(1, 100, 200)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    said, taken = [], []
+    for settings in ({}, {"enforce_eager": True}):
+        with make(checkpoint[1], **settings) as llm:
+            said.append([output.outputs[0].token_ids for output in llm.generate(texts, params, use_tqdm=False)])
+            graphs = llm.llm_engine.client.core.executor.runner.graphs  # type: ignore[attr-defined]
+            taken.append(graphs.stats.ordered_steps if graphs is not None else 0)
+    assert said[0] == said[1]
+    assert taken[0] >= 8 and taken[1] == 0
+
+
 def test_shared_prefix_is_read_once_and_changes_nothing(checkpoint: tuple[Any, Path]) -> None:
     hf, path = checkpoint
     rng = np.random.default_rng(1)

@@ -20,6 +20,7 @@ def _gemv_kernel(
     INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
     ADD: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     inside = n < outputs
@@ -27,24 +28,14 @@ def _gemv_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
-    # The matrix is nobody's output: its first columns are on their way while the kernel before still runs.
-    ups = rows + outputs.to(tl.int64) * INNER
-    w = tl.load(rows)
-    if GATED:
-        u = tl.load(ups)
-    await_previous(PDL)
     for i in tl.static_range(INNER // BLOCK_K):
         x = tl.load(x_ptr + i * BLOCK_K + k).to(tl.float32)
         if NORM:
             squares += x * x
             x = x * tl.load(gain_ptr + i * BLOCK_K + k).to(tl.float32)
-        if i > 0:
-            w = tl.load(rows + i * BLOCK_K)
-        acc += w.to(tl.float32) * x[None, :]
+        acc += tl.load(rows + i * BLOCK_K).to(tl.float32) * x[None, :]
         if GATED:
-            if i > 0:
-                u = tl.load(ups + i * BLOCK_K)
-            acc_up += u.to(tl.float32) * x[None, :]
+            acc_up += tl.load(rows + outputs.to(tl.int64) * INNER + i * BLOCK_K).to(tl.float32) * x[None, :]
     y = tl.sum(acc, 1)
     up = tl.sum(acc_up, 1)
     if NORM:

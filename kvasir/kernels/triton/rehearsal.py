@@ -27,6 +27,11 @@ class _Zeros(TorchFunctionMode):
         return _EMPTY.get(func, func)(*args, **(kwargs or {}))
 
 
+def _compile(function: Any, specialization: str) -> Any:
+    """With what launches it, which is compiled, too."""
+    return function.preload(specialization).run
+
+
 @contextmanager
 def rehearsal() -> Iterator[None]:
     """Within, this thread launches no kernel that is not compiled yet: it is compiled meanwhile, on another thread.
@@ -43,7 +48,7 @@ def rehearsal() -> Iterator[None]:
             return False
         which = fn.jit_function, compile["key"]
         if which not in compiles:
-            compiles[which] = pool.submit(fn.jit_function.preload, compile["specialization_data"])
+            compiles[which] = pool.submit(_compile, fn.jit_function, compile["specialization_data"])
         return True
 
     with pool:

@@ -6,13 +6,16 @@ adds each sequence's own tokens. On an H200, 256 sequences of 2048 shared and 19
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from kvasir.kernels.triton.overlap import await_previous, early
 
-PARTS = 4  # into so many the prefix is cut, for more programs
+MOST_PARTS = 4  # into so many the prefix is cut at most
+PROGRAMS = 128  # that fill a GPU
 
 
 @triton.jit
@@ -64,6 +67,21 @@ def _prefix_kernel(
     tl.store(lse_ptr + slot, tl.where(empty, -float("inf"), top + tl.log2(total)), mask=m < num_lines)
 
 
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How the queries' lines are cut into tiles, and the prefix into parts for more programs."""
+
+    height: int
+    warps: int
+    parts: int  # each is one more partial result to write and merge
+
+
+def choose_tiling(lines: int, kv_heads: int) -> Tiling:
+    height, warps = (128, 8) if lines >= 512 else (64, 4) if lines >= 64 else (16, 4)
+    programs = triton.cdiv(lines, height) * kv_heads
+    return Tiling(height, warps, max(1, min(MOST_PARTS, PROGRAMS // programs)))
+
+
 def attend_prefix(
     query: torch.Tensor,  # [sequences, heads, head_dim], contiguous
     kv_cache: torch.Tensor,  # [blocks, 2, block_size, kv_heads, head_dim]
@@ -71,20 +89,21 @@ def attend_prefix(
     rows: torch.Tensor,  # [sequences]
     prefix: torch.Tensor,  # [1] int32: so many tokens, a multiple of the block size, are the same blocks for all
     part: torch.Tensor,  # partial results, [sequences, heads, slots, head_dim] ...
-    lse: torch.Tensor,  # ... and their log-sum-exp; the first PARTS slots of each head are written
+    lse: torch.Tensor,  # ... and their log-sum-exp; the first slots of each head are written, one for each part
     slots: int,
     scale: float,
+    tiling: Tiling,
 ) -> None:
     sequences, heads, dim = query.shape
     _, _, block_size, kv_heads, _ = kv_cache.shape
     lines = sequences * (heads // kv_heads)
-    block_m, warps = (128, 8) if lines >= 512 else (64, 4) if lines >= 64 else (16, 4)
     block_n = min(64, block_size)
-    _prefix_kernel[(triton.cdiv(lines, block_m), kv_heads, PARTS)](
+    _prefix_kernel[(triton.cdiv(lines, tiling.height), kv_heads, tiling.parts)](
         query, kv_cache, tables, rows, prefix, part, lse, scale * 1.4426950408889634, lines, slots,
         tables.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=triton.next_power_of_2(dim), BLOCK_SIZE=block_size,
-        BLOCK_M=block_m, BLOCK_N=block_n, PARTS=PARTS, STAGES=3, num_warps=warps, num_stages=3, **early(query),
+        BLOCK_M=tiling.height, BLOCK_N=block_n, PARTS=tiling.parts, STAGES=3, num_warps=tiling.warps, num_stages=3,
+        **early(query),
     )  # fmt: skip
 
 
