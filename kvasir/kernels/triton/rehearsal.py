@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,36 +27,33 @@ class _Zeros(TorchFunctionMode):
         return _EMPTY.get(func, func)(*args, **(kwargs or {}))
 
 
-def _compile(function: Any, specialization: str) -> Any:
-    """With what launches it, which is compiled, too."""
-    return function.preload(specialization).run
-
-
 @contextmanager
 def rehearsal() -> Iterator[None]:
-    """Within, this thread launches no kernel that is not compiled yet: it is compiled meanwhile, on another thread.
+    """Within, this thread launches no kernel that is not compiled yet, so that nothing of use is computed.
 
-    So what runs within computes nothing of use. On leaving, everything it would have launched is compiled.
+    On leaving, everything that it would have launched is compiled.
     """
     here, before = threading.get_ident(), knobs.runtime.jit_cache_hook
-    compiles: dict[tuple[Any, str], Future[Any]] = {}
-    pool = ThreadPoolExecutor(usable_cpus(), "kvasir-compile", torch.cuda.set_device, (torch.cuda.current_device(),))
+    missing: dict[tuple[Any, str], str] = {}  # kernel and variant -> how to compile it
 
     def put_off(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         """Triton asks this before it compiles. True: it shall not, nor launch."""
         if threading.get_ident() != here:
             return False
-        which = fn.jit_function, compile["key"]
-        if which not in compiles:
-            compiles[which] = pool.submit(_compile, fn.jit_function, compile["specialization_data"])
+        missing[fn.jit_function, compile["key"]] = compile["specialization_data"]
         return True
 
-    with pool:
-        knobs.runtime.jit_cache_hook = put_off
-        try:
-            with _Zeros():
-                yield
-        finally:
-            knobs.runtime.jit_cache_hook = before
-    for compiled in compiles.values():
-        compiled.result()  # raises what the compiler did
+    knobs.runtime.jit_cache_hook = put_off
+    try:
+        with _Zeros():
+            yield
+    finally:
+        knobs.runtime.jit_cache_hook = before
+    with ThreadPoolExecutor(usable_cpus(), "compile", torch.cuda.set_device, (torch.cuda.current_device(),)) as pool:
+        for _compiled in pool.map(_compile, [kernel for kernel, _ in missing], missing.values()):
+            pass  # raises what the compiler did
+
+
+def _compile(kernel: Any, specialization: str) -> Any:
+    """With what launches it, which is compiled, too."""
+    return kernel.preload(specialization).run
