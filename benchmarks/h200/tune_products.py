@@ -1,6 +1,6 @@
 """Measures which blocks small products want on this GPU, and writes kvasir/kernels/triton/products.json.
 
-    python benchmarks/h200/tune_products.py [--models qwen3-0.6b,llama-3.1-8b] [--out FILE] [--quick]
+    python benchmarks/h200/tune_products.py [--models qwen3-0.6b,llama-3.1-8b] [--only gemv,tile,parts] [--out FILE]
 
 Each candidate is timed as a CUDA graph of many launches over copies of the matrix that do not fit the L2 cache, beside
 cuBLAS; tiles are kept only where they gain two percent. Other devices' entries of the file stay.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from kvasir.kernels.triton import add_rms_norm, gemv, linear_parts, tuned  # noqa: E402
 from kvasir.kernels.triton.rehearsal import rehearsal  # noqa: E402
-from kvasir.kernels.triton.tile_linear import COUNTS, PARTS_COUNTS, tile_linear  # noqa: E402
+from kvasir.kernels.triton.tile_linear import COUNTS, tile_linear  # noqa: E402
 
 # Of each model: outputs and inputs of its products, and how one row goes through them.
 SHAPES = {
@@ -49,17 +49,18 @@ Run = Callable[[torch.Tensor], object]
 
 def main() -> None:
     arguments = _parse()
-    found: dict[str, list[int]] = {}
+    data = json.loads(tuned.DATA.read_text(encoding="utf-8")) if tuned.DATA.exists() else {}
+    table: dict[str, list[int]] = data.setdefault(torch.cuda.get_device_name(), {})
+    counts = [1] * ("gemv" in arguments.only) + list(COUNTS) * ("tile" in arguments.only)
     for model in arguments.models.split(","):
         for kind, rows, inner in SHAPES[model]:
-            measured = [] if arguments.parts_only else [tune(kind, rows, inner, arguments.quick)]
-            measured += [tune_parts(rows, inner)] if kind == "add" else []
+            measured = [tune(kind, rows, inner, counts, arguments.quick)]
+            measured += [tune_parts(rows, inner)] if kind == "add" and "parts" in arguments.only else []
             for key, blocks, line in chain(*measured):
                 print(line, flush=True)
+                table.pop(key, None)
                 if blocks is not None:
-                    found[key] = blocks
-    data = json.loads(tuned.DATA.read_text(encoding="utf-8")) if tuned.DATA.exists() else {}
-    data.setdefault(torch.cuda.get_device_name(), {}).update(found)
+                    table[key] = blocks
     lines = [
         f"  {json.dumps(device)}: {{\n"
         + ",\n".join(f"    {json.dumps(key)}: {json.dumps(blocks)}" for key, blocks in sorted(entries.items()))
@@ -69,10 +70,12 @@ def main() -> None:
     arguments.out.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def tune(kind: str, rows: int, inner: int, quick: bool) -> Iterator[tuple[str, list[int] | None, str]]:
+def tune(
+    kind: str, rows: int, inner: int, counts: Sequence[int], quick: bool
+) -> Iterator[tuple[str, list[int] | None, str]]:
     """Keys of products.json with the best blocks, or none where cuBLAS is better."""
     weights = _copies(rows, inner)
-    for count in (1, *COUNTS):
+    for count in counts:
         x = torch.randn(count, inner, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(count, rows, device="cuda", dtype=torch.bfloat16)
         cublas = time_of(lambda w, x=x, y=y: torch.mm(x, w.t(), out=y), weights)
@@ -93,7 +96,7 @@ def tune_parts(rows: int, inner: int) -> Iterator[tuple[str, list[int] | None, s
     """With the norm that follows, since it has to sum the parts."""
     weights = _copies(rows, inner)
     gain = torch.ones(rows, device="cuda", dtype=torch.bfloat16)
-    for count in PARTS_COUNTS:
+    for count in COUNTS:
         x = torch.randn(count, inner, device="cuda", dtype=torch.bfloat16)
         residual, y = torch.zeros(2, count, rows, device="cuda", dtype=torch.bfloat16)
 
@@ -166,7 +169,9 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SHAPES))
     parser.add_argument("--out", type=Path, default=tuned.DATA)
-    parser.add_argument("--parts-only", action="store_true", help="only products whose sums are left to a norm")
+    parser.add_argument(
+        "--only", default="gemv,tile,parts", help="one row; several; several, their sums left to a norm"
+    )
     parser.add_argument("--quick", action="store_true", help="a third of the candidates")
     return parser.parse_args()
 

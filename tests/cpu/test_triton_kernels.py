@@ -328,7 +328,7 @@ def test_gemv(outputs: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [2, 16, 37, 64])
+@pytest.mark.parametrize("count", [2, 16, 37, 64, 200])
 @pytest.mark.parametrize(("outputs", "inner", "bias"), [(200, 256, True), (128, 384, False)])
 def test_tile_linear(outputs: int, inner: int, bias: bool, count: int, dtype: torch.dtype) -> None:
     if GPU and dtype is torch.float32:

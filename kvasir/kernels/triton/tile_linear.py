@@ -16,8 +16,7 @@ import triton.language as tl
 from kvasir.kernels.triton import tuned
 from kvasir.kernels.triton.overlap import await_previous, early
 
-COUNTS = (16, 32, 64)  # rows of x that are measured ...
-PARTS_COUNTS = (16, 32, 64, 128, 256)  # ... and those where parts may be left
+COUNTS = (16, 32, 64, 128, 256)  # rows of x that are measured
 
 
 @triton.jit
@@ -50,21 +49,19 @@ def _tile_kernel(
 
 def blocks_for(x: torch.Tensor, weight: torch.Tensor) -> list[int] | None:
     """The blocks to use for this product, if it is one that was measured to gain."""
-    return _find(tuned.tile_key, COUNTS, x, weight)
+    return _find(tuned.tile_key, x, weight)
 
 
 def parts_for(x: torch.Tensor, weight: torch.Tensor) -> list[int] | None:
     """The same where the sums of parts may be left to the next kernel; the last number is how many parts."""
-    return _find(tuned.parts_key, PARTS_COUNTS, x, weight)
+    return _find(tuned.parts_key, x, weight)
 
 
-def _find(
-    key: Callable[[int, int, int], str], counts: tuple[int, ...], x: torch.Tensor, weight: torch.Tensor
-) -> list[int] | None:
-    if not 1 < len(x) <= counts[-1] or weight.dim() != 2 or x.element_size() != 2 or not weight.is_contiguous():
+def _find(key: Callable[[int, int, int], str], x: torch.Tensor, weight: torch.Tensor) -> list[int] | None:
+    if not 1 < len(x) <= COUNTS[-1] or weight.dim() != 2 or x.element_size() != 2 or not weight.is_contiguous():
         return None
     outputs, inner = weight.shape
-    return tuned.find(key(outputs, inner, next(count for count in counts if len(x) <= count)), x)
+    return tuned.find(key(outputs, inner, next(count for count in COUNTS if len(x) <= count)), x)
 
 
 def tile_linear(
