@@ -42,6 +42,7 @@ GEMV += [(4, 512, 2), (4, 512, 4), (4, 1024, 4), (1, 256, 1), (2, 256, 1), (4, 2
 GEMV += [(2, 2048, 8), (4, 2048, 8)]
 # Rows of the matrix per tile, columns per step, warps, stages.
 TILE = [(64, 64, 4, 5), (64, 128, 4, 4), (64, 128, 4, 5), (64, 128, 8, 4), (128, 64, 4, 4), (128, 64, 8, 4)]
+TILE += [(128, 128, 8, 3), (128, 64, 8, 5)]
 PARTS = [(*blocks, split) for blocks in ((64, 128, 4, 4), (64, 128, 4, 5), (64, 64, 4, 5)) for split in (2, 4, 8)]
 AT_ONCE = 200 << 20  # bytes of copies: several times the L2 cache
 Run = Callable[[torch.Tensor], object]
