@@ -322,6 +322,21 @@ class DeviceMemory:
     total: int | None  # None: it does not tell
     weights: int
     kv_cache: int
+    largest_step: int = 0  # what it takes beside the weights; 0 where that was not measured
+    outside: int = 0  # the driver's, and other processes'; likewise
+
+    def in_words(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "the largest step": self.largest_step,
+            "KV cache": self.kv_cache,
+            "outside torch": self.outside,
+        }
+        words = [f"{size / (1 << 30):.1f} {name}" for name, size in parts.items() if size]
+        if self.total is None:
+            return f"GiB: {', '.join(words)}"
+        free = (self.total - sum(parts.values())) / (1 << 30)
+        return f"{self.total / (1 << 30):.1f} GiB: {', '.join(words)}, {free:.1f} free, where graphs go when captured"
 
 
 # ---------------------------------------------------------------- worker -> core

@@ -67,6 +67,8 @@ class MultiprocExecutor:
             total=sum(totals) if len(totals) == len(ranks) else None,
             weights=sum(each.weights for each in ranks),
             kv_cache=sum(each.kv_cache for each in ranks),
+            largest_step=sum(each.largest_step for each in ranks),
+            outside=sum(each.outside for each in ranks),
         )
 
     def execute(self, plan: StepPlan) -> None:

@@ -48,6 +48,8 @@ class Worker:
             self.model: LoadedModel | None = load(config, self.device, mesh)
         self._step_threads = one_torch_thread if isinstance(self.model, NativeDecoder) else nullcontext
         self.runner: ModelRunner | None = None
+        self._weight_bytes = _weight_bytes(self.model)
+        self._largest_step_bytes = self._outside_bytes = 0  # until they are measured
         logger.info(
             "loaded %s (%s, %s) in %.1f s",
             config.model.path, config.model.dtype, config.device.device, time.perf_counter() - started,
@@ -93,12 +95,9 @@ class Worker:
         assert total is not None and free is not None, f"{platform.device} does not tell its memory"
         others = total - free - platform.memory_used()  # the driver's context, and other processes
         available = int(total * utilization) - peak - others
+        self._largest_step_bytes, self._outside_bytes = max(0, peak - self._weight_bytes), others
         if self.config.cache.has_host_tier:
             available -= staging_bytes(available, self.kv_spec().block_bytes)
-        logger.info(
-            "memory: %.1f GiB in all, %.1f for weights and the largest step, %.1f outside torch, %.1f for the KV cache",
-            total / GIB, peak / GIB, others / GIB, available / GIB,
-        )  # fmt: skip
         return available
 
     def _rehearse(self) -> None:
@@ -140,15 +139,22 @@ class Worker:
 
     def allocate_kv(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.runner = self._make_runner(num_blocks, num_host_blocks)
+        if self.device.type != "cpu":
+            logger.info("memory of %s, %s", self.device, self.memory().in_words())
 
     def measure_costs(self) -> StepCosts:
         assert self.runner is not None, "allocate_kv comes first"
         return measure_costs(self.runner, self.config.scheduler.max_num_batched_tokens)
 
     def memory(self) -> DeviceMemory:
-        assert self.model is not None and self.runner is not None, "allocate_kv comes first"
-        pool = self.runner.kv_memory.pool
-        return DeviceMemory(self.platform.memory_bytes(), _weight_bytes(self.model), pool.nbytes)
+        assert self.runner is not None, "allocate_kv comes first"
+        return DeviceMemory(
+            self.platform.memory_bytes(),
+            self._weight_bytes,
+            self.runner.kv_memory.pool.nbytes,
+            self._largest_step_bytes,
+            self._outside_bytes,
+        )
 
     def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:
         assert self.model is not None, "the worker is closed"

@@ -89,10 +89,12 @@ function size(bytes) {
 export function drawLedger(bar, table, memory, blocks, totals) {
   const lines = [
     ["Weights", memory.weights, themed("--muted")],
+    ["The largest step", memory.largest_step, themed("--prompt")],
     ["Cache, in use", blocks.used * blocks.bytes, themed("--decode")],
     ["Cache, kept for hits", blocks.cached * blocks.bytes, themed("--cached")],
     ["Cache, free", (blocks.total - blocks.used - blocks.cached) * blocks.bytes, themed("--free")],
-  ];
+    ["Outside torch", memory.outside, themed("--line")],
+  ].filter(([name, bytes]) => bytes || !["The largest step", "Outside torch"].includes(name)); // measured on GPUs
   const all = lines.reduce((sum, line) => sum + line[1], 0);
   bar.replaceChildren();
   const body = table.tBodies[0];
