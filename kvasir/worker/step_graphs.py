@@ -199,9 +199,10 @@ class StepGraphs:
         return self._capture(shape, lambda: self._forward(shape))
 
     def _clear_inputs(self, shape: Shape) -> None:
-        """Padding rows only, so that no request is touched."""
+        """Padding rows only, so that no request is touched; the order of a larger step would name rows past the end."""
         self._running[: shape.rows] = self.rows.padding
         self._num_tokens[: shape.rows] = 0
+        self._order[: shape.rows] = torch.arange(shape.rows, device=self.device)
 
     def _capture(self, shape: Shape | HeadShape, run: Callable[[], T]) -> Captured[T]:
         try:

@@ -34,6 +34,27 @@ def test_a_step_whose_graph_found_no_memory_runs_without_one_for_a_while() -> No
     assert found == [None] * step_graphs.PUT_OFF + [shape]
 
 
+def test_a_graph_is_captured_on_inputs_that_exist() -> None:
+    """What the step before left in the buffers may be of a larger one, and would point past the end of this one's."""
+    absent: Any = None
+    rows: Any = SimpleNamespace(padding=999)
+    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(256), torch.device("cpu"))
+    found = []
+
+    def capture(run: Callable[[], Any]) -> Any:
+        found.append([graphs._order[:rows].tolist() for rows in (128, 256)])
+        return SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), outputs=None)
+
+    graphs.pool.capture = capture
+    nothing = torch.zeros(0, dtype=torch.int32)
+    for count in (256, 128):
+        shape = graphs.shape_for(single_tokens(count))
+        order = torch.arange(count - 1, -1, -1, dtype=torch.int32)
+        graphs.forward(shape, torch.arange(count), nothing, nothing, order, nothing)
+        assert graphs._order[:count].equal(order)
+    assert found[0][1] == list(range(256)) and found[1][0] == list(range(128))
+
+
 def test_the_device_is_told_to_begin_with_the_longest() -> None:
     absent: Any = None
     rows: Any = SimpleNamespace(padding=999)

@@ -143,7 +143,8 @@ def test_closing_frees_the_device(checkpoint: tuple[Any, Path]) -> None:
 def test_beginning_with_the_longest_changes_nothing(checkpoint: tuple[Any, Path]) -> None:
     rng = np.random.default_rng(2)
     texts = [{"prompt_token_ids": rng.integers(2, 96, int(n)).tolist()} for n in rng.integers(1, 100, 200)]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    # steps get smaller, through several graphs
+    params = [SamplingParams(temperature=0, max_tokens=int(n), ignore_eos=True) for n in rng.integers(12, 28, 200)]
     said, taken = [], []
     for settings in ({}, {"enforce_eager": True}):
         with make(checkpoint[1], **settings) as llm:
