@@ -23,9 +23,9 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("the kernels run for real here: see tests/gpu", allow_module_level=True)
 
-from kvasir.kernels.triton import paged_decode, shared_prefix  # noqa: E402
-from kvasir.worker import step_graphs  # noqa: E402
-from kvasir.worker.graph_pool import Captured  # noqa: E402
+from kvasir.kernels.triton import paged_decode, shared_prefix
+from kvasir.worker import step_graphs
+from kvasir.worker.graph_pool import Captured
 
 
 class Repeats:
