@@ -10,14 +10,16 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from kvasir.config import did_you_mean
+from kvasir.server.schema.words import WORDS
 
 
 class Refusal(NamedTuple):
@@ -40,6 +42,15 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
     hints: ClassVar[Mapping[str, str]] = {}  # for fields of other interfaces: what to do instead
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """With words for fields that have none of their own."""
+        schema = handler(core_schema)
+        for name, field in handler.resolve_ref_schema(schema).get("properties", {}).items():
+            if name in WORDS:
+                field.setdefault("description", WORDS[name])
+        return schema
 
     @model_validator(mode="before")
     @classmethod

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from kvasir.server.schema.base import Body, Reply, example, invalid, refused
 from kvasir.server.schema.sampling import Sampling, StreamOptions
 from kvasir.server.schema.usage import Usage
+from kvasir.server.schema.words import WORDS
 
 _TEXT_FORMAT = {"type": "text"}
 
@@ -20,7 +21,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str = Field(description="system, developer, user, assistant, tool, or what the template knows.")
-    content: str | list[str | dict[str, Any]] | None = None
+    content: str | list[str | dict[str, Any]] | None = Field(default=None, description=WORDS["content"])
 
 
 class ChatTemplateFields(Body):

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvasir.server.schema.base import Body, Reply, example, invalid, refused
+from kvasir.server.schema.words import WORDS
 
 _TOOLS = "tools are not called yet: leave tools out, or set tool_choice to {'type': 'none'}."
 
@@ -14,8 +15,8 @@ _TOOLS = "tools are not called yet: leave tools out, or set tool_choice to {'typ
 class AnthropicMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
+    role: Literal["user", "assistant", "system"] = Field(description=WORDS["role"])
+    content: str | list[dict[str, Any]] = Field(description=WORDS["content"])
 
 
 class CountTokensRequest(Body):

@@ -11,6 +11,7 @@ import pytest
 from kvasir.server.app import make_app
 from kvasir.server.config import ServerConfig
 from kvasir.server.schema import chat, completions, messages, responses, tokens
+from kvasir.server.schema.words import WORDS
 from kvasir.server.state import ServerState
 
 
@@ -53,19 +54,32 @@ def test_every_endpoint_has_a_group() -> None:
     assert all(operation["tags"] for methods in paths.values() for operation in methods.values())
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        chat.ChatRequest,
-        completions.CompletionRequest,
-        messages.CountTokensRequest,
-        messages.MessagesRequest,
-        responses.ResponsesRequest,
-        tokens.TokenizeRequest,
-        tokens.DetokenizeRequest,
-        tokens.GenerateRequest,
-    ],
-)
+BODIES = [
+    chat.ChatRequest,
+    completions.CompletionRequest,
+    messages.CountTokensRequest,
+    messages.MessagesRequest,
+    responses.ResponsesRequest,
+    tokens.TokenizeRequest,
+    tokens.DetokenizeRequest,
+    tokens.GenerateRequest,
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_every_field_says_what_it_does(body: Any) -> None:
+    schema = body.model_json_schema()
+    for name, part in {body.__name__: schema, **schema.get("$defs", {})}.items():
+        silent = [field for field, what in part["properties"].items() if "description" not in what]
+        assert not silent, f"{name}: {silent}"
+
+
+def test_no_words_are_for_fields_that_are_gone() -> None:
+    fields = {name for body in BODIES for name in body.model_json_schema()["properties"]}
+    assert set(WORDS) <= fields | {"content", "role"}
+
+
+@pytest.mark.parametrize("body", BODIES)
 def test_examples_are_good_bodies(body: Any) -> None:
     (example,) = body.model_json_schema()["examples"]
     body.model_validate(example)
