@@ -73,8 +73,8 @@ class Worker:
         return self.platform.default_kv_bytes()
 
     def _refuse_more_than_there_is(self, told: int) -> None:
-        """A GPU says so by itself. Of the host's memory more can be had than there is, until it is written to."""
-        free = self.platform.memory_free() if self.device.type == "cpu" else None
+        """Of the host's memory more can be had than there is, until it is written to."""
+        free = self.platform.memory_free()
         if free is not None and told > free:
             raise ConfigError(
                 f"kv_cache_memory_bytes={told} ({told / GIB:.1f} GiB) is more than the {free / GIB:.1f} GiB of memory "
@@ -108,9 +108,12 @@ class Worker:
                 runner.graphs.rehearse()
 
     def _run_largest_step(self) -> ModelRunner:
-        runner = self._make_runner(num_blocks=1)
-        runner.execute(self._largest_step())
-        runner.sample().result()
+        step = self._largest_step()
+        what = f"The largest step, of {int(step.num_tokens.sum())} tokens for {len(step.rows)} requests,"
+        with self._refusing_what_does_not_fit(what, "max_num_batched_tokens or max_num_seqs"):
+            runner = self._make_runner(num_blocks=1)
+            runner.execute(step)
+            runner.sample().result()
         return runner
 
     def _largest_step(self) -> StepPlan:
@@ -138,7 +141,9 @@ class Worker:
         )
 
     def allocate_kv(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        self.runner = self._make_runner(num_blocks, num_host_blocks)
+        what = f"A KV cache of {num_blocks * self.kv_spec().block_bytes / GIB:.1f} GiB"
+        with self._refusing_what_does_not_fit(what, "kv_cache_memory_bytes or num_gpu_blocks_override"):
+            self.runner = self._make_runner(num_blocks, num_host_blocks)
         if self.device.type != "cpu":
             logger.info("memory of %s, %s", self.device, self.memory().in_words())
 
@@ -183,6 +188,18 @@ class Worker:
         assert self.runner is not None, "allocate_kv comes before the first step"
         with self._memory_errors(), self._step_threads():
             return self.runner.sample()
+
+    @contextmanager
+    def _refusing_what_does_not_fit(self, what: str, settings: str) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            self.platform.release_memory()
+            free = self.platform.memory_free()
+            there = "" if free is None else f", with {free / GIB:.1f} GiB free on {self.device}"
+            raise ConfigError(
+                f"{what} does not fit beside {self._weight_bytes / GIB:.1f} GiB of weights{there}: lower {settings}."
+            ) from error
 
     @contextmanager
     def _memory_errors(self) -> Iterator[None]:
