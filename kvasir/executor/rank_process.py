@@ -81,9 +81,12 @@ def _next_message_comes_first(core: Core, result: Any) -> bool:
 
 def _start(config: EngineConfig, rank: int, size: int, meeting: str) -> Any:
     prepare_cpu()  # must come before torch
-    mesh = import_module("kvasir.distributed.mesh").join(config.device.device, rank, size, f"{meeting}/store")
     if config.device.device != "cpu":
-        config = replace(config, device=replace(config.device, device=f"{config.device.device.split(':')[0]}:{rank}"))
+        kind = config.device.device.split(":")[0]
+        config = replace(config, device=replace(config.device, device=f"{kind}:{rank}"))
+        if kind == "cuda":
+            import_module("torch").cuda.set_device(rank)  # collectives use the current one
+    mesh = import_module("kvasir.distributed.mesh").join(config.device.device, rank, size, f"{meeting}/store")
     return import_module("kvasir.worker.worker").Worker(config, mesh)
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,10 +46,16 @@ class Worker:
         self.platform.release_memory()  # what is cached in pieces could not become a KV cache in one piece
         started = time.perf_counter()
         self.overlaps = self.device.type != "cpu"
-        with startup.phase(startup.WEIGHTS):
+        named = self.device.type == "cuda" and self.device.index is not None
+        # Triton launches, and events are recorded, on the thread's current device, whatever the tensors' is.
+        self._here: Callable[[], AbstractContextManager[Any]] = (
+            partial(torch.cuda.device, self.device) if named else nullcontext
+        )
+        with startup.phase(startup.WEIGHTS), self._here():
             self.model: LoadedModel | None = load(config, self.device, mesh)
         self._step_threads = one_torch_thread if isinstance(self.model, NativeDecoder) else nullcontext
         self.runner: ModelRunner | None = None
+        self._rehearsed = False
         self._weight_bytes = _weight_bytes(self.model)
         self._largest_step_bytes = self._outside_bytes = 0  # until they are measured
         logger.info(
@@ -61,16 +69,15 @@ class Worker:
 
     def available_kv_bytes(self) -> int:
         """What the cache may take: as told, or what is left after weights and the largest step."""
-        if kernels.are_compiled(self.device):
-            with startup.phase(startup.KERNELS):
-                self._rehearse()
-        told = self.config.cache.kv_cache_memory_bytes
-        if told is not None:
-            self._refuse_more_than_there_is(told)
-            return told
-        if self.platform.kind in ("cuda", "xpu"):
-            return self._measure(self.config.cache.gpu_memory_utilization)
-        return self.platform.default_kv_bytes()
+        with self._here():
+            self._rehearse()
+            told = self.config.cache.kv_cache_memory_bytes
+            if told is not None:
+                self._refuse_more_than_there_is(told)
+                return told
+            if self.platform.kind in ("cuda", "xpu"):
+                return self._measure(self.config.cache.gpu_memory_utilization)
+            return self.platform.default_kv_bytes()
 
     def _refuse_more_than_there_is(self, told: int) -> None:
         """Of the host's memory more can be had than there is, until it is written to."""
@@ -101,11 +108,18 @@ class Worker:
         return available
 
     def _rehearse(self) -> None:
-        """Compile the kernels of the largest step and of a first request's, all at once."""
-        with kernels.rehearsal():
+        """Compile the kernels of the largest step and of a first request's, all at once; not for others' models, whose
+        kernels may not be fit for it."""
+        if self._rehearsed or not (kernels.are_compiled(self.device) and isinstance(self.model, Transformer)):
+            return
+        self._rehearsed = True
+        with startup.phase(startup.KERNELS), kernels.rehearsal():
             runner = self._run_largest_step()
             if runner.graphs is not None:
                 runner.graphs.rehearse()
+        del runner
+        gc.collect()
+        self.platform.release_memory()
 
     def _run_largest_step(self) -> ModelRunner:
         step = self._largest_step()
@@ -141,15 +155,16 @@ class Worker:
         )
 
     def allocate_kv(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        what = f"A KV cache of {num_blocks * self.kv_spec().block_bytes / GIB:.1f} GiB"
-        with self._refusing_what_does_not_fit(what, "kv_cache_memory_bytes or num_gpu_blocks_override"):
+        with self._here():
+            self._rehearse()
             self.runner = self._make_runner(num_blocks, num_host_blocks)
         if self.device.type != "cpu":
             logger.info("memory of %s, %s", self.device, self.memory().in_words())
 
     def measure_costs(self) -> StepCosts:
         assert self.runner is not None, "allocate_kv comes first"
-        return measure_costs(self.runner, self.config.scheduler.max_num_batched_tokens)
+        with self._here():
+            return measure_costs(self.runner, self.config.scheduler.max_num_batched_tokens)
 
     def memory(self) -> DeviceMemory:
         assert self.runner is not None, "allocate_kv comes first"
@@ -181,12 +196,12 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> None:
         assert self.runner is not None, "allocate_kv comes before the first step"
-        with self._memory_errors(), self._step_threads():
+        with self._here(), self._memory_errors(), self._step_threads():
             self.runner.execute(plan)
 
     def sample(self) -> DeviceResult:
         assert self.runner is not None, "allocate_kv comes before the first step"
-        with self._memory_errors(), self._step_threads():
+        with self._here(), self._memory_errors(), self._step_threads():
             return self.runner.sample()
 
     @contextmanager

@@ -28,15 +28,6 @@ def make(path: Path, **settings: Any) -> LLM:
     return LLM(str(path), skip_tokenizer_init=True, use_tqdm_on_load=False, **settings)
 
 
-def test_a_cache_that_does_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "KVMemory", full)
-    with pytest.raises(
-        ConfigError, match=r"A KV cache of [\d.]+ GiB does not fit beside 0.0 GiB of weights, with "
-    ) as it:
-        make(path)
-    assert it.match(r"GiB free on cpu: lower kv_cache_memory_bytes or num_gpu_blocks_override\.$")
-
-
 def test_a_largest_step_that_does_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As measured on a GPU; the way there is the same."""
 

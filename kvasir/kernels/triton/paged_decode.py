@@ -120,7 +120,7 @@ def _merge_kernel(
     length = tl.load(length_ptr + seq)
     span = length - _first_key(length, prefix_ptr, WINDOW, EXTRA, BLOCK_N)
     count = tl.cdiv(span, _part_length(span, SPLITS, MIN_SPLIT, BLOCK_N)) + EXTRA
-    if count < 2 or length == 0:  # written directly, or a padding row
+    if (count < 2 and EXTRA == 0) or length == 0:  # written directly, or a padding row
         return
     d = tl.arange(0, PADDED)
     j = tl.arange(0, SLOTS)

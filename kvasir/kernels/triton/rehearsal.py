@@ -17,6 +17,7 @@ from triton import knobs
 
 from kvasir.platforms.limits import usable_cpus
 
+_ONE_AT_A_TIME = threading.Lock()  # the hook is the whole process's
 _EMPTY: dict[Any, Callable[..., Any]] = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like}
 
 
@@ -33,7 +34,7 @@ def rehearsal() -> Iterator[None]:
 
     On leaving, everything that it would have launched is compiled.
     """
-    here, before = threading.get_ident(), knobs.runtime.jit_cache_hook
+    here = threading.get_ident()
     missing: dict[tuple[Any, str], str] = {}  # kernel and variant -> how to compile it
 
     def put_off(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
@@ -43,12 +44,14 @@ def rehearsal() -> Iterator[None]:
         missing[fn.jit_function, compile["key"]] = compile["specialization_data"]
         return True
 
-    knobs.runtime.jit_cache_hook = put_off
-    try:
-        with _Zeros():
-            yield
-    finally:
-        knobs.runtime.jit_cache_hook = before
+    with _ONE_AT_A_TIME:
+        before = knobs.runtime.jit_cache_hook
+        knobs.runtime.jit_cache_hook = put_off
+        try:
+            with _Zeros():
+                yield
+        finally:
+            knobs.runtime.jit_cache_hook = before
     with ThreadPoolExecutor(usable_cpus(), "compile", torch.cuda.set_device, (torch.cuda.current_device(),)) as pool:
         for _compiled in pool.map(_compile, [kernel for kernel, _ in missing], missing.values()):
             pass  # raises what the compiler did
