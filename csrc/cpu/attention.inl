@@ -49,35 +49,6 @@ size_t attend_scratch(int32_t rows, int32_t head_dim) {
 
 // ---------------------------------------------------------------- keys and values from the cache
 
-#if defined(__AVX512F__)
-inline void transpose16(const uint32_t *const rows[16], size_t at, uint32_t *out) {
-  __m512i r[16], t[16];
-  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(rows[i] + at);
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4)
-    for (int j = 0; j < 2; j++) {
-      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-    }
-  for (int j = 0; j < 4; j++) {  // r[4 g + j] has columns j, j + 4, j + 8, j + 12 of rows 4 g .. 4 g + 3
-    __m512i a = _mm512_shuffle_i32x4(r[j], r[j + 4], 0x88), b = _mm512_shuffle_i32x4(r[j + 8], r[j + 12], 0x88);
-    __m512i c = _mm512_shuffle_i32x4(r[j], r[j + 4], 0xdd), d = _mm512_shuffle_i32x4(r[j + 8], r[j + 12], 0xdd);
-    _mm512_storeu_si512(out + 16 * j, _mm512_shuffle_i32x4(a, b, 0x88));
-    _mm512_storeu_si512(out + 16 * (j + 8), _mm512_shuffle_i32x4(a, b, 0xdd));
-    _mm512_storeu_si512(out + 16 * (j + 4), _mm512_shuffle_i32x4(c, d, 0x88));
-    _mm512_storeu_si512(out + 16 * (j + 12), _mm512_shuffle_i32x4(c, d, 0xdd));
-  }
-}
-#else
-inline void transpose16(const uint32_t *const rows[16], size_t at, uint32_t *out) {
-  for (int i = 0; i < 16; i++)
-    for (int j = 0; j < 16; j++) out[16 * j + i] = rows[i][at + j];
-}
-#endif
-
 // 16 vectors as rows of bfloat16 of padded length: where they lie if they fit, else copied, widened or zero.
 inline void find_rows(const Attend &a, int first, bool values, uint16_t *copies, const uint32_t *rows[16]) {
   int d = a.head_dim, dim = padded_dim(d);
@@ -123,7 +94,11 @@ void pack_keys(const Attend &a, int first, int count, const Scratch &s) {
   for (int k = 0; k < count; k += 16) {
     const uint32_t *rows[16];
     find_rows(a, first + k, false, s.rows, rows);
-    for (int j = 0; j < dim / 2; j += 16) transpose16(rows, size_t(j), s.keys + (size_t(k) / 16 * (dim / 2) + j) * 16);
+    for (int j = 0; j < dim / 2; j += 16) {
+      u32x16 column[16];
+      transpose16(rows, size_t(j), column);
+      memcpy(s.keys + (size_t(k) / 16 * (dim / 2) + j) * 16, column, sizeof column);
+    }
     find_rows(a, first + k, true, s.rows, rows);
     for (int i = 0; i < 16; i += 2)
       for (int j = 0; j < dim; j += 16)
@@ -210,8 +185,9 @@ void attend(const Attend *task) {
     for (int i = 0; i < R; i++) {
       int row = tile * R + i < rows ? tile * R + i : rows - 1;
       const uint16_t *q = a.query + size_t(row / a.shared) * a.query_stride + size_t(row % a.shared) * d;
-      uint16_t copy[1024] = {};
+      uint16_t copy[1024];
       memcpy(copy, q, 2 * size_t(d));
+      memset(copy + d, 0, 2 * size_t(dim - d));
       uint32_t *to = s.query + size_t(tile) * R * (dim / 2) + i;
       for (int p = 0; p < dim / 2; p++) to[size_t(p) * R] = load<uint32_t>(copy + 2 * p);
     }

@@ -94,10 +94,10 @@ void amx_product(const Product *p, int32_t block_begin, int32_t block_end) {
   const Rows &rows = *p->rows;
   if (!in_tiles(rows)) return product(p, block_begin, block_end);
   set_tiles(m.kind == kvasir::BF16 ? 64 : 32);
-  int tiles = ceil_div(rows.count, AMX_ROWS), apart = p->gated ? m.outputs / 32 : 0, blocks = p->gated ? 2 : 1;
+  int apart = p->gated ? m.outputs / 32 : 0, blocks = p->gated ? 2 : 1;
   alignas(64) float one[AMX_ROWS * 16], both[AMX_ROWS * 32];
   for (int block = block_begin; block < block_end; block++)
-    for (int tile = 0; tile < tiles; tile++) {
+    for (int tile = 0; tile < rows.tiles; tile++) {
       for (int b = 0; b < blocks; b++) {
         (m.kind == kvasir::BF16 ? amx_bf16 : amx_q8)(m, rows, tile, block + b * apart, one);
         for (int i = 0; i < AMX_ROWS; i++) memcpy(both + (i * blocks + b) * 16, one + i * 16, 64);
@@ -107,10 +107,12 @@ void amx_product(const Product *p, int32_t block_begin, int32_t block_end) {
   _tile_release();
 }
 
-// Matrices of 4 bits and of groups of 16 stay with AVX-512, which unpacks them on the way and has no tiles of 16 rows.
-int32_t amx_tile_rows(const Matrix *matrix, int32_t rows) {
+// Matrices of 4 or 6 bits and of groups of 16 stay with AVX-512, which unpacks them on the way and has no tiles of 16 rows.
+void amx_cut_rows(const Matrix *matrix, Rows *rows) {
   bool ours = matrix->kind == kvasir::BF16 || (matrix->kind == kvasir::Q8 && matrix->group == 32);
-  return ours && rows > 8 ? AMX_ROWS : tile_rows(matrix, rows);
+  if (!ours || rows->count <= 8) return cut_rows(matrix, rows);
+  rows->tile = AMX_ROWS;
+  rows->tiles = rows->tall = ceil_div(rows->count, AMX_ROWS);
 }
 
 }  // namespace
@@ -132,7 +134,7 @@ bool kvasir::amx_works() {
 const kvasir::Kernels *kvasir::amx_kernels() {
   static const Kernels kernels = [] {
     Kernels set = make_kernels("amx");
-    set.tile_rows = amx_tile_rows;
+    set.cut_rows = amx_cut_rows;
     set.pack_bf16 = amx_pack_bf16;
     set.pack_quant = amx_pack_quant;
     set.product = amx_product;

@@ -12,15 +12,17 @@ namespace kvasir {
 //   Q8     [block][input / 4][16][4] bytes;  value = (byte - offset) * scale + min
 //   Q4     [block][input / 32][4][16][4] bytes: byte (i, n, j) has input 4 i + j in its low half and 16 + 4 i + j in its
 //          high half;  value = (half byte - offset) * scale + min
+//   Q6     [block][input / 32] of 384 bytes: the low four bits as in Q4, then [2][16][4] bytes with the high two: byte
+//          (h, n, j) has those of input 16 h + 4 i + j in its bits 2 i and 2 i + 1
 //   PLAIN  [output][input] bfloat16, from which rows can be taken but nothing multiplied
 // Scales, and mins where there are any, are [block][input / group][16] float16.
-enum Kind : int32_t { BF16 = 0, Q8 = 1, Q4 = 2, PLAIN = 3 };
+enum Kind : int32_t { BF16 = 0, Q8 = 1, Q4 = 2, PLAIN = 3, Q6 = 4 };
 
 struct Matrix {
   int32_t kind;
   int32_t outputs, inputs, padded_inputs;
   int32_t group;   // inputs that share a scale: 16 or 32
-  int32_t offset;  // what stands for zero: 8 or 128; 0 where there are mins
+  int32_t offset;  // what stands for zero: 8, 32 or 128; 0 where there are mins
   const void *data;
   const uint16_t *scale, *min;
   const uint16_t *bias;  // bfloat16; none: null
@@ -28,19 +30,22 @@ struct Matrix {
 
 enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
 
-// Rows of inputs, as the kernels read them: in tiles of `tile` rows.
+// Rows of inputs, as the kernels read them: in tiles, of which the first `tall` have `tile` rows and the others one less.
 //   bfloat16: [tile][input / 2][tile rows][2]
 //   8 bits:   [tile][input / 4][tile rows][4], a scale for 32 inputs [tile][input / 32][tile rows] and the sums of
 //             16 numbers [tile][input / 16][tile rows]; `starts` are those of 32, times
 //             -offset of the matrix, `weighted` the same times their scale
 // AMX wants its tiles of 16 rows one row after the other, [tile][tile rows][input].
 struct Rows {
-  int32_t count, tile, padded_inputs;
+  int32_t count, tiles, tile, tall, padded_inputs;
   uint16_t *bf16;
   int8_t *q;
   float *scale, *weighted;
   int32_t *sums, *starts;
   int32_t offset;
+
+  int32_t height(int32_t t) const { return t < tall ? tile : tile - 1; }
+  int32_t begin(int32_t t) const { return t * tile - (t < tall ? 0 : t - tall); }
 };
 
 struct Product {
@@ -110,7 +115,7 @@ struct Reach {
 
 struct Kernels {
   const char *name;
-  int32_t (*tile_rows)(const Matrix *, int32_t rows);
+  void (*cut_rows)(const Matrix *, Rows *);  // into tiles
   void (*pack_bf16)(const uint16_t *x, size_t stride, int32_t inputs, const Rows *, int32_t tile);
   void (*pack_quant)(const uint16_t *x, size_t stride, int32_t inputs, const Rows *, int32_t tile);
   void (*product)(const Product *, int32_t block_begin, int32_t block_end);
@@ -124,7 +129,7 @@ struct Kernels {
   void (*attend)(const Attend *);
   size_t (*attend_scratch)(int32_t rows, int32_t head_dim);
   void (*expand_row)(const Matrix *, int32_t output, uint16_t *out);
-  void (*quantize_group)(const float *x, int32_t is_half, uint8_t *out, float *scale, float *min);
+  void (*quantize_group)(const float *x, int32_t kind, uint8_t *out, float *scale, float *min);
   // the first of the largest logits, and the sum of e^((x - best) * scale) over all; they are float32 or bfloat16
   int32_t (*best)(const void *logits, int32_t is_float, int32_t size);
   double (*mass)(const void *logits, int32_t is_float, int32_t size, float best, float scale);

@@ -71,6 +71,21 @@ struct kv_decoder {
   kvasir::Norm final_norm;
 };
 
+struct kv_rows {  // of running requests
+  int32_t *num_computed;
+  const int32_t *next_token, *tables;
+  int64_t table_stride;
+  int32_t block_size;
+};
+
+struct kv_step_tokens {
+  int64_t *ids, *positions, *slots;  // of each token
+  int32_t *query_start, *lengths;
+};
+
+// Counts the tokens as computed. Token ids below 0 mean the row's next token.
+void kv_step_inputs(const kv_rows *, const int64_t *rows, const int32_t *num_tokens, const int32_t *token_ids,
+                    int32_t count, kv_step_tokens *out);
 // Rotates and normalises queries and keys within qkv, and puts keys and values into the cache.
 void kv_rope_store(const kv_layer *, const kv_step *, uint16_t *qkv);
 // Queries are the first heads of rows that lie `stride` apart; out is [tokens][heads][head_dim].
@@ -83,6 +98,7 @@ struct kv_sampling {
   const int64_t *rows;
   const float *temperature, *min_p, *top_p;
   const int32_t *top_k, *seeds;
+  int32_t *next_token;  // where a row's token is written, too
 };
 
 void kv_logit_floor(const void *logits, int32_t is_float, int32_t lines, int32_t vocabulary, const kv_sampling *,

@@ -16,14 +16,13 @@ constexpr int64_t WORTH_SHARING = 1 << 15;  // numbers to pack
 Rows pack_rows(const Kernels &set, const Matrix &m, const uint16_t *x, size_t stride, int count) {
   Rows rows{};
   rows.count = count;
-  rows.tile = set.tile_rows(&m, count);
   rows.padded_inputs = m.padded_inputs;
+  set.cut_rows(&m, &rows);
   if (m.kind == BF16 && rows.tile == 1 && count == 1 && m.inputs == m.padded_inputs) {
     rows.bf16 = const_cast<uint16_t *>(x);
     return rows;
   }
-  int tiles = (count + rows.tile - 1) / rows.tile;
-  size_t numbers = size_t(tiles) * size_t(rows.tile) * size_t(m.padded_inputs);
+  size_t numbers = size_t(rows.begin(rows.tiles)) * size_t(m.padded_inputs);
   char *memory = (char *)thread_buffer(ROWS_BUFFER, numbers * 2 + 256);
   if (m.kind == BF16) {
     rows.bf16 = (uint16_t *)memory;
@@ -38,9 +37,9 @@ Rows pack_rows(const Kernels &set, const Matrix &m, const uint16_t *x, size_t st
   auto pack = m.kind == BF16 ? set.pack_bf16 : set.pack_quant;
   auto one = [&](int tile) { pack(x, stride, m.inputs, &rows, tile); };
   if (int64_t(numbers) < WORTH_SHARING) {
-    for (int tile = 0; tile < tiles; tile++) one(tile);
+    for (int tile = 0; tile < rows.tiles; tile++) one(tile);
   } else {
-    parallel(tiles, one);
+    parallel(rows.tiles, one);
   }
   return rows;
 }

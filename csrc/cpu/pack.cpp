@@ -72,7 +72,7 @@ void pack_quant_row(const Matrix &m, const Source &source, int first, int row) {
   uint8_t bytes[32];
   for (int g = 0; g < m.padded_inputs / m.group; g++) {
     float scale, min;
-    set.quantize_group(&values[size_t(g * m.group)], m.kind == Q4, bytes, &scale, &min);
+    set.quantize_group(&values[size_t(g * m.group)], m.kind, bytes, &scale, &min);
     out.put_scale(g, scale, min);
     for (int i = 0; i < m.group; i++) out.put(g * m.group + i, bytes[i]);
   }

@@ -38,7 +38,7 @@ inline uint16_t float_to_half(float x) {
   return uint16_t(sign | ((magnitude >> 13) - (112u << 10)));
 }
 
-// One row of a packed matrix of 8 or 4 bits.
+// One row of a packed matrix of 8, 6 or 4 bits.
 class QuantRow {
  public:
   QuantRow(const Matrix &m, int row) : m_(m), block_(size_t(row) / 16), n_(size_t(row) % 16) {}
@@ -50,8 +50,10 @@ class QuantRow {
       data[(block_ * (K / 4) + at / 4) * 64 + n_ * 4 + at % 4] = uint8_t(value);
       return;
     }
-    uint8_t &byte = data[(block_ * (K / 32) + at / 32) * 256 + at % 16 / 4 * 64 + n_ * 4 + at % 4];
-    byte = at % 32 < 16 ? uint8_t((byte & 0xf0) | value) : uint8_t((byte & 15) | value << 4);
+    data += (block_ * (K / 32) + at / 32) * (m_.kind == Q6 ? 384 : 256) + n_ * 4 + at % 4;
+    size_t quad = at % 16 / 4, half = at % 32 / 16;
+    put_bits(data[quad * 64], 4 * half, 15, value);
+    if (m_.kind == Q6) put_bits(data[256 + half * 64], 2 * quad, 3, value >> 4);
   }
 
   // Group g: value = (number - offset) * scale + min
@@ -62,6 +64,10 @@ class QuantRow {
   }
 
  private:
+  static void put_bits(uint8_t &byte, size_t shift, int mask, int value) {
+    byte = uint8_t((byte & ~(mask << shift)) | (value & mask) << shift);
+  }
+
   const Matrix &m_;
   size_t block_, n_;
 };

@@ -89,26 +89,32 @@ inline TileBf16 tile_of(int rows, int blocks) {
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-void pack_rows_bf16(const uint16_t *x, size_t stride, int32_t inputs, const Rows *rows, int32_t tile) {
-  int R = rows->tile, pairs = rows->padded_inputs / 2, begin = tile * R;
-  uint32_t *out = (uint32_t *)rows->bf16 + size_t(tile) * R * pairs;
-  for (int first = 0; first < pairs; first += 16)  // some at a time: what is written stays in the nearest cache
+// The last inputs, when they do not fill a transposition: pairs `first` and on.
+inline void pack_pairs(const uint16_t *x, size_t stride, int inputs, int R, int first, int pairs, uint32_t *out) {
+  for (int p = first; p < pairs; p++)
     for (int i = 0; i < R; i++) {
-      const uint16_t *row = x + size_t(begin + i) * stride;
-      int end = begin + i < rows->count ? inputs : 0;
-      for (int p = first; p < first + 16; p++) {
-        uint32_t pair = 0;
-        if (2 * p + 1 < end) {
-          pair = load<uint32_t>(row + 2 * p);
-        } else if (2 * p < end) {
-          pair = row[2 * p];
-        }
-        out[p * R + i] = pair;
-      }
+      const uint16_t *row = x + size_t(i) * stride;
+      out[p * R + i] = 2 * p + 1 < inputs ? load<uint32_t>(row + 2 * p) : 2 * p < inputs ? row[2 * p] : 0;
     }
 }
 
-// ---------------------------------------------------------------- 8 and 4 bits
+void pack_rows_bf16(const uint16_t *x, size_t stride, int32_t inputs, const Rows *rows, int32_t tile) {
+  int R = rows->height(tile), pairs = rows->padded_inputs / 2, whole = inputs / 32 * 16;
+  const uint16_t *from = x + size_t(rows->begin(tile)) * stride;
+  uint32_t *out = (uint32_t *)rows->bf16 + size_t(rows->begin(tile)) * pairs;
+  for (int i = 0; i < R; i += 16) {
+    const uint32_t *some[16];
+    for (int j = 0; j < 16; j++) some[j] = (const uint32_t *)(from + size_t(i + j < R ? i + j : R - 1) * stride);
+    for (int p = 0; p < whole; p += 16) {
+      u32x16 column[16];
+      transpose16(some, size_t(p), column);
+      for (int j = 0; j < 16; j++) store_first(out + (p + j) * R + i, column[j], R - i);
+    }
+  }
+  pack_pairs(from, stride, inputs, R, whole, pairs, out);
+}
+
+// ---------------------------------------------------------------- 8, 6 and 4 bits
 
 #if defined(__AVX512VNNI__)
 inline void dot4(i32x16 &acc, uint32_t a, u32x16 w) {
@@ -144,30 +150,49 @@ struct QuantPanel {
   int group, offset;
 };
 
-// R rows times one block. `HALF`: 4 bits. A group's products are whole numbers; its scales make floats of them. This is for
-// groups of 32, the most common, with an offset or with mins.
-template <int R, bool HALF, bool MIN>
+// Inputs 4 q and on, and 16 + 4 q and on, of the 32 at `data`: a byte for each.
+template <int BITS>
+inline void unpack(const uint8_t *data, int q, u32x16 &low, u32x16 &high) {
+  if constexpr (BITS == 8) {
+    low = load<u32x16>(data + q * 64);
+    high = load<u32x16>(data + 256 + q * 64);
+    return;
+  }
+  u32x16 both = load<u32x16>(data + q * 64);
+  low = both & 0x0f0f0f0fu;
+  high = both >> 4 & 0x0f0f0f0fu;
+  if constexpr (BITS == 6) {
+    u32x16 first = load<u32x16>(data + 256), second = load<u32x16>(data + 320);
+    low |= (q < 2 ? first << (4 - 2 * q) : first >> (2 * q - 4)) & 0x30303030u;
+    high |= (q < 2 ? second << (4 - 2 * q) : second >> (2 * q - 4)) & 0x30303030u;
+  }
+}
+
+// R rows times one block. A group's products are whole numbers; its scales make floats of them. This is for groups of 32,
+// the most common, with an offset or with mins.
+template <int R, int BITS, bool MIN>
 void tile_quant(const QuantRows &rows, QuantPanel w, int groups, float *out) {
   const uint32_t *a = rows.quads;
   const float *a_scale = rows.scale;
   f32x16 acc[R] = {};
   for (int g = 0; g < groups; g++) {
-    const uint8_t *data = w.data + size_t(g) * (HALF ? 256 : 512);
+    const uint8_t *data = w.data + size_t(g) * (BITS * 64);
     __builtin_prefetch(w.scale + size_t(g) * 16 + 256);
     if (MIN) __builtin_prefetch(w.min + size_t(g) * 16 + 256);
+#pragma GCC unroll 8
+    for (int line = 0; line < BITS; line++) __builtin_prefetch(data + line * 64 + 2048);
     i32x16 whole[R];
 #pragma GCC unroll 12
     for (int i = 0; i < R; i++) whole[i] = MIN ? i32x16{} : splat_int(rows.starts[g * R + i]);
-#pragma GCC unroll 8
-    for (int q = 0; q < (HALF ? 4 : 8); q++) {
-      u32x16 panel = load<u32x16>(data + q * 64);
-      __builtin_prefetch(data + q * 64 + 2048);
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; q++) {
+      u32x16 low, high;
+      unpack<BITS>(data, q, low, high);
       const uint32_t *quads = a + size_t(8 * g + q) * R;
 #pragma GCC unroll 12
-      for (int i = 0; i < R; i++) dot4(whole[i], quads[i], HALF ? panel & 0x0f0f0f0fu : panel);
-      if (!HALF) continue;
+      for (int i = 0; i < R; i++) dot4(whole[i], quads[i], low);
 #pragma GCC unroll 12
-      for (int i = 0; i < R; i++) dot4(whole[i], quads[4 * R + i], panel >> 4 & 0x0f0f0f0fu);
+      for (int i = 0; i < R; i++) dot4(whole[i], quads[4 * R + i], high);
     }
     f32x16 scale = load_f16(w.scale + size_t(g) * 16);
 #pragma GCC unroll 12
@@ -181,7 +206,7 @@ void tile_quant(const QuantRows &rows, QuantPanel w, int groups, float *out) {
 }
 
 // The same for groups of 16 too.
-template <int R, bool HALF>
+template <int R, int BITS>
 void any_tile_quant(const QuantRows &rows, QuantPanel w, int groups, float *out) {
   const uint32_t *a = rows.quads;
   const float *a_scale = rows.scale;
@@ -189,7 +214,7 @@ void any_tile_quant(const QuantRows &rows, QuantPanel w, int groups, float *out)
   f32x16 acc[R] = {};
   const int subs = 32 / w.group;
   for (int g = 0; g < groups; g++) {
-    const uint8_t *data = w.data + size_t(g) * (HALF ? 256 : 512);
+    const uint8_t *data = w.data + size_t(g) * (BITS * 64);
     __builtin_prefetch(data + 2048);
     i32x16 whole[R];
     for (int sub = 0; sub < 2; sub++) {
@@ -202,11 +227,11 @@ void any_tile_quant(const QuantRows &rows, QuantPanel w, int groups, float *out)
       }
 #pragma GCC unroll 4
       for (int q = 0; q < 4; q++) {
-        u32x16 panel = load<u32x16>(data + (HALF ? q : 4 * sub + q) * 64);
-        if (HALF) panel = (sub ? panel >> 4 : panel) & 0x0f0f0f0fu;
+        u32x16 low, high;
+        unpack<BITS>(data, q, low, high);
         const uint32_t *quad = a + size_t(8 * g + 4 * sub + q) * R;
 #pragma GCC unroll 12
-        for (int i = 0; i < R; i++) dot4(whole[i], quad[i], panel);
+        for (int i = 0; i < R; i++) dot4(whole[i], quad[i], sub ? high : low);
       }
       if (sub == 1 || subs == 2) {
         size_t at = size_t(subs == 2 ? 2 * g + sub : g) * 16;
@@ -229,14 +254,16 @@ void any_tile_quant(const QuantRows &rows, QuantPanel w, int groups, float *out)
 
 typedef void (*TileQuant)(const QuantRows &, QuantPanel, int, float *);
 
+inline int bits_of(const Matrix &m) { return m.kind == kvasir::Q8 ? 8 : m.kind == kvasir::Q6 ? 6 : 4; }
+
 template <int... I>
 inline TileQuant quant_tile_of(const Matrix &m, int rows, std::integer_sequence<int, I...>) {
-  static const TileQuant tiles[3][2][sizeof...(I)] = {
-      {{tile_quant<I + 1, false, false>...}, {tile_quant<I + 1, true, false>...}},
-      {{tile_quant<I + 1, false, true>...}, {tile_quant<I + 1, true, true>...}},
-      {{any_tile_quant<I + 1, false>...}, {any_tile_quant<I + 1, true>...}}};
+  static const TileQuant tiles[3][3][sizeof...(I)] = {
+      {{tile_quant<I + 1, 8, false>...}, {tile_quant<I + 1, 6, false>...}, {tile_quant<I + 1, 4, false>...}},
+      {{tile_quant<I + 1, 8, true>...}, {tile_quant<I + 1, 6, true>...}, {tile_quant<I + 1, 4, true>...}},
+      {{any_tile_quant<I + 1, 8>...}, {any_tile_quant<I + 1, 6>...}, {any_tile_quant<I + 1, 4>...}}};
   int how = m.group != 32 || (m.min && m.offset) ? 2 : m.min ? 1 : 0;
-  return tiles[how][m.kind == kvasir::Q4][rows - 1];
+  return tiles[how][(8 - bits_of(m)) / 2][rows - 1];
 }
 
 inline void narrow(i32x16 n, int8_t *out) {
@@ -258,10 +285,10 @@ inline int32_t total(i32x16 n) {
 }
 
 void pack_rows_quant(const uint16_t *x, size_t stride, int32_t inputs, const Rows *rows, int32_t tile) {
-  int R = rows->tile, K = rows->padded_inputs, begin = tile * R;
-  uint32_t *q = (uint32_t *)rows->q + size_t(tile) * R * (K / 4);
-  float *scales = rows->scale + size_t(tile) * R * (K / 32), *weighted = rows->weighted + size_t(tile) * R * (K / 32);
-  int32_t *sums = rows->sums + size_t(tile) * R * (K / 16), *starts = rows->starts + size_t(tile) * R * (K / 32);
+  int R = rows->height(tile), K = rows->padded_inputs, begin = rows->begin(tile);
+  uint32_t *q = (uint32_t *)rows->q + size_t(begin) * (K / 4);
+  float *scales = rows->scale + size_t(begin) * (K / 32), *weighted = rows->weighted + size_t(begin) * (K / 32);
+  int32_t *sums = rows->sums + size_t(begin) * (K / 16), *starts = rows->starts + size_t(begin) * (K / 32);
   for (int i = 0; i < R; i++) {
     const uint16_t *row = x + size_t(begin + i) * stride;
     int here = begin + i < rows->count ? inputs : 0;
@@ -293,18 +320,19 @@ void pack_rows_quant(const uint16_t *x, size_t stride, int32_t inputs, const Row
 
 // ---------------------------------------------------------------- any product
 
-int32_t tile_rows(const Matrix *matrix, int32_t rows) {
-  if (matrix->kind != kvasir::BF16) return ceil_div(rows, ceil_div(rows, QUANT_ROWS));
-  if (rows <= MOST_ROWS) return rows;
-  int most = WIDE_ROWS > 4 ? WIDE_ROWS : MOST_ROWS;
-  return ceil_div(rows, ceil_div(rows, most));
+// As few tiles as can be, and alike, so that none is padded.
+void cut_rows(const Matrix *matrix, Rows *rows) {
+  int most = matrix->kind != kvasir::BF16 ? QUANT_ROWS : rows->count <= MOST_ROWS || WIDE_ROWS <= 4 ? MOST_ROWS : WIDE_ROWS;
+  rows->tiles = ceil_div(rows->count, most);
+  rows->tile = ceil_div(rows->count, rows->tiles);
+  rows->tall = rows->count - rows->tiles * (rows->tile - 1);
 }
 
 // One tile times `blocks` blocks (1 or 2) that lie `apart` from each other: out[R][blocks][16].
 void one_tile(const Matrix &m, const Rows &rows, int tile, int block, int apart, int blocks, float *out) {
-  int R = rows.tile, K = m.padded_inputs;
+  int R = rows.height(tile), K = m.padded_inputs;
   if (m.kind == kvasir::BF16) {
-    const uint32_t *a = (const uint32_t *)rows.bf16 + size_t(tile) * R * (K / 2);
+    const uint32_t *a = (const uint32_t *)rows.bf16 + size_t(rows.begin(tile)) * (K / 2);
     size_t panel = size_t(K / 2) * 16;
     const uint32_t *w = (const uint32_t *)m.data + block * panel;
     if (blocks == 1 || R <= WIDE_ROWS) return tile_of(R, blocks)(a, w, apart * panel, K / 2, out);
@@ -315,9 +343,9 @@ void one_tile(const Matrix &m, const Rows &rows, int tile, int block, int apart,
       one_tile(m, rows, tile, block + b * apart, 0, 1, one);
     } else {
       size_t at = size_t(block + b * apart), groups = size_t(K / m.group) * 16;
-      QuantPanel panel{(const uint8_t *)m.data + at * K * (m.kind == kvasir::Q4 ? 8 : 16), m.scale + at * groups,
+      QuantPanel panel{(const uint8_t *)m.data + at * K * 2 * bits_of(m), m.scale + at * groups,
                        m.min ? m.min + at * groups : nullptr, m.group, m.offset};
-      size_t at_group = size_t(tile) * R * (K / 32);
+      size_t at_group = size_t(rows.begin(tile)) * (K / 32);
       QuantRows here{(const uint32_t *)rows.q + at_group * 8, rows.scale + at_group, rows.weighted + at_group, rows.sums + 2 * at_group,
                      rows.starts + at_group};
       quant_tile_of(m, R, std::make_integer_sequence<int, QUANT_ROWS>())(here, panel, K / 32, one);
@@ -344,7 +372,7 @@ inline void store_block(uint16_t *out, f32x16 y, int count) {
 // The tile of floats to bfloat16 outputs, with bias and activation.
 void finish_tile(const Product &p, int tile, int block, int apart, int blocks, const float *from) {
   const Matrix &m = *p.matrix;
-  int R = p.rows->tile, begin = tile * R, width = p.gated ? m.outputs / 2 : m.outputs;
+  int R = p.rows->height(tile), begin = p.rows->begin(tile), width = p.gated ? m.outputs / 2 : m.outputs;
   for (int i = 0; i < R && begin + i < p.rows->count; i++) {
     uint16_t *out = p.out + size_t(begin + i) * p.out_stride;
     const float *row = from + i * blocks * 16;
@@ -365,13 +393,12 @@ void finish_tile(const Product &p, int tile, int block, int apart, int blocks, c
 void product(const Product *p, int32_t block_begin, int32_t block_end) {
   const Matrix &m = *p->matrix;
   const Rows &rows = *p->rows;
-  int tiles = ceil_div(rows.count, rows.tile);
   float buffer[(MOST_ROWS > 2 * WIDE_ROWS ? MOST_ROWS : 2 * WIDE_ROWS) * 2 * 16];
-  bool wide = p->gated || (tiles > 1 && rows.tile <= WIDE_ROWS && m.kind == kvasir::BF16);
+  bool wide = p->gated || (rows.tiles > 1 && rows.tile <= WIDE_ROWS && m.kind == kvasir::BF16);
   int apart = p->gated ? m.outputs / 32 : 1;
   for (int block = block_begin; block < block_end;) {
     int blocks = wide && (p->gated || block + 1 < block_end) ? 2 : 1;
-    for (int tile = 0; tile < tiles; tile++) {
+    for (int tile = 0; tile < rows.tiles; tile++) {
       one_tile(m, rows, tile, block, apart, blocks, buffer);
       finish_tile(*p, tile, block, apart, blocks, buffer);
     }
@@ -397,8 +424,10 @@ void expand_row(const Matrix *matrix, int32_t output, uint16_t *out) {
     if (m.kind == kvasir::Q8) {
       value = data[(size_t(block) * (K / 4) + k / 4) * 64 + n * 4 + k % 4];
     } else {
-      int g = k / 32, high = k % 32 / 16, quad = k % 16 / 4;
-      value = data[(size_t(block) * (K / 32) + g) * 256 + quad * 64 + n * 4 + k % 4] >> (4 * high) & 15;
+      int g = k / 32, half = k % 32 / 16, quad = k % 16 / 4;
+      data += (size_t(block) * (K / 32) + g) * (bits_of(m) * 64) + n * 4 + k % 4;
+      value = data[quad * 64] >> (4 * half) & 15;
+      if (m.kind == kvasir::Q6) value |= (data[256 + half * 64] >> (2 * quad) & 3) << 4;
     }
     size_t at = (size_t(block) * (K / m.group) + k / m.group) * 16 + n;
     out[k] = to_bf16(float(value - m.offset) * from_f16(m.scale[at]) + (m.min ? from_f16(m.min[at]) : 0.f));

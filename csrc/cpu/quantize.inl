@@ -1,6 +1,7 @@
-// Floats to 8 bits around a middle, or to 4 bits along a straight line, 32 at a time.
+// Floats to 8 or 6 bits around a middle, or to 4 bits along a straight line, 32 at a time.
 #pragma once
 
+#include "kernels.h"
 #include "simd.h"
 
 namespace {
@@ -14,10 +15,11 @@ inline i32x16 clamp(i32x16 x, int low, int high) {
   return (x > high) ? splat_int(high) : x;
 }
 
-// Numbers to bytes around an offset of 128.
-inline void quantize_bytes(const f32x16 v[2], float most, i32x16 q[2], float &scale) {
-  scale = most / 127.f;
-  for (int i = 0; i < 2; i++) q[i] = clamp(nearest(v[i] * (most > 0 ? 127.f / most : 0.f)), -127, 127) + 128;
+// Numbers to -high .. high, around an offset of high + 1.
+inline void quantize_around(const f32x16 v[2], int high, i32x16 q[2], float &scale) {
+  float most = largest(maximum(maximum(v[0], -v[0]), maximum(v[1], -v[1]))), steps = float(high);
+  scale = most / steps;
+  for (int i = 0; i < 2; i++) q[i] = clamp(nearest(v[i] * (most > 0 ? steps / most : 0.f)), -high, high) + high + 1;
 }
 
 // The straight line through the numbers that 0 .. 15 stand for, with the least squared error for a given choice.
@@ -57,15 +59,15 @@ inline void quantize_halves(const f32x16 v[2], i32x16 q[2], float &scale, float 
   }
 }
 
-// 32 numbers to bytes, or half bytes: number = (byte - offset) * scale + min, where one of offset and min is 0.
-void quantize_group(const float *x, int32_t is_half, uint8_t *out, float *scale, float *min) {
+// 32 numbers to bytes of as many bits: number = (byte - offset) * scale + min, where one of offset and min is 0.
+void quantize_group(const float *x, int32_t kind, uint8_t *out, float *scale, float *min) {
   f32x16 v[2] = {load<f32x16>(x), load<f32x16>(x + 16)};
   i32x16 q[2];
   *min = 0;
-  if (is_half) {
+  if (kind == kvasir::Q4) {
     quantize_halves(v, q, *scale, *min);
   } else {
-    quantize_bytes(v, largest(maximum(maximum(v[0], -v[0]), maximum(v[1], -v[1]))), q, *scale);
+    quantize_around(v, kind == kvasir::Q6 ? 31 : 127, q, *scale);
   }
   for (int i = 0; i < 32; i++) out[i] = uint8_t(q[i / 16][i % 16]);
 }

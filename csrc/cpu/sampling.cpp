@@ -168,5 +168,6 @@ void kv_draw(const void *logits, int32_t is_float, int32_t lines, int32_t vocabu
     Line line{(const char *)logits + size_t(i) * size_t(vocabulary) * (is_float ? 4 : 2), is_float, vocabulary};
     int64_t row = s->rows[i];
     tokens[i] = draw_from(line, s->temperature[row], uint32_t(s->seeds[row]), uint32_t(positions[i]));
+    s->next_token[row] = tokens[i];
   });
 }

@@ -112,6 +112,45 @@ inline f32x16 round_bf16(f32x16 x) {
   return bits<f32x16>((u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u);
 }
 
+// ---------------------------------------------------------------- 16 by 16
+
+// out[j] is number `at` + j of all rows.
+inline void transpose16(const uint32_t *const rows[16], size_t at, u32x16 out[16]) {
+#if defined(__AVX512F__)
+  __m512i r[16], t[16];
+  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(rows[i] + at);
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      r[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+  for (int j = 0; j < 4; j++) {  // r[4 g + j] has columns j, j + 4, j + 8, j + 12 of rows 4 g .. 4 g + 3
+    __m512i a = _mm512_shuffle_i32x4(r[j], r[j + 4], 0x88), b = _mm512_shuffle_i32x4(r[j + 8], r[j + 12], 0x88);
+    __m512i c = _mm512_shuffle_i32x4(r[j], r[j + 4], 0xdd), d = _mm512_shuffle_i32x4(r[j + 8], r[j + 12], 0xdd);
+    out[j] = bits<u32x16>(_mm512_shuffle_i32x4(a, b, 0x88));
+    out[j + 8] = bits<u32x16>(_mm512_shuffle_i32x4(a, b, 0xdd));
+    out[j + 4] = bits<u32x16>(_mm512_shuffle_i32x4(c, d, 0x88));
+    out[j + 12] = bits<u32x16>(_mm512_shuffle_i32x4(c, d, 0xdd));
+  }
+#else
+  for (int j = 0; j < 16; j++)
+    for (int i = 0; i < 16; i++) out[j][i] = load<uint32_t>(rows[i] + at + j);
+#endif
+}
+
+// The first `count` of 16, or all.
+inline void store_first(uint32_t *p, u32x16 x, int count) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_epi32(p, count < 16 ? __mmask16((1 << count) - 1) : __mmask16(0xffff), bits<__m512i>(x));
+#else
+  memcpy(p, &x, count < 16 ? 4 * size_t(count) : 64);
+#endif
+}
+
 // ---------------------------------------------------------------- functions
 
 inline f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {

@@ -9,7 +9,7 @@
 namespace {
 
 inline kvasir::Kernels make_kernels(const char *name) {
-  return {name,      tile_rows, pack_rows_bf16, pack_rows_quant, product,     add_norm,   normalise, scale_row,
+  return {name,      cut_rows, pack_rows_bf16, pack_rows_quant, product,     add_norm,   normalise, scale_row,
           add_rows,  gated_row, activate_row,   store_token,     attend,      attend_scratch, expand_row,
           quantize_group, best_logit, mass_of, reach_of};
 }

@@ -131,6 +131,12 @@ def rope_store(
     return query
 
 
+def step_inputs(rows: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    """See reference.step_inputs."""
+    inputs: tuple[torch.Tensor, ...] = _any_version_for(rows, torch.int64).step_inputs(rows, *args)
+    return inputs
+
+
 def logit_floor(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
     """See reference.logit_floor."""
     floor: torch.Tensor = _any_version_for(logits, torch.float32).logit_floor(logits, *args)

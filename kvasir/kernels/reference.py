@@ -130,6 +130,31 @@ def rope_store(
     return query
 
 
+def step_inputs(
+    rows: torch.Tensor,  # [sequences] int64
+    num_tokens: torch.Tensor,  # [sequences] int32: of each
+    token_ids: torch.Tensor,  # [tokens] int32, of all; below 0 where the row's next token is meant
+    num_computed: torch.Tensor,  # [rows] int32; the step's tokens are added
+    next_token: torch.Tensor,  # [rows] int32
+    tables: torch.Tensor,  # [rows, blocks] int32
+    block_size: int,
+) -> tuple[torch.Tensor, ...]:
+    """Ids, positions and slots of the tokens (int64); where each sequence begins among them, and the end, and how long
+    each is after the step (int32)."""
+    before, query_start = num_computed[rows], F.pad(num_tokens.cumsum(0, dtype=torch.int32), (1, 0))
+    seq_lens = before + num_tokens
+    token_rows, positions = rows, before.long()
+    if len(token_ids) != len(rows):
+        line = torch.arange(len(rows), device=rows.device)
+        line = torch.repeat_interleave(line, num_tokens.long(), output_size=len(token_ids))
+        offset = torch.arange(len(token_ids), device=rows.device) - query_start[line]
+        token_rows, positions = rows[line], before[line] + offset
+    ids = torch.where(token_ids >= 0, token_ids, next_token[token_rows]).long()
+    slots = tables[token_rows, positions // block_size].long() * block_size + positions % block_size
+    num_computed[rows] = seq_lens
+    return ids, positions, slots, query_start, seq_lens
+
+
 def mask_logits(
     logits: torch.Tensor,  # [n, vocabulary]
     lines: torch.Tensor,  # [m]: which of them

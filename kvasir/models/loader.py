@@ -22,7 +22,7 @@ from kvasir.distributed.mesh import Mesh
 from kvasir.errors import ConfigError, ModelError
 from kvasir.gguf_file import read_gguf
 from kvasir.kernels.cpu.memory import Arena
-from kvasir.kernels.cpu.packed import BF16, INT8
+from kvasir.kernels.cpu.packed import BF16, INT6, INT8
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.layers.linear import Linear
 from kvasir.models import gguf, packed_cache, registry
@@ -96,7 +96,7 @@ def _build(config: EngineConfig, dtype: torch.dtype, mesh: Mesh) -> Build:
     """How layers keep their weights."""
     if config.device.attention_backend == "cpu":
         quantization = config.model.quantization
-        vocabulary = BF16 if quantization is None else INT8  # the head is the last to be cut short
+        vocabulary = {None: BF16, "int4": INT6}.get(quantization, INT8)  # the head is the last to be cut short
         return Build(dtype, mesh, cpu_methods(quantization), vocabulary=vocabulary)
     return Build(dtype, mesh, gguf_linear if config.load.load_format == "gguf" else unquantized)
 

@@ -63,6 +63,26 @@ class Step(ctypes.Structure):
     )
 
 
+class Rows(ctypes.Structure):
+    _fields_ = (
+        ("num_computed", c_void_p),
+        ("next_token", c_void_p),
+        ("tables", c_void_p),
+        ("table_stride", c_int64),
+        ("block_size", c_int32),
+    )
+
+
+class StepTokens(ctypes.Structure):
+    _fields_ = (
+        ("ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("query_start", c_void_p),
+        ("lengths", c_void_p),
+    )
+
+
 class Layer(ctypes.Structure):
     _fields_ = (
         ("attention_norm", Norm),
@@ -113,6 +133,7 @@ class Sampling(ctypes.Structure):
         ("top_p", c_void_p),
         ("top_k", c_void_p),
         ("seeds", c_void_p),
+        ("next_token", c_void_p),
     )
 
 

@@ -161,10 +161,12 @@ class ModelRunner:
         return Sampled([graphs.head(head, told)[: len(lines)]], lines)
 
     def _sample_eagerly(self, running: Running, lines: NDArray[np.int32], needs: Needs) -> Sampled:
-        batch, hidden = running.batch, running.hidden
-        (chosen,) = upload([lines], self.device)
-        step = SampledRows(running.plan.rows[lines], batch.rows[chosen], batch.seq_lens[chosen])
-        logits = self.model.logits(hidden[batch.query_start[1:][chosen] - 1])
+        batch, hidden, rows, lengths = running.batch, running.hidden, running.batch.rows, running.batch.seq_lens
+        if not len(lines) == batch.num_decodes == len(rows):  # else every line samples, from a single token
+            (chosen,) = upload([lines], self.device)
+            rows, lengths, hidden = rows[chosen], lengths[chosen], hidden[batch.query_start[1:][chosen] - 1]
+        step = SampledRows(running.plan.rows[lines], rows, lengths)
+        logits = self.model.logits(hidden)
         processed = self.sampler.process(logits, step, needs)
         tokens = self.sampler.draw(processed, step, needs)
         scores = self.token_scores.score(logits, lambda: self.sampler.heated(processed, step), tokens, step, needs)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvasir import kernels
 from kvasir.attention.base import AttentionBatch
 from kvasir.messages import StepPlan
 
@@ -42,23 +43,11 @@ class DeviceRows:
         self, plan: StepPlan, rows: torch.Tensor, num_tokens: torch.Tensor, token_ids: torch.Tensor
     ) -> StepInputs:
         """The step's inputs from the rows; counts the tokens as computed. Never waits for the device."""
-        device = rows.device
-        before = self.num_computed[rows]
-        seq_lens = before + num_tokens
-        query_start = torch.zeros(len(rows) + 1, dtype=torch.int32, device=device)
-        torch.cumsum(num_tokens, 0, dtype=torch.int32, out=query_start[1:])
-        if plan.num_decodes == len(plan.rows):
-            token_rows, positions, known = rows, before.long(), self.next_token[rows]
-        else:
-            line = torch.arange(len(rows), device=device)
-            line = torch.repeat_interleave(line, num_tokens.long(), output_size=plan.total_tokens)
-            token_rows = rows[line]
-            offset = torch.arange(plan.total_tokens, device=device) - query_start[line]
-            positions, known = before[line] + offset, self.next_token[token_rows]
-        block = self.tables[token_rows, positions // self.block_size].long()
-        self.num_computed[rows] = seq_lens
+        ids, positions, slots, query_start, seq_lens = kernels.step_inputs(
+            rows, num_tokens, token_ids, self.num_computed, self.next_token, self.tables, self.block_size
+        )
         batch = AttentionBatch(
-            slots=block * self.block_size + positions % self.block_size,
+            slots=slots,
             query_start=query_start,
             seq_lens=seq_lens,
             tables=self.tables,
@@ -69,8 +58,9 @@ class DeviceRows:
             block_size=self.block_size,
         )
         if self.other_tables:
+            token_rows = torch.repeat_interleave(rows, num_tokens.long(), output_size=plan.total_tokens)
             batch.others = self.batches_of_others(batch, token_rows, positions)
-        return StepInputs(torch.where(token_ids >= 0, token_ids, known).long(), positions, batch)
+        return StepInputs(ids, positions, batch)
 
     def batches_of_others(
         self, batch: AttentionBatch, token_rows: torch.Tensor, positions: torch.Tensor

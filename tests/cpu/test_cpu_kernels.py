@@ -13,12 +13,12 @@ from kvasir.attention.cpu import CpuAttention
 from kvasir.attention.torch import TorchAttention
 from kvasir.kernels import reference
 from kvasir.kernels.cpu import ops, packed
-from kvasir.kernels.cpu.packed import BF16, INT4, INT8, Format
+from kvasir.kernels.cpu.packed import BF16, INT4, INT6, INT8, Format
 from kvasir.platforms import cpu_library, cpu_structs
 from tests.native_builders import SETS, require_library
 
 BFLOAT = torch.bfloat16
-FORMATS = {"bf16": BF16, "int8": INT8, "int4": INT4}
+FORMATS = {"bf16": BF16, "int8": INT8, "int6": INT6, "int4": INT4}
 
 
 @pytest.fixture(params=SETS, autouse=True)
@@ -79,7 +79,7 @@ def test_gated_linear(name: str, activation: str) -> None:
 
 def test_quantized_weights_are_near() -> None:
     weight = randn(64, 320)
-    for form, most in ((INT8, 0.007), (INT4, 0.11)):
+    for form, most in ((INT8, 0.007), (INT6, 0.026), (INT4, 0.11)):
         close(packed.pack(weight, form).rows(torch.arange(64)), weight, most)
 
 
@@ -115,13 +115,40 @@ def test_gguf_rows(kind: str) -> None:
         raw[:, :, at : at + 2] = scales[..., None].view(np.uint8)
     source = torch.from_numpy(raw.reshape(rows, -1))
     wanted = torch.from_numpy(gguf.dequantize(source.numpy(), gguf.GGMLQuantizationType(number)))
-    for target in (form, form.joined(Format("q8", 16, 32)), form.joined(Format("q8", has_min=True))):
+    for target in (form, form.joined(Format("q6", 16, 32)), form.joined(Format("q8", has_min=True))):
         layout = packed.Layout(target, rows, inputs)
         matrix = packed.PackedMatrix(layout, torch.zeros(layout.num_bytes, dtype=torch.uint8))
         matrix.fill_gguf(source, kind)
         close(matrix.rows(torch.arange(rows)), wanted, 3e-3)  # bfloat16 has 8 bits
         x = randn(5, inputs)
         close(matrix.linear(x), x.double() @ wanted.double().T, 1.5e-2)
+
+
+# ---------------------------------------------------------------- a step's inputs
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_step_inputs(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    max_rows, blocks, block_size = 9, 12, 16
+    rows = torch.from_numpy(rng.permutation(max_rows)[: int(rng.integers(1, max_rows))])
+    num_tokens = torch.from_numpy(rng.integers(1, 2 if seed % 2 else 40, len(rows), np.int32))
+    token_ids = torch.from_numpy(rng.integers(-1, 3, int(num_tokens.sum()), np.int32))
+    tables = torch.from_numpy(rng.permutation(max_rows * blocks).astype(np.int32).reshape(max_rows, blocks))
+    next_token = torch.from_numpy(rng.integers(100, 200, max_rows, np.int32))
+    before = torch.from_numpy(rng.integers(0, 150, max_rows, np.int32))
+    found = []
+    for version in (ops, reference):
+        num_computed = before.clone()
+        step = version.step_inputs(rows, num_tokens, token_ids, num_computed, next_token, tables, block_size)
+        found.append((*step, num_computed))
+    for ours, wanted in zip(*found, strict=True):
+        assert ours.dtype == wanted.dtype and torch.equal(ours, wanted)
+    ids, positions, slots, query_start, lengths, num_computed = found[0]
+    last = query_start[1:].long() - 1
+    assert torch.equal(positions[last] + 1, lengths) and torch.equal(num_computed[rows], lengths)
+    assert torch.equal(slots[last] % block_size, positions[last] % block_size)
+    assert all(int(ids[at]) in (0, 1, 2) or token_ids[at] == -1 for at in range(len(ids)))
 
 
 # ---------------------------------------------------------------- pointwise

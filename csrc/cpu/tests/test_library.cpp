@@ -51,6 +51,10 @@ std::vector<uint16_t> random_numbers(size_t count, unsigned seed) {
   return numbers;
 }
 
+size_t bytes_of(Kind kind, size_t numbers) {
+  return kind == BF16 ? numbers * 2 : kind == Q8 ? numbers : kind == Q6 ? numbers / 4 * 3 : numbers / 2;
+}
+
 // A matrix with its memory, exactly as large as it must be, so that a step too far is seen.
 struct Packed {
   Matrix m{};
@@ -59,9 +63,9 @@ struct Packed {
 
   Packed(Kind kind, int outputs, int inputs, const std::vector<uint16_t> &source) {
     m.kind = kind, m.outputs = outputs, m.inputs = inputs, m.padded_inputs = (inputs + 31) / 32 * 32;
-    m.group = 32, m.offset = kind == Q8 ? 128 : 0;
+    m.group = 32, m.offset = kind == Q8 ? 128 : kind == Q6 ? 32 : 0;
     size_t numbers = size_t((outputs + 15) / 16 * 16) * size_t(m.padded_inputs);
-    data.resize(kind == BF16 ? numbers * 2 : kind == Q8 ? numbers : numbers / 2);
+    data.resize(bytes_of(kind, numbers));
     scale.resize(kind == BF16 ? 0 : numbers / 32);
     min.resize(kind == Q4 ? numbers / 32 : 0);
     m.data = data.data(), m.scale = scale.data(), m.min = kind == Q4 ? min.data() : nullptr;
@@ -78,12 +82,12 @@ struct Packed {
 };
 
 void test_products() {
-  for (Kind kind : {BF16, Q8, Q4})
+  for (Kind kind : {BF16, Q8, Q6, Q4})
     for (int inputs : {64, 50}) {
       const int outputs = 75;
       Packed packed(kind, outputs, inputs, random_numbers(size_t(outputs * inputs), 1));
       std::vector<uint16_t> weights = packed.rows();
-      for (int rows : {1, 3, 16, 40}) {
+      for (int rows : {1, 3, 16, 29, 40}) {
         std::vector<uint16_t> x = random_numbers(size_t(rows * inputs), 2), out(size_t(rows * outputs));
         kv_linear(&packed.m, x.data(), inputs, rows, out.data());
         double error = 0, size = 0;
@@ -109,10 +113,10 @@ struct FileType {
 };
 
 constexpr FileType FILE_TYPES[] = {
-    {2, 18, 32, Q4, 32, 8, false},  {3, 20, 32, Q4, 32, 0, true},    {6, 22, 32, Q8, 32, 16, false},
-    {7, 24, 32, Q8, 32, 0, true},   {8, 34, 32, Q8, 32, 128, false}, {10, 84, 256, Q4, 16, 0, true},
-    {11, 110, 256, Q4, 16, 4, false}, {12, 144, 256, Q4, 32, 0, true}, {13, 176, 256, Q8, 32, 0, true},
-    {14, 210, 256, Q8, 16, 32, false},
+    {2, 18, 32, Q4, 32, 8, false},  {3, 20, 32, Q4, 32, 0, true},    {6, 22, 32, Q6, 32, 16, false},
+    {7, 24, 32, Q6, 32, 0, true},   {8, 34, 32, Q8, 32, 128, false}, {10, 84, 256, Q4, 16, 0, true},
+    {11, 110, 256, Q4, 16, 4, false}, {12, 144, 256, Q4, 32, 0, true}, {13, 176, 256, Q6, 32, 0, true},
+    {14, 210, 256, Q6, 16, 32, false},
 };
 
 void test_file_types() {
@@ -120,7 +124,7 @@ void test_file_types() {
   std::mt19937 generator(11);
   for (const FileType &type : FILE_TYPES) {
     size_t row = size_t(inputs / type.numbers * type.bytes), numbers = size_t((outputs + 15) / 16 * 16) * inputs;
-    std::vector<uint8_t> source(row * outputs), data(type.kind == Q8 ? numbers : numbers / 2);
+    std::vector<uint8_t> source(row * outputs), data(bytes_of(type.kind, numbers));
     for (auto &byte : source) byte = uint8_t(generator() & 0x3f);  // scales that are no infinities
     std::vector<uint16_t> scale(numbers / size_t(type.group)), min(type.has_min ? scale.size() : 0);
     Matrix m{type.kind, outputs, inputs, inputs, type.group, type.offset, data.data(), scale.data(),
@@ -236,18 +240,33 @@ void test_sampling() {
   const int lines = 6, vocabulary = 3001;
   std::vector<uint16_t> logits = random_numbers(size_t(lines * vocabulary), 8);
   logits[2 * vocabulary + 123] = to_bf16(50);
-  std::vector<int64_t> rows(lines, 0);
-  float temperature = 0.8f, min_p = 0.01f, top_p = 0.9f, floor[lines];
-  int32_t top_k = 40, seed = 5, positions[lines] = {0, 1, 2, 3, 4, 5}, tokens[lines];
-  kv_sampling sampling{rows.data(), &temperature, &min_p, &top_p, &top_k, &seed};
-  kv_logit_floor(logits.data(), 0, lines, vocabulary, &sampling, floor);
-  kv_draw(logits.data(), 0, lines, vocabulary, &sampling, positions, tokens);
+  std::vector<int64_t> rows = {5, 3, 1, 0, 2, 4};
+  std::vector<float> temperature(lines, 0.8f), min_p(lines, 0.01f), top_p(lines, 0.9f), floor(lines);
+  std::vector<int32_t> top_k(lines, 40), seeds(lines, 5), positions = {0, 1, 2, 3, 4, 5}, tokens(lines), next(lines);
+  kv_sampling sampling{rows.data(),  temperature.data(), min_p.data(), top_p.data(),
+                       top_k.data(), seeds.data(),       next.data()};
+  kv_logit_floor(logits.data(), 0, lines, vocabulary, &sampling, floor.data());
+  kv_draw(logits.data(), 0, lines, vocabulary, &sampling, positions.data(), tokens.data());
   check(tokens[2] == 123, "what is nearly certain is drawn");
+  for (size_t i = 0; i < lines; i++) check(next[size_t(rows[i])] == tokens[i], "a row's next token is the one drawn");
   for (int i = 0; i < lines; i++) {
     int kept = 0;
-    for (int v = 0; v < vocabulary; v++) kept += from_bf16(logits[size_t(i * vocabulary + v)]) >= floor[i];
+    for (int v = 0; v < vocabulary; v++) kept += from_bf16(logits[size_t(i * vocabulary + v)]) >= floor[size_t(i)];
     check(kept >= 1 && kept <= 45, "top-k keeps about k");
   }
+}
+
+void test_step_inputs() {
+  std::vector<int32_t> num_computed = {3, 17, 0}, next = {70, 71, 72}, tables = {4, 5, 9, 8, 2, 1};
+  kv_rows state{num_computed.data(), next.data(), tables.data(), 2, 16};
+  std::vector<int64_t> rows = {1, 2}, ids(4), positions(4), slots(4);
+  std::vector<int32_t> num_tokens = {1, 3}, token_ids = {-1, 6, 7, 8}, query_start(3), lengths(2);
+  kv_step_tokens out{ids.data(), positions.data(), slots.data(), query_start.data(), lengths.data()};
+  kv_step_inputs(&state, rows.data(), num_tokens.data(), token_ids.data(), 2, &out);
+  check(ids == std::vector<int64_t>{71, 6, 7, 8} && positions == std::vector<int64_t>{17, 0, 1, 2}, "tokens are found");
+  check(slots == std::vector<int64_t>{8 * 16 + 1, 32, 33, 34}, "and their places");
+  check(lengths == std::vector<int32_t>{18, 3} && num_computed == std::vector<int32_t>{3, 18, 3}, "and counted");
+  check(query_start == std::vector<int32_t>{0, 1, 4}, "and told apart");
 }
 
 void test_pool() {
@@ -271,8 +290,9 @@ void test_pool() {
 }  // namespace
 
 int main() {
-  where = "the pool";
+  where = "any instruction set";
   test_pool();
+  test_step_inputs();
   configure_pool(3, nullptr);
   std::istringstream sets(kv_instruction_sets());
   for (std::string set; sets >> set;) {

@@ -10,7 +10,7 @@ import torch
 
 from kvasir.kernels.cpu.step import StepView, address, cache_of, rotation_of
 from kvasir.platforms.cpu_library import loaded
-from kvasir.platforms.cpu_structs import ACTIVATIONS, Layer, Norm, Sampling
+from kvasir.platforms.cpu_structs import ACTIVATIONS, Layer, Norm, Rows, Sampling, StepTokens
 
 NONE = Norm()
 
@@ -99,6 +99,31 @@ def _only_slots(slots: torch.Tensor) -> SimpleNamespace:
     )
 
 
+def step_inputs(
+    rows: torch.Tensor,
+    num_tokens: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_computed: torch.Tensor,
+    next_token: torch.Tensor,
+    tables: torch.Tensor,
+    block_size: int,
+) -> tuple[torch.Tensor, ...]:
+    state = Rows(
+        num_computed=address(num_computed, torch.int32),
+        next_token=address(next_token, torch.int32),
+        tables=address(tables, torch.int32),
+        table_stride=tables.stride(0),
+        block_size=block_size,
+    )
+    ids, positions, slots = torch.empty(3, len(token_ids), dtype=torch.int64).unbind(0)
+    query_start, lengths = torch.empty(2 * len(rows) + 1, dtype=torch.int32).split((len(rows) + 1, len(rows)))
+    out = StepTokens(*(each.data_ptr() for each in (ids, positions, slots, query_start, lengths)))
+    loaded().kv_step_inputs(
+        ctypes.byref(state), _at(rows), _at(num_tokens), _at(token_ids), len(rows), ctypes.byref(out)
+    )
+    return ids, positions, slots, query_start, lengths
+
+
 def takes_logits(logits: torch.Tensor) -> bool:
     return logits.dtype in (torch.bfloat16, torch.float32)
 
@@ -144,11 +169,11 @@ def draw(
         rows=rows.data_ptr(),
         temperature=address(temperature, torch.float32),
         seeds=address(seeds, torch.int32),
+        next_token=address(next_token, torch.int32),
     )
     loaded().kv_draw(
         _at(logits), logits.dtype == torch.float32, *logits.shape, ctypes.byref(sampling), _at(positions), _at(tokens)
     )
-    next_token[rows] = tokens
     return tokens
 
 

@@ -11,7 +11,7 @@ from kvasir.kernels.cpu.memory import Arena
 from kvasir.platforms.cpu_library import loaded
 from kvasir.platforms.cpu_structs import ACTIVATIONS, Matrix
 
-_KINDS = {"bf16": 0, "q8": 1, "q4": 2, "plain": 3}
+_KINDS = {"bf16": 0, "q8": 1, "q4": 2, "plain": 3, "q6": 4}
 _SOURCES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -28,27 +28,28 @@ class Format:
         """One that holds what either holds."""
         if self == other:
             return self
-        kind = "q8" if "q8" in (self.kind, other.kind) else "q4"
+        kind = max(self.kind, other.kind)  # q4, q6, q8
         return Format(kind, min(self.group, other.group), 0, has_min=True)
 
 
 BF16 = Format("bf16")
 PLAIN = Format("plain")  # as it is, to take rows from
 INT8 = Format("q8", 32, 128)
+INT6 = Format("q6", 32, 32)
 INT4 = Format("q4", has_min=True)
 
 # GGUF's types: their numbers there, and what holds them.
 GGUF = {
     "Q4_0": (2, Format("q4", 32, 8)),
     "Q4_1": (3, INT4),
-    "Q5_0": (6, Format("q8", 32, 16)),
-    "Q5_1": (7, Format("q8", has_min=True)),
+    "Q5_0": (6, Format("q6", 32, 16)),
+    "Q5_1": (7, Format("q6", has_min=True)),
     "Q8_0": (8, INT8),
     "Q2_K": (10, Format("q4", 16, has_min=True)),
     "Q3_K": (11, Format("q4", 16, 4)),
     "Q4_K": (12, INT4),
-    "Q5_K": (13, Format("q8", has_min=True)),
-    "Q6_K": (14, Format("q8", 16, 32)),
+    "Q5_K": (13, Format("q6", has_min=True)),
+    "Q6_K": (14, Format("q6", 16, 32)),
 }
 
 
@@ -73,7 +74,7 @@ class Layout:
         numbers = self._padded_outputs * self.padded_inputs
         if self.format.kind == "plain":
             return self.outputs * self.inputs * 2
-        return {"bf16": numbers * 2, "q8": numbers, "q4": numbers // 2}[self.format.kind]
+        return {"bf16": numbers * 2, "q8": numbers, "q6": numbers // 4 * 3, "q4": numbers // 2}[self.format.kind]
 
     @property
     def scale_bytes(self) -> int:
@@ -196,4 +197,4 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-__all__ = ["BF16", "GGUF", "INT4", "INT8", "PLAIN", "Format", "Layout", "PackedMatrix", "pack", "plain"]
+__all__ = ["BF16", "GGUF", "INT4", "INT6", "INT8", "PLAIN", "Format", "Layout", "PackedMatrix", "pack", "plain"]
