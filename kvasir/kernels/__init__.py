@@ -63,11 +63,11 @@ def are_compiled(device: torch.device) -> bool:
     return device.type == "cuda" and _fast() is not reference
 
 
-def rehearsal() -> AbstractContextManager[None]:
+def rehearsal(*, wait: bool = True) -> AbstractContextManager[None]:
     """See triton.rehearsal; for a device whose kernels `are_compiled`."""
     from kvasir.kernels.triton.rehearsal import rehearsal
 
-    return rehearsal()
+    return rehearsal(wait=wait)
 
 
 _reference_only = False
@@ -133,7 +133,8 @@ def rope_store(
 
 def step_inputs(rows: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     """See reference.step_inputs."""
-    inputs: tuple[torch.Tensor, ...] = _any_version_for(rows, torch.int64).step_inputs(rows, *args)
+    version = reference if rows.is_cuda else _any_version_for(rows, torch.int64)
+    inputs: tuple[torch.Tensor, ...] = version.step_inputs(rows, *args)
     return inputs
 
 

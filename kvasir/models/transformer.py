@@ -7,6 +7,7 @@ for the device or loops over tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 from math import prod
 
@@ -90,6 +91,15 @@ class Transformer(nn.Module):
             logits = logits * self.spec.logit_scale
         cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def shortened(self) -> Transformer:
+        """With one layer of each kind, which launch what all the layers do."""
+        kinds = {}
+        for layer, attention in zip(self.layers, self.attentions(), strict=True):
+            kinds[attention.window, attention.rotary, *(each.shape for each in layer.parameters())] = layer
+        short = copy(self)
+        short._modules = {**self._modules, "layers": nn.ModuleList(kinds.values())}
+        return short
 
     # ------------------------------------------------------------ the KV cache
 

@@ -9,7 +9,7 @@ first needed (some 20 ms) and share one memory pool. Import this where there is 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.triton import paged_decode, shared_prefix
 from kvasir.kernels.triton.decode_inputs import decode_inputs
 from kvasir.messages import Int32Array, StepPlan
+from kvasir.models.transformer import Transformer
 from kvasir.sampling.sampler import Sampler
 from kvasir.sampling.stages import SampledRows
 from kvasir.sampling.state import NO_LINES, Needs
@@ -190,13 +191,24 @@ class StepGraphs:
         """Launch what a lone request's first steps do, without capturing it (see kernels.rehearsal)."""
         for shape in (Shape(MIXED_SIZES[0], MIXED_ROWS[0], BOUNDS[0]), Shape(1, 1, BOUNDS[0])):
             self._clear_inputs(shape)
-            self._head(self._forward(shape), HeadShape(shape, rows=1, filters=False))
+            self._head(self._forward(shape, self.model), HeadShape(shape, rows=1, filters=False))
+
+    @torch.inference_mode()
+    def rehearse_batches(self) -> None:
+        """The same for what larger and longer batches launch, as far as it differs."""
+        assert isinstance(self.model, Transformer), "others are not captured"
+        short = self.model.shortened()
+        for shape in _different_shapes(self.sizes):
+            self._clear_inputs(shape)
+            step, rows = self._forward(shape, short), min(shape.rows, self.sizes[-1])
+            for filters in (False, True):
+                self._head(step, HeadShape(shape, rows, filters))
 
     # ------------------------------------------------------------ what is captured
 
     def _capture_forward(self, shape: Shape) -> Captured[Forward]:
         self._clear_inputs(shape)
-        return self._capture(shape, lambda: self._forward(shape))
+        return self._capture(shape, lambda: self._forward(shape, self.model))
 
     def _clear_inputs(self, shape: Shape) -> None:
         """Padding rows only, so that no request is touched; the order of a larger step would name rows past the end."""
@@ -217,14 +229,14 @@ class StepGraphs:
             self._put_off[shape] = left - 1
         return left > 0
 
-    def _forward(self, shape: Shape) -> Forward:
+    def _forward(self, shape: Shape, model: Model) -> Forward:
         rows = self._running[: shape.rows]
         if shape.is_mixed:
             counts, ids = self._num_tokens[: shape.rows], self._token_ids[: shape.tokens]
             inputs = mixed_inputs(self.rows, rows, counts, ids, shape.bound)
         else:
             inputs = self._decode_inputs(shape, rows)
-        return Forward(inputs, self.model.forward(inputs.input_ids, inputs.positions, inputs.batch))
+        return Forward(inputs, model.forward(inputs.input_ids, inputs.positions, inputs.batch))
 
     def _decode_inputs(self, shape: Shape, rows: torch.Tensor) -> StepInputs:
         state = self.rows
@@ -269,6 +281,19 @@ def _longest_first(bounds: NDArray[np.int32], size: int) -> Int32Array:
     order = np.arange(size, dtype=np.int32)
     order[: len(bounds)] = np.argsort(-bounds, kind="stable")
     return order
+
+
+def _different_shapes(sizes: list[int]) -> Iterator[Shape]:
+    """Some of all shapes, small ones first: kernels differ by powers of two, and by what 16 divides."""
+    for size in [size for size in sizes if size.bit_count() == 1 or size in (24, sizes[-1])]:
+        for bound in BOUNDS:
+            yield Shape(size, size, bound)
+            if shared_prefix.pays(size, bound):
+                yield Shape(size, size, bound, shares=True)
+    for tokens in [size for size in MIXED_SIZES if size.bit_count() == 1]:
+        for bound in BOUNDS:
+            yield Shape(tokens, MIXED_ROWS[0], bound)
+            yield Shape(tokens, min(MIXED_ROWS[-1], tokens - 1), bound)
 
 
 def graph_sizes(max_rows: int) -> list[int]:

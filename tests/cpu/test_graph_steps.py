@@ -96,3 +96,39 @@ def test_steps_as_graphs_say_what_plain_steps_say(path: Path, shared: int, reque
     assert (stats.shared_prefix_steps > 0) == (shared > 0)
     sizes = {shape.rows for shape in taken._forwards if not shape.is_mixed}
     assert len(sizes) > 2, "the batch was to shrink through several graphs"
+
+
+def test_rehearsing_batches_leaves_no_trace(path: Path, graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And meets every way in which a step can run."""
+    wanted, _ = answers_of(path, 16)
+    monkeypatch.setattr(step_graphs, "MIXED_SIZES", (16, 32))
+    seen: set[tuple[bool, bool]] = set()
+    forward, make = step_graphs.StepGraphs._forward, step_graphs.StepGraphs.__post_init__
+
+    def noting(self: Any, shape: step_graphs.Shape, model: Any) -> Any:
+        seen.add((shape.is_mixed, shape.shares))
+        return forward(self, shape, model)
+
+    def rehearsing(self: Any) -> None:
+        make(self)
+        monkeypatch.setattr(step_graphs.StepGraphs, "_forward", noting)
+        self.rehearse()
+        self.rehearse_batches()
+        monkeypatch.setattr(step_graphs.StepGraphs, "_forward", forward)
+
+    monkeypatch.setattr(step_graphs.StepGraphs, "__post_init__", rehearsing)
+    found, _ = answers_of(path, 16)
+    assert found == wanted
+    assert seen == {(False, False), (False, True), (True, False)}
+
+
+def test_a_shortened_model_has_a_layer_of_each_kind(tmp_path: Path) -> None:
+    path = save(make_hf_model("gemma2", num_hidden_layers=4), tmp_path)
+    with LLM(
+        str(path), skip_tokenizer_init=True, use_tqdm_on_load=False, dtype="float32", device="cpu", max_model_len=64,
+        attention_backend="torch", kv_cache_memory_bytes=8 << 20,
+    ) as llm:  # fmt: skip
+        model = llm.llm_engine.client.core.executor.model  # type: ignore[attr-defined]
+        short = model.shortened()
+        assert {layer.attention.window for layer in short.layers} == {layer.attention.window for layer in model.layers}
+        assert (len(short.layers), len(model.layers)) == (2, 4)
