@@ -63,11 +63,11 @@ def are_compiled(device: torch.device) -> bool:
     return device.type == "cuda" and _fast() is not reference
 
 
-def rehearsal(*, wait: bool = True) -> AbstractContextManager[None]:
+def rehearsal() -> AbstractContextManager[None]:
     """See triton.rehearsal; for a device whose kernels `are_compiled`."""
     from kvasir.kernels.triton.rehearsal import rehearsal
 
-    return rehearsal(wait=wait)
+    return rehearsal()
 
 
 _reference_only = False

@@ -9,7 +9,7 @@ first needed (some 20 ms) and share one memory pool. Import this where there is 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvasir import kernels
 from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.triton import paged_decode, shared_prefix
 from kvasir.kernels.triton.decode_inputs import decode_inputs
@@ -96,6 +97,7 @@ class StepGraphs:
     _lines: torch.Tensor = field(init=False)  # those of the step that sample, padded with -1; read by mixed steps
     _forwards: dict[Shape, Captured[Forward]] = field(default_factory=dict)
     _heads: dict[HeadShape, Captured[torch.Tensor]] = field(default_factory=dict)
+    _short: Model | None = field(init=False)  # launches what the model does; None where nothing is compiled
     _put_off: dict[Shape | HeadShape, int] = field(default_factory=dict)  # how many steps are still to run without one
 
     def __post_init__(self) -> None:
@@ -104,6 +106,9 @@ class StepGraphs:
         self._running = torch.full((most,), self.rows.padding, dtype=torch.int64, device=self.device)
         self._num_tokens, self._token_ids, self._lines = torch.zeros(3, most, dtype=torch.int32, device=self.device)
         self._order = torch.arange(most, dtype=torch.int32, device=self.device)
+        self._short = None
+        if kernels.are_compiled(self.device) and isinstance(self.model, Transformer):
+            self._short = self.model.shortened()
 
     def shape_for(self, plan: StepPlan) -> Shape | None:
         """The graph that fits this step, if one does."""
@@ -189,26 +194,22 @@ class StepGraphs:
     @torch.inference_mode()
     def rehearse(self) -> None:
         """Launch what a lone request's first steps do, without capturing it (see kernels.rehearsal)."""
+        model = self.model if self._short is None else self._short
         for shape in (Shape(MIXED_SIZES[0], MIXED_ROWS[0], BOUNDS[0]), Shape(1, 1, BOUNDS[0])):
             self._clear_inputs(shape)
-            self._head(self._forward(shape, self.model), HeadShape(shape, rows=1, filters=False))
-
-    @torch.inference_mode()
-    def rehearse_batches(self) -> None:
-        """The same for what larger and longer batches launch, as far as it differs."""
-        assert isinstance(self.model, Transformer), "others are not captured"
-        short = self.model.shortened()
-        for shape in _different_shapes(self.sizes):
-            self._clear_inputs(shape)
-            step, rows = self._forward(shape, short), min(shape.rows, self.sizes[-1])
-            for filters in (False, True):
-                self._head(step, HeadShape(shape, rows, filters))
+            self._head(self._forward(shape, model), HeadShape(shape, rows=1, filters=False))
 
     # ------------------------------------------------------------ what is captured
 
     def _capture_forward(self, shape: Shape) -> Captured[Forward]:
         self._clear_inputs(shape)
-        return self._capture(shape, lambda: self._forward(shape, self.model))
+        return self._capture(shape, lambda: self._forward(shape, self.model), lambda: self._compile_forward(shape))
+
+    def _compile_forward(self, shape: Shape) -> None:
+        """All at once what this shape is the first to need."""
+        if self._short is not None:
+            with kernels.rehearsal():
+                self._forward(shape, self._short)
 
     def _clear_inputs(self, shape: Shape) -> None:
         """Padding rows only, so that no request is touched; the order of a larger step would name rows past the end."""
@@ -216,8 +217,11 @@ class StepGraphs:
         self._num_tokens[: shape.rows] = 0
         self._order[: shape.rows] = torch.arange(shape.rows, device=self.device)
 
-    def _capture(self, shape: Shape | HeadShape, run: Callable[[], T]) -> Captured[T]:
+    def _capture(
+        self, shape: Shape | HeadShape, run: Callable[[], T], prepare: Callable[[], None] = lambda: None
+    ) -> Captured[T]:
         try:
+            prepare()
             return self.pool.capture(run)
         except torch.OutOfMemoryError:  # a graph keeps its memory: without one, the same step may fit
             self._put_off[shape] = PUT_OFF
@@ -281,19 +285,6 @@ def _longest_first(bounds: NDArray[np.int32], size: int) -> Int32Array:
     order = np.arange(size, dtype=np.int32)
     order[: len(bounds)] = np.argsort(-bounds, kind="stable")
     return order
-
-
-def _different_shapes(sizes: list[int]) -> Iterator[Shape]:
-    """Some of all shapes, small ones first: kernels differ by powers of two, and by what 16 divides."""
-    for size in [size for size in sizes if size.bit_count() == 1 or size in (24, sizes[-1])]:
-        for bound in BOUNDS:
-            yield Shape(size, size, bound)
-            if shared_prefix.pays(size, bound):
-                yield Shape(size, size, bound, shares=True)
-    for tokens in [size for size in MIXED_SIZES if size.bit_count() == 1]:
-        for bound in BOUNDS:
-            yield Shape(tokens, MIXED_ROWS[0], bound)
-            yield Shape(tokens, min(MIXED_ROWS[-1], tokens - 1), bound)
 
 
 def graph_sizes(max_rows: int) -> list[int]:

@@ -109,7 +109,7 @@ class Worker:
 
     def _rehearse(self) -> None:
         """Compile the kernels of the largest step and of a first request's, all at once; not for others' models, whose
-        kernels may not be fit for it. Those of batches follow while requests are served."""
+        kernels may not be fit for it."""
         if self._rehearsed or not (kernels.are_compiled(self.device) and isinstance(self.model, Transformer)):
             return
         self._rehearsed = True
@@ -158,9 +158,6 @@ class Worker:
         with self._here():
             self._rehearse()
             self.runner = self._make_runner(num_blocks, num_host_blocks)
-            if self._rehearsed and self.runner.graphs is not None:
-                with startup.phase(startup.KERNELS), kernels.rehearsal(wait=False):
-                    self.runner.graphs.rehearse_batches()
         if self.device.type != "cpu":
             logger.info("memory of %s, %s", self.device, self.memory().in_words())
 

@@ -1,9 +1,10 @@
-"""Within a rehearsal nothing new is launched, and everything is compiled afterwards, or in the background."""
+"""Within a rehearsal nothing new is launched, and everything is compiled afterwards."""
 
 from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,37 +73,22 @@ def test_what_the_compiler_says_is_raised() -> None:
     assert knobs.runtime.jit_cache_hook is None
 
 
-def wait_for_the_background() -> None:
-    for thread in threading.enumerate():
-        if thread.name == THREADS:
-            thread.join()
-
-
-def test_in_the_background(compiled: list[str]) -> None:
-    x = torch.zeros(4, device="cuda")
-    with kernels.rehearsal(wait=False):
-        _fill_kernel[(4,)](x, VALUE=4)
-        _broken_kernel[(4,)](x, VALUE=2)  # what cannot be compiled is told to whoever launches it
-    wait_for_the_background()
-    assert x.tolist() == [0] * 4 and len(compiled) == 1
-    _fill_kernel[(4,)](x, VALUE=4)
-    assert x.tolist() == [4] * 4 and len(compiled) == 1, "it was compiled again"
-    with pytest.raises(triton.CompilationError, match="no such value"):
-        _broken_kernel[(4,)](x, VALUE=2)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
-def test_batches_find_their_kernels(name: str, tmp_path: Path, compiled: list[str]) -> None:
-    path = save(make_hf_model(name, hidden_size=256, num_attention_heads=4, head_dim=64), tmp_path)
+def test_a_batch_compiles_its_kernels_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(make_hf_model("qwen3", hidden_size=320, num_attention_heads=5, head_dim=64), tmp_path)
     rng = np.random.default_rng(0)
+    prompts = [{"prompt_token_ids": rng.integers(2, 96, 3).tolist()} for _ in range(20)]
+    compiled: list[tuple[str, bool]] = []  # kernel, and whether in a thread for that
+
+    def note(*, fn: Any, **_: Any) -> None:
+        compiled.append((fn.name.rpartition(".")[2], threading.current_thread().name.startswith(THREADS)))
+
     with LLM(
-        str(path), dtype="bfloat16", max_model_len=128, kv_cache_memory_bytes=256 << 20, max_num_seqs=64,
+        str(path), dtype="bfloat16", max_model_len=128, kv_cache_memory_bytes=64 << 20, max_num_seqs=32,
         skip_tokenizer_init=True, use_tqdm_on_load=False,
     ) as llm:  # fmt: skip
-        wait_for_the_background()
-        before = len(compiled)
-        for count in (1, 2, 3, 8, 20, 64):
-            prompts = [{"prompt_token_ids": rng.integers(2, 96, int(n)).tolist()} for n in rng.integers(1, 40, count)]
-            params = SamplingParams(temperature=count % 2, top_p=0.9, max_tokens=12, ignore_eos=True)
-            llm.generate(prompts, params, use_tqdm=False)
-        assert before > 0 and compiled[before:] == [], "these were compiled while requests waited"
+        monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    of_layers = [
+        beside for name, beside in compiled if name in ("_decode_kernel", "_rope_store_kernel", "_tile_kernel")
+    ]
+    assert of_layers and all(of_layers), compiled
