@@ -253,7 +253,7 @@ def weight_bytes(model: str) -> dict[str, float]:
     config = json.loads((Path(model) / "config.json").read_text())
     head = config["vocab_size"] * config["hidden_size"] * 2.0
     body = size - head
-    return {"bf16": size, "int8": size * 8.5 / 16, "int4": body * 5 / 16 + head * 8.5 / 16}
+    return {"bf16": size, "int8": size * 8.5 / 16, "int4": body * 5 / 16 + head * 6.5 / 16}
 
 
 def _if_here(package: str) -> str | None:

@@ -56,7 +56,7 @@ void tile_bf16(const uint32_t *a, const uint32_t *w, size_t block_stride, int pa
 #pragma GCC unroll 2
       for (int b = 0; b < B; b++) {
         panel[b] = load_pairs(w + b * block_stride + size_t(p + s) * 16);
-        __builtin_prefetch(w + b * block_stride + size_t(p + s) * 16 + 512);
+        if (R > 1) __builtin_prefetch(w + b * block_stride + size_t(p + s) * 16 + 512);  // a lone row's the CPU foresees
       }
 #pragma GCC unroll 28
       for (int i = 0; i < R; i++) {
@@ -179,8 +179,9 @@ void tile_quant(const QuantRows &rows, QuantPanel w, int groups, float *out) {
     const uint8_t *data = w.data + size_t(g) * (BITS * 64);
     __builtin_prefetch(w.scale + size_t(g) * 16 + 256);
     if (MIN) __builtin_prefetch(w.min + size_t(g) * 16 + 256);
+    constexpr int AHEAD = BITS == 8 && R == 1 ? 0 : BITS;  // lines; a lone stream of bytes the CPU finds faster by itself
 #pragma GCC unroll 8
-    for (int line = 0; line < BITS; line++) __builtin_prefetch(data + line * 64 + 2048);
+    for (int line = 0; line < AHEAD; line++) __builtin_prefetch(data + line * 64 + 2048);
     i32x16 whole[R];
 #pragma GCC unroll 12
     for (int i = 0; i < R; i++) whole[i] = MIN ? i32x16{} : splat_int(rows.starts[g * R + i]);
