@@ -30,19 +30,23 @@ export class TokenText {
     this.text = "";
   }
 
+  /** A slow reader gets several tokens at once. Those that are found at the text's start or end get spans of their
+   * own; what is between them, characters of several tokens say, shares one. */
   add(text, tokens) {
     this.text += text;
     tokens = [...this.held, ...tokens];
-    this.held = [];
-    if (!text) {
-      this.held = tokens;
-      return;
+    const last = [];
+    while (tokens[0]?.text && text.startsWith(tokens[0].text)) {
+      text = text.slice(tokens[0].text.length);
+      this.#append(tokens[0].text, [tokens.shift()]);
     }
-    if (tokens.length > 1 && tokens.map((token) => token.text).join("") === text) {
-      for (const token of tokens) this.#append(token.text, [token]);
-    } else {
-      this.#append(text, tokens);
+    while (tokens.length > 1 && tokens.at(-1).text && text.endsWith(tokens.at(-1).text)) {
+      text = text.slice(0, -tokens.at(-1).text.length);
+      last.unshift(tokens.pop());
     }
+    this.held = text ? [] : tokens;
+    if (text) this.#append(text, tokens);
+    for (const token of last) this.#append(token.text, [token]);
   }
 
   #append(text, tokens) {

@@ -131,6 +131,34 @@ def test_hovering_shows_probabilities_and_alternatives(watched: Watched, real_se
     expect(tooltip.locator(".line.chosen .text")).to_have_text("The")
 
 
+@pytest.mark.parametrize(
+    ("text", "tokens", "spans"),
+    [
+        (" is Paris.", [" is", " Paris", ".", "<|im_end|>"], [(" is", 1), (" Paris", 1), (".", 1)]),
+        ("a € b", ["a", " ", "�", "�", " b"], [("a", 1), (" ", 1), ("€", 2), (" b", 1)]),
+        ("a €", ["a", " ", "", ""], [("a", 1), (" ", 1), ("€", 2)]),
+        ("go", ["going"], [("go", 1)]),  # the rest was a stop string's
+        ("aa", ["a", "a"], [("a", 1), ("a", 1)]),
+        ("plain", [], [("plain", 0)]),
+    ],
+    ids=["the end of an answer", "a character of two tokens", "tokens without text", "cut", "twice", "no logprobs"],
+)
+def test_tokens_that_come_together_are_told_apart(
+    watched: Watched, scripted_server: LiveServer, text: str, tokens: list[str], spans: list[tuple[str, int]]
+) -> None:
+    page = watched.open(scripted_server.url)
+    content = [{"token": token, "logprob": -0.1, "top_logprobs": []} for token in tokens]
+    choice = {"index": 0, "delta": {"content": text}, "logprobs": {"content": content}, "finish_reason": "stop"}
+    sent = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    stream = {"body": sent, "content_type": "text/event-stream"}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream))
+    ask(page, "Where?")
+    expect(page.locator(".after .figures")).to_be_visible()
+    shown = "all => all.map(each => [each.textContent, each.tokens?.length ?? 0])"
+    found = answer(page).locator(".token").evaluate_all(shown)
+    assert [tuple(each) for each in found] == spans
+
+
 def test_completing_text(watched: Watched, real_server: LiveServer) -> None:
     page = watched.open(real_server.url)
     page.click("#tab-chat")
