@@ -19,6 +19,7 @@ constexpr int KEYS_WORTH_SPLITTING = 256;
 uint16_t to_bf16(float x) {
   uint32_t u;
   memcpy(&u, &x, 4);
+  if (isnan(x)) return uint16_t((u >> 16) | 64);
   return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
@@ -30,14 +31,14 @@ void merge(const Attend *parts, int count) {
     float most = -INFINITY, total = 0;
     for (int i = 0; i < count; i++) most = std::max(most, parts[i].partial[size_t(row) * (d + 2) + d]);
     std::vector<float> sums(size_t(d), 0.f);
-    for (int i = 0; i < count && most > -INFINITY; i++) {
+    for (int i = 0; i < count; i++) {
       const float *part = parts[i].partial + size_t(row) * (d + 2);
-      float weight = part[d] > -INFINITY ? expf(part[d] - most) : 0.f;
+      float weight = part[d] > -INFINITY ? expf(part[d] - most) : part[d + 1];  // 0, or what is no number and shall stay so
       total += part[d + 1] * weight;
       for (int j = 0; j < d; j++) sums[size_t(j)] += part[j] * weight;
     }
     uint16_t *out = a.out + size_t(row / a.shared) * a.out_stride + size_t(row % a.shared) * d;
-    for (int j = 0; j < d; j++) out[j] = to_bf16(total > 0 ? sums[size_t(j)] / total : 0.f);
+    for (int j = 0; j < d; j++) out[j] = to_bf16(total == 0 ? 0.f : sums[size_t(j)] / total);
   }
 }
 
