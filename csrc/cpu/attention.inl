@@ -53,7 +53,10 @@ size_t attend_scratch(int32_t rows, int32_t head_dim) {
 inline void find_rows(const Attend &a, int first, bool values, uint16_t *copies, const uint32_t *rows[16]) {
   int d = a.head_dim, dim = padded_dim(d), seen = a.window ? a.first_position + 1 - a.window : 0;
   const Cache &c = a.cache;
-  for (int i = 0; i < 16; i++) {
+  int64_t head = a.kv_head * c.head_stride + (values ? c.value_offset : 0);
+  int block = first / c.block_size, place = first % c.block_size;
+  for (int i = 0; i < 16; i++, place++) {
+    if (place == c.block_size) block++, place = 0;
     int key = first + i;
     uint16_t *copy = copies + i * dim;
     rows[i] = (const uint32_t *)copy;
@@ -61,8 +64,7 @@ inline void find_rows(const Attend &a, int first, bool values, uint16_t *copies,
       memset(copy, 0, 2 * size_t(dim));
       continue;
     }
-    int64_t at = a.table[key / c.block_size] * c.block_stride + key % c.block_size * c.token_stride +
-                 a.kv_head * c.head_stride + (values ? c.value_offset : 0);
+    int64_t at = a.table[block] * c.block_stride + place * c.token_stride + head;
     if (c.is_int8) {
       const int8_t *q = (const int8_t *)c.data + at;
       float scale;
