@@ -81,9 +81,9 @@ class ModelRunner:
         self._running: Running | None = None
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> None:
-        """Launch the forward pass."""
-        shape = self.graphs.shape_for(plan) if self.graphs is not None else None
+    def execute(self, plan: StepPlan, as_graph: bool = True) -> None:
+        """Launch the forward pass; not `as_graph`: kernel by kernel, whatever graphs there may be."""
+        shape = self.graphs.shape_for(plan) if self.graphs is not None and as_graph else None
         new_rows = self.sampling.pack(plan.new_rows) if plan.new_rows else NO_ROWS
         told = (plan.rows, plan.num_tokens, plan.token_ids, NO_LINES)
         if self.graphs is not None and shape is not None:

@@ -57,6 +57,9 @@ class Shape:
         return not self.is_mixed and paged_decode.order_pays(self.rows)
 
 
+_FIRST_STEPS = (Shape(MIXED_SIZES[0], MIXED_ROWS[0], BOUNDS[0]), Shape(1, 1, BOUNDS[0]))  # of a lone short request
+
+
 @dataclass(slots=True, frozen=True)
 class HeadShape:
     """What a head graph was captured for."""
@@ -192,12 +195,16 @@ class StepGraphs:
         return self._heads[shape].outputs
 
     @torch.inference_mode()
-    def rehearse(self) -> None:
-        """Launch what a lone request's first steps do, without capturing it (see kernels.rehearsal)."""
+    def rehearse(self, largest: StepPlan) -> None:
+        """Launch what a lone request's first steps do, and the largest step if it fits a graph, without capturing them
+        (see kernels.rehearsal)."""
         model = self.model if self._short is None else self._short
-        for shape in (Shape(MIXED_SIZES[0], MIXED_ROWS[0], BOUNDS[0]), Shape(1, 1, BOUNDS[0])):
-            self._clear_inputs(shape)
-            self._head(self._forward(shape, model), HeadShape(shape, rows=1, filters=False))
+        heads = [HeadShape(shape, rows=1, filters=False) for shape in _FIRST_STEPS]
+        if (shape := self._fitting_shape(largest)) is not None:
+            heads.append(HeadShape(shape, rows=len(largest.rows), filters=False))
+        for head in heads:
+            self._clear_inputs(head.forward)
+            self._head(self._forward(head.forward, model), head)
 
     # ------------------------------------------------------------ what is captured
 

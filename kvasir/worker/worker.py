@@ -116,17 +116,19 @@ class Worker:
         with startup.phase(startup.KERNELS), kernels.rehearsal():
             runner = self._run_largest_step()
             if runner.graphs is not None:
-                runner.graphs.rehearse()
+                runner.graphs.rehearse(self._largest_step())
         del runner
         gc.collect()
         self.platform.release_memory()
 
     def _run_largest_step(self) -> ModelRunner:
+        """Not as a graph, even if it is small enough for one: in a rehearsal that would be captured without the kernels
+        that were put off, and where memory is measured, what graphs take is no part of a step."""
         step = self._largest_step()
         what = f"The largest step, of {int(step.num_tokens.sum())} tokens for {len(step.rows)} requests,"
         with self._refusing_what_does_not_fit(what, "max_num_batched_tokens or max_num_seqs"):
             runner = self._make_runner(num_blocks=1)
-            runner.execute(step)
+            runner.execute(step, as_graph=False)
             runner.sample().result()
         return runner
 

@@ -5,6 +5,7 @@ What only a GPU can show is left to tests/gpu: that nothing waits, and that what
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -100,19 +101,56 @@ def test_steps_as_graphs_say_what_plain_steps_say(path: Path, shared: int, reque
 
 
 def test_rehearsing_what_is_captured_changes_nothing(path: Path, graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole budget fits a graph here, so the step rehearsed at the start could be captured, and must not be: each
+    capture is a rehearsal, and there is one at a time."""
     wanted, _ = answers_of(path, 16)
-    rehearsals = []
+    rehearsed: list[set[step_graphs.Shape]] = []
+    real, forward = step_graphs.kernels.rehearsal, step_graphs.StepGraphs._forward
 
     @contextmanager
     def rehearsal() -> Iterator[None]:
-        rehearsals.append(1)
-        yield
+        with real():
+            rehearsed.append(set())
+            yield
+
+    def seen(self: step_graphs.StepGraphs, shape: step_graphs.Shape, model: Any) -> Any:
+        if model is self._short:
+            rehearsed[-1].add(shape)
+        return forward(self, shape, model)
 
     monkeypatch.setattr(step_graphs.kernels, "are_compiled", lambda device: device.type == "cpu")
     monkeypatch.setattr(step_graphs.kernels, "rehearsal", rehearsal)
-    found, taken = answers_of(path, 16)
+    monkeypatch.setattr(step_graphs.StepGraphs, "_forward", seen)
+    with at_most(seconds=120):
+        found, taken = answers_of(path, 16)
     assert found == wanted
-    assert len(rehearsals) >= len(taken._forwards) > 2
+    assert len(taken._forwards) > 2 and rehearsed[1:] == [{shape} for shape in taken._forwards]
+    largest = step_graphs.Shape(tokens=32, rows=8, bound=512)
+    assert rehearsed[0] == {*step_graphs._FIRST_STEPS, largest}
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Whoever waits for ever, fails."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"not done in {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_rehearsal_within_a_rehearsal_is_refused() -> None:
+    rehearsal, refused = step_graphs.kernels.rehearsal, pytest.raises(AssertionError, match="would wait for itself")
+    with at_most(seconds=10), rehearsal(), refused, rehearsal():
+        pass
+    with at_most(seconds=10), rehearsal():
+        pass  # the end of the first left everything as it was
 
 
 def test_a_shortened_model_has_a_layer_of_each_kind(tmp_path: Path) -> None:
