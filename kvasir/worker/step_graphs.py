@@ -29,6 +29,7 @@ from kvasir.sampling.state import NO_LINES, Needs
 from kvasir.worker.graph_pool import Captured, GraphPool
 from kvasir.worker.mixed_inputs import mixed_inputs
 from kvasir.worker.model import Model
+from kvasir.worker.out_of_memory import is_out_of_memory
 from kvasir.worker.rows import DeviceRows, StepInputs
 
 T = TypeVar("T")
@@ -230,8 +231,9 @@ class StepGraphs:
         try:
             prepare()
             return self.pool.capture(run)
-        except torch.OutOfMemoryError:  # a graph keeps its memory: without one, the same step may fit
-            self._put_off[shape] = PUT_OFF
+        except RuntimeError as error:
+            if is_out_of_memory(error):  # a graph keeps its memory: without one, the same step may fit
+                self._put_off[shape] = PUT_OFF
             raise
 
     def _is_put_off(self, shape: Shape | HeadShape) -> bool:

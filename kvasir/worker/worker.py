@@ -30,6 +30,7 @@ from kvasir.worker.host_memory import staging_bytes
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.measure_costs import measure_costs
 from kvasir.worker.model_runner import ModelRunner
+from kvasir.worker.out_of_memory import is_out_of_memory
 from kvasir.worker.staging import DeviceResult
 
 logger = get_logger(__name__)
@@ -210,7 +211,9 @@ class Worker:
     def _refusing_what_does_not_fit(self, what: str, settings: str) -> Iterator[None]:
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             self.platform.release_memory()
             free = self.platform.memory_free()
             there = "" if free is None else f", with {free / GIB:.1f} GiB free on {self.device}"
@@ -223,8 +226,8 @@ class Worker:
         """A step that does not fit can be tried again, smaller; not where other ranks wait in the middle of it."""
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            if self.mesh is not None and self.mesh.size > 1:
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or (self.mesh is not None and self.mesh.size > 1):
                 raise
             self.platform.release_memory()
             raise DeviceMemoryError(str(error)) from error

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvasir import LLM
-from kvasir.errors import ConfigError
+from kvasir import LLM, SamplingParams
+from kvasir.errors import ConfigError, EngineError
 from kvasir.worker import worker
 from tests.model_builders import make_hf_model, save
 
@@ -41,3 +41,24 @@ def test_a_largest_step_that_does_not_fit(path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=r"^The largest step, of 48 tokens for 4 requests, does not fit beside") as it:
         make(path, max_num_batched_tokens=48, max_num_seqs=4)
     assert it.match(r": lower max_num_batched_tokens or max_num_seqs\.$")
+
+
+def test_a_step_may_run_out_of_memory_that_is_not_torchs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's code, here: the step is tried again, and other errors are as deadly as ever."""
+    said = ["Triton Error [CUDA]: out of memory", "Triton Error [CUDA]: an illegal memory access was encountered"]
+    execute = worker.ModelRunner.execute
+
+    def failing_once(self: worker.ModelRunner, plan: Any) -> None:
+        if fails:
+            raise RuntimeError(fails.pop())
+        execute(self, plan)
+
+    monkeypatch.setattr(worker.ModelRunner, "execute", failing_once)
+    params = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+    with make(path) as llm:
+        fails = said[:1]
+        (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+        assert not fails and len(output.outputs[0].token_ids) == 2
+        fails = said[1:]
+        with pytest.raises(EngineError, match="illegal memory access"):
+            llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
