@@ -60,6 +60,7 @@ class ModelRunner:
         use_graphs: bool,
         logprobs_mode: str = "raw_logprobs",
         num_host_blocks: int = 0,
+        has_other_ranks: bool = False,
     ) -> None:
         self.model = model
         self.kv_memory = kv_memory
@@ -76,7 +77,7 @@ class ModelRunner:
         if use_graphs:
             from kvasir.worker.step_graphs import StepGraphs, graph_sizes
 
-            self.graphs = StepGraphs(model, self.rows, self.sampler, graph_sizes(max_rows), device)
+            self.graphs = StepGraphs(model, self.rows, self.sampler, graph_sizes(max_rows), device, has_other_ranks)
         self.stats = RunnerStats()
         self._running: Running | None = None
 

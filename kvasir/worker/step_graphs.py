@@ -21,6 +21,7 @@ from kvasir import kernels
 from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.triton import paged_decode, shared_prefix
 from kvasir.kernels.triton.decode_inputs import decode_inputs
+from kvasir.log import get_logger
 from kvasir.messages import Int32Array, StepPlan
 from kvasir.models.transformer import Transformer
 from kvasir.sampling.sampler import Sampler
@@ -32,7 +33,9 @@ from kvasir.worker.model import Model
 from kvasir.worker.out_of_memory import is_out_of_memory
 from kvasir.worker.rows import DeviceRows, StepInputs
 
+logger = get_logger(__name__)
 T = TypeVar("T")
+S = TypeVar("S", "Shape", "HeadShape")
 BOUNDS = (512, 2048, 1 << 30)  # short sequences need no splitting, so they have graphs of their own
 MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens
 MIXED_ROWS = (8, 32, 128, 512, 1024)
@@ -92,6 +95,7 @@ class StepGraphs:
     sampler: Sampler
     sizes: list[int]  # of steps in which every row runs one token
     device: torch.device
+    has_other_ranks: bool = False  # which capture the same, and would wait for one that does not
     stats: GraphStats = field(default_factory=GraphStats)
     pool: GraphPool = field(init=False)
     _running: torch.Tensor = field(init=False)  # the rows of the step, padded
@@ -115,9 +119,10 @@ class StepGraphs:
             self._short = self.model.shortened()
 
     def shape_for(self, plan: StepPlan) -> Shape | None:
-        """The graph that fits this step, if one does."""
+        """The graph that this step runs as, captured now if it is the first: nothing of the step has happened yet, so
+        that it can run without one, if there is no memory. None: without one."""
         shape = self._fitting_shape(plan)
-        return None if shape is None or (self._put_off and self._is_put_off(shape)) else shape
+        return shape if shape is None or shape in self._forwards or self._add_forward(shape) else None
 
     def _fitting_shape(self, plan: StepPlan) -> Shape | None:
         count = len(plan.rows)
@@ -152,8 +157,6 @@ class StepGraphs:
         shared_tokens: torch.Tensor,
     ) -> Forward:
         """Replay a step; the tensors are what `told` made, on the device."""
-        if shape not in self._forwards:
-            self._forwards[shape] = self._capture_forward(shape)
         self._running[: shape.rows] = rows
         if shape.is_mixed:
             self._num_tokens[: shape.rows] = num_tokens
@@ -173,12 +176,13 @@ class StepGraphs:
         return self._forwards[shape].outputs
 
     def head_for(self, shape: Shape, num_lines: int, needs: Needs) -> HeadShape | None:
-        """The head graph for so many of a step's lines, unless they ask for more than filters."""
+        """The head graph for so many of a step's lines, captured now if it is the first. None: they ask for more than
+        filters, or there is no memory for one."""
         if needs.bans or needs.stages or len(needs.logprob_lines) or num_lines > self.sizes[-1]:
             return None
         rows = self.sizes[bisect_left(self.sizes, num_lines)] if shape.is_mixed else shape.rows
         head = HeadShape(shape, rows, needs.filters)
-        return None if self._put_off and self._is_put_off(head) else head
+        return head if head in self._heads or self._add_head(head) else None
 
     def padded_lines(self, head: HeadShape, lines: NDArray[np.int32]) -> Int32Array:
         """What a mixed step's head must be told: where the last tokens of the lines that sample are."""
@@ -188,9 +192,6 @@ class StepGraphs:
         """Tokens of the forward replayed last, [rows]; those of padding mean nothing. `lines`: of a mixed step."""
         if lines is not None:
             self._lines[: shape.rows] = lines
-        if shape not in self._heads:
-            step = self._forwards[shape.forward].outputs
-            self._heads[shape] = self._capture(shape, lambda: self._head(step, shape))
         self._heads[shape].graph.replay()
         self.stats.filtered_heads += shape.filters
         return self._heads[shape].outputs
@@ -209,9 +210,22 @@ class StepGraphs:
 
     # ------------------------------------------------------------ what is captured
 
-    def _capture_forward(self, shape: Shape) -> Captured[Forward]:
+    def _add_forward(self, shape: Shape) -> bool:
+        """Whether there is one now."""
+        if self._is_put_off(shape):
+            return False
         self._clear_inputs(shape)
-        return self._capture(shape, lambda: self._forward(shape, self.model), lambda: self._compile_forward(shape))
+        run, compile = (lambda: self._forward(shape, self.model)), (lambda: self._compile_forward(shape))
+        return self._capture(self._forwards, shape, run, compile)
+
+    def _add_head(self, shape: HeadShape) -> bool:
+        """Likewise. Rows that sample while it is captured do so again when it is replayed, or without it, and draw the
+        same: that depends on seed and position alone."""
+        if self._is_put_off(shape):
+            return False
+        self._lines[: shape.rows] = -1  # those of another step may lie past the end of this one's
+        step = self._forwards[shape.forward].outputs
+        return self._capture(self._heads, shape, lambda: self._head(step, shape))
 
     def _compile_forward(self, shape: Shape) -> None:
         """All at once what this shape is the first to need."""
@@ -226,15 +240,25 @@ class StepGraphs:
         self._order[: shape.rows] = torch.arange(shape.rows, device=self.device)
 
     def _capture(
-        self, shape: Shape | HeadShape, run: Callable[[], T], prepare: Callable[[], None] = lambda: None
-    ) -> Captured[T]:
+        self, graphs: dict[S, Captured[T]], shape: S, run: Callable[[], T], prepare: Callable[[], None] = lambda: None
+    ) -> bool:
+        """False: there is no memory. A graph keeps what it takes, so that without one the same step may fit."""
         try:
             prepare()
-            return self.pool.capture(run)
+            graphs[shape] = self.pool.capture(run)
+            return True
         except RuntimeError as error:
-            if is_out_of_memory(error):  # a graph keeps its memory: without one, the same step may fit
-                self._put_off[shape] = PUT_OFF
-            raise
+            if not is_out_of_memory(error) or self.has_other_ranks:
+                raise
+            reason = str(error).partition("\n")[0]
+        self._put_off[shape] = PUT_OFF
+        self.pool.release()  # after the error, whose traceback holds tensors, is gone
+        logger.warning(
+            "no memory for a CUDA graph of %s: %s. The next %d such steps are launched kernel by kernel, which takes "
+            "longer. To avoid this, lower gpu_memory_utilization or kv_cache_memory_bytes.",
+            shape, reason, PUT_OFF,
+        )  # fmt: skip
+        return False
 
     def _is_put_off(self, shape: Shape | HeadShape) -> bool:
         left = self._put_off.get(shape, 0)

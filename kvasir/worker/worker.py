@@ -39,7 +39,7 @@ GIB = 1 << 30
 
 class Worker:
     def __init__(self, config: EngineConfig, mesh: Mesh | None = None) -> None:
-        self.config, self.mesh = config, mesh
+        self.config = config
         self.platform = select(config.device.device)
         self.device = torch.device(config.device.device)
         self.kv_dtype = getattr(torch, config.cache.kv_dtype)
@@ -57,6 +57,7 @@ class Worker:
         self._step_threads = one_torch_thread if isinstance(self.model, NativeDecoder) else nullcontext
         self.runner: ModelRunner | None = None
         self._rehearsed = False
+        self._has_other_ranks = mesh is not None and mesh.size > 1
         self._weight_bytes = _weight_bytes(self.model)
         self._largest_step_bytes = self._outside_bytes = 0  # until they are measured
         logger.info(
@@ -161,6 +162,8 @@ class Worker:
         with self._here():
             self._rehearse()
             self.runner = self._make_runner(num_blocks, num_host_blocks)
+            if self.runner.graphs is not None and not self._has_other_ranks:  # they could not do without a graph
+                self.runner.graphs.pool.memory.kept_free = self._largest_step_bytes
         if self.device.type != "cpu":
             logger.info("memory of %s, %s", self.device, self.memory().in_words())
 
@@ -195,6 +198,7 @@ class Worker:
             and self.model.backend.capturable,
             logprobs_mode=self.config.model.logprobs_mode,
             num_host_blocks=num_host_blocks,
+            has_other_ranks=self._has_other_ranks,
         )
 
     def execute(self, plan: StepPlan) -> None:
@@ -227,7 +231,7 @@ class Worker:
         try:
             yield
         except RuntimeError as error:
-            if not is_out_of_memory(error) or (self.mesh is not None and self.mesh.size > 1):
+            if not is_out_of_memory(error) or self._has_other_ranks:
                 raise
             self.platform.release_memory()
             raise DeviceMemoryError(str(error)) from error

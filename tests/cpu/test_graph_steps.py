@@ -19,6 +19,7 @@ import torch
 
 from kvasir import LLM, SamplingParams
 from kvasir.attention import select
+from kvasir.engine.step_size import StepSize
 from tests.model_builders import make_hf_model, save
 
 pytest.importorskip("triton")
@@ -27,6 +28,7 @@ if torch.cuda.is_available():
 
 from kvasir.kernels.triton import paged_decode, shared_prefix
 from kvasir.worker import step_graphs
+from kvasir.worker.graph_memory import GraphMemory
 from kvasir.worker.graph_pool import Captured
 
 
@@ -34,7 +36,7 @@ class Repeats:
     """In place of a pool of graphs. A replay writes where the capture wrote, as a graph does."""
 
     def __init__(self, device: torch.device) -> None:
-        pass
+        self.memory = GraphMemory()
 
     def capture(self, run: Callable[[], Any]) -> Captured[Any]:
         run()
@@ -98,6 +100,40 @@ def test_steps_as_graphs_say_what_plain_steps_say(path: Path, shared: int, reque
     assert (stats.shared_prefix_steps > 0) == (shared > 0)
     sizes = {shape.rows for shape in taken._forwards if not shape.is_mixed}
     assert len(sizes) > 2, "the batch was to shrink through several graphs"
+
+
+class Full(Repeats):
+    """A device that has memory for every other graph only."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.tries = self.released = 0
+
+    def capture(self, run: Callable[[], Any]) -> Captured[Any]:
+        self.tries += 1
+        if self.tries % 2:
+            run()
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        return super().capture(run)
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def test_steps_whose_graphs_find_no_memory_run_without(
+    path: Path, graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The very same steps: none counts as one that did not fit, and nothing is computed anew."""
+    wanted, _ = answers_of(path, 16)
+    monkeypatch.setattr(step_graphs, "GraphPool", Full)
+    failed = []
+    monkeypatch.setattr(StepSize, "failed", lambda self, num_tokens: failed.append(num_tokens) or True)
+    found, taken = answers_of(path, 16)
+    assert found == wanted and not failed
+    pool = taken.pool
+    assert pool.released == len(taken._put_off) == pool.tries - len(taken._forwards) - len(taken._heads) > 3
+    kinds = {type(shape) for shape in taken._put_off}
+    assert kinds == {step_graphs.Shape, step_graphs.HeadShape} and taken.stats.replays > 0
 
 
 def test_rehearsing_what_is_captured_changes_nothing(path: Path, graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,13 +25,51 @@ def test_a_step_whose_graph_found_no_memory_runs_without_one_for_a_while() -> No
     absent: Any = None
     rows: Any = SimpleNamespace(padding=8)
     graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(8), torch.device("cpu"))
+    released = []
+    graphs.pool.release = lambda: released.append(1)
     graphs.pool.capture = without_memory
+    assert graphs.shape_for(single_tokens(3)) is None and released == [1], "the very step that found none"
+    graphs.pool.capture = lambda run: SimpleNamespace(outputs=None)
+    assert graphs.shape_for(single_tokens(7)) is not None, "others have graphs"
+    found = [graphs.shape_for(single_tokens(3)) for _ in range(step_graphs.PUT_OFF + 2)]
+    assert found[:-2] == [None] * step_graphs.PUT_OFF and found[-1] == found[-2] is not None
+
+
+def test_a_head_that_found_no_memory_is_put_off_by_itself() -> None:
+    absent: Any = None
+    rows: Any = SimpleNamespace(padding=8)
+    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(8), torch.device("cpu"))
+    graphs.pool.release = lambda: None
+    graphs.pool.capture = lambda run: SimpleNamespace(outputs=None)
     shape = graphs.shape_for(single_tokens(3))
+    needs: Any = SimpleNamespace(bans=False, stages=(), logprob_lines=(), filters=False)
+    graphs.pool.capture = without_memory
+    graphs._lines[:] = 1000  # of a larger step
+    assert graphs.head_for(shape, 3, needs) is None and graphs._lines[:4].tolist() == [-1] * 4
+    assert graphs.shape_for(single_tokens(3)) == shape is not None
+
+
+def test_ranks_that_others_wait_for_do_not_go_on_alone() -> None:
+    absent: Any = None
+    rows: Any = SimpleNamespace(padding=8)
+    sizes = step_graphs.graph_sizes(8)
+    graphs = step_graphs.StepGraphs(absent, rows, absent, sizes, torch.device("cpu"), has_other_ranks=True)
+    graphs.pool.capture = without_memory
     with pytest.raises(torch.OutOfMemoryError):
-        graphs.forward(shape, *torch.zeros(5, 4, dtype=torch.int32))
-    assert graphs.shape_for(single_tokens(7)) is not None, "others keep their graphs"
-    found = [graphs.shape_for(single_tokens(3)) for _ in range(step_graphs.PUT_OFF + 1)]
-    assert found == [None] * step_graphs.PUT_OFF + [shape]
+        graphs.shape_for(single_tokens(3))
+
+
+def test_only_missing_memory_puts_a_graph_off() -> None:
+    absent: Any = None
+    rows: Any = SimpleNamespace(padding=8)
+    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(8), torch.device("cpu"))
+
+    def broken(run: Callable[[], Any]) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    graphs.pool.capture = broken
+    with pytest.raises(RuntimeError, match="illegal"):
+        graphs.shape_for(single_tokens(3))
 
 
 def test_a_graph_is_captured_on_inputs_that_exist() -> None:
@@ -60,6 +98,7 @@ def test_the_device_is_told_to_begin_with_the_longest() -> None:
     rows: Any = SimpleNamespace(padding=999)
     graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(256), torch.device("cpu"))
     plan = single_tokens(131)
+    graphs.pool.capture = lambda run: None
     plan.bounds, plan.token_ids = np.random.default_rng(0).integers(1, 400, 131), np.full(131, -1)
     told, _, _, order = graphs.told(plan, graphs.shape_for(plan))
     assert sorted(order) == list(range(136)) and list(told[order[131:]]) == [999] * 5, "padding comes last"
