@@ -60,7 +60,7 @@ class ModelRunner:
         use_graphs: bool,
         logprobs_mode: str = "raw_logprobs",
         num_host_blocks: int = 0,
-        has_other_ranks: bool = False,
+        num_ranks: int = 1,
     ) -> None:
         self.model = model
         self.kv_memory = kv_memory
@@ -77,7 +77,7 @@ class ModelRunner:
         if use_graphs:
             from kvasir.worker.step_graphs import StepGraphs, graph_sizes
 
-            self.graphs = StepGraphs(model, self.rows, self.sampler, graph_sizes(max_rows), device, has_other_ranks)
+            self.graphs = StepGraphs(model, self.rows, self.sampler, graph_sizes(max_rows), device, num_ranks)
         self.stats = RunnerStats()
         self._running: Running | None = None
 
@@ -135,10 +135,12 @@ class ModelRunner:
         # before sampling: that may replay a graph, in whose memory the hidden states may lie
         scores = self.prompt_scores.score(chunks, running.hidden, self.model.logits)
         sampled = self._sample(running, lines) if len(lines) else Sampled([], lines)
+        graphs = None if self.graphs is None else self.graphs.use
 
         def finish(*arrays: NDArray[Any]) -> StepResult:
             result = sampled.result(plan, arrays[len(scores) :])
             result.prompt_logprobs = prompt_results(chunks, arrays)
+            result.graphs = graphs
             return result
 
         return DeviceResult([*scores, *sampled.tensors], finish)

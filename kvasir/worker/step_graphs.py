@@ -22,7 +22,7 @@ from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.triton import paged_decode, shared_prefix
 from kvasir.kernels.triton.decode_inputs import decode_inputs
 from kvasir.log import get_logger
-from kvasir.messages import Int32Array, StepPlan
+from kvasir.messages import GraphUse, Int32Array, StepPlan
 from kvasir.models.transformer import Transformer
 from kvasir.sampling.sampler import Sampler
 from kvasir.sampling.stages import SampledRows
@@ -95,8 +95,9 @@ class StepGraphs:
     sampler: Sampler
     sizes: list[int]  # of steps in which every row runs one token
     device: torch.device
-    has_other_ranks: bool = False  # which capture the same, and would wait for one that does not
+    num_ranks: int = 1  # others capture the same, and would wait for one that does not
     stats: GraphStats = field(default_factory=GraphStats)
+    use: GraphUse = field(default_factory=GraphUse)  # as of the last capture, or the last that failed
     pool: GraphPool = field(init=False)
     _running: torch.Tensor = field(init=False)  # the rows of the step, padded
     _num_tokens: torch.Tensor = field(init=False)  # of each; read by mixed steps
@@ -246,12 +247,14 @@ class StepGraphs:
         try:
             prepare()
             graphs[shape] = self.pool.capture(run)
+            self._count()
             return True
         except RuntimeError as error:
-            if not is_out_of_memory(error) or self.has_other_ranks:
+            if not is_out_of_memory(error) or self.num_ranks > 1:
                 raise
             reason = str(error).partition("\n")[0]
         self._put_off[shape] = PUT_OFF
+        self._count(put_off=1)
         self.pool.release()  # after the error, whose traceback holds tensors, is gone
         logger.warning(
             "no memory for a CUDA graph of %s: %s. The next %d such steps are launched kernel by kernel, which takes "
@@ -259,6 +262,10 @@ class StepGraphs:
             shape, reason, PUT_OFF,
         )  # fmt: skip
         return False
+
+    def _count(self, put_off: int = 0) -> None:
+        size = self.num_ranks * self.pool.memory.taken  # the others' are the same
+        self.use = GraphUse(len(self._forwards) + len(self._heads), size, self.use.put_off + put_off)
 
     def _is_put_off(self, shape: Shape | HeadShape) -> bool:
         left = self._put_off.get(shape, 0)

@@ -20,6 +20,7 @@ import torch
 from kvasir import LLM, SamplingParams
 from kvasir.attention import select
 from kvasir.engine.step_size import StepSize
+from kvasir.messages import GraphUse
 from tests.model_builders import make_hf_model, save
 
 pytest.importorskip("triton")
@@ -41,6 +42,7 @@ class Repeats:
     def capture(self, run: Callable[[], Any]) -> Captured[Any]:
         run()
         outputs = run()
+        self.memory.taken += 1 << 20
         graph: Any = SimpleNamespace(replay=lambda: overwrite(outputs, run()))
         return Captured(graph, outputs)
 
@@ -85,7 +87,10 @@ def answers_of(path: Path, shared: int) -> tuple[list[list[int]], Any]:
     settings |= {"dtype": "float32", "device": "cpu", "attention_backend": "torch", "kv_cache_memory_bytes": 8 << 20}
     with LLM(str(path), skip_tokenizer_init=True, use_tqdm_on_load=False, **settings) as llm:
         said = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-        return said, llm.llm_engine.client.core.executor.runner.graphs  # type: ignore[attr-defined]
+        core: Any = llm.llm_engine.client.core  # type: ignore[attr-defined]
+        graphs = core.executor.runner.graphs
+        assert core.graphs == (GraphUse() if graphs is None else graphs.use), "the core knows of every graph"
+        return said, graphs
 
 
 @pytest.mark.parametrize("shared", [0, 16])
@@ -98,6 +103,7 @@ def test_steps_as_graphs_say_what_plain_steps_say(path: Path, shared: int, reque
     stats = taken.stats
     assert stats.mixed_steps > 0 and stats.ordered_steps > 0 and stats.replays > stats.mixed_steps
     assert (stats.shared_prefix_steps > 0) == (shared > 0)
+    assert taken.use.count == len(taken._forwards) + len(taken._heads)
     sizes = {shape.rows for shape in taken._forwards if not shape.is_mixed}
     assert len(sizes) > 2, "the batch was to shrink through several graphs"
 
@@ -131,7 +137,7 @@ def test_steps_whose_graphs_find_no_memory_run_without(
     found, taken = answers_of(path, 16)
     assert found == wanted and not failed
     pool = taken.pool
-    assert pool.released == len(taken._put_off) == pool.tries - len(taken._forwards) - len(taken._heads) > 3
+    assert pool.released == len(taken._put_off) == taken.use.put_off == pool.tries - taken.use.count > 3
     kinds = {type(shape) for shape in taken._put_off}
     assert kinds == {step_graphs.Shape, step_graphs.HeadShape} and taken.stats.replays > 0
 

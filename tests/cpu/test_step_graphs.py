@@ -53,7 +53,7 @@ def test_ranks_that_others_wait_for_do_not_go_on_alone() -> None:
     absent: Any = None
     rows: Any = SimpleNamespace(padding=8)
     sizes = step_graphs.graph_sizes(8)
-    graphs = step_graphs.StepGraphs(absent, rows, absent, sizes, torch.device("cpu"), has_other_ranks=True)
+    graphs = step_graphs.StepGraphs(absent, rows, absent, sizes, torch.device("cpu"), num_ranks=2)
     graphs.pool.capture = without_memory
     with pytest.raises(torch.OutOfMemoryError):
         graphs.shape_for(single_tokens(3))
