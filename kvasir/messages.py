@@ -260,6 +260,7 @@ class EngineStats:
     num_graphs: int = 0
     graph_bytes: int = 0  # of the device's memory
     graphs_put_off: int = 0  # because there was no memory for them
+    graphs_dropped: int = 0  # to make way for others
 
 
 # ---------------------------------------------------------------- core -> worker
@@ -371,6 +372,7 @@ class GraphUse:
     count: int = 0
     bytes: int = 0  # of the device's memory, measured as they were captured; of several devices together
     put_off: int = 0  # since the start: how often there was no memory for one
+    dropped: int = 0  # since the start: to make way for others
 
 
 @dataclass(slots=True)

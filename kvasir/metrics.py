@@ -94,6 +94,7 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
         "host_cache_evictions": stats.host_evictions,
         "host_cache_hits": stats.host_cache_hits,
         "cuda_graphs_put_off": stats.graphs_put_off,
+        "cuda_graphs_dropped": stats.graphs_dropped,
         **frontend,
     }
     metrics: list[Metric] = [Gauge(PREFIX + name, value) for name, value in gauges.items()]

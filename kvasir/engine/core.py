@@ -142,6 +142,7 @@ class EngineCore:
             num_graphs=self.graphs.count,
             graph_bytes=self.graphs.bytes,
             graphs_put_off=self.graphs.put_off,
+            graphs_dropped=self.graphs.dropped,
         )
 
     def snapshot(self, since_step: int = 0) -> Snapshot:

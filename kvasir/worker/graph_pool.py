@@ -21,13 +21,14 @@ SEGMENTS = 64 * MIB  # torch takes memory in pieces, some of which a graph uses 
 class Captured(Generic[T]):
     graph: torch.cuda.CUDAGraph
     outputs: T  # lies in the graph's memory: valid until the next replay of any graph of the pool
+    last_use: int = 0  # as its owner counts
 
 
 class GraphPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.memory = GraphMemory()
-        self.captures = 0
+        self._live = 0
         self._pool: Any = None
 
     def capture(self, run: Callable[[], T]) -> Captured[T]:
@@ -40,8 +41,17 @@ class GraphPool:
                 captured = self._record(run)
         finally:
             here.wait_stream(stream)  # also without a graph: the step that goes on reads the same rows
-        self.captures += 1
+        self._live += 1
         return captured
+
+    def drop(self, graphs: list[Captured[Any]]) -> None:
+        """Their memory is the next ones'. Waits for the device, which may be running one of them. The list is emptied:
+        whoever holds a graph holds its memory."""
+        torch.cuda.synchronize(self.device)
+        before = self._figures()
+        self._live -= len(graphs)
+        graphs.clear()
+        self._account(before)
 
     def release(self) -> None:
         """What a failed capture leaves unused goes back to the device, but for what its pool holds for the next one."""
@@ -66,8 +76,9 @@ class GraphPool:
             )
 
     def _record(self, run: Callable[[], T]) -> Captured[T]:
-        if self._pool is None:
+        if self._live == 0:  # a pool that was used, and is no more, cannot be used again
             self._pool = torch.cuda.graph_pool_handle()
+            self.memory.taken = self.memory.idle = 0
         before = self._figures()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -78,10 +89,13 @@ class GraphPool:
                 graph.capture_end()
             raise
         graph.capture_end()
-        free, reserved, allocated = (now - then for now, then in zip(self._figures(), before, strict=True))
-        self.memory.taken += max(0, -free)
-        self.memory.idle += reserved - allocated
+        self._account(before)
         return Captured(graph, outputs)
+
+    def _account(self, before: tuple[int, int, int]) -> None:
+        left, reserved, allocated = (now - then for now, then in zip(self._figures(), before, strict=True))
+        self.memory.taken = max(0, self.memory.taken - left)
+        self.memory.idle += reserved - allocated
 
     def _figures(self) -> tuple[int, int, int]:
         """What the driver has left, what torch took of it, and what of that is in use."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ S = TypeVar("S", "Shape", "HeadShape")
 BOUNDS = (512, 2048, 1 << 30)  # short sequences need no splitting, so they have graphs of their own
 MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens
 MIXED_ROWS = (8, 32, 128, 512, 1024)
+MOST_GRAPHS = 512  # forwards and heads; each takes some megabytes, and a load that changes brings ever new shapes
 PUT_OFF = 1000  # steps of a shape that run without a graph after there was no memory to capture one
 
 
@@ -66,7 +67,8 @@ _FIRST_STEPS = (Shape(MIXED_SIZES[0], MIXED_ROWS[0], BOUNDS[0]), Shape(1, 1, BOU
 
 @dataclass(slots=True, frozen=True)
 class HeadShape:
-    """What a head graph was captured for."""
+    """What a head graph was captured for. It reads hidden states and lengths where this one forward leaves them; to
+    serve others, they would have to be copied to one place in every step."""
 
     forward: Shape
     rows: int  # that sample, padding included
@@ -169,12 +171,14 @@ class StepGraphs:
             self._order[: shape.rows] = order
         if shape.shares:
             self.rows.shared_prefix.copy_(shared_tokens)
-        self._forwards[shape].graph.replay()
+        captured = self._forwards[shape]
+        captured.graph.replay()
         self.stats.replays += 1
+        captured.last_use = self.stats.replays
         self.stats.mixed_steps += shape.is_mixed
         self.stats.shared_prefix_steps += shape.shares
         self.stats.ordered_steps += shape.is_ordered
-        return self._forwards[shape].outputs
+        return captured.outputs
 
     def head_for(self, shape: Shape, num_lines: int, needs: Needs) -> HeadShape | None:
         """The head graph for so many of a step's lines, captured now if it is the first. None: they ask for more than
@@ -215,6 +219,7 @@ class StepGraphs:
         """Whether there is one now."""
         if self._is_put_off(shape):
             return False
+        self._make_way(shape)
         self._clear_inputs(shape)
         run, compile = (lambda: self._forward(shape, self.model)), (lambda: self._compile_forward(shape))
         return self._capture(self._forwards, shape, run, compile)
@@ -224,9 +229,23 @@ class StepGraphs:
         same: that depends on seed and position alone."""
         if self._is_put_off(shape):
             return False
+        self._make_way(shape.forward)
         self._lines[: shape.rows] = -1  # those of another step may lie past the end of this one's
         step = self._forwards[shape.forward].outputs
         return self._capture(self._heads, shape, lambda: self._head(step, shape))
+
+    def _make_way(self, current: Shape) -> None:
+        """Drop what was not used for longest, a forward and its heads, if there are as many graphs as there may be. That
+        depends on the steps alone, so that all ranks drop the same."""
+        others = [shape for shape in self._forwards if shape != current]
+        if len(self._forwards) + len(self._heads) < MOST_GRAPHS or not others:
+            return
+        oldest = min(others, key=lambda shape: self._forwards[shape].last_use)
+        dropped: list[Captured[Any]] = [self._heads.pop(head) for head in list(self._heads) if head.forward == oldest]
+        dropped.append(self._forwards.pop(oldest))
+        number = len(dropped)
+        self.pool.drop(dropped)
+        self._count(dropped=number)
 
     def _compile_forward(self, shape: Shape) -> None:
         """All at once what this shape is the first to need."""
@@ -263,9 +282,9 @@ class StepGraphs:
         )  # fmt: skip
         return False
 
-    def _count(self, put_off: int = 0) -> None:
-        size = self.num_ranks * self.pool.memory.taken  # the others' are the same
-        self.use = GraphUse(len(self._forwards) + len(self._heads), size, self.use.put_off + put_off)
+    def _count(self, put_off: int = 0, dropped: int = 0) -> None:
+        count, size = len(self._forwards) + len(self._heads), self.num_ranks * self.pool.memory.taken  # ranks are alike
+        self.use = GraphUse(count, size, self.use.put_off + put_off, self.use.dropped + dropped)
 
     def _is_put_off(self, shape: Shape | HeadShape) -> bool:
         left = self._put_off.get(shape, 0)

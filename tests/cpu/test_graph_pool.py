@@ -16,6 +16,20 @@ from kvasir.worker.graph_pool import MIB, GraphPool
 GRAPH = 5 * MIB  # what a graph takes of the driver, by itself
 
 
+class Outputs:
+    """What a graph holds of its pool, as long as somebody holds it."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        self.device, self.size = device, size
+        device.graphs_live += size
+        device.allocated += size
+
+    def __del__(self) -> None:
+        self.device.graphs_live -= self.size
+        self.device.allocated -= self.size
+        self.device.left += GRAPH
+
+
 class Device:
     """Two pools, one of them of graphs, as torch keeps them: what is freed stays in its pool."""
 
@@ -23,13 +37,14 @@ class Device:
         self.left = left * MIB  # by the driver
         self.kept = 0  # of the default pool, used by nobody
         self.graphs = self.graphs_live = self.peak = self.allocated = 0
+        self.pools = 0
         self.events: list[str] = []
         self.capturing = False
 
     def step(self, need: int, outputs: int) -> Any:
         """Runs a step that takes so many MiB, of which some are still held afterwards if it is captured."""
 
-        def run() -> str:
+        def run() -> Outputs | None:
             self.events.append("captured" if self.capturing else "run")
             size = need * MIB
             if self.capturing:
@@ -37,13 +52,12 @@ class Device:
                 if more > self.left:
                     raise torch.OutOfMemoryError("CUDA out of memory.")
                 self.graphs, self.left = self.graphs + more, self.left - more
-                self.graphs_live += outputs * MIB
-                self.allocated += outputs * MIB
+                return Outputs(self, outputs * MIB)
             else:
                 more = max(0, size - self.kept)
                 self.kept, self.left = self.kept + more, self.left - more
                 self.peak = max(self.peak, self.allocated + size)
-            return "hidden states"
+            return None
 
         return run
 
@@ -53,6 +67,10 @@ class Device:
     def end(self) -> None:
         self.capturing = False
         self.left -= GRAPH
+
+    def new_pool(self) -> tuple[int, int]:
+        self.pools += 1
+        return (0, self.pools)
 
     def empty_cache(self) -> None:
         self.events.append("released")
@@ -69,13 +87,14 @@ def on(device: Device, monkeypatch: pytest.MonkeyPatch) -> GraphPool:
         "current_stream": lambda _: here,
         "stream": lambda _: nullcontext(),
         "CUDAGraph": lambda: SimpleNamespace(capture_begin=device.begin, capture_end=device.end),
-        "graph_pool_handle": lambda: (0, 1),
+        "graph_pool_handle": device.new_pool,
         "mem_get_info": lambda _: (device.left, 0),
         "memory_reserved": lambda _: device.kept + device.graphs + device.allocated - device.graphs_live,
         "memory_allocated": lambda _: device.allocated,
         "max_memory_allocated": lambda _: device.peak,
         "reset_peak_memory_stats": lambda _: setattr(device, "peak", device.allocated),
         "empty_cache": device.empty_cache,
+        "synchronize": lambda _: device.events.append("device waited for"),
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
@@ -85,12 +104,12 @@ def on(device: Device, monkeypatch: pytest.MonkeyPatch) -> GraphPool:
 def test_what_graphs_take_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(left=1000)
     pool = on(device, monkeypatch)
-    assert pool.capture(device.step(need=100, outputs=10)).outputs == "hidden states"
+    graphs = [pool.capture(device.step(need=100, outputs=10))]
+    assert isinstance(graphs[0].outputs, Outputs)
     assert device.events == ["capture waits for step", "run", "captured", "step waits for capture"]
     assert (pool.memory.taken, pool.memory.idle) == (100 * MIB + GRAPH, 90 * MIB)
-    pool.capture(device.step(need=50, outputs=5))  # in what the first one leaves idle
+    graphs.append(pool.capture(device.step(need=50, outputs=5)))  # in what the first one leaves idle
     assert (pool.memory.taken, pool.memory.idle) == (100 * MIB + 2 * GRAPH, 85 * MIB)
-    assert pool.captures == 2
 
 
 def test_the_largest_steps_memory_is_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +121,7 @@ def test_the_largest_steps_memory_is_no_graphs(monkeypatch: pytest.MonkeyPatch) 
     ):
         pool.capture(device.step(need=101, outputs=10))
     assert device.events == ["capture waits for step", "run", "step waits for capture"]
-    assert pool.memory.taken == pool.captures == 0
+    assert pool.memory.taken == 0
     pool.release()
     assert device.left == 600 * MIB, "nothing is lost to other steps"
     pool.capture(device.step(need=100, outputs=10))
@@ -135,3 +154,22 @@ def test_a_capture_that_breaks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
 def test_room(need: int, free: int, fits: bool) -> None:
     idle = 0 if need == 100 else 30
     assert GraphMemory(kept_free=40, idle=idle).has_room(need, free + 40) == fits
+
+
+def test_what_is_dropped_is_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(left=1000)
+    pool = on(device, monkeypatch)
+    first, second = (pool.capture(device.step(need=100, outputs=10)) for _ in range(2))
+    assert (pool.memory.taken, pool.memory.idle) == (110 * MIB + 2 * GRAPH, 90 * MIB)
+    graphs = [first]
+    del first
+    pool.drop(graphs)
+    assert not graphs and device.events[-1] == "device waited for"
+    assert (pool.memory.taken, pool.memory.idle) == (110 * MIB + GRAPH, 100 * MIB)
+    assert device.pools == 1
+    graphs = [second]
+    del second
+    pool.drop(graphs)
+    third = pool.capture(device.step(need=100, outputs=10))
+    assert device.pools == 2, "torch refuses to capture into a pool that no graph uses any more"
+    assert third.outputs.size == 10 * MIB

@@ -46,6 +46,10 @@ class Repeats:
         graph: Any = SimpleNamespace(replay=lambda: overwrite(outputs, run()))
         return Captured(graph, outputs)
 
+    def drop(self, graphs: list[Captured[Any]]) -> None:
+        for each in graphs:
+            each.graph.replay = None
+
 
 def overwrite(old: Any, new: Any) -> None:
     if isinstance(old, torch.Tensor):
@@ -106,6 +110,15 @@ def test_steps_as_graphs_say_what_plain_steps_say(path: Path, shared: int, reque
     assert taken.use.count == len(taken._forwards) + len(taken._heads)
     sizes = {shape.rows for shape in taken._forwards if not shape.is_mixed}
     assert len(sizes) > 2, "the batch was to shrink through several graphs"
+
+
+def test_graphs_that_make_way_for_others(path: Path, graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, many = answers_of(path, 16)
+    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 4)
+    found, few = answers_of(path, 16)
+    assert found == wanted
+    assert many.use.count > few.use.count <= 4 and few.use.dropped > 0 == many.use.dropped
+    assert {head.forward for head in few._heads} <= set(few._forwards), "a head without what it reads"
 
 
 class Full(Repeats):

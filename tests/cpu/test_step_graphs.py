@@ -49,6 +49,30 @@ def test_a_head_that_found_no_memory_is_put_off_by_itself() -> None:
     assert graphs.shape_for(single_tokens(3)) == shape is not None
 
 
+def test_the_graphs_that_were_not_used_for_longest_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 4)
+    absent: Any = None
+    rows: Any = SimpleNamespace(padding=99)
+    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(64), torch.device("cpu"))
+    graphs.pool.capture = lambda run: SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), outputs=None)
+    dropped: list[int] = []
+    graphs.pool.drop = lambda graphs: dropped.append(len(graphs))
+    needs: Any = SimpleNamespace(bans=False, stages=(), logprob_lines=(), filters=False)
+    nothing = torch.zeros(0, dtype=torch.int32)
+
+    def step(count: int) -> None:
+        shape = graphs.shape_for(single_tokens(count))
+        graphs.forward(shape, torch.arange(count), nothing, nothing, nothing, nothing)
+        graphs.head(graphs.head_for(shape, count, needs))
+
+    for count in (8, 16, 8, 24):
+        step(count)
+    assert {shape.rows for shape in graphs._forwards} == {8, 24} and {head.rows for head in graphs._heads} == {8, 24}
+    assert dropped == [2] and graphs.use.dropped == 2 and graphs.use.count == 4
+    step(16)
+    assert {shape.rows for shape in graphs._forwards} == {16, 24} and graphs.use.dropped == 4
+
+
 def test_ranks_that_others_wait_for_do_not_go_on_alone() -> None:
     absent: Any = None
     rows: Any = SimpleNamespace(padding=8)
