@@ -235,8 +235,8 @@ class StepGraphs:
         return self._capture(self._heads, shape, lambda: self._head(step, shape))
 
     def _make_way(self, current: Shape) -> None:
-        """Drop what was not used for longest, a forward and its heads, if there are as many graphs as there may be. That
-        depends on the steps alone, so that all ranks drop the same."""
+        """If there are as many graphs as there may be, drop a forward and its heads, those not used for longest. Which
+        those are depends on the steps alone, so that all ranks drop the same."""
         others = [shape for shape in self._forwards if shape != current]
         if len(self._forwards) + len(self._heads) < MOST_GRAPHS or not others:
             return
