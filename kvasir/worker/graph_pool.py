@@ -30,6 +30,7 @@ class GraphPool:
         self.memory = GraphMemory()
         self._live = 0
         self._pool: Any = None
+        self._before: tuple[int, int, int] | None = None  # figures from before a capture that is not accounted for
 
     def capture(self, run: Callable[[], T]) -> Captured[T]:
         """Run once, so that kernels are compiled and it is known what they need, then record."""
@@ -48,13 +49,15 @@ class GraphPool:
         """Their memory is the next ones'. Waits for the device, which may be running one of them. The list is emptied:
         whoever holds a graph holds its memory."""
         torch.cuda.synchronize(self.device)
-        before = self._figures()
+        self._before = self._figures()
         self._live -= len(graphs)
         graphs.clear()
-        self._account(before)
+        self._account()
 
     def release(self) -> None:
-        """What a failed capture leaves unused goes back to the device, but for what its pool holds for the next one."""
+        """What a failed capture leaves unused goes back to the device, but for what its pool holds for the next one.
+        To be called when nobody holds anything of that capture any more."""
+        self._account()
         torch.cuda.empty_cache()
 
     def _run(self, run: Callable[[], object]) -> int:
@@ -79,7 +82,7 @@ class GraphPool:
         if self._live == 0:  # a pool that was used, and is no more, cannot be used again
             self._pool = torch.cuda.graph_pool_handle()
             self.memory.taken = self.memory.idle = 0
-        before = self._figures()
+        self._before = self._figures()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
@@ -89,13 +92,16 @@ class GraphPool:
                 graph.capture_end()
             raise
         graph.capture_end()
-        self._account(before)
+        self._account()
         return Captured(graph, outputs)
 
-    def _account(self, before: tuple[int, int, int]) -> None:
-        left, reserved, allocated = (now - then for now, then in zip(self._figures(), before, strict=True))
+    def _account(self) -> None:
+        if self._before is None:
+            return
+        left, reserved, allocated = (now - then for now, then in zip(self._figures(), self._before, strict=True))
         self.memory.taken = max(0, self.memory.taken - left)
         self.memory.idle += reserved - allocated
+        self._before = None
 
     def _figures(self) -> tuple[int, int, int]:
         """What the driver has left, what torch took of it, and what of that is in use."""

@@ -173,3 +173,23 @@ def test_what_is_dropped_is_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> No
     third = pool.capture(device.step(need=100, outputs=10))
     assert device.pools == 2, "torch refuses to capture into a pool that no graph uses any more"
     assert third.outputs.size == 10 * MIB
+
+
+def test_what_a_failed_capture_took_is_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as it got: torch gives a pool's memory back only when no graph uses the pool."""
+    device = Device(left=1000)
+    pool = on(device, monkeypatch)
+    first = pool.capture(device.step(need=100, outputs=10))
+    step, calls = device.step(need=300, outputs=10), []
+
+    def run() -> None:
+        step()
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        pool.capture(run)
+    pool.release()
+    assert (pool.memory.taken, pool.memory.idle) == (310 * MIB + GRAPH, 300 * MIB)
+    assert first.outputs.size == 10 * MIB and device.pools == 1
