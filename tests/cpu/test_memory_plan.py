@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.worker.memory_plan import GIB, Profile, expected_graphs, kv_share, refuse_more_than_is_free
+from kvasir.worker.memory_plan import GIB, LARGEST_GRAPH, Profile, expected_graphs, kv_share, refuse_more_than_is_free
 
 PROFILE = Profile(peak=20 * GIB, largest_step=5 * GIB, outside=2 * GIB)
 
@@ -49,3 +49,8 @@ def test_where_nothing_was_measured() -> None:
         ConfigError, match=r"^kv_cache_memory_bytes=\d+ \(8.0 GiB\) is more than the 7.0 GiB .* lower it\.$"
     ):
         refuse_more_than_is_free(8 * GIB, "kv_cache_memory_bytes", 8 * GIB, free=7 * GIB, steps=0)
+
+
+def test_the_largest_graph_is_the_one_that_is_captured() -> None:
+    step_graphs = pytest.importorskip("kvasir.worker.step_graphs")
+    assert step_graphs.MIXED_SIZES[-1] == step_graphs.graph_sizes(4096)[-1] == LARGEST_GRAPH
