@@ -64,17 +64,24 @@ def _prefill_kernel(
         free_from = tl.maximum(first_pos + BLOCK_M - WINDOW, 0)
         free_from = tl.cdiv(free_from, BLOCK_N) * BLOCK_N
     free_to = (first_pos + 1) // BLOCK_N * BLOCK_N  # keys before this are seen by every query of the tile
-    for phase in tl.static_range(3):  # window edge, a loop without masks, the diagonal
+    whole = length
+    if DESCRIPTOR:
+        whole = length // BLOCK_N * BLOCK_N
+    # The window's edge, a loop without masks, the diagonal, and what is read past the sequence's end.
+    for phase in tl.static_range(4):
         if phase == 0:
             low = begin
             high = tl.minimum(free_from, free_to)
         elif phase == 1:
             low = tl.maximum(begin, tl.minimum(free_from, free_to))
             high = free_to
-        else:
+        elif phase == 2:
             low = tl.maximum(begin, free_to)
+            high = tl.minimum(end, whole)
+        else:
+            low = tl.maximum(tl.maximum(begin, free_to), whole)
             high = end
-        if phase > 0 or WINDOW > 0:
+        if (phase == 0 and WINDOW > 0) or phase == 1 or phase == 2 or (phase == 3 and DESCRIPTOR):
             for first in tl.range(low, high, BLOCK_N, num_stages=STAGES):
                 if DESCRIPTOR:
                     page = tl.load(table + first // BLOCK_SIZE) * 2 * BLOCK_SIZE + first % BLOCK_SIZE
@@ -99,11 +106,11 @@ def _prefill_kernel(
                     if WINDOW > 0:
                         seen = seen & (key > position[:, None] - WINDOW)
                     s = tl.where(seen, s, -float("inf"))
-                    if DESCRIPTOR or WINDOW > 0:
-                        own = first + n < length
-                        if WINDOW > 0:
-                            own = own & (first + n > first_pos - WINDOW)  # seen by some query of the tile
-                        v = tl.where(own[:, None], v, 0.0)
+                if phase == 3 or WINDOW > 0 and phase != 1:  # through registers, which is slower: not on the diagonal
+                    own = first + n < length
+                    if WINDOW > 0:
+                        own = own & (first + n > first_pos - WINDOW)  # seen by some query of the tile
+                    v = tl.where(own[:, None], v, 0.0)
                 new_top = tl.maximum(top, tl.max(s, 1) * factor)
                 if WINDOW > 0:  # a row may see nothing of a tile
                     new_top = tl.maximum(new_top, -1.0e30)
