@@ -106,7 +106,7 @@ def _prefill_kernel(
                     if WINDOW > 0:
                         seen = seen & (key > position[:, None] - WINDOW)
                     s = tl.where(seen, s, -float("inf"))
-                if phase == 3 or WINDOW > 0 and phase != 1:  # through registers, which is slower: not on the diagonal
+                if phase == 3 or (WINDOW > 0 and phase != 1):  # through registers, slower: not on every diagonal
                     own = first + n < length
                     if WINDOW > 0:
                         own = own & (first + n > first_pos - WINDOW)  # seen by some query of the tile
