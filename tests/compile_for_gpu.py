@@ -1,0 +1,167 @@
+"""Compiles for an H200 what its steps launch, on a machine that has no GPU: launching needs one, compiling does not.
+
+    python tests/compile_for_gpu.py        prints how many variants of each kernel there are
+
+Models of real width run the steps that graphs are captured from, on CPU tensors that say they are a GPU's. So this also
+finds a call that reaches no kernel for GPUs. Nothing is launched, and nothing that is computed means anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import numpy as np
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from kvasir import kernels
+from kvasir.attention.base import AttentionBatch
+from kvasir.attention.triton import TritonAttention
+from kvasir.kernels.triton import tuned
+from kvasir.kernels.triton.rehearsal import _Zeros
+from kvasir.layers.base import Build, WeightLayer
+from kvasir.models import registry
+from kvasir.models.transformer import Transformer
+from kvasir.worker.kv_memory import KVMemory
+from kvasir.worker.model_runner import ModelRunner
+from kvasir.worker.step_graphs import HeadShape, Shape
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+COMMON = {
+    "num_hidden_layers": 1,
+    "vocab_size": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 8192,
+    "attention_bias": False,
+}
+QWEN3 = COMMON | {
+    **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "tie_word_embeddings": True},
+    **{"hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128},
+    **{"num_attention_heads": 16, "num_key_value_heads": 8},
+}
+GEMMA2 = COMMON | {
+    **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh"},
+    **{"hidden_size": 1024, "intermediate_size": 2048, "head_dim": 256, "query_pre_attn_scalar": 256},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2, "sliding_window": 512},
+    **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True},
+}
+MIXTRAL = COMMON | {
+    **{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_act": "silu"},
+    **{"hidden_size": 1024, "intermediate_size": 2048, "head_dim": 128, "num_local_experts": 8},
+    **{"num_experts_per_tok": 2, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": False},
+}
+LONE, DECODES, SHARING = Shape(1, 1, 512), Shape(64, 64, 2048), Shape(256, 256, 1 << 30, shares=True)
+MIXED = Shape(512, 128, 1 << 30)
+
+
+class H200Compiler:
+    """In Triton's place of a driver."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def pretend() -> None:
+    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, total_memory=140 << 30)
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_properties = lambda *_: properties  # type: ignore[assignment, return-value]
+    tuned.device_name = lambda _: properties.name  # type: ignore[assignment]
+    torch.version.cuda = "12"
+    torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    kernels.library = lambda: None
+    kernels.onednn.usable = lambda _: False
+    driver.set_active(H200Compiler())
+
+
+def make_runner(hf: dict[str, Any], kv_dtype: torch.dtype) -> ModelRunner:
+    model = Transformer(Build(BF16, device=CPU), registry.find(hf).read_spec(hf), TritonAttention(), 4096)
+    for layer in model.modules():
+        if isinstance(layer, WeightLayer):
+            layer.process()
+    kv = KVMemory(model.kv_spec(64, kv_dtype), 100, CPU)
+    model.bind_kv(kv.views(model.page_shape(64, kv_dtype), kv_dtype))
+    return ModelRunner(model, kv, 256, 4096, CPU, use_graphs=True)
+
+
+def run_steps(hf: dict[str, Any], shapes: list[Shape], kv_dtype: torch.dtype = BF16, filters: bool = False) -> None:
+    runner = make_runner(hf, kv_dtype)
+    graphs = runner.graphs
+    assert graphs is not None
+    for shape in shapes:
+        graphs._clear_inputs(shape)
+        rows = 8 if shape.is_mixed else shape.rows
+        graphs._head(graphs._forward(shape, runner.model), HeadShape(shape, rows, filters))
+    run_chunks(runner)
+
+
+def run_chunks(runner: ModelRunner) -> None:
+    """A step above all graphs: two chunks and a decode."""
+    queries, lengths = np.array([1, 100, 300], np.int32), np.array([90, 400, 300], np.int32)
+    tokens = int(queries.sum())
+    batch = AttentionBatch(
+        slots=torch.zeros(tokens, dtype=torch.int64),
+        query_start=torch.from_numpy(np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)),
+        seq_lens=torch.from_numpy(lengths),
+        tables=runner.rows.tables,
+        rows=torch.arange(3),
+        num_decodes=1,
+        query_lens=queries,
+        seq_bounds=lengths,
+        block_size=64,
+    )
+    if runner.rows.other_tables:
+        batch.others = runner.rows.batches_of_others(batch, torch.zeros(tokens, dtype=torch.int64), batch.slots)
+    zeros = torch.zeros(tokens, dtype=torch.int64)
+    runner.model.forward(zeros, zeros, batch)
+
+
+def run_others() -> None:
+    """What steps need now and then."""
+    pages, index = torch.zeros(2, 9, 4096, dtype=torch.uint8), torch.zeros(3, dtype=torch.int32)
+    kernels.copy_blocks(pages, pages, index, index)
+    lines = torch.zeros(2, dtype=torch.int64)
+    kernels.mask_logits(torch.zeros(4, 4096), lines, torch.zeros(2, 128, dtype=torch.int32), lines)
+    for kind in kernels.ACTIVATIONS:
+        kernels.gated_activation(torch.zeros(3, 2048, dtype=BF16), kind)
+
+
+def main() -> int:
+    pretend()
+    wanted: dict[tuple[Any, str], str] = {}
+
+    def put_off(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        wanted[fn.jit_function, compile["key"]] = compile["specialization_data"]
+        return True
+
+    knobs.runtime.jit_cache_hook = put_off
+    with _Zeros(), torch.inference_mode():
+        run_steps(QWEN3, [LONE, DECODES, SHARING, MIXED], filters=True)
+        run_steps(GEMMA2, [DECODES, MIXED], torch.float8_e4m3fn)
+        run_steps(MIXTRAL, [DECODES])
+        run_others()
+    knobs.runtime.jit_cache_hook = None
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda one: one[0][0].preload(one[1]), wanted.items()))  # raises what the compiler did
+    print(json.dumps(Counter(f"{kernel.__module__.split('.')[-1]}.{kernel.__name__}" for kernel, _ in wanted)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
