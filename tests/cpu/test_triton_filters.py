@@ -7,13 +7,14 @@ import torch
 
 from kvasir.kernels import reference
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from kvasir.kernels.triton.bitmask import mask_logits  # noqa: E402
-from kvasir.kernels.triton.logit_floor import logit_floor  # noqa: E402
+from kvasir.kernels.triton.bitmask import mask_logits
+from kvasir.kernels.triton.logit_floor import logit_floor
+from tests.kernel_builders import DEVICE, GPU
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
+pytestmark = pytest.mark.kernel
+
 
 # What a line may ask for: temperature, top-k, top-p, min-p.
 FILTERS = [(0.7, k, p, m) for k in (0, 1, 40, 4300) for p in (1.0, 0.3, 0.95) for m in (0.0, 0.02)]
