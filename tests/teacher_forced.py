@@ -8,14 +8,15 @@ of the float32 model, the two must be a near-tie.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvasir import LLM, SamplingParams
 
@@ -58,20 +59,6 @@ class Step:
     @property
     def is_mixed(self) -> bool:
         return 0 < self.decodes < self.rows
-
-
-def randomize(model: Any, seed: int = 0) -> Any:
-    """Weights of a scale at which everything has a say: products keep the size of what goes in, gains differ, and
-    queries are large enough that attention picks a few of a thousand tokens instead of averaging them."""
-    generator = torch.Generator(device=model.device).manual_seed(seed)
-    for name, value in model.named_parameters():
-        if value.dim() == 1:
-            value.data.normal_(1.0, 0.15, generator=generator)
-        else:
-            value.data.normal_(0.0, value.shape[-1] ** -0.5, generator=generator)
-        if "q_norm" in name or ("q_proj" in name and not hasattr(model.model.layers[0].self_attn, "q_norm")):
-            value.data.mul_(3.0)
-    return model.eval()
 
 
 def speak(llm: LLM, prompts: Sequence[list[int]], max_tokens: int, scored: bool = True) -> list[Said]:
@@ -130,7 +117,12 @@ class Reference:
     kv_dtype: torch.dtype | None = None  # what the engine's cache rounds to, if it does
 
     def rounded(self, dtype: torch.dtype) -> Reference:
-        return Reference(deepcopy(self.model).to(dtype), self.kv_dtype)
+        """The same in another dtype. Weights alone are cast: transformers keeps the angles of its rotations wide."""
+        model = deepcopy(self.model)
+        for value in model.parameters():
+            value.data = value.data.to(dtype)
+        model.config.dtype = dtype
+        return Reference(model, self.kv_dtype)
 
     @torch.inference_mode()
     def logprobs(self, said: Said) -> torch.Tensor:
@@ -140,6 +132,38 @@ class Reference:
         seen = self.model.model(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
         logits: torch.Tensor = self.model.lm_head(seen.last_hidden_state[0, len(said.prompt) - 1 :])
         return logits.float().log_softmax(-1)
+
+
+def make_reference(kind: str, device: str, dtype: torch.dtype, **shape: Any) -> Reference:
+    """A random model in float32, whose weights are numbers of `dtype`.
+
+    They keep the size of what goes through them, and gains differ. Scores of attention then have a spread of about one:
+    losing the oldest tenth of a prompt moves log-probabilities by 0.7 to 1, rounding to bfloat16 by 0.02 (Qwen3-0.6B's
+    width, two or three layers, on a CPU). With larger queries attention is sharper, and rounding grows more than that.
+    """
+    config = AutoConfig.for_model(kind, **shape)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    generator = torch.Generator(device=device).manual_seed(0)
+    for value in model.parameters():
+        if value.dim() == 1:
+            value.data.normal_(1.0, 0.15, generator=generator)
+        else:
+            value.data.normal_(0.0, value.shape[-1] ** -0.5, generator=generator)
+        value.data = value.data.to(dtype).float()
+    return Reference(model)
+
+
+@contextmanager
+def scaled(reference: Reference, weight: str, factor: float) -> Iterator[None]:
+    """A weight of the last layer is another for a while."""
+    value = dict(reference.model.model.layers[-1].named_parameters())[f"{weight}.weight"].data
+    before = value.clone()
+    value.mul_(factor)
+    try:
+        yield
+    finally:
+        value.copy_(before)
 
 
 @dataclass(frozen=True)
