@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -60,6 +62,16 @@ def test_logit_floor(kind: str, vocab: int) -> None:
         # flat line by a few
         ties = int(logits[line].unique(return_counts=True)[1].max()) if kind == "far off" else 1
         assert abs(ours - theirs) <= ties + theirs // 1000, (some[line], ours, theirs)
+
+
+@pytest.mark.parametrize("find", [logit_floor, reference.logit_floor], ids=["kernel", "reference"])
+@pytest.mark.parametrize("top_k", [1000, 1025, 1200, 2990])
+def test_top_p_is_a_share_of_what_a_large_top_k_left(top_k: int, find: Callable[..., torch.Tensor]) -> None:
+    logits = torch.randn(1, 3000, device=DEVICE) * 2
+    floor = find(logits, *asking([(1.5, top_k, 0.8, 0.0)], 1))
+    best = logits[0].double().sort(descending=True).values[:top_k]
+    wanted = int(((best / 1.5).softmax(0).cumsum(0) < 0.8).sum()) + 1
+    assert abs(int((logits >= floor).sum()) - wanted) <= 1
 
 
 def test_a_line_is_filtered_alike_in_any_batch() -> None:
