@@ -25,6 +25,30 @@ LEAST = 1e-4  # in float32 log-probabilities are equal to this
 MARGIN, WORST_MARGIN = 1.5, 2.0
 NUM_LOGPROBS = 16
 
+# transformers' name of an architecture, and a real model's shape but for its depth.
+HEADS = {"num_key_value_heads": 8, "head_dim": 128}
+ROPE_8B = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+WIDTHS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-0.6b": (
+        "qwen3",
+        {
+            **HEADS, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 3, "num_attention_heads": 16,
+            "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
+    "llama-3.1-8b": (
+        "llama",
+        {
+            **HEADS, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2, "num_attention_heads": 32,
+            "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_parameters": ROPE_8B,
+        },
+    ),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Load:
