@@ -195,7 +195,7 @@ class Comparison:
     """All in log-probability, over all places of all answers."""
 
     errors: torch.Tensor  # of the engine: [number of log-probabilities]
-    noise: torch.Tensor  # of the reference in the engine's dtype, likewise and for all tokens said
+    noise: torch.Tensor  # of the reference in the engine's dtype, for the likeliest tokens of each place
     gaps: torch.Tensor  # how much likelier the best token is than the one said; 0 where it was said
 
     @property
@@ -231,12 +231,11 @@ def compare(said: Sequence[Said], exact: Reference, rounded: Reference | None = 
         places = torch.arange(len(one.tokens), device=wanted.device)
         tokens = torch.tensor(one.tokens, device=wanted.device)
         gaps.append(wanted.max(-1).values - wanted[places, tokens])
-        noise.append((others - wanted)[places, tokens])
+        noise.append((others - wanted).gather(1, wanted.topk(NUM_LOGPROBS).indices).flatten())
         if one.logprobs is not None:
             scored = [(place, i, value) for place, entry in enumerate(one.logprobs) for i, value in entry.items()]
             at, ids, values = (torch.tensor(column, device=wanted.device) for column in zip(*scored, strict=True))
             errors.append(values - wanted[at, ids])
-            noise.append((others - wanted)[at, ids])
     return Comparison(torch.cat(errors) if errors else torch.empty(0), torch.cat(noise), torch.cat(gaps))
 
 
