@@ -36,15 +36,22 @@ for name, examples in {"fast": 200, "soak": 2000}.items():
 settings.load_profile(os.environ.get("KVASIR_HYPOTHESIS_PROFILE", "fast"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none. torch is imported only if there are such tests."""
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
+    """Where there is a GPU, tests of kernels are `gpu` tests; where there is none, those are skipped.
+
+    torch is imported only if there are such tests.
+    """
+    need, use = ([item for item in items if item.get_closest_marker(mark)] for mark in ("gpu", "kernel"))
+    if not need and not use:
         return
     import torch
 
-    if not torch.cuda.is_available():
-        for item in marked:
+    if torch.cuda.is_available():
+        for item in use:
+            item.add_marker(pytest.mark.gpu)
+    else:
+        for item in need:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 

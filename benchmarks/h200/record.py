@@ -83,7 +83,7 @@ def table(records: Sequence[Record], vllm: Mapping[str, Any]) -> str:
     ]
     records = _with_kernels(records)
     for record in _latest(records, "workload"):
-        key, unit = _figure(record["workload"])
+        key, unit = figure(record["workload"])
         ours, theirs = record[key], vllm["workloads"].get(record["workload"], {}).get(key)
         ratio = None if theirs is None else theirs / ours if key == "ms_per_step" else ours / theirs
         cells = [record["workload"], record["model"], record["requests"], record["kernels"], unit, ours]
@@ -133,7 +133,7 @@ def _latest(records: Sequence[Record], key: str) -> list[Record]:
     return list(found.values())
 
 
-def _figure(workload: str) -> tuple[str, str]:
+def figure(workload: str) -> tuple[str, str]:
     """Which figure tells most about a workload, and its unit."""
     if "decode" in workload:
         return "ms_per_step", "ms/step"

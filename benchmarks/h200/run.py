@@ -1,6 +1,7 @@
 """All of it in one command on a GPU machine: every workload of every model, the record, the table, gaps between steps.
 
-    python benchmarks/h200/run.py [--models NAME,NAME] [--out DIRECTORY] [--profile] [-- flags of measure.py]
+    python benchmarks/h200/run.py [--models NAME,NAME] [--out DIRECTORY] [--tests] [--profile] [-- flags of measure.py]
+    python benchmarks/h200/run.py --tests --models ""       the GPU tests alone
 
 Each model runs in a process of its own. What was measured before one of them failed or ran out of time is kept.
 Without --out records go to benchmarks/h200/results.jsonl; with it they are written there, beside the logs, to be
@@ -20,6 +21,7 @@ from pathlib import Path
 import record
 
 HERE = Path(__file__).parent
+TESTS = HERE.parent.parent / "tests"
 # What is profiled of each model: all requests at once, and one alone.
 PROFILED = {"qwen3-0.6b": "nano_bench_greedy,q_decode_b1", "llama-3.1-8b": "decode_b64,decode_b1"}
 
@@ -31,7 +33,11 @@ def main() -> int:
     results = arguments.out / record.RESULTS.name if arguments.out else record.RESULTS
     stamped = record.stamp()
     failed = []
-    for model in arguments.models.split(","):
+    if arguments.tests:
+        command = ["-m", "pytest", "-q", "-m", "gpu", *map(str, gpu_tests())]
+        _, status = run(command, logs / "tests.log", arguments.tests_timeout)
+        failed += ["tests"] * (status != 0)
+    for model in filter(None, arguments.models.split(",")):
         command = [str(HERE / "bench_kvasir.py"), "--model", model]
         command += ["--max-model-len", str(arguments.max_model_len), *arguments.rest]
         lines, status = run(command, logs / f"bench_{model}.log", arguments.timeout)
@@ -47,6 +53,12 @@ def main() -> int:
     if failed:
         print(f"\nFAILED: {', '.join(failed)}; see the logs in {logs}")
     return 1 if failed else 0
+
+
+def gpu_tests() -> list[Path]:
+    """What `pytest -m gpu` selects of all tests, file by file: to collect the others takes packages a GPU needs not."""
+    kernels = [path for path in sorted((TESTS / "cpu").glob("test_*.py")) if "pytest.mark.kernel" in path.read_text()]
+    return [*kernels, TESTS / "gpu"]
 
 
 def run(command: Sequence[str], log: Path, timeout: float) -> tuple[list[str], int]:
@@ -76,6 +88,8 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(PROFILED))
     parser.add_argument("--out", type=Path, metavar="DIRECTORY")
+    parser.add_argument("--tests", action="store_true", help="first run the tests that `pytest -m gpu` selects")
+    parser.add_argument("--tests-timeout", type=float, default=1800, metavar="SECONDS")
     parser.add_argument("--profile", action="store_true", help="also profile the gaps between steps")
     parser.add_argument(
         "--profile-requests", type=int, default=0, metavar="N", help="profile only the first N requests"

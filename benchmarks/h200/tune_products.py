@@ -1,6 +1,8 @@
 """Measures which blocks small products want on this GPU, and writes kvasir/kernels/triton/products.json.
 
     python benchmarks/h200/tune_products.py [--models qwen3-0.6b,llama-3.1-8b] [--only gemv,tile,parts] [--out FILE]
+    python benchmarks/h200/tune_products.py --models path/to/model,Qwen/Qwen3-4B     a config.json, here or on the hub
+    python benchmarks/h200/tune_products.py --shapes norm:6144x2560,add:2560x4096    kind, outputs, inputs
 
 Each candidate is timed as a CUDA graph of many launches over copies of the matrix that do not fit the L2 cache, beside
 cuBLAS; tiles are kept only where they gain two percent. Other devices' entries of the file stay.
@@ -22,20 +24,12 @@ from triton.runtime.errors import OutOfResources
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
+from product_shapes import KNOWN, Product, parse, products_of  # noqa: E402
+
 from kvasir.kernels.triton import add_rms_norm, gemv, linear_parts, tuned  # noqa: E402
 from kvasir.kernels.triton.rehearsal import rehearsal  # noqa: E402
 from kvasir.kernels.triton.tile_linear import COUNTS, tile_linear  # noqa: E402
 
-# Of each model: outputs and inputs of its products, and how one row goes through them.
-SHAPES = {
-    "qwen3-0.6b": [
-        ("norm", 4096, 1024), ("add", 1024, 2048), ("gated", 6144, 1024), ("add", 1024, 3072), ("plain", 151936, 1024),
-    ],
-    "llama-3.1-8b": [
-        ("norm", 6144, 4096), ("add", 4096, 4096), ("gated", 28672, 4096), ("add", 4096, 14336),
-        ("plain", 128256, 4096),
-    ],
-}  # fmt: skip
 # Rows of the matrix per program, columns per step, warps.
 GEMV = [(1, 512, 1), (1, 1024, 2), (1, 1024, 4), (1, 2048, 4), (2, 512, 2), (2, 1024, 2), (2, 1024, 4), (2, 2048, 4)]
 GEMV += [(4, 512, 2), (4, 512, 4), (4, 1024, 4), (1, 256, 1), (2, 256, 1), (4, 256, 1), (2, 512, 1), (1, 1024, 8)]
@@ -53,15 +47,16 @@ def main() -> None:
     data = json.loads(tuned.DATA.read_text(encoding="utf-8")) if tuned.DATA.exists() else {}
     table: dict[str, list[int]] = data.setdefault(torch.cuda.get_device_name(), {})
     counts = [1] * ("gemv" in arguments.only) + list(COUNTS) * ("tile" in arguments.only)
-    for model in arguments.models.split(","):
-        for kind, rows, inner in SHAPES[model]:
-            measured = [tune(kind, rows, inner, counts, arguments.quick)]
-            measured += [tune_parts(rows, inner)] if kind == "add" and "parts" in arguments.only else []
-            for key, blocks, line in chain(*measured):
-                print(line, flush=True)
-                table.pop(key, None)
-                if blocks is not None:
-                    table[key] = blocks
+    for product in wanted(arguments):
+        measured = [tune(product.kind, product.rows, product.inner, counts, arguments.quick)]
+        measured += (
+            [tune_parts(product.rows, product.inner)] if product.leaves_parts and "parts" in arguments.only else []
+        )
+        for key, blocks, line in chain(*measured):
+            print(line, flush=True)
+            table.pop(key, None)
+            if blocks is not None:
+                table[key] = blocks
     lines = [
         f"  {json.dumps(device)}: {{\n"
         + ",\n".join(f"    {json.dumps(key)}: {json.dumps(blocks)}" for key, blocks in sorted(entries.items()))
@@ -71,12 +66,24 @@ def main() -> None:
     arguments.out.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
+def wanted(arguments: argparse.Namespace) -> list[Product]:
+    models = list(KNOWN) if arguments.models is None and not arguments.shapes else _listed(arguments.models)
+    shapes = [parse(written) for written in _listed(arguments.shapes)]
+    return list(dict.fromkeys([*chain(*map(products_of, models)), *shapes]))
+
+
+def _listed(written: str | None) -> list[str]:
+    return [part for part in (written or "").split(",") if part]
+
+
 def tune(
     kind: str, rows: int, inner: int, counts: Sequence[int], quick: bool
 ) -> Iterator[tuple[str, list[int] | None, str]]:
     """Keys of products.json with the best blocks, or none where cuBLAS is better."""
     weights = _copies(rows, inner)
     for count in counts:
+        if inner % (512 if count == 1 else 64):
+            continue  # no kernel of ours takes it: see gemv.is_fit; TILE begins with 64 columns
         x = torch.randn(count, inner, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(count, rows, device="cuda", dtype=torch.bfloat16)
         cublas = time_of(lambda w, x=x, y=y: torch.mm(x, w.t(), out=y), weights)
@@ -107,8 +114,10 @@ def tune_parts(rows: int, inner: int) -> Iterator[tuple[str, list[int] | None, s
         def in_parts(blocks: list[int], x: torch.Tensor = x, r: torch.Tensor = residual) -> Run:
             return lambda w: add_rms_norm(linear_parts(x, w, blocks), r, gain, 1e-6)
 
-        cublas = time_of(whole, weights)
         usable = [blocks for blocks in PARTS if inner % (blocks[1] * blocks[4]) == 0]
+        if not usable:
+            continue
+        cublas = time_of(whole, weights)
         times = times_of(in_parts, usable, weights)
         best = min(times, key=lambda blocks: times[blocks])
         gains = times[best] < 0.98 * cublas
@@ -168,7 +177,10 @@ def time_of(run: Run, weights: list[torch.Tensor]) -> float:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(SHAPES))
+    known = ",".join(KNOWN)
+    parser.add_argument("--models", help=f"names, directories with a config.json, names on the hub (default: {known})")
+    parser.add_argument("--shapes", help="more products, kind:OUTPUTSxINPUTS: one row with a norm before it, added to "
+                        "the residual, gated, or plain")  # fmt: skip
     parser.add_argument("--out", type=Path, default=tuned.DATA)
     parser.add_argument(
         "--only", default="gemv,tile,parts", help="one row; several; several, their sums left to a norm"

@@ -191,8 +191,9 @@ def logit_floor(
         mass = weights.gather(1, places) * kept
         total = torch.where(limit <= count, mass.sum(dim=-1, keepdim=True), weights.sum(dim=-1, keepdim=True))
         inside = kept & ((mass.cumsum(dim=-1) - mass < top_p * total) | (top_p >= 1))  # a sum may reach 1 by rounding
-        # told once something among them is dropped, or nothing is left
-        if count == vocab or bool((~inside[:, -1] | (heat[:, 0] == 0)).all()):
+        # told once something among them is dropped, or nothing is left; a share needs to know what it is a share of
+        known = ~inside[:, -1:] & ((limit <= count) | (limit >= vocab) | (top_p >= 1))
+        if count == vocab or bool((known | (heat == 0)).all()):
             break
         count = min(vocab, 8 * count)
     last = inside.sum(dim=-1, keepdim=True).clamp(min=1) - 1  # those inside stand first

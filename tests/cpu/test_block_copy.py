@@ -10,8 +10,9 @@ from kvasir.kernels import reference
 pytest.importorskip("triton")
 
 from kvasir.kernels.triton.block_copy import copy_blocks
+from tests.kernel_builders import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.kernel
 
 
 def noise(*shape: int) -> torch.Tensor:

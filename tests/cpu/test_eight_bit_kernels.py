@@ -20,7 +20,9 @@ from kvasir.attention.triton import TritonAttention
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode
 from kvasir.kernels.triton.paged_prefill import paged_prefill
 from kvasir.kernels.triton.rope_store import rope_store
-from tests.cpu.test_triton_kernels import DEVICE, DTYPES, GPU, attend, close, paged, randn
+from tests.kernel_builders import DEVICE, DTYPES, GPU, attend, close, paged, randn
+
+pytestmark = pytest.mark.kernel
 
 KINDS = [torch.float8_e4m3fn, torch.float8_e5m2]
 SOME = KINDS if GPU else KINDS[:1]  # the interpreter takes its time

@@ -15,7 +15,9 @@ pytest.importorskip("triton")
 
 from kvasir.kernels.triton import paged_prefill as prefill
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode
-from tests.cpu.test_triton_kernels import DEVICE, DTYPES, GPU, attend, close, paged, randn
+from tests.kernel_builders import DEVICE, DTYPES, GPU, attend, close, paged, randn
+
+pytestmark = pytest.mark.kernel
 
 HEADS, KV_HEADS, DIM = 4, 2, 32
 

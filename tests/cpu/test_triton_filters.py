@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from kvasir.kernels import reference
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from kvasir.kernels.triton.bitmask import mask_logits  # noqa: E402
-from kvasir.kernels.triton.logit_floor import logit_floor  # noqa: E402
+from kvasir.kernels.triton.bitmask import mask_logits
+from kvasir.kernels.triton.logit_floor import logit_floor
+from tests.kernel_builders import DEVICE, GPU
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
+pytestmark = pytest.mark.kernel
+
 
 # What a line may ask for: temperature, top-k, top-p, min-p.
 FILTERS = [(0.7, k, p, m) for k in (0, 1, 40, 4300) for p in (1.0, 0.3, 0.95) for m in (0.0, 0.02)]
@@ -59,6 +62,16 @@ def test_logit_floor(kind: str, vocab: int) -> None:
         # flat line by a few
         ties = int(logits[line].unique(return_counts=True)[1].max()) if kind == "far off" else 1
         assert abs(ours - theirs) <= ties + theirs // 1000, (some[line], ours, theirs)
+
+
+@pytest.mark.parametrize("find", [logit_floor, reference.logit_floor], ids=["kernel", "reference"])
+@pytest.mark.parametrize("top_k", [1000, 1025, 1200, 2990])
+def test_top_p_is_a_share_of_what_a_large_top_k_left(top_k: int, find: Callable[..., torch.Tensor]) -> None:
+    logits = torch.randn(1, 3000, device=DEVICE) * 2
+    floor = find(logits, *asking([(1.5, top_k, 0.8, 0.0)], 1))
+    best = logits[0].double().sort(descending=True).values[:top_k]
+    wanted = int(((best / 1.5).softmax(0).cumsum(0) < 0.8).sum()) + 1
+    assert abs(int((logits >= floor).sum()) - wanted) <= 1
 
 
 def test_a_line_is_filtered_alike_in_any_batch() -> None:

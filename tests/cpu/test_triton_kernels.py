@@ -12,38 +12,26 @@ import torch
 
 from kvasir.kernels import reference
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from kvasir.attention.base import AttentionBatch  # noqa: E402
-from kvasir.attention.triton import TritonAttention  # noqa: E402
-from kvasir.kernels.tiles import find_tiles  # noqa: E402
-from kvasir.kernels.triton import shared_prefix, tuned  # noqa: E402
-from kvasir.kernels.triton.activation import gated_activation  # noqa: E402
-from kvasir.kernels.triton.decode_inputs import decode_inputs  # noqa: E402
-from kvasir.kernels.triton.draw import draw  # noqa: E402
-from kvasir.kernels.triton.gemv import gemv, takes  # noqa: E402
-from kvasir.kernels.triton.grouped_linear import grouped_linear  # noqa: E402
-from kvasir.kernels.triton.norm import add_rms_norm, rms_norm  # noqa: E402
-from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode  # noqa: E402
-from kvasir.kernels.triton.paged_prefill import paged_prefill  # noqa: E402
-from kvasir.kernels.triton.rope_store import rope_store  # noqa: E402
-from kvasir.kernels.triton.shared_prefix import choose_tiling  # noqa: E402
-from kvasir.kernels.triton.tile_linear import blocks_for, linear_parts, parts_for, tile_linear  # noqa: E402
+from kvasir.attention.base import AttentionBatch
+from kvasir.attention.triton import TritonAttention
+from kvasir.kernels.tiles import find_tiles
+from kvasir.kernels.triton import shared_prefix, tuned
+from kvasir.kernels.triton.activation import gated_activation
+from kvasir.kernels.triton.decode_inputs import decode_inputs
+from kvasir.kernels.triton.draw import draw
+from kvasir.kernels.triton.gemv import gemv, takes
+from kvasir.kernels.triton.grouped_linear import grouped_linear
+from kvasir.kernels.triton.norm import add_rms_norm, rms_norm
+from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode
+from kvasir.kernels.triton.paged_prefill import paged_prefill
+from kvasir.kernels.triton.rope_store import rope_store
+from kvasir.kernels.triton.shared_prefix import choose_tiling
+from kvasir.kernels.triton.tile_linear import blocks_for, linear_parts, parts_for, tile_linear
+from tests.kernel_builders import DEVICE, DTYPES, GPU, attend, close, paged, randn
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-# The interpreter's bfloat16 products are wrong, so bfloat16 is checked on the GPU.
-DTYPES = [torch.float32, torch.bfloat16, torch.float16] if GPU else [torch.float32]
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-
-def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, device=DEVICE).to(dtype)
-
-
-def close(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
-    error = (got.double() - wanted.double()).norm() / wanted.double().norm()
-    assert error < TOLERANCE[dtype], f"relative error {error:.1e}"
+pytestmark = pytest.mark.kernel
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -92,42 +80,6 @@ def test_rope_store(heads: int, kv_heads: int, dim: int, rotary: int, norm: bool
     untouched = torch.ones(6 * block_size, dtype=torch.bool, device=DEVICE)
     untouched[slots] = False
     assert (cache.transpose(1, 2).flatten(0, 1)[untouched] == 0).all(), "another slot was touched"
-
-
-def paged(lengths: list[int], kv_heads: int, dim: int, block_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """A cache with scattered pages, tables with some unused rows, and the rows of the sequences."""
-    need = [-(-n // block_size) for n in lengths]
-    pages = np.random.default_rng(0).permutation(sum(need)) + 1
-    tables = torch.zeros(len(lengths) + 3, max(need), dtype=torch.int32)
-    rows = torch.randperm(len(lengths) + 3)[: len(lengths)]
-    at = 0
-    for row, count in zip(rows.tolist(), need, strict=True):
-        tables[row, :count] = torch.from_numpy(pages[at : at + count].astype(np.int32))
-        at += count
-    cache = randn(sum(need) + 1, 2, block_size, kv_heads, dim, dtype=dtype)
-    return cache, tables.to(DEVICE), rows.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-
-
-def attend(
-    query: torch.Tensor,
-    cache: torch.Tensor,
-    table: torch.Tensor,
-    length: int,
-    window: int | None,
-    softcap: float | None = None,
-) -> torch.Tensor:
-    """Plain attention of the last len(query) tokens of one sequence, in float64."""
-    count, heads, dim = query.shape
-    kv_heads = cache.shape[3]
-    k, v = (cache[table.long(), i].reshape(-1, kv_heads, dim)[:length].double() for i in (0, 1))
-    k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
-    scores = torch.einsum("mhd,nhd->hmn", query.double(), k) * dim**-0.5
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    at = torch.arange(length - count, length, device=query.device)[:, None]
-    key = torch.arange(length, device=query.device)[None]
-    seen = (key <= at) & (key > at - (window or length + 1))
-    return torch.einsum("hmn,nhd->mhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -233,10 +185,12 @@ def test_mixed_steps_of_fixed_size(
         close(out[part], attend(query[part], cache, tables[rows[i]], n, window), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab", [50, 2500])
-def test_draw(vocab: int) -> None:
-    lines = 60
-    logits = randn(lines, vocab) * 3
+def test_draw(vocab: int, dtype: torch.dtype) -> None:
+    """Nothing is multiplied in 16 bits, so the interpreter takes them, too."""
+    lines = 60 if GPU else 30  # the interpreter takes its time
+    logits = (randn(lines, vocab) * 3).to(dtype)
     logits[5, 10:] = logits[6, : vocab // 2] = float("-inf")
     rows = torch.arange(lines, device=DEVICE) % 3
     positions = torch.arange(lines, device=DEVICE)
@@ -245,13 +199,18 @@ def test_draw(vocab: int) -> None:
     next_token, wanted_next = torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)
     got = draw(logits, rows, positions, temperature, seeds, next_token)
     wanted = reference.draw(logits, rows, positions, temperature, seeds, wanted_next)
-    assert torch.equal(got[rows == 0], wanted[rows == 0]), "the best token needs no rounding"
-    assert (got == wanted).float().mean() > 0.95, "only a number at the very edge of a token may fall on its neighbour"
+    best, wanted_best = (logits.gather(1, tokens.long()[:, None])[rows == 0] for tokens in (got, wanted))
+    assert torch.equal(best, wanted_best), "the best token needs no rounding; in 16 bits several may be"
+    assert dtype != torch.float32 or torch.equal(got[rows == 0], wanted[rows == 0])
+    drawn = rows > 0
+    assert (got == wanted)[drawn].float().mean() > 0.95, (
+        "only a number at a token's very edge may fall on its neighbour"
+    )
     assert torch.isin(next_token, got).all()
-    floor = logits.sort(dim=-1).values[:, -7].contiguous()  # the best seven stay
+    floor = logits.float().sort(dim=-1).values[:, -7].contiguous()  # the best seven stay
     got = draw(logits, rows, positions, temperature, seeds, next_token, floor)
     wanted = reference.draw(logits, rows, positions, temperature, seeds, wanted_next, floor)
-    assert (got == wanted).float().mean() > 0.95
+    assert (got == wanted)[drawn].float().mean() > 0.95
     assert (logits.gather(1, got.long()[:, None])[:, 0] >= floor).all()
 
 
