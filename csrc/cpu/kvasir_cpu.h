@@ -30,6 +30,10 @@ void kv_expand_rows(const kvasir::Matrix *, const int64_t *rows, int32_t count, 
 void kv_linear(const kvasir::Matrix *, const uint16_t *x, int64_t stride, int32_t rows, uint16_t *out);
 void kv_gated_linear(const kvasir::Matrix *, const uint16_t *x, int64_t stride, int32_t rows, int32_t activation,
                      uint16_t *out);
+// Rows of x, [rows][hidden], that were sorted by expert: expert e has starts[e] up to starts[e + 1]. Writes
+// down(activation(gate) * up) of them, [rows][hidden].
+void kv_experts(const kvasir::Matrix *gate_up, const kvasir::Matrix *down, int32_t experts, const int32_t *starts,
+                const uint16_t *x, int32_t activation, uint16_t *out);
 void kv_norm(const kvasir::Norm *, const uint16_t *x, int32_t rows, int32_t size, uint16_t *out);
 // residual += x; out = its norm
 void kv_add_norm(const kvasir::Norm *, const uint16_t *x, uint16_t *residual, int32_t rows, int32_t size, uint16_t *out);

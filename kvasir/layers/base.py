@@ -13,7 +13,8 @@ from torch import nn
 
 from kvasir.distributed.mesh import Mesh
 from kvasir.kernels.cpu.packed import Format
-from kvasir.quantization.base import MethodOf, TensorKey, parameter, unquantized
+from kvasir.quantization.base import TensorKey, parameter
+from kvasir.quantization.methods import Methods, Unquantized
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Build:
 
     dtype: torch.dtype
     mesh: Mesh = field(default_factory=Mesh)
-    method_of: MethodOf = unquantized
+    methods: Methods = field(default_factory=Unquantized)
     device: torch.device = field(default_factory=lambda: torch.device("meta"))
     vocabulary: Format | None = None  # how the CPU library keeps the matrix of the head; None: it does not
 

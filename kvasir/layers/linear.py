@@ -24,7 +24,7 @@ class Linear(WeightLayer):
         super().__init__()
         self.shape, self.role, self.mesh = shape, role, build.mesh
         self.leaves_parts = False
-        self.method = build.method_of(prefix)
+        self.method = build.methods.linear(prefix)
         self.method.create(self, build.dtype, build.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,47 +11,39 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from kvasir import kernels
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.layers.linear import replicated_linear
 from kvasir.layers.mlp import GatedMLP
 from kvasir.quantization.base import TensorKey
+from kvasir.quantization.experts import ExpertsShape
 
 
 class Experts(WeightLayer):
-    """The matrices of all experts, stacked; each rank has its share of every expert's inner dimension."""
+    """The matrices of all experts, by any method of keeping them; each rank has its share of every expert's inner
+    dimension, and the sum over ranks is the layer's result."""
 
-    def __init__(self, build: Build, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+    gate_up: nn.Parameter
+    down: nn.Parameter
+
+    def __init__(self, build: Build, prefix: str, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.mesh = build.mesh
-        self.own = build.mesh.shard(intermediate_size, "moe_intermediate_size")
-        self.size = intermediate_size
-        inner = self.own.stop - self.own.start
-        self.gate_up = build.parameter(num_experts, 2 * inner, hidden_size)
-        self.down = build.parameter(num_experts, hidden_size, inner)
+        own = build.mesh.shard(intermediate_size, "moe_intermediate_size")
+        self.mesh, self.shape = build.mesh, ExpertsShape(num_experts, hidden_size, intermediate_size, own)
+        self.method = build.methods.experts(prefix)
+        self.method.create(self, build.dtype, build.device)
 
     def forward(self, x: torch.Tensor, starts: torch.Tensor, activation: str) -> torch.Tensor:
-        """x [rows, hidden] sorted by expert: expert e has the rows starts[e] up to starts[e + 1]."""
-        inner = kernels.gated_activation(kernels.grouped_linear(x, self.gate_up, starts), activation)
-        return kernels.grouped_linear(inner, self.down, starts)
+        """See ExpertsMethod.apply."""
+        return self.method.apply(self, x, starts, activation)
 
     def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
-        experts, hidden, _ = self.down.shape
-        found: dict[TensorKey, tuple[int, ...]] = {}
-        for expert in range(experts):
-            found["weight", f"gate.{expert}"] = found["weight", f"up.{expert}"] = (self.size, hidden)
-            found["weight", f"down.{expert}"] = (hidden, self.size)
-        return found
+        return self.method.tensors(self)
 
     def load(self, key: TensorKey, tensor: torch.Tensor) -> None:
-        assert key[1] is not None, "every tensor is one expert's"
-        name, expert = key[1].split(".")
-        inner = self.down.shape[2]
-        if name == "down":
-            self.down.data[int(expert)].copy_(tensor[:, self.own])
-        else:
-            rows = slice(0, inner) if name == "gate" else slice(inner, 2 * inner)
-            self.gate_up.data[int(expert), rows].copy_(tensor[self.own])
+        self.method.load(self, key, tensor)
+
+    def process(self) -> None:
+        self.method.process(self)
 
 
 class MoE(nn.Module):
@@ -73,7 +65,7 @@ class MoE(nn.Module):
         super().__init__()
         self.top_k, self.normalise, self.activation = top_k, normalise, activation
         self.router = replicated_linear(build, f"{prefix}.router", hidden_size, num_experts, bias=False)
-        self.experts = Experts(build, num_experts, hidden_size, intermediate_size)
+        self.experts = Experts(build, f"{prefix}.experts", num_experts, hidden_size, intermediate_size)
         self.shared: GatedMLP | None = None
         if shared_size is not None:
             self.shared = GatedMLP(build, f"{prefix}.shared", hidden_size, shared_size, activation, bias=False)

@@ -35,9 +35,10 @@ from kvasir.models.native import LayerByLayer, NativeDecoder, on_the_cpu
 from kvasir.models.spec import Architecture, DecoderSpec, Names
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select as select_platform
-from kvasir.quantization.base import TensorKey, unquantized
-from kvasir.quantization.cpu import cpu_methods
-from kvasir.quantization.gguf import PackedRows, gguf_linear
+from kvasir.quantization.base import TensorKey
+from kvasir.quantization.cpu import CpuMethods
+from kvasir.quantization.gguf import GGUFMethods, PackedRows
+from kvasir.quantization.methods import Unquantized
 
 LoadedModel = Transformer | TransformersModel | NativeDecoder | LayerByLayer
 
@@ -97,8 +98,8 @@ def _build(config: EngineConfig, dtype: torch.dtype, mesh: Mesh) -> Build:
     if config.device.attention_backend == "cpu":
         quantization = config.model.quantization
         vocabulary = {None: BF16, "int4": INT6}.get(quantization, INT8)  # the head is the last to be cut short
-        return Build(dtype, mesh, cpu_methods(quantization), vocabulary=vocabulary)
-    return Build(dtype, mesh, gguf_linear if config.load.load_format == "gguf" else unquantized)
+        return Build(dtype, mesh, CpuMethods(quantization), vocabulary=vocabulary)
+    return Build(dtype, mesh, GGUFMethods() if config.load.load_format == "gguf" else Unquantized())
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
         for module in model.modules():
             for name, value in module.named_parameters(recurse=False):
                 packed = value.dtype == torch.uint8  # the CPU library's
-                memory = arena.take(value.numel()) if packed else _memory_for(value, device)
+                memory = arena.take(value.numel()).view(value.shape) if packed else _memory_for(value, device)
                 setattr(module, name, nn.Parameter(memory, requires_grad=False))
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, _memory_for(buffer, device))
@@ -258,7 +259,8 @@ def _fill(
 def _fill_dummy(model: nn.Module, generator: torch.Generator) -> None:
     """Random matrices, gains of one, biases of zero: quick, and tame enough that activations stay finite."""
     for layer in _weight_layers(model):
-        if isinstance(layer, Linear) and layer.weight.dtype == torch.uint8:  # packed: it takes tensors, not bytes
+        own = layer.parameters(recurse=False)
+        if any(value.dtype == torch.uint8 for value in own):  # packed: it takes tensors, not bytes
             for key, shape in layer.tensors().items():
                 layer.load(key, torch.empty(shape).normal_(0.0, 0.02 * (len(shape) > 1), generator=generator))
     for name, value in model.named_parameters():

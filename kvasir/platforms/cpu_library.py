@@ -42,6 +42,7 @@ def _declare(found: ctypes.CDLL) -> None:
     for name in ("kv_instruction_set", "kv_instruction_sets"):
         getattr(found, name).restype = ctypes.c_char_p
     found.kv_layout.restype = ctypes.c_int64
+    found.kv_experts.restype = None  # its youngest function: an older library has none
     if found.kv_layout() != layout():
         raise OSError("it was built from other sources")
 

@@ -13,7 +13,9 @@ from torch import nn
 
 from kvasir.kernels.cpu.memory import Arena
 from kvasir.kernels.cpu.packed import BF16, GGUF, INT4, INT8, Format, Layout, PackedMatrix
-from kvasir.quantization.base import LinearLayer, MethodOf, TensorKey, UnquantizedLinear, parameter
+from kvasir.quantization.base import LinearLayer, LinearMethod, TensorKey, UnquantizedLinear, parameter
+from kvasir.quantization.cpu_experts import CpuExperts
+from kvasir.quantization.experts import ExpertsMethod
 from kvasir.quantization.gguf import PackedRows
 
 PLAIN = UnquantizedLinear()  # biases are kept as it keeps them
@@ -103,7 +105,17 @@ def matrix_of(layer: LinearLayer) -> PackedMatrix:
     return matrix
 
 
-def cpu_methods(quantization: str | None) -> MethodOf:
-    """The method of every linear layer of a model that the library runs."""
-    method = GGUFCpuLinear() if quantization == "gguf" else CpuLinear(FORMATS[quantization])
-    return lambda prefix: method
+class CpuMethods:
+    """Of a model that the library runs: one method for all linear layers, one for all experts."""
+
+    def __init__(self, quantization: str | None) -> None:
+        # A GGUF file has no experts: such models are refused there (models/gguf.py).
+        form = FORMATS.get(quantization, BF16)
+        self._linear = GGUFCpuLinear() if quantization == "gguf" else CpuLinear(form)
+        self._experts = CpuExperts(form)
+
+    def linear(self, prefix: str) -> LinearMethod:
+        return self._linear
+
+    def experts(self, prefix: str) -> ExpertsMethod:
+        return self._experts

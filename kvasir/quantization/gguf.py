@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from kvasir.quantization.base import LinearLayer, TensorKey, UnquantizedLinear
+from kvasir.quantization.base import LinearLayer, LinearMethod, TensorKey, UnquantizedLinear
 from kvasir.quantization.gguf_blocks import EXPANDERS
+from kvasir.quantization.methods import Unquantized
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -44,6 +45,8 @@ class GGUFLinear(UnquantizedLinear):
         super().load(layer, key, tensor)
 
 
-def gguf_linear(prefix: str) -> GGUFLinear:
-    """The method of every linear layer of a model that comes from a GGUF file."""
-    return GGUFLinear()
+class GGUFMethods(Unquantized):
+    """Of a model that comes from a GGUF file."""
+
+    def linear(self, prefix: str) -> LinearMethod:
+        return GGUFLinear()

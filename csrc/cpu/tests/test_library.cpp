@@ -169,6 +169,28 @@ void test_rows() {
   check(sqrt(error / size) < 0.01, "in one go as one after the other");
 }
 
+void test_experts() {
+  const int hidden = 64, starts[] = {0, 2, 2, 9};  // the second has no rows
+  for (int inner : {48, 24}) {
+    std::vector<Packed> up, down;
+    for (unsigned e = 0; e < 3; e++) {
+      up.emplace_back(Q8, 2 * inner, hidden, random_numbers(size_t(2 * inner * hidden), 20 + e));
+      down.emplace_back(Q4, hidden, inner, random_numbers(size_t(hidden * inner), 30 + e));
+    }
+    Matrix ups[] = {up[0].m, up[1].m, up[2].m}, downs[] = {down[0].m, down[1].m, down[2].m};
+    std::vector<uint16_t> x = random_numbers(9 * hidden, 40), out(9 * hidden);
+    kv_experts(ups, downs, 3, starts, x.data(), SILU, out.data());
+    for (int e : {0, 2}) {
+      int rows = starts[e + 1] - starts[e];
+      size_t begin = size_t(starts[e] * hidden);
+      std::vector<uint16_t> between(size_t(rows * inner)), wanted(size_t(rows * hidden));
+      kv_gated_linear(&ups[e], x.data() + begin, hidden, rows, SILU, between.data());
+      kv_linear(&downs[e], between.data(), inner, rows, wanted.data());
+      check(std::equal(wanted.begin(), wanted.end(), out.begin() + std::ptrdiff_t(begin)), "an expert does its own rows");
+    }
+  }
+}
+
 // A decoder of two layers on random weights; `tokens` of one text.
 struct Tiny {
   static constexpr int HIDDEN = 64, HEADS = 4, KV_HEADS = 2, DIM = 16, INNER = 96, VOCABULARY = 50, BLOCK = 4, LENGTH = 1200;
@@ -301,6 +323,7 @@ int main() {
     test_products();
     test_file_types();
     test_rows();
+    test_experts();
     test_decoder(false);
     test_decoder(true);
     test_sampling();

@@ -164,7 +164,7 @@ class PackedMatrix:
         return out
 
     def gated_linear(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """activation(first half of the outputs) * second half; the halves are multiples of 16."""
+        """activation(first half of the outputs) * second half."""
         x = _dense(x)
         out = torch.empty(len(x), self.layout.outputs // 2, dtype=torch.bfloat16)
         loaded().kv_gated_linear(

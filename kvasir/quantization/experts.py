@@ -1,0 +1,111 @@
+"""How the matrices of a mixture's experts are kept and multiplied. Worker process; knows no model, calls no layer.
+
+What quantization.base is for linear layers: a layer asks its method to create parameters, to load the checkpoint's
+tensors into them (one expert's matrix at a time), to rearrange them once all are there, and to apply them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from kvasir import kernels
+from kvasir.quantization.base import TensorKey, parameter
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """Experts as the checkpoint has them; `own` is this rank's share of every expert's inner dimension."""
+
+    num_experts: int
+    hidden_size: int
+    inner_size: int
+    own: slice
+
+    @property
+    def num_own(self) -> int:
+        return int(self.own.stop - self.own.start)
+
+    def matrices(self) -> Mapping[str, tuple[int, int]]:
+        """The checkpoint's matrices by the names of their parts, and their shapes there."""
+        found = {}
+        for expert in range(self.num_experts):
+            found[f"gate.{expert}"] = found[f"up.{expert}"] = (self.inner_size, self.hidden_size)
+            found[f"down.{expert}"] = (self.hidden_size, self.inner_size)
+        return found
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """One expert's matrix, of which this rank keeps `own` (rows and columns there) in rows `first` and on of its
+    expert's entry in the parameter `stack`."""
+
+    stack: str  # gate_up or down
+    expert: int
+    own: tuple[slice, slice]
+    first: int
+
+
+def part_of(shape: ExpertsShape, key: TensorKey) -> ExpertPart:
+    assert key[1] is not None, "every tensor is one expert's"
+    name, expert = key[1].split(".")
+    if name == "down":
+        return ExpertPart("down", int(expert), (slice(None), shape.own), 0)
+    return ExpertPart("gate_up", int(expert), (shape.own, slice(None)), 0 if name == "gate" else shape.num_own)
+
+
+class ExpertsLayer(Protocol):
+    """What a method may count on: a module whose parameters it made, and its shape. A gate stands above its up."""
+
+    shape: ExpertsShape
+    gate_up: nn.Parameter
+    down: nn.Parameter
+
+
+class ExpertsMethod(Protocol):
+    """See the head of this file."""
+
+    def create(self, layer: ExpertsLayer, dtype: torch.dtype, device: torch.device) -> None:
+        """Give the layer its parameters, not filled yet."""
+
+    def tensors(self, layer: ExpertsLayer) -> Mapping[TensorKey, tuple[int, ...]]:
+        """The tensors a checkpoint must have for the layer, with their shapes there."""
+
+    def load(self, layer: ExpertsLayer, key: TensorKey, tensor: torch.Tensor) -> None:
+        """Copy this rank's share of a checkpoint's tensor to its place."""
+
+    def process(self, layer: ExpertsLayer) -> None:
+        """All tensors are loaded: bring them into the form that `apply` wants."""
+
+    def apply(self, layer: ExpertsLayer, x: torch.Tensor, starts: torch.Tensor, activation: str) -> torch.Tensor:
+        """x [rows, hidden] sorted by expert: expert e has the rows starts[e] up to starts[e + 1]. Gives what each row's
+        expert makes of it, [rows, hidden], of which the ranks' sum is all."""
+
+
+class UnquantizedExperts:
+    """All experts' matrices in the model's own type, stacked."""
+
+    def create(self, layer: ExpertsLayer, dtype: torch.dtype, device: torch.device) -> None:
+        shape = layer.shape
+        layer.gate_up = parameter((shape.num_experts, 2 * shape.num_own, shape.hidden_size), dtype, device)
+        layer.down = parameter((shape.num_experts, shape.hidden_size, shape.num_own), dtype, device)
+
+    def tensors(self, layer: ExpertsLayer) -> Mapping[TensorKey, tuple[int, ...]]:
+        return {("weight", name): shape for name, shape in layer.shape.matrices().items()}
+
+    def load(self, layer: ExpertsLayer, key: TensorKey, tensor: torch.Tensor) -> None:
+        part = part_of(layer.shape, key)
+        own = tensor[part.own]
+        stack: nn.Parameter = getattr(layer, part.stack)
+        stack.data[part.expert, part.first : part.first + len(own)].copy_(own)
+
+    def process(self, layer: ExpertsLayer) -> None:
+        return None
+
+    def apply(self, layer: ExpertsLayer, x: torch.Tensor, starts: torch.Tensor, activation: str) -> torch.Tensor:
+        inner = kernels.gated_activation(kernels.grouped_linear(x, layer.gate_up, starts), activation)
+        return kernels.grouped_linear(inner, layer.down, starts)
