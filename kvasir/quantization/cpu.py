@@ -20,6 +20,8 @@ from kvasir.quantization.gguf import PackedRows
 
 PLAIN = UnquantizedLinear()  # biases are kept as it keeps them
 FORMATS = {None: BF16, "int8": INT8, "int4": INT4}
+# Layers that are never quantized: small ones that decide which experts a token goes to, and how much of one it gets.
+ROUTING = (".router", ".shared_gate")
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def matrix_of(layer: LinearLayer) -> PackedMatrix:
 
 
 class CpuMethods:
-    """Of a model that the library runs: one method for all linear layers, one for all experts."""
+    """Of a model that the library runs."""
 
     def __init__(self, quantization: str | None) -> None:
         # A GGUF file has no experts: such models are refused there (models/gguf.py).
@@ -115,7 +117,7 @@ class CpuMethods:
         self._experts = CpuExperts(form)
 
     def linear(self, prefix: str) -> LinearMethod:
-        return self._linear
+        return CpuLinear(BF16) if prefix.endswith(ROUTING) else self._linear
 
     def experts(self, prefix: str) -> ExpertsMethod:
         return self._experts

@@ -15,7 +15,7 @@ from kvasir.kernels import reference
 from kvasir.kernels.cpu.experts import PackedStack, multiply
 from kvasir.kernels.cpu.packed import BF16, INT4, INT8, Format, Layout
 from kvasir.layers.base import Build
-from kvasir.layers.moe import Experts
+from kvasir.layers.moe import Experts, MoE
 from kvasir.models import loader
 from kvasir.models.loader import load_model
 from kvasir.models.transformer import Transformer
@@ -124,6 +124,23 @@ def test_a_checkpoints_experts_are_packed(checkpoint: Path, quantization: str | 
         x = torch.randn(int(starts[-1]), ours.shape.hidden_size).bfloat16()
         wanted = product(weight_of(ours, "gate_up"), weight_of(ours, "down"), x, starts)
         assert error(ours(x, starts, "silu"), wanted) < TOLERANCE[quantization]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_what_decides_the_route_is_not_quantized(checkpoint: Path, quantization: str) -> None:
+    plain, small = (
+        load_model(make_config(checkpoint, "cpu", dtype="bfloat16", quantization=how), torch.device("cpu"))
+        for how in (None, quantization)
+    )
+    x = torch.randn(7, plain.spec.hidden_size).bfloat16()
+    routed = 0
+    for ours, theirs in zip(small.modules(), plain.modules(), strict=True):
+        if isinstance(ours, MoE) and isinstance(theirs, MoE):
+            routed += 1
+            assert torch.equal(ours.router(x), theirs.router(x))
+            if ours.shared is not None:
+                assert torch.equal(ours.shared_gate(x), theirs.shared_gate(x))
+    assert routed == len(experts_of(plain))
 
 
 @pytest.mark.parametrize(("quantization", "most"), [("int8", 0.54), ("int4", 0.32)])
