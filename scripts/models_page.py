@@ -44,9 +44,9 @@ Models of your own: `kvasir.ModelRegistry.register_model`, or an entry point of 
 ## GGUF
 
 `LLM("model.gguf")` runs files of {kinds} (Mistral's are `llama`), with tensors of {types},
-expanded to the model's type. The tokenizer is made from the file: SentencePiece vocabularies, and byte-level ones split
-in the ways {splits}.
-Proof: `tests/cpu/test_gguf.py`.
+which the CPU library [keeps as they are](cpu.md#gguf-files) and anything else expands to the model's type. The
+tokenizer is made from the file: SentencePiece vocabularies, and byte-level ones split in the ways {splits}.
+Proof: `tests/cpu/test_gguf.py`, and on the CPU library `tests/cpu/test_gguf_native.py`.
 """
 
 

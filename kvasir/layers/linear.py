@@ -17,6 +17,7 @@ class Linear(WeightLayer):
     """y = x W^T + b over this rank's share; a ROW layer's outputs are summed over ranks. Where `leaves_parts` is set, y
     may be parts that are still to be summed, as kernels.add_rms_norm does."""
 
+    takes_packed_rows = True  # the methods that a GGUF file gets do
     weight: nn.Parameter
     bias: nn.Parameter | None
 
