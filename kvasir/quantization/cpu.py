@@ -19,7 +19,8 @@ from kvasir.quantization.experts import ExpertsMethod
 from kvasir.quantization.gguf import PackedRows, expanded
 
 PLAIN = UnquantizedLinear()  # biases are kept as it keeps them
-FORMATS = {None: BF16, "int8": INT8, "int4": INT4}
+# By `quantization`. A GGUF file's is for what is not quantized there; experts it has none, such files are refused.
+FORMATS = {None: BF16, "int8": INT8, "int4": INT4, "gguf": BF16}
 # Layers that are never quantized: small ones that decide which experts a token goes to, and how much of one it gets.
 ROUTING = (".router", ".shared_gate")
 
@@ -74,10 +75,11 @@ class GGUFCpuLinear(CpuLinear):
         if key[0] == "bias":
             PLAIN.load(layer, key, tensor)
         else:
-            layer.__dict__.setdefault("parts", {})[key[1]] = self._own(layer, key, tensor)
+            layer.__dict__.setdefault("parts", {})[key[1]] = tensor  # the file is mapped: this is no memory yet
 
     def process(self, layer: LinearLayer) -> None:
-        parts: dict[str | None, PackedRows | torch.Tensor] = layer.__dict__.pop("parts")
+        given: dict[str | None, PackedRows | torch.Tensor] = layer.__dict__.pop("parts")
+        parts = {name: self._share(layer, name, tensor) for name, tensor in given.items()}
         own = self._own_format(parts.values())
         layout = Layout(own or self.format, layer.shape.num_own_outputs, layer.shape.num_own_inputs)
         layer.weight = nn.Parameter(self.arena.take(layout.num_bytes), requires_grad=False)
@@ -91,9 +93,9 @@ class GGUFCpuLinear(CpuLinear):
         layer.__dict__["matrix"] = matrix
 
     @staticmethod
-    def _own(layer: LinearLayer, key: TensorKey, tensor: PackedRows | torch.Tensor) -> PackedRows | torch.Tensor:
-        """This rank's share, packed if it can be."""
-        part, _ = layer.shape.place(key[1])
+    def _share(layer: LinearLayer, name: str | None, tensor: PackedRows | torch.Tensor) -> PackedRows | torch.Tensor:
+        """This rank's, packed if it can be."""
+        part, _ = layer.shape.place(name)
         columns = layer.shape.own_inputs
         if not isinstance(tensor, PackedRows):
             return tensor[part.own, columns]
@@ -118,9 +120,8 @@ class CpuMethods:
     """Of a model that the library runs."""
 
     def __init__(self, quantization: str | None) -> None:
-        # A GGUF file has no experts: such models are refused there (models/gguf.py).
-        form = FORMATS.get(quantization, BF16)
-        self._linear = GGUFCpuLinear() if quantization == "gguf" else CpuLinear(form)
+        form = FORMATS[quantization]
+        self._linear = GGUFCpuLinear(form) if quantization == "gguf" else CpuLinear(form)
         self._experts = CpuExperts(form)
 
     def linear(self, prefix: str) -> LinearMethod:
