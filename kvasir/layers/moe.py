@@ -1,8 +1,4 @@
-"""A mixture of experts: each token goes to the few experts its router chooses.
-
-Tokens are sorted by expert, so that each expert's stand together and its matrices are read once. Nothing waits for the
-device: how many tokens an expert gets is known there only.
-"""
+"""A mixture of experts: each token goes to the few experts its router chooses."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from kvasir.quantization.experts import ExpertsShape
 
 class Experts(WeightLayer):
     """The matrices of all experts, by any method of keeping them; each rank has its share of every expert's inner
-    dimension, and the sum over ranks is the layer's result."""
+    dimension, and outputs are summed over ranks."""
 
     gate_up: nn.Parameter
     down: nn.Parameter
@@ -32,9 +28,9 @@ class Experts(WeightLayer):
         self.method = build.methods.experts(prefix)
         self.method.create(self, build.dtype, build.device)
 
-    def forward(self, x: torch.Tensor, starts: torch.Tensor, activation: str) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, activation: str) -> torch.Tensor:
         """See ExpertsMethod.apply."""
-        return self.method.apply(self, x, starts, activation)
+        return self.mesh.all_reduce(self.method.apply(self, x, weights, chosen, activation))
 
     def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
         return self.method.tensors(self)
@@ -73,17 +69,7 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self._route(x)
-        order = torch.argsort(chosen.view(-1), stable=True)
-        in_order = chosen.view(-1)[order]
-        # expert e's rows begin where the first id of at least e stands
-        ids = torch.arange(self.router.shape.parts[0].outputs + 1, device=x.device)
-        starts = torch.searchsorted(in_order, ids, out_int32=True)
-        sorted_y = self.experts(x[order // self.top_k], starts, self.activation)
-        y = torch.empty_like(sorted_y)
-        y[order] = sorted_y
-        # summed in float32, in the router's order, whatever else is in the batch
-        out = (y.view(len(x), self.top_k, -1) * weights[:, :, None]).sum(1).to(x.dtype)
-        out = self.experts.mesh.all_reduce(out)
+        out = self.experts(x, weights, chosen, self.activation)
         if self.shared is not None:
             out = out + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
         return out

@@ -39,9 +39,11 @@ class CpuExperts:
         stacks = {name: PackedStack(layout, getattr(layer, name).data) for name, layout in self._layouts(layer).items()}
         layer.__dict__["stacks"] = stacks
 
-    def apply(self, layer: ExpertsLayer, x: torch.Tensor, starts: torch.Tensor, activation: str) -> torch.Tensor:
+    def apply(
+        self, layer: ExpertsLayer, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, activation: str
+    ) -> torch.Tensor:
         stacks: dict[str, PackedStack] = layer.__dict__["stacks"]
-        return multiply(stacks["gate_up"], stacks["down"], x, starts, activation)
+        return multiply(stacks["gate_up"], stacks["down"], x, weights, chosen, activation)
 
     def _layouts(self, layer: ExpertsLayer) -> dict[str, Layout]:
         inner, hidden = layer.shape.num_own, layer.shape.hidden_size

@@ -81,13 +81,17 @@ class ExpertsMethod(Protocol):
     def process(self, layer: ExpertsLayer) -> None:
         """All tensors are loaded: bring them into the form that `apply` wants."""
 
-    def apply(self, layer: ExpertsLayer, x: torch.Tensor, starts: torch.Tensor, activation: str) -> torch.Tensor:
-        """x [rows, hidden] sorted by expert: expert e has the rows starts[e] up to starts[e + 1]. Gives what each row's
-        expert makes of it, [rows, hidden], of which the ranks' sum is all."""
+    def apply(
+        self, layer: ExpertsLayer, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, activation: str
+    ) -> torch.Tensor:
+        """The weighted sum of what each token's chosen experts make of it, by this rank's share of them. x [tokens,
+        hidden]; weights, in float32, and chosen [tokens, top_k]."""
 
 
 class UnquantizedExperts:
-    """All experts' matrices in the model's own type, stacked."""
+    """All experts' matrices in the model's own type, stacked. Tokens are sorted by expert, so that each expert's stand
+    together and its matrices are read once. Nothing waits for the device: how many tokens an expert gets is known there
+    only."""
 
     def create(self, layer: ExpertsLayer, dtype: torch.dtype, device: torch.device) -> None:
         shape = layer.shape
@@ -106,6 +110,18 @@ class UnquantizedExperts:
     def process(self, layer: ExpertsLayer) -> None:
         return None
 
-    def apply(self, layer: ExpertsLayer, x: torch.Tensor, starts: torch.Tensor, activation: str) -> torch.Tensor:
-        inner = kernels.gated_activation(kernels.grouped_linear(x, layer.gate_up, starts), activation)
-        return kernels.grouped_linear(inner, layer.down, starts)
+    def apply(
+        self, layer: ExpertsLayer, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, activation: str
+    ) -> torch.Tensor:
+        tokens, top_k = chosen.shape
+        order = torch.argsort(chosen.view(-1), stable=True)
+        in_order = chosen.view(-1)[order]
+        # expert e's rows begin where the first id of at least e stands
+        ids = torch.arange(layer.shape.num_experts + 1, device=x.device)
+        starts = torch.searchsorted(in_order, ids, out_int32=True)
+        both = kernels.grouped_linear(x[order // top_k], layer.gate_up, starts)
+        sorted_y = kernels.grouped_linear(kernels.gated_activation(both, activation), layer.down, starts)
+        y = torch.empty_like(sorted_y)
+        y[order] = sorted_y
+        # summed in float32, in the router's order, whatever else is in the batch
+        return (y.view(tokens, top_k, -1) * weights[:, :, None]).sum(1).to(x.dtype)

@@ -28,13 +28,8 @@ FORMATS = {None: BF16, "int8": INT8, "int4": INT4}
 # Results are rounded to bf16 after either product, and of int8 and int4 activations have 8 bits before either: that is
 # 0.4 % and 1.3 % over many rows, nearly twice as much for single ones.
 TOLERANCE = {None: 8e-3, "int8": 2.5e-2, "int4": 2.5e-2}
-ROUTES = {
-    "one token": [0, 0, 1, 0, 1],
-    "few": [3, 0, 1, 0, 4],
-    "many": [40, 17, 0, 61, 2],
-    "all to one": [0, 0, 0, 33, 0],
-    "none": [0, 0, 0, 0, 0],
-}
+# How many tokens, and among how many of five experts they choose.
+ROUTES = {"one token": (1, 5), "few": (6, 5), "many": (90, 4), "two experts": (33, 2), "none": (0, 5)}
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +48,10 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
 
 
-def starts_of(counts: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+def route(tokens: int, experts: int, top_k: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights, and the numbers of different experts for each token."""
+    weights, chosen = torch.rand(tokens, experts).topk(top_k)
+    return weights, chosen
 
 
 def stack_of(weight: torch.Tensor, form: Format) -> PackedStack:
@@ -72,22 +69,38 @@ def kept(stack: PackedStack) -> torch.Tensor:
     return torch.stack([stack.matrix(number).rows(every) for number in range(len(stack.memory))]).double()
 
 
-def product(gate_up: torch.Tensor, down: torch.Tensor, x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """In float64."""
-    inner = reference.gated_activation(reference.grouped_linear(x.double(), gate_up, starts), "silu")
-    return reference.grouped_linear(inner, down, starts)
+def product(
+    gate_up: torch.Tensor, down: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+) -> torch.Tensor:
+    """In float64, token by token and expert by expert."""
+    out = torch.zeros(len(x), down.shape[1], dtype=torch.float64)
+    for token, row in enumerate(x.double()):
+        for weight, expert in zip(weights[token], chosen[token], strict=True):
+            inner = reference.gated_activation(gate_up[expert] @ row, "silu")
+            out[token] += weight.double() * (down[expert] @ inner)
+    return out
 
 
 @pytest.mark.parametrize("quantization", FORMATS)
 @pytest.mark.parametrize("inner", [48, 24, 20])  # the last two are no whole blocks
-@pytest.mark.parametrize("route", ROUTES)
-def test_products(route: str, inner: int, quantization: str | None, instruction_set: str) -> None:
-    form, hidden, starts = FORMATS[quantization], 72, starts_of(ROUTES[route])
+@pytest.mark.parametrize("routes", ROUTES)
+def test_products(routes: str, inner: int, quantization: str | None, instruction_set: str) -> None:
+    form, hidden = FORMATS[quantization], 72
     gate_up = stack_of(torch.randn(5, 2 * inner, hidden) / hidden**0.5, form)
     down = stack_of(torch.randn(5, hidden, inner) / inner**0.5, form)
-    x = torch.randn(int(starts[-1]), hidden).bfloat16()
-    wanted = product(kept(gate_up), kept(down), x, starts)
-    assert error(multiply(gate_up, down, x, starts, "silu"), wanted) < TOLERANCE[quantization]
+    (weights, chosen), x = route(*ROUTES[routes]), torch.randn(ROUTES[routes][0], hidden).bfloat16()
+    wanted = product(kept(gate_up), kept(down), x, weights, chosen)
+    assert error(multiply(gate_up, down, x, weights, chosen, "silu"), wanted) < TOLERANCE[quantization]
+
+
+def test_a_token_gets_the_same_in_any_batch() -> None:
+    gate_up, down = stack_of(torch.randn(5, 96, 64), BF16), stack_of(torch.randn(5, 64, 48), BF16)
+    (weights, chosen), x = route(40, 5), torch.randn(40, 64).bfloat16()
+    together = multiply(gate_up, down, x, weights, chosen, "silu")
+    for token in range(40):
+        one = slice(token, token + 1)
+        alone = multiply(gate_up, down, x[one], weights[one], chosen[one], "silu")
+        assert error(together[one], alone) < 5e-3
 
 
 # ---------------------------------------------------------------- within a model
@@ -119,11 +132,9 @@ def test_a_checkpoints_experts_are_packed(checkpoint: Path, quantization: str | 
     for ours, theirs in zip(packed, plain, strict=True):
         for name, weight in (("gate_up", theirs.gate_up), ("down", theirs.down)):
             assert error(weight_of(ours, name), weight.data) < far
-        count = ours.shape.num_experts
-        starts = starts_of([expert % 4 for expert in range(count)])
-        x = torch.randn(int(starts[-1]), ours.shape.hidden_size).bfloat16()
-        wanted = product(weight_of(ours, "gate_up"), weight_of(ours, "down"), x, starts)
-        assert error(ours(x, starts, "silu"), wanted) < TOLERANCE[quantization]
+        (weights, chosen), x = route(9, ours.shape.num_experts), torch.randn(9, ours.shape.hidden_size).bfloat16()
+        wanted = product(weight_of(ours, "gate_up"), weight_of(ours, "down"), x, weights, chosen)
+        assert error(ours(x, weights, chosen, "silu"), wanted) < TOLERANCE[quantization]
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -166,10 +177,9 @@ def test_ranks_share_the_inner_dimension(checkpoint: Path, quantization: str | N
     down = torch.cat([weight_of(rank, "down") for rank in ranks], dim=2)
     far = {None: 3e-3, "int8": 8e-3, "int4": 0.11}[quantization]
     assert error(gate_up, whole.gate_up.data) < far and error(down, whole.down.data) < far
-    starts = starts_of([2] * whole.shape.num_experts)
-    x = torch.randn(int(starts[-1]), whole.shape.hidden_size).bfloat16()
-    parts = [rank(x, starts, "silu").double() for rank in ranks]
-    assert error(parts[0] + parts[1], product(gate_up, down, x, starts)) < TOLERANCE[quantization]
+    (weights, chosen), x = route(9, whole.shape.num_experts), torch.randn(9, whole.shape.hidden_size).bfloat16()
+    parts = [rank.method.apply(rank, x, weights, chosen, "silu").double() for rank in ranks]
+    assert error(parts[0] + parts[1], product(gate_up, down, x, weights, chosen)) < TOLERANCE[quantization]
 
 
 STEPS = [{"a": list(range(9)), "b": [5]}, {"a": [3], "b": [1, 2, 3]}]

@@ -170,7 +170,10 @@ void test_rows() {
 }
 
 void test_experts() {
-  const int hidden = 64, starts[] = {0, 2, 2, 9};  // the second has no rows
+  const int hidden = 64, tokens = 3;
+  int64_t chosen[] = {2, 0, 0, 2, 2, 0};  // nobody chooses the second
+  float weights[] = {0.75f, 0.25f, 0.5f, 0.5f, 1, 0};
+  kv_routes routes{tokens, 2, chosen, weights};
   for (int inner : {48, 24}) {
     std::vector<Packed> up, down;
     for (unsigned e = 0; e < 3; e++) {
@@ -178,16 +181,22 @@ void test_experts() {
       down.emplace_back(Q4, hidden, inner, random_numbers(size_t(hidden * inner), 30 + e));
     }
     Matrix ups[] = {up[0].m, up[1].m, up[2].m}, downs[] = {down[0].m, down[1].m, down[2].m};
-    std::vector<uint16_t> x = random_numbers(9 * hidden, 40), out(9 * hidden);
-    kv_experts(ups, downs, 3, starts, x.data(), SILU, out.data());
+    std::vector<uint16_t> x = random_numbers(tokens * hidden, 40), out(tokens * hidden), between(tokens * size_t(inner));
+    std::vector<uint16_t> made[3];
     for (int e : {0, 2}) {
-      int rows = starts[e + 1] - starts[e];
-      size_t begin = size_t(starts[e] * hidden);
-      std::vector<uint16_t> between(size_t(rows * inner)), wanted(size_t(rows * hidden));
-      kv_gated_linear(&ups[e], x.data() + begin, hidden, rows, SILU, between.data());
-      kv_linear(&downs[e], between.data(), inner, rows, wanted.data());
-      check(std::equal(wanted.begin(), wanted.end(), out.begin() + std::ptrdiff_t(begin)), "an expert does its own rows");
+      made[e].resize(x.size());
+      kv_gated_linear(&ups[e], x.data(), hidden, tokens, SILU, between.data());
+      kv_linear(&downs[e], between.data(), inner, tokens, made[e].data());
     }
+    kv_experts(ups, downs, 3, &routes, x.data(), SILU, out.data());
+    double error = 0, size = 0;
+    for (size_t i = 0; i < out.size(); i++) {
+      size_t first = i / hidden * 2, second = first + 1;
+      double wanted = double(weights[first]) * double(from_bf16(made[chosen[first]][i])) +
+                      double(weights[second]) * double(from_bf16(made[chosen[second]][i]));
+      error += pow(wanted - double(from_bf16(out[i])), 2), size += wanted * wanted;
+    }
+    check(sqrt(error / size) < 0.005, "experts do the tokens that chose them");
   }
 }
 

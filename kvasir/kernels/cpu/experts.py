@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from kvasir.kernels.cpu.packed import Layout, PackedMatrix
+from kvasir.kernels.cpu.step import address
 from kvasir.platforms.cpu_library import loaded
-from kvasir.platforms.cpu_structs import ACTIVATIONS, Matrix
+from kvasir.platforms.cpu_structs import ACTIVATIONS, Matrix, Routes
 
 _LINE = 64  # bytes; each matrix begins with a cache line
 
@@ -37,20 +38,25 @@ class PackedStack:
 
 
 def multiply(
-    gate_up: PackedStack, down: PackedStack, x: torch.Tensor, starts: torch.Tensor, activation: str
+    gate_up: PackedStack,
+    down: PackedStack,
+    x: torch.Tensor,  # [tokens, hidden] bfloat16
+    weights: torch.Tensor,  # [tokens, top_k] float32
+    chosen: torch.Tensor,  # [tokens, top_k] int64
+    activation: str,
 ) -> torch.Tensor:
-    """x [rows, hidden] bfloat16, sorted by expert: expert e has the rows starts[e] up to starts[e + 1]. Gives
-    down(activation(gate(x)) * up(x)) of each row's expert."""
-    experts = len(gate_up.memory)
+    """The weighted sum of down(activation(gate(x)) * up(x)) of the experts that each token has chosen."""
     assert x.dtype == torch.bfloat16, f"the library multiplies bfloat16, not {x.dtype}"
-    assert starts.dtype == torch.int32 and len(starts) == experts + 1, "a start for each expert, and the end"
-    x, starts = x.contiguous(), starts.contiguous()
+    assert x.shape[1] == gate_up.layout.inputs, "x and the experts differ in width"
+    assert weights.shape == chosen.shape and len(chosen) == len(x), "each token has its choices"
+    x, weights, chosen = x.contiguous(), weights.contiguous(), chosen.contiguous()
+    routes = Routes(*chosen.shape, address(chosen, torch.int64), address(weights, torch.float32))
     out = torch.empty(len(x), down.layout.outputs, dtype=torch.bfloat16)
     loaded().kv_experts(
         gate_up.structs,
         down.structs,
-        experts,
-        ctypes.c_void_p(starts.data_ptr()),
+        len(gate_up.memory),
+        ctypes.byref(routes),
         ctypes.c_void_p(x.data_ptr()),
         ACTIVATIONS[activation],
         ctypes.c_void_p(out.data_ptr()),
