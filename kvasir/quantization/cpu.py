@@ -13,11 +13,17 @@ from torch import nn
 
 from kvasir.kernels.cpu.memory import Arena
 from kvasir.kernels.cpu.packed import BF16, GGUF, INT4, INT8, Format, Layout, PackedMatrix
+from kvasir.log import get_logger, warn_once
 from kvasir.quantization.base import LinearLayer, LinearMethod, TensorKey, UnquantizedLinear, parameter
 from kvasir.quantization.cpu_experts import CpuExperts
 from kvasir.quantization.experts import ExpertsMethod
 from kvasir.quantization.gguf import PackedRows, expanded
 
+logger = get_logger(__name__)
+EXPANDED = (
+    "Some quantized matrices of the GGUF file are expanded to bf16: they are one here with others that are not "
+    "quantized, or are cut through a block to be shared by workers."
+)
 PLAIN = UnquantizedLinear()  # biases are kept as it keeps them
 # By `quantization`. A GGUF file's is for what is not quantized there; experts it has none, such files are refused.
 FORMATS = {None: BF16, "int8": INT8, "int4": INT4, "gguf": BF16}
@@ -81,6 +87,8 @@ class GGUFCpuLinear(CpuLinear):
         given: dict[str | None, PackedRows | torch.Tensor] = layer.__dict__.pop("parts")
         parts = {name: self._share(layer, name, tensor) for name, tensor in given.items()}
         own = self._own_format(parts.values())
+        if own is None and any(isinstance(tensor, PackedRows) and tensor.kind in GGUF for tensor in given.values()):
+            warn_once(logger, EXPANDED)
         layout = Layout(own or self.format, layer.shape.num_own_outputs, layer.shape.num_own_inputs)
         layer.weight = nn.Parameter(self.arena.take(layout.num_bytes), requires_grad=False)
         matrix = PackedMatrix(layout, layer.weight.data, None if layer.bias is None else layer.bias.data)

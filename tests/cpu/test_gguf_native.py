@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from kvasir.args import EngineArgs
 from kvasir.distributed.mesh import Mesh
+from kvasir.gguf_file import read_gguf
 from kvasir.kernels.cpu.packed import BF16, GGUF, PLAIN, PackedMatrix
 from kvasir.layers.base import Build
 from kvasir.layers.embedding import Embedding, Head
@@ -25,6 +27,7 @@ from kvasir.models.loader import load
 from kvasir.models.native import NativeDecoder
 from kvasir.models.transformer import Transformer
 from kvasir.quantization.cpu import CpuMethods, matrix_of
+from kvasir.quantization.cpu_vocabulary import VOCABULARIES
 from kvasir.quantization.gguf import PackedRows
 from kvasir.resolve import resolve
 from tests.cpu.test_gguf import LARGE_ROWS, Written
@@ -84,8 +87,6 @@ def matrices(model: Transformer) -> dict[str, PackedMatrix]:
 
 def values_of(path: str) -> dict[str, torch.Tensor]:
     """A file's matrices expanded by the gguf package, by the names of `matrices`."""
-    from kvasir.gguf_file import read_gguf
-
     checkpoint = GGUFCheckpoint(read_gguf(path))
     read = {name.removesuffix(".weight"): checkpoint.packed(name) for name in checkpoint.entries}
     values = {name: rows.expand().float() for name, rows in read.items() if len(rows.shape) == 2}
@@ -130,13 +131,14 @@ def test_logits(name: str, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_not_quantized_becomes_bfloat16(name: str, tmp_path: Path) -> None:
+def test_what_is_not_quantized_becomes_bfloat16(name: str, tmp_path: Path, log_lines: list[str]) -> None:
     path = written(name, "F16", tmp_path).path
     model, wanted = load_file(path).model, values_of(path)
     for place, matrix in matrices(model).items():
         looked_up_only = place == "token_embd" and not model.spec.tie_embeddings
         assert matrix.layout.format == (PLAIN if looked_up_only else BF16), place
         assert torch.equal(kept(matrix), wanted[place].bfloat16().float()), place
+    assert not any("are expanded" in line for line in log_lines), "it was not small before"
 
 
 # ---------------------------------------------------------------- layers
@@ -165,7 +167,7 @@ def build(mesh: Mesh | None = None) -> Build:
     ],
     ids=str,
 )
-def test_parts_of_several_types(kinds: tuple[str, ...], wanted: Any) -> None:
+def test_parts_of_several_types(kinds: tuple[str, ...], wanted: Any, log_lines: list[str]) -> None:
     layer = qkv_linear(build(), "qkv", 256, heads=4, kv_heads=2, head_dim=16, bias=False)
     parts = {part: rows_of(kind, 64 if part == "q" else 32, 256) for part, kind in zip("qkv", kinds, strict=True)}
     for part, rows in parts.items():
@@ -174,10 +176,11 @@ def test_parts_of_several_types(kinds: tuple[str, ...], wanted: Any) -> None:
     assert matrix_of(layer).layout.format == wanted
     values = torch.cat([rows.expand().float() for rows in parts.values()])
     assert error(kept(matrix_of(layer)), values) < 2.5e-3
+    assert any("are expanded to bf16" in line for line in log_lines) == (wanted == BF16)
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("Q4_0", GGUF["Q4_0"][1]), ("Q6_K", BF16)])
-def test_a_ranks_share_of_the_inputs(kind: str, wanted: Any) -> None:
+def test_a_ranks_share_of_the_inputs(kind: str, wanted: Any, log_lines: list[str]) -> None:
     """Cut where a block ends it is the file's; a cut through a block (those of K types are 256 long) expands it."""
     rows, halves = rows_of(kind, 48, 256), []
     for rank in range(2):
@@ -187,13 +190,10 @@ def test_a_ranks_share_of_the_inputs(kind: str, wanted: Any) -> None:
         assert matrix_of(layer).layout.format == wanted
         halves.append(kept(matrix_of(layer)))
     assert error(torch.cat(halves, dim=1), rows.expand()) < 2.5e-3
+    assert any("are expanded to bf16" in line for line in log_lines) == (wanted == BF16)
 
 
 def test_a_ranks_share_of_the_vocabulary() -> None:
-    from dataclasses import replace
-
-    from kvasir.quantization.cpu_vocabulary import VOCABULARIES
-
     rows = rows_of("Q6_K", 96, 256)
     for kind in (Embedding, Head):
         shares = []
