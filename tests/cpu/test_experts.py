@@ -131,6 +131,7 @@ def test_a_checkpoints_experts_are_packed(checkpoint: Path, quantization: str | 
     far = {None: 3e-3, "int8": 8e-3, "int4": 0.11}[quantization]
     for ours, theirs in zip(packed, plain, strict=True):
         for name, weight in (("gate_up", theirs.gate_up), ("down", theirs.down)):
+            assert ours.__dict__["stacks"][name].layout.format == FORMATS[quantization]
             assert error(weight_of(ours, name), weight.data) < far
         (weights, chosen), x = route(9, ours.shape.num_experts), torch.randn(9, ours.shape.hidden_size).bfloat16()
         wanted = product(weight_of(ours, "gate_up"), weight_of(ours, "down"), x, weights, chosen)
