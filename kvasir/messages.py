@@ -256,6 +256,11 @@ class EngineStats:
     restored_blocks: int = 0  # of those, copied in again
     host_evictions: int = 0
     host_cache_hits: int = 0  # tokens of prefix_cache_hits that came from there
+    # CUDA graphs
+    num_graphs: int = 0
+    graph_bytes: int = 0  # of the device's memory
+    graphs_put_off: int = 0  # because there was no memory for them
+    graphs_dropped: int = 0  # to make way for others
 
 
 # ---------------------------------------------------------------- core -> worker
@@ -322,8 +327,10 @@ class DeviceMemory:
     total: int | None  # None: it does not tell
     weights: int
     kv_cache: int
-    largest_step: int = 0  # what it takes beside the weights; 0 where that was not measured
-    outside: int = 0  # the driver's, and other processes'; likewise
+    largest_step: int | None = None  # what it takes beside the weights; None where that was not measured
+    outside: int | None = None  # the driver's, and other processes'; likewise
+    graphs: int = 0  # measured as they are captured, so that there are none at the start
+    graphs_expected: int = 0  # a guess
 
     def in_words(self) -> str:
         parts = {
@@ -331,12 +338,20 @@ class DeviceMemory:
             "the largest step": self.largest_step,
             "KV cache": self.kv_cache,
             "outside torch": self.outside,
+            "graphs": self.graphs,
         }
-        words = [f"{size / (1 << 30):.1f} {name}" for name, size in parts.items() if size]
+        words = [f"{_gib(size)} {name}" for name, size in parts.items() if size]
+        words += [f"{name} not measured" for name, size in parts.items() if size is None]
         if self.total is None:
             return f"GiB: {', '.join(words)}"
-        free = (self.total - sum(parts.values())) / (1 << 30)
-        return f"{self.total / (1 << 30):.1f} GiB: {', '.join(words)}, {free:.1f} free, where graphs go when captured"
+        free = f"{_gib(self.total - sum(size or 0 for size in parts.values()))} free"
+        if self.graphs_expected:
+            free += f", of which graphs are expected to take {_gib(self.graphs_expected)} as they are captured"
+        return f"{_gib(self.total)} GiB: {', '.join(words)}, {free}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f}"
 
 
 # ---------------------------------------------------------------- worker -> core
@@ -350,6 +365,16 @@ class StepCosts:
     compute_token: float  # one prompt token
 
 
+@dataclass(slots=True, frozen=True)
+class GraphUse:
+    """CUDA graphs that there are now."""
+
+    count: int = 0
+    bytes: int = 0  # of the device's memory, measured as they were captured; of several devices together
+    put_off: int = 0  # since the start: how often there was no memory for one
+    dropped: int = 0  # since the start: to make way for others
+
+
 @dataclass(slots=True)
 class StepResult:
     """Tokens of the rows that sampled, in plan order (rows that did not sample have count 0)."""
@@ -359,6 +384,7 @@ class StepResult:
     logprobs: Logprobs | None = None  # `index` counts lines of token_ids
     prompt_logprobs: Sequence[PromptLogprobs] = ()
     failures: dict[int, str] | None = None  # by line: a row's own code failed, and the row must end
+    graphs: GraphUse | None = None  # None: steps never run as graphs
 
 
 class StepFuture(Protocol):

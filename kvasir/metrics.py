@@ -65,6 +65,8 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
         "host_cache_blocks": stats.host_blocks,
         "host_cache_blocks_used": stats.host_used_blocks,
         "host_cache_blocks_cached": stats.host_cached_blocks,
+        "cuda_graphs": stats.num_graphs,
+        "cuda_graph_memory_bytes": stats.graph_bytes,
     }
     counters = {
         "engine_steps": stats.steps,
@@ -91,6 +93,8 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
         "kv_blocks_restored": stats.restored_blocks,
         "host_cache_evictions": stats.host_evictions,
         "host_cache_hits": stats.host_cache_hits,
+        "cuda_graphs_put_off": stats.graphs_put_off,
+        "cuda_graphs_dropped": stats.graphs_dropped,
         **frontend,
     }
     metrics: list[Metric] = [Gauge(PREFIX + name, value) for name, value in gauges.items()]

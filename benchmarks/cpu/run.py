@@ -30,8 +30,9 @@ from quiet import LIMIT, Others, wait_until_quiet
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 SHAPE = "qwen2.5-0.5b"
-REPETITIONS = {"W1": 9, "W2": 3, "W3": 1}
-STARTS, LONG_START = 3, 10.0  # the first may find the files on disk, the others in memory; seconds: once is enough then
+REPETITIONS = {"W1": 9, "W2": 3, "W3": 3}
+STARTS = 3  # the first may find the files on disk, the others in memory
+LONG_START, LONG_RUN = 10.0, 100.0  # seconds; what takes longer is measured once
 BF16, VLLM, HF = ("kvasir", "bf16"), ("vllm", "bf16"), ("transformers", "bf16")
 COMPARED = [
     (BF16, VLLM, "W1", "ms_per_tok"), (BF16, HF, "W1", "ms_per_tok"), (BF16, VLLM, "W1", "ttft_ms"),
@@ -52,6 +53,7 @@ class Engine:
     workloads: tuple[str, ...] = ("W1", "W2", "W3")
     process: subprocess.Popen[str] | None = None
     figures: dict[tuple[str, str], list[tuple[float, float]]] = field(default_factory=dict)  # value, others' share
+    slow: set[str] = field(default_factory=set)  # workloads that took longer than LONG_RUN
 
     def start(self) -> None:
         environment = os.environ | {"PYTHONPATH": str(ROOT)} if self.name == "kvasir" else dict(os.environ)
@@ -67,9 +69,12 @@ class Engine:
     def ask(self, workload: str, salt: int) -> float:
         """Measure once; how much of the machine others used meanwhile."""
         assert self.process is not None and self.process.stdin is not None
+        began = time.perf_counter()
         with Others(self.process.pid) as others:
             print(workload, salt, file=self.process.stdin, flush=True)
             answer = self.read()
+        if time.perf_counter() - began > LONG_RUN:
+            self.slow.add(workload)
         self.keep(workload, answer, others.share)
         return others.share
 
@@ -165,7 +170,7 @@ def run(all_engines: list[Engine], arguments: argparse.Namespace) -> None:
     for workload in filter(None, arguments.workloads.split(",")):
         for repetition in range(1 if arguments.quick else REPETITIONS[workload]):
             for engine in all_engines:
-                if workload in engine.workloads:
+                if workload in engine.workloads and workload not in engine.slow:
                     measure(engine, workload, repetition, arguments)
     for engine in all_engines:
         engine.ask("memory", 0)

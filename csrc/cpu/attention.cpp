@@ -24,14 +24,14 @@ void merge(const Attend *parts, int count) {
     float most = -INFINITY, total = 0;
     for (int i = 0; i < count; i++) most = std::max(most, parts[i].partial[size_t(row) * (d + 2) + d]);
     std::vector<float> sums(size_t(d), 0.f);
-    for (int i = 0; i < count && most > -INFINITY; i++) {
+    for (int i = 0; i < count; i++) {
       const float *part = parts[i].partial + size_t(row) * (d + 2);
-      float weight = part[d] > -INFINITY ? expf(part[d] - most) : 0.f;
+      float weight = part[d] > -INFINITY ? expf(part[d] - most) : part[d + 1];  // 0, or what is no number and shall stay so
       total += part[d + 1] * weight;
       for (int j = 0; j < d; j++) sums[size_t(j)] += part[j] * weight;
     }
     uint16_t *out = a.out + size_t(row / a.shared) * a.out_stride + size_t(row % a.shared) * d;
-    for (int j = 0; j < d; j++) out[j] = to_bfloat(total > 0 ? sums[size_t(j)] / total : 0.f);
+    for (int j = 0; j < d; j++) out[j] = to_bfloat(total == 0 ? 0.f : sums[size_t(j)] / total);
   }
 }
 

@@ -51,18 +51,20 @@ size_t attend_scratch(int32_t rows, int32_t head_dim) {
 
 // 16 vectors as rows of bfloat16 of padded length: where they lie if they fit, else copied, widened or zero.
 inline void find_rows(const Attend &a, int first, bool values, uint16_t *copies, const uint32_t *rows[16]) {
-  int d = a.head_dim, dim = padded_dim(d);
+  int d = a.head_dim, dim = padded_dim(d), seen = a.window ? a.first_position + 1 - a.window : 0;
   const Cache &c = a.cache;
-  for (int i = 0; i < 16; i++) {
+  int64_t head = a.kv_head * c.head_stride + (values ? c.value_offset : 0);
+  int block = first / c.block_size, place = first % c.block_size;
+  for (int i = 0; i < 16; i++, place++) {
+    if (place == c.block_size) block++, place = 0;
     int key = first + i;
     uint16_t *copy = copies + i * dim;
     rows[i] = (const uint32_t *)copy;
-    if (key >= a.key_end) {
+    if (key >= a.key_end || key < seen) {  // beyond the window the block may be another's by now
       memset(copy, 0, 2 * size_t(dim));
       continue;
     }
-    int64_t at = a.table[key / c.block_size] * c.block_stride + key % c.block_size * c.token_stride +
-                 a.kv_head * c.head_stride + (values ? c.value_offset : 0);
+    int64_t at = a.table[block] * c.block_stride + place * c.token_stride + head;
     if (c.is_int8) {
       const int8_t *q = (const int8_t *)c.data + at;
       float scale;
@@ -132,7 +134,7 @@ inline float weigh(const float *scores, int count, uint16_t *weights, float &mos
   most = now > most ? now : most;
   f32x16 sums = {};
   for (int k = 0; k < count; k += 16) {
-    f32x16 w = most == HIDDEN ? f32x16{} : exponential(load<f32x16>(scores + k) - most);
+    f32x16 w = exponential(load<f32x16>(scores + k) - (most == HIDDEN ? 0.f : most));
     sums += w;
     store_bf16(weights + k, w);
   }
@@ -185,7 +187,7 @@ void attend(const Attend *task) {
     for (int i = 0; i < R; i++) {
       int row = tile * R + i < rows ? tile * R + i : rows - 1;
       const uint16_t *q = a.query + size_t(row / a.shared) * a.query_stride + size_t(row % a.shared) * d;
-      uint16_t copy[1024];
+      uint16_t *copy = s.rows;  // no keys are in it yet
       memcpy(copy, q, 2 * size_t(d));
       memset(copy + d, 0, 2 * size_t(dim - d));
       uint32_t *to = s.query + size_t(tile) * R * (dim / 2) + i;
@@ -212,7 +214,7 @@ void attend(const Attend *task) {
       continue;
     }
     uint16_t *out = a.out + size_t(row / a.shared) * a.out_stride + size_t(row % a.shared) * d;
-    float share = s.total[row] > 0 ? 1.f / s.total[row] : 0.f;
+    float share = s.total[row] == 0 ? 0.f : 1.f / s.total[row];
     for_each_16(d, [&](int at, int n) { store_some(out + at, load_some(sums + at, n) * share, n); });
   }
 }

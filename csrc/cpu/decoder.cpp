@@ -196,9 +196,11 @@ void kv_rope_store(const kv_layer *layer, const kv_step *step, uint16_t *qkv) {
   rope_store(*layer, *step, qkv, heads * size_t(layer->head_dim));
 }
 
-void kv_expand_rows(const Matrix *matrix, const int64_t *rows, int32_t count, uint16_t *out) {
+int32_t kv_expand_rows(const Matrix *matrix, const int64_t *rows, int32_t count, uint16_t *out) {
   const Kernels &set = kernels();
+  if (std::any_of(rows, rows + count, [&](int64_t row) { return row < 0 || row >= matrix->outputs; })) return 0;
   each_token(count, [&](int i) { set.expand_row(matrix, int32_t(rows[i]), out + size_t(i) * size_t(matrix->inputs)); });
+  return 1;
 }
 
 void kv_norm(const Norm *norm, const uint16_t *x, int32_t rows, int32_t size, uint16_t *out) {
@@ -218,6 +220,11 @@ void kv_gated(const uint16_t *x, int32_t rows, int32_t size, int32_t activation,
   const Kernels &set = kernels();
   each_token(rows, [&](int i) { set.gated(x + size_t(i) * 2 * size_t(size), out + size_t(i) * size_t(size), size, activation); });
 }
+
+#if !defined(KVASIR_SOURCES)
+#define KVASIR_SOURCES "unknown"
+#endif
+const char *kv_sources() { return KVASIR_SOURCES; }
 
 int64_t kv_layout() {
   return int64_t(sizeof(kv_layer)) << 40 | int64_t(sizeof(kv_decoder)) << 20 | int64_t(sizeof(kv_step) << 10) |

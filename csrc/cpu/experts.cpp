@@ -68,8 +68,10 @@ void add_weighted(const kv_routes &routes, const Order &order, const uint16_t *m
 
 using namespace kvasir;
 
-void kv_experts(const Matrix *gate_up, const Matrix *down, int32_t experts, const kv_routes *routes, const uint16_t *x,
-                int32_t activation, uint16_t *out) {
+int32_t kv_experts(const Matrix *gate_up, const Matrix *down, int32_t experts, const kv_routes *routes,
+                   const uint16_t *x, int32_t activation, uint16_t *out) {
+  const int64_t *chosen = routes->chosen, *end = chosen + int64_t(routes->tokens) * routes->top_k;
+  if (std::any_of(chosen, end, [&](int64_t e) { return e < 0 || e >= experts; })) return 0;
   size_t hidden = size_t(down->outputs), width = size_t(down->inputs), top_k = size_t(routes->top_k);
   Order order(*routes, experts);
   int most = 0;
@@ -89,4 +91,5 @@ void kv_experts(const Matrix *gate_up, const Matrix *down, int32_t experts, cons
   }
   each(routes->tokens, hidden * top_k,
        [&](int t) { add_weighted(*routes, order, made, hidden, t, out + size_t(t) * hidden); });
+  return 1;
 }

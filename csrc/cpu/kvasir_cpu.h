@@ -11,11 +11,13 @@ extern "C" {
 const char *kv_instruction_set();                 // the one in use
 int32_t kv_use_instruction_set(const char *name);  // 0: this CPU cannot, and nothing has changed
 const char *kv_instruction_sets();                // all this CPU can run, best first, with spaces between
-void kv_configure(int32_t threads, const int32_t *cpus);  // one CPU for each thread; null: those there are
+// One CPU for each thread; null: those there are. How many threads the system granted.
+int32_t kv_configure(int32_t threads, const int32_t *cpus);
 int32_t kv_threads();
 
-// The sizes of the structures below, to be compared with the caller's.
+// The sizes of the structures below, to be compared with the caller's, and what stands for the sources (build.py).
 int64_t kv_layout();
+const char *kv_sources();
 
 // ---------------------------------------------------------------- packing
 // Rows of a checkpoint's matrix (0: float32, 1: bfloat16, 2: float16) to rows `first` and on of a packed one, quantized
@@ -24,7 +26,8 @@ void kv_pack(const kvasir::Matrix *, const void *source, int32_t type, int64_t s
 // The same from rows of a GGUF file, of the type with this number there. False: not such a type.
 int32_t kv_pack_gguf(const kvasir::Matrix *, const uint8_t *source, int32_t type, int64_t stride, int32_t first,
                      int32_t count);
-void kv_expand_rows(const kvasir::Matrix *, const int64_t *rows, int32_t count, uint16_t *out);
+// False: one of the rows is not the matrix's, and nothing was written.
+int32_t kv_expand_rows(const kvasir::Matrix *, const int64_t *rows, int32_t count, uint16_t *out);
 
 // ---------------------------------------------------------------- operations
 void kv_linear(const kvasir::Matrix *, const uint16_t *x, int64_t stride, int32_t rows, uint16_t *out);
@@ -38,9 +41,9 @@ struct kv_routes {  // which experts tokens go to, and how much of each they get
 };
 
 // The weighted sums of what the chosen experts, of which all are equally large, make of x, [tokens][hidden]:
-// down(activation(gate) * up).
-void kv_experts(const kvasir::Matrix *gate_up, const kvasir::Matrix *down, int32_t experts, const kv_routes *,
-                const uint16_t *x, int32_t activation, uint16_t *out);
+// down(activation(gate) * up). False: a token has chosen one that is not there, and nothing is written.
+int32_t kv_experts(const kvasir::Matrix *gate_up, const kvasir::Matrix *down, int32_t experts, const kv_routes *,
+                   const uint16_t *x, int32_t activation, uint16_t *out);
 void kv_norm(const kvasir::Norm *, const uint16_t *x, int32_t rows, int32_t size, uint16_t *out);
 // residual += x; out = its norm
 void kv_add_norm(const kvasir::Norm *, const uint16_t *x, uint16_t *residual, int32_t rows, int32_t size, uint16_t *out);
@@ -94,9 +97,10 @@ struct kv_step_tokens {
   int32_t *query_start, *lengths;
 };
 
-// Counts the tokens as computed. Token ids below 0 mean the row's next token.
-void kv_step_inputs(const kv_rows *, const int64_t *rows, const int32_t *num_tokens, const int32_t *token_ids,
-                    int32_t count, kv_step_tokens *out);
+// Counts the tokens as computed. Token ids below 0 mean the row's next token. False: the sequences' tokens are not as many
+// as there are ids, and nothing has changed.
+int32_t kv_step_inputs(const kv_rows *, const int64_t *rows, const int32_t *num_tokens, const int32_t *token_ids,
+                       int32_t sequences, int32_t tokens, kv_step_tokens *out);
 // Rotates and normalises queries and keys within qkv, and puts keys and values into the cache.
 void kv_rope_store(const kv_layer *, const kv_step *, uint16_t *qkv);
 // Queries are the first heads of rows that lie `stride` apart; out is [tokens][heads][head_dim].

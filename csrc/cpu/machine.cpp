@@ -13,6 +13,7 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)
+#include <errno.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -56,6 +57,27 @@ uint64_t kept_registers() {
          (seven.c & bit_AVX512VNNI) && (more.a & (1u << 5));  // bfloat16
 }
 
+#if defined(__linux__)
+// Whether a check says yes in a process of its own, which may die of it. The answer comes through a pipe: how a child ended
+// is not to be learned where the program ignores SIGCHLD.
+[[maybe_unused]] bool survives(bool (*check)()) {
+  int ends[2];
+  if (pipe(ends) != 0) return false;
+  pid_t child = fork();
+  if (child == 0) {
+    char yes = 1;
+    _exit(check() && write(ends[1], &yes, 1) == 1 ? 0 : 1);
+  }
+  close(ends[1]);
+  char answer = 0;
+  ssize_t got = 0;
+  while (child > 0 && (got = read(ends[0], &answer, 1)) < 0 && errno == EINTR) continue;
+  close(ends[0]);
+  while (child > 0 && waitpid(child, nullptr, 0) < 0 && errno == EINTR) continue;
+  return got == 1 && answer == 1;
+}
+#endif
+
 [[maybe_unused]] bool has_amx() {
 #if defined(KVASIR_EMULATED_TILES)  // tests/emulated_tiles.h stands in for what this CPU may not have
   return has_avx512();
@@ -64,10 +86,7 @@ uint64_t kept_registers() {
   constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18;
   if (!has_avx512() || (cpuid(7, 0).d & wanted) != wanted || !(kept_registers() >> 17 & 1)) return false;
   if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) != 0) return false;
-  pid_t child = fork();
-  if (child == 0) _exit(amx_works() ? 0 : 1);
-  int status = 1;
-  return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  return survives(amx_works);
 #else
   return false;
 #endif

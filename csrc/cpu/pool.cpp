@@ -1,15 +1,18 @@
 #include "pool.h"
 
 #include <pthread.h>
-#include <stdint.h>
 #include <sched.h>
+#include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <condition_variable>
+#include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -35,9 +38,15 @@ inline void pause_briefly() {
 
 class Pool {
  public:
+  // As many threads as the system grants: size() says how many those are.
   Pool(int threads, const std::vector<int> &cpus) : shares_(size_t(threads)), owner_(getpid()) {
     for (int index = 1; index < threads; index++) {
-      std::thread worker([this, index] { work(index); });
+      std::thread worker;
+      try {
+        worker = std::thread([this, index] { work(index); });
+      } catch (const std::system_error &) {
+        break;
+      }
 #if defined(__linux__)
       if (!cpus.empty()) {
         cpu_set_t set;
@@ -48,6 +57,7 @@ class Pool {
 #endif
       workers_.push_back(std::move(worker));
     }
+    threads_ = 1 + int(workers_.size());  // before there is any work, and so before any worker reads it
   }
 
   ~Pool() {
@@ -60,7 +70,7 @@ class Pool {
     for (auto &worker : workers_) worker.join();
   }
 
-  int size() const { return int(shares_.size()); }
+  int size() const { return threads_; }
   bool is_ours() const { return owner_ == getpid(); }  // threads do not survive a fork
 
   void run(int count, Task task, void *context) {
@@ -119,6 +129,7 @@ class Pool {
   }
 
   std::vector<Share> shares_;
+  int threads_ = 1;
   pid_t owner_;
   std::vector<std::thread> workers_;
   std::mutex turn_, sleep_;
@@ -130,8 +141,10 @@ class Pool {
   std::atomic<bool> stop_{false};
 };
 
+using Shared = std::shared_ptr<Pool>;  // whoever computes with one keeps it, though another may take its place
+
 std::mutex configuring;
-Pool *pool = nullptr;  // lives as long as the process: threads at exit are the system's to end
+Shared &pool = *new Shared;  // lives as long as the process: threads at exit are the system's to end
 int wanted_threads = 0;
 std::vector<int> wanted_cpus;
 
@@ -146,36 +159,43 @@ std::vector<int> allowed_cpus() {
   return cpus;
 }
 
-Pool &current_pool() {
+// `configuring` is held. A pool from before a fork is left as it is: its threads are not here to be ended.
+void replace_pool() {
+  if (pool && !pool->is_ours()) new Shared(std::move(pool));
+  pool.reset();
+  pool = std::make_shared<Pool>(wanted_threads, wanted_cpus);
+}
+
+Shared current_pool() {
   std::lock_guard<std::mutex> lock(configuring);
   if (!pool || !pool->is_ours()) {
     if (wanted_threads == 0) {
       wanted_cpus = allowed_cpus();
       wanted_threads = int(wanted_cpus.empty() ? 1 : wanted_cpus.size());
     }
-    pool = new Pool(wanted_threads, wanted_cpus);
+    replace_pool();
   }
-  return *pool;
+  return pool;
 }
 
 }  // namespace
 
-void configure_pool(int threads, const int *cpus) {
+int configure_pool(int threads, const int *cpus) {
   std::lock_guard<std::mutex> lock(configuring);
-  if (pool && pool->is_ours()) delete pool;
-  pool = nullptr;
   wanted_threads = threads;
   wanted_cpus = cpus ? std::vector<int>(cpus, cpus + threads) : allowed_cpus();
   // A process that uses some of its CPUs only leaves it to the system which: others may have the same ones.
   if (!cpus && int(wanted_cpus.size()) != threads) wanted_cpus.clear();
+  replace_pool();
+  return pool->size();
 }
 
-int pool_threads() { return current_pool().size(); }
+int pool_threads() { return current_pool()->size(); }
 
 void run_tasks(int count, Task task, void *context) {
   if (count > 1) {
-    Pool &threads = current_pool();
-    if (threads.size() > 1) return threads.run(count, task, context);
+    Shared threads = current_pool();
+    if (threads->size() > 1) return threads->run(count, task, context);
   }
   for (int i = 0; i < count; i++) task(context, i);
 }
@@ -193,6 +213,10 @@ void *thread_buffer(int slot, size_t bytes) {
     free(buffers.memory[slot]);
     size_t page = bytes < HUGE_PAGE ? 4096 : HUGE_PAGE, rounded = (bytes + bytes / 4 + page - 1) / page * page;
     buffers.memory[slot] = aligned_alloc(page, rounded);
+    if (!buffers.memory[slot]) {
+      fprintf(stderr, "Kvasir's CPU library finds no memory for %zu bytes of intermediate results.\n", rounded);
+      abort();
+    }
 #if defined(__linux__)
     if (page == HUGE_PAGE) madvise(buffers.memory[slot], rounded, MADV_HUGEPAGE);
 #endif
@@ -203,5 +227,5 @@ void *thread_buffer(int slot, size_t bytes) {
 
 }  // namespace kvasir
 
-void kv_configure(int32_t threads, const int32_t *cpus) { kvasir::configure_pool(threads, cpus); }
+int32_t kv_configure(int32_t threads, const int32_t *cpus) { return kvasir::configure_pool(threads, cpus); }
 int32_t kv_threads() { return kvasir::pool_threads(); }

@@ -7,8 +7,9 @@ namespace kvasir {
 
 using Task = void (*)(void *context, int task);
 
-// How many threads, and on which CPUs (null: those the process may use). Takes effect with the next call.
-void configure_pool(int threads, const int *cpus);
+// How many threads, and on which CPUs (null: those the process may use); how many the system granted. What others compute
+// meanwhile ends on the threads it has.
+int configure_pool(int threads, const int *cpus);
 int pool_threads();
 
 // Runs tasks 0 .. count - 1 and returns when all are done. Each worker begins with its own share, so that what it

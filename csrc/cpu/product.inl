@@ -302,6 +302,10 @@ void pack_rows_quant(const uint16_t *x, size_t stride, int32_t inputs, const Row
       }
       f32x16 v[2] = {load_bf16(values), load_bf16(values + 16)};
       float most = largest(maximum(maximum(v[0], -v[0]), maximum(v[1], -v[1])));
+      if (any(~((v[0] - v[0] == 0.f) & (v[1] - v[1] == 0.f)))) {  // infinite or no number: so is all that comes of it
+        v[0] = v[1] = f32x16{};
+        most = NAN;
+      }
       float inverse = most > 0 ? 127.f / most : 0.f;
       scales[g * R + i] = most / 127.f;
       for (int half = 0; half < 2; half++) {

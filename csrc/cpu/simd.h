@@ -194,9 +194,9 @@ inline float largest(f32x16 v) {
   return m;
 }
 
-// e^x to about one unit in the last place; 0 below -87, where float32 has no normal numbers.
+// e^x to about one unit in the last place; 0 below -87, where float32 has no normal numbers; what is no number stays so.
 inline f32x16 exponential(f32x16 x) {
-  f32x16 clamped = maximum(minimum(x, splat(88.f)), splat(-87.f));
+  f32x16 clamped = maximum(splat(-87.f), minimum(splat(88.f), x));  // in this order both give x where it is no number
   f32x16 turns = clamped * 1.44269504f;
   f32x16 half = select(turns < 0.f, splat(-0.5f), splat(0.5f));
   i32x16 n = __builtin_convertvector(turns + half, i32x16);

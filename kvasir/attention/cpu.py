@@ -28,6 +28,8 @@ class CpuAttention:
         softcap: float | None = None,
     ) -> torch.Tensor:
         tokens, heads, head_dim = query.shape
+        if query.dtype != torch.bfloat16:
+            raise TypeError(f"the library attends in bfloat16, not {query.dtype}")
         if query.stride(2) != 1 or query.stride(1) != head_dim:
             query = query.contiguous()
         out = torch.empty(tokens, heads, head_dim, dtype=query.dtype)

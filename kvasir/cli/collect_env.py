@@ -130,7 +130,7 @@ def _cpu() -> dict[str, Any]:
         "instruction sets": [name for name in INSTRUCTION_SETS if name in flags],
     }
     if amx_lacks_description(flags, cpuid):
-        found["note"] = "AMX is announced but not described (CPUID leaf 0x1D is empty): it is not used"
+        found["note"] = "AMX is announced but not described (CPUID leaf 0x1D): oneDNN is kept off it"
     return found
 
 

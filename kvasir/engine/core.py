@@ -16,7 +16,7 @@ from kvasir.engine.step_size import StepSize
 from kvasir.engine.watch import StepLog, Unwatched
 from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError
 from kvasir.executor.base import Executor
-from kvasir.messages import EngineOutput, EngineRequest, EngineStats, StepFuture
+from kvasir.messages import EngineOutput, EngineRequest, EngineStats, GraphUse, StepFuture
 from kvasir.snapshot import Snapshot
 
 
@@ -36,6 +36,7 @@ class EngineCore:
         self.memory = executor.memory()  # now: while a step is in flight, others may not ask the executor
         self.block_bytes = executor.kv_spec().block_bytes
         self.watch: StepLog | Unwatched = Unwatched()
+        self.graphs = GraphUse()  # as the last result says
         self.results: deque[StepFuture] = deque()
         self._failure: BaseException | None = None
 
@@ -57,7 +58,9 @@ class EngineCore:
             if several:
                 self.families.planned()
         if self.results and (plan is None or len(self.results) > self.lookahead):
-            output = self.scheduler.update(self.results.popleft().result())
+            result = self.results.popleft().result()
+            self.graphs = result.graphs or self.graphs
+            output = self.scheduler.update(result)
             output = self.families.update(output) if several else output
         else:
             assert plan is not None or not len(self.scheduler), "requests wait, nothing is in flight, nothing can run"
@@ -136,6 +139,10 @@ class EngineCore:
             restored_blocks=cache.tier.stats.restored,
             host_evictions=cache.tier.stats.evictions,
             host_cache_hits=cache.stats.tier_hits,
+            num_graphs=self.graphs.count,
+            graph_bytes=self.graphs.bytes,
+            graphs_put_off=self.graphs.put_off,
+            graphs_dropped=self.graphs.dropped,
         )
 
     def snapshot(self, since_step: int = 0) -> Snapshot:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ def take_snapshot(core: EngineCore, since_step: int = 0) -> Snapshot:
     return Snapshot(
         time=time.time(),
         stats=core.stats(),
-        memory=core.memory,
+        memory=replace(core.memory, graphs=core.graphs.bytes),
         block_size=cache.block_size,
         block_bytes=core.block_bytes,
         running=[_running(rows, row) for row in rows.order.tolist()],

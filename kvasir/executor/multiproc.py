@@ -62,13 +62,14 @@ class MultiprocExecutor:
     def memory(self) -> DeviceMemory:
         """Of all ranks together."""
         ranks: list[DeviceMemory] = self._ask("memory")
-        totals = [each.total for each in ranks if each.total is not None]
         return DeviceMemory(
-            total=sum(totals) if len(totals) == len(ranks) else None,
+            total=_sum([each.total for each in ranks]),
             weights=sum(each.weights for each in ranks),
             kv_cache=sum(each.kv_cache for each in ranks),
-            largest_step=sum(each.largest_step for each in ranks),
-            outside=sum(each.outside for each in ranks),
+            largest_step=_sum([each.largest_step for each in ranks]),
+            outside=_sum([each.outside for each in ranks]),
+            graphs=sum(each.graphs for each in ranks),
+            graphs_expected=sum(each.graphs_expected for each in ranks),
         )
 
     def execute(self, plan: StepPlan) -> None:
@@ -141,6 +142,12 @@ class MultiprocExecutor:
 
     def result_is_there(self) -> bool:
         return self._ranks[0].socket.poll()
+
+
+def _sum(sizes: list[int | None]) -> int | None:
+    """None if one is not known."""
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
 
 
 class RemoteResult:

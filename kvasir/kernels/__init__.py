@@ -108,11 +108,7 @@ def add_rms_norm(
 
 
 def gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    version = _any_version_for(x)
-    if x.is_cuda and version is not reference and kind == "silu":
-        active: torch.Tensor = version.silu_mul(x)
-    else:
-        active = (reference if x.is_cuda else version).gated_activation(x, kind)
+    active: torch.Tensor = _any_version_for(x).gated_activation(x, kind)
     return active
 
 

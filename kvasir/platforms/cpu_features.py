@@ -39,7 +39,7 @@ def prepare_cpu() -> None:
     if amx_lacks_description(cpu_flags(), cpuid):
         os.environ[ISA_VARIABLES[0]] = ISA_WITHOUT_AMX
         logger.warning(
-            "This machine announces AMX but does not describe it (CPUID leaf 0x1D is empty): oneDNN is kept to %s. "
+            "This machine announces AMX but shows no description of it (CPUID leaf 0x1D): oneDNN is kept to %s. "
             "Set %s to decide otherwise.",
             ISA_WITHOUT_AMX,
             ISA_VARIABLES[0],
@@ -47,11 +47,12 @@ def prepare_cpu() -> None:
 
 
 def amx_lacks_description(flags: Collection[str], read: Callable[[int, int], Registers | None]) -> bool:
-    """Whether AMX is announced while palette 1, the only one there is, reads as zeros. Unreadable counts as fine."""
+    """Whether AMX is announced while palette 1, the only one there is, reads as zeros. So it is if it cannot be read:
+    a slower product is better than an illegal instruction."""
     if "amx_tile" not in flags:
         return False
     registers = read(TILE_LEAF, 1)
-    return registers is not None and not any(registers)
+    return registers is None or not any(registers)
 
 
 def cpu_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:

@@ -6,17 +6,17 @@ Without it everything runs on plain torch. `python -m kvasir.kernels.cpu.build` 
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from kvasir.errors import ConfigError
 from kvasir.log import get_logger
+from kvasir.platforms.cpu_sources import NAME, fingerprint
 from kvasir.platforms.cpu_structs import layout
 
 logger = get_logger(__name__)
 
-NAME = "libkvasir_cpu.dylib" if sys.platform == "darwin" else "libkvasir_cpu.so"
 PATH = Path(__file__).parent.parent / "kernels" / "cpu" / NAME
 
 
@@ -39,11 +39,11 @@ def library() -> ctypes.CDLL | None:
 
 def _declare(found: ctypes.CDLL) -> None:
     """Say what its functions return, and make sure that it is the one this code was written for."""
-    for name in ("kv_instruction_set", "kv_instruction_sets"):
+    for name in ("kv_instruction_set", "kv_instruction_sets", "kv_sources"):
         getattr(found, name).restype = ctypes.c_char_p
     found.kv_layout.restype = ctypes.c_int64
-    found.kv_experts.restype = None  # its youngest function: an older library has none
-    if found.kv_layout() != layout():
+    sources = fingerprint()
+    if found.kv_layout() != layout() or (sources is not None and found.kv_sources() != sources.encode()):
         raise OSError("it was built from other sources")
 
 
@@ -71,9 +71,15 @@ def use_instruction_set(name: str) -> None:
 
 
 def configure(threads: int, cpus: Sequence[int] | None = None) -> None:
-    """How many threads compute, and on which CPUs they are; without a list, on those the process may use."""
+    """How many threads compute, and on which CPUs they are; without a list, on those the process may use. They are the
+    process's: of two engines in it, both use what was said last."""
     bound = (ctypes.c_int32 * threads)(*(cpus[i % len(cpus)] for i in range(threads))) if cpus else None
-    loaded().kv_configure(threads, bound)
+    granted = loaded().kv_configure(threads, bound)
+    if granted < threads:
+        raise ConfigError(
+            f"cpu_threads={threads}: the system starts no more than {granted} threads; lower cpu_threads, or raise the "
+            "limit on processes (ulimit -u, a container's pids limit) or on memory."
+        )
 
 
 def num_threads() -> int:

@@ -23,6 +23,8 @@ HELP = {
     "host_cache_blocks": "Blocks of host memory.",
     "host_cache_blocks_used": "Held for preempted requests.",
     "host_cache_blocks_cached": "Whose content can be found again.",
+    "cuda_graphs": "CUDA graphs captured.",
+    "cuda_graph_memory_bytes": "Memory of the device that they keep.",
     "engine_steps": "Steps of the engine.",
     "iteration_tokens_total": "Tokens computed in a step.",
     "num_preemptions": "Times a request lost its row.",
@@ -47,6 +49,8 @@ HELP = {
     "kv_blocks_restored": "And back.",
     "host_cache_evictions": "Cached blocks given to others there.",
     "host_cache_hits": "Prompt tokens found there.",
+    "cuda_graphs_put_off": "Times there was no memory to capture one, so that steps ran without.",
+    "cuda_graphs_dropped": "Graphs not used for long that made way for others.",
     "queue_size": "Requests that wait, by the name that scaling rules ask for.",
 }
 

@@ -34,7 +34,7 @@ def use_threads(config: EngineConfig, mesh: Mesh) -> Callable[[], None]:
         restore = partial(os.sched_setaffinity, 0, before)
     elif mesh.size > 1 and hasattr(os, "sched_getaffinity"):
         cpus = share(sorted(os.sched_getaffinity(0)), mesh.rank, mesh.size)
-    if config.device.attention_backend == "cpu":
+    if cpu_library.library() is not None:  # which computes norms and samples whatever attention runs on
         cpu_library.configure(threads, cpus)
     return restore
 

@@ -60,6 +60,7 @@ class ModelRunner:
         use_graphs: bool,
         logprobs_mode: str = "raw_logprobs",
         num_host_blocks: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         self.model = model
         self.kv_memory = kv_memory
@@ -76,14 +77,14 @@ class ModelRunner:
         if use_graphs:
             from kvasir.worker.step_graphs import StepGraphs, graph_sizes
 
-            self.graphs = StepGraphs(model, self.rows, self.sampler, graph_sizes(max_rows), device)
+            self.graphs = StepGraphs(model, self.rows, self.sampler, graph_sizes(max_rows), device, num_ranks)
         self.stats = RunnerStats()
         self._running: Running | None = None
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> None:
-        """Launch the forward pass."""
-        shape = self.graphs.shape_for(plan) if self.graphs is not None else None
+    def execute(self, plan: StepPlan, as_graph: bool = True) -> None:
+        """Launch the forward pass; not `as_graph`: kernel by kernel, whatever graphs there may be."""
+        shape = self.graphs.shape_for(plan) if self.graphs is not None and as_graph else None
         new_rows = self.sampling.pack(plan.new_rows) if plan.new_rows else NO_ROWS
         told = (plan.rows, plan.num_tokens, plan.token_ids, NO_LINES)
         if self.graphs is not None and shape is not None:
@@ -134,10 +135,12 @@ class ModelRunner:
         # before sampling: that may replay a graph, in whose memory the hidden states may lie
         scores = self.prompt_scores.score(chunks, running.hidden, self.model.logits)
         sampled = self._sample(running, lines) if len(lines) else Sampled([], lines)
+        graphs = None if self.graphs is None else self.graphs.use
 
         def finish(*arrays: NDArray[Any]) -> StepResult:
             result = sampled.result(plan, arrays[len(scores) :])
             result.prompt_logprobs = prompt_results(chunks, arrays)
+            result.graphs = graphs
             return result
 
         return DeviceResult([*scores, *sampled.tensors], finish)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ from kvasir import kernels
 from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.triton import paged_decode, shared_prefix
 from kvasir.kernels.triton.decode_inputs import decode_inputs
-from kvasir.messages import Int32Array, StepPlan
+from kvasir.log import get_logger
+from kvasir.messages import GraphUse, Int32Array, StepPlan
 from kvasir.models.transformer import Transformer
 from kvasir.sampling.sampler import Sampler
 from kvasir.sampling.stages import SampledRows
@@ -29,12 +30,16 @@ from kvasir.sampling.state import NO_LINES, Needs
 from kvasir.worker.graph_pool import Captured, GraphPool
 from kvasir.worker.mixed_inputs import mixed_inputs
 from kvasir.worker.model import Model
+from kvasir.worker.out_of_memory import is_out_of_memory
 from kvasir.worker.rows import DeviceRows, StepInputs
 
+logger = get_logger(__name__)
 T = TypeVar("T")
+S = TypeVar("S", "Shape", "HeadShape")
 BOUNDS = (512, 2048, 1 << 30)  # short sequences need no splitting, so they have graphs of their own
 MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens
 MIXED_ROWS = (8, 32, 128, 512, 1024)
+MOST_GRAPHS = 512  # forwards and heads; each takes some megabytes, and a load that changes brings ever new shapes
 PUT_OFF = 1000  # steps of a shape that run without a graph after there was no memory to capture one
 
 
@@ -57,9 +62,13 @@ class Shape:
         return not self.is_mixed and paged_decode.order_pays(self.rows)
 
 
+_FIRST_STEPS = (Shape(MIXED_SIZES[0], MIXED_ROWS[0], BOUNDS[0]), Shape(1, 1, BOUNDS[0]))  # of a lone short request
+
+
 @dataclass(slots=True, frozen=True)
 class HeadShape:
-    """What a head graph was captured for."""
+    """What a head graph was captured for. It reads hidden states and lengths where this one forward leaves them; to
+    serve others, they would have to be copied to one place in every step."""
 
     forward: Shape
     rows: int  # that sample, padding included
@@ -88,7 +97,9 @@ class StepGraphs:
     sampler: Sampler
     sizes: list[int]  # of steps in which every row runs one token
     device: torch.device
+    num_ranks: int = 1  # others capture the same, and would wait for one that does not
     stats: GraphStats = field(default_factory=GraphStats)
+    use: GraphUse = field(default_factory=GraphUse)  # as of the last capture, or the last that failed
     pool: GraphPool = field(init=False)
     _running: torch.Tensor = field(init=False)  # the rows of the step, padded
     _num_tokens: torch.Tensor = field(init=False)  # of each; read by mixed steps
@@ -111,9 +122,10 @@ class StepGraphs:
             self._short = self.model.shortened()
 
     def shape_for(self, plan: StepPlan) -> Shape | None:
-        """The graph that fits this step, if one does."""
+        """The graph that this step runs as, captured now if it is the first: nothing of the step has happened yet, so
+        that it can run without one, if there is no memory. None: without one."""
         shape = self._fitting_shape(plan)
-        return None if shape is None or (self._put_off and self._is_put_off(shape)) else shape
+        return shape if shape is None or shape in self._forwards or self._add_forward(shape) else None
 
     def _fitting_shape(self, plan: StepPlan) -> Shape | None:
         count = len(plan.rows)
@@ -148,8 +160,6 @@ class StepGraphs:
         shared_tokens: torch.Tensor,
     ) -> Forward:
         """Replay a step; the tensors are what `told` made, on the device."""
-        if shape not in self._forwards:
-            self._forwards[shape] = self._capture_forward(shape)
         self._running[: shape.rows] = rows
         if shape.is_mixed:
             self._num_tokens[: shape.rows] = num_tokens
@@ -161,20 +171,23 @@ class StepGraphs:
             self._order[: shape.rows] = order
         if shape.shares:
             self.rows.shared_prefix.copy_(shared_tokens)
-        self._forwards[shape].graph.replay()
+        captured = self._forwards[shape]
+        captured.graph.replay()
         self.stats.replays += 1
+        captured.last_use = self.stats.replays
         self.stats.mixed_steps += shape.is_mixed
         self.stats.shared_prefix_steps += shape.shares
         self.stats.ordered_steps += shape.is_ordered
-        return self._forwards[shape].outputs
+        return captured.outputs
 
     def head_for(self, shape: Shape, num_lines: int, needs: Needs) -> HeadShape | None:
-        """The head graph for so many of a step's lines, unless they ask for more than filters."""
+        """The head graph for so many of a step's lines, captured now if it is the first. None: they ask for more than
+        filters, or there is no memory for one."""
         if needs.bans or needs.stages or len(needs.logprob_lines) or num_lines > self.sizes[-1]:
             return None
         rows = self.sizes[bisect_left(self.sizes, num_lines)] if shape.is_mixed else shape.rows
         head = HeadShape(shape, rows, needs.filters)
-        return None if self._put_off and self._is_put_off(head) else head
+        return head if head in self._heads or self._add_head(head) else None
 
     def padded_lines(self, head: HeadShape, lines: NDArray[np.int32]) -> Int32Array:
         """What a mixed step's head must be told: where the last tokens of the lines that sample are."""
@@ -184,26 +197,55 @@ class StepGraphs:
         """Tokens of the forward replayed last, [rows]; those of padding mean nothing. `lines`: of a mixed step."""
         if lines is not None:
             self._lines[: shape.rows] = lines
-        if shape not in self._heads:
-            step = self._forwards[shape.forward].outputs
-            self._heads[shape] = self._capture(shape, lambda: self._head(step, shape))
         self._heads[shape].graph.replay()
         self.stats.filtered_heads += shape.filters
         return self._heads[shape].outputs
 
     @torch.inference_mode()
-    def rehearse(self) -> None:
-        """Launch what a lone request's first steps do, without capturing it (see kernels.rehearsal)."""
+    def rehearse(self, largest: StepPlan) -> None:
+        """Launch what a lone request's first steps do, and the largest step if it fits a graph, without capturing them
+        (see kernels.rehearsal)."""
         model = self.model if self._short is None else self._short
-        for shape in (Shape(MIXED_SIZES[0], MIXED_ROWS[0], BOUNDS[0]), Shape(1, 1, BOUNDS[0])):
-            self._clear_inputs(shape)
-            self._head(self._forward(shape, model), HeadShape(shape, rows=1, filters=False))
+        heads = [HeadShape(shape, rows=1, filters=False) for shape in _FIRST_STEPS]
+        if (shape := self._fitting_shape(largest)) is not None:
+            heads.append(HeadShape(shape, rows=len(largest.rows), filters=False))
+        for head in heads:
+            self._clear_inputs(head.forward)
+            self._head(self._forward(head.forward, model), head)
 
     # ------------------------------------------------------------ what is captured
 
-    def _capture_forward(self, shape: Shape) -> Captured[Forward]:
+    def _add_forward(self, shape: Shape) -> bool:
+        """Whether there is one now."""
+        if self._is_put_off(shape):
+            return False
+        self._make_way(shape)
         self._clear_inputs(shape)
-        return self._capture(shape, lambda: self._forward(shape, self.model), lambda: self._compile_forward(shape))
+        run, compile = (lambda: self._forward(shape, self.model)), (lambda: self._compile_forward(shape))
+        return self._capture(self._forwards, shape, run, compile)
+
+    def _add_head(self, shape: HeadShape) -> bool:
+        """Likewise. Rows that sample while it is captured do so again when it is replayed, or without it, and draw the
+        same: that depends on seed and position alone."""
+        if self._is_put_off(shape):
+            return False
+        self._make_way(shape.forward)
+        self._lines[: shape.rows] = -1  # those of another step may lie past the end of this one's
+        step = self._forwards[shape.forward].outputs
+        return self._capture(self._heads, shape, lambda: self._head(step, shape))
+
+    def _make_way(self, current: Shape) -> None:
+        """If there are as many graphs as there may be, drop a forward and its heads, those not used for longest. Which
+        those are depends on the steps alone, so that all ranks drop the same."""
+        others = [shape for shape in self._forwards if shape != current]
+        if len(self._forwards) + len(self._heads) < MOST_GRAPHS or not others:
+            return
+        oldest = min(others, key=lambda shape: self._forwards[shape].last_use)
+        dropped: list[Captured[Any]] = [self._heads.pop(head) for head in list(self._heads) if head.forward == oldest]
+        dropped.append(self._forwards.pop(oldest))
+        number = len(dropped)
+        self.pool.drop(dropped)
+        self._count(dropped=number)
 
     def _compile_forward(self, shape: Shape) -> None:
         """All at once what this shape is the first to need."""
@@ -218,14 +260,31 @@ class StepGraphs:
         self._order[: shape.rows] = torch.arange(shape.rows, device=self.device)
 
     def _capture(
-        self, shape: Shape | HeadShape, run: Callable[[], T], prepare: Callable[[], None] = lambda: None
-    ) -> Captured[T]:
+        self, graphs: dict[S, Captured[T]], shape: S, run: Callable[[], T], prepare: Callable[[], None] = lambda: None
+    ) -> bool:
+        """False: there is no memory. A graph keeps what it takes, so that without one the same step may fit."""
         try:
             prepare()
-            return self.pool.capture(run)
-        except torch.OutOfMemoryError:  # a graph keeps its memory: without one, the same step may fit
-            self._put_off[shape] = PUT_OFF
-            raise
+            graphs[shape] = self.pool.capture(run)
+            self._count()
+            return True
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or self.num_ranks > 1:
+                raise
+            reason = str(error).partition("\n")[0]
+        self._put_off[shape] = PUT_OFF
+        self._count(put_off=1)
+        self.pool.release()  # after the error, whose traceback holds tensors, is gone
+        logger.warning(
+            "no memory for a CUDA graph of %s: %s. The next %d such steps are launched kernel by kernel, which takes "
+            "longer. To avoid this, lower gpu_memory_utilization or kv_cache_memory_bytes.",
+            shape, reason, PUT_OFF,
+        )  # fmt: skip
+        return False
+
+    def _count(self, put_off: int = 0, dropped: int = 0) -> None:
+        count, size = len(self._forwards) + len(self._heads), self.num_ranks * self.pool.memory.taken  # ranks are alike
+        self.use = GraphUse(count, size, self.use.put_off + put_off, self.use.dropped + dropped)
 
     def _is_put_off(self, shape: Shape | HeadShape) -> bool:
         left = self._put_off.get(shape, 0)

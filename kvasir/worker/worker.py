@@ -29,7 +29,9 @@ from kvasir.worker.cpu_threads import one_torch_thread, use_threads
 from kvasir.worker.host_memory import staging_bytes
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.measure_costs import measure_costs
+from kvasir.worker.memory_plan import Profile, expected_graphs, kv_share, refuse_more_than_is_free
 from kvasir.worker.model_runner import ModelRunner
+from kvasir.worker.out_of_memory import is_out_of_memory
 from kvasir.worker.staging import DeviceResult
 
 logger = get_logger(__name__)
@@ -38,7 +40,7 @@ GIB = 1 << 30
 
 class Worker:
     def __init__(self, config: EngineConfig, mesh: Mesh | None = None) -> None:
-        self.config, self.mesh = config, mesh
+        self.config = config
         self.platform = select(config.device.device)
         self.device = torch.device(config.device.device)
         self.kv_dtype = getattr(torch, config.cache.kv_dtype)
@@ -56,8 +58,9 @@ class Worker:
         self._step_threads = one_torch_thread if isinstance(self.model, NativeDecoder) else nullcontext
         self.runner: ModelRunner | None = None
         self._rehearsed = False
+        self._num_ranks = 1 if mesh is None else mesh.size
         self._weight_bytes = _weight_bytes(self.model)
-        self._largest_step_bytes = self._outside_bytes = 0  # until they are measured
+        self._profile: Profile | None = None  # until it is measured, which it is on GPUs
         logger.info(
             "loaded %s (%s, %s) in %.1f s",
             config.model.path, config.model.dtype, config.device.device, time.perf_counter() - started,
@@ -69,26 +72,37 @@ class Worker:
 
     def available_kv_bytes(self) -> int:
         """What the cache may take: as told, or what is left after weights and the largest step."""
+        cache = self.config.cache
         with self._here():
-            self._rehearse()
-            told = self.config.cache.kv_cache_memory_bytes
+            self._prepare()
+            told = cache.kv_cache_memory_bytes
             if told is not None:
-                self._refuse_more_than_there_is(told)
+                self._refuse_a_cache_of(told, "kv_cache_memory_bytes", told)
                 return told
-            if self.platform.kind in ("cuda", "xpu"):
-                return self._measure(self.config.cache.gpu_memory_utilization)
-            return self.platform.default_kv_bytes()
+            if self._profile is None:
+                return self.platform.default_kv_bytes()
+            total = self.platform.memory_bytes()
+            assert total is not None, "memory was measured on a device that does not tell its own"
+            available = kv_share(total, cache.gpu_memory_utilization, self._profile, self._expected_graphs())
+            return available - (staging_bytes(available, self.kv_spec().block_bytes) if cache.has_host_tier else 0)
 
-    def _refuse_more_than_there_is(self, told: int) -> None:
-        """Of the host's memory more can be had than there is, until it is written to."""
-        free = self.platform.memory_free()
-        if free is not None and told > free:
-            raise ConfigError(
-                f"kv_cache_memory_bytes={told} ({told / GIB:.1f} GiB) is more than the {free / GIB:.1f} GiB of memory "
-                f"that are free beside the weights; lower it."
-            )
+    def _prepare(self) -> None:
+        """What comes before the KV cache is taken, whoever says its size. Does nothing a second time."""
+        self._rehearse()
+        if self._profile is None and self.platform.kind in ("cuda", "xpu"):
+            self._profile = self._measure()
 
-    def _measure(self, utilization: float) -> int:
+    def _refuse_a_cache_of(self, size: int, setting: str, value: int) -> None:
+        staging = staging_bytes(size, self.kv_spec().block_bytes) if self.config.cache.has_host_tier else 0
+        step = 0 if self._profile is None else self._profile.largest_step
+        refuse_more_than_is_free(size, setting, value, self.platform.memory_free(), step + staging)
+
+    def _expected_graphs(self) -> int:
+        if self._profile is None or not self._uses_graphs():
+            return 0
+        return expected_graphs(self._profile.largest_step, int(self._largest_step().num_tokens.sum()))
+
+    def _measure(self) -> Profile:
         """Run the largest step once and see how high memory went."""
         platform = self.platform
         platform.reset_memory_peak()
@@ -101,11 +115,7 @@ class Worker:
         total, free = platform.memory_bytes(), platform.memory_free()
         assert total is not None and free is not None, f"{platform.device} does not tell its memory"
         others = total - free - platform.memory_used()  # the driver's context, and other processes
-        available = int(total * utilization) - peak - others
-        self._largest_step_bytes, self._outside_bytes = max(0, peak - self._weight_bytes), others
-        if self.config.cache.has_host_tier:
-            available -= staging_bytes(available, self.kv_spec().block_bytes)
-        return available
+        return Profile(peak, max(0, peak - self._weight_bytes), others)
 
     def _rehearse(self) -> None:
         """Compile the kernels of the largest step and of a first request's, all at once; not for others' models, whose
@@ -116,17 +126,19 @@ class Worker:
         with startup.phase(startup.KERNELS), kernels.rehearsal():
             runner = self._run_largest_step()
             if runner.graphs is not None:
-                runner.graphs.rehearse()
+                runner.graphs.rehearse(self._largest_step())
         del runner
         gc.collect()
         self.platform.release_memory()
 
     def _run_largest_step(self) -> ModelRunner:
+        """Not as a graph, even if it is small enough for one: in a rehearsal that would be captured without the kernels
+        that were put off, and where memory is measured, what graphs take is no part of a step."""
         step = self._largest_step()
         what = f"The largest step, of {int(step.num_tokens.sum())} tokens for {len(step.rows)} requests,"
         with self._refusing_what_does_not_fit(what, "max_num_batched_tokens or max_num_seqs"):
             runner = self._make_runner(num_blocks=1)
-            runner.execute(step)
+            runner.execute(step, as_graph=False)
             runner.sample().result()
         return runner
 
@@ -155,9 +167,16 @@ class Worker:
         )
 
     def allocate_kv(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        override = self.config.cache.num_gpu_blocks_override
         with self._here():
-            self._rehearse()
+            self._prepare()
+            if override is not None:
+                size = num_blocks * self.kv_spec().block_bytes
+                self._refuse_a_cache_of(size, "num_gpu_blocks_override", override)
             self.runner = self._make_runner(num_blocks, num_host_blocks)
+            # Not where other ranks capture the same: none could do without a graph alone.
+            if self.runner.graphs is not None and self._profile is not None and self._num_ranks == 1:
+                self.runner.graphs.pool.memory.kept_free = self._profile.largest_step
         if self.device.type != "cpu":
             logger.info("memory of %s, %s", self.device, self.memory().in_words())
 
@@ -172,8 +191,17 @@ class Worker:
             self.platform.memory_bytes(),
             self._weight_bytes,
             self.runner.kv_memory.pool.nbytes,
-            self._largest_step_bytes,
-            self._outside_bytes,
+            None if self._profile is None else self._profile.largest_step,
+            None if self._profile is None else self._profile.outside,
+            0 if self.runner.graphs is None else self.runner.graphs.pool.memory.taken,
+            self._expected_graphs(),
+        )
+
+    def _uses_graphs(self) -> bool:
+        return (
+            not self.config.device.enforce_eager
+            and isinstance(self.model, Transformer)  # nobody knows whether others' code can be captured
+            and self.model.backend.capturable
         )
 
     def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:
@@ -187,11 +215,10 @@ class Worker:
             self.config.scheduler.max_num_seqs,
             self.config.model.max_model_len,
             self.device,
-            use_graphs=not self.config.device.enforce_eager
-            and isinstance(self.model, Transformer)  # nobody knows whether others' code can be captured
-            and self.model.backend.capturable,
+            use_graphs=self._uses_graphs(),
             logprobs_mode=self.config.model.logprobs_mode,
             num_host_blocks=num_host_blocks,
+            num_ranks=self._num_ranks,
         )
 
     def execute(self, plan: StepPlan) -> None:
@@ -208,7 +235,9 @@ class Worker:
     def _refusing_what_does_not_fit(self, what: str, settings: str) -> Iterator[None]:
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             self.platform.release_memory()
             free = self.platform.memory_free()
             there = "" if free is None else f", with {free / GIB:.1f} GiB free on {self.device}"
@@ -221,8 +250,8 @@ class Worker:
         """A step that does not fit can be tried again, smaller; not where other ranks wait in the middle of it."""
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            if self.mesh is not None and self.mesh.size > 1:
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or self._num_ranks > 1:
                 raise
             self.platform.release_memory()
             raise DeviceMemoryError(str(error)) from error

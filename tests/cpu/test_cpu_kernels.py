@@ -66,6 +66,16 @@ def test_linear(shape: tuple[int, int], name: str) -> None:
     assert matrix.linear(x[:0]).shape == (0, outputs)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_linear_of_random_shapes(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    outputs, inputs, rows = (int(rng.integers(1, most)) for most in (300, 700, 80))
+    form = list(FORMATS.values())[seed % len(FORMATS)]
+    matrix, x = packed.pack(randn(outputs, inputs), form), randn(rows, inputs)
+    kept = matrix.rows(torch.arange(outputs)).double()
+    close(matrix.linear(x), x.double() @ kept.T, 4e-3 if form is BF16 else 1.4e-2)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("activation", cpu_structs.ACTIVATIONS)
 def test_gated_linear(name: str, activation: str) -> None:
@@ -238,6 +248,22 @@ def test_attention(
     batch.notes.clear()
     got = CpuAttention().forward(query, cache, batch, **options)  # type: ignore[arg-type]
     close(got, wanted, 8e-3)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_attention_of_random_shapes(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    kv_heads, shared, head_dim = int(rng.integers(1, 4)), int(rng.integers(1, 8)), 4 * int(rng.integers(2, 40))
+    lengths = [
+        (int(rng.integers(0, 400)), int(rng.choice([1, rng.integers(1, 90)]))) for _ in range(rng.integers(1, 9))
+    ]
+    batch = make_batch(sorted(lengths, key=lambda one: one[1] != 1), int(rng.choice([8, 16, 32])))
+    cache = randn(int(batch.tables.max()) + 1, 2, batch.block_size, kv_heads, head_dim)
+    query = randn(len(batch.slots), kv_heads * shared, head_dim)
+    window = None if seed % 2 else int(rng.integers(1, 300))
+    wanted = TorchAttention().forward(query.float(), cache.float(), batch, scale=head_dim**-0.5, window=window)
+    batch.notes.clear()
+    close(CpuAttention().forward(query, cache, batch, scale=head_dim**-0.5, window=window), wanted, 8e-3)
 
 
 def test_attention_that_sees_what_follows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,28 @@ def test_products(routes: str, inner: int, quantization: str | None, instruction
     (weights, chosen), x = route(*ROUTES[routes]), torch.randn(ROUTES[routes][0], hidden).bfloat16()
     wanted = product(kept(gate_up), kept(down), x, weights, chosen)
     assert error(multiply(gate_up, down, x, weights, chosen, "silu"), wanted) < TOLERANCE[quantization]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    gate_up, down = stack_of(torch.randn(5, 96, 64), BF16), stack_of(torch.randn(5, 64, 48), BF16)
+    (weights, chosen), x = route(3, 5), torch.randn(3, 64).bfloat16()
+    wrong: list[tuple[type[Exception], tuple[Any, ...]]] = [
+        (IndexError, (gate_up, down, x, weights, chosen + 5)),
+        (IndexError, (gate_up, down, x, weights, chosen - 5)),
+        (ValueError, (gate_up, down, x[:2], weights, chosen)),
+        (ValueError, (gate_up, down, x, weights[:, :1], chosen)),
+        (ValueError, (gate_up, down, x[:, :48], weights, chosen)),
+        (ValueError, (gate_up, stack_of(torch.randn(5, 64, 32), BF16), x, weights, chosen)),
+        (ValueError, (gate_up, stack_of(torch.randn(4, 64, 48), BF16), x, weights, chosen)),
+        (TypeError, (gate_up, down, x.float(), weights, chosen)),
+        (TypeError, (gate_up, down, x, weights.double(), chosen)),
+        (TypeError, (gate_up, down, x, weights, chosen.int())),
+    ]
+    for error_type, arguments in wrong:
+        with pytest.raises(error_type):
+            multiply(*arguments, "silu")
+    with pytest.raises(ValueError, match="memory of"):
+        PackedStack(down.layout, gate_up.memory)
 
 
 def test_a_token_gets_the_same_in_any_batch() -> None:

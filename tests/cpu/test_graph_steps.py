@@ -5,6 +5,7 @@ What only a GPU can show is left to tests/gpu: that nothing waits, and that what
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -18,6 +19,8 @@ import torch
 
 from kvasir import LLM, SamplingParams
 from kvasir.attention import select
+from kvasir.engine.step_size import StepSize
+from kvasir.messages import GraphUse
 from tests.model_builders import make_hf_model, save
 
 pytest.importorskip("triton")
@@ -26,6 +29,7 @@ if torch.cuda.is_available():
 
 from kvasir.kernels.triton import paged_decode, shared_prefix
 from kvasir.worker import step_graphs
+from kvasir.worker.graph_memory import GraphMemory
 from kvasir.worker.graph_pool import Captured
 
 
@@ -33,13 +37,18 @@ class Repeats:
     """In place of a pool of graphs. A replay writes where the capture wrote, as a graph does."""
 
     def __init__(self, device: torch.device) -> None:
-        pass
+        self.memory = GraphMemory()
 
     def capture(self, run: Callable[[], Any]) -> Captured[Any]:
         run()
         outputs = run()
+        self.memory.taken += 1 << 20
         graph: Any = SimpleNamespace(replay=lambda: overwrite(outputs, run()))
         return Captured(graph, outputs)
+
+    def drop(self, graphs: list[Captured[Any]]) -> None:
+        for each in graphs:
+            each.graph.replay = None
 
 
 def overwrite(old: Any, new: Any) -> None:
@@ -82,7 +91,10 @@ def answers_of(path: Path, shared: int) -> tuple[list[list[int]], Any]:
     settings |= {"dtype": "float32", "device": "cpu", "attention_backend": "torch", "kv_cache_memory_bytes": 8 << 20}
     with LLM(str(path), skip_tokenizer_init=True, use_tqdm_on_load=False, **settings) as llm:
         said = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
-        return said, llm.llm_engine.client.core.executor.runner.graphs  # type: ignore[attr-defined]
+        core: Any = llm.llm_engine.client.core  # type: ignore[attr-defined]
+        graphs = core.executor.runner.graphs
+        assert core.graphs == (GraphUse() if graphs is None else graphs.use), "the core knows of every graph"
+        return said, graphs
 
 
 @pytest.mark.parametrize("shared", [0, 16])
@@ -95,24 +107,105 @@ def test_steps_as_graphs_say_what_plain_steps_say(path: Path, shared: int, reque
     stats = taken.stats
     assert stats.mixed_steps > 0 and stats.ordered_steps > 0 and stats.replays > stats.mixed_steps
     assert (stats.shared_prefix_steps > 0) == (shared > 0)
+    assert taken.use.count == len(taken._forwards) + len(taken._heads)
     sizes = {shape.rows for shape in taken._forwards if not shape.is_mixed}
     assert len(sizes) > 2, "the batch was to shrink through several graphs"
 
 
-def test_rehearsing_what_is_captured_changes_nothing(path: Path, graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_make_way_for_others(path: Path, graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, many = answers_of(path, 16)
+    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 4)
+    found, few = answers_of(path, 16)
+    assert found == wanted
+    assert many.use.count > few.use.count <= 4 and few.use.dropped > 0 == many.use.dropped
+    assert {head.forward for head in few._heads} <= set(few._forwards), "a head without what it reads"
+
+
+class Full(Repeats):
+    """A device that has memory for every other graph only."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.tries = self.released = 0
+
+    def capture(self, run: Callable[[], Any]) -> Captured[Any]:
+        self.tries += 1
+        if self.tries % 2:
+            run()
+            raise torch.AcceleratorError("CUDA error: out of memory")
+        return super().capture(run)
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def test_steps_whose_graphs_find_no_memory_run_without(
+    path: Path, graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The very same steps: none counts as one that did not fit, and nothing is computed anew."""
     wanted, _ = answers_of(path, 16)
-    rehearsals = []
+    monkeypatch.setattr(step_graphs, "GraphPool", Full)
+    failed = []
+    monkeypatch.setattr(StepSize, "failed", lambda self, num_tokens: failed.append(num_tokens) or True)
+    found, taken = answers_of(path, 16)
+    assert found == wanted and not failed
+    pool = taken.pool
+    assert pool.released == len(taken._put_off) == taken.use.put_off == pool.tries - taken.use.count > 3
+    kinds = {type(shape) for shape in taken._put_off}
+    assert kinds == {step_graphs.Shape, step_graphs.HeadShape} and taken.stats.replays > 0
+
+
+def test_rehearsing_what_is_captured_changes_nothing(path: Path, graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole budget fits a graph here, so the step rehearsed at the start could be captured, and must not be: each
+    capture is a rehearsal, and there is one at a time."""
+    wanted, _ = answers_of(path, 16)
+    rehearsed: list[set[step_graphs.Shape]] = []
+    real, forward = step_graphs.kernels.rehearsal, step_graphs.StepGraphs._forward
 
     @contextmanager
     def rehearsal() -> Iterator[None]:
-        rehearsals.append(1)
-        yield
+        with real():
+            rehearsed.append(set())
+            yield
+
+    def seen(self: step_graphs.StepGraphs, shape: step_graphs.Shape, model: Any) -> Any:
+        if model is self._short:
+            rehearsed[-1].add(shape)
+        return forward(self, shape, model)
 
     monkeypatch.setattr(step_graphs.kernels, "are_compiled", lambda device: device.type == "cpu")
     monkeypatch.setattr(step_graphs.kernels, "rehearsal", rehearsal)
-    found, taken = answers_of(path, 16)
+    monkeypatch.setattr(step_graphs.StepGraphs, "_forward", seen)
+    with at_most(seconds=120):
+        found, taken = answers_of(path, 16)
     assert found == wanted
-    assert len(rehearsals) >= len(taken._forwards) > 2
+    assert len(taken._forwards) > 2 and rehearsed[1:] == [{shape} for shape in taken._forwards]
+    largest = step_graphs.Shape(tokens=32, rows=8, bound=512)
+    assert rehearsed[0] == {*step_graphs._FIRST_STEPS, largest}
+
+
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Whoever waits for ever, fails."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"not done in {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_rehearsal_within_a_rehearsal_is_refused() -> None:
+    rehearsal, refused = step_graphs.kernels.rehearsal, pytest.raises(AssertionError, match="would wait for itself")
+    with at_most(seconds=10), rehearsal(), refused, rehearsal():
+        pass
+    with at_most(seconds=10), rehearsal():
+        pass  # the end of the first left everything as it was
 
 
 def test_a_shortened_model_has_a_layer_of_each_kind(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvasir import LLM, RequestOutput, SamplingParams
+from kvasir import LLM, RequestOutput, SamplingParams, kernels
 from kvasir.models.native import NativeDecoder
+from kvasir.platforms import cpu_library
 from tests.cpu.test_starter import QUESTIONS
 from tests.native_builders import require_library
 
@@ -29,7 +30,8 @@ def test_greedy_text_equals_plain_torch(starter_model: Path) -> None:
     either may stand, and what follows is then its own: torch does not agree with itself there either, from one batch
     to another. Everywhere else the tokens are the same."""
     require_library()
-    theirs = generate(starter_model, QUESTIONS, 40, attention_backend="torch")
+    with kernels.reference_only():
+        theirs = generate(starter_model, QUESTIONS, 40, attention_backend="torch")
     ours = generate(starter_model, QUESTIONS, 40, attention_backend="cpu", quantization="none")
     compared = 0
     for one, other in zip(ours, theirs, strict=True):
@@ -64,6 +66,17 @@ def test_threads_stay_where_they_are_bound_until_the_engine_is_closed(starter_mo
     with LLM(str(starter_model), max_model_len=256, use_tqdm_on_load=False, cpu_bind="0-1"):
         others = [os.sched_getaffinity(int(thread.name)) for thread in Path("/proc/self/task").iterdir()]
         assert {0} in others or {1} in others, "the library's thread is pinned to one of them"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "float32"}, {"dtype": "bfloat16", "attention_backend": "torch"}], ids=str
+)
+def test_all_threads_are_as_many_as_were_asked_for(starter_model: Path, settings: dict[str, Any]) -> None:
+    """The library's too, which computes norms and samples even where torch attends."""
+    require_library()
+    for threads in (3, 1):
+        generate(starter_model, PROMPTS[:1], 2, cpu_threads=threads, **settings)
+        assert cpu_library.num_threads() == torch.get_num_threads() == threads
 
 
 def test_a_gguf_file_runs_as_it_is(starter_model: Path) -> None:

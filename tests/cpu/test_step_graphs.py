@@ -25,13 +25,75 @@ def test_a_step_whose_graph_found_no_memory_runs_without_one_for_a_while() -> No
     absent: Any = None
     rows: Any = SimpleNamespace(padding=8)
     graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(8), torch.device("cpu"))
+    released = []
+    graphs.pool.release = lambda: released.append(1)
     graphs.pool.capture = without_memory
+    assert graphs.shape_for(single_tokens(3)) is None and released == [1], "the very step that found none"
+    graphs.pool.capture = lambda run: SimpleNamespace(outputs=None)
+    assert graphs.shape_for(single_tokens(7)) is not None, "others have graphs"
+    found = [graphs.shape_for(single_tokens(3)) for _ in range(step_graphs.PUT_OFF + 2)]
+    assert found[:-2] == [None] * step_graphs.PUT_OFF and found[-1] == found[-2] is not None
+
+
+def test_a_head_that_found_no_memory_is_put_off_by_itself() -> None:
+    absent: Any = None
+    rows: Any = SimpleNamespace(padding=8)
+    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(8), torch.device("cpu"))
+    graphs.pool.release = lambda: None
+    graphs.pool.capture = lambda run: SimpleNamespace(outputs=None)
     shape = graphs.shape_for(single_tokens(3))
+    needs: Any = SimpleNamespace(bans=False, stages=(), logprob_lines=(), filters=False)
+    graphs.pool.capture = without_memory
+    graphs._lines[:] = 1000  # of a larger step
+    assert graphs.head_for(shape, 3, needs) is None and graphs._lines[:4].tolist() == [-1] * 4
+    assert graphs.shape_for(single_tokens(3)) == shape is not None
+
+
+def test_the_graphs_that_were_not_used_for_longest_make_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 4)
+    absent: Any = None
+    rows: Any = SimpleNamespace(padding=99)
+    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(64), torch.device("cpu"))
+    graphs.pool.capture = lambda run: SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), outputs=None)
+    dropped: list[int] = []
+    graphs.pool.drop = lambda graphs: dropped.append(len(graphs))
+    needs: Any = SimpleNamespace(bans=False, stages=(), logprob_lines=(), filters=False)
+    nothing = torch.zeros(0, dtype=torch.int32)
+
+    def step(count: int) -> None:
+        shape = graphs.shape_for(single_tokens(count))
+        graphs.forward(shape, torch.arange(count), nothing, nothing, nothing, nothing)
+        graphs.head(graphs.head_for(shape, count, needs))
+
+    for count in (8, 16, 8, 24):
+        step(count)
+    assert {shape.rows for shape in graphs._forwards} == {8, 24} and {head.rows for head in graphs._heads} == {8, 24}
+    assert dropped == [2] and graphs.use.dropped == 2 and graphs.use.count == 4
+    step(16)
+    assert {shape.rows for shape in graphs._forwards} == {16, 24} and graphs.use.dropped == 4
+
+
+def test_ranks_that_others_wait_for_do_not_go_on_alone() -> None:
+    absent: Any = None
+    rows: Any = SimpleNamespace(padding=8)
+    sizes = step_graphs.graph_sizes(8)
+    graphs = step_graphs.StepGraphs(absent, rows, absent, sizes, torch.device("cpu"), num_ranks=2)
+    graphs.pool.capture = without_memory
     with pytest.raises(torch.OutOfMemoryError):
-        graphs.forward(shape, *torch.zeros(5, 4, dtype=torch.int32))
-    assert graphs.shape_for(single_tokens(7)) is not None, "others keep their graphs"
-    found = [graphs.shape_for(single_tokens(3)) for _ in range(step_graphs.PUT_OFF + 1)]
-    assert found == [None] * step_graphs.PUT_OFF + [shape]
+        graphs.shape_for(single_tokens(3))
+
+
+def test_only_missing_memory_puts_a_graph_off() -> None:
+    absent: Any = None
+    rows: Any = SimpleNamespace(padding=8)
+    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(8), torch.device("cpu"))
+
+    def broken(run: Callable[[], Any]) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    graphs.pool.capture = broken
+    with pytest.raises(RuntimeError, match="illegal"):
+        graphs.shape_for(single_tokens(3))
 
 
 def test_a_graph_is_captured_on_inputs_that_exist() -> None:
@@ -60,6 +122,7 @@ def test_the_device_is_told_to_begin_with_the_longest() -> None:
     rows: Any = SimpleNamespace(padding=999)
     graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(256), torch.device("cpu"))
     plan = single_tokens(131)
+    graphs.pool.capture = lambda run: None
     plan.bounds, plan.token_ids = np.random.default_rng(0).integers(1, 400, 131), np.full(131, -1)
     told, _, _, order = graphs.told(plan, graphs.shape_for(plan))
     assert sorted(order) == list(range(136)) and list(told[order[131:]]) == [999] * 5, "padding comes last"

@@ -18,7 +18,7 @@ from kvasir.attention.base import AttentionBatch  # noqa: E402
 from kvasir.attention.triton import TritonAttention  # noqa: E402
 from kvasir.kernels.tiles import find_tiles  # noqa: E402
 from kvasir.kernels.triton import shared_prefix, tuned  # noqa: E402
-from kvasir.kernels.triton.activation import silu_mul  # noqa: E402
+from kvasir.kernels.triton.activation import gated_activation  # noqa: E402
 from kvasir.kernels.triton.decode_inputs import decode_inputs  # noqa: E402
 from kvasir.kernels.triton.draw import draw  # noqa: E402
 from kvasir.kernels.triton.gemv import gemv, takes  # noqa: E402
@@ -57,10 +57,12 @@ def test_rms_norm(width: int, dtype: torch.dtype) -> None:
     assert torch.equal(total, wanted_sum)
 
 
+@pytest.mark.parametrize("kind", reference.ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_silu_mul(dtype: torch.dtype) -> None:
-    x = randn(3, 2 * 1500, dtype=dtype)
-    close(silu_mul(x), reference.gated_activation(x, "silu"), dtype)
+def test_gated_activation(dtype: torch.dtype, kind: str) -> None:
+    x = 4 * randn(3, 2 * 1500, dtype=dtype)
+    x[:, :2] = torch.tensor([-90.0, 90.0])
+    close(gated_activation(x, kind), reference.gated_activation(x, kind), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -76,7 +76,7 @@ struct Packed {
     std::vector<int64_t> all(size_t(m.outputs));
     for (size_t i = 0; i < all.size(); i++) all[i] = int64_t(i);
     std::vector<uint16_t> out(size_t(m.outputs) * size_t(m.inputs));
-    kv_expand_rows(&m, all.data(), m.outputs, out.data());
+    check(kv_expand_rows(&m, all.data(), m.outputs, out.data()), "they are the matrix's rows");
     return out;
   }
 };
@@ -188,7 +188,8 @@ void test_experts() {
       kv_gated_linear(&ups[e], x.data(), hidden, tokens, SILU, between.data());
       kv_linear(&downs[e], between.data(), inner, tokens, made[e].data());
     }
-    kv_experts(ups, downs, 3, &routes, x.data(), SILU, out.data());
+    check(kv_experts(ups, downs, 2, &routes, x.data(), SILU, out.data()) == 0, "an expert that is not there is noticed");
+    check(kv_experts(ups, downs, 3, &routes, x.data(), SILU, out.data()) == 1, "all are there");
     double error = 0, size = 0;
     for (size_t i = 0; i < out.size(); i++) {
       size_t first = i / hidden * 2, second = first + 1;
@@ -293,7 +294,10 @@ void test_step_inputs() {
   std::vector<int64_t> rows = {1, 2}, ids(4), positions(4), slots(4);
   std::vector<int32_t> num_tokens = {1, 3}, token_ids = {-1, 6, 7, 8}, query_start(3), lengths(2);
   kv_step_tokens out{ids.data(), positions.data(), slots.data(), query_start.data(), lengths.data()};
-  kv_step_inputs(&state, rows.data(), num_tokens.data(), token_ids.data(), 2, &out);
+  for (int wrong : {3, 5})
+    check(!kv_step_inputs(&state, rows.data(), num_tokens.data(), token_ids.data(), 2, wrong, &out), "others are refused");
+  check(num_computed == std::vector<int32_t>{3, 17, 0}, "and change nothing");
+  check(kv_step_inputs(&state, rows.data(), num_tokens.data(), token_ids.data(), 2, 4, &out), "as many tokens as ids");
   check(ids == std::vector<int64_t>{71, 6, 7, 8} && positions == std::vector<int64_t>{17, 0, 1, 2}, "tokens are found");
   check(slots == std::vector<int64_t>{8 * 16 + 1, 32, 33, 34}, "and their places");
   check(lengths == std::vector<int32_t>{18, 3} && num_computed == std::vector<int32_t>{3, 18, 3}, "and counted");
@@ -318,11 +322,28 @@ void test_pool() {
   }
 }
 
+void test_a_pool_that_is_replaced_at_work() {
+  std::atomic<bool> done{false};
+  std::vector<std::thread> callers;
+  for (int c = 0; c < 2; c++)
+    callers.emplace_back([&] {
+      while (!done) {
+        std::atomic<int> total{0};
+        parallel(37, [&](int) { total++; });
+        check(total == 37, "every task runs once, on whichever threads");
+      }
+    });
+  for (int round = 0; round < 60; round++) check(configure_pool(1 + round % 4, nullptr) == 1 + round % 4, "all are granted");
+  done = true;
+  for (auto &caller : callers) caller.join();
+}
+
 }  // namespace
 
 int main() {
   where = "any instruction set";
   test_pool();
+  test_a_pool_that_is_replaced_at_work();
   test_step_inputs();
   configure_pool(3, nullptr);
   std::istringstream sets(kv_instruction_sets());

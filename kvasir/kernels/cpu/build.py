@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -18,8 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = HERE.parent.parent.parent / "csrc" / "cpu"
-NAME = "libkvasir_cpu.dylib" if sys.platform == "darwin" else "libkvasir_cpu.so"
+# Run as a file: importing kvasir would need torch, which a build does not have.
+_OF_THE_LIBRARY = runpy.run_path(str(HERE.parent.parent / "platforms" / "cpu_sources.py"))
+SOURCES: Path = _OF_THE_LIBRARY["SOURCES"]
+NAME: str = _OF_THE_LIBRARY["NAME"]
 
 _COMMON = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # Vectors as arguments are an ABI question only between files; gcc 12 takes its own intrinsics for uninitialised.
@@ -62,7 +65,8 @@ def sources() -> tuple[list[Path], list[str]]:
     if _is_x86() and len(known) < len(_FLAGS):
         left_out = ", ".join(sorted(set(_FLAGS) - set(known)))
         print(f"{' '.join(compiler())} does not know the instructions of {left_out}: left out", file=sys.stderr)
-    return files, [f"-DKVASIR_{Path(name).stem.upper()}" for name in known]
+    flags = [f"-DKVASIR_{Path(name).stem.upper()}" for name in known]
+    return files, [*flags, f'-DKVASIR_SOURCES="{_OF_THE_LIBRARY["fingerprint"]()}"']
 
 
 def _is_x86() -> bool:
@@ -79,10 +83,11 @@ def _takes(flags: Sequence[str]) -> bool:
 
 
 def is_current(target: Path = HERE / NAME) -> bool:
-    """Whether the library is at least as new as what it is made from. Without sources there is nothing to compare."""
+    """Whether the library is there, and made from the sources as they are where there are any."""
     if not target.is_file():
         return False
-    return all(file.stat().st_mtime <= target.stat().st_mtime for file in SOURCES.glob("*.*"))
+    now = _OF_THE_LIBRARY["fingerprint"]()
+    return now is None or now.encode() in target.read_bytes()
 
 
 def build(target: Path = HERE / NAME, extra: Sequence[str] = ()) -> Path:

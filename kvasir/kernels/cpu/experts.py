@@ -20,7 +20,8 @@ class PackedStack:
     """Matrices of one layout in one piece of memory, [count, bytes]."""
 
     def __init__(self, layout: Layout, memory: torch.Tensor) -> None:
-        assert tuple(memory.shape) == self.memory_shape(layout, len(memory)), "memory and layout differ"
+        if tuple(memory.shape) != self.memory_shape(layout, len(memory)) or not memory.is_contiguous():
+            raise ValueError(f"memory of {list(memory.shape)} is not that of matrices of {layout}")
         self.layout, self.memory = layout, memory
 
     @staticmethod
@@ -46,19 +47,29 @@ def multiply(
     activation: str,
 ) -> torch.Tensor:
     """The weighted sum of down(activation(gate(x)) * up(x)) of the experts that each token has chosen."""
-    assert x.dtype == torch.bfloat16, f"the library multiplies bfloat16, not {x.dtype}"
-    assert x.shape[1] == gate_up.layout.inputs, "x and the experts differ in width"
-    assert weights.shape == chosen.shape and len(chosen) == len(x), "each token has its choices"
+    _check_sizes(gate_up, down, x)
+    if chosen.dim() != 2 or weights.shape != chosen.shape or len(chosen) != len(x):
+        raise ValueError(f"{len(x)} tokens with choices {list(chosen.shape)} and weights {list(weights.shape)}")
     x, weights, chosen = x.contiguous(), weights.contiguous(), chosen.contiguous()
     routes = Routes(*chosen.shape, address(chosen, torch.int64), address(weights, torch.float32))
-    out = torch.empty(len(x), down.layout.outputs, dtype=torch.bfloat16)
-    loaded().kv_experts(
+    out = torch.empty_like(x)
+    are_there = loaded().kv_experts(
         gate_up.structs,
         down.structs,
         len(gate_up.memory),
         ctypes.byref(routes),
-        ctypes.c_void_p(x.data_ptr()),
+        ctypes.c_void_p(address(x, torch.bfloat16)),
         ACTIVATIONS[activation],
         ctypes.c_void_p(out.data_ptr()),
     )
+    if not are_there:
+        raise IndexError(f"experts {chosen.min()} to {chosen.max()} of {len(gate_up.memory)}")
     return out
+
+
+def _check_sizes(gate_up: PackedStack, down: PackedStack, x: torch.Tensor) -> None:
+    up, back = gate_up.layout, down.layout
+    if len(gate_up.memory) != len(down.memory) or (up.outputs, up.inputs) != (2 * back.inputs, back.outputs):
+        raise ValueError(f"{len(gate_up.memory)} of {up} do not go with {len(down.memory)} of {back}")
+    if x.dim() != 2 or x.shape[1] != up.inputs:
+        raise ValueError(f"rows of {up.inputs} numbers are wanted, not {list(x.shape)}")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from kvasir.kernels.cpu.step import StepView, address, cache_of, rotation_of
+from kvasir.kernels.cpu.step import StepView, address, cache_of, rotation_of, rows_address
 from kvasir.platforms.cpu_library import loaded
 from kvasir.platforms.cpu_structs import ACTIVATIONS, Layer, Norm, Rows, Sampling, StepTokens
 
@@ -38,7 +38,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if x.dim() > residual.dim():
+        x = x.sum(0)
     x, residual = x.contiguous(), residual.clone(memory_format=torch.contiguous_format)
+    if x.shape != residual.shape or residual.dtype != x.dtype:
+        raise TypeError(
+            f"{list(x.shape)} of {x.dtype} is not to be added to {list(residual.shape)} of {residual.dtype}"
+        )
     out = torch.empty_like(x)
     norm = norm_struct(weight, eps)
     rows = x.numel() // x.shape[-1]
@@ -69,7 +75,8 @@ def rope_store(
     v_scale: float = 1.0,
 ) -> torch.Tensor:
     """The queries are views of qkv, which is changed."""
-    assert k_scale == v_scale == 1.0, "a cache of 8-bit floats, which has scales, is not the library's"
+    if not k_scale == v_scale == 1.0:
+        raise TypeError("a cache of 8-bit floats, which has scales, is not the library's")
     qkv, kv_heads = qkv.contiguous(), kv_cache.shape[3]
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     layer = Layer(
@@ -81,7 +88,7 @@ def rope_store(
         kv_heads=kv_heads,
         head_dim=head_dim,
     )
-    step = StepView(_only_slots(slots), positions=positions.contiguous(), tokens=len(qkv))
+    step = StepView(_only_slots(slots.long()), positions=positions.contiguous(), tokens=len(qkv))
     loaded().kv_rope_store(ctypes.byref(layer), ctypes.byref(step.struct), _at(qkv))
     return qkv[:, : heads * head_dim].view(len(qkv), heads, head_dim)
 
@@ -108,19 +115,25 @@ def step_inputs(
     tables: torch.Tensor,
     block_size: int,
 ) -> tuple[torch.Tensor, ...]:
+    table, table_stride = rows_address(tables, torch.int32)
     state = Rows(
         num_computed=address(num_computed, torch.int32),
         next_token=address(next_token, torch.int32),
-        tables=address(tables, torch.int32),
-        table_stride=tables.stride(0),
+        tables=table,
+        table_stride=table_stride,
         block_size=block_size,
     )
+    asked = address(rows, torch.int64), address(num_tokens, torch.int32), address(token_ids, torch.int32)
     ids, positions, slots = torch.empty(3, len(token_ids), dtype=torch.int64).unbind(0)
     query_start, lengths = torch.empty(2 * len(rows) + 1, dtype=torch.int32).split((len(rows) + 1, len(rows)))
     out = StepTokens(*(each.data_ptr() for each in (ids, positions, slots, query_start, lengths)))
-    loaded().kv_step_inputs(
-        ctypes.byref(state), _at(rows), _at(num_tokens), _at(token_ids), len(rows), ctypes.byref(out)
+    fits = loaded().kv_step_inputs(
+        ctypes.byref(state), *map(ctypes.c_void_p, asked), len(rows), len(token_ids), ctypes.byref(out)
     )
+    if not fits:
+        raise ValueError(
+            f"{len(token_ids)} token ids, and the sequences' tokens are not as many: {num_tokens.tolist()}"
+        )
     return ids, positions, slots, query_start, lengths
 
 

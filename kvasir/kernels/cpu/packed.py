@@ -91,7 +91,10 @@ class PackedMatrix:
     """A layout with its memory (uint8, flat) and, if there is one, a bias of bfloat16."""
 
     def __init__(self, layout: Layout, memory: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        assert memory.numel() == layout.num_bytes and memory.is_contiguous(), "memory and layout differ"
+        if memory.numel() != layout.num_bytes or not memory.is_contiguous():
+            raise ValueError(f"{layout} takes {layout.num_bytes} bytes side by side, not {memory.numel()}")
+        if bias is not None and (bias.shape != (layout.outputs,) or bias.dtype != torch.bfloat16):
+            raise ValueError(f"{layout.outputs} biases of bfloat16 are wanted, not {list(bias.shape)} of {bias.dtype}")
         self.layout, self.memory, self.bias = layout, memory, bias
         form, at = layout.format, memory.data_ptr()
         scale = at + layout.data_bytes
@@ -117,6 +120,8 @@ class PackedMatrix:
             rows = rows.float()
         if rows.stride(1) != 1:
             rows = rows.contiguous()
+        self._check_width(rows)
+        self._check_place(first, len(rows))
         loaded().kv_pack(
             ctypes.byref(self.struct),
             ctypes.c_void_p(rows.data_ptr()),
@@ -128,6 +133,7 @@ class PackedMatrix:
 
     def fill_gguf(self, rows: torch.Tensor, kind: str, first: int = 0) -> None:
         """The same from a GGUF file's bytes, [n, bytes of a row], each row contiguous."""
+        self._check_place(first, len(rows))
         known = loaded().kv_pack_gguf(
             ctypes.byref(self.struct),
             ctypes.c_void_p(rows.data_ptr()),
@@ -136,23 +142,27 @@ class PackedMatrix:
             first,
             len(rows),
         )
-        assert known, f"the library does not know {kind}"
+        if not known:
+            raise ValueError(f"the library does not know {kind}")
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """These rows as bfloat16, [n, inputs]."""
         out = torch.empty(len(numbers), self.layout.inputs, dtype=torch.bfloat16)
         numbers = numbers.to(torch.int64).contiguous()
-        loaded().kv_expand_rows(
+        are_there = loaded().kv_expand_rows(
             ctypes.byref(self.struct),
             ctypes.c_void_p(numbers.data_ptr()),
             len(numbers),
             ctypes.c_void_p(out.data_ptr()),
         )
+        if not are_there:
+            raise IndexError(f"rows {numbers.min()} to {numbers.max()} of a matrix of {self.layout.outputs}")
         return out
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, inputs] bfloat16 -> [rows, outputs], bias added."""
         x = _dense(x)
+        self._check_width(x)
         out = torch.empty(len(x), self.layout.outputs, dtype=torch.bfloat16)
         loaded().kv_linear(
             ctypes.byref(self.struct),
@@ -164,8 +174,11 @@ class PackedMatrix:
         return out
 
     def gated_linear(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """activation(first half of the outputs) * second half."""
+        """activation(first half of the outputs) * second half; the halves are multiples of 16."""
         x = _dense(x)
+        self._check_width(x)
+        if self.layout.outputs % 32:
+            raise ValueError(f"halves of {self.layout.outputs} outputs are no multiples of 16")
         out = torch.empty(len(x), self.layout.outputs // 2, dtype=torch.bfloat16)
         loaded().kv_gated_linear(
             ctypes.byref(self.struct),
@@ -176,6 +189,14 @@ class PackedMatrix:
             ctypes.c_void_p(out.data_ptr()),
         )
         return out
+
+    def _check_width(self, x: torch.Tensor) -> None:
+        if x.dim() != 2 or x.shape[1] != self.layout.inputs:
+            raise ValueError(f"rows of {self.layout.inputs} numbers are wanted, not {list(x.shape)}")
+
+    def _check_place(self, first: int, count: int) -> None:
+        if first < 0 or first + count > self.layout.outputs:
+            raise ValueError(f"rows {first} to {first + count} of a matrix of {self.layout.outputs}")
 
 
 def pack(weight: torch.Tensor, form: Format = BF16, bias: torch.Tensor | None = None) -> PackedMatrix:
@@ -193,7 +214,8 @@ def plain(weight: torch.Tensor) -> PackedMatrix:
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    assert x.dtype == torch.bfloat16, f"the library multiplies bfloat16, not {x.dtype}"
+    if x.dtype != torch.bfloat16:
+        raise TypeError(f"the library multiplies bfloat16, not {x.dtype}")
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

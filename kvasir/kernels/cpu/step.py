@@ -34,7 +34,7 @@ class StepView:
         self._kept = [batch.rows, batch.query_start, batch.seq_lens, ids, positions]
         self._kept += [tensor for each in batches for tensor in (each.slots, each.tables)]
         self._groups = (Group * len(batches))(
-            *(Group(each.slots.data_ptr(), each.tables.data_ptr(), each.tables.stride(0)) for each in batches)
+            *(Group(address(each.slots, torch.int64), *rows_address(each.tables, torch.int32)) for each in batches)
         )
         self.struct = Step(
             tokens=tokens or len(batch.slots),
@@ -53,7 +53,10 @@ class StepView:
 def cache_of(kv_cache: torch.Tensor) -> Cache:
     """[blocks, 2, block_size, kv_heads, head_dim] of bfloat16, or of int8 with four more bytes for a scale."""
     block, value, token, head, last = kv_cache.stride()
-    assert last == 1, "a head's numbers lie side by side"
+    if last != 1 or kv_cache.dtype not in (torch.bfloat16, torch.int8):
+        raise TypeError(
+            f"a cache of bfloat16 or int8, heads dense, is wanted, not {kv_cache.dtype} {kv_cache.stride()}"
+        )
     return Cache(
         data=kv_cache.data_ptr(),
         block_stride=block,
@@ -72,8 +75,16 @@ def rotation_of(table: torch.Tensor | None, interleaved: bool) -> Rotation:
 
 
 def address(tensor: torch.Tensor | None, dtype: torch.dtype) -> int | None:
-    """Where a tensor's numbers begin."""
+    """Where a dense tensor's numbers begin."""
     if tensor is None:
         return None
-    assert tensor.dtype == dtype and tensor.is_contiguous(), f"a dense tensor of {dtype} is wanted, not {tensor.dtype}"
+    if tensor.dtype != dtype or not tensor.is_contiguous():
+        raise TypeError(f"a dense tensor of {dtype} is wanted, not {tensor.dtype} with strides {tensor.stride()}")
     return tensor.data_ptr()
+
+
+def rows_address(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    """The same for dense rows, and how far they are apart."""
+    if tensor.dtype != dtype or tensor.dim() != 2 or tensor.stride(1) != 1:
+        raise TypeError(f"dense rows of {dtype} are wanted, not {tensor.dtype} with strides {tensor.stride()}")
+    return tensor.data_ptr(), tensor.stride(0)

@@ -1,6 +1,6 @@
 """Triton kernels. Each equals a function of kernels/reference.py or the torch attention backend."""
 
-from kvasir.kernels.triton.activation import silu_mul
+from kvasir.kernels.triton.activation import gated_activation
 from kvasir.kernels.triton.bitmask import mask_logits
 from kvasir.kernels.triton.block_copy import copy_blocks
 from kvasir.kernels.triton.draw import draw
@@ -16,6 +16,7 @@ __all__ = [
     "blocks_for",
     "copy_blocks",
     "draw",
+    "gated_activation",
     "gemv",
     "grouped_linear",
     "is_fit",
@@ -25,7 +26,6 @@ __all__ = [
     "parts_for",
     "rms_norm",
     "rope_store",
-    "silu_mul",
     "takes",
     "tile_linear",
 ]

@@ -1,4 +1,4 @@
-"""silu(gate) * up in one launch."""
+"""activation(gate) * up in one launch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,38 @@ from kvasir.kernels.triton.overlap import await_previous, early
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, y_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _activate(x, KIND: tl.constexpr):
+    if KIND == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif KIND == "gelu_tanh":  # (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u))
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif KIND == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(KIND == "relu", "not an activation of kernels/reference.py")
+        y = tl.maximum(x, 0.0)
+    return y
+
+
+@triton.jit
+def _gated_kernel(
+    x_ptr, y_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH
     gate = tl.load(x_ptr + row * 2 * WIDTH + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * WIDTH + WIDTH + i, mask=inside, other=0.0).to(tl.float32)
-    # rounded in between, as the reference is
-    active = (gate / (1.0 + tl.exp(-gate))).to(y_ptr.dtype.element_ty).to(tl.float32)
+    active = _activate(gate, KIND).to(y_ptr.dtype.element_ty).to(tl.float32)  # rounded, as the reference is
     tl.store(y_ptr + row * WIDTH + i, (active * up).to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """x [tokens, 2 * n], contiguous: silu of the left half, times the right half."""
+def gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """x [tokens, 2 * n], contiguous: the activation of the left half, times the right half."""
     tokens, width = x.shape[0], x.shape[1] // 2
     y = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
     block = min(1024, triton.next_power_of_2(width))
-    _silu_mul_kernel[(tokens, triton.cdiv(width, block))](x, y, WIDTH=width, BLOCK=block, num_warps=4, **early(x))
+    grid = (tokens, triton.cdiv(width, block))
+    _gated_kernel[grid](x, y, WIDTH=width, BLOCK=block, KIND=kind, num_warps=4, **early(x))
     return y

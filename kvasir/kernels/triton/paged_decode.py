@@ -78,6 +78,8 @@ def _decode_kernel(
     for first in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         token = first + n
         valid = token < end
+        if WINDOW > 0:  # blocks left of the window may be another request's by now
+            valid = valid & (token >= length - WINDOW)
         block = tl.load(table + token // BLOCK_SIZE, mask=valid, other=0).to(tl.int64)
         at = block * block_stride + (token % BLOCK_SIZE) * token_stride + kv_head * head_stride
         mask = valid[:, None] & (d < DIM)[None, :]
@@ -85,13 +87,10 @@ def _decode_kernel(
         v = tl.load(cache_ptr + value_stride + at[:, None] + d[None, :], mask=mask, other=0.0)
         k = k.to(q.dtype)  # the cache may hold 8-bit floats
         v = v.to(q.dtype)
-        seen = valid
-        if WINDOW > 0:
-            seen = valid & (token >= length - WINDOW)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if SOFTCAP > 0:
             s = soft_cap(s, SOFTCAP)
-        s = tl.where(seen[None, :], s, -float("inf"))
+        s = tl.where(valid[None, :], s, -float("inf"))
         new_top = tl.maximum(top, tl.max(s, 1))
         p = tl.exp2(s - new_top[:, None])
         shrink = tl.exp2(top - new_top)

@@ -1,7 +1,8 @@
 """Causal paged attention of chunks of query tokens, against a cache that already holds the chunks' own keys and values.
 
 Pages of 64 tokens and more are read through a tensor descriptor (on an H200 11 to 31 % faster than pointers); such a
-load cannot be masked, so the cache must hold no NaN in slots that were never written.
+load cannot be masked. What lies in slots past a sequence's end, or in blocks left of its window, may be another
+request's: its values are set to 0 where a tile has such slots, since their weight of 0 would not undo a NaN.
 """
 
 from __future__ import annotations
@@ -63,17 +64,24 @@ def _prefill_kernel(
         free_from = tl.maximum(first_pos + BLOCK_M - WINDOW, 0)
         free_from = tl.cdiv(free_from, BLOCK_N) * BLOCK_N
     free_to = (first_pos + 1) // BLOCK_N * BLOCK_N  # keys before this are seen by every query of the tile
-    for phase in tl.static_range(3):  # window edge, a loop without masks, the diagonal
+    whole = length
+    if DESCRIPTOR:
+        whole = length // BLOCK_N * BLOCK_N
+    # The window's edge, a loop without masks, the diagonal, and what is read past the sequence's end.
+    for phase in tl.static_range(4):
         if phase == 0:
             low = begin
             high = tl.minimum(free_from, free_to)
         elif phase == 1:
             low = tl.maximum(begin, tl.minimum(free_from, free_to))
             high = free_to
-        else:
+        elif phase == 2:
             low = tl.maximum(begin, free_to)
+            high = tl.minimum(end, whole)
+        else:
+            low = tl.maximum(tl.maximum(begin, free_to), whole)
             high = end
-        if phase > 0 or WINDOW > 0:
+        if (phase == 0 and WINDOW > 0) or phase == 1 or phase == 2 or (phase == 3 and DESCRIPTOR):
             for first in tl.range(low, high, BLOCK_N, num_stages=STAGES):
                 if DESCRIPTOR:
                     page = tl.load(table + first // BLOCK_SIZE) * 2 * BLOCK_SIZE + first % BLOCK_SIZE
@@ -98,6 +106,11 @@ def _prefill_kernel(
                     if WINDOW > 0:
                         seen = seen & (key > position[:, None] - WINDOW)
                     s = tl.where(seen, s, -float("inf"))
+                if phase == 3 or (WINDOW > 0 and phase != 1):  # through registers, slower: not on every diagonal
+                    own = first + n < length
+                    if WINDOW > 0:
+                        own = own & (first + n > first_pos - WINDOW)  # seen by some query of the tile
+                    v = tl.where(own[:, None], v, 0.0)
                 new_top = tl.maximum(top, tl.max(s, 1) * factor)
                 if WINDOW > 0:  # a row may see nothing of a tile
                     new_top = tl.maximum(new_top, -1.0e30)
@@ -107,6 +120,12 @@ def _prefill_kernel(
                 acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
                 top = new_top
     tl.store(out_ptr + at_q, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=used)
+
+
+def reads_by_descriptor(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
+    block_size, dim = kv_cache.shape[2], kv_cache.shape[4]
+    whole = block_size % 64 == 0 and triton.next_power_of_2(dim) == dim and query.element_size() == 2 and query.is_cuda
+    return whole and kv_cache.is_contiguous() and dim * kv_cache.itemsize >= 32  # bytes of a tile's row
 
 
 def paged_prefill(
@@ -126,8 +145,7 @@ def paged_prefill(
     _, heads, dim = query.shape
     blocks, _, block_size, kv_heads, _ = kv_cache.shape
     padded = triton.next_power_of_2(dim)
-    descriptor = block_size % 64 == 0 and padded == dim and query.element_size() == 2 and query.is_cuda
-    descriptor = descriptor and kv_cache.is_contiguous() and dim * kv_cache.itemsize >= 32  # bytes of a tile's row
+    descriptor = reads_by_descriptor(query, kv_cache)
     pages = kv_cache
     block_m, block_n, warps, stages = (128, 64, 4, 3) if descriptor else (64, 32, 4, 3)
     if descriptor:

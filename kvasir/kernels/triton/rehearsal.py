@@ -19,6 +19,7 @@ from kvasir.platforms.limits import usable_cpus
 
 THREADS = "compile"  # how their names begin
 _ONE_AT_A_TIME = threading.Lock()  # the hook is the whole process's
+_THIS_THREAD = threading.local()  # whether it rehearses
 _EMPTY: dict[Any, Callable[..., Any]] = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like}
 
 
@@ -35,6 +36,7 @@ def rehearsal() -> Iterator[None]:
 
     On leaving, everything that it would have launched is compiled.
     """
+    assert not getattr(_THIS_THREAD, "rehearses", False), "a rehearsal within a rehearsal would wait for itself"
     here = threading.get_ident()
     missing: dict[tuple[Any, str], str] = {}  # kernel and variant -> how to compile it
 
@@ -48,11 +50,13 @@ def rehearsal() -> Iterator[None]:
     with _ONE_AT_A_TIME:
         before = knobs.runtime.jit_cache_hook
         knobs.runtime.jit_cache_hook = put_off
+        _THIS_THREAD.rehearses = True
         try:
             with _Zeros():
                 yield
         finally:
             knobs.runtime.jit_cache_hook = before
+            _THIS_THREAD.rehearses = False
     if not missing:
         return
     with ThreadPoolExecutor(usable_cpus(), THREADS, torch.cuda.set_device, (torch.cuda.current_device(),)) as pool:

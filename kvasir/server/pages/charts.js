@@ -90,11 +90,12 @@ export function drawLedger(bar, table, memory, blocks, totals) {
   const lines = [
     ["Weights", memory.weights, themed("--muted")],
     ["The largest step", memory.largest_step, themed("--prompt")],
+    ["CUDA graphs", memory.graphs, themed("--prompt")],
     ["Cache, in use", blocks.used * blocks.bytes, themed("--decode")],
     ["Cache, kept for hits", blocks.cached * blocks.bytes, themed("--cached")],
     ["Cache, free", (blocks.total - blocks.used - blocks.cached) * blocks.bytes, themed("--free")],
     ["Outside torch", memory.outside, themed("--line")],
-  ].filter(([name, bytes]) => bytes || !["The largest step", "Outside torch"].includes(name)); // measured on GPUs
+  ].filter(([name, bytes]) => bytes || !["The largest step", "CUDA graphs", "Outside torch"].includes(name)); // measured on GPUs
   const all = lines.reduce((sum, line) => sum + line[1], 0);
   bar.replaceChildren();
   const body = table.tBodies[0];
@@ -116,6 +117,7 @@ export function drawLedger(bar, table, memory, blocks, totals) {
     row.insertCell().textContent = name;
     row.insertCell().textContent = words;
   };
+  if (memory.largest_step === null) line("The largest step", "not measured");
   line(memory.total ? "Together, of the device's" : "Together", memory.total ? `${size(all)} of ${size(memory.total)}` : size(all));
   if (!totals.host_blocks) return;
   const held = totals.host_used_blocks + totals.host_cached_blocks;

@@ -7,7 +7,7 @@ import pytest
 from kvasir.engine.core import EngineCore
 from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError
 from kvasir.executor.fake import DelayExecutor
-from kvasir.messages import BeamSpec, StepFuture, StepPlan
+from kvasir.messages import BeamSpec, GraphUse, StepFuture, StepPlan
 from tests.builders import Collector, ScoringExecutor, expected, make_core, request, run
 
 
@@ -211,3 +211,25 @@ def test_beams_share_their_prompt_again_after_starting_over(budget: int, thresho
     core.scheduler.start_over()
     run(core, max_steps=100)
     assert core.stats().num_used_blocks == 0
+
+
+def test_what_graphs_take_is_told_with_results() -> None:
+    core = make_core(1)
+    sample, use = core.executor.sample, GraphUse(count=3, bytes=5 << 20, put_off=2, dropped=1)
+
+    def sample_by_graph() -> StepFuture:
+        future = sample()
+        future.result().graphs = use
+        return future
+
+    core.executor.sample = sample_by_graph  # type: ignore[method-assign]
+    assert (core.stats().num_graphs, core.snapshot().memory.graphs) == (0, 0)
+    core.add(request(0, [1, 2, 3], 2))
+    run(core)
+    stats = core.stats()
+    assert (stats.num_graphs, stats.graph_bytes, stats.graphs_put_off, stats.graphs_dropped) == (3, 5 << 20, 2, 1)
+    assert core.snapshot().memory.graphs == 5 << 20
+    core.executor.sample = sample  # type: ignore[method-assign]
+    core.add(request(1, [1, 2, 3], 2))
+    run(core)
+    assert core.stats().num_graphs == 3, "a result that says nothing changes nothing"

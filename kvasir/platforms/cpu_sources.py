@@ -1,0 +1,22 @@
+"""What the CPU library is called and made from. Read by its build, which runs without kvasir: standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+NAME = "libkvasir_cpu.dylib" if sys.platform == "darwin" else "libkvasir_cpu.so"
+SOURCES = Path(__file__).parent.parent.parent / "csrc" / "cpu"
+
+
+def fingerprint() -> str | None:
+    """Stands for the sources as they are; None where there are none, as in an installed wheel. The library keeps that
+    of its own (kv_sources), so that one built from others is not taken for it."""
+    files = sorted(file for file in SOURCES.glob("*.*") if file.suffix in (".cpp", ".h", ".inl"))
+    if not files:
+        return None
+    all_of_them = hashlib.sha256()
+    for file in files:
+        all_of_them.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return all_of_them.hexdigest()[:16]
