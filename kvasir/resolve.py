@@ -410,20 +410,29 @@ def _settle_threads(asked: DeviceConfig, workers: int, platform: platforms.Platf
 
 def _refuse_what_needs_the_library(asked: EngineConfig, model: ModelConfig, device: DeviceConfig) -> None:
     """Quantized weights and caches are the CPU library's."""
-    small_cache = asked.cache.kv_cache_dtype == "int8"
     wishes = {
         "quantization": asked.model.quantization,
-        "kv_cache_dtype": "int8" if small_cache else None,
+        "kv_cache_dtype": "int8" if asked.cache.kv_cache_dtype == "int8" else None,
         "packed_weights_dir": asked.load.packed_weights_dir,
     }
-    if small_cache and model.model_impl == "transformers":
-        raise ConfigError("kv_cache_dtype='int8' needs a model that Kvasir runs itself; leave it at auto.")
     for name, value in wishes.items():
-        if value not in (None, "none", "auto") and device.attention_backend != "cpu":
+        if value in (None, "none"):
+            continue
+        if model.model_impl == "transformers":
+            raise ConfigError(_not_through_transformers(name, value, asked.model.model_impl, model.hf))
+        if device.attention_backend != "cpu":
             raise ConfigError(
                 f"{name}={value!r} runs on the CPU, in bfloat16, with our C++ library (attention_backend='cpu'); here "
                 f"the device is {device.device} and the backend {device.attention_backend}. Leave {name} unset."
             )
+
+
+def _not_through_transformers(name: str, value: str, asked_impl: str, hf: dict[str, Any]) -> str:
+    needs = f"{name}={value!r} needs a model that Kvasir runs itself"
+    if asked_impl == "transformers":
+        return f"{needs}, and model_impl='transformers' has transformers run it; leave one of the two unset."
+    architecture = ", ".join(hf.get("architectures") or ["this model"])
+    return f"{needs}, and {architecture} has no spec here, so it runs through transformers; leave {name} unset."
 
 
 def _quantization(asked: str | None, load: LoadConfig, device: DeviceConfig) -> str | None:

@@ -36,15 +36,17 @@ RoPE scaling: linear, dynamic, yarn, llama3, longrope. ALiBi is not there.
 
 Any other model that transformers has as `AutoModelForCausalLM`, and whose code uses its attention interface, runs
 through transformers' own code with Kvasir's paged attention, scheduling and sampling (`model_impl`, on one device;
-proof: `tests/cpu/test_fallback.py`). Models of your own: `kvasir.ModelRegistry.register_model`, or an entry point of
-the group `kvasir.plugins`; `examples/add_a_model.py` adds one in under 60 lines.
+proof: `tests/cpu/test_fallback.py`). What the CPU library does with weights and caches (`quantization`,
+`packed_weights_dir`, `kv_cache_dtype=int8`) is refused for them.
+Models of your own: `kvasir.ModelRegistry.register_model`, or an entry point of the group `kvasir.plugins`;
+`examples/add_a_model.py` adds one in under 60 lines.
 
 ## GGUF
 
 `LLM("model.gguf")` runs files of {kinds} (Mistral's are `llama`), with tensors of {types},
-expanded to the model's type. The tokenizer is made from the file: SentencePiece vocabularies, and byte-level ones split
-in the ways {splits}.
-Proof: `tests/cpu/test_gguf.py`.
+which the CPU library [keeps as they are](cpu.md#gguf-files) and anything else expands to the model's type. The
+tokenizer is made from the file: SentencePiece vocabularies, and byte-level ones split in the ways {splits}.
+Proof: `tests/cpu/test_gguf.py`, and on the CPU library `tests/cpu/test_gguf_native.py`.
 """
 
 

@@ -1,11 +1,11 @@
 #include "attention.h"
 
 #include <math.h>
-#include <string.h>
 
 #include <algorithm>
 #include <vector>
 
+#include "bfloat.h"
 #include "machine.h"
 #include "pool.h"
 
@@ -15,13 +15,6 @@ namespace {
 constexpr int PARTIAL_BUFFER = 1, SCRATCH_BUFFER = 2;
 constexpr int ROWS_AT_ONCE = 112;  // queries times shared heads: enough to pay for packing the keys
 constexpr int KEYS_WORTH_SPLITTING = 256;
-
-uint16_t to_bf16(float x) {
-  uint32_t u;
-  memcpy(&u, &x, 4);
-  if (isnan(x)) return uint16_t((u >> 16) | 64);
-  return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
 
 // Puts together what was found over several ranges of keys.
 void merge(const Attend *parts, int count) {
@@ -38,7 +31,7 @@ void merge(const Attend *parts, int count) {
       for (int j = 0; j < d; j++) sums[size_t(j)] += part[j] * weight;
     }
     uint16_t *out = a.out + size_t(row / a.shared) * a.out_stride + size_t(row % a.shared) * d;
-    for (int j = 0; j < d; j++) out[j] = to_bf16(total == 0 ? 0.f : sums[size_t(j)] / total);
+    for (int j = 0; j < d; j++) out[j] = to_bfloat(total == 0 ? 0.f : sums[size_t(j)] / total);
   }
 }
 

@@ -14,7 +14,7 @@
 namespace kvasir {
 namespace {
 
-constexpr int STATES_BUFFER = 3, PARTS_BUFFER = 4;
+constexpr int STATES_BUFFER = 3;
 constexpr int FEW_TOKENS = 4;  // so few are not worth waking anyone for
 
 template <class F>
@@ -146,17 +146,7 @@ class Forward {
 
   void feed_forward(const kv_layer &layer, const uint16_t *x, uint16_t *out) {
     size_t hidden = size_t(decoder_.hidden), inner = size_t(layer.down.inputs);
-    if (!layer.gated) {
-      linear(layer.up, x, hidden, step_.tokens, s_.inner, inner, ACTIVATE, layer.activation);
-    } else if (inner % 16 == 0) {
-      linear(layer.up, x, hidden, step_.tokens, s_.inner, inner, GATE, layer.activation);
-    } else {
-      auto *halves = (uint16_t *)thread_buffer(PARTS_BUFFER, size_t(step_.tokens) * inner * 4);
-      linear(layer.up, x, hidden, step_.tokens, halves, 2 * inner);
-      each_token(step_.tokens, [&](int t) {
-        set_.gated(halves + size_t(t) * 2 * inner, s_.inner + size_t(t) * inner, int32_t(inner), layer.activation);
-      });
-    }
+    linear(layer.up, x, hidden, step_.tokens, s_.inner, inner, layer.gated ? GATE : ACTIVATE, layer.activation);
     linear(layer.down, s_.inner, inner, step_.tokens, out, hidden);
   }
 

@@ -33,6 +33,17 @@ int32_t kv_expand_rows(const kvasir::Matrix *, const int64_t *rows, int32_t coun
 void kv_linear(const kvasir::Matrix *, const uint16_t *x, int64_t stride, int32_t rows, uint16_t *out);
 void kv_gated_linear(const kvasir::Matrix *, const uint16_t *x, int64_t stride, int32_t rows, int32_t activation,
                      uint16_t *out);
+
+struct kv_routes {  // which experts tokens go to, and how much of each they get: [tokens][top_k]
+  int32_t tokens, top_k;
+  const int64_t *chosen;
+  const float *weights;
+};
+
+// The weighted sums of what the chosen experts, of which all are equally large, make of x, [tokens][hidden]:
+// down(activation(gate) * up). False: a token has chosen one that is not there, and nothing is written.
+int32_t kv_experts(const kvasir::Matrix *gate_up, const kvasir::Matrix *down, int32_t experts, const kv_routes *,
+                   const uint16_t *x, int32_t activation, uint16_t *out);
 void kv_norm(const kvasir::Norm *, const uint16_t *x, int32_t rows, int32_t size, uint16_t *out);
 // residual += x; out = its norm
 void kv_add_norm(const kvasir::Norm *, const uint16_t *x, uint16_t *residual, int32_t rows, int32_t size, uint16_t *out);

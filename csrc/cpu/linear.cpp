@@ -9,7 +9,7 @@
 namespace kvasir {
 namespace {
 
-constexpr int ROWS_BUFFER = 0;
+constexpr int ROWS_BUFFER = 0, HALVES_BUFFER = 4;
 constexpr int64_t WORTH_SHARING = 1 << 15;  // numbers to pack
 
 // Brings the rows into the kernels' layout. A single row of bfloat16 is in it already.
@@ -44,11 +44,29 @@ Rows pack_rows(const Kernels &set, const Matrix &m, const uint16_t *x, size_t st
   return rows;
 }
 
+// Gate and up that are no whole blocks: multiplied first, then joined.
+void gate_apart(const Matrix &m, const uint16_t *x, size_t stride, int count, uint16_t *out, size_t out_stride,
+                int activation) {
+  const Kernels &set = kernels();
+  size_t both = size_t(m.outputs);
+  auto *halves = (uint16_t *)thread_buffer(HALVES_BUFFER, size_t(count) * both * 2);
+  linear(m, x, stride, count, halves, both);
+  auto join = [&](int row) {
+    set.gated(halves + size_t(row) * both, out + size_t(row) * out_stride, int32_t(both / 2), activation);
+  };
+  if (int64_t(count) * int64_t(both) < WORTH_SHARING) {
+    for (int row = 0; row < count; row++) join(row);
+  } else {
+    parallel(count, join);
+  }
+}
+
 }  // namespace
 
 void linear(const Matrix &m, const uint16_t *x, size_t stride, int count, uint16_t *out, size_t out_stride, After after,
             int activation) {
   if (count == 0) return;
+  if (after == GATE && m.outputs % 32) return gate_apart(m, x, stride, count, out, out_stride, activation);
   const Kernels &set = kernels();
   Rows rows = pack_rows(set, m, x, stride, count);
   Product work{&m, &rows, out, out_stride, after == GATE, after == ACTIVATE, activation};

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "bfloat.h"
 #include "kvasir_cpu.h"
 #include "machine.h"
 #include "pool.h"
@@ -33,13 +34,6 @@ struct Source {
   }
 };
 
-uint16_t to_bf16(float x) {
-  uint32_t u;
-  memcpy(&u, &x, 4);
-  if ((u & 0x7fffffff) > 0x7f800000) return uint16_t(u >> 16 | 64);
-  return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
-
 // Rows begin .. end of one block, from those of the source.
 void pack_bf16_block(const Matrix &m, const Source &source, int first, int begin, int end) {
   int K = m.padded_inputs, block = begin / 16, inputs = m.inputs;
@@ -54,7 +48,7 @@ void pack_bf16_block(const Matrix &m, const Source &source, int first, int begin
     rows[row % 16] = direct ? (const uint16_t *)source.data + (row - first) * source.stride : copy;
     if (direct) continue;
     source.read(row - first, inputs, wide.data());
-    for (int k = 0; k < inputs; k++) copy[k] = to_bf16(wide[size_t(k)]);
+    for (int k = 0; k < inputs; k++) copy[k] = to_bfloat(wide[size_t(k)]);
   }
   int from = begin % 16, to = (end - 1) % 16 + 1;
   for (int p = 0; p < K / 2; p++)

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from kvasir.distributed.mesh import Mesh
-from kvasir.kernels.cpu.packed import Format
-from kvasir.quantization.base import MethodOf, TensorKey, parameter, unquantized
+from kvasir.quantization.base import TensorKey, parameter
+from kvasir.quantization.cpu_vocabulary import Vocabulary
+from kvasir.quantization.methods import Methods, Unquantized
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,9 @@ class Build:
 
     dtype: torch.dtype
     mesh: Mesh = field(default_factory=Mesh)
-    method_of: MethodOf = unquantized
+    methods: Methods = field(default_factory=Unquantized)
     device: torch.device = field(default_factory=lambda: torch.device("meta"))
-    vocabulary: Format | None = None  # how the CPU library keeps the matrix of the head; None: it does not
+    vocabulary: Vocabulary | None = None  # how the CPU library keeps embedding and head; None: it does not
 
     def parameter(self, *shape: int) -> nn.Parameter:
         return parameter(shape, self.dtype, self.device)
@@ -32,6 +33,8 @@ class Build:
 
 class WeightLayer(nn.Module):
     """A layer that a checkpoint's tensors go into. By default each parameter is one tensor, whole on every rank."""
+
+    takes_packed_rows = False  # whether `load` knows a GGUF file's matrices as they are
 
     def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
         """The tensors a checkpoint must have for this layer, with their shapes there."""

@@ -12,17 +12,20 @@ from kvasir import kernels
 from kvasir.kernels.cpu.packed import PLAIN, Format, Layout, PackedMatrix, pack, plain
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.quantization.base import TensorKey
+from kvasir.quantization.cpu_vocabulary import pack_as_in_file
+from kvasir.quantization.gguf import PackedRows, expanded
 
 
 class Embedding(WeightLayer):
     """A vector per token. `tied`: its matrix is the head's too."""
 
+    takes_packed_rows = True
     matrix: PackedMatrix | None = None  # where the CPU library has it, `weight` is empty
 
     def __init__(self, build: Build, vocab_size: int, hidden_size: int, *, tied: bool = False) -> None:
         super().__init__()
-        self.mesh, self.tied, self.format = build.mesh, tied, build.vocabulary
-        self.vocab_size = vocab_size
+        self.mesh, self.tied, self.vocabulary = build.mesh, tied, build.vocabulary
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.own = build.mesh.shard(vocab_size, "vocab_size")
         self.weight = build.parameter(self.own.stop - self.own.start, hidden_size)
 
@@ -44,14 +47,20 @@ class Embedding(WeightLayer):
         return self.matrix.linear(hidden)
 
     def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
-        return {("weight", None): (self.vocab_size, self.weight.shape[1])}
+        return {("weight", None): (self.vocab_size, self.hidden_size)}
 
-    def load(self, key: TensorKey, tensor: torch.Tensor) -> None:
-        self.weight.data.copy_(tensor[self.own])
+    def load(self, key: TensorKey, tensor: torch.Tensor | PackedRows) -> None:
+        if not isinstance(tensor, PackedRows):
+            self.weight.data.copy_(tensor[self.own])
+        elif self.vocabulary is not None and self.vocabulary.keeps(tensor):
+            self.matrix = pack_as_in_file(tensor.cut(self.own), self._bias())
+            self._forget()
+        else:
+            self.weight.data.copy_(tensor.cut(self.own).expand())
 
     def process(self) -> None:
-        if self.format is not None and self.matrix is None:
-            self.matrix = self._packed(self.weight.data, self.format)
+        if self.vocabulary is not None and self.matrix is None:
+            self.matrix = self._packed(self.weight.data, self.vocabulary.head)
             self._forget()
 
     def _packed(self, weight: torch.Tensor, form: Format) -> PackedMatrix:
@@ -59,14 +68,13 @@ class Embedding(WeightLayer):
 
     def adopt(self, memory: torch.Tensor) -> None:
         """Take over a matrix that was packed before."""
-        assert self.format is not None, "the CPU library has the matrix"
+        assert self.vocabulary is not None, "the CPU library has the matrix"
         outputs, inputs = self.weight.shape
-        self.matrix = PackedMatrix(Layout(self._kept_as(), outputs, inputs), memory, self._bias())
+        self.matrix = PackedMatrix(Layout(self._kept_as(self.vocabulary.head), outputs, inputs), memory, self._bias())
         self._forget()
 
-    def _kept_as(self) -> Format:
-        assert self.format is not None, "the CPU library has the matrix"
-        return self.format if self.tied else PLAIN
+    def _kept_as(self, head: Format) -> Format:
+        return head if self.tied else PLAIN
 
     def _bias(self) -> torch.Tensor | None:
         return None
@@ -102,11 +110,14 @@ class Head(Embedding):
         bias: dict[TensorKey, tuple[int, ...]] = {("bias", None): (self.vocab_size,)}
         return {**super().tensors(), **(bias if self.bias is not None else {})}
 
-    def load(self, key: TensorKey, tensor: torch.Tensor) -> None:
-        self.get_parameter(key[0]).data.copy_(tensor[self.own])
+    def load(self, key: TensorKey, tensor: torch.Tensor | PackedRows) -> None:
+        if key[0] == "weight":
+            super().load(key, tensor)
+        else:
+            self.get_parameter(key[0]).data.copy_(expanded(tensor)[self.own])
 
     def process(self) -> None:
-        if self.format is None:
+        if self.vocabulary is None:
             self.weight = nn.Parameter(kernels.pack_weight(self.weight.data), requires_grad=False)
             return
         super().process()
@@ -114,9 +125,8 @@ class Head(Embedding):
     def _packed(self, weight: torch.Tensor, form: Format) -> PackedMatrix:
         return pack(weight, form, self._bias())
 
-    def _kept_as(self) -> Format:
-        assert self.format is not None, "the CPU library has the matrix"
-        return self.format
+    def _kept_as(self, head: Format) -> Format:
+        return head
 
     def _bias(self) -> torch.Tensor | None:
         return None if self.bias is None else self.bias.data

@@ -17,6 +17,7 @@ class Linear(WeightLayer):
     """y = x W^T + b over this rank's share; a ROW layer's outputs are summed over ranks. Where `leaves_parts` is set, y
     may be parts that are still to be summed, as kernels.add_rms_norm does."""
 
+    takes_packed_rows = True  # the methods that a GGUF file gets do
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -24,7 +25,7 @@ class Linear(WeightLayer):
         super().__init__()
         self.shape, self.role, self.mesh = shape, role, build.mesh
         self.leaves_parts = False
-        self.method = build.method_of(prefix)
+        self.method = build.methods.linear(prefix)
         self.method.create(self, build.dtype, build.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,4 @@
-"""A mixture of experts: each token goes to the few experts its router chooses.
-
-Tokens are sorted by expert, so that each expert's stand together and its matrices are read once. Nothing waits for the
-device: how many tokens an expert gets is known there only.
-"""
+"""A mixture of experts: each token goes to the few experts its router chooses."""
 
 from __future__ import annotations
 
@@ -11,47 +7,39 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from kvasir import kernels
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.layers.linear import replicated_linear
 from kvasir.layers.mlp import GatedMLP
 from kvasir.quantization.base import TensorKey
+from kvasir.quantization.experts import ExpertsShape
 
 
 class Experts(WeightLayer):
-    """The matrices of all experts, stacked; each rank has its share of every expert's inner dimension."""
+    """The matrices of all experts, by any method of keeping them; each rank has its share of every expert's inner
+    dimension, and outputs are summed over ranks."""
 
-    def __init__(self, build: Build, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+    gate_up: nn.Parameter
+    down: nn.Parameter
+
+    def __init__(self, build: Build, prefix: str, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.mesh = build.mesh
-        self.own = build.mesh.shard(intermediate_size, "moe_intermediate_size")
-        self.size = intermediate_size
-        inner = self.own.stop - self.own.start
-        self.gate_up = build.parameter(num_experts, 2 * inner, hidden_size)
-        self.down = build.parameter(num_experts, hidden_size, inner)
+        own = build.mesh.shard(intermediate_size, "moe_intermediate_size")
+        self.mesh, self.shape = build.mesh, ExpertsShape(num_experts, hidden_size, intermediate_size, own)
+        self.method = build.methods.experts(prefix)
+        self.method.create(self, build.dtype, build.device)
 
-    def forward(self, x: torch.Tensor, starts: torch.Tensor, activation: str) -> torch.Tensor:
-        """x [rows, hidden] sorted by expert: expert e has the rows starts[e] up to starts[e + 1]."""
-        inner = kernels.gated_activation(kernels.grouped_linear(x, self.gate_up, starts), activation)
-        return kernels.grouped_linear(inner, self.down, starts)
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, activation: str) -> torch.Tensor:
+        """See ExpertsMethod.apply."""
+        return self.mesh.all_reduce(self.method.apply(self, x, weights, chosen, activation))
 
     def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
-        experts, hidden, _ = self.down.shape
-        found: dict[TensorKey, tuple[int, ...]] = {}
-        for expert in range(experts):
-            found["weight", f"gate.{expert}"] = found["weight", f"up.{expert}"] = (self.size, hidden)
-            found["weight", f"down.{expert}"] = (hidden, self.size)
-        return found
+        return self.method.tensors(self)
 
     def load(self, key: TensorKey, tensor: torch.Tensor) -> None:
-        assert key[1] is not None, "every tensor is one expert's"
-        name, expert = key[1].split(".")
-        inner = self.down.shape[2]
-        if name == "down":
-            self.down.data[int(expert)].copy_(tensor[:, self.own])
-        else:
-            rows = slice(0, inner) if name == "gate" else slice(inner, 2 * inner)
-            self.gate_up.data[int(expert), rows].copy_(tensor[self.own])
+        self.method.load(self, key, tensor)
+
+    def process(self) -> None:
+        self.method.process(self)
 
 
 class MoE(nn.Module):
@@ -73,7 +61,7 @@ class MoE(nn.Module):
         super().__init__()
         self.top_k, self.normalise, self.activation = top_k, normalise, activation
         self.router = replicated_linear(build, f"{prefix}.router", hidden_size, num_experts, bias=False)
-        self.experts = Experts(build, num_experts, hidden_size, intermediate_size)
+        self.experts = Experts(build, f"{prefix}.experts", num_experts, hidden_size, intermediate_size)
         self.shared: GatedMLP | None = None
         if shared_size is not None:
             self.shared = GatedMLP(build, f"{prefix}.shared", hidden_size, shared_size, activation, bias=False)
@@ -81,17 +69,7 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self._route(x)
-        order = torch.argsort(chosen.view(-1), stable=True)
-        in_order = chosen.view(-1)[order]
-        # expert e's rows begin where the first id of at least e stands
-        ids = torch.arange(self.router.shape.parts[0].outputs + 1, device=x.device)
-        starts = torch.searchsorted(in_order, ids, out_int32=True)
-        sorted_y = self.experts(x[order // self.top_k], starts, self.activation)
-        y = torch.empty_like(sorted_y)
-        y[order] = sorted_y
-        # summed in float32, in the router's order, whatever else is in the batch
-        out = (y.view(len(x), self.top_k, -1) * weights[:, :, None]).sum(1).to(x.dtype)
-        out = self.experts.mesh.all_reduce(out)
+        out = self.experts(x, weights, chosen, self.activation)
         if self.shared is not None:
             out = out + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
         return out

@@ -46,5 +46,8 @@ def halves(tensor: Any, spec: DecoderSpec) -> Sequence[Any]:
     return tuple(tensor.chunk(2))
 
 
+# These only cut matrices by their outputs, so they cut rows that are packed as well.
+BY_ROWS: tuple[Split, ...] = (whole, stacked_qkv, halves)
+
 QKV = ("layers.*.attention.qkv:q", "layers.*.attention.qkv:k", "layers.*.attention.qkv:v")
 GATE_UP = ("layers.*.mlp.gate_up:gate", "layers.*.mlp.gate_up:up")

@@ -22,22 +22,22 @@ from kvasir.distributed.mesh import Mesh
 from kvasir.errors import ConfigError, ModelError
 from kvasir.gguf_file import read_gguf
 from kvasir.kernels.cpu.memory import Arena
-from kvasir.kernels.cpu.packed import BF16, INT6, INT8
 from kvasir.layers.base import Build, WeightLayer
-from kvasir.layers.linear import Linear
 from kvasir.models import gguf, packed_cache, registry
 from kvasir.models.checkpoint import Safetensors, some
 from kvasir.models.fallback import TransformersModel, load_fallback
-from kvasir.models.fused import Stored, whole
+from kvasir.models.fused import BY_ROWS, Stored
 from kvasir.models.gguf_checkpoint import GGUFCheckpoint
 from kvasir.models.kv_scales import KV_SCALES, load_kv_scales
 from kvasir.models.native import LayerByLayer, NativeDecoder, on_the_cpu
 from kvasir.models.spec import Architecture, DecoderSpec, Names
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select as select_platform
-from kvasir.quantization.base import TensorKey, unquantized
-from kvasir.quantization.cpu import cpu_methods
-from kvasir.quantization.gguf import PackedRows, gguf_linear
+from kvasir.quantization.base import TensorKey
+from kvasir.quantization.cpu import CpuMethods
+from kvasir.quantization.cpu_vocabulary import VOCABULARIES
+from kvasir.quantization.gguf import GGUFMethods, PackedRows
+from kvasir.quantization.methods import Unquantized
 
 LoadedModel = Transformer | TransformersModel | NativeDecoder | LayerByLayer
 
@@ -96,9 +96,8 @@ def _build(config: EngineConfig, dtype: torch.dtype, mesh: Mesh) -> Build:
     """How layers keep their weights."""
     if config.device.attention_backend == "cpu":
         quantization = config.model.quantization
-        vocabulary = {None: BF16, "int4": INT6}.get(quantization, INT8)  # the head is the last to be cut short
-        return Build(dtype, mesh, cpu_methods(quantization), vocabulary=vocabulary)
-    return Build(dtype, mesh, gguf_linear if config.load.load_format == "gguf" else unquantized)
+        return Build(dtype, mesh, CpuMethods(quantization), vocabulary=VOCABULARIES[quantization])
+    return Build(dtype, mesh, GGUFMethods() if config.load.load_format == "gguf" else Unquantized())
 
 
 @dataclass(frozen=True)
@@ -149,19 +148,20 @@ class Place:
         return shape[::-1] if self.stored.transposed else shape
 
     def load(self, tensor: torch.Tensor | PackedRows, spec: DecoderSpec) -> None:
-        if isinstance(tensor, PackedRows):
-            first = self.targets[self.stored.targets[0]]
-            if self.stored.split is whole and isinstance(first.layer, Linear):
-                first.layer.load(first.key, tensor)  # type: ignore[arg-type]  # its method knows them
-                return
+        if isinstance(tensor, PackedRows) and not self._takes(tensor):
             tensor = tensor.expand()
-        if self.stored.transposed and tensor.dim() == 2:
+        if self.stored.transposed and isinstance(tensor, torch.Tensor) and tensor.dim() == 2:
             tensor = tensor.T
         parts = self.stored.split(tensor, spec)
         for pattern, part in zip(self.stored.targets, parts, strict=True):
             target = self.targets[pattern]
             assert tuple(part.shape) == target.shape, f"{pattern}: {tuple(part.shape)} is not {target.shape}"
             target.layer.load(target.key, part)
+
+    def _takes(self, rows: PackedRows) -> bool:
+        """Whether the packed rows can be cut as they are, and those that they go to know them."""
+        cuts = self.stored.split in BY_ROWS and not self.stored.transposed
+        return cuts and len(rows.shape) == 2 and all(target.layer.takes_packed_rows for target in self.targets.values())
 
 
 def find_places(model: nn.Module, names: Names) -> dict[str, Place]:
@@ -223,7 +223,7 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
         for module in model.modules():
             for name, value in module.named_parameters(recurse=False):
                 packed = value.dtype == torch.uint8  # the CPU library's
-                memory = arena.take(value.numel()) if packed else _memory_for(value, device)
+                memory = arena.take(value.numel()).view(value.shape) if packed else _memory_for(value, device)
                 setattr(module, name, nn.Parameter(memory, requires_grad=False))
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, _memory_for(buffer, device))
@@ -258,7 +258,8 @@ def _fill(
 def _fill_dummy(model: nn.Module, generator: torch.Generator) -> None:
     """Random matrices, gains of one, biases of zero: quick, and tame enough that activations stay finite."""
     for layer in _weight_layers(model):
-        if isinstance(layer, Linear) and layer.weight.dtype == torch.uint8:  # packed: it takes tensors, not bytes
+        own = layer.parameters(recurse=False)
+        if any(value.dtype == torch.uint8 for value in own):  # packed: it takes tensors, not bytes
             for key, shape in layer.tensors().items():
                 layer.load(key, torch.empty(shape).normal_(0.0, 0.02 * (len(shape) > 1), generator=generator))
     for name, value in model.named_parameters():

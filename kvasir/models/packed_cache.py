@@ -25,7 +25,7 @@ from kvasir.log import get_logger
 from kvasir.platforms import cpu_structs
 
 logger = get_logger(__name__)
-VERSION = 2  # of the layouts in csrc/cpu/kernels.h
+VERSION = 3  # of the layouts in csrc/cpu/kernels.h, and of which layers have which
 
 
 def cache_file(config: EngineConfig, mesh: Mesh) -> Path | None:

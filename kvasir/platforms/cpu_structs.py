@@ -125,6 +125,10 @@ class Decoder(ctypes.Structure):
     )
 
 
+class Routes(ctypes.Structure):
+    _fields_ = (("tokens", c_int32), ("top_k", c_int32), ("chosen", c_void_p), ("weights", c_void_p))
+
+
 class Sampling(ctypes.Structure):
     _fields_ = (
         ("rows", c_void_p),

