@@ -41,8 +41,8 @@ def use_threads(config: EngineConfig, mesh: Mesh) -> Callable[[], None]:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """For steps that the library runs whole: the trifles left to torch are not worth its other threads, which would
-    spin for a while afterwards, beside the library's, in wait for more."""
+    """For steps that the library computes: the trifles left to torch are not worth its other threads, which would spin
+    for a while afterwards, beside the library's, in wait for more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

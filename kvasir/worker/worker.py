@@ -22,7 +22,7 @@ from kvasir.errors import ConfigError, DeviceMemoryError
 from kvasir.log import get_logger
 from kvasir.messages import DeviceMemory, Extras, KVSpec, NewRow, RowSampling, StepCosts, StepPlan
 from kvasir.models.loader import LoadedModel, load
-from kvasir.models.native import NativeDecoder
+from kvasir.models.native import LayerByLayer, NativeDecoder
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select
 from kvasir.worker.cpu_threads import one_torch_thread, use_threads
@@ -55,7 +55,8 @@ class Worker:
         )
         with startup.phase(startup.WEIGHTS), self._here():
             self.model: LoadedModel | None = load(config, self.device, mesh)
-        self._step_threads = one_torch_thread if isinstance(self.model, NativeDecoder) else nullcontext
+        in_library = isinstance(self.model, NativeDecoder | LayerByLayer)
+        self._step_threads = one_torch_thread if in_library else nullcontext
         self.runner: ModelRunner | None = None
         self._rehearsed = False
         self._num_ranks = 1 if mesh is None else mesh.size

@@ -78,8 +78,9 @@ def test_linear_of_random_shapes(seed: int) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("activation", cpu_structs.ACTIVATIONS)
-def test_gated_linear(name: str, activation: str) -> None:
-    weight, bias = randn(2 * 48, 64) / 8, randn(2 * 48)
+@pytest.mark.parametrize("half", [48, 21])
+def test_gated_linear(half: int, name: str, activation: str) -> None:
+    weight, bias = randn(2 * half, 64) / 8, randn(2 * half)
     matrix = packed.pack(weight, FORMATS[name], bias)
     for rows in ROWS:
         x = randn(rows, 64)

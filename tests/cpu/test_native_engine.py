@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from kvasir import LLM, RequestOutput, SamplingParams, kernels
-from kvasir.models.native import NativeDecoder
+from kvasir.models.native import LayerByLayer, NativeDecoder
 from kvasir.platforms import cpu_library
 from tests.cpu.test_starter import QUESTIONS
+from tests.model_builders import make_hf_model, save
 from tests.native_builders import require_library
 
 PROMPTS = ["The capital of France is", "def fibonacci(n):", "Water boils at"]
@@ -87,17 +88,21 @@ def test_a_gguf_file_runs_as_it_is(starter_model: Path) -> None:
         assert "100" in outputs[2].outputs[0].text
 
 
+@pytest.mark.parametrize(("name", "kind"), [("qwen2", NativeDecoder), ("mixtral", LayerByLayer)])
 def test_torch_keeps_to_one_thread_in_steps_and_only_there(
-    starter_model: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kind: type[NativeDecoder | LayerByLayer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_library()
     seen: set[int] = set()
-    forward = NativeDecoder.forward
+    forward = kind.forward
 
     def watched(*args: Any) -> torch.Tensor:
         seen.add(torch.get_num_threads())
         return forward(*args)
 
-    monkeypatch.setattr(NativeDecoder, "forward", watched)
-    generate(starter_model, cpu_threads=3)
+    monkeypatch.setattr(kind, "forward", watched)
+    path = save(make_hf_model(name), tmp_path)
+    settings = {"dtype": "bfloat16", "max_model_len": 64, "skip_tokenizer_init": True, "kv_cache_memory_bytes": 8 << 20}
+    with LLM(str(path), cpu_threads=3, use_tqdm_on_load=False, **settings) as llm:
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=3, detokenize=False), use_tqdm=False)
     assert seen == {1} and torch.get_num_threads() == 3

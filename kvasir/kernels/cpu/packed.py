@@ -174,11 +174,11 @@ class PackedMatrix:
         return out
 
     def gated_linear(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """activation(first half of the outputs) * second half; the halves are multiples of 16."""
+        """activation(first half of the outputs) * second half."""
         x = _dense(x)
         self._check_width(x)
-        if self.layout.outputs % 32:
-            raise ValueError(f"halves of {self.layout.outputs} outputs are no multiples of 16")
+        if self.layout.outputs % 2:
+            raise ValueError(f"{self.layout.outputs} outputs have no halves")
         out = torch.empty(len(x), self.layout.outputs // 2, dtype=torch.bfloat16)
         loaded().kv_gated_linear(
             ctypes.byref(self.struct),
