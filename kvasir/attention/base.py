@@ -36,6 +36,7 @@ class AttentionBatch:
     causal: bool = True
     # [1] int32: so many first tokens are the same blocks for all sequences, and reading them once would pay; None: no.
     shared_prefix: torch.Tensor | None = None
+    own_bound: int | None = None  # no sequence has more tokens after the shared prefix; told where there is one
     # [sequences] int32: those of one token, the longest first, where it pays to begin with them; None: as they stand.
     order: torch.Tensor | None = None
     # Set where only the device knows which sequences run one token: num_decodes and query_lens then say nothing.

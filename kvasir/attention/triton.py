@@ -36,9 +36,10 @@ class TritonAttention:
         n = batch.num_decodes
         if n:
             rows, lengths = batch.rows[:n], batch.seq_lens[:n]
+            longest = int(batch.seq_bounds[:n].max()) if batch.own_bound is None else batch.own_bound
             paged_decode(
                 query[:n], kv_cache, batch.tables, rows, lengths, out[:n], self.workspace, scale, window, softcap,
-                longest=int(batch.seq_bounds[:n].max()), prefix=batch.shared_prefix, order=batch.order,
+                longest=longest, prefix=batch.shared_prefix, order=batch.order,
             )  # fmt: skip
         if n < len(batch.query_lens):
             longest = int(batch.query_lens[n:].max())

@@ -49,7 +49,7 @@ class Shape:
 
     tokens: int  # padding included
     rows: int  # likewise
-    bound: int  # no sequence is longer
+    bound: int  # no sequence has more tokens of its own
     shares: bool = False  # all sequences share a prefix that is read once
 
     @property
@@ -128,17 +128,17 @@ class StepGraphs:
         return shape if shape is None or shape in self._forwards or self._add_forward(shape) else None
 
     def _fitting_shape(self, plan: StepPlan) -> Shape | None:
-        count = len(plan.rows)
-        bound = BOUNDS[bisect_left(BOUNDS, int(plan.bounds.max()))]
+        count, longest = len(plan.rows), int(plan.bounds.max())
         if plan.num_decodes == count:
             if count > self.sizes[-1]:
                 return None
             size = self.sizes[bisect_left(self.sizes, count)]
-            return Shape(size, size, bound, shared_prefix.pays(count, plan.shared_tokens))
+            shares = shared_prefix.pays(count, plan.shared_tokens)
+            return Shape(size, size, _bound(longest - plan.shared_tokens if shares else longest), shares)
         if plan.total_tokens > MIXED_SIZES[-1]:
             return None
         size = MIXED_SIZES[bisect_left(MIXED_SIZES, plan.total_tokens)]
-        return Shape(size, min(MIXED_ROWS[bisect_left(MIXED_ROWS, count)], size - 1), bound)
+        return Shape(size, min(MIXED_ROWS[bisect_left(MIXED_ROWS, count)], size - 1), _bound(longest))
 
     def told(self, plan: StepPlan, shape: Shape) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
         """What the device must be told of a step: its rows, and unless it knows them, tokens of each and their ids; and
@@ -314,9 +314,10 @@ class StepGraphs:
             rows=rows,
             num_decodes=shape.rows,
             query_lens=np.ones(shape.rows, np.int32),
-            seq_bounds=np.full(shape.rows, shape.bound, np.int32),
+            seq_bounds=np.full(shape.rows, BOUNDS[-1] if shape.shares else shape.bound, np.int32),
             block_size=state.block_size,
             shared_prefix=state.shared_prefix if shape.shares else None,
+            own_bound=shape.bound if shape.shares else None,
             order=self._order[: shape.rows] if shape.is_ordered else None,
         )
         if state.other_tables:
@@ -333,6 +334,10 @@ class StepGraphs:
             hidden = hidden[(batch.query_start[1:][own] - 1).clamp(min=0)]
         needs = Needs(filters=shape.filters, bans=False, logprob_lines=NO_LINES, num_logprobs=0)
         return self.sampler.sample(self.model.logits(hidden), SampledRows(NO_LINES, rows, lengths), needs)
+
+
+def _bound(tokens: int) -> int:
+    return BOUNDS[bisect_left(BOUNDS, tokens)]
 
 
 def _padded(values: NDArray[np.int32], size: int, value: int) -> Int32Array:

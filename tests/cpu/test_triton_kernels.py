@@ -251,8 +251,8 @@ def test_shared_prefix(
 
 
 def test_a_prefix_is_cut_until_the_gpu_is_full() -> None:
-    """One row of tiles to a KV head: 256 sequences fill an H200 with two parts, few with as many as there may be."""
-    assert [choose_tiling(4 * n, 8).parts for n in (16, 64, 256, 512, 2048)] == [4, 4, 2, 1, 1]
+    """512 sequences fill an H200 with two parts, fewer with as many as there may be."""
+    assert [choose_tiling(4 * n, 8).parts for n in (16, 64, 256, 512, 2048)] == [4, 4, 4, 2, 1]
     assert choose_tiling(1, 1).parts == 4
 
 

@@ -51,7 +51,7 @@ def test_without_memory_for_graphs_the_same_steps_run_without(path: Path, wanted
         core.executor.runner.graphs.pool.memory.kept_free = 1 << 60
         assert run(llm, GREEDY) == wanted
         stats = core.stats()
-        assert stats.graphs_put_off > 2 and stats.num_graphs == stats.preemptions == 0
+        assert stats.graphs_put_off > 1 and stats.num_graphs == stats.preemptions == 0
 
 
 def test_a_capture_that_fails_leaves_the_device_as_it_was(
@@ -82,11 +82,11 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(
 def test_graphs_that_make_way_for_others(path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     from kvasir.worker import step_graphs
 
-    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 4)
+    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 2)
     with make(path) as llm:
         assert run(llm, GREEDY) == wanted
         stats = core_of(llm).stats()
-        assert stats.graphs_dropped > 0 and stats.num_graphs <= 4
+        assert stats.graphs_dropped > 0 and stats.num_graphs <= 2
 
 
 @pytest.mark.parametrize("settings", [{"max_num_batched_tokens": 1024}, {"max_num_seqs": 1}], ids=str)

@@ -74,7 +74,7 @@ def test_what_the_compiler_says_is_raised() -> None:
 
 
 def test_a_batch_compiles_its_kernels_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(make_hf_model("qwen3", hidden_size=320, num_attention_heads=5, head_dim=64), tmp_path)
+    path = save(make_hf_model("qwen3", hidden_size=320, num_attention_heads=6, head_dim=64), tmp_path)
     rng = np.random.default_rng(0)
     prompts = [{"prompt_token_ids": rng.integers(2, 96, 3).tolist()} for _ in range(20)]
     compiled: list[tuple[str, bool]] = []  # kernel, and whether in a thread for that

@@ -1,5 +1,9 @@
 """Causal paged attention of chunks of query tokens, against a cache that already holds the chunks' own keys and values.
 
+The query heads of a KV group are packed: row r of a chunk is head r % GROUP of its token r // GROUP, so that a tile's
+keys are read once for all of them and short chunks fill a tile. Hopper GPUs have a kernel of their own for most models
+(hopper_prefill.py); this one is for the others, and for windows, soft caps, 8-bit caches and graphs.
+
 Pages of 64 tokens and more are read through a tensor descriptor (on an H200 11 to 31 % faster than pointers); such a
 load cannot be masked. What lies in slots past a sequence's end, or in blocks left of its window, may be another
 request's: its values are set to 0 where a tile has such slots, since their weight of 0 would not undo a NaN.
@@ -21,11 +25,13 @@ def _prefill_kernel(
     q_ptr, cache_ptr, pages, table_ptr, row_ptr, start_ptr, length_ptr, out_ptr, tile_seq_ptr, tile_ptr, scale,
     table_stride, block_stride, value_stride, token_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    TILE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     DESCRIPTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """A tile has TILE_ROWS rows, of which a program takes BLOCK_M."""
     await_previous(PDL)
-    head = tl.program_id(0)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
     if TILES:
         seq = tl.load(tile_seq_ptr + tl.program_id(1))
         tile = tl.load(tile_ptr + tl.program_id(1))
@@ -36,23 +42,26 @@ def _prefill_kernel(
         seq = tl.program_id(2)
     q_start = tl.load(start_ptr + seq)
     num_q = tl.load(start_ptr + seq + 1) - q_start
-    if tile * BLOCK_M >= num_q:
+    row = tile * TILE_ROWS + tl.program_id(0) // KV_HEADS * BLOCK_M
+    rows_end = tl.minimum((tile + 1) * TILE_ROWS, num_q * GROUP)
+    if row >= rows_end:
         return
     length = tl.load(length_ptr + seq)
-    kv_head = head // (HEADS // KV_HEADS)
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = row + tl.arange(0, BLOCK_M)
     d = tl.arange(0, PADDED)
     n = tl.arange(0, BLOCK_N)
-    at_q = (q_start + m)[:, None].to(tl.int64) * (HEADS * DIM) + head * DIM + d[None, :]
-    used = (m < num_q)[:, None] & (d < DIM)[None, :]
+    line = (q_start + m // GROUP).to(tl.int64) * HEADS + kv_head * GROUP + m % GROUP
+    at_q = line[:, None] * DIM + d[None, :]
+    used = (m < rows_end)[:, None] & (d < DIM)[None, :]
     q = tl.load(q_ptr + at_q, mask=used, other=0.0)
     acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     table = table_ptr + tl.load(row_ptr + seq).to(tl.int64) * table_stride
-    first_pos = length - num_q + tile * BLOCK_M  # position of the tile's first query
-    position = first_pos + tl.arange(0, BLOCK_M)
-    end = tl.minimum(first_pos + BLOCK_M, length)
+    position = length - num_q + m // GROUP
+    first_pos = length - num_q + row // GROUP  # of the first query, and of the last
+    last_pos = length - num_q + (row + BLOCK_M - 1) // GROUP
+    end = tl.minimum(last_pos + 1, length)
     factor = scale  # what still multiplies the scores when their exponential is taken
     if SOFTCAP > 0:
         factor = 1.0
@@ -61,7 +70,7 @@ def _prefill_kernel(
     if WINDOW > 0:
         begin = tl.maximum(first_pos - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         # keys from here on lie inside every query's window
-        free_from = tl.maximum(first_pos + BLOCK_M - WINDOW, 0)
+        free_from = tl.maximum(last_pos + 1 - WINDOW, 0)
         free_from = tl.cdiv(free_from, BLOCK_N) * BLOCK_N
     free_to = (first_pos + 1) // BLOCK_N * BLOCK_N  # keys before this are seen by every query of the tile
     whole = length
@@ -122,6 +131,11 @@ def _prefill_kernel(
     tl.store(out_ptr + at_q, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=used)
 
 
+def is_hopper(x: torch.Tensor) -> bool:
+    """Whether x is on a GPU of compute capability 9.0, whose tensor cores Gluon's wgmma is for."""
+    return x.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
 def reads_by_descriptor(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
     block_size, dim = kv_cache.shape[2], kv_cache.shape[4]
     whole = block_size % 64 == 0 and triton.next_power_of_2(dim) == dim and query.element_size() == 2 and query.is_cuda
@@ -142,6 +156,12 @@ def paged_prefill(
     softcap: float | None = None,
     tiles: Tiles | None = None,  # where the grid must not depend on the chunks; `longest` is then their height
 ) -> None:
+    if tiles is None and window is None and softcap is None and is_hopper(query):
+        from kvasir.kernels.triton import hopper_prefill
+
+        if hopper_prefill.takes(query, kv_cache):
+            hopper_prefill.hopper_prefill(query, kv_cache, tables, rows, starts, lengths, longest, out, scale * LOG2E)
+            return
     _, heads, dim = query.shape
     blocks, _, block_size, kv_heads, _ = kv_cache.shape
     padded = triton.next_power_of_2(dim)
@@ -153,13 +173,16 @@ def paged_prefill(
 
         width = kv_heads * dim
         pages = TensorDescriptor(kv_cache, [blocks * 2 * block_size, width], [width, 1], [block_n, dim])
-    block_m = min(block_m, max(16, triton.next_power_of_2(longest)))
-    grid = (heads, triton.cdiv(longest, block_m), len(rows)) if tiles is None else (heads, len(tiles.sequence), 1)
+    most_rows = longest * (heads // kv_heads)
+    block_m = min(block_m, max(16, triton.next_power_of_2(most_rows)))
+    tile_rows, grid = block_m, (kv_heads, triton.cdiv(most_rows, block_m), len(rows))
+    if tiles is not None:
+        tile_rows, grid = most_rows, (kv_heads * triton.cdiv(most_rows, block_m), len(tiles.sequence), 1)
     _prefill_kernel[grid](
         query, kv_cache, pages, tables, rows, starts, lengths, out,
         rows if tiles is None else tiles.sequence, rows if tiles is None else tiles.number, scale * LOG2E,
         tables.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=padded, BLOCK_SIZE=block_size, BLOCK_M=block_m, BLOCK_N=block_n,
-        WINDOW=window or 0, SOFTCAP=softcap or 0.0, DESCRIPTOR=descriptor, TILES=tiles is not None,
-        STAGES=stages, num_warps=warps, num_stages=stages, **early(query),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=padded, BLOCK_SIZE=block_size, TILE_ROWS=tile_rows,
+        BLOCK_M=block_m, BLOCK_N=block_n, WINDOW=window or 0, SOFTCAP=softcap or 0.0, DESCRIPTOR=descriptor,
+        TILES=tiles is not None, STAGES=stages, num_warps=warps, num_stages=stages, **early(query),
     )  # fmt: skip

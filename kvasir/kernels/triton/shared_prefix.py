@@ -15,7 +15,7 @@ import triton.language as tl
 from kvasir.kernels.triton.overlap import await_previous, early
 
 MOST_PARTS = 4  # into so many the prefix is cut at most
-PROGRAMS = 128  # that fill a GPU
+PROGRAMS = 256  # that fill a GPU
 
 
 @triton.jit
