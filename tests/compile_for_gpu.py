@@ -30,6 +30,7 @@ from kvasir.attention.triton import TritonAttention
 from kvasir.kernels.triton import tuned
 from kvasir.kernels.triton.rehearsal import _Zeros
 from kvasir.layers.base import Build, WeightLayer
+from kvasir.messages import Int32Array
 from kvasir.models import registry
 from kvasir.models.transformer import Transformer
 from kvasir.worker.kv_memory import KVMemory
@@ -63,6 +64,8 @@ MIXTRAL = COMMON | {
 }
 LONE, DECODES, SHARING = Shape(1, 1, 512), Shape(64, 64, 2048), Shape(256, 256, 1 << 30, shares=True)
 MIXED = Shape(512, 128, 1 << 30)
+# Steps above all graphs, whose sizes and places in memory 16 divides or not.
+CHUNKS = [[1, 100, 412], [1, 1, 300, 333], [640, 384], [1, 1, 1, 401, 16, 480], [1, 1, 1, 1, 333], [777]]
 
 
 class H200Compiler:
@@ -108,20 +111,21 @@ def run_steps(hf: dict[str, Any], shapes: list[Shape], kv_dtype: torch.dtype = B
         graphs._clear_inputs(shape)
         rows = 8 if shape.is_mixed else shape.rows
         graphs._head(graphs._forward(shape, runner.model), HeadShape(shape, rows, filters))
-    run_chunks(runner)
+    for queries in CHUNKS:
+        run_chunks(runner, np.array(queries, np.int32))
 
 
-def run_chunks(runner: ModelRunner) -> None:
-    """A step above all graphs: two chunks and a decode."""
-    queries, lengths = np.array([1, 100, 300], np.int32), np.array([90, 400, 300], np.int32)
-    tokens = int(queries.sum())
+def run_chunks(runner: ModelRunner, queries: Int32Array) -> None:
+    """A step above all graphs; those of one token are decodes."""
+    tokens, decodes, count = int(queries.sum()), int((queries == 1).sum()), len(queries)
+    lengths = queries + np.arange(count, dtype=np.int32) * 100
     batch = AttentionBatch(
         slots=torch.zeros(tokens, dtype=torch.int64),
         query_start=torch.from_numpy(np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)),
         seq_lens=torch.from_numpy(lengths),
         tables=runner.rows.tables,
-        rows=torch.arange(3),
-        num_decodes=1,
+        rows=torch.arange(count),
+        num_decodes=decodes,
         query_lens=queries,
         seq_bounds=lengths,
         block_size=64,

@@ -9,7 +9,7 @@ import triton.language as tl
 from kvasir.kernels.triton.overlap import await_previous, early
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["row_ptr", "position_ptr", "slot_ptr"])
 def _decode_inputs_kernel(
     row_ptr, computed_ptr, next_ptr, table_ptr, id_ptr, position_ptr, slot_ptr, length_ptr, count, padding_row,
     table_stride, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

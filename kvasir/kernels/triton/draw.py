@@ -38,7 +38,7 @@ def _load(logits_ptr, floor_ptr, line, i, vocab, FLOOR: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row_ptr", "sum_ptr"])
 def _weigh_kernel(
     logits_ptr, floor_ptr, row_ptr, temperature_ptr, best_ptr, top_ptr, sum_ptr, vocab, chunks,
     FLOOR: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
@@ -59,7 +59,7 @@ def _weigh_kernel(
         tl.store(best_ptr + line * chunks + chunk, chunk * CHUNK + tl.argmax(x, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row_ptr", "position_ptr", "sum_ptr"])
 def _pick_kernel(
     logits_ptr, floor_ptr, row_ptr, temperature_ptr, seed_ptr, position_ptr, best_ptr, top_ptr, sum_ptr, out_ptr,
     next_ptr, vocab, chunks, FLOOR: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,

@@ -197,7 +197,7 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tiles", "total"], do_not_specialize_on_alignment=["row_ptr", "start_ptr", "length_ptr"])
 def _hopper_prefill_kernel(
     queries, pages, table_ptr, row_ptr, start_ptr, length_ptr, out_ptr, scale, table_stride, tiles, total,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,

@@ -9,7 +9,7 @@ import triton.language as tl
 from kvasir.kernels.triton.overlap import await_previous, early
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x_ptr, residual_ptr, gain_ptr, y_ptr, rows, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr,

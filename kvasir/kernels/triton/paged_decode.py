@@ -43,7 +43,7 @@ def soft_cap(s, CAP: tl.constexpr):
     return CAP * 1.4426950408889634 * (1.0 - 2.0 / (tl.exp2(s * (2.0 / CAP)) + 1.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row_ptr", "length_ptr", "order_ptr", "prefix_ptr"])
 def _decode_kernel(
     q_ptr, cache_ptr, table_ptr, row_ptr, length_ptr, order_ptr, prefix_ptr, out_ptr, part_ptr, lse_ptr, scale,
     table_stride, block_stride, value_stride, token_stride, head_stride,
@@ -107,7 +107,7 @@ def _decode_kernel(
         tl.store(lse_ptr + slot, top + tl.log2(total), mask=g < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["length_ptr", "prefix_ptr"])
 def _merge_kernel(
     part_ptr, lse_ptr, length_ptr, prefix_ptr, out_ptr,
     HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,

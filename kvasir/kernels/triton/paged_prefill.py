@@ -20,7 +20,7 @@ from kvasir.kernels.triton.overlap import await_previous, early
 from kvasir.kernels.triton.paged_decode import LOG2E, soft_cap
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["row_ptr", "start_ptr", "length_ptr", "tile_seq_ptr", "tile_ptr"])
 def _prefill_kernel(
     q_ptr, cache_ptr, pages, table_ptr, row_ptr, start_ptr, length_ptr, out_ptr, tile_seq_ptr, tile_ptr, scale,
     table_stride, block_stride, value_stride, token_stride, head_stride,

@@ -10,7 +10,7 @@ import triton.language as tl
 from kvasir.kernels.triton.overlap import await_previous, early
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["position_ptr", "slot_ptr"])
 def _rope_store_kernel(
     qkv_ptr, q_ptr, cache_ptr, q_gain_ptr, k_gain_ptr, position_ptr, slot_ptr, table_ptr, eps, k_scale, v_scale,
     block_stride, value_stride, token_stride, head_stride,

@@ -18,7 +18,7 @@ MOST_PARTS = 4  # into so many the prefix is cut at most
 PROGRAMS = 256  # that fill a GPU
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_lines", "slots"], do_not_specialize_on_alignment=["row_ptr", "prefix_ptr"])
 def _prefix_kernel(
     q_ptr, cache_ptr, table_ptr, row_ptr, prefix_ptr, part_ptr, lse_ptr, scale, num_lines, slots,
     table_stride, block_stride, value_stride, token_stride, head_stride,

@@ -19,7 +19,7 @@ from kvasir.kernels.triton.overlap import await_previous, early
 COUNTS = (16, 32, 64, 128, 256)  # rows of x that are measured
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _tile_kernel(
     x_ptr, w_ptr, w_desc, bias_ptr, y_ptr, count, outputs,
     INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
