@@ -130,7 +130,7 @@ def test_shared_prefix(seed: int) -> None:
     query = randn(len(lengths), shape.heads, shape.dim, dtype=shape.dtype)
     out = torch.full_like(query, float("nan"))
     prefix = torch.tensor([shared], dtype=torch.int32, device=DEVICE)
-    split = None if rng.random() < 0.5 else Split(pick(rng, 1, 4), pick(rng, 32, 1 << 30))
+    split = None if rng.random() < 0.5 else Split(pick(rng, 1, 4), pick(rng, 32, 1 << 20))
     paged_decode(query, cache, tables, rows, lens, out, Workspace(), shape.scale, split=split, prefix=prefix)
     for i, n in enumerate(lengths):
         close(out[i : i + 1], attend(query[i : i + 1], cache, tables[rows[i]], n, None), shape.dtype)

@@ -1,4 +1,9 @@
-"""Triton kernels. Each equals a function of kernels/reference.py or the torch attention backend."""
+"""Triton kernels. Each equals a function of kernels/reference.py or the torch attention backend.
+
+Triton compiles a variant of a kernel for numbers and addresses that 16 divides, and one for those that it does not.
+What differs from step to step is exempt (`do_not_specialize`), so that no step waits for the compiler because it has 17
+tokens.
+"""
 
 from kvasir.kernels.triton.activation import gated_activation
 from kvasir.kernels.triton.bitmask import mask_logits

@@ -141,6 +141,9 @@ class Split:
     count: int
     least: int
 
+    def __post_init__(self) -> None:
+        assert self.count * self.least < 1 << 31, "the kernels count tokens in 32 bits"
+
 
 def choose_split(sequences: int, kv_heads: int) -> Split:
     """From measurements on an H200: few programs want many parts; many want parts only for outliers."""
