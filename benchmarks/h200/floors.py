@@ -1,6 +1,6 @@
 """What the chip allows for each workload: bytes and operations that cannot be avoided, over the rates it was seen at.
 
-    python benchmarks/h200/floors.py [--commit 6ff7ef0] [--read 4.54] [--products 740] [--write]
+    python benchmarks/h200/floors.py [--commit 11609ea7dc] [--read 4.54] [--products 740] [--write]
 
 A floor is the least time of an ideal engine in bf16. All prompts are computed at once, then all requests decode
 together to their last token. A part of a step (one product, one attention) takes as long as its bytes or its operations
@@ -24,7 +24,7 @@ READ = 4.54e12  # bytes a second: a plain Triton kernel that reads
 PRODUCTS = (
     740e12  # operations a second: the fastest product of the 8B model's shapes by cuBLAS, 2048 rows through `down`
 )
-COMMIT = "6ff7ef0"  # whose figures the table stands beside
+COMMIT = "11609ea7dc"  # whose figures the table stands beside
 PAGE = record.ROOT / "benchmarks" / "README.md"
 MARKS = ("<!-- floors: benchmarks/h200/floors.py --write -->", "<!-- end of floors -->")
 BYTES = 2  # of a bf16 number
