@@ -61,19 +61,35 @@ class _DecodeGroup:
     pages: torch.Tensor  # [n * num_blocks] int32, their blocks
     seq_lens: torch.Tensor  # [n] int32
     num_keys: int  # per row, padding included
-    masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+    seen: dict[tuple[int | None, torch.dtype], _Seen] = field(default_factory=dict)
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """[n, 1, 1, keys]: 0 where a key is seen, -inf past the row's end or before its window."""
-        if (window, dtype) not in self.masks:
+    def what_is_seen(self, window: int | None, dtype: torch.dtype) -> _Seen:
+        if (window, dtype) not in self.seen:
             position = torch.arange(self.num_keys, device=self.seq_lens.device)
             end = self.seq_lens[:, None]
             hidden = position >= end
             if window is not None:
                 hidden |= position < end - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-            self.masks[window, dtype] = mask[:, None, None]
-        return self.masks[window, dtype]
+            self.seen[window, dtype] = _Seen(hidden, dtype)
+        return self.seen[window, dtype]
+
+
+class _Seen:
+    """Which of the gathered keys each row sees: none past its end or before its window."""
+
+    def __init__(self, hidden: torch.Tensor, dtype: torch.dtype) -> None:  # [n, keys]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+        self.mask = mask[:, None, None]  # [n, 1, 1, keys]
+        self._hidden = hidden[:, :, None, None]
+        # On a CPU the few that are hidden are listed, which costs less than looking at all; a GPU would have to wait.
+        self._slots = hidden.flatten().nonzero().flatten() if hidden.device.type == "cpu" else None
+
+    def clear(self, gathered: torch.Tensor) -> None:  # [n, keys, kv_heads, head_dim]
+        """Zeros in place of what is hidden: it may be another request's, and a weight of 0 does not undo a NaN."""
+        if self._slots is None:
+            gathered.masked_fill_(self._hidden, 0)
+        elif len(self._slots):
+            gathered.flatten(0, 1).index_fill_(0, self._slots, 0)
 
 
 def _decode_groups(batch: AttentionBatch, kv_cache: torch.Tensor) -> list[_DecodeGroup]:
@@ -131,8 +147,11 @@ def _attend_decodes(
     keys, values = _gather(kv_cache, group.pages, n, query.dtype)
     query = query[:n] if group.rows is None else query.index_select(0, group.rows)
     query = query.reshape(n, kv_heads, heads // kv_heads, head_dim)
-    keys, values, mask = keys.transpose(1, 2), values.transpose(1, 2), group.mask(window, query.dtype)
-    seen = _attend(query, keys, values, mask, scale, softcap).reshape(n, heads, head_dim)
+    visible = group.what_is_seen(window, query.dtype)
+    for gathered in (keys, values):
+        visible.clear(gathered)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    seen = _attend(query, keys, values, visible.mask, scale, softcap).reshape(n, heads, head_dim)
     if group.rows is None:
         out[:n] = seen
     else:

@@ -45,7 +45,8 @@ def make_case(
     width = -(-int(bounds.max()) // BLOCK_SIZE)
     num_blocks = len(work) * width + 1
     tables = torch.randperm(num_blocks)[: len(work) * width].view(len(work), width)
-    layers = torch.randn(num_blocks, 3 if strided else 1, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM) * 20  # others' leavings
+    layers = torch.full((num_blocks, 3 if strided else 1, 2, BLOCK_SIZE, KV_HEADS, HEAD_DIM), torch.nan)
+    layers[::2] = torch.inf  # others' leavings
     kv_cache = layers.to(dtype)[:, 0]
     rows, new, slots = [], [], []
     for row, (context, _queries) in enumerate(work):

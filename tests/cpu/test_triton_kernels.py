@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from kvasir.attention.base import AttentionBatch
 from kvasir.attention.triton import TritonAttention
 from kvasir.kernels.tiles import find_tiles
+from kvasir.kernels.triton import paged_prefill as paged_prefill_module
 from kvasir.kernels.triton import shared_prefix, tuned
 from kvasir.kernels.triton.activation import gated_activation
 from kvasir.kernels.triton.decode_inputs import decode_inputs
@@ -254,6 +255,21 @@ def test_a_prefix_is_cut_until_the_gpu_is_full() -> None:
     """512 sequences fill an H200 with two parts, fewer with as many as there may be."""
     assert [choose_tiling(4 * n, 8).parts for n in (16, 64, 256, 512, 2048)] == [4, 4, 4, 2, 1]
     assert choose_tiling(1, 1).parts == 4
+
+
+@pytest.mark.parametrize(
+    ("version", "known"), [("3.6.0", True), ("3.9.1+git12", True), ("3.10.0", False), ("4.0.0", False)]
+)
+def test_a_gluon_that_nobody_tried_is_left_alone(
+    version: str, known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(paged_prefill_module.triton, "__version__", version)
+    paged_prefill_module._gluon_is_known.cache_clear()
+    try:
+        assert paged_prefill_module._gluon_is_known() is known
+    finally:
+        paged_prefill_module._gluon_is_known.cache_clear()
+    assert (f"Triton {version} is newer than 3.9" in caplog.text) is not known
 
 
 def test_small_blocks_read_a_shared_prefix_like_any_other() -> None:

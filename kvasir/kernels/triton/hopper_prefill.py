@@ -29,6 +29,8 @@ GROUPS = gl.constexpr(2)  # that compute
 KEYS = gl.constexpr(64)  # in a block; the cache's are multiples of it
 STAGES = gl.constexpr(3)  # blocks under way
 
+_copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since Triton 3.9, and before
+
 
 @gluon.jit
 def _find_tile(index, tiles, start_ptr, length_ptr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
@@ -63,7 +65,7 @@ def _load(
                 mbarrier.wait(q_free.index(i), (turn & 1) ^ 1)
                 mbarrier.expect(q_here.index(i), ROWS * DIM * 2)
                 at = [start + (row + i * ROWS) // GROUP, kv_head * GROUP, 0]
-                tma.async_copy_global_to_shared(queries, at, q_here.index(i), q.index(i))
+                _copy_in(queries, at, q_here.index(i), q.index(i))
             turn += 1
         for j in range(blocks):
             first = (blocks - 1 - j) * KEYS
@@ -72,11 +74,11 @@ def _load(
             emptied = ((step // STAGES) & 1) ^ 1
             mbarrier.wait(k_free.index(stage), emptied)
             mbarrier.expect(k_here.index(stage), KEYS * DIM * 2)
-            tma.async_copy_global_to_shared(pages, [page, kv_head * DIM], k_here.index(stage), k.index(stage))
+            _copy_in(pages, [page, kv_head * DIM], k_here.index(stage), k.index(stage))
             mbarrier.wait(v_free.index(stage), emptied)
             mbarrier.expect(v_here.index(stage), KEYS * DIM * 2)
             at = [page + BLOCK_SIZE, kv_head * DIM]
-            tma.async_copy_global_to_shared(pages, at, v_here.index(stage), v.index(stage))
+            _copy_in(pages, at, v_here.index(stage), v.index(stage))
             step += 1
 
 

@@ -11,6 +11,8 @@ request's: its values are set to 0 where a tile has such slots, since their weig
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,10 @@ import triton.language as tl
 from kvasir.kernels.tiles import Tiles
 from kvasir.kernels.triton.overlap import await_previous, early
 from kvasir.kernels.triton.paged_decode import LOG2E, soft_cap
+from kvasir.log import get_logger
+
+logger = get_logger(__name__)
+NEWEST = (3, 9)  # of Triton, for which hopper_prefill.py was compiled
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_ptr", "start_ptr", "length_ptr", "tile_seq_ptr", "tile_ptr"])
@@ -133,7 +139,21 @@ def _prefill_kernel(
 
 def is_hopper(x: torch.Tensor) -> bool:
     """Whether x is on a GPU of compute capability 9.0, whose tensor cores Gluon's wgmma is for."""
-    return x.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) == (9, 0)
+    on_one = x.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) == (9, 0)
+    return on_one and _gluon_is_known()
+
+
+@cache
+def _gluon_is_known() -> bool:
+    """Unlike Triton, Gluon changes from version to version."""
+    if tuple(int(number) for number in triton.__version__.split(".")[:2]) <= NEWEST:
+        return True
+    logger.warning(
+        "Triton %s is newer than %d.%d, the last that the kernel for prompts on Hopper GPUs was tried with: "
+        "another one is used, which takes 10 to 30 %% longer. Install an older Triton to have it.",
+        triton.__version__, *NEWEST,
+    )  # fmt: skip
+    return False
 
 
 def reads_by_descriptor(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
