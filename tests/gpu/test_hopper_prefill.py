@@ -12,14 +12,15 @@ pytest.importorskip("triton")
 
 from kvasir.kernels.triton import paged_prefill as prefill
 from tests.cpu.test_stale_slots import spoiled
-from tests.kernel_builders import DEVICE, GPU, attend, close, paged, randn
+from tests.kernel_builders import DEVICE, attend, close, paged, randn
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not GPU or torch.cuda.get_device_capability() != (9, 0), reason="for GPUs of compute capability 9.0"
-    ),
-]
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for GPUs of compute capability 9.0")
 
 
 @pytest.fixture
