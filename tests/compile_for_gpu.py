@@ -65,7 +65,15 @@ MIXTRAL = COMMON | {
 LONE, DECODES, SHARING = Shape(1, 1, 512), Shape(64, 64, 2048), Shape(256, 256, 1 << 30, shares=True)
 MIXED = Shape(512, 128, 1 << 30)
 # Steps above all graphs, whose sizes and places in memory 16 divides or not.
-CHUNKS = [[1, 100, 412], [1, 1, 300, 333], [640, 384], [1, 1, 1, 401, 16, 480], [1, 1, 1, 1, 333], [777]]
+CHUNKS = [
+    [1, 100, 412],
+    [1, 1, 300, 333],
+    [640, 384],
+    [1, 1, 1, 401, 16, 480],
+    [1, 1, 1, 1, 333],
+    [777],
+    [1, 700, *[30] * 12],
+]
 
 
 class H200Compiler:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvasir.attention.base import AttentionBatch
-from kvasir.kernels.tiles import Tiles
+from kvasir.kernels.tiles import Tiles, find_tiles
 from kvasir.kernels.triton.paged_decode import Workspace, paged_decode
 from kvasir.kernels.triton.paged_prefill import paged_prefill
 
@@ -42,9 +44,12 @@ class TritonAttention:
                 longest=longest, prefix=batch.shared_prefix, order=batch.order,
             )  # fmt: skip
         if n < len(batch.query_lens):
-            longest = int(batch.query_lens[n:].max())
+            tiles = _list_tiles(batch) if _differ_much(batch.query_lens[n:]) else None
+            longest = int(batch.query_lens[n:].max()) if tiles is None else tiles.height
             rows, starts, lengths = batch.rows[n:], batch.query_start[n:], batch.seq_lens[n:]
-            paged_prefill(query, kv_cache, batch.tables, rows, starts, lengths, longest, out, scale, window, softcap)
+            paged_prefill(
+                query, kv_cache, batch.tables, rows, starts, lengths, longest, out, scale, window, softcap, tiles
+            )
         return out
 
     def _mixed(
@@ -68,3 +73,19 @@ class TritonAttention:
             query, kv_cache, batch.tables, rows, batch.query_start, batch.seq_lens, tiles.height, out, scale, window,
             softcap, tiles,
         )  # fmt: skip
+
+
+def _differ_much(query_lens: NDArray[np.int32]) -> bool:
+    """Whether a grid with room for the longest chunk, for every chunk, would be empty for the most part: each place in
+    it costs a program or a look, so that a long prompt among hundreds of short ones would cost more than it is."""
+    return len(query_lens) * int(query_lens.max()) > 4 * int(query_lens.sum())
+
+
+def _list_tiles(batch: AttentionBatch) -> Tiles:
+    """The tiles of the chunks alone, listed once per step."""
+    if "tiles" not in batch.notes:
+        n, starts = batch.num_decodes, batch.query_start
+        counts = starts[n + 1 :] - starts[n:-1]
+        batch.notes["tiles"] = find_tiles(counts, batch.seq_lens[n:], int(batch.query_lens[n:].sum()))
+    tiles: Tiles = batch.notes["tiles"]
+    return tiles

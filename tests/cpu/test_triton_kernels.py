@@ -186,6 +186,27 @@ def test_mixed_steps_of_fixed_size(
         close(out[part], attend(query[part], cache, tables[rows[i]], n, window), dtype)
 
 
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("short", "listed"), [(2, True), (60, False)])
+def test_a_long_chunk_among_short_ones(short: int, listed: bool, window: int | None) -> None:
+    """Chunks that differ much are a list of tiles, not a grid in which every chunk has the longest's."""
+    chunks = [1, 1, 90, *[short] * 8]
+    lengths = [n + 7 * i for i, n in enumerate(chunks)]
+    cache, tables, rows, lens = paged(lengths, 2, 32, 16, torch.float32)
+    starts = np.concatenate([[0], np.cumsum(chunks)])
+    query = randn(int(starts[-1]), 4, 32)
+    batch = AttentionBatch(
+        slots=rows, query_start=torch.tensor(starts, dtype=torch.int32, device=DEVICE), seq_lens=lens, tables=tables,
+        rows=rows, num_decodes=2, query_lens=np.array(chunks, np.int32), seq_bounds=np.array(lengths, np.int32),
+        block_size=16,
+    )  # fmt: skip
+    out = TritonAttention().forward(query, cache, batch, scale=32**-0.5, window=window)
+    assert ("tiles" in batch.notes) is listed
+    for i, n in enumerate(lengths):
+        part = slice(starts[i], starts[i + 1])
+        close(out[part], attend(query[part], cache, tables[rows[i]], n, window), torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab", [50, 2500])
 def test_draw(vocab: int, dtype: torch.dtype) -> None:
