@@ -11,6 +11,8 @@ from kvasir.kernels.tiles import Tiles, find_tiles
 from kvasir.kernels.triton.paged_decode import Workspace, paged_decode
 from kvasir.kernels.triton.paged_prefill import paged_prefill
 
+ROOM = 32  # times as much as chunks fill, a grid may have; estimated, not measured
+
 
 class TritonAttention:
     """See AttentionBackend. One object serves all layers, so that they share the workspace."""
@@ -76,9 +78,9 @@ class TritonAttention:
 
 
 def _differ_much(query_lens: NDArray[np.int32]) -> bool:
-    """Whether a grid with room for the longest chunk, for every chunk, would be empty for the most part: each place in
-    it costs a program or a look, so that a long prompt among hundreds of short ones would cost more than it is."""
-    return len(query_lens) * int(query_lens.max()) > 4 * int(query_lens.sum())
+    """Whether nearly all of a grid with room for the longest chunk, for every chunk, would be empty: each place in it
+    costs a program or a look, so that a long prompt among hundreds of short ones would cost more than it is."""
+    return len(query_lens) * int(query_lens.max()) > ROOM * int(query_lens.sum())
 
 
 def _list_tiles(batch: AttentionBatch) -> Tiles:

@@ -14,6 +14,7 @@ from kvasir.kernels import reference
 
 pytest.importorskip("triton")
 
+from kvasir.attention import triton as triton_attention
 from kvasir.attention.base import AttentionBatch
 from kvasir.attention.triton import TritonAttention
 from kvasir.kernels.tiles import find_tiles
@@ -188,8 +189,11 @@ def test_mixed_steps_of_fixed_size(
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize(("short", "listed"), [(2, True), (60, False)])
-def test_a_long_chunk_among_short_ones(short: int, listed: bool, window: int | None) -> None:
+def test_a_long_chunk_among_short_ones(
+    short: int, listed: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks that differ much are a list of tiles, not a grid in which every chunk has the longest's."""
+    monkeypatch.setattr(triton_attention, "ROOM", 4)
     chunks = [1, 1, 90, *[short] * 8]
     lengths = [n + 7 * i for i, n in enumerate(chunks)]
     cache, tables, rows, lens = paged(lengths, 2, 32, 16, torch.float32)
