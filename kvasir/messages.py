@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 Int32Array = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 
+MOST_GROUPS = 16  # of rows that share a prefix, in a step; and ...
+FEWEST_SHARING = 16  # ... rows of a group
 NULL_BLOCK = 0  # never handed out: what unused block-table entries and padding point at
 
 
@@ -277,6 +279,20 @@ class NewRow:
 
 
 @dataclass(slots=True)
+class PrefixGroups:
+    """Groups of a step's rows whose first tokens lie in the same blocks."""
+
+    tokens: Int32Array  # [groups] how many
+    starts: Int32Array  # [groups + 1] where in `members` each group begins, and the last ends
+    members: Int32Array  # lines of the plan
+
+
+def most_groups(rows: int) -> int:
+    """That so many rows can be in."""
+    return min(MOST_GROUPS, max(1, rows // FEWEST_SHARING))
+
+
+@dataclass(slots=True)
 class StepPlan:
     """One step: which rows run, and how many tokens each. Decodes stand first, then longer chunks."""
 
@@ -296,7 +312,7 @@ class StepPlan:
     to_host: Int32Array = field(default_factory=no_copies)
     from_host: Int32Array = field(default_factory=no_copies)
     wants_logprobs: bool = False
-    shared_tokens: int = 0  # so many first tokens of all rows lie in the same blocks; told where all run one token
+    shared: PrefixGroups | None = None  # of the rows that run one token; None: none that is worth telling
     step: int = 0
 
     @property

@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from kvasir.kernels.shared_prefixes import SharedPrefixes
+
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 # The interpreter's bfloat16 products are wrong, so bfloat16 is checked on the GPU.
@@ -37,6 +39,26 @@ def paged(lengths: list[int], kv_heads: int, dim: int, block_size: int, dtype: t
         at += count
     cache = randn(sum(need) + 1, 2, block_size, kv_heads, dim, dtype=dtype)
     return cache, tables.to(DEVICE), rows.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+
+
+def share(
+    tables: torch.Tensor, rows: torch.Tensor, block_size: int, groups: list[tuple[int, list[int]]]
+) -> SharedPrefixes:
+    """Give the sequences of each group (tokens, members) the first blocks of its first one."""
+    tokens = torch.zeros(len(rows), dtype=torch.int32)
+    members: list[int] = []
+    starts = [0]
+    for count, group in groups:
+        blocks = count // block_size
+        tables[rows[group], :blocks] = tables[rows[group[0]], :blocks].clone()
+        tokens[group] = count
+        members += group
+        starts.append(len(members))
+    starts += [len(members)] * (17 - len(starts))
+    members += [0] * (len(rows) - len(members))
+    return SharedPrefixes(
+        tokens.to(DEVICE), *(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (members, starts))
+    )
 
 
 def attend(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvasir.kernels.shared_prefixes import SharedPrefixes
 from kvasir.kernels.tiles import Tiles
 
 
@@ -34,9 +35,9 @@ class AttentionBatch:
     seq_bounds: NDArray[np.int32]  # [sequences], upper bounds of seq_lens; exact for chunks
     block_size: int
     causal: bool = True
-    # [1] int32: so many first tokens are the same blocks for all sequences, and reading them once would pay; None: no.
-    shared_prefix: torch.Tensor | None = None
-    own_bound: int | None = None  # no sequence has more tokens after the shared prefix; told where there is one
+    # Of sequences of one token, those that begin with the same blocks, where reading these once pays; None: none do.
+    shared: SharedPrefixes | None = None
+    own_bound: int | None = None  # no sequence of one token has more that it does not share; None: see seq_bounds
     # [sequences] int32: those of one token, the longest first, where it pays to begin with them; None: as they stand.
     order: torch.Tensor | None = None
     # Set where only the device knows which sequences run one token: num_decodes and query_lens then say nothing.

@@ -1,4 +1,8 @@
-"""Paged attention by Triton kernels: decodes in one launch, chunks in another. Lengths are read on the device."""
+"""Paged attention by Triton kernels. Lengths are read on the device.
+
+Steps of single tokens have a launch, mixed steps of fixed size one for both kinds. Above those sizes chunks have a
+launch of their own: nearly all the time is theirs, and their best kernel is not one that knows single tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from numpy.typing import NDArray
 from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.tiles import Tiles, find_tiles
 from kvasir.kernels.triton.paged_decode import Workspace, paged_decode
+from kvasir.kernels.triton.paged_mixed import paged_mixed
 from kvasir.kernels.triton.paged_prefill import paged_prefill
 
 ROOM = 32  # times as much as chunks fill, a grid may have; estimated, not measured
@@ -34,60 +39,47 @@ class TritonAttention:
     ) -> torch.Tensor:
         assert batch.causal, "the Triton kernels are causal"
         out = torch.empty_like(query)
-        if batch.tiles is not None:
-            self._mixed(query, kv_cache, batch, batch.tiles, out, scale, window, softcap)
-            return out
         n = batch.num_decodes
+        tiles = batch.tiles
+        if tiles is None and _differ_much(batch.query_lens[n:]):
+            tiles = _list_tiles(batch)
+        if tiles is not None:
+            paged_mixed(
+                query, kv_cache, batch.tables, batch.rows, batch.query_start, batch.seq_lens, tiles, out,
+                self.workspace, scale, window, softcap, longest=_longest_own(batch), shared=batch.shared,
+            )  # fmt: skip
+            return out
         if n:
             rows, lengths = batch.rows[:n], batch.seq_lens[:n]
-            longest = int(batch.seq_bounds[:n].max()) if batch.own_bound is None else batch.own_bound
             paged_decode(
                 query[:n], kv_cache, batch.tables, rows, lengths, out[:n], self.workspace, scale, window, softcap,
-                longest=longest, prefix=batch.shared_prefix, order=batch.order,
+                longest=_longest_own(batch), shared=batch.shared, order=batch.order,
             )  # fmt: skip
         if n < len(batch.query_lens):
-            tiles = _list_tiles(batch) if _differ_much(batch.query_lens[n:]) else None
-            longest = int(batch.query_lens[n:].max()) if tiles is None else tiles.height
+            longest = int(batch.query_lens[n:].max())
             rows, starts, lengths = batch.rows[n:], batch.query_start[n:], batch.seq_lens[n:]
-            paged_prefill(
-                query, kv_cache, batch.tables, rows, starts, lengths, longest, out, scale, window, softcap, tiles
-            )
+            paged_prefill(query, kv_cache, batch.tables, rows, starts, lengths, longest, out, scale, window, softcap)
         return out
 
-    def _mixed(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        batch: AttentionBatch,
-        tiles: Tiles,
-        out: torch.Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> None:
-        """Sequences of one token stand first, so theirs are the first queries."""
-        rows, count = batch.rows, len(batch.rows)
-        paged_decode(
-            query[:count], kv_cache, batch.tables, rows, tiles.decode_lens, out[:count], self.workspace, scale, window,
-            softcap, longest=int(batch.seq_bounds[0]),
-        )  # fmt: skip
-        paged_prefill(
-            query, kv_cache, batch.tables, rows, batch.query_start, batch.seq_lens, tiles.height, out, scale, window,
-            softcap, tiles,
-        )  # fmt: skip
+
+def _longest_own(batch: AttentionBatch) -> int:
+    """No sequence of one token has more that are not in a shared prefix."""
+    if batch.own_bound is not None:
+        return batch.own_bound
+    count = len(batch.rows) if batch.tiles is not None else batch.num_decodes
+    return int(batch.seq_bounds[:count].max(initial=0))
 
 
 def _differ_much(query_lens: NDArray[np.int32]) -> bool:
     """Whether nearly all of a grid with room for the longest chunk, for every chunk, would be empty: each place in it
     costs a program or a look, so that a long prompt among hundreds of short ones would cost more than it is."""
-    return len(query_lens) * int(query_lens.max()) > ROOM * int(query_lens.sum())
+    return len(query_lens) * int(query_lens.max(initial=0)) > ROOM * int(query_lens.sum())
 
 
 def _list_tiles(batch: AttentionBatch) -> Tiles:
-    """The tiles of the chunks alone, listed once per step."""
+    """Listed once per step."""
     if "tiles" not in batch.notes:
-        n, starts = batch.num_decodes, batch.query_start
-        counts = starts[n + 1 :] - starts[n:-1]
-        batch.notes["tiles"] = find_tiles(counts, batch.seq_lens[n:], int(batch.query_lens[n:].sum()))
+        counts = batch.query_start[1:] - batch.query_start[:-1]
+        batch.notes["tiles"] = find_tiles(counts, batch.seq_lens, int(batch.query_lens.sum()))
     tiles: Tiles = batch.notes["tiles"]
     return tiles

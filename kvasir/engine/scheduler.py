@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.engine.cache.manager import IntArray, KVCacheManager, Prefix
+from kvasir.engine.cache.prefix_groups import SharingRows
 from kvasir.engine.cache.tier import Parked
 from kvasir.engine.policies import Context, Policy
 from kvasir.engine.queue import Queue
@@ -32,6 +33,7 @@ from kvasir.messages import (
     FinishReason,
     Int32Array,
     NewRow,
+    PrefixGroups,
     Started,
     StepPlan,
     StepResult,
@@ -89,7 +91,7 @@ class Scheduler:
         self._started: list[Started] = []  # that nobody was told of
         self._silent: set[int] = set()  # rows that stream nothing and have no token yet
         self._in_flight: deque[_InFlight] = deque()
-        self._shared = ((-1, 0), 0)  # what _shared_tokens found, and when
+        self._sharing = SharingRows(limits.max_num_seqs)
         self._reserve = int(limits.watermark * cache.pool.usable)
         self._full_step = limits.max_num_batched_tokens / 2  # tokens from which on a step shows how fast the device is
         self._arrivals = count()
@@ -405,18 +407,14 @@ class Scheduler:
             to_host=to_host,
             from_host=from_host,
             wants_logprobs=bool((samples & r.logprobs[rows]).any()),
-            shared_tokens=self._shared_tokens() if num_decodes == len(rows) else 0,
+            shared=self._shared_prefixes(rows[:num_decodes]),
             step=self.stats.steps,
         )
 
-    def _shared_tokens(self) -> int:
-        """Tokens at the start of all running rows that lie in the same blocks, until a row or a block changes."""
-        state = self.rows.version, self.cache.stats.copies
-        if state != self._shared[0]:
-            rows = self.rows.order
-            tokens = self.cache.common_blocks(rows) * self.cache.block_size if len(rows) > 1 else 0
-            self._shared = state, tokens
-        return self._shared[1]
+    def _shared_prefixes(self, rows: IntArray) -> PrefixGroups | None:
+        r, state = self.rows, (self.rows.version, self.cache.stats.copies)
+        self._sharing.update(state, lambda: self.cache.sharing_groups(r.order, r.num_computed), self.cache.block_size)
+        return self._sharing.among(rows)
 
     def _name_planned(self, rows: IntArray, grants: Int32Array, fed: IntArray) -> None:
         for i in fed.tolist():

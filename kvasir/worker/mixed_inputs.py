@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from kvasir.attention.base import AttentionBatch
+from kvasir.kernels.shared_prefixes import SharedPrefixes
 from kvasir.kernels.tiles import find_tiles
 from kvasir.worker.rows import DeviceRows, StepInputs
 
@@ -16,7 +17,9 @@ def mixed_inputs(
     rows: torch.Tensor,  # [rows] int64: those that run one token, then the others, then padding; fewer than tokens
     num_tokens: torch.Tensor,  # [rows] int32, 0 for padding
     token_ids: torch.Tensor,  # [tokens] int32, -1 where the row's next token is meant; padded with anything
-    bound: int,  # no sequence is longer
+    longest: int,  # no sequence has more tokens
+    bound: int,  # no sequence of one token has more of its own
+    shared: SharedPrefixes | None = None,
 ) -> StepInputs:
     """Counts the tokens as computed."""
     device, size = rows.device, len(token_ids)
@@ -41,9 +44,11 @@ def mixed_inputs(
         rows=rows,
         num_decodes=0,
         query_lens=np.zeros(len(rows), np.int32),
-        seq_bounds=np.full(len(rows), bound, np.int32),
+        seq_bounds=np.full(len(rows), longest, np.int32),
         block_size=state.block_size,
         tiles=find_tiles(num_tokens, seq_lens, size),
+        shared=shared,
+        own_bound=bound,
     )
     if state.other_tables:
         batch.others = state.batches_of_others(batch, token_rows, positions)

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.attention.base import AttentionBatch
+from kvasir.kernels.shared_prefixes import SharedPrefixes
 from kvasir.kernels.upload import upload
 from kvasir.messages import Logprobs, NewRow, StepPlan, StepResult
 from kvasir.sampling.logprobs import Chunk, PromptScores, TokenScores, prompt_results
@@ -25,6 +26,7 @@ from kvasir.worker.host_memory import make_host_memory
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.model import Model
 from kvasir.worker.rows import DeviceRows, StepInputs
+from kvasir.worker.shared_prefixes import lay_out
 from kvasir.worker.staging import DeviceResult
 
 if TYPE_CHECKING:
@@ -86,14 +88,15 @@ class ModelRunner:
         """Launch the forward pass; not `as_graph`: kernel by kernel, whatever graphs there may be."""
         shape = self.graphs.shape_for(plan) if self.graphs is not None and as_graph else None
         new_rows = self.sampling.pack(plan.new_rows) if plan.new_rows else NO_ROWS
-        told = (plan.rows, plan.num_tokens, plan.token_ids, NO_LINES)
         if self.graphs is not None and shape is not None:
             told = self.graphs.told(plan, shape)
-        shared = np.array([plan.shared_tokens], np.int32)
+        else:
+            told = plan.rows, plan.num_tokens, plan.token_ids, NO_LINES, *lay_out(plan.shared, len(plan.rows))
         changes = (plan.table_index, plan.table_block, plan.copies, plan.to_host[:, 0], plan.from_host[:, 1])
-        rows, num_tokens, token_ids, order, shared_tokens, packed, index, block, copies, leaving, arriving = upload(
-            [*told, shared, new_rows, *changes], self.device
-        )
+        uploaded = upload([*told, new_rows, *changes], self.device)
+        rows, num_tokens, token_ids, order, tokens, members, starts = uploaded[: len(told)]
+        packed, index, block, copies, leaving, arriving = uploaded[len(told) :]
+        shared = SharedPrefixes(tokens, members, starts)
         if plan.new_rows:
             self._open_rows(packed.view(new_rows.shape), plan.new_rows)
         if len(plan.table_index):
@@ -103,9 +106,10 @@ class ModelRunner:
         if len(plan.copies):
             self.kv_memory.copy_blocks(copies.view(-1, 2))
         if self.graphs is None or shape is None:
-            self._running = self._forward(plan, self.rows.build(plan, rows.long(), num_tokens, token_ids))
+            inputs = self.rows.build(plan, rows.long(), num_tokens, token_ids, shared if plan.shared else None)
+            self._running = self._forward(plan, inputs)
             return
-        step = self.graphs.forward(shape, rows, num_tokens, token_ids, order, shared_tokens)
+        step = self.graphs.forward(shape, rows, num_tokens, token_ids, order, shared)
         self._running = Running(plan, step.inputs.batch, step.hidden, self.prompt_scores.chunks(plan), shape)
 
     def _forward(self, plan: StepPlan, inputs: StepInputs) -> Running:

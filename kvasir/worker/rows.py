@@ -12,7 +12,9 @@ import torch
 
 from kvasir import kernels
 from kvasir.attention.base import AttentionBatch
+from kvasir.kernels.shared_prefixes import SharedPrefixes
 from kvasir.messages import StepPlan
+from kvasir.worker.shared_prefixes import longest_own
 
 
 @dataclass(slots=True)
@@ -33,14 +35,18 @@ class DeviceRows:
         self.tables, *self.other_tables = self._all_tables  # of the first group of layers, and of the others
         self.num_computed = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         self.next_token = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
-        self.shared_prefix = torch.zeros(1, dtype=torch.int32, device=device)  # see AttentionBatch
 
     def set_tables(self, index: torch.Tensor, block: torch.Tensor) -> None:
         """Write changed block-table entries, given by their flat positions."""
         self._all_tables.view(-1)[index.long()] = block
 
     def build(
-        self, plan: StepPlan, rows: torch.Tensor, num_tokens: torch.Tensor, token_ids: torch.Tensor
+        self,
+        plan: StepPlan,
+        rows: torch.Tensor,
+        num_tokens: torch.Tensor,
+        token_ids: torch.Tensor,
+        shared: SharedPrefixes | None = None,
     ) -> StepInputs:
         """The step's inputs from the rows; counts the tokens as computed. Never waits for the device."""
         ids, positions, slots, query_start, seq_lens = kernels.step_inputs(
@@ -56,6 +62,8 @@ class DeviceRows:
             query_lens=plan.num_tokens,
             seq_bounds=plan.bounds,
             block_size=self.block_size,
+            shared=shared,
+            own_bound=longest_own(plan),
         )
         if self.other_tables:
             token_rows = torch.repeat_interleave(rows, num_tokens.long(), output_size=plan.total_tokens)

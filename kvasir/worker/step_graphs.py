@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from kvasir import kernels
 from kvasir.attention.base import AttentionBatch
-from kvasir.kernels.triton import paged_decode, shared_prefix
+from kvasir.kernels.shared_prefixes import SharedPrefixes
+from kvasir.kernels.triton import paged_decode
 from kvasir.kernels.triton.decode_inputs import decode_inputs
 from kvasir.log import get_logger
-from kvasir.messages import GraphUse, Int32Array, StepPlan
+from kvasir.messages import MOST_GROUPS, GraphUse, Int32Array, StepPlan, most_groups
 from kvasir.models.transformer import Transformer
 from kvasir.sampling.sampler import Sampler
 from kvasir.sampling.stages import SampledRows
@@ -32,6 +33,7 @@ from kvasir.worker.mixed_inputs import mixed_inputs
 from kvasir.worker.model import Model
 from kvasir.worker.out_of_memory import is_out_of_memory
 from kvasir.worker.rows import DeviceRows, StepInputs
+from kvasir.worker.shared_prefixes import lay_out, longest_own
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -49,8 +51,8 @@ class Shape:
 
     tokens: int  # padding included
     rows: int  # likewise
-    bound: int  # no sequence has more tokens of its own
-    shares: bool = False  # all sequences share a prefix that is read once
+    bound: int  # no sequence that runs one token has more of its own
+    shares: bool = False  # there are prefixes that are read once for several sequences
 
     @property
     def is_mixed(self) -> bool:
@@ -105,6 +107,7 @@ class StepGraphs:
     _num_tokens: torch.Tensor = field(init=False)  # of each; read by mixed steps
     _token_ids: torch.Tensor = field(init=False)  # of all; read by mixed steps
     _order: torch.Tensor = field(init=False)  # of the step's rows, the longest first; read by steps of single tokens
+    _shared: SharedPrefixes = field(init=False)  # read by steps in which rows share
     _lines: torch.Tensor = field(init=False)  # those of the step that sample, padded with -1; read by mixed steps
     _forwards: dict[Shape, Captured[Forward]] = field(default_factory=dict)
     _heads: dict[HeadShape, Captured[torch.Tensor]] = field(default_factory=dict)
@@ -117,6 +120,9 @@ class StepGraphs:
         self._running = torch.full((most,), self.rows.padding, dtype=torch.int64, device=self.device)
         self._num_tokens, self._token_ids, self._lines = torch.zeros(3, most, dtype=torch.int32, device=self.device)
         self._order = torch.arange(most, dtype=torch.int32, device=self.device)
+        tokens, members = torch.zeros(2, most, dtype=torch.int32, device=self.device)
+        starts = torch.zeros(MOST_GROUPS + 1, dtype=torch.int32, device=self.device)
+        self._shared = SharedPrefixes(tokens, members, starts)
         self._short = None
         if kernels.are_compiled(self.device) and isinstance(self.model, Transformer):
             self._short = self.model.shortened()
@@ -128,27 +134,28 @@ class StepGraphs:
         return shape if shape is None or shape in self._forwards or self._add_forward(shape) else None
 
     def _fitting_shape(self, plan: StepPlan) -> Shape | None:
-        count, longest = len(plan.rows), int(plan.bounds.max())
+        count, bound, shares = len(plan.rows), _bound(longest_own(plan)), plan.shared is not None
         if plan.num_decodes == count:
             if count > self.sizes[-1]:
                 return None
             size = self.sizes[bisect_left(self.sizes, count)]
-            shares = shared_prefix.pays(count, plan.shared_tokens)
-            return Shape(size, size, _bound(longest - plan.shared_tokens if shares else longest), shares)
+            return Shape(size, size, bound, shares)
         if plan.total_tokens > MIXED_SIZES[-1]:
             return None
         size = MIXED_SIZES[bisect_left(MIXED_SIZES, plan.total_tokens)]
-        return Shape(size, min(MIXED_ROWS[bisect_left(MIXED_ROWS, count)], size - 1), _bound(longest))
+        return Shape(size, min(MIXED_ROWS[bisect_left(MIXED_ROWS, count)], size - 1), bound, shares)
 
-    def told(self, plan: StepPlan, shape: Shape) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
-        """What the device must be told of a step: its rows, and unless it knows them, tokens of each and their ids; and
-        which rows come first, if that matters."""
-        rows = _padded(plan.rows, shape.rows, self.rows.padding)
+    def told(self, plan: StepPlan, shape: Shape) -> tuple[Int32Array, ...]:
+        """What the device must be told of a step: its rows, and unless it knows them, tokens of each and their ids;
+        which rows come first, if that matters; and what they share."""
+        rows, shared = _padded(plan.rows, shape.rows, self.rows.padding), lay_out(plan.shared, shape.rows)
         if shape.is_mixed:
-            return rows, _padded(plan.num_tokens, shape.rows, 0), _padded(plan.token_ids, shape.tokens, 0), NO_LINES
+            num_tokens, token_ids = _padded(plan.num_tokens, shape.rows, 0), _padded(plan.token_ids, shape.tokens, 0)
+            return rows, num_tokens, token_ids, NO_LINES, *shared
         known = not bool((plan.token_ids >= 0).any())
         token_ids = NO_LINES if known else _padded(plan.token_ids, shape.rows, -1)
-        return rows, NO_LINES, token_ids, _longest_first(plan.bounds, shape.rows) if shape.is_ordered else NO_LINES
+        order = _longest_first(plan.bounds, shape.rows) if shape.is_ordered else NO_LINES
+        return rows, NO_LINES, token_ids, order, *shared
 
     def forward(
         self,
@@ -157,7 +164,7 @@ class StepGraphs:
         num_tokens: torch.Tensor,
         token_ids: torch.Tensor,
         order: torch.Tensor,
-        shared_tokens: torch.Tensor,
+        shared: SharedPrefixes,
     ) -> Forward:
         """Replay a step; the tensors are what `told` made, on the device."""
         self._running[: shape.rows] = rows
@@ -170,7 +177,9 @@ class StepGraphs:
         if shape.is_ordered:
             self._order[: shape.rows] = order
         if shape.shares:
-            self.rows.shared_prefix.copy_(shared_tokens)
+            self._shared.tokens[: shape.rows] = shared.tokens
+            self._shared.members[: shape.rows] = shared.members
+            self._shared.starts[: len(shared.starts)] = shared.starts
         captured = self._forwards[shape]
         captured.graph.replay()
         self.stats.replays += 1
@@ -254,10 +263,13 @@ class StepGraphs:
                 self._forward(shape, self._short)
 
     def _clear_inputs(self, shape: Shape) -> None:
-        """Padding rows only, so that no request is touched; the order of a larger step would name rows past the end."""
+        """Padding rows only, so that no request is touched; order and groups of a larger step would name rows past the
+        end."""
         self._running[: shape.rows] = self.rows.padding
         self._num_tokens[: shape.rows] = 0
         self._order[: shape.rows] = torch.arange(shape.rows, device=self.device)
+        self._shared.tokens.zero_()
+        self._shared.starts.zero_()
 
     def _capture(
         self, graphs: dict[S, Captured[T]], shape: S, run: Callable[[], T], prepare: Callable[[], None] = lambda: None
@@ -296,7 +308,7 @@ class StepGraphs:
         rows = self._running[: shape.rows]
         if shape.is_mixed:
             counts, ids = self._num_tokens[: shape.rows], self._token_ids[: shape.tokens]
-            inputs = mixed_inputs(self.rows, rows, counts, ids, shape.bound)
+            inputs = mixed_inputs(self.rows, rows, counts, ids, BOUNDS[-1], shape.bound, self._shared_of(shape))
         else:
             inputs = self._decode_inputs(shape, rows)
         return Forward(inputs, model.forward(inputs.input_ids, inputs.positions, inputs.batch))
@@ -314,15 +326,22 @@ class StepGraphs:
             rows=rows,
             num_decodes=shape.rows,
             query_lens=np.ones(shape.rows, np.int32),
-            seq_bounds=np.full(shape.rows, BOUNDS[-1] if shape.shares else shape.bound, np.int32),
+            seq_bounds=np.full(shape.rows, BOUNDS[-1], np.int32),
             block_size=state.block_size,
-            shared_prefix=state.shared_prefix if shape.shares else None,
-            own_bound=shape.bound if shape.shares else None,
+            shared=self._shared_of(shape),
+            own_bound=shape.bound,
             order=self._order[: shape.rows] if shape.is_ordered else None,
         )
         if state.other_tables:
             batch.others = state.batches_of_others(batch, rows, positions)
         return StepInputs(ids, positions, batch)
+
+    def _shared_of(self, shape: Shape) -> SharedPrefixes | None:
+        if not shape.shares:
+            return None
+        shared = self._shared
+        starts = shared.starts[: most_groups(shape.rows) + 1]
+        return SharedPrefixes(shared.tokens[: shape.rows], shared.members[: shape.rows], starts)
 
     def _head(self, step: Forward, shape: HeadShape) -> torch.Tensor:
         batch, hidden = step.inputs.batch, step.hidden

@@ -20,7 +20,7 @@ from kvasir.attention.triton import TritonAttention
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode
 from kvasir.kernels.triton.paged_prefill import paged_prefill
 from kvasir.kernels.triton.rope_store import rope_store
-from tests.kernel_builders import DEVICE, DTYPES, GPU, attend, close, paged, randn
+from tests.kernel_builders import DEVICE, DTYPES, GPU, attend, close, paged, randn, share
 
 pytestmark = pytest.mark.kernel
 
@@ -102,11 +102,10 @@ def test_shared_prefix(kind: torch.dtype, dtype: torch.dtype) -> None:
     shared, block_size, dim = 128, 16, 32
     lengths = [shared + n for n in (1, 40, 17)]
     cache, wide, tables, rows, lens = paged_bytes(lengths, 2, dim, block_size, kind)
-    tables[rows[1:], : shared // block_size] = tables[rows[0], : shared // block_size].clone()
+    prefixes = share(tables, rows, block_size, [(shared, [0, 1, 2])])
     query = randn(len(lengths), 8, dim, dtype=dtype)
     out = torch.empty_like(query)
-    prefix = torch.tensor([shared], dtype=torch.int32, device=DEVICE)
-    paged_decode(query, cache, tables, rows, lens, out, Workspace(), dim**-0.5, prefix=prefix)
+    paged_decode(query, cache, tables, rows, lens, out, Workspace(), dim**-0.5, shared=prefixes)
     for i, n in enumerate(lengths):
         close(out[i : i + 1], attend(query[i : i + 1], wide, tables[rows[i]], n, None), dtype)
 

@@ -27,7 +27,9 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("the kernels run for real here: see tests/gpu", allow_module_level=True)
 
-from kvasir.kernels.triton import paged_decode, shared_prefix
+from kvasir import messages
+from kvasir.engine.cache import prefix_groups
+from kvasir.kernels.triton import paged_decode
 from kvasir.worker import step_graphs
 from kvasir.worker.graph_memory import GraphMemory
 from kvasir.worker.graph_pool import Captured
@@ -69,7 +71,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(select._BACKENDS, "torch", select._BACKENDS["triton"])
     monkeypatch.setattr(paged_decode, "order_pays", lambda sequences: sequences >= 2)
     monkeypatch.setattr(paged_decode, "choose_split", lambda sequences, kv_heads: paged_decode.Split(2, 32))
-    monkeypatch.setattr(shared_prefix, "pays", lambda sequences, prefix: prefix >= 16 and sequences >= 3)
+    monkeypatch.setattr(prefix_groups, "FEWEST_SHARING", 3)
+    monkeypatch.setattr(messages, "FEWEST_SHARING", 3)
+    monkeypatch.setattr(prefix_groups, "pays", lambda sequences, tokens: tokens >= 16 and sequences >= 3)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +114,49 @@ def test_steps_as_graphs_say_what_plain_steps_say(path: Path, shared: int, reque
     assert taken.use.count == len(taken._forwards) + len(taken._heads)
     sizes = {shape.rows for shape in taken._forwards if not shape.is_mixed}
     assert len(sizes) > 2, "the batch was to shrink through several graphs"
+
+
+def test_prefixes_that_only_some_share(
+    path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups of requests among others, which join while the first ones run: steps of single tokens and mixed ones
+    read each prefix once."""
+    rng = np.random.default_rng(3)
+    stems = [rng.integers(2, 96, n).tolist() for n in (16, 32, 0)]
+    kinds = [0, 1, 0, 2, 1, 0, 1, 1, 0, 2]
+    prompts = [{"prompt_token_ids": stems[kind] + rng.integers(2, 96, 5).tolist()} for kind in kinds]
+    params = [SamplingParams(temperature=0, max_tokens=8 + 2 * i, ignore_eos=True) for i in range(len(kinds))]
+    settings: Any = {"max_model_len": 128, "max_num_seqs": 10, "max_num_batched_tokens": 24, "block_size": 16}
+    settings |= {"dtype": "float32", "device": "cpu", "attention_backend": "torch", "kv_cache_memory_bytes": 8 << 20}
+
+    def answers() -> tuple[list[list[int]], list[int], Any]:
+        groups: list[int] = []
+        with LLM(str(path), skip_tokenizer_init=True, use_tqdm_on_load=False, **settings) as llm:
+            core: Any = llm.llm_engine.client.core  # type: ignore[attr-defined]
+            among = core.scheduler._sharing.among
+            core.scheduler._sharing.among = lambda rows: watched(among(rows), groups)
+            said = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+            return said, groups, core.executor.runner.graphs
+
+    wanted, none, _ = answers()
+    assert not any(none)
+    request.getfixturevalue("graphs")
+    found, groups, taken = answers()
+    assert found == wanted
+    assert max(groups) == 2, "two prefixes in one step"
+    assert taken.stats.shared_prefix_steps == sum(count > 0 for count in groups)
+    assert {shape.is_mixed for shape in taken._forwards if shape.shares} == {False, True}
+
+    settings["enforce_eager"] = True
+    attend, calls = paged_decode.attend_prefixes, []
+    monkeypatch.setattr(paged_decode, "attend_prefixes", lambda *args: calls.append(1) or attend(*args))
+    found, groups, none = answers()
+    assert found == wanted and none is None and len(calls) == sum(count > 0 for count in groups)
+
+
+def watched(shared: messages.PrefixGroups | None, groups: list[int]) -> messages.PrefixGroups | None:
+    groups.append(0 if shared is None else len(shared.tokens))
+    return shared
 
 
 def test_graphs_that_make_way_for_others(path: Path, graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:

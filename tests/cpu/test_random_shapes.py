@@ -20,9 +20,10 @@ from kvasir.kernels.triton.draw import draw
 from kvasir.kernels.triton.logit_floor import logit_floor
 from kvasir.kernels.triton.norm import add_rms_norm, rms_norm
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode
+from kvasir.kernels.triton.paged_mixed import paged_mixed
 from kvasir.kernels.triton.paged_prefill import paged_prefill
 from kvasir.kernels.triton.rope_store import rope_store
-from tests.kernel_builders import DEVICE, DTYPES, GPU, attend, close, paged, randn
+from tests.kernel_builders import DEVICE, DTYPES, GPU, attend, close, paged, randn, share
 
 pytestmark = pytest.mark.kernel
 
@@ -76,7 +77,7 @@ def test_decode(seed: int) -> None:
     shape = Shape.draw(rng)
     lengths = rng.integers(0, MOST_TOKENS + 1, int(rng.integers(1, MOST_SEQUENCES + 1))).tolist()  # 0: padding
     lengths[0] += 1
-    split = None if rng.random() < 0.3 else Split(pick(rng, 1, 2, 3, 8, 16), pick(rng, 16, 32, 64, 256))
+    split = None if rng.random() < 0.3 else Split(pick(rng, 1, 2, 4, 8, 16), pick(rng, 16, 32, 64, 256))
     cache, tables, rows, lens = paged(lengths, shape.kv_heads, shape.dim, shape.block_size, shape.dtype)
     query = randn(len(lengths), shape.heads, shape.dim, dtype=shape.dtype)
     out = torch.full_like(query, 7.0)
@@ -93,9 +94,8 @@ def test_decode(seed: int) -> None:
             assert (out[i] == 7).all(), "a padding row was written"
 
 
-@pytest.mark.parametrize("in_tiles", [False, True])
 @pytest.mark.parametrize("seed", ATTENTION)
-def test_prefill(seed: int, in_tiles: bool) -> None:
+def test_prefill(seed: int) -> None:
     rng = generator("prefill", seed)
     shape = Shape.draw(rng)
     chunks = rng.integers(2, MOST_TOKENS // 2, int(rng.integers(1, min(MOST_SEQUENCES, 6) + 1)))
@@ -105,16 +105,39 @@ def test_prefill(seed: int, in_tiles: bool) -> None:
     starts = np.concatenate([[0], np.cumsum(chunks)])
     query = randn(int(starts[-1]), shape.heads, shape.dim, dtype=shape.dtype)
     out = torch.full_like(query, float("nan"))
-    counts = torch.tensor(chunks, dtype=torch.int32, device=DEVICE)
-    tiles = find_tiles(counts, lens, len(query)) if in_tiles else None
-    longest = int(chunks.max()) if tiles is None else tiles.height
-    paged_prefill(
-        query, cache, tables, rows, torch.tensor(starts, dtype=torch.int32, device=DEVICE), lens, longest, out,
-        shape.scale, shape.window, shape.softcap, tiles,
+    on_device = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+    how = (shape.scale, shape.window, shape.softcap)
+    paged_prefill(query, cache, tables, rows, on_device, lens, int(chunks.max()), out, *how)
+    for i, n in enumerate(lengths):
+        part = slice(starts[i], starts[i + 1])
+        close(out[part], attend(query[part], cache, tables[rows[i]], n, shape.window, shape.softcap), shape.dtype)
+
+
+@pytest.mark.parametrize("seed", ATTENTION)
+def test_mixed(seed: int) -> None:
+    """Single tokens, of which some may share a prefix, and chunks, padded with rows and tokens that are nobody's."""
+    rng = generator("mixed", seed)
+    shape = Shape.draw(rng)
+    singles, many = int(rng.integers(0, MOST_SEQUENCES)), int(rng.integers(1, 5))
+    chunks = np.concatenate([np.ones(singles, np.int64), rng.integers(2, MOST_TOKENS // 3, many)])
+    lengths = (chunks + rng.integers(shape.block_size, MOST_TOKENS // 2 + shape.block_size, len(chunks))).tolist()
+    pad = int(rng.integers(0, 4))
+    cache, tables, rows, lens = paged(lengths + [0] * pad, shape.kv_heads, shape.dim, shape.block_size, shape.dtype)
+    shared = share(tables, rows, shape.block_size, [(shape.block_size, list(range(0, singles, 2)))] if singles else [])
+    counts = torch.tensor([*chunks, *[0] * pad], dtype=torch.int32, device=DEVICE)
+    starts = np.concatenate([[0], np.cumsum(counts.cpu().numpy())])
+    query = randn(int(starts[-1]) + max(pad, len(rows) - int(starts[-1])), shape.heads, shape.dim, dtype=shape.dtype)
+    out = torch.full_like(query, 7.0)
+    on_device = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+    split = None if rng.random() < 0.5 else Split(pick(rng, 1, 4), pick(rng, 32, 1 << 20))
+    paged_mixed(
+        query, cache, tables, rows, on_device, lens, find_tiles(counts, lens, len(query)), out, Workspace(),
+        shape.scale, shape.window, shape.softcap, split=split, shared=shared if rng.random() < 0.5 else None,
     )  # fmt: skip
     for i, n in enumerate(lengths):
         part = slice(starts[i], starts[i + 1])
         close(out[part], attend(query[part], cache, tables[rows[i]], n, shape.window, shape.softcap), shape.dtype)
+    assert (out[starts[-1] :] == 7).all(), "a token of nobody's was written"
 
 
 @pytest.mark.parametrize("seed", ATTENTION)
@@ -126,12 +149,14 @@ def test_shared_prefix(seed: int) -> None:
     own = rng.integers(1, MOST_TOKENS // 2, int(rng.integers(2, MOST_SEQUENCES + 1)))
     lengths = (shared + own).tolist()
     cache, tables, rows, lens = paged(lengths, shape.kv_heads, shape.dim, shape.block_size, shape.dtype)
-    tables[rows[1:], :blocks] = tables[rows[0], :blocks].clone()
+    order = rng.permutation(len(lengths)).tolist()  # two groups, and some in none
+    first, second = sorted(int(x) for x in rng.integers(1, len(lengths) + 1, 2))
+    groups = [(shared, order[:first])] + ([(shape.block_size, order[first:second])] if second > first else [])
+    prefixes = share(tables, rows, shape.block_size, groups)
     query = randn(len(lengths), shape.heads, shape.dim, dtype=shape.dtype)
     out = torch.full_like(query, float("nan"))
-    prefix = torch.tensor([shared], dtype=torch.int32, device=DEVICE)
     split = None if rng.random() < 0.5 else Split(pick(rng, 1, 4), pick(rng, 32, 1 << 20))
-    paged_decode(query, cache, tables, rows, lens, out, Workspace(), shape.scale, split=split, prefix=prefix)
+    paged_decode(query, cache, tables, rows, lens, out, Workspace(), shape.scale, split=split, shared=prefixes)
     for i, n in enumerate(lengths):
         close(out[i : i + 1], attend(query[i : i + 1], cache, tables[rows[i]], n, None), shape.dtype)
 

@@ -14,7 +14,7 @@ step_graphs = pytest.importorskip("kvasir.worker.step_graphs")
 
 
 def single_tokens(rows: int) -> Any:
-    return SimpleNamespace(rows=np.arange(rows), bounds=np.full(rows, 9), num_decodes=rows, shared_tokens=0)
+    return SimpleNamespace(rows=np.arange(rows), bounds=np.full(rows, 9), num_decodes=rows, shared=None)
 
 
 def without_memory(run: Callable[[], Any]) -> Any:
@@ -62,7 +62,7 @@ def test_the_graphs_that_were_not_used_for_longest_make_way(monkeypatch: pytest.
 
     def step(count: int) -> None:
         shape = graphs.shape_for(single_tokens(count))
-        graphs.forward(shape, torch.arange(count), nothing, nothing, nothing, nothing)
+        graphs.forward(shape, torch.arange(count), nothing, nothing, nothing, absent)
         graphs.head(graphs.head_for(shape, count, needs))
 
     for count in (8, 16, 8, 24):
@@ -124,7 +124,7 @@ def test_the_device_is_told_to_begin_with_the_longest() -> None:
     plan = single_tokens(131)
     graphs.pool.capture = lambda run: None
     plan.bounds, plan.token_ids = np.random.default_rng(0).integers(1, 400, 131), np.full(131, -1)
-    told, _, _, order = graphs.told(plan, graphs.shape_for(plan))
+    told, _, _, order, *_ = graphs.told(plan, graphs.shape_for(plan))
     assert sorted(order) == list(range(136)) and list(told[order[131:]]) == [999] * 5, "padding comes last"
     assert (np.diff(plan.bounds[order[:131]]) <= 0).all()
     few = single_tokens(8)

@@ -18,6 +18,7 @@ from kvasir.attention import triton as triton_attention
 from kvasir.attention.base import AttentionBatch
 from kvasir.attention.triton import TritonAttention
 from kvasir.kernels.tiles import find_tiles
+from kvasir.kernels.triton import paged_decode as paged_decode_module
 from kvasir.kernels.triton import paged_prefill as paged_prefill_module
 from kvasir.kernels.triton import shared_prefix, tuned
 from kvasir.kernels.triton.activation import gated_activation
@@ -31,7 +32,7 @@ from kvasir.kernels.triton.paged_prefill import paged_prefill
 from kvasir.kernels.triton.rope_store import rope_store
 from kvasir.kernels.triton.shared_prefix import choose_tiling
 from kvasir.kernels.triton.tile_linear import blocks_for, linear_parts, parts_for, tile_linear
-from tests.kernel_builders import DEVICE, DTYPES, GPU, attend, close, paged, randn
+from tests.kernel_builders import DEVICE, DTYPES, GPU, attend, close, paged, randn, share
 
 pytestmark = pytest.mark.kernel
 
@@ -164,12 +165,27 @@ def test_paged_prefill(
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 16), (8, 2, 64, 64), (4, 2, 32, 256)])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("size", [64, 192])
+@pytest.mark.parametrize(("split", "shares"), [(None, False), (Split(4, 32), False), (Split(4, 32), True)])
 def test_mixed_steps_of_fixed_size(
-    size: int, window: int | None, heads: int, kv_heads: int, dim: int, block_size: int, dtype: torch.dtype
+    split: Split | None,
+    shares: bool,
+    size: int,
+    window: int | None,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Single tokens and chunks in launches that know neither."""
-    lengths, chunks = [5, 150, 70, 131, 33], [1, 1, 17, 2, 33]
+    """Single tokens and chunks in a launch that knows neither."""
+    lengths, chunks = [65, 150, 70, 131, 33], [1, 1, 17, 2, 33]
     cache, tables, rows, lens = paged(lengths, kv_heads, dim, block_size, dtype)
+    prefixes = share(tables, rows, block_size, [(64 // block_size * block_size, [0, 1])]) if shares else None
+    if prefixes is not None:
+        padding = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+        prefixes.tokens = torch.cat([prefixes.tokens, padding])
+        prefixes.members = torch.cat([prefixes.members, padding])
     pad = 3
     rows = torch.cat([rows, torch.full((pad,), len(tables) - 1, device=DEVICE)])
     counts = torch.tensor(chunks + [0] * pad, dtype=torch.int32, device=DEVICE)
@@ -179,8 +195,10 @@ def test_mixed_steps_of_fixed_size(
     batch = AttentionBatch(
         slots=rows, query_start=torch.tensor(starts, dtype=torch.int32, device=DEVICE), seq_lens=lens, tables=tables,
         rows=rows, num_decodes=0, query_lens=np.zeros(8, np.int32), seq_bounds=np.full(8, 2048, np.int32),
-        block_size=block_size, tiles=find_tiles(counts, lens, size),
+        block_size=block_size, tiles=find_tiles(counts, lens, size), shared=prefixes,
     )  # fmt: skip
+    if split is not None:
+        monkeypatch.setattr(paged_decode_module, "choose_split", lambda sequences, kv_heads: split)
     out = TritonAttention().forward(query, cache, batch, scale=dim**-0.5, window=window)
     for i, n in enumerate(lengths):
         part = slice(starts[i], starts[i + 1])
@@ -266,14 +284,32 @@ def test_shared_prefix(
     heads, kv_heads, dim = 8, 2, 32
     lengths = [shared + n for n in (1, 40, 100, 17, 64)]
     cache, tables, rows, lens = paged([*lengths, 0], kv_heads, dim, block_size, dtype)
-    tables[rows[1:], : shared // block_size] = tables[rows[0], : shared // block_size].clone()
+    prefixes = share(tables, rows, block_size, [(shared, [0, 1, 2, 3, 4])])
     query = randn(len(lengths) + 1, heads, dim, dtype=dtype)
     out = torch.full_like(query, 7.0)
-    prefix = torch.tensor([shared], dtype=torch.int32, device=DEVICE)
-    paged_decode(query, cache, tables, rows, lens, out, Workspace(), dim**-0.5, split=split, prefix=prefix)
+    paged_decode(query, cache, tables, rows, lens, out, Workspace(), dim**-0.5, split=split, shared=prefixes)
     for i, n in enumerate(lengths):
         close(out[i : i + 1], attend(query[i : i + 1], cache, tables[rows[i]], n, None), dtype)
     assert (out[-1] == 7).all(), "a padding row was written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("split", [Split(1, 1 << 30), Split(4, 32)])
+@pytest.mark.parametrize("heads", [8, 6])
+def test_several_groups_share_prefixes(heads: int, split: Split, dtype: torch.dtype) -> None:
+    """Sequences of two groups stand among others that share nothing; each group is more than a tile, or less."""
+    kv_heads, dim, block_size = 2, 32, 16
+    lengths = [100 + 7 * i for i in range(25)]
+    cache, tables, rows, lens = paged(lengths, kv_heads, dim, block_size, dtype)
+    shared = share(tables, rows, block_size, [(96, list(range(1, 24, 2))), (16, [4, 0, 8])])
+    query = randn(len(lengths), heads, dim, dtype=dtype)
+    out, workspace = torch.full_like(query, float("nan")), Workspace()
+    workspace.get(10_000, dim, query.device)[0].fill_(float("nan"))  # what nobody wrote must not be merged
+    workspace.lse.fill_(float("nan"))
+    for _ in range(2):
+        paged_decode(query, cache, tables, rows, lens, out, workspace, dim**-0.5, split=split, shared=shared)
+    for i, n in enumerate(lengths):
+        close(out[i : i + 1], attend(query[i : i + 1], cache, tables[rows[i]], n, None), dtype)
 
 
 def test_a_prefix_is_cut_until_the_gpu_is_full() -> None:
@@ -300,10 +336,9 @@ def test_a_gluon_that_nobody_tried_is_left_alone(
 def test_small_blocks_read_a_shared_prefix_like_any_other() -> None:
     """A tile of the prefix stage is a block, and tensor cores want 16 rows."""
     cache, tables, rows, lens = paged([20, 33], 2, 32, 8, torch.float32)
-    tables[rows[1], :2] = tables[rows[0], :2].clone()
+    shared = share(tables, rows, 8, [(16, [0, 1])])
     query, out = randn(2, 4, 32), torch.empty(2, 4, 32, device=DEVICE)
-    prefix = torch.tensor([16], dtype=torch.int32, device=DEVICE)
-    paged_decode(query, cache, tables, rows, lens, out, Workspace(), 32**-0.5, prefix=prefix)
+    paged_decode(query, cache, tables, rows, lens, out, Workspace(), 32**-0.5, shared=shared)
     for i, n in enumerate((20, 33)):
         close(out[i : i + 1], attend(query[i : i + 1], cache, tables[rows[i]], n, None), torch.float32)
 

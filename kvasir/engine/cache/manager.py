@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvasir.engine.cache.block_pool import BlockPool
 from kvasir.engine.cache.parking import keep_for_return
 from kvasir.engine.cache.prefix import extend_chain, in_group, is_private
+from kvasir.engine.cache.prefix_groups import Group, find_groups
 from kvasir.engine.cache.tier import NoTier, Parked, Tier
 from kvasir.messages import NULL_BLOCK, Int32Array
 
@@ -267,22 +268,12 @@ class KVCacheManager:
     def _device_line(self, group: int, row: int) -> int:
         return group * (self.max_rows + 1) + row
 
-    def common_blocks(self, rows: IntArray) -> int:
-        """How many first blocks all these rows have in common, in every group that sees them all."""
-        groups = [group for group, window in enumerate(self.windows) if window is None]
-        return min((self._common_columns(group * self.max_rows + rows) for group in groups), default=0)
-
-    def _common_columns(self, lines: IntArray) -> int:
-        most = int(self.num_blocks[lines % self.max_rows].min())
-        first = self.tables[lines[0]]
-        count, stride = 0, 1
-        while count < most:
-            end = min(most, count + stride)
-            same = (self.tables[lines, count:end] == first[count:end]).all(axis=0)
-            if not same.all():
-                return count + int(same.argmin())
-            count, stride = end, 2 * stride
-        return count
+    def sharing_groups(self, rows: IntArray, num_computed: Int32Array) -> list[Group]:
+        """Rows that begin with the same blocks, in all groups of layers that see those. `num_computed`: tokens of all
+        rows; a row's last one lies in a block that is its own, or will be once it is written."""
+        seen = [group for group, window in enumerate(self.windows) if window is None]
+        tables = [self.tables[group * self.max_rows : (group + 1) * self.max_rows] for group in seen]
+        return find_groups(tables, rows, np.maximum(num_computed - 1, 0) // self.block_size, self.block_size)
 
     # ------------------------------------------------------------ steps
 

@@ -1,8 +1,10 @@
 """Programmatic dependent launch: a kernel is put on the device while the one before it still finishes.
 
 Between two kernels of a graph lies about a microsecond, in which nothing is read. A kernel launched with `early` is
-there already when the one before it ends. It may touch nothing that other kernels write until `await_previous`, which
-must be reached by each of its programs: whoever comes next relies on all before being done once this one is.
+there already when the one before it ends. It may touch nothing that this one writes until `await_previous`, which must
+be reached by each of its programs: whoever comes next relies on all before being done once this one is. What was there
+before that kernel began, it may read: weights, and what a step is told (lengths, tables), but those past the
+processor's own cache, which may hold what stood there in an earlier step.
 """
 
 from __future__ import annotations

@@ -1,40 +1,28 @@
 """Paged attention of one query token per sequence, the heads of a KV group packed into one tile.
 
 Lengths and block tables are read from device memory, so that a launch is the same for every step and can sit in a CUDA
-graph. Each sequence is cut into at most SPLITS parts of its own length (at least `min_split` tokens each), so that the
-grid never depends on the longest context; a sequence of one part writes its output directly, the others are merged.
-Where all sequences share a prefix, shared_prefix.py has attended it and only what follows is read here.
+graph. Each sequence is cut into parts of its own length (at most 2**log_splits, of at least `least` tokens), so that
+the grid never depends on the longest context; a sequence of one part writes its output directly, the others are merged
+by a second launch. (Were they merged by the part that ends last, b1 of 1100 tokens would take 7.8 us a layer on an
+H200, not 6.2.)
+Where sequences share a prefix, shared_prefix.py has attended it and only what follows is read here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from kvasir.kernels.shared_prefixes import SharedPrefixes
 from kvasir.kernels.triton.overlap import await_previous, early
-from kvasir.kernels.triton.shared_prefix import attend_prefix, choose_tiling
+from kvasir.kernels.triton.shared_prefix import attend_prefixes, choose_tiling
 
 LOG2E = 1.4426950408889634
 SHORT = 512  # tokens: with more, reading further ahead is worth the shared memory
-
-
-@triton.jit
-def _part_length(span, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
-    return tl.maximum(tl.cdiv(tl.cdiv(span, SPLITS), BLOCK_N) * BLOCK_N, MIN_SPLIT)
-
-
-@triton.jit
-def _first_key(length, prefix_ptr, WINDOW: tl.constexpr, EXTRA: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where a sequence's keys begin: at 0, after the shared prefix, or at the tile that holds the window's first."""
-    first = 0
-    if EXTRA > 0:
-        first = tl.minimum(tl.load(prefix_ptr), length)
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0) // BLOCK_N * BLOCK_N
-    return first
 
 
 @triton.jit
@@ -43,29 +31,51 @@ def soft_cap(s, CAP: tl.constexpr):
     return CAP * 1.4426950408889634 * (1.0 - 2.0 / (tl.exp2(s * (2.0 / CAP)) + 1.0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_ptr", "length_ptr", "order_ptr", "prefix_ptr"])
-def _decode_kernel(
-    q_ptr, cache_ptr, table_ptr, row_ptr, length_ptr, order_ptr, prefix_ptr, out_ptr, part_ptr, lse_ptr, scale,
-    table_stride, block_stride, value_stride, token_stride, head_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, EXTRA: tl.constexpr, ORDERED: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+@triton.jit
+def _first_keys(
+    length, shared_ptr, WINDOW: tl.constexpr, SHARES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """How many keys of a sequence are in a shared prefix, and where the others begin: there, or at the tile that holds
+    the window's first."""
+    shared = 0
+    if SHARES:
+        WHOLE: tl.constexpr = BLOCK_N if BLOCK_SIZE % BLOCK_N == 0 else 16
+        shared = tl.multiple_of(tl.load(shared_ptr, cache_modifier=".cg"), WHOLE)
+    origin = shared
+    if WINDOW > 0:
+        origin = tl.maximum(length - WINDOW, 0) // BLOCK_N * BLOCK_N
+    return shared, origin
+
+
+@triton.jit
+def _part_length(span, log_splits, least, BLOCK_N: tl.constexpr):
+    """Whole tiles, by construction: where they lie within blocks is then known to the compiler."""
+    each = (span + (1 << log_splits) - 1) >> log_splits
+    return tl.cdiv(tl.maximum(each, least), BLOCK_N) * BLOCK_N
+
+
+@triton.jit
+def find_part(
+    length, part, shared_ptr, log_splits, least,
+    WINDOW: tl.constexpr, SHARES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    await_previous(PDL)
-    kv_head = tl.program_id(0)  # fastest: the heads of one token lie side by side in memory
-    seq = tl.program_id(1)
-    if ORDERED:
-        seq = tl.load(order_ptr + seq)
-    part = tl.program_id(2)
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    length = tl.load(length_ptr + seq)
-    origin = _first_key(length, prefix_ptr, WINDOW, EXTRA, BLOCK_N)
-    size = _part_length(length - origin, SPLITS, MIN_SPLIT, BLOCK_N)
+    """Which keys a part has, and whether those are all that its queries see. Padding rows have length 0; they and parts
+    that a short sequence does not have begin at its end, or later, and cost about half a nanosecond."""
+    shared, origin = _first_keys(length, shared_ptr, WINDOW, SHARES, BLOCK_SIZE, BLOCK_N)
+    size = _part_length(length - origin, log_splits, least, BLOCK_N)
     start = origin + part * size
-    if start >= length:  # padding rows have length 0; they and unused parts cost about half a nanosecond
-        return
-    end = tl.minimum(start + size, length)
+    return start, tl.minimum(start + size, length), (shared == 0) & (size >= length - origin)
+
+
+@triton.jit
+def attend_part(
+    q_ptr, cache_ptr, table, out_ptr, part_ptr, lse_ptr, scale, log_splits, extra,
+    block_stride, value_stride, token_stride, head_stride, kv_head, seq, part, length, start, end, is_whole,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One part of one sequence, for the heads of one KV group."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
     g = tl.arange(0, TILE)  # the group, padded to the rows of a tensor-core tile
     d = tl.arange(0, PADDED)
     n = tl.arange(0, BLOCK_N)
@@ -75,7 +85,6 @@ def _decode_kernel(
     acc = tl.zeros([TILE, PADDED], tl.float32)
     top = tl.full([TILE], -float("inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
-    table = table_ptr + tl.load(row_ptr + seq).to(tl.int64) * table_stride
     for first in tl.range(start, end, BLOCK_N, num_stages=STAGES):
         token = first + n
         valid = token < end
@@ -99,36 +108,69 @@ def _decode_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         top = new_top
     acc = acc / total[:, None]
-    if EXTRA == 0 and size >= length - origin:
+    if is_whole:
         tl.store(out_ptr + head[:, None] * DIM + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=used)
     else:
-        slot = head * (EXTRA + SPLITS) + EXTRA + part
+        slot = head * (extra + (1 << log_splits)) + extra + part
         tl.store(part_ptr + slot[:, None] * DIM + d[None, :], acc, mask=used)
         tl.store(lse_ptr + slot, top + tl.log2(total), mask=g < GROUP)
 
 
-@triton.jit(do_not_specialize_on_alignment=["length_ptr", "prefix_ptr"])
+@triton.jit(
+    do_not_specialize=["log_splits", "least", "extra"],
+    do_not_specialize_on_alignment=["row_ptr", "length_ptr", "order_ptr", "shared_ptr"],
+)
+def _decode_kernel(
+    q_ptr, cache_ptr, table_ptr, row_ptr, length_ptr, order_ptr, shared_ptr, out_ptr, part_ptr, lse_ptr,
+    scale, log_splits, least, extra, table_stride, block_stride, value_stride, token_stride, head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SHARES: tl.constexpr,
+    ORDERED: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0)  # fastest: the heads of one token lie side by side in memory
+    seq = tl.program_id(1)
+    if ORDERED:
+        seq = tl.load(order_ptr + seq, cache_modifier=".cg")
+    part = tl.program_id(2)
+    length = tl.load(length_ptr + seq, cache_modifier=".cg")
+    table = table_ptr + tl.load(row_ptr + seq, cache_modifier=".cg").to(tl.int64) * table_stride
+    start, end, is_whole = find_part(
+        length, part, shared_ptr + seq, log_splits, least, WINDOW, SHARES, BLOCK_SIZE, BLOCK_N
+    )
+    await_previous(PDL)
+    if start >= length:
+        return
+    attend_part(
+        q_ptr, cache_ptr, table, out_ptr, part_ptr, lse_ptr, scale, log_splits, extra,
+        block_stride, value_stride, token_stride, head_stride, kv_head, seq, part, length, start, end, is_whole,
+        HEADS, KV_HEADS, DIM, PADDED, TILE, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["log_splits", "least", "extra"], do_not_specialize_on_alignment=["length_ptr", "shared_ptr"]
+)
 def _merge_kernel(
-    part_ptr, lse_ptr, length_ptr, prefix_ptr, out_ptr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, WINDOW: tl.constexpr, EXTRA: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+    part_ptr, lse_ptr, length_ptr, shared_ptr, out_ptr, log_splits, least, extra,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, SHARES: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Parts weighted by their log-sum-exp, all of a head as one tile of SLOTS (a power of two)."""
-    await_previous(PDL)
     head = tl.program_id(0)
     seq = tl.program_id(1)
-    length = tl.load(length_ptr + seq)
-    span = length - _first_key(length, prefix_ptr, WINDOW, EXTRA, BLOCK_N)
-    count = tl.cdiv(span, _part_length(span, SPLITS, MIN_SPLIT, BLOCK_N)) + EXTRA
-    if (count < 2 and EXTRA == 0) or length == 0:  # written directly, or a padding row
+    length = tl.load(length_ptr + seq, cache_modifier=".cg")
+    shared, origin = _first_keys(length, shared_ptr + seq, WINDOW, SHARES, BLOCK_SIZE, BLOCK_N)
+    own = tl.cdiv(length - origin, _part_length(length - origin, log_splits, least, BLOCK_N))
+    await_previous(PDL)
+    if (length == 0) | ((shared == 0) & (own == 1)):  # a padding row, or written directly
         return
     d = tl.arange(0, PADDED)
     j = tl.arange(0, SLOTS)
+    there = (j < extra + own) & ((j >= extra) | (shared > 0))
     line = (seq * HEADS + head).to(tl.int64)
-    row = line * (EXTRA + SPLITS)
-    lse = tl.load(lse_ptr + row + j, mask=j < count, other=-float("inf"))
-    mask = (j < count)[:, None] & (d < DIM)[None, :]
-    x = tl.load(part_ptr + (row + j)[:, None] * DIM + d[None, :], mask=mask, other=0.0)
+    slot = line * (extra + (1 << log_splits)) + j
+    lse = tl.load(lse_ptr + slot, mask=there, other=-float("inf"))
+    x = tl.load(part_ptr + slot[:, None] * DIM + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0)
     weight = tl.exp2(lse - tl.max(lse, 0))
     out = tl.sum(x * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(out_ptr + line * DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM)
@@ -142,6 +184,7 @@ class Split:
     least: int
 
     def __post_init__(self) -> None:
+        assert self.count.bit_count() == 1, "the kernels divide by it, which takes a while"
         assert self.count * self.least < 1 << 31, "the kernels count tokens in 32 bits"
 
 
@@ -185,6 +228,74 @@ class Workspace:
         return self.part, self.lse
 
 
+@dataclass(slots=True)
+class Parts:
+    """How a launch cuts its sequences, and where their partial results lie."""
+
+    split: Split
+    extra: int  # results of each head that come from a shared prefix
+    shared: torch.Tensor | None  # see SharedPrefixes.tokens
+    part: torch.Tensor
+    lse: torch.Tensor
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """log_splits, least and extra, of the kernels' arguments."""
+        return self.split.count.bit_length() - 1, self.split.least, self.extra
+
+    def merge(self, lengths: torch.Tensor, out: torch.Tensor, shape: dict[str, Any]) -> None:
+        """Once all are there; `shape` is what `attend_part` was told."""
+        slots = self.extra + self.split.count
+        if slots == 1:
+            return
+        shape = {name: shape[name] for name in ("HEADS", "DIM", "PADDED", "BLOCK_SIZE", "BLOCK_N", "WINDOW", "SHARES")}
+        _merge_kernel[(out.shape[1], len(lengths))](
+            self.part, self.lse, lengths, lengths if self.shared is None else self.shared, out, *self.numbers,
+            SLOTS=triton.next_power_of_2(slots), num_warps=1, **shape, **early(out),
+        )  # fmt: skip
+
+
+def attend_shared(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    workspace: Workspace,
+    scale: float,
+    plain: bool,  # neither window nor soft cap
+    split: Split | None,
+    longest: int | None,
+    shared: SharedPrefixes | None,
+) -> Parts:
+    """The first stage, if there is one: what sequences share. Says how the second goes on."""
+    sequences, heads, dim = query.shape
+    _, _, block_size, kv_heads, _ = kv_cache.shape
+    split = split or choose_split(sequences, kv_heads)
+    if longest is not None and longest <= split.least:
+        split = NO_SPLIT
+    if not plain or block_size < 16:  # a tile of the first stage is a block
+        shared = None
+    tiling = choose_tiling(sequences * (heads // kv_heads), kv_heads)
+    extra = 0 if shared is None else tiling.parts
+    slots = extra + split.count
+    part, lse = workspace.get(sequences * heads * slots, dim, query.device)
+    if shared is not None:
+        attend_prefixes(query, kv_cache, tables, rows, shared, part, lse, slots, scale, tiling)
+    return Parts(split, extra, None if shared is None else shared.tokens, part, lse)
+
+
+def part_shape(
+    query: torch.Tensor, kv_cache: torch.Tensor, window: int | None, softcap: float | None
+) -> dict[str, Any]:
+    """What kernels that call `attend_part` are compiled for."""
+    heads, dim, kv_heads = query.shape[1], query.shape[2], kv_cache.shape[3]
+    return dict(
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=triton.next_power_of_2(dim),
+        TILE=max(16, triton.next_power_of_2(heads // kv_heads)), BLOCK_SIZE=kv_cache.shape[2],
+        WINDOW=window or 0, SOFTCAP=softcap or 0.0,
+    )  # fmt: skip
+
+
 def paged_decode(
     query: torch.Tensor,  # [sequences, heads, head_dim], contiguous
     kv_cache: torch.Tensor,  # [blocks, 2, block_size, kv_heads, head_dim]
@@ -198,38 +309,21 @@ def paged_decode(
     softcap: float | None = None,
     *,
     split: Split | None = None,
-    longest: int | None = None,  # no sequence has more tokens, the prefix not counted; None: not known
-    prefix: torch.Tensor | None = None,  # [1] int32: so many tokens are the same blocks for all sequences
+    longest: int | None = None,  # no sequence has more tokens, a shared prefix not counted; None: not known
+    shared: SharedPrefixes | None = None,
     order: torch.Tensor | None = None,  # [sequences] int32: whose turn comes first; None: as they stand
 ) -> None:
-    sequences, heads, dim = query.shape
-    _, _, block_size, kv_heads, _ = kv_cache.shape
-    split = split or choose_split(sequences, kv_heads)
-    if longest is not None and longest <= split.least:
-        split = NO_SPLIT
+    programs = len(query) * kv_cache.shape[3]
+    plain = window is None and softcap is None
+    parts = attend_shared(query, kv_cache, tables, rows, workspace, scale, plain, split, longest, shared)
     short = longest is not None and longest <= SHORT
-    reads_prefix = prefix is not None and window is None and softcap is None and block_size >= 16  # a tile is a block
-    tiling = choose_tiling(sequences * (heads // kv_heads), kv_heads)
-    extra = tiling.parts if reads_prefix else 0
-    slots = extra + split.count
-    part, lse = workspace.get(sequences * heads * slots, dim, query.device)
-    if prefix is not None and extra:
-        attend_prefix(query, kv_cache, tables, rows, prefix, part, lse, slots, scale, tiling)
-    few = sequences * kv_heads <= 16  # latency, not bandwidth
-    block_n, warps, stages = (32, 4, 4) if few else (64, 2, 3 if short and sequences * kv_heads < 1024 else 5)
-    shape = dict(
-        HEADS=heads, DIM=dim, PADDED=triton.next_power_of_2(dim), BLOCK_N=block_n, SPLITS=split.count,
-        MIN_SPLIT=split.least, WINDOW=window or 0, EXTRA=extra, **early(query),
-    )  # fmt: skip
-    after = lengths if prefix is None else prefix
-    _decode_kernel[(kv_heads, sequences, split.count)](
-        query, kv_cache, tables, rows, lengths, lengths if order is None else order, after, out, part, lse,
-        scale * LOG2E,
+    few = programs <= 16  # latency, not bandwidth
+    block_n, warps, stages = (32, 4, 4) if few else (64, 2, 3 if short and programs < 1024 else 5)
+    shape = part_shape(query, kv_cache, window, softcap) | dict(BLOCK_N=block_n, SHARES=parts.shared is not None)
+    _decode_kernel[(kv_cache.shape[3], len(query), parts.split.count)](
+        query, kv_cache, tables, rows, lengths, lengths if order is None else order,
+        lengths if parts.shared is None else parts.shared, out, parts.part, parts.lse, scale * LOG2E, *parts.numbers,
         tables.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
-        KV_HEADS=kv_heads, TILE=max(16, triton.next_power_of_2(heads // kv_heads)), BLOCK_SIZE=block_size,
-        ORDERED=order is not None, SOFTCAP=softcap or 0.0, STAGES=stages, num_warps=warps, num_stages=stages, **shape,
+        ORDERED=order is not None, STAGES=stages, num_warps=warps, num_stages=stages, **shape, **early(query),
     )  # fmt: skip
-    if slots > 1:
-        _merge_kernel[(heads, sequences)](
-            part, lse, lengths, after, out, SLOTS=triton.next_power_of_2(slots), num_warps=1, **shape
-        )
+    parts.merge(lengths, out, shape)

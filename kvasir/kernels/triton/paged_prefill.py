@@ -2,7 +2,7 @@
 
 The query heads of a KV group are packed: row r of a chunk is head r % GROUP of its token r // GROUP, so that a tile's
 keys are read once for all of them and short chunks fill a tile. Hopper GPUs have a kernel of their own for most models
-(hopper_prefill.py); this one is for the others, and for windows, soft caps, 8-bit caches and graphs.
+(hopper_prefill.py); this one is for the others, and for windows, soft caps and 8-bit caches.
 
 Pages of 64 tokens and more are read through a tensor descriptor (on an H200 11 to 31 % faster than pointers); such a
 load cannot be masked. What lies in slots past a sequence's end, or in blocks left of its window, may be another
@@ -11,13 +11,14 @@ request's: its values are set to 0 where a tile has such slots, since their weig
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.tiles import Tiles
 from kvasir.kernels.triton.overlap import await_previous, early
 from kvasir.kernels.triton.paged_decode import LOG2E, soft_cap
 from kvasir.log import get_logger
@@ -26,33 +27,38 @@ logger = get_logger(__name__)
 NEWEST = (3, 9)  # of Triton, for which hopper_prefill.py was compiled
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_ptr", "start_ptr", "length_ptr", "tile_seq_ptr", "tile_ptr"])
-def _prefill_kernel(
-    q_ptr, cache_ptr, pages, table_ptr, row_ptr, start_ptr, length_ptr, out_ptr, tile_seq_ptr, tile_ptr, scale,
-    table_stride, block_stride, value_stride, token_stride, head_stride,
+@triton.jit
+def attend_tile(
+    q_ptr, cache_ptr, pages, table_ptr, row_ptr, start_ptr, length_ptr, out_ptr, scale,
+    table_stride, block_stride, value_stride, token_stride, head_stride, kv_head, seq, tile, piece,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    DESCRIPTOR: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    DESCRIPTOR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile has TILE_ROWS rows, of which a program takes BLOCK_M."""
-    await_previous(PDL)
+    """A tile of a chunk has TILE_ROWS rows; a piece of it, BLOCK_M of them."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    kv_head = tl.program_id(0) % KV_HEADS
-    if TILES:
-        seq = tl.load(tile_seq_ptr + tl.program_id(1))
-        tile = tl.load(tile_ptr + tl.program_id(1))
-        if seq < 0:
-            return
-    else:
-        tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest tiles first: a shorter tail
-        seq = tl.program_id(2)
     q_start = tl.load(start_ptr + seq)
     num_q = tl.load(start_ptr + seq + 1) - q_start
-    row = tile * TILE_ROWS + tl.program_id(0) // KV_HEADS * BLOCK_M
+    row = tile * TILE_ROWS + piece * BLOCK_M
     rows_end = tl.minimum((tile + 1) * TILE_ROWS, num_q * GROUP)
-    if row >= rows_end:
-        return
-    length = tl.load(length_ptr + seq)
+    if row < rows_end:
+        _attend_rows(
+            q_ptr, cache_ptr, pages, table_ptr + tl.load(row_ptr + seq).to(tl.int64) * table_stride, out_ptr, scale,
+            block_stride, value_stride, token_stride, head_stride, kv_head, q_start, num_q, row, rows_end,
+            tl.load(length_ptr + seq), HEADS, KV_HEADS, DIM, PADDED, BLOCK_SIZE, BLOCK_M, BLOCK_N, WINDOW, SOFTCAP,
+            DESCRIPTOR, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attend_rows(
+    q_ptr, cache_ptr, pages, table, out_ptr, scale, block_stride, value_stride, token_stride, head_stride,
+    kv_head, q_start, num_q, row, rows_end, length,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    DESCRIPTOR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    GROUP: tl.constexpr = HEADS // KV_HEADS
     m = row + tl.arange(0, BLOCK_M)
     d = tl.arange(0, PADDED)
     n = tl.arange(0, BLOCK_N)
@@ -63,7 +69,6 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    table = table_ptr + tl.load(row_ptr + seq).to(tl.int64) * table_stride
     position = length - num_q + m // GROUP
     first_pos = length - num_q + row // GROUP  # of the first query, and of the last
     last_pos = length - num_q + (row + BLOCK_M - 1) // GROUP
@@ -137,6 +142,23 @@ def _prefill_kernel(
     tl.store(out_ptr + at_q, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=used)
 
 
+@triton.jit(do_not_specialize_on_alignment=["row_ptr", "start_ptr", "length_ptr"])
+def _prefill_kernel(
+    q_ptr, cache_ptr, pages, table_ptr, row_ptr, start_ptr, length_ptr, out_ptr, scale,
+    table_stride, block_stride, value_stride, token_stride, head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    DESCRIPTOR: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    await_previous(PDL)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest tiles first: a shorter tail
+    attend_tile(
+        q_ptr, cache_ptr, pages, table_ptr, row_ptr, start_ptr, length_ptr, out_ptr, scale, table_stride, block_stride,
+        value_stride, token_stride, head_stride, tl.program_id(0), tl.program_id(2), tile, 0, HEADS, KV_HEADS, DIM,
+        PADDED, BLOCK_SIZE, BLOCK_M, BLOCK_M, BLOCK_N, WINDOW, SOFTCAP, DESCRIPTOR, STAGES,
+    )  # fmt: skip
+
+
 def is_hopper(x: torch.Tensor) -> bool:
     """Whether x is on a GPU of compute capability 9.0, whose tensor cores Gluon's wgmma is for."""
     on_one = x.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) == (9, 0)
@@ -154,6 +176,29 @@ def _gluon_is_known() -> bool:
         triton.__version__, *NEWEST,
     )  # fmt: skip
     return False
+
+
+@dataclass(slots=True)
+class Reading:
+    """How `attend_tile` reads the cache: whole tiles through a descriptor, or tokens one by one."""
+
+    pages: Any  # the descriptor, or the cache once more
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(cls, query: torch.Tensor, kv_cache: torch.Tensor, most_rows: int) -> Reading:
+        """`most_rows`: no chunk, or no tile of one, has more."""
+        blocks, _, block_size, kv_heads, dim = kv_cache.shape
+        descriptor, pages = reads_by_descriptor(query, kv_cache), kv_cache
+        block_m, block_n, stages = (128, 64, 3) if descriptor else (64, 32, 3)
+        if descriptor:
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            width = kv_heads * dim
+            pages = TensorDescriptor(kv_cache, [blocks * 2 * block_size, width], [width, 1], [block_n, dim])
+        block_m = min(block_m, max(16, triton.next_power_of_2(most_rows)))
+        how = dict(BLOCK_M=block_m, BLOCK_N=block_n, DESCRIPTOR=descriptor, STAGES=stages, num_stages=stages)
+        return cls(pages, how)
 
 
 def reads_by_descriptor(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
@@ -174,35 +219,20 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    tiles: Tiles | None = None,  # where the grid must not depend on the chunks; `longest` is then their height
 ) -> None:
-    if tiles is None and window is None and softcap is None and is_hopper(query):
+    if window is None and softcap is None and is_hopper(query):
         from kvasir.kernels.triton import hopper_prefill
 
         if hopper_prefill.takes(query, kv_cache):
             hopper_prefill.hopper_prefill(query, kv_cache, tables, rows, starts, lengths, longest, out, scale * LOG2E)
             return
     _, heads, dim = query.shape
-    blocks, _, block_size, kv_heads, _ = kv_cache.shape
-    padded = triton.next_power_of_2(dim)
-    descriptor = reads_by_descriptor(query, kv_cache)
-    pages = kv_cache
-    block_m, block_n, warps, stages = (128, 64, 4, 3) if descriptor else (64, 32, 4, 3)
-    if descriptor:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        width = kv_heads * dim
-        pages = TensorDescriptor(kv_cache, [blocks * 2 * block_size, width], [width, 1], [block_n, dim])
+    _, _, block_size, kv_heads, _ = kv_cache.shape
     most_rows = longest * (heads // kv_heads)
-    block_m = min(block_m, max(16, triton.next_power_of_2(most_rows)))
-    tile_rows, grid = block_m, (kv_heads, triton.cdiv(most_rows, block_m), len(rows))
-    if tiles is not None:
-        tile_rows, grid = most_rows, (kv_heads * triton.cdiv(most_rows, block_m), len(tiles.sequence), 1)
-    _prefill_kernel[grid](
-        query, kv_cache, pages, tables, rows, starts, lengths, out,
-        rows if tiles is None else tiles.sequence, rows if tiles is None else tiles.number, scale * LOG2E,
+    reading = Reading.of(query, kv_cache, most_rows)
+    _prefill_kernel[(kv_heads, triton.cdiv(most_rows, reading.constants["BLOCK_M"]), len(rows))](
+        query, kv_cache, reading.pages, tables, rows, starts, lengths, out, scale * LOG2E,
         tables.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=padded, BLOCK_SIZE=block_size, TILE_ROWS=tile_rows,
-        BLOCK_M=block_m, BLOCK_N=block_n, WINDOW=window or 0, SOFTCAP=softcap or 0.0, DESCRIPTOR=descriptor,
-        TILES=tiles is not None, STAGES=stages, num_warps=warps, num_stages=stages, **early(query),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=triton.next_power_of_2(dim), BLOCK_SIZE=block_size,
+        WINDOW=window or 0, SOFTCAP=softcap or 0.0, num_warps=4, **reading.constants, **early(query),
     )  # fmt: skip

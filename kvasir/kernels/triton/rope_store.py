@@ -19,7 +19,6 @@ def _rope_store_kernel(
     LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads a program, all of one kind (GROUP divides HEADS and KV_HEADS)."""
-    await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * GROUP
     head = first + tl.arange(0, GROUP)
@@ -35,8 +34,18 @@ def _rope_store_kernel(
         partner = tl.where(d < HALF, d + HALF, tl.where(d < ROTARY, d - HALF, d))
         angle = tl.where(d < HALF, d, d - HALF)
         left = d < HALF
-    row = qkv_ptr + token * (HEADS + 2 * KV_HEADS) * DIM + head[:, None] * DIM
+    slot = tl.load(slot_ptr + token, cache_modifier=".cg")
+    turned = d < ROTARY
+    cos = 1.0
+    sin = 0.0
     dtype = q_ptr.dtype.element_ty
+    if ROTARY > 0:
+        position = tl.load(position_ptr + token, cache_modifier=".cg")
+        table = table_ptr + position * ROTARY + tl.where(turned, angle, 0)
+        cos = tl.where(turned, tl.load(table).to(dtype).to(tl.float32), 1.0)[None, :]
+        sin = tl.where(turned, tl.load(table + HALF).to(dtype).to(tl.float32), 0.0)[None, :]
+    await_previous(PDL)
+    row = qkv_ptr + token * (HEADS + 2 * KV_HEADS) * DIM + head[:, None] * DIM
     x = tl.load(row + d[None, :], mask=inside, other=0.0)
     if first < HEADS + KV_HEADS:
         # the rotation's other half is simply loaded again: it is in the cache
@@ -53,28 +62,22 @@ def _rope_store_kernel(
             x = ((x * scale).to(rounded).to(tl.float32) * gain).to(dtype).to(tl.float32)
             y = ((y * scale).to(rounded).to(tl.float32) * other_gain).to(dtype).to(tl.float32)
         if ROTARY > 0:
-            turned = d < ROTARY
-            table = table_ptr + tl.load(position_ptr + token) * ROTARY + tl.where(turned, angle, 0)
-            cos = tl.where(turned, tl.load(table).to(dtype).to(tl.float32), 1.0)[None, :]
-            sin = tl.where(turned, tl.load(table + HALF).to(dtype).to(tl.float32), 0.0)[None, :]
             x = x * cos + y * tl.where(left, -1.0, 1.0)[None, :] * sin
         x = x.to(dtype)
     if first < HEADS:
         tl.store(q_ptr + token * HEADS * DIM + head[:, None] * DIM + d[None, :], x, mask=inside)
-    else:
-        slot = tl.load(slot_ptr + token)
-        if slot >= 0:
-            at = cache_ptr + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * token_stride
-            kv_head = head - HEADS
-            unit = k_scale
-            if first >= HEADS + KV_HEADS:
-                at += value_stride
-                kv_head = head - HEADS - KV_HEADS
-                unit = v_scale
-            stored = x
-            if LIMIT > 0:  # 8-bit floats; what is too large becomes the largest
-                stored = tl.minimum(tl.maximum(x.to(tl.float32) / unit, -LIMIT), LIMIT).to(cache_ptr.dtype.element_ty)
-            tl.store(at + kv_head[:, None] * head_stride + d[None, :], stored, mask=inside)
+    elif slot >= 0:
+        at = cache_ptr + (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * token_stride
+        kv_head = head - HEADS
+        unit = k_scale
+        if first >= HEADS + KV_HEADS:
+            at += value_stride
+            kv_head = head - HEADS - KV_HEADS
+            unit = v_scale
+        stored = x
+        if LIMIT > 0:  # 8-bit floats; what is too large becomes the largest
+            stored = tl.minimum(tl.maximum(x.to(tl.float32) / unit, -LIMIT), LIMIT).to(cache_ptr.dtype.element_ty)
+        tl.store(at + kv_head[:, None] * head_stride + d[None, :], stored, mask=inside)
 
 
 def rope_store(

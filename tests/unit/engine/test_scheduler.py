@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from kvasir import metrics
+from kvasir.engine.cache import prefix_groups
+from kvasir.engine.scheduler import Scheduler
 from kvasir.errors import RequestError
 from kvasir.messages import FinishReason, StepResult
 from tests.builders import Clock, check_blocks, expected, make_core, make_scheduler, request, run
@@ -237,15 +239,31 @@ def test_reset_forgets_prefixes_only_when_idle() -> None:
     assert run(core).cached[1] == 0
 
 
-def test_plan_tells_how_much_all_rows_share() -> None:
+def test_plan_tells_which_rows_share_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_groups, "FEWEST_SHARING", 3)
+    monkeypatch.setattr(prefix_groups, "pays", lambda sequences, tokens: sequences >= 3 and tokens >= 4)
     scheduler = make_scheduler(budget=256, max_model_len=64)
     stem = LONG[:20]
     for key in range(3):
         scheduler.add(request(key, [*stem, 40 + key], 8))
     answer(scheduler, scheduler.schedule())
-    assert scheduler.schedule().shared_tokens == 20
+    assert shared_by(scheduler) == {20: [0, 1, 2]}
     scheduler.add(request(3, [9] * 10, 8))
-    assert scheduler.schedule().shared_tokens == 0, "a step with a prompt in it says nothing"
-    assert scheduler.schedule().shared_tokens == 0, "the newcomer shares nothing"
-    scheduler.abort(3)
-    assert scheduler.schedule().shared_tokens == 20
+    assert shared_by(scheduler) == {20: [0, 1, 2]}, "of the single tokens of a step with a prompt in it"
+    assert shared_by(scheduler) == {20: [0, 1, 2]}, "the newcomer shares nothing"
+    scheduler.abort(0)
+    assert shared_by(scheduler) == {}, "two are too few"
+    for key in range(4, 7):
+        scheduler.add(request(key, [*stem[:8], *[50 + key] * 10], 8))
+    scheduler.schedule()
+    assert shared_by(scheduler) == {8: [1, 2, 4, 5, 6]}, "what few share is less than what more do"
+
+
+def shared_by(scheduler: Scheduler) -> dict[int, list[int]]:
+    """Keys of the next step's requests, by how many tokens they share."""
+    plan = scheduler.schedule()
+    if plan.shared is None:
+        return {}
+    lines = np.split(plan.shared.members, plan.shared.starts[1:-1])
+    keys = scheduler.rows.key[plan.rows]
+    return {int(n): sorted(keys[own].tolist()) for n, own in zip(plan.shared.tokens, lines, strict=True)}
