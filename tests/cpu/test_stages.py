@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvasir.messages import Extras, NewRow, RowSampling
+from kvasir.sampling.logprobs import TokenScores
 from kvasir.sampling.penalties import Penalties
 from kvasir.sampling.sampler import Sampler, make_stages
 from kvasir.sampling.stages import SampledRows
@@ -27,7 +28,7 @@ class Bench:
         self.state = SamplingState(max_rows, CPU)
         self.state.stages = make_stages(max_rows, VOCAB, self.state, CPU)
         self.next_token = torch.zeros(max_rows, dtype=torch.int32)
-        self.sampler = Sampler(self.state, self.next_token)
+        self.sampler = Sampler(self.state, self.next_token, TokenScores("raw_logprobs", max_rows, CPU))
         self.texts: dict[int, tuple[RowSampling, list[int], list[int]]] = {}
 
     def open(self, *rows: tuple[int, RowSampling, list[int], list[int]]) -> None:
@@ -217,8 +218,8 @@ def test_a_million_draws_follow_the_distribution(mixed: bool) -> None:
             ids = [row for row, *_ in group] * 50
             step = SampledRows(np.array(ids, np.int32), torch.tensor(ids), torch.arange(len(ids)) + turn * 70_000)
             needs = bench.state.needs(step.host_rows, wants_logprobs=False)
-            drawn = bench.sampler.sample(logits.expand(len(ids), -1), step, needs).numpy()
-            np.add.at(counts, (step.host_rows // copies, drawn), 1)
+            (drawn,) = bench.sampler.sample(logits.expand(len(ids), -1), step, needs)
+            np.add.at(counts, (step.host_rows // copies, drawn.numpy()), 1)
     for kind, s in enumerate(rows):
         x = brute_force(logits.numpy(), s, prompt, said)
         chi_square(counts[kind], filtered(x, s), int(counts[kind].sum()))

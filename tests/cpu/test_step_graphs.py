@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvasir.sampling.state import NO_LINES, Needs
+
 step_graphs = pytest.importorskip("kvasir.worker.step_graphs")
 
 
@@ -42,7 +44,7 @@ def test_a_head_that_found_no_memory_is_put_off_by_itself() -> None:
     graphs.pool.release = lambda: None
     graphs.pool.capture = lambda run: SimpleNamespace(outputs=None)
     shape = graphs.shape_for(single_tokens(3))
-    needs: Any = SimpleNamespace(bans=False, stages=(), logprob_lines=(), filters=False)
+    needs = Needs(filters=False, bans=False, logprob_lines=NO_LINES, num_logprobs=0)
     graphs.pool.capture = without_memory
     graphs._lines[:] = 1000  # of a larger step
     assert graphs.head_for(shape, 3, needs) is None and graphs._lines[:4].tolist() == [-1] * 4
@@ -57,7 +59,7 @@ def test_the_graphs_that_were_not_used_for_longest_make_way(monkeypatch: pytest.
     graphs.pool.capture = lambda run: SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), outputs=None)
     dropped: list[int] = []
     graphs.pool.drop = lambda graphs: dropped.append(len(graphs))
-    needs: Any = SimpleNamespace(bans=False, stages=(), logprob_lines=(), filters=False)
+    needs = Needs(filters=False, bans=False, logprob_lines=NO_LINES, num_logprobs=0)
     nothing = torch.zeros(0, dtype=torch.int32)
 
     def step(count: int) -> None:
