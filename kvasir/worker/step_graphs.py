@@ -304,8 +304,9 @@ class StepGraphs:
             for head in self._heads
             if head.versions != self._versions(head) or (head.stages and head.stages != self._stages())
         ]
-        self.stats.stale_heads += len(stale)
-        self._drop(stale)
+        if stale:
+            self.stats.stale_heads += self._drop(stale)
+            self._count()
 
     def _make_way(self, current: Shape) -> None:
         """If there are as many graphs as there may be, drop a forward and its heads, those not used for longest; all
@@ -315,14 +316,15 @@ class StepGraphs:
         others = [shape for shape in self._forwards if shape != current]
         oldest = min(others, key=lambda shape: self._forwards[shape].last_use, default=None)
         heads = [head for head in self._heads if oldest is None or head.forward == oldest]
-        self._drop(heads, [] if oldest is None else [oldest])
+        self._count(dropped=self._drop(heads, [] if oldest is None else [oldest]))
 
-    def _drop(self, heads: list[HeadShape], forwards: Sequence[Shape] = ()) -> None:
+    def _drop(self, heads: list[HeadShape], forwards: Sequence[Shape] = ()) -> int:
+        """How many those were."""
         dropped: list[Captured[Any]] = [self._heads.pop(head) for head in heads]
         dropped += [self._forwards.pop(shape) for shape in forwards]
-        if number := len(dropped):
-            self.pool.drop(dropped)
-            self._count(dropped=number)
+        number = len(dropped)
+        self.pool.drop(dropped)
+        return number
 
     def _compile_forward(self, shape: Shape) -> None:
         """All at once what this shape is the first to need."""
