@@ -47,13 +47,14 @@ WISHES: dict[str, dict[str, Any]] = {
     "scored": {"logprobs": 3},
     "scored most": {"logprobs": 20},
     "scored alone": {"logprobs": 0, "temperature": 0},
+    "many named": {"logprob_token_ids": list(range(50, 59))},
     "named": {"logprob_token_ids": [4, 5, 90]},
     "filtered": {"top_p": 0.9, "top_k": 20, "logprobs": 1},
     "all": {"presence_penalty": 0.5, "logit_bias": {5: 1.0}, "forbidden_token_ids": [6], "bad_words": ["7", "8 9"]}
     | {"min_tokens": 2, "stop_token_ids": [1, 2, 3], "logprobs": 2, "top_p": 0.95},
 }
 STAGED = {"penalties", "bias", "bans", "bad words", "all"}
-SCORED = {"scored", "scored most", "scored alone", "named", "filtered", "all"}
+SCORED = {"scored", "scored most", "scored alone", "named", "many named", "filtered", "all"}
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +188,7 @@ def test_each_wish_is_a_graph_and_changes_nothing(path: Path, name: str, request
 def test_all_wishes_at_once_while_tables_grow_and_rows_change_tenants(
     path: Path, request: pytest.FixtureRequest
 ) -> None:
-    names = list(WISHES) + list(WISHES)[::-1] + ["penalties"] * 6 + ["nothing"] * 6
+    names = list(WISHES)[::-1] + list(WISHES) + ["penalties"] * 6 + ["nothing"] * 6  # the longest lists are not first
     runner, eager = both(path, request, names)
     stats = runner.graphs.stats
     assert not eager
