@@ -160,7 +160,7 @@ class Stages:
 
     def _tell_slots(self) -> None:
         """In one upload. What an upload without memory left untold, the next one tells."""
-        changed = [(stage, rows) for stage in self._stages if stage.capturable and len(rows := stage.untold())]
+        changed = [(stage, rows) for stage in self.in_graphs() if len(rows := stage.untold())]
         if not changed:
             return
         told = upload([part for stage, rows in changed for part in (rows, stage.slots[rows])], changed[0][0].device)

@@ -199,6 +199,38 @@ def test_all_wishes_at_once_while_tables_grow_and_rows_change_tenants(
     assert {head.stages for head in now} <= {(), runner.sampling.stages.in_graphs()}
 
 
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        [{"logprob_token_ids": list(range(n))} for n in (2, 9)],
+        [{"min_tokens": 3, "stop_token_ids": list(range(n))} for n in (2, 9)],
+        [{"logit_bias": dict.fromkeys(range(n), 1.0)} for n in (2, 9)],
+        [{"bad_words": [str(i) for i in range(n)]} for n in (2, 9)],
+        [{"bad_words": [words]} for words in ("3 4", "3 4 5 6")],
+    ],
+    ids=["named", "min_tokens", "bias", "bad words", "longer words"],
+)
+def test_a_longer_list_than_any_before(
+    path: Path, wishes: list[dict[str, Any]], request: pytest.FixtureRequest
+) -> None:
+    """The same steps again, but for a table that had to grow."""
+
+    def answers() -> tuple[list[Any], Any]:
+        with engine(path) as (llm, runner, _):
+            found = []
+            for wish in (*wishes, wishes[0]):
+                params = SamplingParams(temperature=0.9, seed=3, max_tokens=5, ignore_eos=True, **wish)
+                found += llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+                llm.reset_prefix_cache()
+            return found, runner.graphs
+
+    wanted, _ = answers()
+    request.getfixturevalue("graphs")
+    found, graphs = answers()
+    same(found, wanted)
+    assert graphs.stats.stale_heads > 0 and all(head.versions == graphs._versions(head) for head in graphs._heads)
+
+
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
 def test_every_kind_of_score(path: Path, mode: str, request: pytest.FixtureRequest) -> None:
     names = ["scored", "all", "named", "penalties", "filtered", "scored most"]

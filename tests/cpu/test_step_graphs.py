@@ -75,6 +75,24 @@ def test_the_graphs_that_were_not_used_for_longest_make_way(monkeypatch: pytest.
     assert {shape.rows for shape in graphs._forwards} == {16, 24} and graphs.use.dropped == 4
 
 
+def test_heads_of_a_lone_forward_make_way_for_another_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What some rows ask for makes many heads of one forward."""
+    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 4)
+    absent: Any = None
+    rows: Any = SimpleNamespace(padding=99)
+    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(64), torch.device("cpu"))
+    graphs.pool.capture = lambda run: SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), outputs=None)
+    graphs.pool.drop = lambda graphs: None
+    shape = graphs.shape_for(single_tokens(64))
+    scored = [1, 2, 4, 8, 2]
+    for count in scored:
+        lines = np.arange(count, dtype=np.int32)
+        head = graphs.head_for(shape, 64, Needs(filters=False, bans=False, logprob_lines=lines, num_logprobs=3))
+        assert head in graphs._heads and head.scored == count and head.likeliest == 5
+    assert [head.scored for head in graphs._heads] == [8, 2] and graphs.use.dropped == 3
+    assert list(graphs._forwards) == [shape]
+
+
 def test_ranks_that_others_wait_for_do_not_go_on_alone() -> None:
     absent: Any = None
     rows: Any = SimpleNamespace(padding=8)
