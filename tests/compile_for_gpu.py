@@ -110,14 +110,18 @@ def make_runner(hf: dict[str, Any], kv_dtype: torch.dtype) -> ModelRunner:
     return ModelRunner(model, kv, 256, 4096, CPU, use_graphs=True)
 
 
-def run_steps(hf: dict[str, Any], shapes: list[Shape], kv_dtype: torch.dtype = BF16, filters: bool = False) -> None:
+def run_steps(hf: dict[str, Any], shapes: list[Shape], kv_dtype: torch.dtype = BF16, everything: bool = False) -> None:
     runner = make_runner(hf, kv_dtype)
     graphs = runner.graphs
     assert graphs is not None
     for shape in shapes:
         graphs._clear_inputs(shape)
         rows = 8 if shape.is_mixed else shape.rows
-        graphs._head(graphs._forward(shape, runner.model), HeadShape(shape, rows, filters))
+        head = HeadShape(shape, rows)
+        if everything:
+            stages = tuple(stage for stage in runner.sampling.stages._stages if stage.capturable)
+            head = HeadShape(shape, rows, filters=True, bans=True, stages=stages, scored=1, likeliest=5)
+        graphs._head(graphs._forward(shape, runner.model), head)
     for queries in CHUNKS:
         run_chunks(runner, np.array(queries, np.int32))
 
@@ -147,8 +151,6 @@ def run_others() -> None:
     """What steps need now and then."""
     pages, index = torch.zeros(2, 9, 4096, dtype=torch.uint8), torch.zeros(3, dtype=torch.int32)
     kernels.copy_blocks(pages, pages, index, index)
-    lines = torch.zeros(2, dtype=torch.int64)
-    kernels.mask_logits(torch.zeros(4, 4096), lines, torch.zeros(2, 128, dtype=torch.int32), lines)
     for kind in kernels.ACTIVATIONS:
         kernels.gated_activation(torch.zeros(3, 2048, dtype=BF16), kind)
 
@@ -163,7 +165,7 @@ def main() -> int:
 
     knobs.runtime.jit_cache_hook = put_off
     with _Zeros(), torch.inference_mode():
-        run_steps(QWEN3, [LONE, DECODES, SHARING, MIXED], filters=True)
+        run_steps(QWEN3, [LONE, DECODES, SHARING, MIXED], everything=True)
         run_steps(GEMMA2, [DECODES, MIXED], torch.float8_e4m3fn)
         run_steps(MIXTRAL, [DECODES])
         run_others()

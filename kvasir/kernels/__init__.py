@@ -16,7 +16,7 @@ import torch
 
 from kvasir.kernels import onednn, reference
 from kvasir.kernels.cpu import ops
-from kvasir.kernels.reference import ACTIVATIONS, rotary, store_kv
+from kvasir.kernels.reference import ACTIVATIONS, ANY_TOKEN, rotary, store_kv
 from kvasir.log import get_logger
 from kvasir.platforms.cpu_library import library
 
@@ -24,9 +24,13 @@ logger = get_logger(__name__)
 
 __all__ = [
     "ACTIVATIONS",
+    "ANY_TOKEN",
+    "add_bias",
     "add_rms_norm",
     "are_compiled",
+    "ban_words",
     "copy_blocks",
+    "count_tokens",
     "draw",
     "fused_linear",
     "fuses_one_row",
@@ -38,6 +42,8 @@ __all__ = [
     "logit_floor",
     "mask_logits",
     "pack_weight",
+    "penalize",
+    "push_tokens",
     "reference_only",
     "rehearsal",
     "rms_norm",
@@ -140,9 +146,34 @@ def logit_floor(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
     return floor
 
 
-def mask_logits(logits: torch.Tensor, lines: torch.Tensor, allowed: torch.Tensor, slots: torch.Tensor) -> None:
+def penalize(logits: torch.Tensor, *args: torch.Tensor) -> None:
+    """See reference.penalize; on a GPU nothing waits, and lines that do not ask cost nothing. So do those below."""
+    _version_for(logits).penalize(logits, *args)
+
+
+def add_bias(logits: torch.Tensor, *args: torch.Tensor) -> None:
+    """See reference.add_bias."""
+    _version_for(logits).add_bias(logits, *args)
+
+
+def mask_logits(logits: torch.Tensor, *args: torch.Tensor) -> None:
     """See reference.mask_logits."""
-    _version_for(logits).mask_logits(logits, lines, allowed, slots)
+    _version_for(logits).mask_logits(logits, *args)
+
+
+def ban_words(logits: torch.Tensor, *args: torch.Tensor) -> None:
+    """See reference.ban_words."""
+    _version_for(logits).ban_words(logits, *args)
+
+
+def count_tokens(tokens: torch.Tensor, *args: torch.Tensor) -> None:
+    """See reference.count_tokens."""
+    _version_for(tokens).count_tokens(tokens, *args)
+
+
+def push_tokens(tokens: torch.Tensor, *args: torch.Tensor) -> None:
+    """See reference.push_tokens."""
+    _version_for(tokens).push_tokens(tokens, *args)
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
+ANY_TOKEN = -1  # where a token is compared: every one will do
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -155,16 +156,93 @@ def step_inputs(
     return ids, positions, slots, query_start, seq_lens
 
 
+def _asking(rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which lines ask, and their slots. On a GPU this waits for the device to learn how many those are."""
+    held = slots[rows]
+    lines = (held >= 0).nonzero().squeeze(1)
+    return lines, held[lines].long()
+
+
+def penalize(
+    logits: torch.Tensor,  # [n, vocabulary] float32
+    rows: torch.Tensor,  # [n]: the row of each line
+    slots: torch.Tensor,  # [rows] int32: the line of the tables below that a row uses; -1: its logits stay as they are
+    counts: torch.Tensor,  # [slots, vocabulary] int32: how often each token was generated
+    in_prompt: torch.Tensor,  # [slots, vocabulary] bool
+    presence: torch.Tensor,  # [slots] float32
+    frequency: torch.Tensor,  # [slots] float32
+    repetition: torch.Tensor,  # [slots] float32
+) -> None:
+    """Penalties for tokens that were there before, in place."""
+    lines, own = _asking(rows, slots)
+    x, seen = logits[lines], counts[own]
+    generated = seen > 0
+    factor = torch.where(generated | in_prompt[own], repetition[own, None], 1.0)
+    x = torch.where(x > 0, x / factor, x * factor)
+    x -= frequency[own, None] * seen + presence[own, None] * generated
+    logits[lines] = x
+
+
+def count_tokens(
+    tokens: torch.Tensor,  # [n] int32
+    rows: torch.Tensor,  # [n]: the row of each
+    slots: torch.Tensor,  # [rows] int32: the line of the table that a row uses; -1: its token is not counted
+    counts: torch.Tensor,  # [slots, vocabulary] int32
+) -> None:
+    lines, own = _asking(rows, slots)
+    counts.index_put_((own, tokens[lines].long()), torch.ones_like(tokens[lines]), accumulate=True)
+
+
+def add_bias(
+    logits: torch.Tensor,  # [n, vocabulary] float32
+    rows: torch.Tensor,  # [n]: the row of each line
+    slots: torch.Tensor,  # [rows] int32: the line of the tables that a row uses; -1: its logits stay as they are
+    ids: torch.Tensor,  # [slots, m] int32
+    values: torch.Tensor,  # [slots, m] float32, 0 where `ids` is only padded
+) -> None:
+    """Add numbers to some tokens' logits, in place."""
+    lines, own = _asking(rows, slots)
+    logits[lines] = logits[lines].scatter_add(1, ids[own].long(), values[own])
+
+
 def mask_logits(
     logits: torch.Tensor,  # [n, vocabulary]
-    lines: torch.Tensor,  # [m]: which of them
+    rows: torch.Tensor,  # [n]: the row of each line
+    slots: torch.Tensor,  # [rows] int32: whose bits a row uses; -1: its logits stay as they are
     allowed: torch.Tensor,  # [slots, vocabulary / 32, rounded up] int32: a token's bit, the lowest first, says yes
-    slots: torch.Tensor,  # [m]: whose bits
 ) -> None:
     """Put the logits of tokens that are not allowed to minus infinity, in place."""
-    bits = (allowed[slots, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
+    lines, own = _asking(rows, slots)
+    bits = (allowed[own, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
     forbidden = bits.flatten(1)[:, : logits.shape[1]] == 0
     logits[lines] = logits[lines].masked_fill(forbidden, float("-inf"))
+
+
+def ban_words(
+    logits: torch.Tensor,  # [n, vocabulary] float32
+    rows: torch.Tensor,  # [n]: the row of each line
+    slots: torch.Tensor,  # [rows] int32: the line of the tables that a row uses; -1: its logits stay as they are
+    beginnings: torch.Tensor,  # [slots, words, tokens] int32: all of a word but its last token; ANY_TOKEN matches all
+    ends: torch.Tensor,  # [slots, words] int32: the last one
+    recent: torch.Tensor,  # [slots, tokens] int32: generated last
+) -> None:
+    """Put the last token of words that have just been begun to minus infinity, in place."""
+    lines, own = _asking(rows, slots)
+    known = beginnings[own]
+    same = (known == recent[own, None]) | (known == ANY_TOKEN)
+    change = torch.where(same.all(dim=-1), -torch.inf, 0.0)
+    logits[lines] = logits[lines].scatter_add(1, ends[own].long(), change)
+
+
+def push_tokens(
+    tokens: torch.Tensor,  # [n] int32
+    rows: torch.Tensor,  # [n]: the row of each
+    slots: torch.Tensor,  # [rows] int32: the line of the table that a row uses; -1: its token is not kept
+    recent: torch.Tensor,  # [slots, tokens] int32
+) -> None:
+    """Add each token at the end of its line, which forgets its first."""
+    lines, own = _asking(rows, slots)
+    recent[own] = torch.cat([recent[own, 1:], tokens[lines, None]], dim=1)
 
 
 def logit_floor(

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from kvasir.kernels.upload import upload
 from kvasir.messages import Extras, NewRow, PromptLogprobs, StepPlan
-from kvasir.sampling.stages import SampledRows, Stage, Stages, padded
-from kvasir.sampling.state import Needs
+from kvasir.sampling.stages import SampledRows, Stage, Stages, padded, room_for
 
 UNNAMED = -1
 
@@ -54,6 +53,7 @@ def top_logprobs(
 class NamedTokens(Stage):
     """The tokens whose log-probabilities rows ask for by name. Changes no logits."""
 
+    capturable = True
     tables = ("ids",)
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class NamedTokens(Stage):
 
     def fill(self, new_rows: Sequence[NewRow], slots: list[int]) -> None:
         lists = [extras.logprob_token_ids for new in new_rows if (extras := new.sampling.extras) is not None]
-        width = max(self.ids.shape[1], *map(len, lists))
+        width = room_for(map(len, lists), self.ids.shape[1])
         self.widen("ids", width, UNNAMED)
         own, ids = self.upload(np.array(slots, np.int32), padded(lists, UNNAMED, width))
         self.ids[own.long()] = ids.view(-1, width)
@@ -73,13 +73,10 @@ class NamedTokens(Stage):
     def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
         pass
 
-    def of(self, rows: NDArray[np.int32]) -> torch.Tensor | None:
-        """[rows, n], or None if none of these rows names any."""
-        held = self.slots[rows]
-        if not (held >= 0).any():
-            return None
-        slots, unheld = self.upload(held, (held < 0).astype(np.int32))
-        return self.ids[slots.long().clamp(min=0)].masked_fill((unheld > 0)[:, None], UNNAMED)
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, n]; some row must have named tokens by now."""
+        slots = self.device_slots[rows].long()
+        return self.ids[slots.clamp(min=0)].masked_fill((slots < 0)[:, None], UNNAMED)
 
 
 class TokenScores:
@@ -88,28 +85,25 @@ class TokenScores:
     def __init__(self, mode: str, max_rows: int, device: torch.device) -> None:
         self.is_raw = mode.startswith("raw")
         self.as_logits = mode.endswith("logits")
-        self.device = device
-        self._named = NamedTokens(max_rows, device)
-        self._rows = Stages([self._named])
+        self.named = NamedTokens(max_rows, device)
+        self._rows = Stages([self.named])
 
     def open(self, new_rows: list[NewRow]) -> None:
         self._rows.open(new_rows)
 
     def score(
         self,
-        raw: torch.Tensor,
+        raw: torch.Tensor,  # [n, vocabulary]
         processed: Callable[[], torch.Tensor],
-        tokens: torch.Tensor,
-        step: SampledRows,
-        needs: Needs,
-    ) -> list[torch.Tensor]:
-        """Three tensors (ids, values, ranks), or none if no line wants any."""
-        if not len(needs.logprob_lines):
-            return []
-        (lines,) = upload([needs.logprob_lines], self.device)
-        named = self._named.of(step.host_rows[needs.logprob_lines])
+        tokens: torch.Tensor,  # [n]
+        rows: torch.Tensor,  # [n]
+        lines: torch.Tensor,  # [m] int32: which of them to score
+        count: int,  # likeliest tokens wanted
+        named: bool,  # whether some line's row names tokens
+    ) -> TopLogprobs:
         logits = raw if self.is_raw else processed()
-        return top_logprobs(logits[lines], tokens[lines], needs.num_logprobs, named, self.as_logits).tensors()
+        names = self.named.of(rows[lines]) if named else None
+        return top_logprobs(logits[lines], tokens[lines], count, names, self.as_logits)
 
 
 @dataclass(slots=True)

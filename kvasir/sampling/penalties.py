@@ -8,11 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvasir import kernels
 from kvasir.messages import Extras, NewRow
 from kvasir.sampling.stages import SampledRows, Stage, bits, mark, ragged
 
 
 class Penalties(Stage):
+    capturable = True
     tables = ("counts", "in_prompt", "presence", "frequency", "repetition")
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -41,21 +43,14 @@ class Penalties(Stage):
         self.counts.index_fill_(0, own, 0)
         self.in_prompt.index_fill_(0, own, False)
         mark(self.in_prompt, prompt_slots, prompt, True)
-        self._count(output_slots.long(), output)
-
-    def _count(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-        ones = torch.ones(len(tokens), dtype=torch.int32, device=self.device)
-        self.counts.index_put_((slots, tokens.long()), ones, accumulate=True)
+        ones = torch.ones_like(output)
+        self.counts.index_put_((output_slots.long(), output.long()), ones, accumulate=True)
 
     def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
-        lines, slots = self.lines(step)
-        own, counts = logits[lines], self.counts[slots]
-        generated = counts > 0
-        factor = torch.where(generated | self.in_prompt[slots], self.repetition[slots, None], 1.0)
-        own = torch.where(own > 0, own / factor, own * factor)
-        own -= self.frequency[slots, None] * counts + self.presence[slots, None] * generated
-        logits[lines] = own
+        kernels.penalize(
+            logits, step.rows, self.device_slots, self.counts, self.in_prompt,
+            self.presence, self.frequency, self.repetition,
+        )  # fmt: skip
 
     def observe(self, tokens: torch.Tensor, step: SampledRows) -> None:
-        lines, slots = self.lines(step)
-        self._count(slots, tokens[lines])
+        kernels.count_tokens(tokens, step.rows, self.device_slots, self.counts)

@@ -1,4 +1,4 @@
-"""From logits to tokens, on the device, without a host sync.
+"""From logits to tokens and their log-probabilities, on the device, without a host sync.
 
 Stages change logits and are run only if some row of the step asks for them; the last of all draws (kernels.draw). A
 row's token depends on its own logits, history, seed and position, and never on its neighbours in the batch.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kvasir import kernels
+from kvasir.sampling.logprobs import TokenScores
 from kvasir.sampling.penalties import Penalties
 from kvasir.sampling.processors import Processors
 from kvasir.sampling.stages import NEVER, SampledRows, Stages
@@ -50,13 +51,25 @@ class Processed:
 class Sampler:
     """`next_token` [rows] int32 is where the next step finds its inputs."""
 
-    def __init__(self, state: SamplingState, next_token: torch.Tensor) -> None:
+    def __init__(self, state: SamplingState, next_token: torch.Tensor, scores: TokenScores) -> None:
         self.state = state
         self.next_token = next_token
+        self.scores = scores
 
-    def sample(self, logits: torch.Tensor, step: SampledRows, needs: Needs) -> torch.Tensor:
-        """Tokens [n] int32 from logits [n, vocab]."""
-        return self.draw(self.process(logits, step, needs), step, needs)
+    def sample(
+        self, logits: torch.Tensor, step: SampledRows, needs: Needs, scored: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Tokens [n] int32 from logits [n, vocab]; with `scored` [m] int32, which lines want log-probabilities, then
+        the ids, values and ranks of those. Waits for nothing, and reads nothing of the host's that a graph could not
+        have known: a head that is captured runs this as one that is not."""
+        processed = self.process(logits, step, needs)
+        tokens = self.draw(processed, step, needs)
+        if scored is None:
+            return (tokens,)
+        found = self.scores.score(
+            logits, lambda: self.heated(processed, step), tokens, step.rows, scored, needs.num_logprobs, needs.named
+        )
+        return tokens, *found.tensors()
 
     def process(self, logits: torch.Tensor, step: SampledRows, needs: Needs) -> Processed:
         """The given logits are left as they are."""

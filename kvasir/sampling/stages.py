@@ -1,7 +1,8 @@
 """What few rows ask of sampling: stages that change logits, run only in steps in which some row asks.
 
 A stage keeps its rows' parameters in tables on the device that grow on first use; a row that asks holds one line of
-them, its slot. Worker process; knows rows and logits, neither requests nor text. Nothing here waits for the device.
+them, its slot. The device knows the rows' slots too, so that most stages can be part of a graph. Worker process; knows
+rows and logits, neither requests nor text. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NEVER = float("-inf")
 class SampledRows:
     """The lines of a step that sample."""
 
-    host_rows: NDArray[np.int32]  # [n]
+    host_rows: NDArray[np.int32]  # [n]; a graph knows none
     rows: torch.Tensor  # [n]
     positions: torch.Tensor  # [n] where each token will stand
     # called with the tokens [n] when the host has them
@@ -36,13 +37,20 @@ class Stage(ABC):
     """One way to change logits. `tables` names the attributes that have a line per slot."""
 
     narrows = False  # runs after all others, on what is then the distribution to draw from
+    capturable = False  # works from the device's tables and slots alone, so that it may be part of a graph
     tables: tuple[str, ...] = ()
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         self.device = device
-        self.slots: NDArray[np.int32] = np.full(max_rows, -1, np.int32)
+        self.version = 0  # of the tables: a graph that has read others must not run again
+        self.slots: NDArray[np.int32] = np.full(max_rows, -1, np.int32)  # by row; -1: it does not ask
+        self.device_slots = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
+        self._told = self.slots.copy()  # what the device knows
         self._free: list[int] = []
         self._size = 0
+
+    def __repr__(self) -> str:
+        return type(self).__name__
 
     # ------------------------------------------------------------ what a stage says
 
@@ -78,6 +86,7 @@ class Stage(ABC):
                 setattr(self, name, table)
             self._free = list(range(self._size + added - 1, self._size - 1, -1))
             self._size += added
+            self.version += 1
         return self._free.pop()
 
     def _grown(self, table: torch.Tensor, added: int) -> torch.Tensor:
@@ -89,6 +98,15 @@ class Stage(ABC):
         if self.slots[row] >= 0:
             self._free.append(int(self.slots[row]))
             self.slots[row] = -1
+
+    def untold(self) -> NDArray[np.int32]:
+        """Rows of which the device does not know their slots yet."""
+        return np.flatnonzero(self.slots != self._told).astype(np.int32)
+
+    def tell(self, rows: NDArray[np.int32], on_device: torch.Tensor, slots: torch.Tensor) -> None:
+        """`slots` of `rows`, both also on the device."""
+        self.device_slots[on_device.long()] = slots
+        self._told[rows] = self.slots[rows]
 
     def holds_any(self, rows: NDArray[np.int32]) -> bool:
         return bool((self.slots[rows] >= 0).any())
@@ -108,13 +126,14 @@ class Stage(ABC):
         return at.long(), slots.long()
 
     def widen(self, name: str, width: int, value: float) -> None:
-        """Give a table [slots, width, ...] at least this width."""
+        """Give a table [slots, width, ...] this width, if it has less."""
         table: torch.Tensor = getattr(self, name)
         missing = width - table.shape[1]
         if missing > 0:
             shape = (table.shape[0], missing, *table.shape[2:])
             more = torch.full(shape, value, dtype=table.dtype, device=self.device)
             setattr(self, name, torch.cat([table, more], dim=1))
+            self.version += 1
 
 
 class Stages:
@@ -131,20 +150,33 @@ class Stages:
                 for stage in self._holders.pop(new.row, ()):
                     stage.close(new.row)
         asking = [(new, new.sampling.extras) for new in new_rows if new.sampling.extras is not None]
-        if not asking:
-            return
-        for stage in self._stages:
+        for stage in self._stages if asking else ():
             rows = [new for new, extras in asking if stage.asks(extras)]
             for new in rows:  # before it opens, which may run out of memory: the next tenants must close it then
                 self._holders.setdefault(new.row, []).append(stage)
             if rows:
                 stage.open(rows)
+        self._tell_slots()
+
+    def _tell_slots(self) -> None:
+        """In one upload. What an upload without memory left untold, the next one tells."""
+        changed = [(stage, rows) for stage in self.in_graphs() if len(rows := stage.untold())]
+        if not changed:
+            return
+        told = upload([part for stage, rows in changed for part in (rows, stage.slots[rows])], changed[0][0].device)
+        for (stage, rows), on_device, slots in zip(changed, told[::2], told[1::2], strict=True):
+            stage.tell(rows, on_device, slots)
 
     def needed(self, rows: NDArray[np.int32]) -> tuple[Stage, ...]:
         """Those that some of these rows ask for."""
         if not self._holders:
             return ()
         return tuple(stage for stage in self._stages if stage.holds_any(rows))
+
+    def in_graphs(self) -> tuple[Stage, ...]:
+        """What a graph runs that needs some stage: all that were ever asked for and may be captured. Lines that do not
+        ask cost next to nothing, and a graph for each set of stages would be many graphs."""
+        return tuple(stage for stage in self._stages if stage.capturable and stage.version)
 
 
 def bits(floats: Sequence[float]) -> NDArray[np.int32]:
@@ -167,9 +199,14 @@ def ragged(
     return np.repeat(np.array(slots, np.int32), lengths), flat
 
 
-def padded(lists: Sequence[Sequence[int]], value: int, width: int = 0) -> NDArray[np.int32]:
-    """Lists of numbers as one matrix, at least `width` wide."""
-    width = max(width, *map(len, lists))
+def room_for(sizes: Iterable[int], width: int) -> int:
+    """How wide a table of this width must be for lists of such sizes. Doubled, so that tables are seldom replaced."""
+    most = max(sizes)
+    return width if most <= width else 1 << (most - 1).bit_length()
+
+
+def padded(lists: Sequence[Sequence[int]], value: int, width: int) -> NDArray[np.int32]:
+    """Lists of numbers as one matrix, so wide."""
     matrix = np.full((len(lists), width), value, np.int32)
     for line, each in enumerate(lists):
         matrix[line, : len(each)] = each

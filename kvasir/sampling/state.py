@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.messages import NewRow
-from kvasir.sampling.stages import Stage, Stages
+from kvasir.sampling.stages import Stage, Stages, room_for
 
 NO_LINES: NDArray[np.int32] = np.zeros(0, np.int32)
 
@@ -22,8 +22,9 @@ class Needs:
     filters: bool
     bans: bool
     logprob_lines: NDArray[np.int32]  # which of the sampled lines want log-probabilities
-    num_logprobs: int
+    num_logprobs: int  # of the likeliest tokens
     stages: tuple[Stage, ...] = ()  # what the rows ask for beyond that
+    named: bool = False  # some want log-probabilities of tokens that they name
 
 
 class SamplingState:
@@ -41,6 +42,7 @@ class SamplingState:
         self.top_p = column(torch.float32)
         self.min_p = column(torch.float32)
         self.stop_ids = torch.zeros(max_rows, 1, dtype=torch.int32, device=device)
+        self.version = 0  # of `stop_ids`, see Stage.version
         self._filters = np.zeros(max_rows, np.bool_)
         self._bans = np.zeros(max_rows, np.bool_)
         self._logprobs = np.full(max_rows, -1, np.int32)
@@ -73,12 +75,11 @@ class SamplingState:
         for column, target in enumerate((self.temperature, self.top_p, self.min_p), start=5):
             target[rows] = floats[:, column]
         stop_ids = packed[:, len(self.COLUMNS) :]
-        missing = stop_ids.shape[1] - self.stop_ids.shape[1]
-        if missing > 0:
-            self.stop_ids = torch.cat([self.stop_ids, self.stop_ids[:, :1].expand(-1, missing)], dim=1)
-        elif missing < 0:
-            stop_ids = torch.cat([stop_ids, stop_ids[:, :1].expand(-1, -missing)], dim=1)
-        self.stop_ids[rows] = stop_ids
+        width = room_for([stop_ids.shape[1]], self.stop_ids.shape[1])
+        if width > self.stop_ids.shape[1]:
+            self.stop_ids = _widened(self.stop_ids, width)
+            self.version += 1
+        self.stop_ids[rows] = _widened(stop_ids, width)
 
     def needs(self, rows: NDArray[np.int32], wants_logprobs: bool) -> Needs:
         """Of the rows that sample in this step."""
@@ -93,3 +94,8 @@ class SamplingState:
             num_logprobs=count,
             stages=self.stages.needed(rows),
         )
+
+
+def _widened(stop_ids: torch.Tensor, width: int) -> torch.Tensor:
+    """Padded with each line's first."""
+    return torch.cat([stop_ids, stop_ids[:, :1].expand(-1, width - stop_ids.shape[1])], dim=1)

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from kvasir import kernels
 from kvasir.messages import Extras, NewRow
-from kvasir.sampling.stages import NEVER, SampledRows, Stage, bits, padded
+from kvasir.sampling.stages import SampledRows, Stage, bits, padded, room_for
 
-ANY, NO_WORD, NO_TOKEN = -1, -2, -3  # in the beginnings of bad words: matches every token; none; no token yet
+NO_WORD, NO_TOKEN = -2, -3  # beside kernels.ANY_TOKEN in the beginnings of bad words: matches none; no token yet
 
 
 def _extras(new_rows: Sequence[NewRow]) -> list[Extras]:
@@ -23,18 +23,19 @@ def _extras(new_rows: Sequence[NewRow]) -> list[Extras]:
 class Bias(Stage):
     """Adds a number to some tokens' logits."""
 
+    capturable = True
     tables = ("ids", "values")
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         super().__init__(max_rows, device)
-        self.ids, self.values = self.table(1, dtype=torch.int64), self.table(1)
+        self.ids, self.values = self.table(1, dtype=torch.int32), self.table(1)
 
     def asks(self, extras: Extras) -> bool:
         return bool(extras.logit_bias)
 
     def fill(self, new_rows: Sequence[NewRow], slots: list[int]) -> None:
         pairs = [extras.logit_bias for extras in _extras(new_rows)]
-        width = max(self.ids.shape[1], *map(len, pairs))
+        width = room_for(map(len, pairs), self.ids.shape[1])
         self.widen("ids", width, 0)
         self.widen("values", width, 0)
         values = [[value for _, value in each] + [0.0] * (width - len(each)) for each in pairs]
@@ -43,17 +44,17 @@ class Bias(Stage):
             padded([[token for token, _ in each] for each in pairs], 0, width),
             bits(list(chain.from_iterable(values))),
         )
-        self.ids[own.long()] = ids.view(-1, width).long()
+        self.ids[own.long()] = ids.view(-1, width)
         self.values[own.long()] = floats.view(torch.float32).view(-1, width)
 
     def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
-        lines, slots = self.lines(step)
-        logits[lines] = logits[lines].scatter_add(1, self.ids[slots], self.values[slots])
+        kernels.add_bias(logits, step.rows, self.device_slots, self.ids, self.values)
 
 
 class Bans(Stage):
     """Allowed and forbidden token ids, as one bit for each token."""
 
+    capturable = True
     tables = ("allowed",)
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -75,19 +76,19 @@ class Bans(Stage):
         return np.packbits(may, bitorder="little").view(np.int32)
 
     def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
-        lines, slots = self.lines(step)
-        kernels.mask_logits(logits, lines, self.allowed, slots)
+        kernels.mask_logits(logits, step.rows, self.device_slots, self.allowed)
 
 
 class BadWords(Stage):
     """Token sequences of which the last token is banned where the generated text ends with the ones before it."""
 
+    capturable = True
     tables = ("beginnings", "ends", "recent")
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
         super().__init__(max_rows, device)
         self.beginnings = self.table(1, 1, dtype=torch.int32)  # [slots, words, tokens], to the right
-        self.ends = self.table(1, dtype=torch.int64)  # [slots, words]
+        self.ends = self.table(1, dtype=torch.int32)  # [slots, words]
         self.recent = self.table(1, dtype=torch.int32)  # [slots, tokens] generated last
 
     def asks(self, extras: Extras) -> bool:
@@ -95,8 +96,9 @@ class BadWords(Stage):
 
     def fill(self, new_rows: Sequence[NewRow], slots: list[int]) -> None:
         wishes = _extras(new_rows)
-        words = max(self.beginnings.shape[1], *(len(extras.bad_words) for extras in wishes))
-        length = max(self.recent.shape[1], *(len(word) - 1 for extras in wishes for word in extras.bad_words))
+        words = room_for((len(extras.bad_words) for extras in wishes), self.beginnings.shape[1])
+        lengths = (len(word) - 1 for extras in wishes for word in extras.bad_words)
+        length = room_for(lengths, self.recent.shape[1])
         self._make_room(words, length)
         beginnings = np.full((len(wishes), words, length), NO_WORD, np.int32)
         ends = np.zeros((len(wishes), words), np.int32)
@@ -106,12 +108,12 @@ class BadWords(Stage):
             said = new.token_ids[extras.num_prompt_tokens :][-length:]
             recent[line, length - len(said) :] = said
             for i, word in enumerate(extras.bad_words):
-                beginnings[line, i] = ANY
+                beginnings[line, i] = kernels.ANY_TOKEN
                 beginnings[line, i, length - len(word) + 1 :] = word[:-1]
                 ends[line, i] = word[-1]
         own, *parts = self.upload(np.array(slots, np.int32), beginnings, ends, recent)
         self.beginnings[own.long()] = parts[0].view(beginnings.shape)
-        self.ends[own.long()] = parts[1].view(ends.shape).long()
+        self.ends[own.long()] = parts[1].view(ends.shape)
         self.recent[own.long()] = parts[2].view(recent.shape)
 
     def _make_room(self, words: int, length: int) -> None:
@@ -121,18 +123,14 @@ class BadWords(Stage):
         if missing:  # to the left: words end at the right edge. What was written is still right, and just as short
             slots = len(self.recent)
             first = self.beginnings[:, :, :1]
-            more = torch.where(first == NO_WORD, NO_WORD, ANY).to(torch.int32).expand(-1, -1, missing)
-            self.beginnings = torch.cat([more, self.beginnings], dim=2)
+            more = torch.where(first == NO_WORD, NO_WORD, kernels.ANY_TOKEN).to(torch.int32).expand(-1, -1, missing)
             unknown = torch.full((slots, missing), NO_TOKEN, dtype=torch.int32, device=self.device)
-            self.recent = torch.cat([unknown, self.recent], dim=1)
+            longer, recent = torch.cat([more, self.beginnings], dim=2), torch.cat([unknown, self.recent], dim=1)
+            self.beginnings, self.recent = longer, recent
+            self.version += 1
 
     def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
-        lines, slots = self.lines(step)
-        beginnings = self.beginnings[slots]
-        same = (beginnings == self.recent[slots, None]) | (beginnings == ANY)
-        change = torch.where(same.all(dim=-1), NEVER, 0.0)
-        logits[lines] = logits[lines].scatter_add(1, self.ends[slots], change)
+        kernels.ban_words(logits, step.rows, self.device_slots, self.beginnings, self.ends, self.recent)
 
     def observe(self, tokens: torch.Tensor, step: SampledRows) -> None:
-        lines, slots = self.lines(step)
-        self.recent[slots] = torch.cat([self.recent[slots, 1:], tokens[lines, None]], dim=1)
+        kernels.push_tokens(tokens, step.rows, self.device_slots, self.recent)

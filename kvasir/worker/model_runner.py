@@ -7,7 +7,7 @@ the host gets them later through a future. Knows tensors and rows; never request
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvasir.worker.step_graphs import HeadShape, Shape, StepGraphs
 
 NO_ROWS: NDArray[np.int32] = np.zeros((0, 0), np.int32)
+NOTHING = Needs(filters=False, bans=False, logprob_lines=NO_LINES, num_logprobs=0)
 
 
 @dataclass(slots=True)
@@ -72,8 +73,8 @@ class ModelRunner:
         self.rows = DeviceRows(max_rows, max_model_len, spec.block_size, device, len(spec.windows))
         self.sampling = SamplingState(max_rows + 1, device)
         self.sampling.stages = make_stages(max_rows + 1, model.vocab_size, self.sampling, device)
-        self.sampler = Sampler(self.sampling, self.rows.next_token)
         self.token_scores = TokenScores(logprobs_mode, max_rows + 1, device)
+        self.sampler = Sampler(self.sampling, self.rows.next_token, self.token_scores)
         self.prompt_scores = PromptScores(max_rows, logprobs_mode.endswith("logits"), device)
         self.graphs: StepGraphs | None = None
         if use_graphs:
@@ -138,7 +139,7 @@ class ModelRunner:
         chunks = running.chunks
         # before sampling: that may replay a graph, in whose memory the hidden states may lie
         scores = self.prompt_scores.score(chunks, running.hidden, self.model.logits)
-        sampled = self._sample(running, lines) if len(lines) else Sampled([], lines)
+        sampled = self._sample(running, lines) if len(lines) else Sampled([], lines, NOTHING)
         graphs = None if self.graphs is None else self.graphs.use
 
         def finish(*arrays: NDArray[Any]) -> StepResult:
@@ -151,21 +152,26 @@ class ModelRunner:
 
     def _sample(self, running: Running, lines: NDArray[np.int32]) -> Sampled:
         plan = running.plan
-        needs = self.sampling.needs(plan.rows[lines], plan.wants_logprobs)
+        rows = plan.rows[lines]
+        needs = self.sampling.needs(rows, plan.wants_logprobs)
+        if len(needs.logprob_lines):
+            needs.named = self.token_scores.named.holds_any(rows[needs.logprob_lines])
         if self.graphs is not None and running.shape is not None:
             head = self.graphs.head_for(running.shape, len(lines), needs)
             if head is not None:
-                return self._sample_by_graph(self.graphs, head, plan, lines)
+                return self._sample_by_graph(self.graphs, head, plan, lines, needs)
         return self._sample_eagerly(running, lines, needs)
 
     def _sample_by_graph(
-        self, graphs: StepGraphs, head: HeadShape, plan: StepPlan, lines: NDArray[np.int32]
+        self, graphs: StepGraphs, head: HeadShape, plan: StepPlan, lines: NDArray[np.int32], needs: Needs
     ) -> Sampled:
         """Of a step of single tokens all lines are sampled, wanted or not."""
-        if not head.forward.is_mixed:
-            return Sampled([graphs.head(head)[: len(plan.rows)]], lines, all_rows=True)
-        (told,) = upload([graphs.padded_lines(head, lines)], self.device)
-        return Sampled([graphs.head(head, told)[: len(lines)]], lines)
+        all_rows = not head.forward.is_mixed
+        told = graphs.told_head(head, plan, lines, needs)
+        tokens, *scores = graphs.head(head, *upload(told, self.device) if any(map(len, told)) else ())
+        tensors = [tokens[: len(plan.rows) if all_rows else len(lines)]]
+        tensors += [part[: len(needs.logprob_lines)] for part in scores]
+        return Sampled(tensors, lines, needs, all_rows=all_rows)
 
     def _sample_eagerly(self, running: Running, lines: NDArray[np.int32], needs: Needs) -> Sampled:
         batch, hidden, rows, lengths = running.batch, running.hidden, running.batch.rows, running.batch.seq_lens
@@ -173,11 +179,9 @@ class ModelRunner:
             (chosen,) = upload([lines], self.device)
             rows, lengths, hidden = rows[chosen], lengths[chosen], hidden[batch.query_start[1:][chosen] - 1]
         step = SampledRows(running.plan.rows[lines], rows, lengths)
-        logits = self.model.logits(hidden)
-        processed = self.sampler.process(logits, step, needs)
-        tokens = self.sampler.draw(processed, step, needs)
-        scores = self.token_scores.score(logits, lambda: self.sampler.heated(processed, step), tokens, step, needs)
-        return Sampled([tokens, *scores], lines, needs.logprob_lines, step)
+        scored = upload([needs.logprob_lines], self.device)[0] if len(needs.logprob_lines) else None
+        tensors = self.sampler.sample(self.model.logits(hidden), step, needs, scored)
+        return Sampled(list(tensors), lines, needs, step)
 
 
 @dataclass(slots=True)
@@ -186,7 +190,7 @@ class Sampled:
 
     tensors: list[torch.Tensor]
     lines: NDArray[np.int32]  # of the plan, which sampled
-    logprob_lines: NDArray[np.int32] = field(default_factory=lambda: NO_LINES)  # which of those want log-probabilities
+    needs: Needs
     step: SampledRows | None = None
     all_rows: bool = False  # the tokens are of all the plan's lines
 
@@ -202,6 +206,9 @@ class Sampled:
         if self.step is not None and self.step.failures:
             failures = {int(self.lines[i]): said for i, said in self.step.failures.items()}
         logprobs = None
-        if len(self.logprob_lines):
-            logprobs = Logprobs(self.lines[self.logprob_lines], arrays[1], arrays[2], arrays[3])
+        if len(self.needs.logprob_lines):
+            ids, values, ranks = arrays[1:]
+            if not self.needs.named:  # a graph's are a few more than anybody wants; of named ones nobody knows here
+                ids, values = (part[:, : 1 + self.needs.num_logprobs] for part in (ids, values))
+            logprobs = Logprobs(self.lines[self.needs.logprob_lines], ids, values, ranks)
         return StepResult(token_ids, plan.samples.astype(np.int32), logprobs, failures=failures)

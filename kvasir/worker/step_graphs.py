@@ -2,15 +2,16 @@
 
 A step is padded to the next size there is a graph for. The forward graph reads which rows run, and how many tokens of
 each, from fixed buffers and everything else from the rows on the device; the head graph turns its hidden states into
-tokens. Steps in which every row runs one token have graphs of their own, which know more. Graphs are captured when
-first needed (some 20 ms) and share one memory pool. Import this where there is a GPU: it brings Triton.
+tokens, and scores them where asked. Steps in which every row runs one token have graphs of their own, which know more.
+Graphs are captured when first needed (some 20 ms) and share one memory pool. Import this where there is a GPU: it
+brings Triton.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +27,7 @@ from kvasir.log import get_logger
 from kvasir.messages import MOST_GROUPS, GraphUse, Int32Array, StepPlan, most_groups
 from kvasir.models.transformer import Transformer
 from kvasir.sampling.sampler import Sampler
-from kvasir.sampling.stages import SampledRows
+from kvasir.sampling.stages import SampledRows, Stage
 from kvasir.sampling.state import NO_LINES, Needs
 from kvasir.worker.graph_pool import Captured, GraphPool
 from kvasir.worker.mixed_inputs import mixed_inputs
@@ -41,6 +42,7 @@ S = TypeVar("S", "Shape", "HeadShape")
 BOUNDS = (512, 2048, 1 << 30)  # short sequences need no splitting, so they have graphs of their own
 MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens
 MIXED_ROWS = (8, 32, 128, 512, 1024)
+LIKELIEST = (0, 1, 2, 5, 10, 20, 32)  # tokens scored beside the drawn one; who wants more goes without a graph
 MOST_GRAPHS = 512  # forwards and heads; each takes some megabytes, and a load that changes brings ever new shapes
 PUT_OFF = 1000  # steps of a shape that run without a graph after there was no memory to capture one
 
@@ -74,7 +76,18 @@ class HeadShape:
 
     forward: Shape
     rows: int  # that sample, padding included
-    filters: bool  # whether some of them ask for min-p, top-k or top-p
+    filters: bool = False  # whether some of them ask for min-p, top-k or top-p
+    bans: bool = False  # and for stop ids that must not come yet
+    stages: tuple[Stage, ...] = ()  # that it runs; some of them ask for some of these
+    scored: int = 0  # lines that get log-probabilities, padding included
+    likeliest: int = 0  # tokens that are scored beside the drawn one
+    named: bool = False  # whether some of the lines name tokens to score
+    versions: tuple[int, ...] = ()  # of the tables that it reads, where these may be replaced by larger ones
+
+    @property
+    def needs(self) -> Needs:
+        """As of a step whose rows ask for everything that this head can do."""
+        return Needs(self.filters, self.bans, NO_LINES, self.likeliest, self.stages, self.named)
 
 
 @dataclass(slots=True)
@@ -88,6 +101,10 @@ class GraphStats:
     replays: int = 0
     mixed_steps: int = 0
     filtered_heads: int = 0
+    banning_heads: int = 0
+    staged_heads: int = 0
+    scored_heads: int = 0
+    stale_heads: int = 0  # dropped because a table that they read was replaced
     shared_prefix_steps: int = 0
     ordered_steps: int = 0
 
@@ -109,8 +126,9 @@ class StepGraphs:
     _order: torch.Tensor = field(init=False)  # of the step's rows, the longest first; read by steps of single tokens
     _shared: SharedPrefixes = field(init=False)  # read by steps in which rows share
     _lines: torch.Tensor = field(init=False)  # those of the step that sample, padded with -1; read by mixed steps
+    _scored: torch.Tensor = field(init=False)  # those of the head that get log-probabilities, padded with 0
     _forwards: dict[Shape, Captured[Forward]] = field(default_factory=dict)
-    _heads: dict[HeadShape, Captured[torch.Tensor]] = field(default_factory=dict)
+    _heads: dict[HeadShape, Captured[tuple[torch.Tensor, ...]]] = field(default_factory=dict)
     _short: Model | None = field(init=False)  # launches what the model does; None where nothing is compiled
     _put_off: dict[Shape | HeadShape, int] = field(default_factory=dict)  # how many steps are still to run without one
 
@@ -118,7 +136,8 @@ class StepGraphs:
         most = max(self.sizes[-1], MIXED_SIZES[-1])
         self.pool = GraphPool(self.device)
         self._running = torch.full((most,), self.rows.padding, dtype=torch.int64, device=self.device)
-        self._num_tokens, self._token_ids, self._lines = torch.zeros(3, most, dtype=torch.int32, device=self.device)
+        buffers = torch.zeros(4, most, dtype=torch.int32, device=self.device)
+        self._num_tokens, self._token_ids, self._lines, self._scored = buffers
         self._order = torch.arange(most, dtype=torch.int32, device=self.device)
         tokens, members = torch.zeros(2, most, dtype=torch.int32, device=self.device)
         starts = torch.zeros(MOST_GROUPS + 1, dtype=torch.int32, device=self.device)
@@ -190,24 +209,60 @@ class StepGraphs:
         return captured.outputs
 
     def head_for(self, shape: Shape, num_lines: int, needs: Needs) -> HeadShape | None:
-        """The head graph for so many of a step's lines, captured now if it is the first. None: they ask for more than
-        filters, or there is no memory for one."""
-        if needs.bans or needs.stages or len(needs.logprob_lines) or num_lines > self.sizes[-1]:
+        """The head graph for so many of a step's lines, captured now if it is the first. None: they ask for what no
+        graph can do, or there is no memory for one."""
+        if num_lines > self.sizes[-1] or not all(stage.capturable for stage in needs.stages):
+            return None
+        if needs.num_logprobs > LIKELIEST[-1]:
             return None
         rows = self.sizes[bisect_left(self.sizes, num_lines)] if shape.is_mixed else shape.rows
-        head = HeadShape(shape, rows, needs.filters)
+        head = HeadShape(shape, rows, needs.filters, needs.bans)
+        if needs.stages:
+            head = replace(head, stages=self._stages())
+        if len(needs.logprob_lines):
+            scored = min(rows, 1 << (len(needs.logprob_lines) - 1).bit_length())
+            likeliest = LIKELIEST[bisect_left(LIKELIEST, needs.num_logprobs)]
+            head = replace(head, scored=scored, likeliest=likeliest, named=needs.named)
+        head = replace(head, versions=self._versions(head))
         return head if head in self._heads or self._add_head(head) else None
 
-    def padded_lines(self, head: HeadShape, lines: NDArray[np.int32]) -> Int32Array:
-        """What a mixed step's head must be told: where the last tokens of the lines that sample are."""
-        return _padded(lines, head.rows, -1)
+    def _stages(self) -> tuple[Stage, ...]:
+        return self.sampler.state.stages.in_graphs()
 
-    def head(self, shape: HeadShape, lines: torch.Tensor | None = None) -> torch.Tensor:
-        """Tokens of the forward replayed last, [rows]; those of padding mean nothing. `lines`: of a mixed step."""
-        if lines is not None:
-            self._lines[: shape.rows] = lines
+    def _versions(self, head: HeadShape) -> tuple[int, ...]:
+        """Of the tables that such a head would read now."""
+        versions = [stage.version for stage in head.stages]
+        versions += [self.sampler.state.version] if head.bans else []
+        versions += [self.sampler.scores.named.version] if head.named else []
+        return tuple(versions)
+
+    def told_head(
+        self, head: HeadShape, plan: StepPlan, lines: NDArray[np.int32], needs: Needs
+    ) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """What the device must be told of a head: where the last tokens of the lines that sample are, in a mixed step;
+        which rows sample, in others, unless all do or it makes no difference; and which lines are scored."""
+        chosen = rows = scored = NO_LINES
+        if head.forward.is_mixed:
+            chosen = _padded(lines, head.rows, -1)
+        elif head.stages and len(lines) < len(plan.rows):  # the others draw too, and stages must not learn that
+            rows = _padded(np.where(plan.samples, plan.rows, self.rows.padding), head.rows, self.rows.padding)
+        if head.scored:
+            own = needs.logprob_lines
+            scored = _padded(own if head.forward.is_mixed else lines[own], head.scored, 0)
+        return chosen, rows, scored
+
+    def head(self, shape: HeadShape, *told: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Tokens of the forward replayed last, [rows], and if some lines are scored the ids, values and ranks of these;
+        what is of padding means nothing. `told`: what `told_head` made, on the device; nothing if all of it is empty.
+        """
+        for buffer, part in zip((self._lines, self._running, self._scored), told, strict=False):
+            if len(part):
+                buffer[: len(part)] = part
         self._heads[shape].graph.replay()
         self.stats.filtered_heads += shape.filters
+        self.stats.banning_heads += shape.bans
+        self.stats.staged_heads += bool(shape.stages)
+        self.stats.scored_heads += bool(shape.scored)
         return self._heads[shape].outputs
 
     @torch.inference_mode()
@@ -234,33 +289,63 @@ class StepGraphs:
         return self._capture(self._forwards, shape, run, compile)
 
     def _add_head(self, shape: HeadShape) -> bool:
-        """Likewise. Rows that sample while it is captured do so again when it is replayed, or without it, and draw the
-        same: that depends on seed and position alone."""
+        """Likewise. It is run to be captured, and again for this step: stages must learn what is drawn once. So all
+        its rows are padding until it is there."""
         if self._is_put_off(shape):
             return False
+        self._drop_stale_heads()
         self._make_way(shape.forward)
-        self._lines[: shape.rows] = -1  # those of another step may lie past the end of this one's
+        self._lines[: shape.rows] = -1
+        self._scored[: shape.scored] = 0  # those of another step may lie past the end of this one's
         step = self._forwards[shape.forward].outputs
-        return self._capture(self._heads, shape, lambda: self._head(step, shape))
+        running = self._running[: shape.forward.rows]
+        real = running.clone()
+        running.fill_(self.rows.padding)
+        try:
+            return self._capture(self._heads, shape, lambda: self._head(step, shape), lambda: self._compile_head(shape))
+        finally:
+            running.copy_(real)  # this step still samples, with the graph or without one
+
+    def _drop_stale_heads(self) -> None:
+        """Those that would read tables that are no more, or lack a stage that was never asked for before."""
+        stale = [
+            head
+            for head in self._heads
+            if head.versions != self._versions(head) or (head.stages and head.stages != self._stages())
+        ]
+        if stale:
+            self.stats.stale_heads += self._drop(stale)
+            self._count()
 
     def _make_way(self, current: Shape) -> None:
-        """If there are as many graphs as there may be, drop a forward and its heads, those not used for longest. Which
-        those are depends on the steps alone, so that all ranks drop the same."""
-        others = [shape for shape in self._forwards if shape != current]
-        if len(self._forwards) + len(self._heads) < MOST_GRAPHS or not others:
+        """If there are as many graphs as there may be, drop a forward and its heads, those not used for longest; all
+        heads, if there is no other forward. It depends on the steps alone, so that all ranks drop the same."""
+        if len(self._forwards) + len(self._heads) < MOST_GRAPHS:
             return
-        oldest = min(others, key=lambda shape: self._forwards[shape].last_use)
-        dropped: list[Captured[Any]] = [self._heads.pop(head) for head in list(self._heads) if head.forward == oldest]
-        dropped.append(self._forwards.pop(oldest))
+        others = [shape for shape in self._forwards if shape != current]
+        oldest = min(others, key=lambda shape: self._forwards[shape].last_use, default=None)
+        heads = [head for head in self._heads if oldest is None or head.forward == oldest]
+        self._count(dropped=self._drop(heads, [] if oldest is None else [oldest]))
+
+    def _drop(self, heads: list[HeadShape], forwards: Sequence[Shape] = ()) -> int:
+        """How many those were."""
+        dropped: list[Captured[Any]] = [self._heads.pop(head) for head in heads]
+        dropped += [self._forwards.pop(shape) for shape in forwards]
         number = len(dropped)
         self.pool.drop(dropped)
-        self._count(dropped=number)
+        return number
 
     def _compile_forward(self, shape: Shape) -> None:
         """All at once what this shape is the first to need."""
         if self._short is not None:
             with kernels.rehearsal():
                 self._forward(shape, self._short)
+
+    def _compile_head(self, shape: HeadShape) -> None:
+        """The same for stages, whose kernels few steps need."""
+        if self._short is not None and shape.stages:
+            with kernels.rehearsal():
+                self._head(self._forwards[shape.forward].outputs, shape)
 
     def _clear_inputs(self, shape: Shape) -> None:
         """Padding rows only, so that no request is touched; order and groups of a larger step would name rows past the
@@ -343,7 +428,7 @@ class StepGraphs:
         starts = shared.starts[: most_groups(shape.rows) + 1]
         return SharedPrefixes(shared.tokens[: shape.rows], shared.members[: shape.rows], starts)
 
-    def _head(self, step: Forward, shape: HeadShape) -> torch.Tensor:
+    def _head(self, step: Forward, shape: HeadShape) -> tuple[torch.Tensor, ...]:
         batch, hidden = step.inputs.batch, step.hidden
         rows, lengths = batch.rows, batch.seq_lens
         if shape.forward.is_mixed:
@@ -351,8 +436,9 @@ class StepGraphs:
             own = lines.clamp(min=0)
             rows, lengths = torch.where(lines < 0, self.rows.padding, rows[own]), lengths[own]
             hidden = hidden[(batch.query_start[1:][own] - 1).clamp(min=0)]
-        needs = Needs(filters=shape.filters, bans=False, logprob_lines=NO_LINES, num_logprobs=0)
-        return self.sampler.sample(self.model.logits(hidden), SampledRows(NO_LINES, rows, lengths), needs)
+        scored = self._scored[: shape.scored] if shape.scored else None
+        step_rows = SampledRows(NO_LINES, rows, lengths)
+        return self.sampler.sample(self.model.logits(hidden), step_rows, shape.needs, scored)
 
 
 def _bound(tokens: int) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from kvasir.kernels.random import uniform
 from kvasir.messages import NewRow, RowSampling
-from kvasir.sampling.logprobs import top_logprobs
+from kvasir.sampling.logprobs import TokenScores, top_logprobs
 from kvasir.sampling.sampler import Sampler
 from kvasir.sampling.stages import SampledRows
 from kvasir.sampling.state import SamplingState
@@ -27,7 +27,8 @@ def sample(state: SamplingState, logits: torch.Tensor, rows: list[int], position
     needs = state.needs(np.array(rows, np.int32), wants_logprobs=False)
     next_token = torch.zeros(len(state.seed), dtype=torch.int32)
     step = SampledRows(np.array(rows, np.int32), torch.tensor(rows), torch.tensor(positions))
-    tokens = Sampler(state, next_token).sample(logits, step, needs)
+    scores = TokenScores("raw_logprobs", len(state.seed), state.seed.device)
+    (tokens,) = Sampler(state, next_token, scores).sample(logits, step, needs)
     assert {int(next_token[row]) for row in rows} <= set(tokens.tolist()), "the rows learn their tokens"
     return tokens.tolist()
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from kvasir.messages import Extras, NewRow, RowSampling
+from kvasir.sampling import stages
+from kvasir.sampling.logprobs import TokenScores
 from kvasir.sampling.penalties import Penalties
 from kvasir.sampling.sampler import Sampler, make_stages
 from kvasir.sampling.stages import SampledRows
@@ -27,7 +29,7 @@ class Bench:
         self.state = SamplingState(max_rows, CPU)
         self.state.stages = make_stages(max_rows, VOCAB, self.state, CPU)
         self.next_token = torch.zeros(max_rows, dtype=torch.int32)
-        self.sampler = Sampler(self.state, self.next_token)
+        self.sampler = Sampler(self.state, self.next_token, TokenScores("raw_logprobs", max_rows, CPU))
         self.texts: dict[int, tuple[RowSampling, list[int], list[int]]] = {}
 
     def open(self, *rows: tuple[int, RowSampling, list[int], list[int]]) -> None:
@@ -43,6 +45,8 @@ class Bench:
         positions = [len(self.texts[row][1]) + len(self.texts[row][2]) for row in rows]
         step = SampledRows(np.array(rows, np.int32), torch.tensor(rows), torch.tensor(positions))
         needs = self.state.needs(np.array(rows, np.int32), wants_logprobs=False)
+        for stage in self.state.stages._stages:
+            assert not stage.capturable or stage.device_slots.tolist() == stage.slots.tolist(), f"slots of {stage}"
         before = logits.clone()
         processed = self.sampler.process(logits, step, needs)
         tokens = self.sampler.draw(processed, step, needs)
@@ -183,6 +187,62 @@ def test_memory_that_runs_out_while_rows_open_leaves_nothing_behind(
     np.testing.assert_allclose(bench.step([4, 5, 6], logits)[1], np.array(wanted), atol=1e-5)
 
 
+def test_slots_that_could_not_be_told_for_want_of_memory_are_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next tenant of the row asks for nothing. Bench.step compares what the device knows."""
+    bench = Bench()
+    bench.open(*((row, sampling("all penalties", 1), [1], [2]) for row in range(3)))
+
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "upload", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            bench.open((1, sampling("nothing", 1), [1], []))
+    bench.open((5, sampling("nothing", 1), [1], []), (1, sampling("nothing", 1), [1], []))
+    logits = torch.randn(3, VOCAB)
+    wanted = [bench.wanted(row, logits[row].numpy()) for row in range(3)]
+    np.testing.assert_allclose(bench.step([0, 1, 2], logits)[1], np.array(wanted), atol=1e-5)
+
+
+def test_slots_of_all_stages_are_told_at_once_and_only_where_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    uploads: list[int] = []
+    real = stages.upload
+    monkeypatch.setattr(stages.Stage, "upload", lambda self, *arrays: real(arrays, CPU))
+    monkeypatch.setattr(stages, "upload", lambda arrays, device: (uploads.append(len(arrays)), real(arrays, device))[1])
+    bench.open((0, sampling("all penalties", 1), [1], []), (1, sampling("mixed", 1), [1], []))
+    bench.open((2, sampling("nothing", 1), [1], []))
+    assert uploads == [2 * 3], "rows and slots of bias, penalties and bad words"
+    bench.open((1, sampling("nothing", 1), [1], []))
+    assert uploads[1:] == [2 * 3]
+
+
+def test_every_table_that_is_replaced_makes_a_new_version() -> None:
+    bench = Bench(max_rows=12)
+    stage_of = {type(stage).__name__: stage for stage in bench.state.stages._stages}
+    wishes: dict[str, list[dict[str, Any]]] = {
+        "Bias": [{"logit_bias": ((1, 1.0),) * n} for n in (1, 1, 3, 4, 5)],
+        "BadWords": [{"bad_words": words} for words in (((1,),), ((1, 2),), ((1, 2, 3), (4,)), ((1,),) * 9)],
+        "Penalties": [{"presence_penalty": 1.0}] * 5,
+        "Bans": [{"forbidden_token_ids": (1,)}] * 5,
+    }
+    for name, some in wishes.items():
+        stage, replaced = stage_of[name], 0
+        for row, wish in enumerate(some):
+            before = stage.version, [getattr(stage, table) for table in stage.tables]
+            bench.open((row, RowSampling(extras=Extras(1, **wish)), [1], []))
+            tables = [getattr(stage, table) for table in stage.tables]
+            changed = any(old is not new for old, new in zip(before[1], tables, strict=True))
+            assert (stage.version > before[0]) == changed
+            replaced += changed
+        assert 1 < replaced < 5, "they are to grow, and not with every row"
+    for row, count in enumerate((1, 3, 4, 9)):
+        before = bench.state.version, bench.state.stop_ids
+        bench.open((row, RowSampling(banned_until=5, stop_token_ids=tuple(range(count))), [1], []))
+        assert (bench.state.version > before[0]) == (bench.state.stop_ids is not before[1]) == (count in (3, 9))
+
+
 def chi_square(counts: np.ndarray, probs: np.ndarray, draws: int) -> None:
     wanted = probs * draws
     assert (counts[wanted == 0] == 0).all(), "a token outside the allowed set was drawn"
@@ -217,8 +277,8 @@ def test_a_million_draws_follow_the_distribution(mixed: bool) -> None:
             ids = [row for row, *_ in group] * 50
             step = SampledRows(np.array(ids, np.int32), torch.tensor(ids), torch.arange(len(ids)) + turn * 70_000)
             needs = bench.state.needs(step.host_rows, wants_logprobs=False)
-            drawn = bench.sampler.sample(logits.expand(len(ids), -1), step, needs).numpy()
-            np.add.at(counts, (step.host_rows // copies, drawn), 1)
+            (drawn,) = bench.sampler.sample(logits.expand(len(ids), -1), step, needs)
+            np.add.at(counts, (step.host_rows // copies, drawn.numpy()), 1)
     for kind, s in enumerate(rows):
         x = brute_force(logits.numpy(), s, prompt, said)
         chi_square(counts[kind], filtered(x, s), int(counts[kind].sum()))

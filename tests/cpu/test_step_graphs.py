@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from kvasir.sampling.state import NO_LINES, Needs
+
 step_graphs = pytest.importorskip("kvasir.worker.step_graphs")
 
 
@@ -42,7 +44,7 @@ def test_a_head_that_found_no_memory_is_put_off_by_itself() -> None:
     graphs.pool.release = lambda: None
     graphs.pool.capture = lambda run: SimpleNamespace(outputs=None)
     shape = graphs.shape_for(single_tokens(3))
-    needs: Any = SimpleNamespace(bans=False, stages=(), logprob_lines=(), filters=False)
+    needs = Needs(filters=False, bans=False, logprob_lines=NO_LINES, num_logprobs=0)
     graphs.pool.capture = without_memory
     graphs._lines[:] = 1000  # of a larger step
     assert graphs.head_for(shape, 3, needs) is None and graphs._lines[:4].tolist() == [-1] * 4
@@ -57,7 +59,7 @@ def test_the_graphs_that_were_not_used_for_longest_make_way(monkeypatch: pytest.
     graphs.pool.capture = lambda run: SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), outputs=None)
     dropped: list[int] = []
     graphs.pool.drop = lambda graphs: dropped.append(len(graphs))
-    needs: Any = SimpleNamespace(bans=False, stages=(), logprob_lines=(), filters=False)
+    needs = Needs(filters=False, bans=False, logprob_lines=NO_LINES, num_logprobs=0)
     nothing = torch.zeros(0, dtype=torch.int32)
 
     def step(count: int) -> None:
@@ -71,6 +73,24 @@ def test_the_graphs_that_were_not_used_for_longest_make_way(monkeypatch: pytest.
     assert dropped == [2] and graphs.use.dropped == 2 and graphs.use.count == 4
     step(16)
     assert {shape.rows for shape in graphs._forwards} == {16, 24} and graphs.use.dropped == 4
+
+
+def test_heads_of_a_lone_forward_make_way_for_another_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What some rows ask for makes many heads of one forward."""
+    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 4)
+    absent: Any = None
+    rows: Any = SimpleNamespace(padding=99)
+    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(64), torch.device("cpu"))
+    graphs.pool.capture = lambda run: SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), outputs=None)
+    graphs.pool.drop = lambda graphs: None
+    shape = graphs.shape_for(single_tokens(64))
+    scored = [1, 2, 4, 8, 2]
+    for count in scored:
+        lines = np.arange(count, dtype=np.int32)
+        head = graphs.head_for(shape, 64, Needs(filters=False, bans=False, logprob_lines=lines, num_logprobs=3))
+        assert head in graphs._heads and head.scored == count and head.likeliest == 5
+    assert [head.scored for head in graphs._heads] == [8, 2] and graphs.use.dropped == 3
+    assert list(graphs._forwards) == [shape]
 
 
 def test_ranks_that_others_wait_for_do_not_go_on_alone() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvasir import LLM, SamplingParams
+from kvasir.frontend.extras import ExtrasBuilder
 from tests.model_builders import make_hf_model, save
 
 pytestmark = pytest.mark.gpu
@@ -127,6 +128,72 @@ def test_every_stage_gives_the_same_text_in_every_way_without_waiting(checkpoint
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], params, use_tqdm=False)
             said.append([[branch.token_ids for branch in output.outputs] for output in outputs])
     assert all(one == said[0] for one in said)
+
+
+GRAPH_WISHES: list[dict[str, Any]] = [
+    {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.2},
+    {"logit_bias": {3: 2.0, 0: 1.0}, "logprobs": 4},
+    {"allowed_token_ids": list(range(10, 60)), "top_p": 0.9},
+    {"bad_words": [*(str(i) for i in range(20, 40)), *(f"{i} {i}" for i in range(40, 96))]},
+    {"min_tokens": 6, "stop_token_ids": list(range(30))},
+    {"logprob_token_ids": [4, 5], "temperature": 0},
+    {"logprobs": 20, "frequency_penalty": 0.3, "bad_words": ["7", "8 9"], "top_k": 30},
+    {},
+]
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"])
+def test_heads_that_do_more_are_graphs_and_change_nothing(
+    checkpoint: tuple[Any, Path], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice as many requests as rows, so that rows get other tenants, and longer lists later, so that tables grow."""
+    words = lambda _, params: tuple(tuple(map(int, word.split())) for word in params.bad_words or ())  # noqa: E731
+    monkeypatch.setattr(ExtrasBuilder, "_bad_words", words)
+    rng = np.random.default_rng(3)
+    texts = [{"prompt_token_ids": rng.integers(2, 96, int(n)).tolist()} for n in rng.integers(1, 60, 48)]
+    wishes = [GRAPH_WISHES[i % len(GRAPH_WISHES)] for i in range(48)]
+    wishes[40] = {"logit_bias": {token: 0.1 for token in range(50)}}
+    wishes[41] = {"logprob_token_ids": list(range(9))}
+    params = [
+        SamplingParams(**{"seed": i, "max_tokens": 8 + i % 17, "ignore_eos": True, **wish})
+        for i, wish in enumerate(wishes)
+    ]
+    said: list[Any] = []
+    for settings in ({}, {"enforce_eager": True}):
+        limits = {"max_num_seqs": 24, "max_num_batched_tokens": 512, "logprobs_mode": mode}
+        with make(checkpoint[1], **limits, **settings) as llm:
+            run(llm, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+            runner = llm.llm_engine.client.core.executor.runner  # type: ignore[attr-defined]
+            launched = count_calls(runner, "_sample_eagerly")
+            forbid_waiting(llm)
+            said.append([branch for each in llm.generate(texts, params, use_tqdm=False) for branch in each.outputs])
+            if runner.graphs is not None:
+                stats = runner.graphs.stats
+                assert not launched, "a head was launched kernel by kernel"
+                assert stats.staged_heads > 20 and stats.scored_heads > 20 and stats.banning_heads > 10
+                assert stats.stale_heads > 0
+    graph, eager = said
+    assert [branch.token_ids for branch in graph] == [branch.token_ids for branch in eager]
+    found, wanted = ([entry for branch in way for entry in branch.logprobs or ()] for way in (graph, eager))
+    assert [len(entry) for entry in found] == [len(entry) for entry in wanted]
+    values = [[each.logprob for entry in way for each in entry.values()] for way in (found, wanted)]
+    np.testing.assert_allclose(*values, atol=1e-4)
+    places = [[(token, each.rank) for entry in way for token, each in entry.items()] for way in (found, wanted)]
+    differ = sum(one != other for one, other in zip(*places, strict=True))
+    assert len(places[0]) > 1000 and differ <= 4, "neighbours may be equally likely, but not many are"
+
+
+def count_calls(owner: Any, name: str) -> list[int]:
+    """Grows by one with each call."""
+    calls: list[int] = []
+    real = getattr(owner, name)
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return real(*args)
+
+    setattr(owner, name, counted)
+    return calls
 
 
 def test_closing_frees_the_device(checkpoint: tuple[Any, Path]) -> None:

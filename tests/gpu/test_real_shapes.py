@@ -175,7 +175,7 @@ def open_llm(path: Path, **settings: Any) -> LLM:
 def run(
     path: Path, case: Case, launches: Counter[str], vocab_size: int, **settings: Any
 ) -> tuple[list[Said], list[Said]]:
-    """What is said without log-probabilities, so that heads are in graphs, and with them; the path is proven."""
+    """What is said without log-probabilities, and with them, by other heads; the path is proven."""
     load = case.load
     with open_llm(path, **load.settings, **settings) as llm:
         launches.clear()  # of the rehearsal at the start

@@ -13,13 +13,18 @@ from kvasir.kernels.triton.gemv import gemv, is_fit, takes
 from kvasir.kernels.triton.grouped_linear import grouped_linear
 from kvasir.kernels.triton.logit_floor import logit_floor
 from kvasir.kernels.triton.norm import add_rms_norm, rms_norm
+from kvasir.kernels.triton.penalties import count_tokens, penalize
 from kvasir.kernels.triton.rope_store import rope_store
 from kvasir.kernels.triton.tile_linear import blocks_for, linear_parts, parts_for, tile_linear
+from kvasir.kernels.triton.token_rules import add_bias, ban_words, push_tokens
 
 __all__ = [
+    "add_bias",
     "add_rms_norm",
+    "ban_words",
     "blocks_for",
     "copy_blocks",
+    "count_tokens",
     "draw",
     "gated_activation",
     "gemv",
@@ -29,6 +34,8 @@ __all__ = [
     "logit_floor",
     "mask_logits",
     "parts_for",
+    "penalize",
+    "push_tokens",
     "rms_norm",
     "rope_store",
     "takes",

@@ -1,0 +1,335 @@
+"""Heads as graphs that do more than draw, without a GPU: penalties, bias, bans, bad words, min_tokens, scores.
+
+A replay runs again what was captured, and must be given the very tables that the capture was given: a real graph would
+read those, whatever has taken their place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from kvasir import LLM, SamplingParams, kernels
+from kvasir.attention import select
+from kvasir.frontend.extras import ExtrasBuilder
+from kvasir.sampling.logprobs import NamedTokens
+from kvasir.sampling.penalties import Penalties
+from kvasir.sampling.sampler import Sampler
+from kvasir.sampling.tokens import BadWords
+from tests.model_builders import make_hf_model, save
+
+pytest.importorskip("triton")
+if torch.cuda.is_available():
+    pytest.skip("the kernels run for real here: see tests/gpu", allow_module_level=True)
+
+from kvasir.kernels import triton
+from kvasir.kernels.triton import paged_decode
+from kvasir.worker import step_graphs
+from kvasir.worker.graph_pool import Captured
+from tests.graph_fakes import Repeats
+
+VOCAB = 96
+KERNELS = ("penalize", "add_bias", "mask_logits", "ban_words", "count_tokens", "push_tokens")
+WISHES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "penalties": {"presence_penalty": 0.8, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    "bias": {"logit_bias": {3: 2.0, 0: -1.0, 17: 4.0}},
+    "bans": {"allowed_token_ids": list(range(10, 60)), "forbidden_token_ids": [11, 12]},
+    "bad words": {"bad_words": [f"{i}" for i in range(20, 40)] + [f"{i} {i}" for i in range(40, VOCAB)]},
+    "min_tokens": {"min_tokens": 4, "stop_token_ids": list(range(40)), "ignore_eos": True},
+    "scored": {"logprobs": 3},
+    "scored most": {"logprobs": 20},
+    "scored alone": {"logprobs": 0, "temperature": 0},
+    "many named": {"logprob_token_ids": list(range(50, 59))},
+    "named": {"logprob_token_ids": [4, 5, 90]},
+    "filtered": {"top_p": 0.9, "top_k": 20, "logprobs": 1},
+    "all": {"presence_penalty": 0.5, "logit_bias": {5: 1.0}, "forbidden_token_ids": [6], "bad_words": ["7", "8 9"]}
+    | {"min_tokens": 2, "stop_token_ids": [1, 2, 3], "logprobs": 2, "top_p": 0.95},
+}
+STAGED = {"penalties", "bias", "bans", "bad words", "all"}
+SCORED = {"scored", "scored most", "scored alone", "named", "many named", "filtered", "all"}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_hf_model("qwen3", num_hidden_layers=1), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def words_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no tokenizer."""
+    words = lambda _, params: tuple(tuple(map(int, word.split())) for word in params.bad_words or ())  # noqa: E731
+    monkeypatch.setattr(ExtrasBuilder, "_bad_words", words)
+
+
+class FixedTables(Repeats):
+    """A replay that is given other tables than its capture fails."""
+
+    given: ClassVar[list[Any]] = []
+
+    def capture(self, run: Callable[[], Any]) -> Captured[Any]:
+        def noted() -> Any:
+            self.given.clear()
+            return run()
+
+        captured = super().capture(noted)
+        wanted, replay = list(self.given), captured.graph.replay  # held, so that none of them is taken for another
+
+        def replay_alike() -> None:
+            replay()
+            same = len(self.given) == len(wanted) and all(a is b for a, b in zip(self.given, wanted, strict=True))
+            assert same, "a graph would have read a table that is no more"
+
+        captured.graph.replay = replay_alike  # type: ignore[method-assign]
+        return captured
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of this test run as graphs; stages by Triton's kernels."""
+    monkeypatch.setattr(step_graphs, "GraphPool", FixedTables)
+    monkeypatch.setitem(select._BACKENDS, "torch", select._BACKENDS["triton"])
+    monkeypatch.setattr(paged_decode, "choose_split", lambda sequences, kv_heads: paged_decode.Split(1, 32))
+
+    def noted(call: Callable[..., Any], tables: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+        def noting(*args: Any) -> Any:
+            FixedTables.given += tables(*args)
+            return call(*args)
+
+        return noting
+
+    for name in KERNELS:
+        monkeypatch.setattr(kernels, name, noted(getattr(triton, name), lambda *args: args[2:]))
+    ban, names = Sampler._ban_stop_ids, NamedTokens.of
+    monkeypatch.setattr(Sampler, "_ban_stop_ids", noted(ban, lambda sampler, *_: (sampler.state.stop_ids,)))
+    monkeypatch.setattr(NamedTokens, "of", noted(names, lambda named, _: (named.ids,)))
+
+
+@contextmanager
+def engine(path: Path, **settings: Any) -> Iterator[tuple[LLM, Any, list[int]]]:
+    """It, its runner, and for every head that was launched kernel by kernel how many rows it had."""
+    settings = {"max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 32, "block_size": 16, **settings}
+    settings |= {"dtype": "float32", "device": "cpu", "attention_backend": "torch", "kv_cache_memory_bytes": 8 << 20}
+    eager: list[int] = []
+    with LLM(str(path), skip_tokenizer_init=True, use_tqdm_on_load=False, **settings) as llm:
+        runner: Any = llm.llm_engine.client.core.executor.runner  # type: ignore[attr-defined]
+        launch = runner._sample_eagerly
+
+        def counted(running: Any, lines: Any, needs: Any) -> Any:
+            eager.append(len(lines))
+            return launch(running, lines, needs)
+
+        runner._sample_eagerly = counted
+        yield llm, runner, eager
+
+
+def requests(names: list[str], seed: int = 0, **changes: Any) -> tuple[list[Any], list[SamplingParams]]:
+    rng = np.random.default_rng(seed)
+    prompts = [{"prompt_token_ids": rng.integers(2, VOCAB, int(n)).tolist()} for n in rng.integers(1, 14, len(names))]
+    params = [
+        SamplingParams(
+            **{"temperature": 0.9, "seed": i, "max_tokens": int(n), "ignore_eos": True, **WISHES[name], **changes}
+        )
+        for i, (name, n) in enumerate(zip(names, rng.integers(4, 11, len(names)), strict=True))
+    ]
+    return prompts, params
+
+
+def said(outputs: list[Any]) -> tuple[list[list[int]], list[Any]]:
+    """Texts, and scores as plain numbers."""
+    texts = [branch.token_ids for output in outputs for branch in output.outputs]
+    scores = [
+        [(place, token, entry.rank, entry.logprob) for token, entry in found.items()]
+        for output in outputs
+        for branch in output.outputs
+        for place, found in enumerate(branch.logprobs or [])
+    ]
+    return texts, scores
+
+
+def same(found: list[Any], wanted: list[Any]) -> None:
+    (texts, scores), (wanted_texts, wanted_scores) = said(found), said(wanted)
+    assert texts == wanted_texts
+    tokens, wanted_tokens = ([entry[:3] for line in lines for entry in line] for lines in (scores, wanted_scores))
+    assert tokens == wanted_tokens
+    values, wanted_values = ([entry[3] for line in lines for entry in line] for lines in (scores, wanted_scores))
+    np.testing.assert_allclose(values, wanted_values, atol=1e-3)
+
+
+def both(path: Path, request: pytest.FixtureRequest, names: list[str], **settings: Any) -> tuple[Any, list[int]]:
+    """Plain steps and graphs say the same. Returns the runner that had graphs, and its heads that were none."""
+    prompts, params = requests(names)
+    with engine(path, **settings) as (llm, runner, _):
+        wanted = llm.generate(prompts, params, use_tqdm=False)
+        assert runner.graphs is None
+    request.getfixturevalue("graphs")
+    with engine(path, **settings) as (llm, runner, eager):
+        same(llm.generate(prompts, params, use_tqdm=False), wanted)
+    return runner, eager
+
+
+@pytest.mark.parametrize("name", WISHES)
+def test_each_wish_is_a_graph_and_changes_nothing(path: Path, name: str, request: pytest.FixtureRequest) -> None:
+    runner, eager = both(path, request, [name, "nothing", name])
+    stats = runner.graphs.stats
+    assert not eager, "a head was launched kernel by kernel"
+    assert (stats.staged_heads > 2) == (name in STAGED)
+    assert (stats.scored_heads > 2) == (name in SCORED)
+    assert (stats.banning_heads > 2) == (name in {"min_tokens", "all"})
+
+
+def test_all_wishes_at_once_while_tables_grow_and_rows_change_tenants(
+    path: Path, request: pytest.FixtureRequest
+) -> None:
+    names = list(WISHES)[::-1] + list(WISHES) + ["penalties"] * 6 + ["nothing"] * 6  # the longest lists are not first
+    runner, eager = both(path, request, names)
+    stats = runner.graphs.stats
+    assert not eager
+    assert stats.staged_heads > 10 and stats.scored_heads > 10 and stats.banning_heads > 4 and stats.filtered_heads > 4
+    assert stats.stale_heads > 2
+    now = {head for head in runner.graphs._heads if head.versions == runner.graphs._versions(head)}
+    assert len(runner.graphs._heads) - len(now) <= len(now), "heads that cannot be used any more pile up"
+    assert {head.stages for head in now} <= {(), runner.sampling.stages.in_graphs()}
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        [{"logprob_token_ids": list(range(n))} for n in (2, 9)],
+        [{"min_tokens": 3, "stop_token_ids": list(range(n))} for n in (2, 9)],
+        [{"logit_bias": dict.fromkeys(range(n), 1.0)} for n in (2, 9)],
+        [{"bad_words": [str(i) for i in range(n)]} for n in (2, 9)],
+        [{"bad_words": [words]} for words in ("3 4", "3 4 5 6")],
+    ],
+    ids=["named", "min_tokens", "bias", "bad words", "longer words"],
+)
+def test_a_longer_list_than_any_before(
+    path: Path, wishes: list[dict[str, Any]], request: pytest.FixtureRequest
+) -> None:
+    """The same steps again, but for a table that had to grow."""
+
+    def answers() -> tuple[list[Any], Any]:
+        with engine(path) as (llm, runner, _):
+            found = []
+            for wish in (*wishes, wishes[0]):
+                params = SamplingParams(temperature=0.9, seed=3, max_tokens=5, ignore_eos=True, **wish)
+                found += llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+                llm.reset_prefix_cache()
+            return found, runner.graphs
+
+    wanted, _ = answers()
+    request.getfixturevalue("graphs")
+    found, graphs = answers()
+    same(found, wanted)
+    assert graphs.stats.stale_heads > 0 and all(head.versions == graphs._versions(head) for head in graphs._heads)
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
+def test_every_kind_of_score(path: Path, mode: str, request: pytest.FixtureRequest) -> None:
+    names = ["scored", "all", "named", "penalties", "filtered", "scored most"]
+    runner, eager = both(path, request, names, logprobs_mode=mode)
+    assert runner.graphs.stats.scored_heads > 5 and not eager
+
+
+def test_capturing_a_head_is_not_learnt_from(path: Path, graphs: None) -> None:
+    """Each capture runs its head before the step's own replay. Rows keep their slots until others take them."""
+    names = ["penalties", "bad words", "penalties", "all"]
+    prompts, params = requests(names, max_tokens=9, ignore_eos=True, min_tokens=9)
+    with engine(path) as (llm, runner, eager):
+        texts, _ = said(llm.generate(prompts, params, use_tqdm=False))
+        stages: dict[type, Any] = {type(stage): stage for stage in runner.sampling.stages._stages}
+        counts, recent = stages[Penalties], stages[BadWords]
+        assert len(runner.graphs._heads) > 1 and not eager
+        learnt = [Counter(np.repeat(np.arange(VOCAB), counts.counts[slot])) for slot in counts.slots if slot >= 0]
+        assert sorted(map(repr, map(sorted, (each.elements() for each in learnt)))) == sorted(
+            repr(sorted(map(np.int64, texts[i]))) for i in (0, 2, 3)
+        )
+        width = recent.recent.shape[1]
+        kept = [recent.recent[slot].tolist() for slot in recent.slots if slot >= 0]
+        assert sorted(kept) == sorted(texts[i][-width:] for i in (1, 3))
+
+
+def test_rows_that_do_not_sample_are_not_learnt_from(
+    path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of single tokens, one of which is of a prompt that goes on: its row draws too, and nobody asked for it."""
+    told: list[bool] = []
+    real = step_graphs.StepGraphs.told_head
+
+    def noted(self: Any, *args: Any) -> Any:
+        arrays = real(self, *args)
+        told.append(len(arrays[1]) > 0)
+        return arrays
+
+    monkeypatch.setattr(step_graphs.StepGraphs, "told_head", noted)
+    names = ["penalties", "bad words", "all", "penalties"] * 3
+    _, eager = both(path, request, names, max_num_batched_tokens=4, max_num_seqs=4)
+    assert any(told) and not eager
+
+
+def test_heads_that_find_no_memory_run_without(
+    path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(FixedTables):
+        """A device that has memory for every third graph only."""
+
+        tries = 0
+
+        def capture(self, run: Callable[[], Any]) -> Captured[Any]:
+            Full.tries += 1
+            if Full.tries % 3:
+                run()
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().capture(run)
+
+        def release(self) -> None:
+            pass
+
+    prompts, params = requests(list(WISHES))
+    with engine(path) as (llm, _, _eager):
+        wanted = llm.generate(prompts, params, use_tqdm=False)
+    request.getfixturevalue("graphs")
+    monkeypatch.setattr(step_graphs, "GraphPool", Full)
+    monkeypatch.setattr(step_graphs, "PUT_OFF", 2)
+    with engine(path) as (llm, runner, eager):
+        same(llm.generate(prompts, params, use_tqdm=False), wanted)
+    stats = runner.graphs.stats
+    assert eager and stats.staged_heads and stats.scored_heads, "both ways were to be taken"
+
+
+def shift(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    return logits.roll(len(output) % 3)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [{"logprobs": 33}, {"logprobs": -1}, {"logits_processors": [shift]}, {"top_ema_p": 0.5, "top_ema_d": 2}],
+    ids=["33", "all", "processor", "top ema"],
+)
+def test_what_no_graph_can_do_is_launched(path: Path, wish: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    prompts, params = requests(["penalties", "scored", "bad words"])
+    params[1] = SamplingParams(temperature=0.9, seed=7, max_tokens=8, ignore_eos=True, **wish)
+    with engine(path, max_logprobs=-1) as (llm, _, _eager):
+        wanted = llm.generate(prompts, params, use_tqdm=False)
+    request.getfixturevalue("graphs")
+    with engine(path, max_logprobs=-1) as (llm, runner, eager):
+        same(llm.generate(prompts, params, use_tqdm=False), wanted)
+    assert len(eager) >= 7 and runner.graphs.stats.replays > len(eager) - 1
+
+
+def test_beams_are_graphs(path: Path, request: pytest.FixtureRequest) -> None:
+    prompts, _ = requests(["nothing"] * 2)
+    params = SamplingParams(use_beam_search=True, n=2, temperature=0, max_tokens=6, ignore_eos=True)
+    with engine(path) as (llm, _, _eager):
+        wanted = llm.generate(prompts, params, use_tqdm=False)
+    request.getfixturevalue("graphs")
+    with engine(path) as (llm, runner, eager):
+        same(llm.generate(prompts, params, use_tqdm=False), wanted)
+    assert runner.graphs.stats.scored_heads > 4 and not eager
