@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.tiles import Tiles, find_tiles
-from kvasir.kernels.triton.paged_decode import Workspace, paged_decode
+from kvasir.kernels.triton.paged_decode import Workspace, paged_decode, reads_prefixes
 from kvasir.kernels.triton.paged_mixed import paged_mixed
 from kvasir.kernels.triton.paged_prefill import paged_prefill
 
@@ -39,35 +39,36 @@ class TritonAttention:
     ) -> torch.Tensor:
         assert batch.causal, "the Triton kernels are causal"
         out = torch.empty_like(query)
-        n = batch.num_decodes
-        tiles = batch.tiles
+        n, tiles, shared = batch.num_decodes, batch.tiles, batch.shared
+        if not reads_prefixes(kv_cache, window, softcap):
+            shared = None
+        longest = _longest(batch, is_read_apart=shared is not None)
         if tiles is None and _differ_much(batch.query_lens[n:]):
             tiles = _list_tiles(batch)
         if tiles is not None:
             paged_mixed(
                 query, kv_cache, batch.tables, batch.rows, batch.query_start, batch.seq_lens, tiles, out,
-                self.workspace, scale, window, softcap, longest=_longest_own(batch), shared=batch.shared,
+                self.workspace, scale, window, softcap, longest=longest, shared=shared,
             )  # fmt: skip
             return out
         if n:
             rows, lengths = batch.rows[:n], batch.seq_lens[:n]
             paged_decode(
                 query[:n], kv_cache, batch.tables, rows, lengths, out[:n], self.workspace, scale, window, softcap,
-                longest=_longest_own(batch), shared=batch.shared, order=batch.order,
+                longest=longest, shared=shared, order=batch.order,
             )  # fmt: skip
         if n < len(batch.query_lens):
-            longest = int(batch.query_lens[n:].max())
+            most = int(batch.query_lens[n:].max())
             rows, starts, lengths = batch.rows[n:], batch.query_start[n:], batch.seq_lens[n:]
-            paged_prefill(query, kv_cache, batch.tables, rows, starts, lengths, longest, out, scale, window, softcap)
+            paged_prefill(query, kv_cache, batch.tables, rows, starts, lengths, most, out, scale, window, softcap)
         return out
 
 
-def _longest_own(batch: AttentionBatch) -> int:
-    """No sequence of one token has more that are not in a shared prefix."""
-    if batch.own_bound is not None:
+def _longest(batch: AttentionBatch, is_read_apart: bool) -> int:
+    """No sequence of one token has more to read, what it shares not counted if that is read apart."""
+    if batch.own_bound is not None and (batch.shared is None or is_read_apart):
         return batch.own_bound
-    count = len(batch.rows) if batch.tiles is not None else batch.num_decodes
-    return int(batch.seq_bounds[:count].max(initial=0))
+    return int(batch.seq_bounds[: len(batch.rows) if batch.tiles is not None else batch.num_decodes].max(initial=0))
 
 
 def _differ_much(query_lens: NDArray[np.int32]) -> bool:

@@ -28,9 +28,11 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
         f"{file.stem}.{name}"
         for file in KERNELS.glob("*.py")
         for name in re.findall(
-            r"^@(?:triton|gluon)\.jit.*\ndef (\w+_kernel)\(", file.read_text(encoding="utf-8"), re.MULTILINE
+            r"^@(?:triton|gluon)\.jit(?:\([^()]*\))?.*\ndef (\w+_kernel)\(",
+            file.read_text(encoding="utf-8"),
+            re.MULTILINE,
         )
     }
     assert len(written) > 15 and compiled.keys() == written, "each is launched by some step of compile_for_gpu.py"
-    assert compiled["paged_prefill._prefill_kernel"] >= 4, "graphs and chunks, with and without a window"
+    assert compiled["paged_prefill._prefill_kernel"] >= 2 <= compiled["paged_mixed._mixed_kernel"], "with a window, too"
     assert compiled["hopper_prefill._hopper_prefill_kernel"] == 1, "a step of other chunks waits for the compiler"

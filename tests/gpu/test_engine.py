@@ -222,22 +222,29 @@ def test_beginning_with_the_longest_changes_nothing(checkpoint: tuple[Any, Path]
     assert taken[0] >= 8 and taken[1] == 0
 
 
-def test_shared_prefix_is_read_once_and_changes_nothing(checkpoint: tuple[Any, Path]) -> None:
+@pytest.mark.parametrize("all_share", [True, False])
+def test_shared_prefixes_are_read_once_and_change_nothing(checkpoint: tuple[Any, Path], all_share: bool) -> None:
     hf, path = checkpoint
     rng = np.random.default_rng(1)
-    stem = rng.integers(2, 96, 2048).tolist()
-    texts = [{"prompt_token_ids": stem + rng.integers(2, 96, int(n)).tolist()} for n in rng.integers(1, 70, 40)]
+    # all share a stem; or some do, others share another one, and the rest shares nothing
+    stems = [rng.integers(2, 96, n).tolist() for n in (2048, 2304, 100)]
+    kinds = [0] * 40 if all_share else [i % 5 // 2 for i in range(80)]
+    ends = rng.integers(1, 70, len(kinds))
+    texts = [stems[kind] + rng.integers(2, 96, int(n)).tolist() for kind, n in zip(kinds, ends, strict=True)]
+    for i in np.flatnonzero(np.array(kinds) == 2):
+        texts[i][0] = 2 + int(i)
+    prompts = [{"prompt_token_ids": text} for text in texts]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     said, taken = [], []
-    for settings in ({}, {"enforce_eager": True}):
+    for settings in (WAYS["graphs"], WAYS["eager"], WAYS["torch"]):
         with make(path, max_model_len=4096, hf_overrides={"max_position_embeddings": 4096}, **settings) as llm:
-            outputs = llm.generate(texts, params, use_tqdm=False)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
             said.append([output.outputs[0].token_ids for output in outputs])
             graphs = llm.llm_engine.client.core.executor.runner.graphs  # type: ignore[attr-defined]
             taken.append(graphs.stats.shared_prefix_steps if graphs is not None else 0)
-    assert said[0] == said[1]
+    assert said[0] == said[1] == said[2]
     sees_all = getattr(hf.config, "sliding_window", None) is None  # a window forgets the prefix
-    assert (taken[0] >= 10) == sees_all and taken[1] == 0
+    assert (taken[0] >= 10) == sees_all and taken[1:] == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])

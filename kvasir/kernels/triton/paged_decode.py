@@ -255,6 +255,11 @@ class Parts:
         )  # fmt: skip
 
 
+def reads_prefixes(kv_cache: torch.Tensor, window: int | None, softcap: float | None) -> bool:
+    """Whether there is a first stage for what sequences of such a layer share. A tile of it is a block, or less."""
+    return window is None and softcap is None and kv_cache.shape[2] >= 16
+
+
 def attend_shared(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -262,18 +267,19 @@ def attend_shared(
     rows: torch.Tensor,
     workspace: Workspace,
     scale: float,
-    plain: bool,  # neither window nor soft cap
+    window: int | None,
+    softcap: float | None,
     split: Split | None,
     longest: int | None,
     shared: SharedPrefixes | None,
 ) -> Parts:
     """The first stage, if there is one: what sequences share. Says how the second goes on."""
     sequences, heads, dim = query.shape
-    _, _, block_size, kv_heads, _ = kv_cache.shape
+    kv_heads = kv_cache.shape[3]
     split = split or choose_split(sequences, kv_heads)
     if longest is not None and longest <= split.least:
         split = NO_SPLIT
-    if not plain or block_size < 16:  # a tile of the first stage is a block
+    if not reads_prefixes(kv_cache, window, softcap):
         shared = None
     tiling = choose_tiling(sequences * (heads // kv_heads), kv_heads)
     extra = 0 if shared is None else tiling.parts
@@ -314,8 +320,7 @@ def paged_decode(
     order: torch.Tensor | None = None,  # [sequences] int32: whose turn comes first; None: as they stand
 ) -> None:
     programs = len(query) * kv_cache.shape[3]
-    plain = window is None and softcap is None
-    parts = attend_shared(query, kv_cache, tables, rows, workspace, scale, plain, split, longest, shared)
+    parts = attend_shared(query, kv_cache, tables, rows, workspace, scale, window, softcap, split, longest, shared)
     short = longest is not None and longest <= SHORT
     few = programs <= 16  # latency, not bandwidth
     block_n, warps, stages = (32, 4, 4) if few else (64, 2, 3 if short and programs < 1024 else 5)

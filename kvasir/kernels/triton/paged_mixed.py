@@ -93,8 +93,8 @@ def paged_mixed(
     longest: int | None = None,  # see paged_decode
     shared: SharedPrefixes | None = None,  # of the single tokens
 ) -> None:
-    singles, singles_out, plain = query[: len(rows)], out[: len(rows)], window is None and softcap is None
-    parts = attend_shared(singles, kv_cache, tables, rows, workspace, scale, plain, split, longest, shared)
+    singles, singles_out = query[: len(rows)], out[: len(rows)]
+    parts = attend_shared(singles, kv_cache, tables, rows, workspace, scale, window, softcap, split, longest, shared)
     heads, kv_heads = query.shape[1], kv_cache.shape[3]
     tile_rows = tiles.height * (heads // kv_heads)
     reading = Reading.of(query, kv_cache, tile_rows)
