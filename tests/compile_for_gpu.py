@@ -33,6 +33,7 @@ from kvasir.layers.base import Build, WeightLayer
 from kvasir.messages import Int32Array
 from kvasir.models import registry
 from kvasir.models.transformer import Transformer
+from kvasir.platforms.cpu_features import prepare_cpu
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.model_runner import ModelRunner
 from kvasir.worker.step_graphs import HeadShape, Shape
@@ -156,6 +157,7 @@ def run_others() -> None:
 
 
 def main() -> int:
+    prepare_cpu()
     pretend()
     wanted: dict[tuple[Any, str], str] = {}
 

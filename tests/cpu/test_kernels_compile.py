@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 KERNELS = ROOT / "kvasir" / "kernels" / "triton"
+KERNEL = re.compile(r"^@(?:triton|gluon)\.jit(?:\([^()]*\))?.*\ndef (\w+_kernel)\(", re.MULTILINE)
 
 pytest.importorskip("triton")
 
@@ -27,11 +28,7 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     written = {
         f"{file.stem}.{name}"
         for file in KERNELS.glob("*.py")
-        for name in re.findall(
-            r"^@(?:triton|gluon)\.jit(?:\([^()]*\))?.*\ndef (\w+_kernel)\(",
-            file.read_text(encoding="utf-8"),
-            re.MULTILINE,
-        )
+        for name in KERNEL.findall(file.read_text(encoding="utf-8"))
     }
     assert len(written) > 15 and compiled.keys() == written, "each is launched by some step of compile_for_gpu.py"
     assert compiled["paged_prefill._prefill_kernel"] >= 2 <= compiled["paged_mixed._mixed_kernel"], "with a window, too"
