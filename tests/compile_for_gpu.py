@@ -34,9 +34,9 @@ from kvasir.messages import Int32Array
 from kvasir.models import registry
 from kvasir.models.transformer import Transformer
 from kvasir.platforms.cpu_features import prepare_cpu
+from kvasir.worker.graph_shapes import HeadShape, Shape
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.model_runner import ModelRunner
-from kvasir.worker.step_graphs import HeadShape, Shape
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 COMMON = {

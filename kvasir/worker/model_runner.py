@@ -30,7 +30,8 @@ from kvasir.worker.shared_prefixes import lay_out
 from kvasir.worker.staging import DeviceResult
 
 if TYPE_CHECKING:
-    from kvasir.worker.step_graphs import HeadShape, Shape, StepGraphs
+    from kvasir.worker.graph_shapes import HeadShape, Shape
+    from kvasir.worker.step_graphs import StepGraphs
 
 NO_ROWS: NDArray[np.int32] = np.zeros((0, 0), np.int32)
 NOTHING = Needs(filters=False, bans=False, logprob_lines=NO_LINES, num_logprobs=0)
@@ -78,7 +79,8 @@ class ModelRunner:
         self.prompt_scores = PromptScores(max_rows, logprobs_mode.endswith("logits"), device)
         self.graphs: StepGraphs | None = None
         if use_graphs:
-            from kvasir.worker.step_graphs import StepGraphs, graph_sizes
+            from kvasir.worker.graph_shapes import graph_sizes
+            from kvasir.worker.step_graphs import StepGraphs
 
             self.graphs = StepGraphs(model, self.rows, self.sampler, graph_sizes(max_rows), device, num_ranks)
         self.stats = RunnerStats()

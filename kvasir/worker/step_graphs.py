@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from kvasir import kernels
 from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.shared_prefixes import SharedPrefixes
-from kvasir.kernels.triton import paged_decode
 from kvasir.kernels.triton.decode_inputs import decode_inputs
 from kvasir.log import get_logger
 from kvasir.messages import MOST_GROUPS, GraphUse, Int32Array, StepPlan, most_groups
@@ -30,64 +29,28 @@ from kvasir.sampling.sampler import Sampler
 from kvasir.sampling.stages import SampledRows, Stage
 from kvasir.sampling.state import NO_LINES, Needs
 from kvasir.worker.graph_pool import Captured, GraphPool
+from kvasir.worker.graph_shapes import (
+    BOUNDS,
+    FIRST_STEPS,
+    LIKELIEST,
+    MIXED_SIZES,
+    HeadShape,
+    Shape,
+    fitting_shape,
+    longest_first,
+    padded,
+)
 from kvasir.worker.mixed_inputs import mixed_inputs
 from kvasir.worker.model import Model
 from kvasir.worker.out_of_memory import is_out_of_memory
 from kvasir.worker.rows import DeviceRows, StepInputs
-from kvasir.worker.shared_prefixes import lay_out, longest_own
+from kvasir.worker.shared_prefixes import lay_out
 
 logger = get_logger(__name__)
 T = TypeVar("T")
 S = TypeVar("S", "Shape", "HeadShape")
-BOUNDS = (512, 2048, 1 << 30)  # short sequences need no splitting, so they have graphs of their own
-MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens
-MIXED_ROWS = (8, 32, 128, 512, 1024)
-LIKELIEST = (0, 1, 2, 5, 10, 20, 32)  # tokens scored beside the drawn one; who wants more goes without a graph
 MOST_GRAPHS = 512  # forwards and heads; each takes some megabytes, and a load that changes brings ever new shapes
 PUT_OFF = 1000  # steps of a shape that run without a graph after there was no memory to capture one
-
-
-@dataclass(slots=True, frozen=True)
-class Shape:
-    """What a forward graph was captured for."""
-
-    tokens: int  # padding included
-    rows: int  # likewise
-    bound: int  # no sequence that runs one token has more of its own
-    shares: bool = False  # there are prefixes that are read once for several sequences
-
-    @property
-    def is_mixed(self) -> bool:
-        """Whether rows may run several tokens."""
-        return self.tokens > self.rows
-
-    @property
-    def is_ordered(self) -> bool:
-        return not self.is_mixed and paged_decode.order_pays(self.rows)
-
-
-_FIRST_STEPS = (Shape(MIXED_SIZES[0], MIXED_ROWS[0], BOUNDS[0]), Shape(1, 1, BOUNDS[0]))  # of a lone short request
-
-
-@dataclass(slots=True, frozen=True)
-class HeadShape:
-    """What a head graph was captured for. It reads hidden states and lengths where this one forward leaves them; to
-    serve others, they would have to be copied to one place in every step."""
-
-    forward: Shape
-    rows: int  # that sample, padding included
-    filters: bool = False  # whether some of them ask for min-p, top-k or top-p
-    bans: bool = False  # and for stop ids that must not come yet
-    stages: tuple[Stage, ...] = ()  # that it runs; some of them ask for some of these
-    scored: int = 0  # lines that get log-probabilities, padding included
-    likeliest: int = 0  # tokens that are scored beside the drawn one
-    named: bool = False  # whether some of the lines name tokens to score
-    versions: tuple[int, ...] = ()  # of the tables that it reads, where these may be replaced by larger ones
-
-    @property
-    def needs(self) -> Needs:
-        """As of a step whose rows ask for everything that this head can do."""
-        return Needs(self.filters, self.bans, NO_LINES, self.likeliest, self.stages, self.named)
 
 
 @dataclass(slots=True)
@@ -149,31 +112,19 @@ class StepGraphs:
     def shape_for(self, plan: StepPlan) -> Shape | None:
         """The graph that this step runs as, captured now if it is the first: nothing of the step has happened yet, so
         that it can run without one, if there is no memory. None: without one."""
-        shape = self._fitting_shape(plan)
+        shape = fitting_shape(plan, self.sizes)
         return shape if shape is None or shape in self._forwards or self._add_forward(shape) else None
-
-    def _fitting_shape(self, plan: StepPlan) -> Shape | None:
-        count, bound, shares = len(plan.rows), _bound(longest_own(plan)), plan.shared is not None
-        if plan.num_decodes == count:
-            if count > self.sizes[-1]:
-                return None
-            size = self.sizes[bisect_left(self.sizes, count)]
-            return Shape(size, size, bound, shares)
-        if plan.total_tokens > MIXED_SIZES[-1]:
-            return None
-        size = MIXED_SIZES[bisect_left(MIXED_SIZES, plan.total_tokens)]
-        return Shape(size, min(MIXED_ROWS[bisect_left(MIXED_ROWS, count)], size - 1), bound, shares)
 
     def told(self, plan: StepPlan, shape: Shape) -> tuple[Int32Array, ...]:
         """What the device must be told of a step: its rows, and unless it knows them, tokens of each and their ids;
         which rows come first, if that matters; and what they share."""
-        rows, shared = _padded(plan.rows, shape.rows, self.rows.padding), lay_out(plan.shared, shape.rows)
+        rows, shared = padded(plan.rows, shape.rows, self.rows.padding), lay_out(plan.shared, shape.rows)
         if shape.is_mixed:
-            num_tokens, token_ids = _padded(plan.num_tokens, shape.rows, 0), _padded(plan.token_ids, shape.tokens, 0)
+            num_tokens, token_ids = padded(plan.num_tokens, shape.rows, 0), padded(plan.token_ids, shape.tokens, 0)
             return rows, num_tokens, token_ids, NO_LINES, *shared
         known = not bool((plan.token_ids >= 0).any())
-        token_ids = NO_LINES if known else _padded(plan.token_ids, shape.rows, -1)
-        order = _longest_first(plan.bounds, shape.rows) if shape.is_ordered else NO_LINES
+        token_ids = NO_LINES if known else padded(plan.token_ids, shape.rows, -1)
+        order = longest_first(plan.bounds, shape.rows) if shape.is_ordered else NO_LINES
         return rows, NO_LINES, token_ids, order, *shared
 
     def forward(
@@ -243,12 +194,12 @@ class StepGraphs:
         which rows sample, in others, unless all do or it makes no difference; and which lines are scored."""
         chosen = rows = scored = NO_LINES
         if head.forward.is_mixed:
-            chosen = _padded(lines, head.rows, -1)
+            chosen = padded(lines, head.rows, -1)
         elif head.stages and len(lines) < len(plan.rows):  # the others draw too, and stages must not learn that
-            rows = _padded(np.where(plan.samples, plan.rows, self.rows.padding), head.rows, self.rows.padding)
+            rows = padded(np.where(plan.samples, plan.rows, self.rows.padding), head.rows, self.rows.padding)
         if head.scored:
             own = needs.logprob_lines
-            scored = _padded(own if head.forward.is_mixed else lines[own], head.scored, 0)
+            scored = padded(own if head.forward.is_mixed else lines[own], head.scored, 0)
         return chosen, rows, scored
 
     def head(self, shape: HeadShape, *told: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -270,8 +221,8 @@ class StepGraphs:
         """Launch what a lone request's first steps do, and the largest step if it fits a graph, without capturing them
         (see kernels.rehearsal)."""
         model = self.model if self._short is None else self._short
-        heads = [HeadShape(shape, rows=1, filters=False) for shape in _FIRST_STEPS]
-        if (shape := self._fitting_shape(largest)) is not None:
+        heads = [HeadShape(shape, rows=1, filters=False) for shape in FIRST_STEPS]
+        if (shape := fitting_shape(largest, self.sizes)) is not None:
             heads.append(HeadShape(shape, rows=len(largest.rows), filters=False))
         for head in heads:
             self._clear_inputs(head.forward)
@@ -439,24 +390,3 @@ class StepGraphs:
         scored = self._scored[: shape.scored] if shape.scored else None
         step_rows = SampledRows(NO_LINES, rows, lengths)
         return self.sampler.sample(self.model.logits(hidden), step_rows, shape.needs, scored)
-
-
-def _bound(tokens: int) -> int:
-    return BOUNDS[bisect_left(BOUNDS, tokens)]
-
-
-def _padded(values: NDArray[np.int32], size: int, value: int) -> Int32Array:
-    return np.pad(values, (0, size - len(values)), constant_values=value)
-
-
-def _longest_first(bounds: NDArray[np.int32], size: int) -> Int32Array:
-    """A permutation of the rows of a step; padding comes last."""
-    order = np.arange(size, dtype=np.int32)
-    order[: len(bounds)] = np.argsort(-bounds, kind="stable")
-    return order
-
-
-def graph_sizes(max_rows: int) -> list[int]:
-    """Close together where padding costs most of a step: a decode's time grows slowly with its rows."""
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, 1025, 32)]
-    return [size for size in sizes if size < max_rows] + [max_rows] if max_rows <= 1024 else sizes

@@ -28,7 +28,7 @@ if torch.cuda.is_available():
 from kvasir import messages
 from kvasir.engine.cache import prefix_groups
 from kvasir.kernels.triton import paged_decode
-from kvasir.worker import step_graphs
+from kvasir.worker import graph_shapes, step_graphs
 from kvasir.worker.graph_pool import Captured
 from tests.graph_fakes import Repeats
 
@@ -168,14 +168,14 @@ def test_steps_whose_graphs_find_no_memory_run_without(
     pool = taken.pool
     assert pool.released == len(taken._put_off) == taken.use.put_off == pool.tries - taken.use.count > 3
     kinds = {type(shape) for shape in taken._put_off}
-    assert kinds == {step_graphs.Shape, step_graphs.HeadShape} and taken.stats.replays > 0
+    assert kinds == {graph_shapes.Shape, graph_shapes.HeadShape} and taken.stats.replays > 0
 
 
 def test_rehearsing_what_is_captured_changes_nothing(path: Path, graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole budget fits a graph here, so the step rehearsed at the start could be captured, and must not be: each
     capture is a rehearsal, and there is one at a time."""
     wanted, _ = answers_of(path, 16)
-    rehearsed: list[set[step_graphs.Shape]] = []
+    rehearsed: list[set[graph_shapes.Shape]] = []
     real, forward = step_graphs.kernels.rehearsal, step_graphs.StepGraphs._forward
 
     @contextmanager
@@ -184,7 +184,7 @@ def test_rehearsing_what_is_captured_changes_nothing(path: Path, graphs: None, m
             rehearsed.append(set())
             yield
 
-    def seen(self: step_graphs.StepGraphs, shape: step_graphs.Shape, model: Any) -> Any:
+    def seen(self: step_graphs.StepGraphs, shape: graph_shapes.Shape, model: Any) -> Any:
         if model is self._short:
             rehearsed[-1].add(shape)
         return forward(self, shape, model)
@@ -196,8 +196,8 @@ def test_rehearsing_what_is_captured_changes_nothing(path: Path, graphs: None, m
         found, taken = answers_of(path, 16)
     assert found == wanted
     assert len(taken._forwards) > 2 and rehearsed[1:] == [{shape} for shape in taken._forwards]
-    largest = step_graphs.Shape(tokens=32, rows=8, bound=512)
-    assert rehearsed[0] == {*step_graphs._FIRST_STEPS, largest}
+    largest = graph_shapes.Shape(tokens=32, rows=8, bound=512)
+    assert rehearsed[0] == {*graph_shapes.FIRST_STEPS, largest}
 
 
 @contextmanager

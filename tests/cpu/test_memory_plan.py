@@ -52,5 +52,5 @@ def test_where_nothing_was_measured() -> None:
 
 
 def test_the_largest_graph_is_the_one_that_is_captured() -> None:
-    step_graphs = pytest.importorskip("kvasir.worker.step_graphs")
-    assert step_graphs.MIXED_SIZES[-1] == step_graphs.graph_sizes(4096)[-1] == LARGEST_GRAPH
+    graph_shapes = pytest.importorskip("kvasir.worker.graph_shapes")
+    assert graph_shapes.MIXED_SIZES[-1] == graph_shapes.graph_sizes(4096)[-1] == LARGEST_GRAPH

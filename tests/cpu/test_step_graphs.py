@@ -13,6 +13,7 @@ import torch
 from kvasir.sampling.state import NO_LINES, Needs
 
 step_graphs = pytest.importorskip("kvasir.worker.step_graphs")
+graph_shapes = pytest.importorskip("kvasir.worker.graph_shapes")
 
 
 def single_tokens(rows: int) -> Any:
@@ -26,7 +27,7 @@ def without_memory(run: Callable[[], Any]) -> Any:
 def test_a_step_whose_graph_found_no_memory_runs_without_one_for_a_while() -> None:
     absent: Any = None
     rows: Any = SimpleNamespace(padding=8)
-    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(8), torch.device("cpu"))
+    graphs = step_graphs.StepGraphs(absent, rows, absent, graph_shapes.graph_sizes(8), torch.device("cpu"))
     released = []
     graphs.pool.release = lambda: released.append(1)
     graphs.pool.capture = without_memory
@@ -40,7 +41,7 @@ def test_a_step_whose_graph_found_no_memory_runs_without_one_for_a_while() -> No
 def test_a_head_that_found_no_memory_is_put_off_by_itself() -> None:
     absent: Any = None
     rows: Any = SimpleNamespace(padding=8)
-    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(8), torch.device("cpu"))
+    graphs = step_graphs.StepGraphs(absent, rows, absent, graph_shapes.graph_sizes(8), torch.device("cpu"))
     graphs.pool.release = lambda: None
     graphs.pool.capture = lambda run: SimpleNamespace(outputs=None)
     shape = graphs.shape_for(single_tokens(3))
@@ -55,7 +56,7 @@ def test_the_graphs_that_were_not_used_for_longest_make_way(monkeypatch: pytest.
     monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 4)
     absent: Any = None
     rows: Any = SimpleNamespace(padding=99)
-    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(64), torch.device("cpu"))
+    graphs = step_graphs.StepGraphs(absent, rows, absent, graph_shapes.graph_sizes(64), torch.device("cpu"))
     graphs.pool.capture = lambda run: SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), outputs=None)
     dropped: list[int] = []
     graphs.pool.drop = lambda graphs: dropped.append(len(graphs))
@@ -80,7 +81,7 @@ def test_heads_of_a_lone_forward_make_way_for_another_head(monkeypatch: pytest.M
     monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 4)
     absent: Any = None
     rows: Any = SimpleNamespace(padding=99)
-    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(64), torch.device("cpu"))
+    graphs = step_graphs.StepGraphs(absent, rows, absent, graph_shapes.graph_sizes(64), torch.device("cpu"))
     graphs.pool.capture = lambda run: SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), outputs=None)
     graphs.pool.drop = lambda graphs: None
     shape = graphs.shape_for(single_tokens(64))
@@ -96,7 +97,7 @@ def test_heads_of_a_lone_forward_make_way_for_another_head(monkeypatch: pytest.M
 def test_ranks_that_others_wait_for_do_not_go_on_alone() -> None:
     absent: Any = None
     rows: Any = SimpleNamespace(padding=8)
-    sizes = step_graphs.graph_sizes(8)
+    sizes = graph_shapes.graph_sizes(8)
     graphs = step_graphs.StepGraphs(absent, rows, absent, sizes, torch.device("cpu"), num_ranks=2)
     graphs.pool.capture = without_memory
     with pytest.raises(torch.OutOfMemoryError):
@@ -106,7 +107,7 @@ def test_ranks_that_others_wait_for_do_not_go_on_alone() -> None:
 def test_only_missing_memory_puts_a_graph_off() -> None:
     absent: Any = None
     rows: Any = SimpleNamespace(padding=8)
-    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(8), torch.device("cpu"))
+    graphs = step_graphs.StepGraphs(absent, rows, absent, graph_shapes.graph_sizes(8), torch.device("cpu"))
 
     def broken(run: Callable[[], Any]) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -120,7 +121,7 @@ def test_a_graph_is_captured_on_inputs_that_exist() -> None:
     """What the step before left in the buffers may be of a larger one, and would point past the end of this one's."""
     absent: Any = None
     rows: Any = SimpleNamespace(padding=999)
-    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(256), torch.device("cpu"))
+    graphs = step_graphs.StepGraphs(absent, rows, absent, graph_shapes.graph_sizes(256), torch.device("cpu"))
     found = []
 
     def capture(run: Callable[[], Any]) -> Any:
@@ -140,7 +141,7 @@ def test_a_graph_is_captured_on_inputs_that_exist() -> None:
 def test_the_device_is_told_to_begin_with_the_longest() -> None:
     absent: Any = None
     rows: Any = SimpleNamespace(padding=999)
-    graphs = step_graphs.StepGraphs(absent, rows, absent, step_graphs.graph_sizes(256), torch.device("cpu"))
+    graphs = step_graphs.StepGraphs(absent, rows, absent, graph_shapes.graph_sizes(256), torch.device("cpu"))
     plan = single_tokens(131)
     graphs.pool.capture = lambda run: None
     plan.bounds, plan.token_ids = np.random.default_rng(0).integers(1, 400, 131), np.full(131, -1)

@@ -38,7 +38,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kvasir.kernels import triton as fast
 from kvasir.kernels.triton import tuned
 from kvasir.kernels.triton.tile_linear import COUNTS
-from kvasir.worker.step_graphs import MIXED_SIZES
+from kvasir.worker.graph_shapes import MIXED_SIZES
 
 pytestmark = pytest.mark.gpu
 
