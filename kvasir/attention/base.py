@@ -61,6 +61,7 @@ class AttentionBatch:
             num_decodes=count,
             query_lens=np.ones(count, np.int32),
             others=tuple(other.last_tokens().batch for other in self.others),
+            own_bound=None,  # of chunks it was not told
             order=None,
             notes={},
         )

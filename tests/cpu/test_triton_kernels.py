@@ -429,3 +429,22 @@ def test_gemv_with_what_stands_around_it(outputs: int, inner: int, bias: bool, d
         wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in how.items()}
         wanted = reference.fused_linear(x.double(), weight.double(), None if added is None else added.double(), **wide)
         close(gemv(x, weight, added, **how), wanted, dtype)
+
+
+def test_a_bound_is_of_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of single tokens alone; with what they share where a layer does not read that apart; of all once chunks are
+    single tokens too."""
+    bounds: list[int] = []
+    monkeypatch.setattr(triton_attention, "paged_decode", lambda *args, longest, **_: bounds.append(longest))
+    monkeypatch.setattr(triton_attention, "paged_prefill", lambda *args: None)
+    lengths, chunks = [70, 90, 300], [1, 1, 40]
+    cache, tables, rows, lens = paged(lengths, 2, 32, 16, torch.float32)
+    batch = AttentionBatch(
+        slots=torch.zeros(42, dtype=torch.int64, device=DEVICE), seq_lens=lens, tables=tables, rows=rows,
+        query_start=torch.tensor([0, 1, 2, 42], dtype=torch.int32, device=DEVICE), num_decodes=2,
+        query_lens=np.array(chunks, np.int32), seq_bounds=np.array(lengths, np.int32), block_size=16, own_bound=26,
+        shared=share(tables, rows, 16, [(64, [0, 1])]),
+    )  # fmt: skip
+    for each, window in ((batch, None), (batch, 8), (batch.last_tokens().batch, None)):
+        TritonAttention().forward(randn(len(each.slots), 4, 32), cache, each, scale=1.0, window=window)
+    assert bounds == [26, 90, 300]
