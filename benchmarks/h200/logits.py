@@ -71,8 +71,7 @@ def compare(found: Logits, expected: Logits) -> dict[str, Any]:
 
 def engine_logits(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[Logits, list[list[int]]]:
     """What the engine computed while it answered all prompts at once, and the whole sequences."""
-    # Asking for log-probabilities makes a step compute its logits where they can be seen, not within a graph.
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=1)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     llm.reset_prefix_cache()
     with _watching(_runner(llm)) as found:
         outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
@@ -82,7 +81,8 @@ def engine_logits(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int) -
 
 @contextmanager
 def _watching(runner: Any) -> Iterator[Logits]:
-    """Keep the logits of every step. Requests take rows in the order in which they came."""
+    """Keep the logits of every step, whose head is launched kernel by kernel: within a graph nobody sees them. Requests
+    take rows in the order in which they came."""
     found: Logits = {}
     prompt_of: dict[int, int] = {}  # by row
     arrivals = count()
@@ -104,11 +104,14 @@ def _watching(runner: Any) -> Iterator[Logits]:
                 found[prompt_of[row], seen] = line
         return values
 
-    runner.execute, runner.model.logits = watched_execute, watched_logits
+    def sample(running: Any, lines: Any) -> Any:
+        return runner._sample_eagerly(running, lines, runner.sampling.needs(running.plan.rows[lines], False))
+
+    runner.execute, runner.model.logits, runner._sample = watched_execute, watched_logits, sample
     try:
         yield found
     finally:
-        del runner.execute, runner.model.logits  # the class's own are seen again
+        del runner.execute, runner.model.logits, runner._sample  # the class's own are seen again
 
 
 def _runner(llm: LLM) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +235,20 @@ def test_a_shortened_model_has_a_layer_of_each_kind(tmp_path: Path) -> None:
         short = model.shortened()
         assert {layer.attention.window for layer in short.layers} == {layer.attention.window for layer in model.layers}
         assert (len(short.layers), len(model.layers)) == (2, 4)
+
+
+def test_the_check_of_logits_sees_those_of_steps_that_are_graphs(
+    path: Path, graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """benchmarks/h200/logits.py, which runs before anything is timed."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent.parent / "benchmarks" / "h200"))
+    check = import_module("logits")
+    settings: Any = {"max_model_len": 64, "max_num_seqs": 4, "block_size": 16, "dtype": "float32", "device": "cpu"}
+    settings |= {"attention_backend": "torch", "kv_cache_memory_bytes": 8 << 20}
+    with LLM(str(path), skip_tokenizer_init=True, use_tqdm_on_load=False, **settings) as llm:
+        found, sequences = check.engine_logits(llm, [[3, 4, 5], [6]], 3)
+        taken: Any = llm.llm_engine.client.core.executor.runner.graphs  # type: ignore[attr-defined]
+        assert sorted(found) == [(0, 3), (0, 4), (0, 5), (1, 1), (1, 2), (1, 3)]
+        assert [len(each) for each in sequences] == [6, 4] and taken.stats.replays > 0 and not taken._heads
+        llm.generate([{"prompt_token_ids": [7]}], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert taken._heads, "it is as it was"
