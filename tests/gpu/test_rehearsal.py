@@ -83,7 +83,8 @@ def test_a_batch_compiles_its_kernels_at_once(tmp_path: Path, monkeypatch: pytes
         compiled.append((fn.name.rpartition(".")[2], threading.current_thread().name.startswith(THREADS)))
 
     with LLM(
-        str(path), dtype="bfloat16", max_model_len=1024, kv_cache_memory_bytes=64 << 20, max_num_seqs=32,
+        str(path), dtype="bfloat16", max_model_len=1024, hf_overrides={"max_position_embeddings": 1024},
+        kv_cache_memory_bytes=64 << 20, max_num_seqs=32,
         skip_tokenizer_init=True, use_tqdm_on_load=False,
     ) as llm:  # fmt: skip
         monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
