@@ -29,7 +29,8 @@ def floors(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_sizes_are_those_of_the_record(floors: ModuleType) -> None:
-    lines = [line for line in floors.record.load() if line["commit"] == floors.COMMIT and "in_tokens" in line]
+    lines = [line for line in floors.record.load() if "in_tokens" in line and "[" not in line["workload"]]
+    assert any(line["commit"] == floors.COMMIT for line in lines)
     recorded = {line["workload"]: (line["requests"], line["in_tokens"], line["out_tokens"]) for line in lines}
     assert recorded.pop("nano_bench_greedy") == recorded["nano_bench"]
     ours = {work.name: (len(work.prompts), work.in_tokens, work.out_tokens) for work in floors.workloads()}
