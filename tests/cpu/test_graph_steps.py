@@ -95,7 +95,7 @@ def test_prefixes_that_only_some_share(
     stems = [rng.integers(2, 96, n).tolist() for n in (16, 32, 0)]
     kinds = [0, 1, 0, 2, 1, 0, 1, 1, 0, 2]
     prompts = [{"prompt_token_ids": stems[kind] + rng.integers(2, 96, 5).tolist()} for kind in kinds]
-    params = [SamplingParams(temperature=0, max_tokens=8 + 2 * i, ignore_eos=True) for i in range(len(kinds))]
+    params = [SamplingParams(temperature=0, max_tokens=6 + i, ignore_eos=True) for i in range(len(kinds))]
     settings: Any = {"max_model_len": 128, "max_num_seqs": 10, "max_num_batched_tokens": 24, "block_size": 16}
     settings |= {"dtype": "float32", "device": "cpu", "attention_backend": "torch", "kv_cache_memory_bytes": 8 << 20}
 

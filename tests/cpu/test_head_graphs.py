@@ -231,7 +231,14 @@ def test_a_longer_list_than_any_before(
     assert graphs.stats.stale_heads > 0 and all(head.versions == graphs._versions(head) for head in graphs._heads)
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "raw_logprobs",
+        "processed_logits",
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("raw_logits", "processed_logprobs")),
+    ],
+)
 def test_every_kind_of_score(path: Path, mode: str, request: pytest.FixtureRequest) -> None:
     names = ["scored", "all", "named", "penalties", "filtered", "scored most"]
     runner, eager = both(path, request, names, logprobs_mode=mode)
