@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _measure(options: argparse.Namespace, delay: float) -> list[dict[str, float]]:
-    from kvasir.frontend.tokenizer_files import load_tokenizer
+    from kvasir.frontend.text.tokenizer_files import load_tokenizer
 
     token = load_tokenizer(options.tokenizer).encode(" the", add_special_tokens=False)[0]
     server, port = _start(options, [str(delay), str(token)])
@@ -188,7 +188,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", default=None, help="append a line for each figure to this file")
     options = parser.parse_args()
     if options.tokenizer is None:
-        from kvasir.starter import find_starter_model
+        from kvasir.models.starter import find_starter_model
 
         options.tokenizer = str(find_starter_model())
     return options

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from kvasir.bench.serve import load
-from kvasir.bench.serve.http import Client, Target
+from kvasir.bench.serve.client import Client, Target
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 BODY = json.dumps({"prompt": "x", "stream": True}).encode()

@@ -29,14 +29,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run it from a checkout 
 from kvasir.bench.report import commit, hardware, table
 from kvasir.engine.build import build_core
 from kvasir.engine.core import EngineCore
-from kvasir.engine.lifelines import Lifelines
+from kvasir.engine.liveness import Lifelines
 from kvasir.engine.service import Service
+from kvasir.engine.transport import Address, Progress, make_directory
 from kvasir.executor.fake import delayed, fake_config
-from kvasir.frontend.engines import Engines
-from kvasir.logits_processors import StartupProcessors
+from kvasir.frontend.clients.engines import Engines
 from kvasir.messages import EngineOutput, EngineRequest
-from kvasir.transport.address import Address, make_directory
-from kvasir.transport.progress import Progress
+from kvasir.sampling.startup_processors import StartupProcessors
 
 RUNNING = (1, 64, 256, 1024)
 PROMPT = 128

@@ -113,7 +113,7 @@ class SimulatedDevice(DelayExecutor):
         seconds = STEP + PER_TOKEN * plan.total_tokens + PER_CACHED_TOKEN * int(plan.bounds.sum())
         self.busy_until = max(self.busy_until, self.now) + seconds
 
-    def sample(self) -> Simulated:  # type: ignore[override]
+    def sample(self, inputs: object = None) -> Simulated:  # type: ignore[override]
         result, plan = super().sample().value, self._plan
         assert plan is not None
         result.token_ids[plan.bounds + 1 >= self.ends[plan.rows], 0] = END_OF_TEXT

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 
 from kvasir import LLM, ModelRegistry, SamplingParams
+from kvasir.models.config_reader import Config, real
 from kvasir.models.spec import Architecture, DecoderSpec, read_activation, read_decoder, same_ropes
-from kvasir.models.values import Config, real
 
 NAMES = {
     "model.embed_tokens": "embedding",

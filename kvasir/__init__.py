@@ -11,36 +11,36 @@ __version__ = "0.1.0"
 __version_tuple__ = (0, 1, 0)
 
 _EXPORTS = {
-    "LLM": "kvasir.llm",
-    "LLMEngine": "kvasir.llm_engine",
-    "AsyncLLM": "kvasir.async_llm",
-    "AsyncLLMEngine": "kvasir.async_llm",
-    "EngineArgs": "kvasir.args",
-    "AsyncEngineArgs": "kvasir.args",
+    "LLM": "kvasir.entrypoints.llm",
+    "LLMEngine": "kvasir.entrypoints.llm_engine",
+    "AsyncLLM": "kvasir.entrypoints.async_llm",
+    "AsyncLLMEngine": "kvasir.entrypoints.async_llm",
+    "EngineArgs": "kvasir.config.args",
+    "AsyncEngineArgs": "kvasir.config.args",
     "SamplingParams": "kvasir.sampling_params",
     "BeamSearchParams": "kvasir.sampling_params",
     "RequestOutput": "kvasir.outputs",
     "CompletionOutput": "kvasir.outputs",
-    "TextPrompt": "kvasir.prompts",
-    "TokensPrompt": "kvasir.prompts",
-    "PromptType": "kvasir.prompts",
+    "TextPrompt": "kvasir.frontend.requests.input",
+    "TokensPrompt": "kvasir.frontend.requests.input",
+    "PromptType": "kvasir.frontend.requests.input",
     "ModelRegistry": "kvasir.models.registry",
 }
 __all__ = ["__version__", "__version_tuple__", *_EXPORTS]
 
 if TYPE_CHECKING:
-    from kvasir.args import AsyncEngineArgs as AsyncEngineArgs
-    from kvasir.args import EngineArgs as EngineArgs
-    from kvasir.async_llm import AsyncLLM as AsyncLLM
-    from kvasir.async_llm import AsyncLLMEngine as AsyncLLMEngine
-    from kvasir.llm import LLM as LLM
-    from kvasir.llm_engine import LLMEngine as LLMEngine
+    from kvasir.config.args import AsyncEngineArgs as AsyncEngineArgs
+    from kvasir.config.args import EngineArgs as EngineArgs
+    from kvasir.entrypoints.async_llm import AsyncLLM as AsyncLLM
+    from kvasir.entrypoints.async_llm import AsyncLLMEngine as AsyncLLMEngine
+    from kvasir.entrypoints.llm import LLM as LLM
+    from kvasir.entrypoints.llm_engine import LLMEngine as LLMEngine
+    from kvasir.frontend.requests.input import PromptType as PromptType
+    from kvasir.frontend.requests.input import TextPrompt as TextPrompt
+    from kvasir.frontend.requests.input import TokensPrompt as TokensPrompt
     from kvasir.models.registry import ModelRegistry as ModelRegistry
     from kvasir.outputs import CompletionOutput as CompletionOutput
     from kvasir.outputs import RequestOutput as RequestOutput
-    from kvasir.prompts import PromptType as PromptType
-    from kvasir.prompts import TextPrompt as TextPrompt
-    from kvasir.prompts import TokensPrompt as TokensPrompt
     from kvasir.sampling_params import BeamSearchParams as BeamSearchParams
     from kvasir.sampling_params import SamplingParams as SamplingParams
 

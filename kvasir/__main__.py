@@ -2,7 +2,7 @@
 
 import sys
 
-from kvasir.cli.main import main
+from kvasir.entrypoints.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 
-from kvasir import env
+from kvasir.config import env
 from kvasir.errors import ConfigError
 
 _warned: set[str] = set()

@@ -26,6 +26,10 @@ def no_copies() -> Int32Array:
     return np.zeros((0, 2), np.int32)
 
 
+def no_lines() -> Int32Array:
+    return np.zeros(0, np.int32)
+
+
 class FinishReason(IntEnum):
     """Why a request ended. NONE means that it has not."""
 
@@ -143,34 +147,37 @@ class Finished:
 
 
 @dataclass(slots=True)
-class Logprobs:
-    """Log-probabilities of some sampled tokens. Column 0 is the sampled token, the rest the top n by rank."""
+class Part:
+    """A named, optional piece of a step's result: columns of numbers, one entry for each of `index`.
 
-    index: Int32Array  # [m] which entry of the step's tokens each line belongs to
-    token_ids: Int32Array  # [m, 1 + n]
-    values: FloatArray  # [m, 1 + n]
-    ranks: Int32Array  # [m] rank of the sampled token, 1 = most likely
+    Log-probabilities, hidden states or acceptance counts all travel as parts, so a new kind needs no new message.
+    """
 
-    def select(self, lines: NDArray[np.int64], num_lines: int) -> Logprobs | None:
-        """Those of some of the step's lines, renumbered by their place among `lines`."""
-        if not len(lines):
-            return None
+    index: Int32Array  # [m] the line of the step, or of the output, that each entry belongs to
+    ints: dict[str, Int32Array] = field(default_factory=dict)  # each [m] or [m, n]
+    floats: dict[str, FloatArray] = field(default_factory=dict)  # likewise
+
+    def select(self, lines: NDArray[np.int64], num_lines: int) -> Part | None:
+        """The entries of `lines`, renumbered by their place among them; None if there are none."""
         place = np.full(num_lines, -1, np.int32)
         place[lines] = np.arange(len(lines))
         index = place[self.index]
         chosen = np.flatnonzero(index >= 0)
-        return Logprobs(index[chosen], self.token_ids[chosen], self.values[chosen], self.ranks[chosen])
+        if not len(chosen):
+            return None
+        ints = {name: column[chosen] for name, column in self.ints.items()}
+        return Part(index[chosen], ints, {name: column[chosen] for name, column in self.floats.items()})
 
 
-@dataclass(slots=True)
-class PromptLogprobs:
-    """Log-probabilities of some consecutive prompt tokens, each given the tokens before it. Column 0 is the token."""
+# Names of parts, with their columns.
+LOGPROBS = "logprobs"  # of sampled tokens. token_ids and values [m, 1 + n]: the token's own, then the top n; ranks [m]
+PROMPT_LOGPROBS = "prompt_logprobs"  # the same of prompt tokens; positions [m]
 
-    of: int  # the line of the plan, or, once the core has looked it up, the request's key
-    start: int  # position of the first of the tokens
-    token_ids: Int32Array  # [m, 1 + n]
-    values: FloatArray  # [m, 1 + n]
-    ranks: Int32Array  # [m]
+
+def select_parts(parts: dict[str, Part], lines: NDArray[np.int64], num_lines: int) -> dict[str, Part]:
+    """The parts of some of a step's lines."""
+    chosen = {name: part.select(lines, num_lines) for name, part in parts.items()}
+    return {name: part for name, part in chosen.items() if part is not None}
 
 
 @dataclass(slots=True)
@@ -197,12 +204,11 @@ class BeamOutput:
 class EngineOutput:
     """What one step gives the API process: arrays for streamed tokens, objects only for starts and finishes."""
 
-    keys: NDArray[np.int64]  # [n]
+    keys: NDArray[np.int64]  # [n] requests with streamed tokens or with entries in a part
     token_ids: Int32Array  # [n, 1 + k]
     counts: Int32Array  # [n] how many of a line's tokens are real
-    logprobs: Logprobs | None = None
+    parts: dict[str, Part] = field(default_factory=dict)
     finished: list[Finished] = field(default_factory=list)
-    prompt_logprobs: Sequence[PromptLogprobs] = ()
     beams: Sequence[BeamOutput] = ()
     started: list[Started] = field(default_factory=list)
 
@@ -312,12 +318,25 @@ class StepPlan:
     to_host: Int32Array = field(default_factory=no_copies)
     from_host: Int32Array = field(default_factory=no_copies)
     wants_logprobs: bool = False
+    waits_for_host: bool = False  # sampling waits for the SampleInputs of this step
     shared: PrefixGroups | None = None  # of the rows that run one token; None: none that is worth telling
     step: int = 0
 
     @property
     def total_tokens(self) -> int:
         return len(self.token_ids)
+
+
+@dataclass(slots=True)
+class SampleInputs:
+    """What the core learned after it launched a step's forward pass, for the sampling of that step. Lines are the
+    plan's; a line stands in at most one of the three lists."""
+
+    mask_lines: Int32Array = field(default_factory=no_lines)  # [m] lines that may draw only some tokens: ...
+    masks: Int32Array = field(default_factory=no_copies)  # [m, words] ... those whose bit is set, 32 to a word
+    forced_lines: Int32Array = field(default_factory=no_lines)  # [f] lines that take a given token instead of drawing
+    forced_tokens: Int32Array = field(default_factory=no_lines)  # [f]
+    dropped_lines: Int32Array = field(default_factory=no_lines)  # lines whose request has ended: they yield no token
 
 
 @dataclass(slots=True)
@@ -397,8 +416,7 @@ class StepResult:
 
     token_ids: Int32Array  # [n, 1 + k]
     counts: Int32Array  # [n]
-    logprobs: Logprobs | None = None  # `index` counts lines of token_ids
-    prompt_logprobs: Sequence[PromptLogprobs] = ()
+    parts: dict[str, Part] = field(default_factory=dict)
     failures: dict[int, str] | None = None  # by line: a row's own code failed, and the row must end
     graphs: GraphUse | None = None  # None: steps never run as graphs
 
@@ -409,3 +427,52 @@ class StepFuture(Protocol):
     def done(self) -> bool: ...
 
     def result(self) -> StepResult: ...
+
+
+# ----------------------------------------------------------------
+# A picture of the engine at one moment, for people who watch it. Made by engine/snapshot.py only when asked for.
+#
+# Any process. Requests are known by their key here: text and ids that clients chose never reach the core.
+
+
+@dataclass(slots=True)
+class RequestPicture:
+    """Where one request stands. Lengths are tokens."""
+
+    key: int
+    num_prompt: int
+    num_computed: int  # prompt and output, with KV in the cache
+    num_output: int
+    max_output: int
+    num_cached: int  # of the prompt, found in the cache when it was first admitted
+    num_preemptions: int
+    waited: float  # seconds since it arrived
+
+
+@dataclass(slots=True)
+class StepPicture:
+    """One step that was planned."""
+
+    step: int
+    time: float  # seconds since 1970
+    prompt_tokens: int
+    decode_tokens: int
+    sampled: int  # tokens that the step gives
+    num_running: int
+    num_waiting: int
+    preemptions: int  # since the step before
+
+
+@dataclass(slots=True)
+class Snapshot:
+    time: float  # seconds since 1970
+    stats: EngineStats
+    memory: DeviceMemory
+    block_size: int  # tokens
+    block_bytes: int
+    running: list[RequestPicture]  # first admitted first
+    waiting: list[RequestPicture]  # next first; only the first of very many, stats has their number
+    held: Int32Array  # the blocks of the running requests, one request after the other, in the order of their text
+    num_held: Int32Array  # how many of them are each request's; a block that several share is there several times
+    cached: Int32Array  # blocks that nobody holds and whose content can still be hit, next to be evicted first
+    steps: list[StepPicture]  # the last ones, oldest first; none from before somebody began to watch

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from kvasir import sampling_checks as check
+from kvasir.config import checks as check
 from kvasir.errors import RequestError
 
 # Fields that exist by name only, with the values that ask for nothing. Any other value is refused by name until the

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_type_hints
 
-from kvasir.args import OLD_NAMES, flag
-from kvasir.config import EngineConfig, Known, all_settings
-from kvasir.env import SETTING_ALIASES, VARIABLES
+from kvasir.config.args import OLD_NAMES, flag
+from kvasir.config.engine import EngineConfig, Known, all_settings
+from kvasir.config.env import SETTING_ALIASES, VARIABLES
 from kvasir.server.config import server_settings
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
@@ -18,7 +18,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 HEAD = """\
 # Configuration
 
-<!-- Generated from kvasir/config.py by `make docs`. -->
+<!-- Generated from kvasir/config/engine.py by `make docs`. -->
 
 A setting has one name everywhere: a keyword of `LLM(...)` and `EngineArgs(...)`, a command-line flag, and a key of the
 YAML file given with `--config`. Flags win over the file. Sizes may be written `4096`, `1k` (1000), `1K` (1024) or

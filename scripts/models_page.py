@@ -10,9 +10,9 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from kvasir.frontend.tokenizer_gguf import SPLITTINGS
-from kvasir.gguf_file import TENSOR_TYPES
+from kvasir.frontend.text.tokenizer_gguf import SPLITTINGS
 from kvasir.models import gguf, registry
+from kvasir.quantization.gguf_file import TENSOR_TYPES
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 TEST = "test_logits_and_text_equal_transformers_under_every_kind_of_load"

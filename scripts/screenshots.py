@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from kvasir.starter import GENERATION, find_starter_model
+from kvasir.models.starter import GENERATION, find_starter_model
 from tests.server_process import LiveServer
 
 FOLDER = Path(__file__).parent.parent / "docs" / "images"

@@ -9,15 +9,25 @@ from typing import Any
 import numpy as np
 
 from kvasir.engine.admission import QueueLimits
-from kvasir.engine.cache.costs import Always, SwapChoice
 from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.manager import KVCacheManager
+from kvasir.engine.cache.tier import Always, SwapChoice
 from kvasir.engine.core import EngineCore
 from kvasir.engine.policies import FirstComeFirstServed, Policy
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.executor.base import Executor
 from kvasir.executor.fake import EchoExecutor, Ready, echo_next
-from kvasir.messages import NULL_BLOCK, EngineOutput, EngineRequest, FinishReason, Logprobs, RowSampling, StepPlan
+from kvasir.messages import (
+    LOGPROBS,
+    NULL_BLOCK,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    Part,
+    RowSampling,
+    SampleInputs,
+    StepPlan,
+)
 
 VOCAB = 50
 
@@ -74,14 +84,15 @@ def expected(prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> 
 class ScoringExecutor(EchoExecutor):
     """Proposes twenty tokens a row, so that a beam search can run."""
 
-    def sample(self) -> Ready:
-        ready = super().sample()
+    def sample(self, inputs: SampleInputs | None = None) -> Ready:
+        ready = super().sample(inputs)
         assert self._plan is not None
         lines = np.flatnonzero(self._plan.samples).astype(np.int32)
         best = ready.value.token_ids[lines]
         ids = np.concatenate([best, (best + 7 * np.arange(20)) % self.vocab], axis=1).astype(np.int32)
         values = np.broadcast_to(-0.3 * np.log1p(np.arange(21, dtype=np.float32)) - 0.5, ids.shape)
-        ready.value.logprobs = Logprobs(lines, ids, values, np.ones(len(lines), np.int32))
+        ints = {"token_ids": ids, "ranks": np.ones(len(lines), np.int32)}
+        ready.value.parts[LOGPROBS] = Part(lines, ints, {"values": np.ascontiguousarray(values)})
         return ready
 
 

@@ -27,8 +27,8 @@ from triton.runtime import driver
 from kvasir import kernels
 from kvasir.attention.base import AttentionBatch
 from kvasir.attention.triton import TritonAttention
-from kvasir.kernels.triton import tuned
-from kvasir.kernels.triton.rehearsal import _Zeros
+from kvasir.kernels.triton import linear
+from kvasir.kernels.triton.precompile import _Zeros
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.messages import Int32Array
 from kvasir.models import registry
@@ -93,7 +93,7 @@ def pretend() -> None:
     properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, total_memory=140 << 30)
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.get_device_properties = lambda *_: properties  # type: ignore[assignment, return-value]
-    tuned.device_name = lambda _: properties.name  # type: ignore[assignment]
+    linear.device_name = lambda _: properties.name  # type: ignore[assignment]
     torch.version.cuda = "12"
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
     kernels.library = lambda: None

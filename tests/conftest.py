@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from kvasir import log
 from kvasir.errors import ModelError
-from kvasir.starter import find_starter_model
+from kvasir.models.starter import find_starter_model
 
 ROOT = Path(__file__).parent.parent
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvasir.attention.base import AttentionBatch
-from kvasir.config import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
+from kvasir.config.engine import DeviceConfig, EngineConfig, LoadConfig, ModelConfig
 from kvasir.models.transformer import Transformer
 
 SIZES = {

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from kvasir.async_llm import AsyncLLM
-from kvasir.config import EngineConfig
+from kvasir.config.engine import EngineConfig
+from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.executor.fake import DelayExecutor, delayed, fake_config
 from kvasir.messages import StepPlan
 from kvasir.outputs import RequestOutput
@@ -156,7 +156,7 @@ class OneByOne(DelayExecutor):
         self.file = Path(file)
         self.given = 0
 
-    def sample(self) -> Any:
+    def sample(self, inputs: Any = None) -> Any:
         ready = super().sample()
         result = ready.result
 

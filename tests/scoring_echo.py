@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from kvasir.config import EngineConfig
+import numpy as np
+from numpy.typing import NDArray
+
+from kvasir.config.engine import EngineConfig
 from kvasir.executor.fake import EchoExecutor, Ready
-from kvasir.messages import Int32Array, Logprobs, PromptLogprobs, RowSampling, StepPlan
+from kvasir.messages import LOGPROBS, PROMPT_LOGPROBS, Int32Array, Part, RowSampling, SampleInputs, StepPlan
 
 Scores = tuple[Int32Array, np.ndarray, Int32Array]
 
@@ -17,7 +20,7 @@ class ScoringEcho(EchoExecutor):
         super().__init__(config.cache.block_size, scheduler.max_num_seqs, model.max_model_len, model.vocab_size)
         self.asked: dict[int, RowSampling] = {}
         self.texts: dict[int, Int32Array] = {}  # of rows that want their prompt scored
-        self.prompt_parts: list[PromptLogprobs] = []
+        self.prompt_parts: list[Part] = []
 
     def execute(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
@@ -34,24 +37,29 @@ class ScoringEcho(EchoExecutor):
         ]
         super().execute(plan)
 
-    def _score_prompt(self, line: int, row: int, start: int, count: int) -> PromptLogprobs | None:
+    def _score_prompt(self, line: int, row: int, start: int, count: int) -> Part | None:
         extras = self.asked[row].extras
         if extras is None or extras.prompt_logprobs is None:
             return None
         end = min(start + count + 1, extras.num_prompt_tokens)
         tokens = self.texts[row][start + 1 : end]
-        return PromptLogprobs(line, start + 1, *self._score(tokens, extras.prompt_logprobs)) if len(tokens) else None
+        if not len(tokens):
+            return None
+        part = logprobs_part(np.full(len(tokens), line, np.int32), *self._score(tokens, extras.prompt_logprobs))
+        part.ints["positions"] = np.arange(start + 1, end, dtype=np.int32)
+        return part
 
-    def sample(self) -> Ready:
-        plan, ready = self._plan, super().sample()
+    def sample(self, inputs: SampleInputs | None = None) -> Ready:
+        plan, ready = self._plan, super().sample(inputs)
         assert plan is not None
-        ready.value.prompt_logprobs = self.prompt_parts
+        if self.prompt_parts:
+            ready.value.parts[PROMPT_LOGPROBS] = joined(self.prompt_parts)
         asked = [self.asked[row] for row in plan.rows.tolist()]
         lines = np.array([i for i in np.flatnonzero(plan.samples) if asked[i].logprobs is not None], np.int32)
         if len(lines):
             named = [len(each.extras.logprob_token_ids) for each in asked if each.extras is not None]
             count = max([each.logprobs or 0 for each in asked] + named)
-            ready.value.logprobs = Logprobs(lines, *self._score(ready.value.token_ids[lines, 0], count))
+            ready.value.parts[LOGPROBS] = logprobs_part(lines, *self._score(ready.value.token_ids[lines, 0], count))
         return ready
 
     def _score(self, tokens: Int32Array, count: int) -> Scores:
@@ -64,3 +72,23 @@ class ScoringEcho(EchoExecutor):
 
 def scoring_echo(config: EngineConfig) -> ScoringEcho:
     return ScoringEcho(config)
+
+
+def logprobs_part(lines: Int32Array, ids: Int32Array, values: NDArray[np.float32], ranks: Int32Array) -> Part:
+    return Part(lines, {"token_ids": ids, "ranks": ranks}, {"values": values})
+
+
+def joined(parts: list[Part]) -> Part:
+    """Parts with as many columns as the widest."""
+    width = max(part.ints["token_ids"].shape[1] for part in parts)
+
+    def column(arrays: list[NDArray[Any]]) -> NDArray[Any]:
+        if arrays[0].ndim == 2:
+            arrays = [np.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in arrays]
+        return np.concatenate(arrays)
+
+    return Part(
+        np.concatenate([part.index for part in parts]),
+        {name: column([part.ints[name] for part in parts]) for name in parts[0].ints},
+        {name: column([part.floats[name] for part in parts]) for name in parts[0].floats},
+    )

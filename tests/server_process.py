@@ -19,7 +19,7 @@ import httpx
 import psutil
 
 from kvasir.executor.fake import echo_next
-from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.frontend.text.tokenizer import Tokenizer
 from tests import web
 
 ROOT = Path(__file__).parent.parent

@@ -55,7 +55,7 @@ class KvasirEngine:
         started = time.perf_counter()
         import torch
 
-        import kvasir.llm
+        import kvasir.entrypoints.llm
 
         imported = time.perf_counter()
         self.llm = build_llm(model, eager, gpu_mem, max_model_len)

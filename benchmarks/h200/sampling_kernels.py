@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # run it from a checkout without installing
 
 from kvasir.kernels.triton.draw import draw
-from kvasir.kernels.triton.logit_floor import logit_floor
+from kvasir.kernels.triton.filter_threshold import logit_floor
 
 FILTERS = {  # top-k, top-p, min-p
     "top-p 0.95": (0, 0.95, 0.0),

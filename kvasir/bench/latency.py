@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from kvasir.args import EngineArgs
 from kvasir.bench import report
 from kvasir.bench.runners import KvasirRunner, Runner, Timed, make_peer, paired_ratio, take_turns, timed
 from kvasir.bench.workloads import BenchRequest, Span, cut, uniform
+from kvasir.config.args import EngineArgs
+from kvasir.entrypoints.llm import LLM
 from kvasir.errors import ConfigError
-from kvasir.llm import LLM
 
 WARM_UP_TOKENS = 8
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
 
-from kvasir.bench.machine import Watch
+from kvasir.bench.report import Watch
 from kvasir.bench.workloads import BenchRequest
-from kvasir.config import EngineConfig
+from kvasir.config.engine import EngineConfig
+from kvasir.entrypoints.llm import LLM
 from kvasir.errors import ConfigError
-from kvasir.llm import LLM
-from kvasir.prompts import PromptType, TokensPrompt
+from kvasir.frontend.requests.input import PromptType, TokensPrompt
 from kvasir.sampling_params import SamplingParams
 
 Tokens = list[list[int]]  # per request, what followed its prompt

@@ -20,10 +20,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvasir.args import EngineArgs
 from kvasir.bench import report
-from kvasir.bench.machine import Watch
+from kvasir.bench.report import Watch
 from kvasir.bench.startup_child import NEXT_TOKENS, PROGRAM, PROMPT_TOKENS
+from kvasir.config.args import EngineArgs
 from kvasir.errors import ConfigError, EngineError
 
 REST = "unaccounted"

@@ -39,8 +39,8 @@ def _measure(entered: float, spawned: float, settings: dict[str, Any]) -> dict[s
     startup.seconds[INTERPRETER] = entered - spawned
     startup.seconds[startup.IMPORTS] = time.time() - entered  # this module's
     with startup.phase(startup.IMPORTS):
-        from kvasir.args import EngineArgs
-        from kvasir.llm import LLM
+        from kvasir.config.args import EngineArgs
+        from kvasir.entrypoints.llm import LLM
     with LLM.from_engine_args(EngineArgs(**settings)) as llm:
         config = llm.llm_engine.config
         with startup.phase(startup.FIRST_TOKEN):
@@ -61,7 +61,7 @@ def _measure(entered: float, spawned: float, settings: dict[str, Any]) -> dict[s
 
 
 def _generate(llm: Any, count: int, vocab_size: int) -> None:
-    from kvasir.prompts import TokensPrompt
+    from kvasir.frontend.requests.input import TokensPrompt
     from kvasir.sampling_params import SamplingParams
 
     prompt = TokensPrompt(prompt_token_ids=[token % vocab_size for token in range(1, PROMPT_TOKENS + 1)])

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from kvasir.args import EngineArgs
 from kvasir.bench import report
 from kvasir.bench.runners import KvasirRunner, Runner, Timed, make_peer, paired_ratio, take_turns, timed
 from kvasir.bench.workloads import BenchRequest, Span, cut, named, uniform
-from kvasir.llm import LLM
+from kvasir.config.args import EngineArgs
+from kvasir.entrypoints.llm import LLM
 
 WARM_UP_TOKENS = 4
 DEFAULT_LENGTH = Span(128, 128)

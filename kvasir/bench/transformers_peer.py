@@ -13,7 +13,7 @@ import torch
 
 from kvasir.bench.runners import Tokens
 from kvasir.bench.workloads import BenchRequest
-from kvasir.config import EngineConfig
+from kvasir.config.engine import EngineConfig
 from kvasir.errors import ConfigError
 
 PAD = 0  # masked, so any id will do

@@ -8,16 +8,14 @@ from dataclasses import replace
 import numpy as np
 
 from kvasir.engine.admission import Admission, QueueLimits
-from kvasir.engine.families import Families
-from kvasir.engine.overdue import Overdue
+from kvasir.engine.deadlines import Overdue
+from kvasir.engine.request_groups import Families
 from kvasir.engine.scheduler import Scheduler
-from kvasir.engine.snapshot import take_snapshot
+from kvasir.engine.snapshot import StepLog, Unwatched, take_snapshot
 from kvasir.engine.step_size import StepSize
-from kvasir.engine.watch import StepLog, Unwatched
 from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError
 from kvasir.executor.base import Executor
-from kvasir.messages import EngineOutput, EngineRequest, EngineStats, GraphUse, StepFuture
-from kvasir.snapshot import Snapshot
+from kvasir.messages import EngineOutput, EngineRequest, EngineStats, GraphUse, Snapshot, StepFuture
 
 
 class EngineCore:

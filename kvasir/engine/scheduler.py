@@ -38,6 +38,7 @@ from kvasir.messages import (
     StepPlan,
     StepResult,
     no_step_sizes,
+    select_parts,
 )
 
 
@@ -443,18 +444,7 @@ class Scheduler:
         reasons, counts = r.extend(rows, tokens, counts)
         if self._silent:
             self._note_first_tokens()
-        emitted = np.flatnonzero(r.stream[rows])
-        output = EngineOutput(
-            keys=r.key[rows[emitted]],
-            token_ids=tokens[emitted],
-            counts=counts[emitted],
-            logprobs=None if result.logprobs is None else result.logprobs.select(lines[emitted], len(step.rows)),
-            started=self._started,
-        )
-        self._started = []
-        if result.prompt_logprobs:
-            parts = [part for part in result.prompt_logprobs if self._is_current(step, part.of)]
-            output.prompt_logprobs = [replace(part, of=int(r.key[step.rows[part.of]])) for part in parts]
+        output = self._output(step, result, lines[r.stream[rows]], counts[r.stream[rows]])
         ended = np.flatnonzero(reasons)
         if len(ended):
             self._finish(rows[ended].tolist(), reasons[ended].tolist(), output)
@@ -463,6 +453,21 @@ class Scheduler:
                 self._finish([int(step.rows[line])], [FinishReason.ERROR], output)
                 output.finished[-1].error = said
         return output
+
+    def _output(self, step: _InFlight, result: StepResult, lines: IntArray, counts: Int32Array) -> EngineOutput:
+        """What is given out at once: tokens of `lines`, and all parts of requests that still have their rows."""
+        if result.parts:
+            named = np.unique(np.concatenate([part.index for part in result.parts.values()]))
+            others = np.setdiff1d(named[self.rows.epoch[step.rows[named]] == step.epochs[named]], lines)
+            lines, counts = np.concatenate([lines, others]), np.append(counts, np.zeros(len(others), np.int32))
+        started, self._started = self._started, []
+        return EngineOutput(
+            keys=self.rows.key[step.rows[lines]],
+            token_ids=result.token_ids[lines],
+            counts=counts,
+            parts=select_parts(result.parts, lines, len(step.rows)) if result.parts else {},
+            started=started,
+        )
 
     def _is_current(self, step: _InFlight, line: int) -> bool:
         """Whether a line's row still has the tenant that the step was planned for."""

@@ -6,19 +6,19 @@ by arithmetic on one array.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import numpy as np
 import zmq
 
+from kvasir.engine import transport
 from kvasir.engine.core import EngineCore
-from kvasir.engine.lifelines import Lifelines
-from kvasir.engine.processors import with_processors
-from kvasir.engine.split import is_empty, split
+from kvasir.engine.liveness import Lifelines
+from kvasir.engine.transport import KEYS_PER_CLIENT, Progress, client_of, identity
 from kvasir.errors import KvasirError, RequestError
 from kvasir.log import get_logger
-from kvasir.logits_processors import StartupProcessors
-from kvasir.messages import EngineOutput
-from kvasir.transport import codec, words
-from kvasir.transport.address import KEYS_PER_CLIENT, client_of, identity
-from kvasir.transport.progress import Progress
+from kvasir.messages import EngineOutput, select_parts
+from kvasir.sampling.startup_processors import StartupProcessors, with_processors
 
 logger = get_logger(__name__)
 _MOST_MESSAGES = 1024  # taken between two steps, so that a flood of requests does not stop those that run
@@ -85,22 +85,22 @@ class Service:
                 logger.exception("A message of a client could not be handled")
 
     def _handle(self, client: int, kind: bytes, data: bytes) -> None:
-        if kind == words.ADD:
+        if kind == transport.ADD:
             self._add(client, data)
-        elif kind == words.ABORT:
-            for key, num_kept in codec.decode_aborts(data):
+        elif kind == transport.ABORT:
+            for key, num_kept in transport.decode_aborts(data):
                 self.core.abort(key, num_kept)
                 self._running.get(client, set()).discard(key)
-        elif kind == words.ASK:
-            self._reply(client, words.ANSWER, self._answer(words.read(data)))
+        elif kind == transport.ASK:
+            self._reply(client, transport.ANSWER, self._answer(transport.read(data)))
 
     def _add(self, client: int, data: bytes) -> None:
         try:
-            request = codec.decode_request(data)
+            request = transport.decode_request(data)
             assert request.key >> KEYS_PER_CLIENT == client, "a client keeps to its own range of keys"
             self.core.add(with_processors(request, self.startup))
         except Exception as error:  # one request's trouble is not the engine's
-            self._refuse(client, codec.key_of(data), error)
+            self._refuse(client, transport.key_of(data), error)
         else:
             self._running.setdefault(client, set()).update((request.key, *(fork.key for fork in request.forks)))
 
@@ -110,18 +110,18 @@ class Service:
         if key is None:
             return
         self.core.abort(key)
-        refused = words.Refused(key, words.as_one_sentence(error, "the request could not be added"))
-        self._reply(client, words.REFUSED, words.write(refused))
+        refused = transport.Refused(key, transport.as_one_sentence(error, "the request could not be added"))
+        self._reply(client, transport.REFUSED, transport.write(refused))
 
-    def _answer(self, question: words.Question) -> bytes:
+    def _answer(self, question: transport.Question) -> bytes:
         method = None if question.name.startswith("_") else getattr(self.core, question.name, None)
         try:
             if not callable(method):
                 raise RequestError(f"the core has no method {question.name!r}")
-            return words.write(words.Answer(question.number, method(*question.args)))
+            return transport.write(transport.Answer(question.number, method(*question.args)))
         except Exception as error:
-            said = words.as_one_sentence(error, f"{question.name} cannot be answered")
-            return words.write(words.Answer(question.number, None, said))
+            said = transport.as_one_sentence(error, f"{question.name} cannot be answered")
+            return transport.write(transport.Answer(question.number, None, said))
 
     def _abort_gone(self) -> None:
         for client in self.lifelines.take_gone():
@@ -139,10 +139,10 @@ class Service:
         self._forget_ended(output)
         if len(self._running) == 1:
             (client,) = self._running
-            self._reply(client, words.OUTPUT, codec.encode(output))
+            self._reply(client, transport.OUTPUT, transport.encode(output))
             return
         for client, part in split(output):
-            self._reply(client, words.OUTPUT, codec.encode(part))
+            self._reply(client, transport.OUTPUT, transport.encode(part))
 
     def _forget_ended(self, output: EngineOutput) -> None:
         ended = [end.key for end in output.finished]
@@ -152,3 +152,32 @@ class Service:
 
     def _reply(self, client: int, kind: bytes, data: bytes) -> None:
         self._socket.send_multipart([identity(client), kind, data])
+
+
+# ----------------------------------------------------------------
+# A step's output, told apart by client. Core process.
+
+
+def is_empty(output: EngineOutput) -> bool:
+    return not (len(output.keys) or output.finished or output.beams or output.started)
+
+
+def split(output: EngineOutput) -> Iterator[tuple[int, EngineOutput]]:
+    """Each client's part of it. Work is per client, not per request, save for what ended."""
+    of_line = output.keys >> KEYS_PER_CLIENT
+    others = [one.key for group in (output.finished, output.beams, output.started) for one in group]
+    clients = {*np.unique(of_line).tolist(), *(key >> KEYS_PER_CLIENT for key in others)}
+    for client in sorted(clients):
+        lines = np.flatnonzero(of_line == client)
+        yield (
+            client,
+            EngineOutput(
+                output.keys[lines],
+                output.token_ids[lines],
+                output.counts[lines],
+                select_parts(output.parts, lines, len(output.keys)),
+                [end for end in output.finished if end.key >> KEYS_PER_CLIENT == client],
+                [beam for beam in output.beams if beam.key >> KEYS_PER_CLIENT == client],
+                [start for start in output.started if start.key >> KEYS_PER_CLIENT == client],
+            ),
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvasir.messages import DeviceMemory, KVSpec, StepCosts, StepFuture, StepPlan
+from kvasir.messages import DeviceMemory, KVSpec, SampleInputs, StepCosts, StepFuture, StepPlan
 
 
 class Executor(Protocol):
@@ -28,8 +28,9 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> None:
         """Launch the forward pass of a step."""
 
-    def sample(self) -> StepFuture:
-        """Launch sampling for the step last executed; its tokens stay on the device for the next one."""
+    def sample(self, inputs: SampleInputs | None = None) -> StepFuture:
+        """Launch sampling for the step last executed; its tokens stay on the device for the next one. `inputs`: what
+        the core learned since, for steps that wait for it."""
 
     def close(self) -> None:
         """Give all memory back. The executor cannot be used afterwards."""

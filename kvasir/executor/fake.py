@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.args import EngineArgs
-from kvasir.config import EngineConfig
-from kvasir.messages import NULL_BLOCK, DeviceMemory, KVSpec, StepCosts, StepPlan, StepResult
+from kvasir.config.args import EngineArgs
+from kvasir.config.engine import EngineConfig
+from kvasir.messages import NULL_BLOCK, DeviceMemory, KVSpec, SampleInputs, StepCosts, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -112,11 +112,17 @@ class EchoExecutor:
         self.pages[plan.from_host[:, 1]] = self.host_pages[plan.from_host[:, 0]]
         self.pages[plan.copies[:, 1]] = self.pages[plan.copies[:, 0]]
 
-    def sample(self) -> Ready:
+    def sample(self, inputs: SampleInputs | None = None) -> Ready:
         plan = self._plan
         assert plan is not None, "sample follows execute"
+        assert plan.waits_for_host == (inputs is not None), "a step that waits for the host gets what it waits for"
+        given = inputs or SampleInputs()
+        masks = dict(zip(given.mask_lines.tolist(), given.masks, strict=True))
+        forced = dict(zip(given.forced_lines.tolist(), given.forced_tokens.tolist(), strict=True))
+        samples = plan.samples.copy()
+        samples[given.dropped_lines] = False
         tokens = np.zeros((len(plan.rows), 1), np.int32)
-        for i in np.flatnonzero(plan.samples):
+        for i in np.flatnonzero(samples):
             row = int(plan.rows[i])
             length = int(self.computed[row])
             text = self._read(0, row, length)
@@ -124,8 +130,11 @@ class EchoExecutor:
                 if window is not None:
                     seen = self._read(group, row, length)[-window:]
                     assert np.array_equal(seen, text[-window:]), f"group {group} of row {row} lost what its window sees"
-            tokens[i, 0] = self.next_token[row] = echo_next(text, self.vocab)
-        return Ready(StepResult(tokens, plan.samples.astype(np.int32)))
+            token = forced[i] if i in forced else echo_next(text, self.vocab)
+            while i in masks and not masks[i][token // 32] >> token % 32 & 1:  # the next one that is allowed
+                token = (token + 1) % self.vocab
+            tokens[i, 0] = self.next_token[row] = token
+        return Ready(StepResult(tokens, samples.astype(np.int32)))
 
     def _read(self, group: int, row: int, length: int) -> NDArray[np.int64]:
         used = self.tables[group, row, : -(-length // self.block_size)]
@@ -171,7 +180,7 @@ class DelayExecutor:
             self.log.append(("execute", plan.step, now))
             self.log.append(("done", plan.step, self.free_at))
 
-    def sample(self) -> Ready:
+    def sample(self, inputs: SampleInputs | None = None) -> Ready:
         plan = self._plan
         assert plan is not None, "sample follows execute"
         tokens = np.full((len(plan.rows), 1), self.token, np.int32)

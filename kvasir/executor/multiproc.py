@@ -16,10 +16,10 @@ from math import inf
 from multiprocessing.connection import wait
 from typing import Any
 
-from kvasir.config import EngineConfig
+from kvasir.config.engine import EngineConfig
 from kvasir.errors import KvasirError
 from kvasir.executor.rank import Rank, RankFailed
-from kvasir.messages import DeviceMemory, KVSpec, StepCosts, StepPlan, StepResult
+from kvasir.messages import DeviceMemory, KVSpec, SampleInputs, StepCosts, StepPlan, StepResult
 
 CLOSE_SECONDS = 10.0  # for workers to end by themselves
 BLAME_SECONDS = 2.0  # after a first sign of failure, for the other ranks to say what they know
@@ -75,8 +75,8 @@ class MultiprocExecutor:
     def execute(self, plan: StepPlan) -> None:
         self._tell("execute", plan)
 
-    def sample(self) -> RemoteResult:
-        self._tell("sample")
+    def sample(self, inputs: SampleInputs | None = None) -> RemoteResult:
+        self._tell("sample", inputs)
         result = RemoteResult(self)
         self._waited.append(result)
         return result

@@ -12,7 +12,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvasir.config import EngineConfig
+from kvasir.config.engine import EngineConfig
 from kvasir.errors import KvasirError
 from kvasir.platforms.cpu_features import prepare_cpu
 

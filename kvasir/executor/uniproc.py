@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from kvasir import startup
-from kvasir.config import EngineConfig
+from kvasir.config.engine import EngineConfig
 from kvasir.executor.base import Executor
 from kvasir.platforms.cpu_features import prepare_cpu
 

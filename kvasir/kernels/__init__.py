@@ -71,7 +71,7 @@ def are_compiled(device: torch.device) -> bool:
 
 def rehearsal() -> AbstractContextManager[None]:
     """See triton.rehearsal; for a device whose kernels `are_compiled`."""
-    from kvasir.kernels.triton.rehearsal import rehearsal
+    from kvasir.kernels.triton.precompile import rehearsal
 
     return rehearsal()
 

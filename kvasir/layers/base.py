@@ -13,7 +13,7 @@ from torch import nn
 
 from kvasir.distributed.mesh import Mesh
 from kvasir.quantization.base import TensorKey, parameter
-from kvasir.quantization.cpu_vocabulary import Vocabulary
+from kvasir.quantization.cpu import Vocabulary
 from kvasir.quantization.methods import Methods, Unquantized
 
 

@@ -12,7 +12,7 @@ from kvasir import kernels
 from kvasir.kernels.cpu.packed import PLAIN, Format, Layout, PackedMatrix, pack, plain
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.quantization.base import TensorKey
-from kvasir.quantization.cpu_vocabulary import pack_as_in_file
+from kvasir.quantization.cpu import pack_as_in_file
 from kvasir.quantization.gguf import PackedRows, expanded
 
 

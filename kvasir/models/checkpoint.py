@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import mmap
+import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvasir.errors import ModelError
+from kvasir.layers.attention import Attention
+from kvasir.log import get_logger
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -117,3 +121,28 @@ def some(names: Collection[str]) -> str:
     """The first few names, and how many more there are."""
     shown = list(names)[:3]
     return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+# ----------------------------------------------------------------
+# Scales for a cache of 8-bit floats that a checkpoint brings, under the names that vLLM reads: one number a layer for
+# keys and one for values, by which they are divided before they are stored. Worker process.
+
+logger = get_logger(__name__)
+
+KV_SCALES = ("*.k_scale", "*.v_scale")
+_NAME = re.compile(r"\.(\d+)\.[a-z_]*attn(?:\.attn|\.[kv]_proj|\.qkv_proj)?\.([kv]_scale)$")
+
+
+def load_kv_scales(checkpoint: Safetensors, attentions: Sequence[Attention]) -> None:
+    """Give each layer its scales; a layer without any keeps 1."""
+    found = {name: match for name in checkpoint.entries if (match := _NAME.search(name))}
+    for name, tensor in checkpoint.read(found):
+        layer, which = int(found[name][1]), found[name][2]
+        value = float(tensor) if tensor.numel() == 1 else math.nan
+        if not (math.isfinite(value) and value > 0 and layer < len(attentions)):
+            raise ModelError(
+                f"{name} in {checkpoint.entries[name].file.name} should be one positive number, the scale of a layer's "
+                f"cache; it is {tensor.flatten()[:4].tolist()}. Leave kv_cache_dtype at auto to do without it."
+            )
+        setattr(attentions[layer], which, value)
+    logger.info("8-bit KV cache: %d scales from the checkpoint, 1.0 for the rest", len(found))

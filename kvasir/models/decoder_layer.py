@@ -11,8 +11,7 @@ from kvasir import kernels
 from kvasir.attention.base import AttentionBackend, AttentionBatch, LastTokens
 from kvasir.layers.attention import Attention, AttentionShape
 from kvasir.layers.base import Build
-from kvasir.layers.mlp import MLP, GatedMLP
-from kvasir.layers.moe import MoE
+from kvasir.layers.mlp import MLP, GatedMLP, MoE
 from kvasir.layers.norm import NoNorm, Norm, RMSNorm, make_norm
 from kvasir.layers.rotary import Rotary
 from kvasir.models.spec import DecoderSpec

@@ -16,7 +16,7 @@ from torch import nn
 
 from kvasir import kernels
 from kvasir.attention.base import AttentionBackend, AttentionBatch, LastTokens
-from kvasir.config import EngineConfig
+from kvasir.config.engine import EngineConfig
 from kvasir.errors import ModelError
 from kvasir.messages import KVSpec
 

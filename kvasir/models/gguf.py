@@ -6,17 +6,22 @@ decoder is told to do the same, so that every row stays where the file has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
+
 from kvasir.errors import ModelError
-from kvasir.gguf_file import GGUFFile
+from kvasir.models.checkpoint import Entry
+from kvasir.models.config_reader import fault_of_integer, fault_of_real
 from kvasir.models.fused import GATE_UP, QKV, Stored, halves, stacked_qkv
-from kvasir.models.gguf_checks import check_entries, check_tensors, damaged
 from kvasir.models.registry import find
 from kvasir.models.spec import DecoderSpec, Names
-from kvasir.models.values import fault_of_integer
+from kvasir.quantization.gguf import PackedRows
+from kvasir.quantization.gguf_file import GGUFFile
 
 # general.architecture -> config.json's
 ARCHITECTURES = {
@@ -193,3 +198,88 @@ def adapt(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
     if file.architecture != "llama":
         return spec
     return replace(spec, ropes=tuple(rope and replace(rope, interleaved=True) for rope in spec.ropes))
+
+
+# ----------------------------------------------------------------
+# The tensors of a GGUF file, by name, as the loader reads a checkpoint. Worker process.
+
+
+class GGUFCheckpoint:
+    """Nothing is read before it is asked for: the file is mapped."""
+
+    described_by = "the file's own description"
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file, self.directory = file, file.path
+        self.entries = {name: Entry(file.path, name, tensor.shape) for name, tensor in file.tensors.items()}
+        # Copy on write, though nobody writes: torch takes no array that cannot be written to.
+        self.data = np.memmap(file.path, np.uint8, mode="c")
+
+    def packed(self, name: str) -> PackedRows:
+        tensor = self.file.tensors[name]
+        end = tensor.offset + tensor.num_rows * tensor.row_bytes
+        rows = self.data[tensor.offset : end].reshape(tensor.num_rows, tensor.row_bytes)
+        return PackedRows(torch.from_numpy(rows), tensor.kind, tensor.shape)
+
+    def read(self, names: Collection[str]) -> Iterator[tuple[str, PackedRows]]:
+        for name in names:
+            yield name, self.packed(name)
+
+
+# ----------------------------------------------------------------
+# Whether a GGUF file's numbers can be: by themselves, with each other, and with the tensors it holds. No torch.
+#
+# A file may be damaged anywhere, and what is built on a wrong number fails far from it, or takes all memory first.
+
+_REALS = ("rms_norm_eps", "rope_theta", "attn_logit_softcapping", "final_logit_softcapping")
+_MAY_BE_NONE = ("sliding_window",)  # a zero means none
+_TOKENS = re.compile(r"tokenizer\.ggml\.\w+_token_id")
+_LAYER = re.compile(r"blk\.(\d+)\.")
+
+
+def damaged(file: GGUFFile, what: str) -> ModelError:
+    return ModelError(f"{file.path} is damaged: {what}; download it again.")
+
+
+def check_entries(file: GGUFFile, entries: Mapping[str, str], config: Mapping[str, Any]) -> None:
+    """Each number by itself. `entries`: the file's names of them -> config.json's."""
+    for theirs, ours in entries.items():
+        value = config.get(ours)
+        if value is None:
+            continue
+        least = 0 if ours in _MAY_BE_NONE else 1
+        if fault := fault_of_real(ours, value) if ours in _REALS else fault_of_integer(ours, value, least):
+            raise damaged(file, f"{file.architecture}.{theirs} {fault}")
+    for name in filter(_TOKENS.fullmatch, file.metadata):
+        value = file.metadata[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise damaged(file, f"{name} must be the number of a token, but is {value!r}"[:200])
+
+
+def check_tensors(file: GGUFFile, config: Mapping[str, Any]) -> None:
+    """The numbers with each other and with the tensors."""
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
+    if heads % kv_heads:
+        raise _differ(file, "attention.head_count", heads, f"no multiple of attention.head_count_kv, {kv_heads}")
+    layers = {int(match.group(1)) for name in file.tensors if (match := _LAYER.match(name))}
+    if config["num_hidden_layers"] > len(layers):
+        raise _differ(file, "block_count", config["num_hidden_layers"], f"but the file has {len(layers)} layers")
+    vocab_size, width = _matrix(file, "token_embd.weight")
+    if config["hidden_size"] != width:
+        raise _differ(file, "embedding_length", config["hidden_size"], f"but token_embd.weight has {width} columns")
+    if not vocab_size:
+        raise damaged(file, "token_embd.weight has no rows")
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > vocab_size:
+        raise damaged(file, f"it names {len(tokens)} tokens, and token_embd.weight has {vocab_size} rows")
+
+
+def _matrix(file: GGUFFile, name: str) -> tuple[int, int]:
+    shape = file.tensors[name].shape
+    if len(shape) != 2:
+        raise damaged(file, f"{name} is {list(shape)}, but should be a matrix")
+    return shape[0], shape[1]
+
+
+def _differ(file: GGUFFile, entry: str, value: object, why: str) -> ModelError:
+    return damaged(file, f"{file.architecture}.{entry} is {value}, {why}")

@@ -17,26 +17,24 @@ from torch import nn
 from tqdm import tqdm
 
 from kvasir.attention.select import select as select_attention
-from kvasir.config import EngineConfig
+from kvasir.config.engine import EngineConfig
 from kvasir.distributed.mesh import Mesh
 from kvasir.errors import ConfigError, ModelError
-from kvasir.gguf_file import read_gguf
 from kvasir.kernels.cpu.memory import Arena
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.models import gguf, packed_cache, registry
-from kvasir.models.checkpoint import Safetensors, some
+from kvasir.models.checkpoint import KV_SCALES, Safetensors, load_kv_scales, some
 from kvasir.models.fallback import TransformersModel, load_fallback
 from kvasir.models.fused import BY_ROWS, Stored
-from kvasir.models.gguf_checkpoint import GGUFCheckpoint
-from kvasir.models.kv_scales import KV_SCALES, load_kv_scales
+from kvasir.models.gguf import GGUFCheckpoint
 from kvasir.models.native import LayerByLayer, NativeDecoder, on_the_cpu
 from kvasir.models.spec import Architecture, DecoderSpec, Names
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select as select_platform
 from kvasir.quantization.base import TensorKey
-from kvasir.quantization.cpu import CpuMethods
-from kvasir.quantization.cpu_vocabulary import VOCABULARIES
+from kvasir.quantization.cpu import VOCABULARIES, CpuMethods
 from kvasir.quantization.gguf import GGUFMethods, PackedRows
+from kvasir.quantization.gguf_file import read_gguf
 from kvasir.quantization.methods import Unquantized
 
 LoadedModel = Transformer | TransformersModel | NativeDecoder | LayerByLayer

@@ -12,38 +12,38 @@ from importlib.metadata import entry_points
 
 from kvasir.errors import ConfigError, ModelError
 from kvasir.log import get_logger
+from kvasir.models.config_reader import Config, check_numbers, listed
 from kvasir.models.spec import Architecture
-from kvasir.models.values import Config, check_numbers, listed
 
 logger = get_logger(__name__)
 PLUGINS = "kvasir.plugins"
 
 # Hugging Face's name -> where its Architecture is ("module:name"), or an Architecture itself.
 _ARCHITECTURES: dict[str, str | Architecture] = {
-    "LlamaForCausalLM": "kvasir.models.llama",
-    "MistralForCausalLM": "kvasir.models.mistral",
-    "MixtralForCausalLM": "kvasir.models.mixtral",
-    "Qwen2ForCausalLM": "kvasir.models.qwen2",
-    "Qwen2MoeForCausalLM": "kvasir.models.qwen2_moe",
-    "Qwen3ForCausalLM": "kvasir.models.qwen3",
-    "Qwen3MoeForCausalLM": "kvasir.models.qwen3_moe",
-    "GemmaForCausalLM": "kvasir.models.gemma",
-    "Gemma2ForCausalLM": "kvasir.models.gemma2",
-    "Gemma3ForCausalLM": "kvasir.models.gemma3",
-    "Phi3ForCausalLM": "kvasir.models.phi3",
-    "GPT2LMHeadModel": "kvasir.models.gpt2",
-    "GPTJForCausalLM": "kvasir.models.gptj",
-    "GPTNeoXForCausalLM": "kvasir.models.gpt_neox",
-    "OPTForCausalLM": "kvasir.models.opt",
-    "FalconForCausalLM": "kvasir.models.falcon",
-    "Starcoder2ForCausalLM": "kvasir.models.starcoder2",
-    "Olmo2ForCausalLM": "kvasir.models.olmo2",
-    "GraniteForCausalLM": "kvasir.models.granite",
-    "SmolLM3ForCausalLM": "kvasir.models.smollm3",
-    "CohereForCausalLM": "kvasir.models.cohere",
-    "Cohere2ForCausalLM": "kvasir.models.cohere2",
-    "StableLmForCausalLM": "kvasir.models.stablelm",
-    "InternLM2ForCausalLM": "kvasir.models.internlm2",
+    "LlamaForCausalLM": "kvasir.models.architectures.llama",
+    "MistralForCausalLM": "kvasir.models.architectures.mistral",
+    "MixtralForCausalLM": "kvasir.models.architectures.mixtral",
+    "Qwen2ForCausalLM": "kvasir.models.architectures.qwen2",
+    "Qwen2MoeForCausalLM": "kvasir.models.architectures.qwen2_moe",
+    "Qwen3ForCausalLM": "kvasir.models.architectures.qwen3",
+    "Qwen3MoeForCausalLM": "kvasir.models.architectures.qwen3_moe",
+    "GemmaForCausalLM": "kvasir.models.architectures.gemma",
+    "Gemma2ForCausalLM": "kvasir.models.architectures.gemma2",
+    "Gemma3ForCausalLM": "kvasir.models.architectures.gemma3",
+    "Phi3ForCausalLM": "kvasir.models.architectures.phi3",
+    "GPT2LMHeadModel": "kvasir.models.architectures.gpt2",
+    "GPTJForCausalLM": "kvasir.models.architectures.gptj",
+    "GPTNeoXForCausalLM": "kvasir.models.architectures.gpt_neox",
+    "OPTForCausalLM": "kvasir.models.architectures.opt",
+    "FalconForCausalLM": "kvasir.models.architectures.falcon",
+    "Starcoder2ForCausalLM": "kvasir.models.architectures.starcoder2",
+    "Olmo2ForCausalLM": "kvasir.models.architectures.olmo2",
+    "GraniteForCausalLM": "kvasir.models.architectures.granite",
+    "SmolLM3ForCausalLM": "kvasir.models.architectures.smollm3",
+    "CohereForCausalLM": "kvasir.models.architectures.cohere",
+    "Cohere2ForCausalLM": "kvasir.models.architectures.cohere2",
+    "StableLmForCausalLM": "kvasir.models.architectures.stablelm",
+    "InternLM2ForCausalLM": "kvasir.models.architectures.internlm2",
 }
 
 

@@ -16,7 +16,7 @@ from kvasir.layers.rope import (
     Scaling,
     YarnScaling,
 )
-from kvasir.models.values import Config, flag, integer, mapping, optional_real, real
+from kvasir.models.config_reader import Config, flag, integer, mapping, optional_real, real
 
 
 def read_rope(

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from kvasir.errors import ModelError
 from kvasir.layers.rope import RopeSpec
+from kvasir.models.config_reader import Config, flag, integer, listed, real
 from kvasir.models.fused import Stored
 from kvasir.models.rope import read_rope
-from kvasir.models.values import Config, flag, integer, listed, real
 
 # transformers' names of activations -> ours (kernels.ACTIVATIONS)
 ACTIVATIONS = {

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvasir.kernels.cpu.experts import PackedStack, multiply
 from kvasir.kernels.cpu.memory import Arena
-from kvasir.kernels.cpu.packed import BF16, GGUF, INT4, INT8, Format, Layout, PackedMatrix
+from kvasir.kernels.cpu.packed import BF16, GGUF, INT4, INT6, INT8, Format, Layout, PackedMatrix
 from kvasir.log import get_logger, warn_once
 from kvasir.quantization.base import LinearLayer, LinearMethod, TensorKey, UnquantizedLinear, parameter
-from kvasir.quantization.cpu_experts import CpuExperts
-from kvasir.quantization.experts import ExpertsMethod
+from kvasir.quantization.experts import ExpertsLayer, ExpertsMethod, UnquantizedExperts, part_of
 from kvasir.quantization.gguf import PackedRows, expanded
 
 logger = get_logger(__name__)
@@ -137,3 +137,75 @@ class CpuMethods:
 
     def experts(self, prefix: str) -> ExpertsMethod:
         return self._experts
+
+
+# ----------------------------------------------------------------
+# Experts in the CPU library's layouts, quantized while they are loaded where that is asked for.
+
+PLAIN_EXPERTS = UnquantizedExperts()  # the checkpoint's tensors are the same
+
+
+@dataclass(frozen=True)
+class CpuExperts:
+    """`gate_up` and `down` are the packed matrices' memory, [experts, bytes]; `stacks` say how to read them, once
+    everything is loaded."""
+
+    format: Format = BF16
+
+    def create(self, layer: ExpertsLayer, dtype: torch.dtype, device: torch.device) -> None:
+        for name, layout in self._layouts(layer).items():
+            shape = PackedStack.memory_shape(layout, layer.shape.num_experts)
+            setattr(layer, name, parameter(shape, torch.uint8, device))
+
+    def tensors(self, layer: ExpertsLayer) -> Mapping[TensorKey, tuple[int, ...]]:
+        return PLAIN_EXPERTS.tensors(layer)
+
+    def load(self, layer: ExpertsLayer, key: TensorKey, tensor: torch.Tensor) -> None:
+        part = part_of(layer.shape, key)
+        stack = PackedStack(self._layouts(layer)[part.stack], getattr(layer, part.stack).data)
+        stack.matrix(part.expert).fill(tensor[part.own], part.first)
+
+    def process(self, layer: ExpertsLayer) -> None:
+        stacks = {name: PackedStack(layout, getattr(layer, name).data) for name, layout in self._layouts(layer).items()}
+        layer.__dict__["stacks"] = stacks
+
+    def apply(
+        self, layer: ExpertsLayer, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, activation: str
+    ) -> torch.Tensor:
+        stacks: dict[str, PackedStack] = layer.__dict__["stacks"]
+        return multiply(stacks["gate_up"], stacks["down"], x, weights, chosen, activation)
+
+    def _layouts(self, layer: ExpertsLayer) -> dict[str, Layout]:
+        inner, hidden = layer.shape.num_own, layer.shape.hidden_size
+        return {"gate_up": Layout(self.format, 2 * inner, hidden), "down": Layout(self.format, hidden, inner)}
+
+
+# ----------------------------------------------------------------
+# Embedding and head in the CPU library's layouts.
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """How the library keeps the matrices at both ends."""
+
+    head: Format  # also of an embedding that is the head
+    as_in_file: bool = False  # a GGUF file's packed rows keep their numbers instead, also in the embedding
+
+    def keeps(self, rows: PackedRows) -> bool:
+        return self.as_in_file and rows.kind in GGUF
+
+
+# By `quantization`. The head is the last to be cut short.
+VOCABULARIES = {
+    None: Vocabulary(BF16),
+    "int8": Vocabulary(INT8),
+    "int4": Vocabulary(INT6),
+    "gguf": Vocabulary(BF16, as_in_file=True),
+}
+
+
+def pack_as_in_file(rows: PackedRows, bias: torch.Tensor | None) -> PackedMatrix:
+    layout = Layout(GGUF[rows.kind][1], *rows.shape)
+    matrix = PackedMatrix(layout, Arena().take(layout.num_bytes), bias)
+    matrix.fill_gguf(rows.data, rows.kind)
+    return matrix

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvasir.kernels.upload import upload
-from kvasir.messages import Extras, NewRow, PromptLogprobs, StepPlan
+from kvasir.messages import Extras, NewRow, Part, StepPlan
 from kvasir.sampling.stages import SampledRows, Stage, Stages, padded, room_for
 
 UNNAMED = -1
@@ -169,9 +170,19 @@ class PromptScores:
         return tensors
 
 
-def prompt_results(chunks: list[Chunk], arrays: Sequence[NDArray[np.generic]]) -> list[PromptLogprobs]:
-    """What `score` gave, once the host has it."""
-    return [
-        PromptLogprobs(chunk.line, chunk.start, *arrays[3 * i : 3 * i + 3])  # type: ignore[arg-type]
-        for i, chunk in enumerate(chunks)
-    ]
+def prompt_part(chunks: list[Chunk], arrays: Sequence[NDArray[Any]]) -> Part:
+    """What `score` gave, once the host has it. Chunks that want fewer log-probabilities than others are padded."""
+    lengths, most = [len(chunk.targets) for chunk in chunks], max(chunk.count for chunk in chunks)
+
+    def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        return np.concatenate([np.pad(part, ((0, 0), (0, 1 + most - part.shape[1]))) for part in parts])
+
+    return Part(
+        index=np.repeat(np.array([chunk.line for chunk in chunks], np.int32), lengths),
+        ints={
+            "positions": np.concatenate([np.arange(c.start, c.start + len(c.targets), dtype=np.int32) for c in chunks]),
+            "token_ids": joined(arrays[0 : 3 * len(chunks) : 3]),
+            "ranks": np.concatenate(arrays[2 : 3 * len(chunks) : 3]),
+        },
+        floats={"values": joined(arrays[1 : 3 * len(chunks) : 3])},
+    )

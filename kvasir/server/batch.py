@@ -19,7 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from msgspec import UNSET, UnsetType
 from pydantic import ValidationError
 
-from kvasir.async_llm import AsyncLLM
+from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.server import strict_json
 from kvasir.server.calls import Call, new_id
 from kvasir.server.errors import ApiError, as_api_error, openai_body

@@ -1,4 +1,4 @@
-"""The server's own settings, written once like the engine's (kvasir/config.py), and the flags made from them.
+"""The server's own settings, written once like the engine's (kvasir/config/engine.py), and the flags made from them.
 
 Imported by the command line before anything else, so it imports nothing heavy.
 """
@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
-from kvasir import starter
-from kvasir.args import EngineArgs, flag, flag_options, from_python
-from kvasir.config import Known, setting, settings_of
+from kvasir.config.args import EngineArgs, flag, flag_options, from_python
+from kvasir.config.engine import Known, setting, settings_of
 from kvasir.errors import ConfigError
+from kvasir.models import starter
 
 
 @dataclass(frozen=True)

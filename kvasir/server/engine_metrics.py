@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from kvasir import metrics
+from kvasir.frontend.requests import metrics
+from kvasir.frontend.requests.metrics import PREFIX
 from kvasir.messages import EngineStats
-from kvasir.metrics import PREFIX
 from kvasir.server.device import DeviceUse
 
 # What `metrics.read_metrics` names, in words.

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from prometheus_client.core import Metric
 
-from kvasir.messages import Int32Array
-from kvasir.metrics import PREFIX
-from kvasir.snapshot import RequestPicture, Snapshot
-from kvasir.transport.address import KEYS_PER_CLIENT
+from kvasir.engine.transport import KEYS_PER_CLIENT
+from kvasir.frontend.requests.metrics import PREFIX
+from kvasir.messages import Int32Array, RequestPicture, Snapshot
 
 # Names in the JSON, and the histograms they are read from.
 LATENCIES = {"ttft": PREFIX + "time_to_first_token_seconds", "itl": PREFIX + "inter_token_latency_seconds"}

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvasir import env
-from kvasir.args import read_config_file
-from kvasir.config import did_you_mean
+from kvasir.config import env
+from kvasir.config.args import read_config_file
+from kvasir.config.engine import did_you_mean
 from kvasir.errors import ConfigError
-from kvasir.frontend.terms import WEIGHTS
+from kvasir.frontend.requests.input import WEIGHTS
 from kvasir.log import get_logger
 from kvasir.server.config import ServerConfig
 

@@ -15,12 +15,13 @@ from typing import Any
 
 import uvicorn
 
-from kvasir import env, log
-from kvasir.async_llm import AsyncLLM
-from kvasir.config import EngineConfig
-from kvasir.env import LOG_FORMAT
+from kvasir import log
+from kvasir.config import env
+from kvasir.config.engine import EngineConfig
+from kvasir.config.env import LOG_FORMAT
+from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import ConfigError
-from kvasir.frontend.engines import Engines
+from kvasir.frontend.clients.engines import Engines
 from kvasir.log import get_logger
 from kvasir.server.app import make_app
 from kvasir.server.config import ServerConfig

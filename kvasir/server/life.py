@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvasir.async_llm import AsyncLLM
+from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import KvasirError
+from kvasir.frontend.requests.input import TokensPrompt
 from kvasir.log import get_logger
-from kvasir.prompts import TokensPrompt
 from kvasir.sampling_params import SamplingParams
 from kvasir.server.phases import DRAINING, FAILED, READY, STARTING, Phases
 from kvasir.server.state import ServerState

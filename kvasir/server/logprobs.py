@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.outputs import Logprob
 from kvasir.server.schema.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from kvasir.server.schema.completions import CompletionLogprobs

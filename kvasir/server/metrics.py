@@ -23,7 +23,7 @@ from prometheus_client import (
 from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from kvasir.metrics import PREFIX
+from kvasir.frontend.requests.metrics import PREFIX
 from kvasir.outputs import RequestMetrics
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each, which nobody reads

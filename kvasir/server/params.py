@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvasir.errors import RequestError
-from kvasir.frontend.input import default_sampling_params
+from kvasir.frontend.requests.input import default_sampling_params
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 from kvasir.server.calls import GOOD_ID, Call, is_good_id
 from kvasir.server.runs import Terms

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kvasir.errors import RequestError
-from kvasir.frontend.chat import check_reads, choose_template
-from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.prompts import TokensPrompt
+from kvasir.frontend.requests.input import TokensPrompt
+from kvasir.frontend.text.chat_template import check_reads, choose_template
+from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.server.errors import ApiError, too_large
 from kvasir.server.schema.chat import ChatTemplateFields
 from kvasir.server.state import ServerState

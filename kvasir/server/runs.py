@@ -11,10 +11,10 @@ import time
 from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field
 
-from kvasir.async_llm import AsyncLLM
+from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import RequestError
+from kvasir.frontend.requests.input import TokensPrompt
 from kvasir.outputs import RequestOutput
-from kvasir.prompts import TokensPrompt
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 from kvasir.server import run_log
 from kvasir.server.calls import Call

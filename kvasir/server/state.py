@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends
 from starlette.requests import HTTPConnection
 
-from kvasir.async_llm import AsyncLLM
+from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import EngineDeadError
+from kvasir.frontend.requests.metrics import sum_stats
 from kvasir.messages import EngineStats
-from kvasir.metrics import sum_stats
 from kvasir.sampling_params import SamplingParams
 from kvasir.server.config import ServerConfig
 from kvasir.server.device import Probe, probe_for

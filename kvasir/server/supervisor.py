@@ -18,10 +18,10 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
-from kvasir.async_llm import AsyncLLM
-from kvasir.config import EngineConfig
+from kvasir.config.engine import EngineConfig
+from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import EngineError
-from kvasir.frontend.engines import Engines
+from kvasir.frontend.clients.engines import Engines
 from kvasir.log import get_logger
 from kvasir.server.config import ServerConfig
 from kvasir.server.keys import load_keys

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from kvasir.config import EngineConfig
+from kvasir.config.engine import EngineConfig
 from kvasir.distributed.mesh import Mesh
 from kvasir.platforms import cpu_library
 from kvasir.platforms.limits import parse_cpus, share

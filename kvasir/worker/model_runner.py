@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.shared_prefixes import SharedPrefixes
 from kvasir.kernels.upload import upload
-from kvasir.messages import Logprobs, NewRow, StepPlan, StepResult
-from kvasir.sampling.logprobs import Chunk, PromptScores, TokenScores, prompt_results
+from kvasir.messages import LOGPROBS, PROMPT_LOGPROBS, NewRow, Part, SampleInputs, StepPlan, StepResult
+from kvasir.sampling.logprobs import Chunk, PromptScores, TokenScores, prompt_part
 from kvasir.sampling.sampler import Sampler, make_stages
 from kvasir.sampling.stages import SampledRows
 from kvasir.sampling.state import NO_LINES, Needs, SamplingState
@@ -132,8 +132,9 @@ class ModelRunner:
             keeper.open(new_rows)
 
     @torch.inference_mode()
-    def sample(self) -> DeviceResult:
+    def sample(self, inputs: SampleInputs | None = None) -> DeviceResult:
         """Launch sampling for the step last executed."""
+        assert inputs is None, "no row asks for inputs of the host yet"
         assert self._running is not None, "sample follows execute"
         running, self._running = self._running, None
         plan = running.plan
@@ -146,7 +147,8 @@ class ModelRunner:
 
         def finish(*arrays: NDArray[Any]) -> StepResult:
             result = sampled.result(plan, arrays[len(scores) :])
-            result.prompt_logprobs = prompt_results(chunks, arrays)
+            if chunks:
+                result.parts[PROMPT_LOGPROBS] = prompt_part(chunks, arrays)
             result.graphs = graphs
             return result
 
@@ -207,10 +209,11 @@ class Sampled:
         failures = None
         if self.step is not None and self.step.failures:
             failures = {int(self.lines[i]): said for i, said in self.step.failures.items()}
-        logprobs = None
+        parts = {}
         if len(self.needs.logprob_lines):
             ids, values, ranks = arrays[1:]
             if not self.needs.named:  # a graph's are a few more than anybody wants; of named ones nobody knows here
                 ids, values = (part[:, : 1 + self.needs.num_logprobs] for part in (ids, values))
-            logprobs = Logprobs(self.lines[self.needs.logprob_lines], ids, values, ranks)
-        return StepResult(token_ids, plan.samples.astype(np.int32), logprobs, failures=failures)
+            lines = self.lines[self.needs.logprob_lines]
+            parts[LOGPROBS] = Part(lines, {"token_ids": ids, "ranks": ranks}, {"values": values})
+        return StepResult(token_ids, plan.samples.astype(np.int32), parts, failures=failures)

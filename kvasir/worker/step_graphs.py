@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvasir import kernels
 from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.shared_prefixes import SharedPrefixes
-from kvasir.kernels.triton.decode_inputs import decode_inputs
+from kvasir.kernels.triton.cache_update import decode_inputs
 from kvasir.log import get_logger
 from kvasir.messages import MOST_GROUPS, GraphUse, Int32Array, StepPlan, most_groups
 from kvasir.models.transformer import Transformer

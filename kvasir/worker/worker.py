@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from kvasir import kernels, startup
-from kvasir.config import EngineConfig
+from kvasir.config.engine import EngineConfig
 from kvasir.distributed.mesh import Mesh
 from kvasir.errors import ConfigError, DeviceMemoryError
 from kvasir.log import get_logger
-from kvasir.messages import DeviceMemory, Extras, KVSpec, NewRow, RowSampling, StepCosts, StepPlan
+from kvasir.messages import DeviceMemory, Extras, KVSpec, NewRow, RowSampling, SampleInputs, StepCosts, StepPlan
 from kvasir.models.loader import LoadedModel, load
 from kvasir.models.native import LayerByLayer, NativeDecoder
 from kvasir.models.transformer import Transformer
@@ -227,10 +227,10 @@ class Worker:
         with self._here(), self._memory_errors(), self._step_threads():
             self.runner.execute(plan)
 
-    def sample(self) -> DeviceResult:
+    def sample(self, inputs: SampleInputs | None = None) -> DeviceResult:
         assert self.runner is not None, "allocate_kv comes before the first step"
         with self._here(), self._memory_errors(), self._step_threads():
-            return self.runner.sample()
+            return self.runner.sample(inputs)
 
     @contextmanager
     def _refusing_what_does_not_fit(self, what: str, settings: str) -> Iterator[None]:

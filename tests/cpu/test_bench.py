@@ -21,7 +21,7 @@ from kvasir.bench import throughput
 from kvasir.bench.runners import KvasirRunner
 from kvasir.bench.transformers_peer import TransformersRunner
 from kvasir.bench.workloads import Span, uniform
-from kvasir.cli.main import main
+from kvasir.entrypoints.cli.main import main
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 SETTINGS = {"dtype": "float32", "device": "cpu", "kv_cache_memory_bytes": 4_000_000, "max_num_seqs": 8}

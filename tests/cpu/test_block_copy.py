@@ -9,7 +9,7 @@ from kvasir.kernels import reference
 
 pytest.importorskip("triton")
 
-from kvasir.kernels.triton.block_copy import copy_blocks
+from kvasir.kernels.triton.cache_update import copy_blocks
 from tests.kernel_builders import DEVICE
 
 pytestmark = pytest.mark.kernel

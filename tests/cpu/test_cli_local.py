@@ -10,7 +10,7 @@ import pytest
 
 from kvasir import LLM, SamplingParams
 from kvasir.bench import startup as bench_startup
-from kvasir.cli.main import main
+from kvasir.entrypoints.cli.main import main
 from tests.model_builders import make_hf_model, save
 
 FLAGS = ["--device", "cpu", "--kv-cache-memory-bytes", "16m", "--max-model-len", "128", "--max-num-seqs", "4"]

@@ -18,12 +18,12 @@ import torch
 pytest.importorskip("gguf")
 
 from kvasir import LLM
-from kvasir.args import EngineArgs
+from kvasir.config.args import EngineArgs
+from kvasir.config.resolve import resolve
 from kvasir.errors import KvasirError, ModelError
-from kvasir.frontend.tokenizer_files import load_tokenizer
-from kvasir.gguf_file import GGUFFile, read_gguf
+from kvasir.frontend.text.tokenizer_files import load_tokenizer
 from kvasir.models.loader import load
-from kvasir.resolve import resolve
+from kvasir.quantization.gguf_file import GGUFFile, read_gguf
 from tests.gguf_builders import write_model
 from tests.model_builders import make_hf_model
 

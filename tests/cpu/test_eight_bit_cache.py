@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvasir import SamplingParams, resolve
-from kvasir.config import CacheConfig
+from kvasir import SamplingParams
+from kvasir.config import resolve
+from kvasir.config.engine import CacheConfig
 from kvasir.errors import ConfigError, ModelError
 from kvasir.kernels import reference
 from kvasir.models.loader import load_model

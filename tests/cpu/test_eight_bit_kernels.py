@@ -17,9 +17,9 @@ from kvasir.kernels.tiles import find_tiles
 pytest.importorskip("triton")
 
 from kvasir.attention.triton import TritonAttention
+from kvasir.kernels.triton.cache_update import rope_store
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode
 from kvasir.kernels.triton.paged_prefill import paged_prefill
-from kvasir.kernels.triton.rope_store import rope_store
 from tests.kernel_builders import DEVICE, DTYPES, GPU, attend, close, paged, randn, share
 
 pytestmark = pytest.mark.kernel

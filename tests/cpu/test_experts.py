@@ -16,7 +16,7 @@ from kvasir.kernels import reference
 from kvasir.kernels.cpu.experts import PackedStack, multiply
 from kvasir.kernels.cpu.packed import BF16, INT4, INT8, Format, Layout
 from kvasir.layers.base import Build
-from kvasir.layers.moe import Experts, MoE
+from kvasir.layers.mlp import Experts, MoE
 from kvasir.models import loader
 from kvasir.models.loader import load_model
 from kvasir.models.transformer import Transformer

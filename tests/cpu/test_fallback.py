@@ -111,7 +111,7 @@ def test_plugins_are_called_once_and_before_the_first_look(monkeypatch: pytest.M
 
     def plugin() -> None:
         calls.append(1)
-        ModelRegistry.register_model("Mine", "kvasir.models.llama:ARCHITECTURE")
+        ModelRegistry.register_model("Mine", "kvasir.models.architectures.llama:ARCHITECTURE")
 
     point = EntryPoint("mine", "somewhere:plugin", registry.PLUGINS)
     monkeypatch.setattr(EntryPoint, "load", lambda self: plugin)

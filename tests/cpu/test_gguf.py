@@ -16,8 +16,8 @@ from gguf import GGMLQuantizationType as Kind
 
 from kvasir import LLM, SamplingParams
 from kvasir.errors import ConfigError, ModelError
-from kvasir.frontend.tokenizer_files import load_tokenizer
-from kvasir.gguf_file import read_gguf
+from kvasir.frontend.text.tokenizer_files import load_tokenizer
+from kvasir.quantization.gguf_file import read_gguf
 from tests.cpu.test_engine import SMALL, check_logprobs, generate
 from tests.gguf_builders import write_model, write_tokenizer
 from tests.model_builders import TINY, make_hf_model

@@ -15,21 +15,20 @@ pytest.importorskip("gguf")
 import gguf
 from gguf import GGMLQuantizationType as Kind
 
-from kvasir.args import EngineArgs
+from kvasir.config.args import EngineArgs
+from kvasir.config.resolve import resolve
 from kvasir.distributed.mesh import Mesh
-from kvasir.gguf_file import read_gguf
 from kvasir.kernels.cpu.packed import BF16, GGUF, PLAIN, PackedMatrix
 from kvasir.layers.base import Build
 from kvasir.layers.embedding import Embedding, Head
 from kvasir.layers.linear import Linear, qkv_linear, row_linear
-from kvasir.models.gguf_checkpoint import GGUFCheckpoint
+from kvasir.models.gguf import GGUFCheckpoint
 from kvasir.models.loader import load
 from kvasir.models.native import NativeDecoder
 from kvasir.models.transformer import Transformer
-from kvasir.quantization.cpu import CpuMethods, matrix_of
-from kvasir.quantization.cpu_vocabulary import VOCABULARIES
+from kvasir.quantization.cpu import VOCABULARIES, CpuMethods, matrix_of
 from kvasir.quantization.gguf import PackedRows
-from kvasir.resolve import resolve
+from kvasir.quantization.gguf_file import read_gguf
 from tests.cpu.test_gguf import LARGE_ROWS, Written
 from tests.gguf_builders import random_blocks
 from tests.model_builders import PagedModel

@@ -18,7 +18,7 @@ import torch
 
 from kvasir import LLM, SamplingParams, kernels
 from kvasir.attention import select
-from kvasir.frontend.extras import ExtrasBuilder
+from kvasir.frontend.requests.extras import ExtrasBuilder
 from kvasir.sampling.logprobs import NamedTokens
 from kvasir.sampling.penalties import Penalties
 from kvasir.sampling.sampler import Sampler

@@ -10,19 +10,18 @@ import pytest
 import torch
 
 from kvasir.kernels import reference
-from kvasir.kernels.random import MASK, uniform
+from kvasir.kernels.reference import MASK, uniform
 
 pytest.importorskip("triton")
 
 from kvasir.kernels.tiles import find_tiles
-from kvasir.kernels.triton.activation import gated_activation
+from kvasir.kernels.triton.cache_update import rope_store
 from kvasir.kernels.triton.draw import draw
-from kvasir.kernels.triton.logit_floor import logit_floor
-from kvasir.kernels.triton.norm import add_rms_norm, rms_norm
+from kvasir.kernels.triton.filter_threshold import logit_floor
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode
 from kvasir.kernels.triton.paged_mixed import paged_mixed
 from kvasir.kernels.triton.paged_prefill import paged_prefill
-from kvasir.kernels.triton.rope_store import rope_store
+from kvasir.kernels.triton.pointwise import add_rms_norm, gated_activation, rms_norm
 from tests.kernel_builders import DEVICE, DTYPES, GPU, attend, close, paged, randn, share
 
 pytestmark = pytest.mark.kernel

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.kernels.random import uniform
+from kvasir.kernels.reference import uniform
 from kvasir.messages import NewRow, RowSampling
 from kvasir.sampling.logprobs import TokenScores, top_logprobs
 from kvasir.sampling.sampler import Sampler

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvasir import LLM, SamplingParams, starter
+from kvasir import LLM, SamplingParams
 from kvasir.errors import ConfigError, ModelError
+from kvasir.models import starter
 from tests.native_builders import require_library
 from tests.process_builders import run_timed, seconds_of_torch
 
@@ -109,7 +110,7 @@ def test_expanding_gives_what_the_gguf_package_gives(kind: str) -> None:
     import torch
     from gguf import GGMLQuantizationType, dequantize, quantize
 
-    from kvasir.quantization.gguf_blocks import EXPANDERS
+    from kvasir.quantization.gguf import EXPANDERS
 
     values = np.random.default_rng(1).normal(size=(37, 96)).astype(np.float32)
     packed = quantize(values, GGMLQuantizationType[kind])

@@ -11,8 +11,8 @@ from kvasir.kernels import reference
 
 pytest.importorskip("triton")
 
-from kvasir.kernels.triton.bitmask import mask_logits
-from kvasir.kernels.triton.logit_floor import logit_floor
+from kvasir.kernels.triton.filter_threshold import logit_floor
+from kvasir.kernels.triton.logit_rules import mask_logits
 from tests.kernel_builders import DEVICE, GPU
 
 pytestmark = pytest.mark.kernel

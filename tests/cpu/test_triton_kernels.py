@@ -18,20 +18,17 @@ from kvasir.attention import triton as triton_attention
 from kvasir.attention.base import AttentionBatch
 from kvasir.attention.triton import TritonAttention
 from kvasir.kernels.tiles import find_tiles
+from kvasir.kernels.triton import linear, shared_prefix
 from kvasir.kernels.triton import paged_decode as paged_decode_module
 from kvasir.kernels.triton import paged_prefill as paged_prefill_module
-from kvasir.kernels.triton import shared_prefix, tuned
-from kvasir.kernels.triton.activation import gated_activation
-from kvasir.kernels.triton.decode_inputs import decode_inputs
+from kvasir.kernels.triton.cache_update import decode_inputs, rope_store
 from kvasir.kernels.triton.draw import draw
-from kvasir.kernels.triton.gemv import gemv, takes
-from kvasir.kernels.triton.grouped_linear import grouped_linear
-from kvasir.kernels.triton.norm import add_rms_norm, rms_norm
+from kvasir.kernels.triton.experts import grouped_linear
+from kvasir.kernels.triton.linear import blocks_for, gemv, linear_parts, parts_for, takes, tile_linear
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode
 from kvasir.kernels.triton.paged_prefill import paged_prefill
-from kvasir.kernels.triton.rope_store import rope_store
+from kvasir.kernels.triton.pointwise import add_rms_norm, gated_activation, rms_norm
 from kvasir.kernels.triton.shared_prefix import choose_tiling
-from kvasir.kernels.triton.tile_linear import blocks_for, linear_parts, parts_for, tile_linear
 from tests.kernel_builders import DEVICE, DTYPES, GPU, attend, close, paged, randn, share
 
 pytestmark = pytest.mark.kernel
@@ -392,17 +389,17 @@ def test_parts_are_summed_by_the_norm(count: int, dtype: torch.dtype) -> None:
 def test_tiles_are_for_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = randn(20, 256, dtype=torch.float16), randn(128, 256, dtype=torch.float16)
     assert blocks_for(x, weight) is None
-    monkeypatch.setattr(tuned, "table", lambda name: {"tile 128x256 for 32": [64, 64, 4, 3]})
+    monkeypatch.setattr(linear, "table", lambda name: {"tile 128x256 for 32": [64, 64, 4, 3]})
     assert blocks_for(x, weight) == [64, 64, 4, 3]
     assert blocks_for(x[:16], weight) is None and blocks_for(x[:1], weight) is None
     assert blocks_for(x.float(), weight.float()) is None
     assert parts_for(x, weight) is None
-    monkeypatch.setattr(tuned, "table", lambda name: {"parts 128x256 for 32": [64, 64, 4, 3, 2]})
+    monkeypatch.setattr(linear, "table", lambda name: {"parts 128x256 for 32": [64, 64, 4, 3, 2]})
     assert parts_for(x, weight) == [64, 64, 4, 3, 2] and blocks_for(x, weight) is None
 
 
 def test_the_table_of_products_is_well_formed() -> None:
-    for entries in json.loads(tuned.DATA.read_text()).values():
+    for entries in json.loads(linear.DATA.read_text()).values():
         for key, blocks in entries.items():
             assert re.fullmatch(r"gemv (plain|norm|add|gated) \d+x\d+|(tile|parts) \d+x\d+ for \d+", key), key
             assert len(blocks) == {"gemv": 3, "tile": 4, "parts": 5}[key.split()[0]] and all(

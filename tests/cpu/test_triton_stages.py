@@ -13,8 +13,7 @@ from kvasir.kernels import ANY_TOKEN, reference
 
 pytest.importorskip("triton")
 
-from kvasir.kernels.triton.penalties import count_tokens, penalize
-from kvasir.kernels.triton.token_rules import add_bias, ban_words, push_tokens
+from kvasir.kernels.triton.logit_rules import add_bias, ban_words, count_tokens, penalize, push_tokens
 from tests.kernel_builders import DEVICE, GPU
 
 pytestmark = pytest.mark.kernel

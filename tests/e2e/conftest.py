@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.frontend.tokenizer_files import load_tokenizer
+from kvasir.frontend.text.tokenizer import Tokenizer
+from kvasir.frontend.text.tokenizer_files import load_tokenizer
 from tests.server_process import LiveServer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anthropic
 import pytest
 
-from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.frontend.text.tokenizer import Tokenizer
 from tests import web
 from tests.server_process import LiveServer, echoed
 

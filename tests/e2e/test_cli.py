@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvasir.cli.main import main
-from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.entrypoints.cli.main import main
+from kvasir.frontend.text.tokenizer import Tokenizer
 from tests import web
 from tests.server_process import LiveServer, echoed
 
@@ -107,7 +107,7 @@ def test_a_closed_loop_counts_every_token_and_text(bench: Bench, tokenizer: Toke
     assert (record["total_input_tokens"], record["total_output_tokens"]) == (240, 200)
     assert record["output_throughput"] == pytest.approx(200 / record["duration"])
     assert record["p50_ttft_ms"] <= record["p95_ttft_ms"] <= record["p99_ttft_ms"] <= record["p99_e2el_ms"]
-    from kvasir.bench.serve.prompts import Maker, Random
+    from kvasir.bench.serve.datasets import Maker, Random
 
     asked = Random(12, 10).prompts(Maker(tokenizer), 20)
     wanted = [echoed(tokenizer, prompt.content, 10) for prompt in asked]  # type: ignore[arg-type]

@@ -237,7 +237,7 @@ def stuck(config: Any) -> Any:
     gate = Path(os.environ["KVASIR_TEST_GATE"])
 
     class Stuck(EchoExecutor):
-        def sample(self) -> Any:
+        def sample(self, inputs: Any = None) -> Any:
             while gate.exists():
                 time.sleep(0.01)
             return super().sample()

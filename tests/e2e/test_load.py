@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.frontend.text.tokenizer import Tokenizer
 from tests import web
 from tests.server_process import LiveServer, echoed, until
 

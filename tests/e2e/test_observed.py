@@ -22,7 +22,7 @@ import httpx
 import openai
 import pytest
 
-from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.frontend.text.tokenizer import Tokenizer
 from tests import web
 from tests.e2e.test_load import port_of
 from tests.server_process import ROOT, LiveServer, echoed, metric_in, until

@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.types import CompletionUsage
 
-from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.frontend.text.tokenizer import Tokenizer
 from tests import web
 from tests.server_process import LiveServer, echoed, echoed_ids, events, until
 

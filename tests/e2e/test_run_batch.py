@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from kvasir import starter
-from kvasir.cli.main import main
-from kvasir.cli.run_batch import run_batch
+from kvasir.entrypoints.cli.main import main
+from kvasir.entrypoints.cli.run_batch import run_batch
 from kvasir.errors import ConfigError
 from kvasir.executor.fake import fake_config
-from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.frontend.text.tokenizer import Tokenizer
+from kvasir.models import starter
 from kvasir.server.config import ServerConfig
 from tests.server_process import echoed
 
@@ -185,7 +185,7 @@ def test_without_a_model_it_is_the_starter_under_its_name(
         asked = fake_config(vocab_size=49152, max_model_len=512, tokenizer=asked.model.model)
         return run_batch(asked, config, flags, ECHO)
 
-    monkeypatch.setattr("kvasir.cli.run_batch.run_batch", without_model)
+    monkeypatch.setattr("kvasir.entrypoints.cli.run_batch.run_batch", without_model)
     monkeypatch.setattr(starter, "find_starter_model", lambda: starter_model)
     batch.input.write_text(line("a", prompt="x", model=starter.NAME, **words(2)))
     assert main(["run-batch", "-i", str(batch.input), "-o", str(batch.output), "--disable-tqdm"]) == 0

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.frontend.text.tokenizer import Tokenizer
 from tests import web
 from tests.server_process import LiveServer, echoed, events
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvasir import LLM, SamplingParams
-from kvasir.frontend.extras import ExtrasBuilder
+from kvasir.frontend.requests.extras import ExtrasBuilder
 from tests.model_builders import make_hf_model, save
 
 pytestmark = pytest.mark.gpu

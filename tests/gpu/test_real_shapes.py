@@ -36,8 +36,8 @@ pytest.importorskip("triton")
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvasir.kernels import triton as fast
-from kvasir.kernels.triton import tuned
-from kvasir.kernels.triton.tile_linear import COUNTS
+from kvasir.kernels.triton import linear
+from kvasir.kernels.triton.linear import COUNTS
 from kvasir.worker.graph_shapes import MIXED_SIZES
 
 pytestmark = pytest.mark.gpu
@@ -65,7 +65,7 @@ class Evidence:
         """Whether this device's table has o and down in parts, or the head in tiles, for so many rows."""
         width, vocab = self.runner.model.embedding.weight.shape[1], self.runner.model.vocab_size
         begins = f"parts {width}x" if kind == "parts" else f"tile {vocab}x{width} "
-        known = tuned.table(torch.cuda.get_device_name())
+        known = linear.table(torch.cuda.get_device_name())
         return any(key.startswith(begins) and key.endswith(f" for {max(rows, COUNTS[0])}") for key in known)
 
 

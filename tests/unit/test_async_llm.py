@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvasir import AsyncEngineArgs, AsyncLLM, AsyncLLMEngine, EngineArgs
-from kvasir.config import all_settings
+from kvasir.config.engine import all_settings
 from kvasir.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
 from kvasir.executor.fake import fake_config
 from kvasir.outputs import RequestOutput
@@ -328,7 +328,7 @@ def test_two_clients_share_an_engine() -> None:
     program = (
         "import asyncio, sys\n"
         "from tests.process_builders import *\n"
-        "from kvasir.async_llm import AsyncLLM\n"
+        "from kvasir.entrypoints.async_llm import AsyncLLM\n"
         "llm = AsyncLLM.attach(sys.argv[1])\n"
         "async def work():\n"
         "    output = await last(llm, tokens(1, 2, 3), greedy(6))\n"

@@ -11,10 +11,10 @@ from types import ModuleType
 import pytest
 
 import kvasir
-from kvasir import vllm_settings
-from kvasir.args import EngineArgs
-from kvasir.cli import main as cli
-from kvasir.config import all_settings
+from kvasir.config import vllm_settings
+from kvasir.config.args import EngineArgs
+from kvasir.config.engine import all_settings
+from kvasir.entrypoints.cli import main as cli
 from kvasir.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -58,7 +58,7 @@ def test_bench_help_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bench_uses_the_starter_model_where_none_is_named(
     benchmark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvasir.starter.find_starter_model", lambda: Path("/no/such/starter.gguf"))
+    monkeypatch.setattr("kvasir.models.starter.find_starter_model", lambda: Path("/no/such/starter.gguf"))
     assert cli.main(["bench", benchmark]) == 2
     assert "/no/such/starter.gguf" in capsys.readouterr().err
 
@@ -66,7 +66,7 @@ def test_bench_uses_the_starter_model_where_none_is_named(
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A subcommand that takes every setting and prints the model."""
-    module = ModuleType("kvasir.cli.trial")
+    module = ModuleType("kvasir.entrypoints.cli.trial")
 
     def add_arguments(parser: ArgumentParser) -> None:
         EngineArgs.add_cli_args(parser)
@@ -76,8 +76,8 @@ def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return 0
 
     module.add_arguments, module.run = add_arguments, run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kvasir.cli.trial", module)
-    monkeypatch.setitem(cli.COMMANDS, "trial", ("kvasir.cli.trial", "try it"))
+    monkeypatch.setitem(sys.modules, "kvasir.entrypoints.cli.trial", module)
+    monkeypatch.setitem(cli.COMMANDS, "trial", ("kvasir.entrypoints.cli.trial", "try it"))
     return module
 
 
@@ -154,7 +154,7 @@ def test_a_bad_environment_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def in_a_process(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    program = "import sys; from kvasir.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; from kvasir.entrypoints.cli.main import main; sys.exit(main(sys.argv[1:]))"
     return subprocess.run(
         [sys.executable, "-c", program, *argv],
         capture_output=True,
@@ -167,7 +167,7 @@ def in_a_process(*argv: str, **environment: str) -> subprocess.CompletedProcess[
 def test_a_traceback_only_for_debugging() -> None:
     wrong = {"KVASIR_LOG_LEVEL": "nonsense"}
     assert in_a_process("--version", **wrong).stderr.startswith("kvasir: error: KVASIR_LOG_LEVEL=nonsense")
-    raising = "import kvasir.cli.main as m, kvasir.env as e, kvasir.errors as r\n"
+    raising = "import kvasir.entrypoints.cli.main as m, kvasir.config.env as e, kvasir.errors as r\n"
     raising += "def fail(): raise r.ConfigError('no')\ne.validate = fail\nm.main([])"
     shown = {}
     for level in ("DEBUG", "INFO"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir.cli import main as cli
-from kvasir.cli.help import help_on
-from kvasir.config import all_settings
+from kvasir.config.engine import all_settings
+from kvasir.entrypoints.cli import main as cli
+from kvasir.entrypoints.cli.help import help_on
 
 WITH_ENGINE_FLAGS = [
     *(["serve"], ["chat"], ["complete"], ["run-batch"]),

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvasir.cli import collect_env
-from kvasir.cli.main import main
+from kvasir.entrypoints.cli import collect_env
+from kvasir.entrypoints.cli.main import main
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -19,13 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvasir import platforms
-from kvasir.args import OLD_NAMES, EngineArgs, flag, parse_size
-from kvasir.cli.main import Parser
-from kvasir.config import EngineConfig, ModelConfig, all_settings
+from kvasir.config.args import OLD_NAMES, EngineArgs, flag, parse_size
+from kvasir.config.engine import EngineConfig, ModelConfig, all_settings
+from kvasir.config.resolve import resolve
+from kvasir.entrypoints.cli.main import Parser
 from kvasir.errors import ConfigError
 from kvasir.platforms import cpu_library
 from kvasir.platforms.cpu import CpuPlatform
-from kvasir.resolve import resolve
 
 ROOT = Path(__file__).parent.parent.parent
 HF = {

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvasir import LLM, LLMEngine
-from kvasir.async_llm import AsyncLLM
+from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import ConfigError, EngineDeadError, RequestError
 from kvasir.executor.fake import fake_config
-from kvasir.frontend.process_client import ProcessClient
-from kvasir.frontend.router import Router
+from kvasir.frontend.clients.process_client import ProcessClient
+from kvasir.frontend.clients.router import Router
 from kvasir.messages import EngineRequest
 from kvasir.sampling_params import BeamSearchParams
 from tests.builders import VOCAB, expected

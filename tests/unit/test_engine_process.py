@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvasir.async_llm import AsyncLLM
+from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from kvasir.executor.fake import fake_config
 from kvasir.sampling_params import BeamSearchParams
@@ -214,7 +214,7 @@ def test_an_owner_that_dies_while_the_engine_starts() -> None:
     program = (
         "import os\n"
         "from tests.process_builders import *\n"
-        "from kvasir.frontend.engines import Engines\n"
+        "from kvasir.frontend.clients.engines import Engines\n"
         "engines = Engines.start(fake_config(), starts_slowly)\n"
         "print(engines._processes[0].process.pid, engines.directory, flush=True)\n"
         "time.sleep(600)\n"

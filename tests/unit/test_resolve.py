@@ -17,12 +17,12 @@ import pytest
 from huggingface_hub import errors
 
 from kvasir import platforms
-from kvasir.args import EngineArgs
-from kvasir.config import EngineConfig
+from kvasir.config.args import EngineArgs
+from kvasir.config.engine import EngineConfig
+from kvasir.config.resolve import resolve
 from kvasir.errors import ConfigError, ModelError
 from kvasir.platforms import attention_packages, cpu_library
 from kvasir.platforms.cpu import CpuPlatform
-from kvasir.resolve import resolve
 
 ROOT = Path(__file__).parent.parent.parent
 GIB = 2**30
@@ -369,7 +369,8 @@ def hub_environment(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 def resolve_elsewhere(model: str, environment: dict[str, str]) -> Any:
     program = (
-        "import sys, json, dataclasses; from kvasir.args import EngineArgs; from kvasir.resolve import resolve;"
+        "import sys, json, dataclasses; from kvasir.config.args import EngineArgs;"
+        "from kvasir.config.resolve import resolve;"
         "print(json.dumps(dataclasses.asdict(resolve(EngineArgs(sys.argv[1], device='cpu')))))"
     )
     ran = subprocess.run(
@@ -571,7 +572,7 @@ def test_what_transformers_would_ignore_is_refused(
 
 
 def test_threads_are_shared_by_workers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvasir.resolve.usable_cpus", lambda: 7)
+    monkeypatch.setattr("kvasir.config.resolve.usable_cpus", lambda: 7)
     assert settle(model, device="cpu").device.cpu_threads == 7
     assert settle(model, device="cpu", tensor_parallel_size=2).device.cpu_threads == 3
     assert settle(model, device="cpu", cpu_threads=5).device.cpu_threads == 5

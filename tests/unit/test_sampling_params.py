@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvasir.config.checks import RepetitionDetectionParams
 from kvasir.errors import RequestError
-from kvasir.sampling_checks import RepetitionDetectionParams
 from kvasir.sampling_params import NOT_YET, RequestOutputKind, SamplingParams
 
 

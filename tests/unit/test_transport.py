@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from kvasir.engine import transport
+from kvasir.engine.transport import Address, Progress, as_one_sentence, client_of, identity, make_directory
 from kvasir.errors import ConfigError, EngineError, ModelError
 from kvasir.executor.fake import fake_config
-from kvasir.frontend.engine_launch import _environment
-from kvasir.frontend.streams import merge
+from kvasir.frontend.clients.launch import _environment
+from kvasir.frontend.clients.streams import merge
 from kvasir.messages import (
     BeamOutput,
     BeamSpec,
@@ -27,17 +29,12 @@ from kvasir.messages import (
     Finished,
     FinishReason,
     Hypothesis,
-    Logprobs,
-    PromptLogprobs,
+    Part,
     RowSampling,
     Started,
     Terms,
 )
 from kvasir.outputs import CompletionOutput, FlatLogprobs, RequestOutput
-from kvasir.transport import codec
-from kvasir.transport.address import Address, client_of, identity, make_directory
-from kvasir.transport.progress import Progress
-from kvasir.transport.words import as_one_sentence
 
 ids = arrays.arrays(np.int32, st.integers(0, 5))
 
@@ -60,11 +57,12 @@ ends = st.builds(Finished, numbers, st.sampled_from(FinishReason), st.none(), st
 starts = st.builds(Started, numbers, st.floats(0, 9), numbers)
 texts = st.lists(st.builds(Hypothesis, ids, st.just(0.5), st.just(-1.0)), max_size=2)
 searches = st.builds(BeamOutput, numbers, texts, numbers, st.booleans())
+columns = st.dictionaries(st.text(), ids | tables(np.int32), max_size=2)
+parts = st.builds(Part, ids, columns, st.dictionaries(st.text(), floats, max_size=2))
 outputs = st.builds(
     EngineOutput, arrays.arrays(np.int64, 3), tables(np.int32), ids,
-    st.none() | st.builds(Logprobs, ids, tables(np.int32), floats, ids),
+    st.dictionaries(st.text(), parts, max_size=2),
     st.lists(ends, max_size=2),
-    st.lists(st.builds(PromptLogprobs, numbers, numbers, tables(np.int32), floats, ids), max_size=2),
     st.lists(searches, max_size=2),
     st.lists(starts, max_size=2),
 )  # fmt: skip
@@ -79,33 +77,35 @@ def same(left: Any, right: Any) -> bool:
         return type(left) is type(right) and all(same(*pair) for pair in pairs)
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
     return type(left) is type(right) and left == right
 
 
 @settings(max_examples=60)
 @given(requests)
 def test_requests(request: EngineRequest) -> None:
-    data = codec.encode(request)
-    assert same(request, codec.decode_request(data))
-    assert codec.key_of(data) == request.key
+    data = transport.encode(request)
+    assert same(request, transport.decode_request(data))
+    assert transport.key_of(data) == request.key
 
 
 @settings(max_examples=60)
 @given(outputs)
 def test_outputs(output: EngineOutput) -> None:
-    assert same(output, codec.decode_output(codec.encode(output)))
+    assert same(output, transport.decode_output(transport.encode(output)))
 
 
 def test_what_cannot_cross() -> None:
     with pytest.raises(TypeError, match="function"):
-        codec.encode(Extras(1, processors=(lambda: None,)))
-    assert codec.key_of(b"\xc1") is None and codec.key_of(codec.encode([1])) is None
+        transport.encode(Extras(1, processors=(lambda: None,)))
+    assert transport.key_of(b"\xc1") is None and transport.key_of(transport.encode([1])) is None
 
 
 def test_every_field_of_a_request_is_written() -> None:
     """Somebody who adds a field of a kind that cannot cross should learn it here."""
     made = EngineRequest(1, np.zeros(1, np.int32), 2)
-    assert same(made, codec.decode_request(codec.encode(made)))
+    assert same(made, transport.decode_request(transport.encode(made)))
 
 
 def test_progress_is_seen_by_others(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_errors_are_one_sentence() -> None:
 
 
 def test_an_engines_share_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvasir.frontend.engine_launch.usable_cpus", lambda: 16)
+    monkeypatch.setattr("kvasir.frontend.clients.launch.usable_cpus", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     two = {"data_parallel_size": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvasir import LLM, AsyncLLM, LLMEngine
-from kvasir.vllm_methods import METHODS
+from kvasir.entrypoints.vllm_methods import METHODS
 
 KINDS = [LLM, LLMEngine, AsyncLLM]
 

@@ -11,13 +11,11 @@ from typing import Any, Protocol
 
 from kvasir import __version__
 from kvasir.bench import report
-from kvasir.bench.serve import figures, load
+from kvasir.bench.serve import load, results
 from kvasir.bench.serve.answer import Answer
-from kvasir.bench.serve.arrivals import Arrivals, from_trace
-from kvasir.bench.serve.files import Trace
-from kvasir.bench.serve.http import Client
-from kvasir.bench.serve.prompts import Maker, Prompt
-from kvasir.bench.serve.target import Endpoint, Served, find_tokenizer
+from kvasir.bench.serve.client import Client, Endpoint, Served, find_tokenizer
+from kvasir.bench.serve.datasets import Maker, Prompt, Trace
+from kvasir.bench.serve.load import Arrivals, from_trace
 from kvasir.errors import ConfigError
 
 
@@ -44,7 +42,7 @@ class ServeOptions:
     seed: int = 0
     metrics: Sequence[str] = ("ttft", "tpot", "itl", "e2el")
     percentiles: Sequence[float] = (50, 95, 99)
-    goodput: figures.Goodput | None = None
+    goodput: results.Goodput | None = None
     keep_details: bool = False
     progress: bool = True
 
@@ -61,9 +59,9 @@ def run(options: ServeOptions) -> dict[str, Any]:
         outcome = runner.run(_drive(options, planned))
     record = _conditions(options, served, prompts)
     record["left_out"] = len(dataset.entries) - len(dataset.fitting) if isinstance(dataset, Trace) else 0
-    record |= figures.measure(outcome, prompts, options.metrics, options.percentiles, options.goodput)
+    record |= results.measure(outcome, prompts, options.metrics, options.percentiles, options.goodput)
     if options.keep_details:
-        record |= figures.detailed(outcome, prompts)
+        record |= results.detailed(outcome, prompts)
     return record
 
 

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvasir.engine.cache.block_pool import BlockPool
-from kvasir.engine.cache.costs import SwapChoice
 from kvasir.engine.cache.prefix import is_private
-from kvasir.engine.cache.tier import NO_COPIES, Parked, TierStats
+from kvasir.engine.cache.tier import NO_COPIES, Parked, SwapChoice, TierStats
 from kvasir.messages import Int32Array
 
 

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.engine.cache.block_pool import BlockPool
-from kvasir.engine.cache.parking import keep_for_return
-from kvasir.engine.cache.prefix import extend_chain, in_group, is_private
+from kvasir.engine.cache.prefix import extend_chain, in_group, is_private, keep_for_return
 from kvasir.engine.cache.prefix_groups import Group, find_groups
 from kvasir.engine.cache.tier import NoTier, Parked, Tier
 from kvasir.messages import NULL_BLOCK, Int32Array

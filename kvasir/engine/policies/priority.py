@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvasir.engine.policies.base import Context, Policy
-from kvasir.engine.policies.heap import Heap
+from kvasir.engine.policies.base import Context, Heap, Policy
 from kvasir.engine.request import Request
 
 

@@ -5,18 +5,13 @@ What differs from step to step is exempt (`do_not_specialize`), so that no step 
 tokens.
 """
 
-from kvasir.kernels.triton.activation import gated_activation
-from kvasir.kernels.triton.bitmask import mask_logits
-from kvasir.kernels.triton.block_copy import copy_blocks
+from kvasir.kernels.triton.cache_update import copy_blocks, rope_store
 from kvasir.kernels.triton.draw import draw
-from kvasir.kernels.triton.gemv import gemv, is_fit, takes
-from kvasir.kernels.triton.grouped_linear import grouped_linear
-from kvasir.kernels.triton.logit_floor import logit_floor
-from kvasir.kernels.triton.norm import add_rms_norm, rms_norm
-from kvasir.kernels.triton.penalties import count_tokens, penalize
-from kvasir.kernels.triton.rope_store import rope_store
-from kvasir.kernels.triton.tile_linear import blocks_for, linear_parts, parts_for, tile_linear
-from kvasir.kernels.triton.token_rules import add_bias, ban_words, push_tokens
+from kvasir.kernels.triton.experts import grouped_linear
+from kvasir.kernels.triton.filter_threshold import logit_floor
+from kvasir.kernels.triton.linear import blocks_for, gemv, is_fit, linear_parts, parts_for, takes, tile_linear
+from kvasir.kernels.triton.logit_rules import add_bias, ban_words, count_tokens, mask_logits, penalize, push_tokens
+from kvasir.kernels.triton.pointwise import add_rms_norm, gated_activation, rms_norm
 
 __all__ = [
     "add_bias",

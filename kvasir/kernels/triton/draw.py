@@ -1,7 +1,7 @@
 """One token per row from its logits: the best one, or a draw at the row's temperature. Two reads of the logits at most.
 
 The first kernel leaves a maximum and a sum of weights per chunk of the vocabulary; the second picks the chunk and the
-token inside it by inverse CDF with the row's own number (see kernels/random.py, whose hash is repeated here).
+token inside it by inverse CDF with the row's own number (see kernels/reference.py, whose hash is repeated here).
 """
 
 from __future__ import annotations

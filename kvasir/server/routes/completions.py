@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request
 from msgspec import UNSET
 from starlette.responses import Response
 
+from kvasir.frontend.requests.input import TokensPrompt
 from kvasir.outputs import CompletionOutput, RequestOutput
-from kvasir.prompts import TokensPrompt
 from kvasir.sampling_params import SamplingParams
 from kvasir.server.answers import FINGERPRINT, StrictRoute, answers, reply, stream, unless_gone
 from kvasir.server.calls import Call, TheCall

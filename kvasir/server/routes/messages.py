@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from kvasir.frontend.requests.input import TokensPrompt
 from kvasir.outputs import CompletionOutput
-from kvasir.prompts import TokensPrompt
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 from kvasir.server.answers import StrictRoute, answers, reply, unless_gone
 from kvasir.server.anthropic_messages import conversation

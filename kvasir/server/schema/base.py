@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from kvasir.config import did_you_mean
+from kvasir.config.engine import did_you_mean
 from kvasir.server.schema.words import WORDS
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvasir.config import EngineConfig
+from kvasir.config.engine import EngineConfig
 from kvasir.executor.fake import DelayExecutor, Ready
-from kvasir.frontend.tokenizer_files import load_tokenizer
-from kvasir.messages import Int32Array, Logprobs, StepPlan, StepResult
+from kvasir.frontend.text.tokenizer_files import load_tokenizer
+from kvasir.messages import LOGPROBS, Int32Array, Part, SampleInputs, StepPlan, StepResult
 
 
 class Scripted(DelayExecutor):
@@ -20,7 +20,7 @@ class Scripted(DelayExecutor):
         self.said |= {new.row: 0 for new in plan.new_rows}
         super().execute(plan)
 
-    def sample(self) -> Ready:
+    def sample(self, inputs: SampleInputs | None = None) -> Ready:
         plan = self._plan
         assert plan is not None, "sample follows execute"
         tokens = np.zeros((len(plan.rows), 1), np.int32)
@@ -30,15 +30,16 @@ class Scripted(DelayExecutor):
             self.said[row] += 1
         result = StepResult(tokens, plan.samples.astype(np.int32))
         if plan.wants_logprobs:
-            result.logprobs = self._logprobs(tokens, np.flatnonzero(plan.samples).astype(np.int32))
+            result.parts[LOGPROBS] = self._logprobs(tokens, np.flatnonzero(plan.samples).astype(np.int32))
         return Ready(result, self.free_at)
 
-    def _logprobs(self, tokens: Int32Array, lines: Int32Array) -> Logprobs:
+    def _logprobs(self, tokens: Int32Array, lines: Int32Array) -> Part:
         """The token is half of it, its neighbours in the vocabulary the rest."""
         ids = tokens[lines] + np.arange(21, dtype=np.int32) - 1
         ids[:, 0] = tokens[lines, 0]
         values = np.log(0.5 ** np.maximum(np.arange(21, dtype=np.float32), 1))
-        return Logprobs(lines, ids, np.tile(values, (len(lines), 1)), np.ones(len(lines), np.int32))
+        ints = {"token_ids": ids, "ranks": np.ones(len(lines), np.int32)}
+        return Part(lines, ints, {"values": np.tile(values, (len(lines), 1))})
 
 
 def make(config: EngineConfig, text: str, delay: float) -> Scripted:

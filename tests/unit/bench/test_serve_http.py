@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kvasir.bench.serve.answer import Answer
-from kvasir.bench.serve.http import Client, Target
+from kvasir.bench.serve.client import Client, Target
 from kvasir.errors import ConfigError
 
 EVENTS = b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n'

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from kvasir.bench.serve import files
+from kvasir.bench.serve import datasets
 from kvasir.bench.serve.answer import Answer
-from kvasir.bench.serve.arrivals import Arrivals, from_trace
-from kvasir.bench.serve.figures import Goodput, measure
-from kvasir.bench.serve.load import Outcome
-from kvasir.bench.serve.prompts import Maker, PrefixRepetition, Prompt, Random
+from kvasir.bench.serve.datasets import Maker, PrefixRepetition, Prompt, Random
+from kvasir.bench.serve.load import Arrivals, Outcome, from_trace
+from kvasir.bench.serve.results import Goodput, measure
 from kvasir.errors import ConfigError
-from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.frontend.tokenizer_files import load_tokenizer
+from kvasir.frontend.text.tokenizer import Tokenizer
+from kvasir.frontend.text.tokenizer_files import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -188,12 +187,12 @@ def test_prefix_repetition_has_so_many_prefixes(tokenizer: Tokenizer) -> None:
 def test_sonnet_prompts_share_their_first_lines(tokenizer: Tokenizer, tmp_path: Path) -> None:
     poem = tmp_path / "poem.txt"
     poem.write_text("\n".join(f"Line {i}, and what it says of the {i * i} days" for i in range(80)))
-    dataset = files.sonnet(str(poem), input_len=200, prefix_len=60, output_len=9)
+    dataset = datasets.sonnet(str(poem), input_len=200, prefix_len=60, output_len=9)
     made = dataset.prompts(Maker(tokenizer), 10)
     assert all(170 <= prompt.num_tokens <= 200 and prompt.max_tokens == 9 for prompt in made)
     assert len({str(prompt.content)[:100] for prompt in made}) == 1 and len({p.content for p in made}) == 10
     with pytest.raises(ConfigError, match="has no room for a prefix"):
-        files.sonnet(str(poem), input_len=50).prompts(Maker(tokenizer), 1)
+        datasets.sonnet(str(poem), input_len=50).prompts(Maker(tokenizer), 1)
 
 
 def test_sharegpt_takes_lengths_from_the_known_answers(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -203,15 +202,15 @@ def test_sharegpt_takes_lengths_from_the_known_answers(tokenizer: Tokenizer, tmp
     ]
     file = tmp_path / "chats.json"
     file.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}, {"conversations": []}]))
-    made = files.sharegpt(str(file)).prompts(Maker(tokenizer), 3)
+    made = datasets.sharegpt(str(file)).prompts(Maker(tokenizer), 3)
     assert [prompt.content for prompt in made] == ["Tell me of the sea, please."] * 3, "too few are sent again"
     assert made[0].max_tokens == len(tokenizer.encode("It is wide and blue.", add_special_tokens=False))
-    assert files.sharegpt(str(file), output_len=4).prompts(Maker(tokenizer), 1)[0].max_tokens == 4
+    assert datasets.sharegpt(str(file), output_len=4).prompts(Maker(tokenizer), 1)[0].max_tokens == 4
     file.write_text("{}")
     with pytest.raises(ConfigError, match="ShareGPT's form|holds no conversation"):
-        files.sharegpt(str(file))
+        datasets.sharegpt(str(file))
     with pytest.raises(ConfigError, match=r"^--dataset-path /nope cannot be read"):
-        files.sharegpt("/nope")
+        datasets.sharegpt("/nope")
 
 
 # ---------------------------------------------------------------- traces
@@ -223,16 +222,16 @@ def test_azure_trace(tokenizer: Tokenizer, tmp_path: Path) -> None:
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,30,9\n"
     )
-    trace = files.trace(str(file))
+    trace = datasets.trace(str(file))
     made = trace.prompts(Maker(tokenizer), 10)
     assert [(prompt.num_tokens, prompt.max_tokens) for prompt in made] == [(374, 44), (30, 9)]
     assert made[1].at - made[0].at == pytest.approx(4.314579)  # type: ignore[operator]
-    assert len(files.trace(str(file), max_model_len=100).fitting) == 1
+    assert len(datasets.trace(str(file), max_model_len=100).fitting) == 1
     with pytest.raises(ConfigError, match="Every request of the trace is longer"):
-        files.trace(str(file), max_model_len=10).prompts(Maker(tokenizer), 1)
+        datasets.trace(str(file), max_model_len=10).prompts(Maker(tokenizer), 1)
     file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n")
     with pytest.raises(ConfigError, match="line 2: not a line of an Azure trace"):
-        files.trace(str(file))
+        datasets.trace(str(file))
 
 
 def test_mooncake_blocks_of_one_name_are_equal(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -242,7 +241,7 @@ def test_mooncake_blocks_of_one_name_are_equal(tokenizer: Tokenizer, tmp_path: P
     ]
     file = tmp_path / "trace.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
-    first, second = files.trace(str(file)).prompts(Maker(tokenizer), 2)
+    first, second = datasets.trace(str(file)).prompts(Maker(tokenizer), 2)
     assert (first.at, second.at) == (0.0, 3.0), "in the order of time"
     assert (len(first.content), len(second.content)) == (1100, 1300)
     assert first.content[:512] == second.content[:512] and first.content[512:1024] != second.content[512:1024]
@@ -258,6 +257,6 @@ def test_mooncake_blocks_of_one_name_are_equal(tokenizer: Tokenizer, tmp_path: P
     ],
 )
 def test_real_traces_are_read_whole(test_data: Path, name: str, count: int) -> None:
-    entries = files.trace(str(test_data / "traces" / name)).entries
+    entries = datasets.trace(str(test_data / "traces" / name)).entries
     assert len(entries) == count
     assert all(a.at <= b.at for a, b in pairwise(entries))

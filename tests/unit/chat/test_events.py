@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir.chat.remote import events
+from kvasir.entrypoints.cli.chat_backend import events
 
 STREAM = 'data: {"a": "é\u2028"}\r\n\r\n: a comment\n\nid: 5\ndata:{"b":\ndata: 1}\n\ndata: [DONE]\n\n'.encode()
 

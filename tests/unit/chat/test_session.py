@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvasir.chat import terminal
-from kvasir.chat.backend import Message, Piece, Usage
-from kvasir.chat.session import Leave, Session
-from kvasir.chat.terminal import finished_until, read, write
+from kvasir.entrypoints.cli import chat_terminal
+from kvasir.entrypoints.cli.chat_backend import Message, Piece, Usage
+from kvasir.entrypoints.cli.chat_session import Leave, Session
+from kvasir.entrypoints.cli.chat_terminal import finished_until, read, write
 from kvasir.errors import RequestError
 
 
@@ -190,8 +190,8 @@ def plain_console(out: io.StringIO) -> Console:
 def test_plain_text_where_there_is_no_terminal(session: Session) -> None:
     out = io.StringIO()
     console = plain_console(out)
-    assert terminal.ask(session, console, "**one** two", markdown=True) == 0
-    assert terminal.ask(session, console, "fail", markdown=True) == 1
+    assert chat_terminal.ask(session, console, "**one** two", markdown=True) == 0
+    assert chat_terminal.ask(session, console, "fail", markdown=True) == 1
     assert out.getvalue() == "**one** two \nthat was too much\n"
 
 
@@ -199,7 +199,7 @@ def test_a_whole_conversation(session: Session, monkeypatch: pytest.MonkeyPatch)
     typed = iter(["hello there", "/reset", "", "/again", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     out = io.StringIO()
-    assert terminal.talk(session, plain_console(out)) == 0
+    assert chat_terminal.talk(session, plain_console(out)) == 0
     lines = out.getvalue().splitlines()
     assert lines[0].startswith("parrot") and lines[1] == "hello there "
     assert lines[2:4] == ["the conversation is forgotten", "nothing was asked yet"]

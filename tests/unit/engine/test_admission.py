@@ -8,8 +8,8 @@ import pytest
 
 from kvasir.engine.admission import QueueLimits
 from kvasir.engine.core import EngineCore
-from kvasir.engine.pace import Pace
 from kvasir.engine.policies import Context, EarliestDeadlineFirst, FirstComeFirstServed
+from kvasir.engine.service_rate import Pace
 from kvasir.errors import OverloadedError
 from kvasir.messages import BeamSpec, FinishReason, Terms
 from tests.builders import Clock, ScoringExecutor, expected, make_core, request, run

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvasir.config import CacheConfig, EngineConfig, ModelConfig
-from kvasir.engine.build_tier import host_blocks, make_tier
-from kvasir.engine.cache.costs import Always, CostModel
+from kvasir.config.engine import CacheConfig, EngineConfig, ModelConfig
+from kvasir.engine.build import host_blocks, make_tier
 from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.prefix import private_name
-from kvasir.engine.cache.tier import NoTier, Parked
+from kvasir.engine.cache.tier import Always, CostModel, NoTier, Parked
 from kvasir.engine.core import EngineCore
 from kvasir.errors import ConfigError
 from kvasir.executor.fake import DelayExecutor

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvasir.engine.lifelines import Lifelines
+from kvasir.engine.liveness import Lifelines
 from kvasir.engine.service import Service
-from kvasir.logits_processors import StartupProcessors
-from kvasir.transport.address import Address, make_directory, remove_directory
-from kvasir.transport.progress import Progress
+from kvasir.engine.transport import Address, Progress, make_directory, remove_directory
+from kvasir.sampling.startup_processors import StartupProcessors
 from tests.builders import make_core
 
 

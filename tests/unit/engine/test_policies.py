@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvasir.config import POLICY_NAMES
+from kvasir.config.engine import POLICY_NAMES
 from kvasir.engine.policies import (
     POLICIES,
     Context,
@@ -22,7 +22,7 @@ from kvasir.engine.policies import (
     WeightedRoundRobin,
     make_policy,
 )
-from kvasir.engine.policies.heap import Heap
+from kvasir.engine.policies.base import Heap
 from kvasir.engine.request import Request
 from kvasir.errors import ConfigError
 from kvasir.messages import Terms

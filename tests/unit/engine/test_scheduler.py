@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvasir import metrics
 from kvasir.engine.cache import prefix_groups
 from kvasir.engine.scheduler import Scheduler
 from kvasir.errors import RequestError
+from kvasir.frontend.requests import metrics
 from kvasir.messages import FinishReason, StepResult
 from tests.builders import Clock, check_blocks, expected, make_core, make_scheduler, request, run
 

@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 import zmq
 
-from kvasir.engine.service import Service
-from kvasir.engine.split import split
+from kvasir.engine import transport
+from kvasir.engine.service import Service, split
+from kvasir.engine.transport import KEYS_PER_CLIENT, Address, Progress, identity, make_directory
 from kvasir.errors import EngineError, OverloadedError, RequestError
-from kvasir.logits_processors import StartupProcessors
-from kvasir.messages import EngineOutput, EngineRequest, Finished, FinishReason, Logprobs, PromptLogprobs
-from kvasir.transport import codec, words
-from kvasir.transport.address import KEYS_PER_CLIENT, Address, identity, make_directory
-from kvasir.transport.progress import Progress
+from kvasir.messages import LOGPROBS, PROMPT_LOGPROBS, EngineOutput, EngineRequest, Finished, FinishReason, Part
+from kvasir.sampling.startup_processors import StartupProcessors
 
 
 class ListCore:
@@ -86,11 +84,11 @@ class World:
         self.service.turn()
 
     def add(self, client: int, key: int) -> None:
-        self.send(client, words.ADD, codec.encode(request(client, key)))
+        self.send(client, transport.ADD, transport.encode(request(client, key)))
 
     def receive(self, client: int) -> Any:
         kind, data = self.clients[client].recv_multipart()
-        return codec.decode_output(data) if kind == words.OUTPUT else words.read(data)
+        return transport.decode_output(data) if kind == transport.OUTPUT else transport.read(data)
 
     def close(self) -> None:
         for client in self.clients.values():
@@ -132,11 +130,11 @@ def test_errors_of_add_come_back_as_they_are(world: World) -> None:
 
 
 def test_what_cannot_be_read_is_answered_where_there_is_a_key(world: World) -> None:
-    world.send(0, words.ADD, codec.encode({"key": 5, "prompt_token_ids": "no array"}))
+    world.send(0, transport.ADD, transport.encode({"key": 5, "prompt_token_ids": "no array"}))
     refused = world.receive(0)
     assert refused.key == 5 and isinstance(refused.error, EngineError)
-    world.send(0, words.ADD, b"\xc1")
-    world.send(0, words.ADD, codec.encode(request(1, 9)))
+    world.send(0, transport.ADD, b"\xc1")
+    world.send(0, transport.ADD, transport.encode(request(1, 9)))
     assert world.receive(0).key == number(1, 9), "another client's range of keys is not to be used"
     world.add(0, 1)
     assert world.core.scheduler == [1]
@@ -168,43 +166,39 @@ def test_a_client_that_leaves_has_its_requests_aborted(world: World) -> None:
 
 
 def test_aborts_and_questions(world: World) -> None:
-    world.send(0, words.ABORT, codec.encode([(3, None), (4, 2)]))
+    world.send(0, transport.ABORT, transport.encode([(3, None), (4, 2)]))
     assert world.core.aborted == [3, 4]
-    world.send(0, words.ASK, words.write(words.Question(11, "has_work", ())))
+    world.send(0, transport.ASK, transport.write(transport.Question(11, "has_work", ())))
     answer = world.receive(0)
     assert answer.number == 11 and answer.value is False and answer.error is None
-    world.send(0, words.ASK, words.write(words.Question(12, "abort", (1, 2, 3))))
+    world.send(0, transport.ASK, transport.write(transport.Question(12, "abort", (1, 2, 3))))
     assert "TypeError" in str(world.receive(0).error)
     world.core.generator = lambda: (x for x in ())
-    world.send(0, words.ASK, words.write(words.Question(13, "generator", ())))
+    world.send(0, transport.ASK, transport.write(transport.Question(13, "generator", ())))
     answer = world.receive(0)
     assert answer.number == 13 and "cannot" in str(answer.error), "an answer that cannot be sent is said to be one"
-    world.send(0, words.ASK, b"nonsense")
-    world.send(0, words.ASK, words.write(words.Question(14, "has_work", ())))
+    world.send(0, transport.ASK, b"nonsense")
+    world.send(0, transport.ASK, transport.write(transport.Question(14, "has_work", ())))
     assert world.receive(0).number == 14, "the engine goes on"
 
 
 def test_split_gives_each_client_its_lines() -> None:
-    keys = np.array([number(c, k) for c, k in ((0, 1), (3, 1), (0, 2), (3, 2))])
-    logprobs = Logprobs(
-        np.array([1, 2], np.int32), np.array([[5], [6]], np.int32), np.zeros((2, 1), np.float32), np.ones(2, np.int32)
-    )
-    prompt = PromptLogprobs(
-        number(5, 1), 0, np.ones((1, 2), np.int32), np.zeros((1, 2), np.float32), np.ones(1, np.int32)
-    )
+    keys = np.array([number(c, k) for c, k in ((0, 1), (3, 1), (0, 2), (3, 2), (5, 1))])
+    logprobs = Part(np.array([1, 2], np.int32), {"token_ids": np.array([[5], [6]], np.int32)})
+    prompt = Part(np.array([4], np.int32), floats={"values": np.ones((1, 2), np.float32)})
     output = EngineOutput(
         keys,
-        np.arange(4, dtype=np.int32)[:, None],
-        np.ones(4, np.int32),
-        logprobs,
+        np.arange(5, dtype=np.int32)[:, None],
+        np.array([1, 1, 1, 1, 0], np.int32),
+        {LOGPROBS: logprobs, PROMPT_LOGPROBS: prompt},
         [Finished(number(3, 2), FinishReason.STOP, None, None)],
-        [prompt],
     )
     parts = dict(split(output))
     assert sorted(parts) == [0, 3, 5]
     assert parts[0].token_ids.tolist() == [[0], [2]] and parts[3].token_ids.tolist() == [[1], [3]]
-    assert parts[0].logprobs is not None and parts[0].logprobs.index.tolist() == [1]
-    assert parts[0].logprobs.token_ids.tolist() == [[6]]
-    assert parts[3].logprobs is not None and parts[3].logprobs.token_ids.tolist() == [[5]]
+    assert parts[0].parts.keys() == parts[3].parts.keys() == {LOGPROBS}
+    assert parts[0].parts[LOGPROBS].index.tolist() == [1]
+    assert parts[0].parts[LOGPROBS].ints["token_ids"].tolist() == [[6]]
+    assert parts[3].parts[LOGPROBS].ints["token_ids"].tolist() == [[5]]
     assert [end.key for end in parts[3].finished] == [number(3, 2)] and not parts[0].finished
-    assert len(parts[5].keys) == 0 and parts[5].prompt_logprobs == [prompt]
+    assert parts[5].counts.tolist() == [0] and parts[5].parts[PROMPT_LOGPROBS].floats["values"].tolist() == [[1, 1]]

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from kvasir.engine import watch
-from kvasir.engine.watch import StepLog, Unwatched
-from kvasir.snapshot import Snapshot
+from kvasir.engine import snapshot
+from kvasir.engine.snapshot import StepLog, Unwatched
+from kvasir.messages import Snapshot
 from tests.builders import make_core, request, run
 
 PROMPT = [*range(1, 12)]  # two full blocks of four, and a half one
@@ -66,7 +66,7 @@ def test_progress_of_running_and_waiting_requests() -> None:
 
 def test_steps_are_remembered_only_while_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 100.0
-    monkeypatch.setattr(watch.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(snapshot.time, "monotonic", lambda: clock)
     core = make_core()
     core.add(request(1, PROMPT, max_tokens=40))
     core.run_step()
@@ -81,10 +81,10 @@ def test_steps_are_remembered_only_while_somebody_watches(monkeypatch: pytest.Mo
         (3, 0, 2, 2),
     ]
     assert core.snapshot(since_step=2).steps == steps[1:]
-    clock += watch.PATIENCE / 2
+    clock += snapshot.PATIENCE / 2
     core.run_step()
     assert isinstance(core.watch, StepLog)
-    clock += watch.PATIENCE
+    clock += snapshot.PATIENCE
     core.run_step()
     assert isinstance(core.watch, Unwatched)
 

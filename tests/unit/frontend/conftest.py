@@ -12,8 +12,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
-from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.frontend.tokenizer_files import load_tokenizer
+from kvasir.frontend.text.tokenizer import Tokenizer
+from kvasir.frontend.text.tokenizer_files import load_tokenizer
 
 REAL = ("deepseek_v3", "gpt2", "llama3_1", "mistral_nemo", "qwen2_5")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvasir.errors import RequestError
-from kvasir.frontend.chat import ChatTemplate, check_reads, choose_template, compile_template
+from kvasir.frontend.text.chat_template import ChatTemplate, check_reads, choose_template, compile_template
 
 TEMPLATES = [
     "CohereForAI-c4ai-command-r7b-12-2024-tool_use",

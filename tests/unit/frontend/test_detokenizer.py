@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvasir.frontend.detokenizer import Detokenizer, incremental, whole
-from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.frontend.text.detokenizer import Detokenizer, incremental, whole
+from kvasir.frontend.text.tokenizer import Tokenizer
 from tests.unit.frontend.conftest import RealTokenizers
 
 TEXTS = ["Hello world", "日本語 👩‍👩‍👧‍👦 é", "  spaces \n\n\t tabs", "🤖" * 10, "नमस्ते 한국어", "x\ufffdy\ufffd"]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvasir.engine import transport
 from kvasir.errors import OverloadedError, RequestError
 from kvasir.executor.fake import fake_config
-from kvasir.frontend.engines import Engines
+from kvasir.frontend.clients.engines import Engines
 from kvasir.messages import EngineOutput, EngineRequest, Extras, Finished, FinishReason, RowSampling
-from kvasir.transport import words
 from tests.builders import request
 
 
@@ -60,7 +60,7 @@ def load(engines: Engines) -> int:
 def test_with_a_refused_request_its_forks_are_forgotten(engines: Engines) -> None:
     engines.add(family(0, forks=3))
     assert engines.num_unfinished == 4 and load(engines) > 0
-    say(engines, words.Refused(0, OverloadedError("full", 1.0)))
+    say(engines, transport.Refused(0, OverloadedError("full", 1.0)))
     assert engines.num_unfinished == load(engines) == len(engines._forks) == 0
 
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvasir.config import ModelConfig
+from kvasir.config.checks import RepetitionDetectionParams
+from kvasir.config.engine import ModelConfig
 from kvasir.errors import ConfigError, RequestError
-from kvasir.frontend.detokenizer import incremental, whole
-from kvasir.frontend.extras import ExtrasBuilder
-from kvasir.frontend.stop import Repetitions
-from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.frontend.requests.extras import ExtrasBuilder
+from kvasir.frontend.text.detokenizer import incremental, whole
+from kvasir.frontend.text.stop import Repetitions
+from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.outputs import FlatLogprobs, Logprob
-from kvasir.sampling_checks import RepetitionDetectionParams
 from kvasir.sampling_params import SamplingParams
 
 

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvasir.config import EngineConfig, ModelConfig, ParallelConfig
+from kvasir.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from kvasir.errors import ModelError, RequestError
-from kvasir.frontend.input import InputProcessor, default_sampling_params
-from kvasir.frontend.output import RequestState
-from kvasir.frontend.tokenizer import Tokenizer
+from kvasir.frontend.requests.input import InputProcessor, PromptType, default_sampling_params
+from kvasir.frontend.requests.output import RequestState
+from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.messages import EngineRequest
-from kvasir.prompts import PromptType
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvasir.config import EngineConfig, ModelConfig
+from kvasir.config.engine import EngineConfig, ModelConfig
 from kvasir.errors import RequestError
-from kvasir.frontend.fanout import process_all
-from kvasir.frontend.input import InputProcessor
-from kvasir.frontend.output import OutputProcessor, StopAbort
-from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.messages import EngineOutput, Finished, FinishReason, Logprobs, Started
+from kvasir.frontend.requests.choices import process_all
+from kvasir.frontend.requests.input import InputProcessor
+from kvasir.frontend.requests.output import OutputProcessor, StopAbort
+from kvasir.frontend.text.tokenizer import Tokenizer
+from kvasir.messages import LOGPROBS, EngineOutput, Finished, FinishReason, Part, Started
 from kvasir.outputs import RequestOutput
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 
@@ -46,7 +46,7 @@ class Frontend:
         assert self.output.process(output, float(next(self.time))) == ([], [])
 
     def step(
-        self, tokens: dict[int, list[int]], *finished: Finished, logprobs: Logprobs | None = None
+        self, tokens: dict[int, list[int]], *finished: Finished, logprobs: Part | None = None
     ) -> tuple[list[RequestOutput], list[StopAbort]]:
         width = max(map(len, tokens.values()), default=1)
         lines = [line + [-1] * (width - len(line)) for line in tokens.values()]
@@ -54,12 +54,12 @@ class Frontend:
             np.array(list(tokens), np.int64),
             np.array(lines, np.int32).reshape(len(lines), width),
             np.array([len(line) for line in tokens.values()], np.int32),
-            logprobs,
+            {} if logprobs is None else {LOGPROBS: logprobs},
             list(finished),
         )
         return self.output.process(output, float(next(self.time)))
 
-    def one(self, tokens: list[int], *finished: Finished, logprobs: Logprobs | None = None) -> RequestOutput:
+    def one(self, tokens: list[int], *finished: Finished, logprobs: Part | None = None) -> RequestOutput:
         """A step of request 0 alone, which gives exactly one output and no abort."""
         [output], aborts = self.step({0: tokens}, *finished, logprobs=logprobs)
         assert aborts == []
@@ -323,10 +323,9 @@ def _tell(
 # ---------------------------------------------------------------- logprobs
 
 
-def _logprobs(index: list[int], ids: list[list[int]], values: list[list[float]], ranks: list[int]) -> Logprobs:
-    return Logprobs(
-        np.array(index, np.int32), np.array(ids, np.int32), np.array(values, np.float32), np.array(ranks, np.int32)
-    )
+def _logprobs(index: list[int], ids: list[list[int]], values: list[list[float]], ranks: list[int]) -> Part:
+    ints = {"token_ids": np.array(ids, np.int32), "ranks": np.array(ranks, np.int32)}
+    return Part(np.array(index, np.int32), ints, {"values": np.array(values, np.float32)})
 
 
 def test_logprobs_of_sampled_and_likeliest_tokens(frontend: Frontend) -> None:

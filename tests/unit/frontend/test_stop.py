@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvasir.frontend.stop import StopStrings
+from kvasir.frontend.text.stop import StopStrings
 
 
 def _feed(stops: StopStrings, pieces: list[str]) -> tuple[str, str | None, list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvasir.errors import RequestError
-from kvasir.frontend.terms import make_terms
+from kvasir.frontend.requests.input import make_terms
 
 
 def test_nothing_asked_is_a_plain_request_that_comes_now() -> None:

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvasir.config import ModelConfig
+from kvasir.config.engine import ModelConfig
 from kvasir.errors import ConfigError, ModelError, RequestError
-from kvasir.frontend.tokenizer import Tokenizer
-from kvasir.frontend.tokenizer_files import TransformersTokenizer, load_tokenizer, tokenizer_of
+from kvasir.frontend.text.tokenizer import Tokenizer
+from kvasir.frontend.text.tokenizer_files import TransformersTokenizer, load_tokenizer, tokenizer_of
 from tests.unit.frontend.conftest import RealTokenizers
 
 CORPUS = [
@@ -287,9 +287,9 @@ def test_python_tokenizers_have_the_same_surface(tmp_path: Path) -> None:
 def test_neither_transformers_nor_torch_is_imported(sentencepiece_dir: Path) -> None:
     code = f"""
 import sys
-from kvasir.frontend.input import InputProcessor
-from kvasir.frontend.output import OutputProcessor
-from kvasir.frontend.tokenizer_files import load_tokenizer
+from kvasir.frontend.requests.input import InputProcessor
+from kvasir.frontend.requests.output import OutputProcessor
+from kvasir.frontend.text.tokenizer_files import load_tokenizer
 load_tokenizer({str(sentencepiece_dir)!r}).apply_chat_template([{{"role": "user", "content": "x"}}], chat_template="x")
 assert not {{"torch", "transformers"}} & set(sys.modules), "the API process must stay light"
 """

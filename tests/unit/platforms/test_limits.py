@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvasir import platforms
-from kvasir.config import DeviceConfig, EngineConfig, ModelConfig, ParallelConfig
+from kvasir.config.engine import DeviceConfig, EngineConfig, ModelConfig, ParallelConfig
 from kvasir.errors import ConfigError
-from kvasir.frontend import engine_launch
+from kvasir.frontend.clients import launch
 from kvasir.platforms import limits
 
 Write = Callable[..., None]
@@ -87,9 +87,9 @@ def test_several_engines_share_the_cpus(write: Write, monkeypatch: pytest.Monkey
     asked = EngineConfig(
         model=ModelConfig(model="m"), parallel=parallel, device=DeviceConfig(device="cpu", cpu_bind="0-7")
     )
-    assert engine_launch._environment(asked, 1)["OMP_NUM_THREADS"] == "4", "for the two workers of each engine"
-    assert [engine_launch._with_own_cpus(asked, i).device.cpu_bind for i in range(2)] == ["0,1,2,3", "4,5,6,7"]
+    assert launch._environment(asked, 1)["OMP_NUM_THREADS"] == "4", "for the two workers of each engine"
+    assert [launch._with_own_cpus(asked, i).device.cpu_bind for i in range(2)] == ["0,1,2,3", "4,5,6,7"]
     assert limits.share([0, 1, 2, 3], 1, 2) == [2, 3]
     one = EngineConfig(model=ModelConfig(model="m"), parallel=parallel, device=DeviceConfig(cpu_bind="3"))
     with pytest.raises(ConfigError, match="names 1 CPUs for 2 engines"):
-        engine_launch._with_own_cpus(one, 0)
+        launch._with_own_cpus(one, 0)

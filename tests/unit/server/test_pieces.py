@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from starlette.types import Message as AsgiMessage
 
-from kvasir.cli.main import Parser
+from kvasir.entrypoints.cli.main import Parser
 from kvasir.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
 from kvasir.outputs import CompletionOutput, Logprob, RequestOutput
 from kvasir.server.chat_stream import ChatChunks, StreamWishes

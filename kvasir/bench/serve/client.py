@@ -1,0 +1,240 @@
+"""A lean HTTP client for one server: kept-alive connections, bytes straight from the socket to an Answer.
+
+A client that does more per token than the server would measure itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httptools
+import httpx
+import msgspec
+
+from kvasir.bench.serve.answer import Answer
+from kvasir.bench.serve.datasets import Prompt
+from kvasir.config.engine import LoadConfig, ModelConfig
+from kvasir.errors import ConfigError, ModelError
+from kvasir.frontend.text.tokenizer import Tokenizer
+from kvasir.frontend.text.tokenizer_files import load_tokenizer
+from kvasir.log import get_logger
+from kvasir.models import hub
+
+_now = time.perf_counter
+
+
+class Target:
+    """Where requests go: address, path and headers."""
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{url} is not a URL such as http://localhost:8000.")
+        self.url = url
+        self.host = parts.hostname
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._path = parts.path or "/"
+        self._lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self._netloc = parts.netloc.rpartition("@")[2]
+
+    def head(self, size: int) -> bytes:
+        return (
+            f"POST {self._path} HTTP/1.1\r\nHost: {self._netloc}\r\nContent-Type: application/json\r\n"
+            f"Accept: text/event-stream\r\n{self._lines}Content-Length: {size}\r\n\r\n"
+        ).encode()
+
+
+class _Connection(asyncio.Protocol):
+    """One request at a time."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.closed = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._answer: Answer | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._at = 0.0  # when the bytes at hand came
+
+    async def ask(self, request: bytes, answer: Answer) -> None:
+        assert self.transport is not None and self._answer is None, "a connection takes one request at a time"
+        self._answer, self._done = answer, asyncio.get_running_loop().create_future()
+        self.transport.write(request)
+        try:
+            await self._done
+        finally:
+            self._answer = None
+
+    # ------------------------------------------------------------ what asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+
+    def data_received(self, data: bytes) -> None:
+        self._at = _now()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._fail(f"the server does not speak HTTP: {error}")
+            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closed = True
+        self._fail(f"the connection was closed ({error})" if error else "the connection was closed")
+
+    # ------------------------------------------------------------ what the parser calls
+
+    def on_headers_complete(self) -> None:
+        if self._answer is not None:
+            self._answer.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        if self._answer is not None:
+            self._answer.take(self._at, body)
+
+    def on_message_complete(self) -> None:
+        if not self._parser.should_keep_alive():
+            self.close()
+        if self._answer is not None and self._done is not None and not self._done.done():
+            self._answer.end(self._at)
+            self._done.set_result(None)
+
+    def close(self) -> None:
+        self.closed = True
+        if self.transport is not None:
+            self.transport.close()
+
+    def _fail(self, why: str) -> None:
+        if self._answer is not None and self._done is not None and not self._done.done():
+            self._answer.fail(_now(), why)
+            self._done.set_result(None)
+
+
+class Client:
+    """Opens as many connections as there are requests at once, and keeps them."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._idle: list[_Connection] = []
+        self.num_opened = 0
+
+    async def ask(self, body: bytes, answer: Answer) -> None:
+        """The answer is complete, or has its error, when this returns."""
+        answer.started = _now()
+        request = self.target.head(len(body)) + body
+        kept = self._kept()
+        if kept is not None:
+            await self._ask_on(kept, request, answer)
+            if answer.status or answer.ok:
+                return
+            answer.error = ""  # the server had closed what was kept, which is no failure
+        try:
+            await self._ask_on(await self._open(), request, answer)
+        except OSError as error:
+            answer.fail(_now(), f"no connection: {error}")
+
+    async def _ask_on(self, connection: _Connection, request: bytes, answer: Answer) -> None:
+        try:
+            await connection.ask(request, answer)
+        except BaseException:
+            connection.close()
+            raise
+        if not connection.closed:
+            self._idle.append(connection)
+
+    def _kept(self) -> _Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.closed:
+                return connection
+        return None
+
+    async def _open(self) -> _Connection:
+        self.num_opened += 1
+        target, loop = self.target, asyncio.get_running_loop()
+        _, made = await loop.create_connection(_Connection, target.host, target.port, ssl=target.tls)
+        return made
+
+    def close(self) -> None:
+        for connection in self._idle:
+            connection.close()
+
+
+# ----------------------------------------------------------------
+# The server that is measured: what it serves, whether it is ready, how a request to it is written.
+
+ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+logger = get_logger(__name__)
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    name: str
+    root: str | None  # where the server has it from
+    max_model_len: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    base_url: str
+    path: str
+    is_chat: bool
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def target(self) -> Target:
+        return Target(self.base_url.rstrip("/") + self.path, self.headers)
+
+    def served(self, patience: float) -> list[Served]:
+        """What /v1/models says, as soon as the server is ready to say it."""
+        end, told = time.monotonic() + patience, False
+        while True:
+            try:
+                answer = httpx.get(self.base_url.rstrip("/") + "/v1/models", headers=dict(self.headers), timeout=30)
+                if answer.is_success:
+                    return [_served(entry) for entry in answer.json()["data"]]
+                problem = f"HTTP {answer.status_code}: {answer.text[:200]}"
+                if answer.is_client_error:
+                    break
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                problem = str(error) or type(error).__name__
+            if time.monotonic() >= end:
+                break
+            if not told:
+                logger.warning("waiting up to %g s for %s (%s)", patience, self.base_url, problem)
+                told = True
+            time.sleep(_POLL_SECONDS)
+        raise ConfigError(f"{self.base_url}/v1/models does not say what is served ({problem}).")
+
+    def body(self, model: str, prompt: Prompt, fields: Mapping[str, Any]) -> bytes:
+        made: dict[str, Any] = {"model": model}
+        if self.is_chat:
+            made |= {"messages": [{"role": "user", "content": prompt.content}]}
+            made |= {"max_completion_tokens": prompt.max_tokens}
+        else:
+            made |= {"prompt": prompt.content, "max_tokens": prompt.max_tokens}
+        made |= {"stream": True, "stream_options": {"include_usage": True}}
+        return msgspec.json.encode(made | dict(fields))
+
+
+def _served(entry: Mapping[str, Any]) -> Served:
+    return Served(str(entry["id"]), entry.get("root"), entry.get("max_model_len"))
+
+
+def find_tokenizer(asked: str | None, model: str | None, served: Served) -> Tokenizer:
+    """The one asked for; else the model's, by the name given here or by the server."""
+    names = [asked] if asked else [name for name in (model, served.root, served.name) if name]
+    local = [name for name in names if Path(name).expanduser().exists()]
+    try:
+        path = hub.find_tokenizer(ModelConfig((local or names)[0]), LoadConfig())
+        return load_tokenizer(path)
+    except ModelError as error:
+        raise ConfigError(f"No tokenizer to make prompts with: {error} Name one with --tokenizer.") from None

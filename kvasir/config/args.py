@@ -1,0 +1,255 @@
+"""EngineArgs: every setting of config.py in one flat object, from keywords, command-line flags or a YAML file.
+
+Any process. Turns what people write (strings such as "32k", older names) into values; config.py says which are allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from kvasir.config import env
+from kvasir.config.engine import EngineConfig, Known, all_settings, did_you_mean
+from kvasir.config.vllm_settings import not_yet
+from kvasir.errors import ConfigError
+from kvasir.log import get_logger, warn_once
+
+logger = get_logger(__name__)
+
+# Older vLLM names, and the entry of a setting of today that each one became.
+OLD_NAMES = {
+    "rope_scaling": ("hf_overrides", "rope_scaling", dict),
+    "rope_theta": ("hf_overrides", "rope_theta", float),
+    "speculative_model": ("speculative_config", "model", str),
+    "num_speculative_tokens": ("speculative_config", "num_speculative_tokens", int),
+}
+DTYPE_NAMES = {"half": "float16", "float": "float32"}
+# vLLM's names of attention backends, in small letters, where ours differ.
+BACKEND_NAMES = {"triton_attn": "triton", "torch_sdpa": "torch", "cpu_attn": "cpu"}
+# As vLLM reads them: small letters count by 1000, capitals by 1024.
+SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def _with_settings(cls: type[EngineArgs]) -> type[EngineArgs]:
+    """Give the class a dataclass field for every setting there is."""
+    cls.__annotations__ = {}
+    for name, known in all_settings().items():
+        cls.__annotations__[name] = known.field.type
+        setattr(cls, name, field(default_factory=partial(getattr, known, "default"), repr=known.field.repr))
+    return dataclass(init=False)(cls)
+
+
+@_with_settings
+class EngineArgs:
+    """Every setting, by its vLLM name. Wrong names, types and values are refused here, with the nearest right ones."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        env.validate()
+        if model is not None:
+            settings["model"] = model
+        given = _from_environment(_from_old_names(settings))
+        for name, known in all_settings().items():
+            value = given.pop(name) if name in given else known.default
+            setattr(self, name, from_python(name, known, value))
+        for name in given:
+            wrong = not_yet(name, "setting") or f"{name} is not a setting.{did_you_mean(name, all_settings())}"
+            raise ConfigError(wrong)
+        self.create_engine_config()  # what is wrong should be said now
+
+    def create_engine_config(self) -> EngineConfig:
+        """The settings in their places, checked; what is `auto` is left for resolve.py."""
+        sections: dict[str, dict[str, Any]] = {}
+        for name, known in all_settings().items():
+            sections.setdefault(known.section, {})[name] = getattr(self, name)
+        classes = get_type_hints(EngineConfig)
+        return EngineConfig(**{section: classes[section](**values) for section, values in sections.items()})
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add a flag per setting, MODEL as a positional argument, and --config. Flags left out leave no trace."""
+        parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="same as --model")
+        parser.add_argument(
+            "--config", action=_ConfigFile, metavar="FILE", default=argparse.SUPPRESS, help="YAML file of flags"
+        )
+        groups: dict[str, Any] = {}
+        for name, known in all_settings().items():
+            if known.section not in groups:
+                groups[known.section] = parser.add_argument_group(known.section)
+            groups[known.section].add_argument(*known.setting.short, flag(name), **flag_options(name, known))
+        for name, (_, _, kind) in OLD_NAMES.items():
+            read = partial(_read_argument, partial(from_text, name, (kind,)))
+            parser.add_argument(flag(name), type=read, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, namespace: argparse.Namespace) -> EngineArgs:
+        """The settings among parsed arguments; others (a subcommand's own) are left alone."""
+        names = all_settings().keys() | OLD_NAMES.keys()
+        return cls(**{name: value for name, value in vars(namespace).items() if name in names})
+
+
+AsyncEngineArgs = EngineArgs  # vLLM's name for those of an AsyncLLM
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+# ---------------------------------------------------------------- values
+
+
+def from_python(name: str, known: Known, value: Any) -> Any:
+    """The value a setting stands for, as people may write it in Python or YAML."""
+    if known.setting.auto and value == "auto":
+        return None
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if value is None and dict in known.types:
+        return known.default
+    if isinstance(value, str) and int in known.types and bool not in known.types:
+        return parse_size(name, value)
+    if name == "dtype":
+        value = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+        return DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
+    if name == "attention_backend" and isinstance(value, str):
+        small = value.lower()  # vLLM writes FLASH_ATTN
+        return BACKEND_NAMES.get(small, small if small in known.setting.choices else value)
+    return value
+
+
+def from_text(name: str, types: tuple[type, ...], text: str) -> Any:
+    """The value that a flag's text stands for."""
+    if dict in types or list in types:
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{name} takes JSON, such as '{{\"key\": 1}}'; {text!r} is none ({error}).") from None
+    if float in types:
+        try:
+            return float(text)
+        except ValueError:
+            raise ConfigError(f"{name}={text!r} is not a number.") from None
+    if int in types and text != "auto":
+        return parse_size(name, text)
+    return text
+
+
+def parse_size(name: str, text: str) -> int:
+    """A whole number with an optional unit: 4096, 1k (1000), 1K (1024), 25.6k."""
+    match = re.fullmatch(r"(-?\d+)(\.\d+)?([kmgtKMGT]?)", text.strip())
+    if match:
+        whole, part, unit = match.groups()
+        size = Fraction(whole + (part or "")) * SIZE_UNITS[unit]
+        if size.denominator == 1:
+            return size.numerator
+    raise ConfigError(f"{name}={text!r} is not a whole number. Possible: 4096, 1k (1000), 1K (1024), 25.6k.")
+
+
+# ---------------------------------------------------------------- older names
+
+
+def _from_old_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    given = dict(settings)
+    for old, (new, key, _) in OLD_NAMES.items():
+        value = given.pop(old, None)
+        if value is None or not isinstance(given.get(new), dict | None):
+            continue  # nothing to move, or nowhere to put it, which the check of `new` will say
+        warn_once(logger, f"{old} is an older name: set {new}={{{key!r}: ...}}.")
+        entries = given.get(new) or {}
+        if key in entries:
+            raise ConfigError(f"{old} and {new}[{key!r}] were both given. Drop {old}, the older name.")
+        given[new] = {**entries, key: value}
+    return given
+
+
+def _from_environment(given: dict[str, Any]) -> dict[str, Any]:
+    for variable, name in env.SETTING_ALIASES.items():
+        value = os.environ.get(variable)
+        if value and name not in given:
+            warn_once(logger, f"{variable} is an older name: set {name}, or {flag(name)}.")
+            given[name] = value
+    return given
+
+
+# ---------------------------------------------------------------- flags and the config file
+
+
+def _read_argument(convert: Callable[[str], Any], text: str) -> Any:
+    """Argparse replaces the text of a ValueError, which a ConfigError is; its own error keeps it."""
+    try:
+        return convert(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def flag_options(name: str, known: Known) -> dict[str, Any]:
+    """What argparse is to know of a setting's flag."""
+    shown = known.setting.auto or known.default
+    text = f"{known.setting.help} (default: {shown})" if shown not in (None, {}, "") else known.setting.help
+    options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+    if known.types == (bool,):
+        return options | {"action": argparse.BooleanOptionalAction}
+    if bool in known.types:  # a flag that may come with a value or without one
+        options |= {"nargs": "?", "const": True}
+    if known.setting.choices:
+        options["metavar"] = "{" + ",".join(map(str, known.setting.choices)) + "}"
+    else:
+        options["metavar"] = "JSON" if dict in known.types or list in known.types else name.upper()
+    return options | {"type": partial(_read_argument, partial(from_text, name, known.types))}
+
+
+class _ConfigFile(argparse.Action):
+    """--config FILE: sets what the command line leaves at its default, wherever on it the flag stands."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        actions = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
+        for key, value in read_config_file(values).items():
+            action = actions.get(key.replace("-", "_"))
+            if action is None or action is self:
+                wrong = not_yet(key, "setting") or f"{key} is not a setting.{did_you_mean(key, map(flag, actions))}"
+                raise ConfigError(f"{values}: {wrong}")
+            if getattr(namespace, action.dest, action.default) == action.default:
+                setattr(namespace, action.dest, self._read(action, value))
+        setattr(namespace, self.dest, values)
+
+    def _read(self, action: argparse.Action, value: Any) -> Any:
+        """Text and numbers mean in the file what they mean on the command line; YAML's mappings and lists stay."""
+        try:
+            plain = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+            return action.type(str(value)) if plain and callable(action.type) else value
+        except (argparse.ArgumentTypeError, ValueError) as error:
+            raise argparse.ArgumentError(self, f"{action.dest}: {error}") from None
+
+
+def read_config_file(path: str, what: str = "config file") -> dict[str, Any]:
+    """The entries of a YAML file."""
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            entries = yaml.safe_load(file)
+    except OSError as error:
+        raise ConfigError(f"The {what} {path} cannot be read: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The {what} {path} is not YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(entries, dict) or not all(isinstance(key, str) for key in entries):
+        raise ConfigError(f"The {what} {path} must hold `setting: value` lines.")
+    return entries

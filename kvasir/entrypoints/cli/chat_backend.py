@@ -1,0 +1,163 @@
+"""Who answers on the command line. Two do: a model in this process (local.py) and a server (remote.py)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httpx
+
+from kvasir.errors import ConfigError, EngineError, KvasirError, RequestError
+
+Message = Mapping[str, str]
+
+
+@dataclass(slots=True, frozen=True)
+class Usage:
+    """What an answer took, in tokens."""
+
+    prompt: int
+    cached: int  # of the prompt
+    output: int
+    finish_reason: str | None = None
+
+
+Piece = str | Usage  # text as it comes, and in the end what it took
+
+
+class Backend(Protocol):
+    name: str  # of the model
+
+    def answer(self, messages: Sequence[Message], params: Mapping[str, Any]) -> Iterator[Piece]:
+        """The next message. Closing the iterator ends the request. A KvasirError says in a sentence what is wrong."""
+
+    def complete(self, prompt: str, params: Mapping[str, Any]) -> Iterator[Piece]:
+        """What follows a text; the same holds."""
+
+    def describe(self) -> list[str]:
+        """Lines for /stats."""
+
+    def close(self) -> None: ...
+
+
+# ----------------------------------------------------------------
+# A server answers, Kvasir's or another one with OpenAI's interface.
+
+DEFAULT_URL = "http://localhost:8000/v1"
+_TIMEOUT = httpx.Timeout(None, connect=10.0)  # an answer itself may take as long as it likes
+_DONE = b"[DONE]"
+
+
+class RemoteModel:
+    """`model`: None takes the first that the server has."""
+
+    def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None, model: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.client = httpx.Client(headers=headers, timeout=_TIMEOUT)
+        try:
+            self.name = model or self._first_model()
+        except BaseException:
+            self.close()
+            raise
+
+    def _first_model(self) -> str:
+        with self._plainly():
+            reply = self.client.get(f"{self.url}/models")
+            if reply.status_code == httpx.codes.NOT_FOUND:
+                hint = f"URLs of OpenAI's interface end in /v1, as {DEFAULT_URL} does."
+                raise ConfigError(f"There is no {self.url}/models. {hint}")
+            _check(reply)
+            found = [str(entry["id"]) for entry in reply.json()["data"]]
+        if not found:
+            raise EngineError(f"{self.url} serves no model.")
+        return found[0]
+
+    def answer(self, messages: Sequence[Message], params: Mapping[str, Any]) -> Iterator[Piece]:
+        yield from self._stream("/chat/completions", {"messages": list(messages), **params})
+
+    def complete(self, prompt: str, params: Mapping[str, Any]) -> Iterator[Piece]:
+        yield from self._stream("/completions", {"prompt": prompt, **params})
+
+    def _stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Piece]:
+        whole = {"model": self.name, **body, "stream": True, "stream_options": {"include_usage": True}}
+        with self._plainly(), self.client.stream("POST", self.url + path, json=whole) as reply:
+            if reply.is_error:
+                reply.read()
+            _check(reply)
+            reason = None
+            for data in events(reply.iter_bytes()):
+                if data == _DONE:
+                    return
+                event = json.loads(data)
+                if "error" in event:
+                    raise EngineError(_message(event))
+                for choice in event["choices"]:
+                    reason = choice.get("finish_reason") or reason
+                    if text := choice.get("text") or (choice.get("delta") or {}).get("content"):
+                        yield text
+                if usage := event.get("usage"):
+                    yield _usage(usage, reason)
+            raise EngineError(f"{self.url} ended its answer before it was complete.")
+
+    @contextmanager
+    def _plainly(self) -> Iterator[None]:
+        """What the network and the wire raise, as a sentence."""
+        try:
+            yield
+        except KvasirError:
+            raise
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise ConfigError(f"{self.url!r} is not a URL such as {DEFAULT_URL} ({error}).") from error
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            hint = "start a server with `kvasir serve`, or give its --url."
+            raise ConfigError(f"No server answers at {self.url} ({error}): {hint}") from error
+        except httpx.HTTPError as error:
+            raise EngineError(f"The connection to {self.url} broke off ({type(error).__name__}: {error}).") from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise EngineError(f"{self.url} does not answer as OpenAI's interface does ({error!r}).") from error
+
+    def describe(self) -> list[str]:
+        return [f"server: {self.url}"]
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def events(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The data of server-sent events, from bytes cut anywhere."""
+    rest, data = b"", []
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                data.append(line[5:].removeprefix(b" "))
+            elif not line and data:
+                yield b"\n".join(data)
+                data = []
+
+
+def _check(reply: httpx.Response) -> None:
+    if reply.is_success:
+        return
+    if reply.status_code == httpx.codes.UNAUTHORIZED:
+        raise ConfigError("The server wants an API key: give --api-key, or set KVASIR_API_KEY.")
+    try:
+        said = _message(reply.json())
+    except (ValueError, LookupError, TypeError):
+        said = f"HTTP {reply.status_code} {reply.reason_phrase}".strip()
+    raise RequestError(said) if reply.is_client_error else EngineError(said)
+
+
+def _message(body: Mapping[str, Any]) -> str:
+    error = body["error"]
+    return str(error["message"] if isinstance(error, Mapping) else error)
+
+
+def _usage(usage: Mapping[str, Any], reason: str | None) -> Usage:
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Usage(usage["prompt_tokens"], cached, usage["completion_tokens"], reason)

@@ -1,0 +1,189 @@
+"""`kvasir run-batch`: a file of requests in OpenAI's batch format, answered by a model loaded here."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import httpx
+
+from kvasir.config.args import EngineArgs, flag, flag_options
+from kvasir.config.engine import EngineConfig
+from kvasir.entrypoints.cli.main import hush
+from kvasir.errors import ConfigError
+
+# Of the server's settings, those that mean something without a server.
+SERVER_SETTINGS = ("response_role", "trust_request_chat_template", "max_prompt_tokens", "request_timeout")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from kvasir.server.config import server_settings
+
+    group = parser.add_argument_group("the batch")
+    group.add_argument("-i", "--input-file", required=True, metavar="FILE", help="requests: a file, a URL, or -")
+    group.add_argument("-o", "--output-file", required=True, metavar="FILE", help="results: a file, a URL (PUT), or -")
+    group.add_argument(
+        "--max-concurrency", type=int, metavar="N", help="requests at once (default: twice max_num_seqs)"
+    )
+    group.add_argument(
+        "--served-model-name", nargs="+", default=argparse.SUPPRESS, metavar="NAME", help="what requests may call it"
+    )
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress")
+    for name in SERVER_SETTINGS:
+        known = server_settings()[name]
+        group.add_argument(flag(name), **flag_options(name, known))
+    EngineArgs.add_cli_args(parser)
+
+
+def run(namespace: argparse.Namespace) -> int:
+    from kvasir.server.config import from_namespace, with_starter_model
+
+    if namespace.max_concurrency is not None and namespace.max_concurrency < 1:
+        raise ConfigError("--max-concurrency must be at least 1.")
+    config = with_starter_model(namespace, from_namespace(namespace))
+    asked = EngineArgs.from_cli_args(namespace).create_engine_config()
+    unhush = hush("kvasir.server")  # two lines a request would hide the progress
+    try:
+        return run_batch(asked, config, namespace)
+    finally:
+        unhush()
+
+
+def run_batch(asked: EngineConfig, config: Any, namespace: argparse.Namespace, executor: Any = None) -> int:
+    """The exit status: 0 if every line has its result, good or bad; 1 if the engine died."""
+    from kvasir.entrypoints.async_llm import AsyncLLM
+    from kvasir.entrypoints.cli import run_batch as files
+    from kvasir.server.batch import Batch
+    from kvasir.server.state import ServerState
+
+    files.check_apart(namespace.input_file, namespace.output_file)
+    with files.opened(namespace.input_file) as lines, files.written(namespace.output_file) as output:
+        engine = AsyncLLM(asked, executor)
+        try:
+            batch = Batch(ServerState(config, asked.model.model), engine)
+            counts = _answer(batch, files.each(lines), output, namespace)
+        finally:
+            died = engine.dead_error
+            engine.shutdown()
+    print(f"{counts.answered} answered, {counts.failed} failed", file=sys.stderr)
+    if died is not None:
+        print(f"kvasir: error: {died}", file=sys.stderr)
+    return 1 if died is not None else 0
+
+
+def _answer(batch: Any, lines: AsyncIterator[bytes], output: BinaryIO, namespace: argparse.Namespace) -> Any:
+    from kvasir.server.batch import write_line
+
+    settings = batch.state.engine.config
+    most = namespace.max_concurrency or 2 * settings.scheduler.max_num_seqs * settings.parallel.data_parallel_size
+    with _bar(count_lines(namespace.input_file), namespace.disable_tqdm) as bar:
+
+        def write(result: Any) -> None:
+            output.write(write_line(result))
+            output.flush()
+            bar.update(1)
+
+        try:
+            return asyncio.run(batch.run(lines, write, most))
+        except BaseExceptionGroup as several:  # the first is why the others were cancelled
+            raise several.exceptions[0] from None
+
+
+def _bar(total: int | None, disabled: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="Batch", unit="req", dynamic_ncols=True, disable=disabled)
+
+
+# ----------------------------------------------------------------
+# Where a batch comes from and goes to: a file, standard input and output (-), or a URL.
+
+_NO_LIMIT = httpx.Timeout(None, connect=30)
+
+
+def is_url(name: str) -> bool:
+    return name.startswith(("http://", "https://"))
+
+
+def check_apart(source: str, target: str) -> None:
+    """Opening the results' file empties it."""
+    if os.path.exists(source) and os.path.exists(target) and os.path.samefile(source, target):
+        raise ConfigError(f"{target} is the batch itself; name another file for the results.")
+
+
+@contextmanager
+def opened(name: str) -> Iterator[Iterator[bytes]]:
+    """The lines of the input."""
+    if is_url(name):
+        try:
+            with httpx.stream("GET", name, timeout=_NO_LIMIT, follow_redirects=True) as answer:
+                answer.raise_for_status()
+                yield _lines(answer.iter_bytes())
+        except httpx.HTTPError as error:
+            raise ConfigError(f"The batch at {name} cannot be fetched: {error}.") from None
+        return
+    if name == "-":
+        yield iter(sys.stdin.buffer)
+        return
+    with _open(name, "rb", "read") as file:
+        yield iter(file)
+
+
+def _open(name: str, mode: str, what: str) -> BinaryIO:
+    try:
+        return cast(BinaryIO, open(name, mode))
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be {what}: {error.strerror}.") from None
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest
+
+
+async def each(lines: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Lines of a source that may make one wait, while requests go on."""
+    while (line := await asyncio.to_thread(next, lines, None)) is not None:
+        yield line
+
+
+def count_lines(name: str) -> int | None:
+    """How many there are, where that can be known beforehand."""
+    if is_url(name) or name == "-" or not Path(name).is_file():
+        return None
+    with open(name, "rb") as file:
+        return sum(1 for line in file if line.strip())
+
+
+@contextmanager
+def written(name: str) -> Iterator[BinaryIO]:
+    """A file to write results to. For a URL they are collected, and sent with PUT at the end."""
+    if name == "-":
+        yield sys.stdout.buffer
+    elif is_url(name):
+        with tempfile.TemporaryFile() as file:
+            yield file
+            _put(name, file)
+    else:
+        with _open(name, "wb", "written") as results:
+            yield results
+
+
+def _put(url: str, file: BinaryIO) -> None:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    try:
+        httpx.put(url, content=file, headers={"Content-Length": str(size)}, timeout=_NO_LIMIT).raise_for_status()
+    except httpx.HTTPError as error:
+        raise ConfigError(f"The results could not be sent to {url}: {error}.") from None

@@ -1,0 +1,265 @@
+"""LLM: a model, many prompts at once, answers in order. The engine runs in the caller's process.
+
+from kvasir import LLM, SamplingParams
+
+with LLM("path/to/model") as llm:
+    for output in llm.generate(["Hello", "Once upon a time"], SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import count
+from types import TracebackType
+from typing import Any, Self, TypeAlias, cast
+
+from kvasir.config.args import EngineArgs
+from kvasir.entrypoints import interrupts
+from kvasir.entrypoints.llm_engine import LLMEngine
+from kvasir.entrypoints.vllm_methods import NotYet
+from kvasir.errors import OverloadedError, RequestError
+from kvasir.frontend.requests.input import PromptType, TokensPrompt, default_sampling_params
+from kvasir.frontend.requests.metrics import Metric
+from kvasir.frontend.text.chat_template import check_reads, choose_template
+from kvasir.frontend.text.tokenizer import Tokenizer
+from kvasir.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+from kvasir.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+Progress: TypeAlias = bool | Callable[..., Any]  # False: none; a callable is used in place of tqdm
+Message: TypeAlias = Mapping[str, Any]
+
+
+class LLM(NotYet):
+    """Takes every setting of docs/configuration.md as a keyword, by its vLLM name."""
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self._start(EngineArgs(model, **settings))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        llm = cls.__new__(cls)
+        llm._start(engine_args)
+        return llm
+
+    def _start(self, args: EngineArgs) -> None:
+        self.llm_engine = LLMEngine.from_engine_args(args)
+        self._ids = count()
+        self._turn = threading.Lock()  # threads that call at once take turns
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        timeout: float | Sequence[float] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; outputs stand in the order of the prompts.
+
+        If any prompt or parameter is wrong, a RequestError says which, and none of them runs. `priority` (lower goes
+        first, under scheduling_policy=priority) and `timeout` (seconds, after which a request ends with finish_reason
+        "timeout") are one for all, or one for each prompt.
+        """
+        _refuse(lora_request=lora_request)
+        batch = [cast(PromptType, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[PromptType], prompts))
+        params = self._params_for(batch, sampling_params)
+        priorities = _one_each("priority", priority, 0, len(batch))
+        timeouts = _one_each("timeout", timeout, None, len(batch))
+        terms = [{"priority": p, "timeout": t} for p, t in zip(priorities, timeouts, strict=True)]
+        with self._turn:
+            return self._generate(batch, params, terms, use_tqdm)
+
+    def _generate(
+        self, batch: list[PromptType], params: list[SamplingParams], terms: list[dict[str, Any]], use_tqdm: Progress
+    ) -> list[RequestOutput]:
+        if self.llm_engine.has_unfinished_requests():
+            raise RequestError(
+                "the engine still runs requests that were added to it by hand; step it until they end, or abort them"
+            )
+        ids = [str(next(self._ids)) for _ in batch]
+        try:
+            batch = self.llm_engine.input_processor.tokenize(batch)
+            for i, (request_id, prompt, each) in enumerate(zip(ids, batch, params, strict=True)):
+                self._add(request_id, prompt, each, terms[i], f"prompt {i}: " if len(batch) > 1 else "")
+            return self._run(ids, use_tqdm)
+        except BaseException:
+            self.llm_engine.abort_request(ids)
+            raise
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        use_tqdm: Progress = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, each a list of {"role": ..., "content": ...}."""
+        tokenizer = self.get_tokenizer()
+        if not messages:
+            raise RequestError("messages is empty; give at least one message", "messages")
+        is_one = isinstance(messages[0], Mapping)
+        conversations = cast(Sequence[Sequence[Message]], [messages] if is_one else messages)
+        prompts: list[PromptType] = []
+        template = chat_template or self.llm_engine.config.model.chat_template
+        source = choose_template(tokenizer.chat_template, template, tools is not None)
+        for conversation in conversations:
+            check_reads(source, conversation, {"tools": tools})
+            text = tokenizer.render_chat(
+                conversation,
+                chat_template=template,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written them already
+            prompts.append(TokensPrompt(prompt_token_ids=ids, prompt=text))
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def beam_search(
+        self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, *, use_tqdm: Progress = False
+    ) -> list[BeamSearchOutput]:
+        """Search the likeliest completions of one prompt or many; outputs stand in the order of the prompts."""
+        outputs = self.generate(prompts, params.to_sampling_params(), use_tqdm=use_tqdm)
+        return [BeamSearchOutput([self._sequence(each, text, params) for text in each.outputs]) for each in outputs]
+
+    def _sequence(self, output: RequestOutput, text: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
+        total, said = text.cumulative_logprob, text.token_ids
+        assert total is not None, "a search knows its texts' log-probabilities"
+        score = total / len(said) ** params.length_penalty
+        if text.finish_reason == "stop" and not params.include_stop_str_in_output:
+            said = said[:-1]
+        tokens = output.prompt_token_ids + said
+        tokenizer = self.llm_engine.tokenizer
+        decoded = "" if tokenizer is None else tokenizer.decode(tokens)
+        return BeamSearchSequence(tokens, total, decoded, text.finish_reason, text.stop_reason, score)
+
+    # ------------------------------------------------------------ around it
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses when it is given none: the model's generation_config.json over our defaults."""
+        return default_sampling_params(self.llm_engine.config)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.llm_engine.get_tokenizer()
+
+    def reset_prefix_cache(self) -> bool:
+        return self.llm_engine.reset_prefix_cache()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """How many workers run the model; `include_dp`: of all its copies together."""
+        parallel = self.llm_engine.config.parallel
+        copy = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        return copy * parallel.data_parallel_size if include_dp else copy
+
+    def get_metrics(self) -> list[Metric]:
+        return self.llm_engine.get_metrics()
+
+    def close(self) -> None:
+        """Free all memory on the device. The LLM cannot be used afterwards."""
+        self.llm_engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ inside
+
+    def _params_for(self, prompts: list[PromptType], given: Params) -> list[SamplingParams]:
+        """One set of parameters per prompt. Nobody reads a batch while it runs, so tokens come once, at the end."""
+        if given is None:
+            given = self.get_default_sampling_params()
+        if not isinstance(given, (SamplingParams, list, tuple)):
+            given = [cast(SamplingParams, given)]
+        params = [given] * len(prompts) if isinstance(given, SamplingParams) else list(given)
+        for wrong in (each for each in params if not isinstance(each, SamplingParams)):
+            raise RequestError(f"sampling_params must be SamplingParams, not {type(wrong).__name__}", "sampling_params")
+        if len(params) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts came with {len(params)} sampling_params; give one for all, or one each",
+                "sampling_params",
+            )
+        final: dict[int, SamplingParams] = {}  # the same object given for many prompts is copied once
+        for each in params:
+            if id(each) not in final:
+                final[id(each)] = each.clone()
+                final[id(each)].output_kind = RequestOutputKind.FINAL_ONLY
+        return [final[id(each)] for each in params]
+
+    def _add(
+        self, request_id: str, prompt: PromptType, params: SamplingParams, terms: dict[str, Any], where: str
+    ) -> None:
+        try:
+            self.llm_engine.add_request(request_id, prompt, params, **terms)
+        except OverloadedError as error:
+            raise OverloadedError(f"{where}{error}", error.retry_after) from error
+        except RequestError as error:
+            raise RequestError(f"{where}{error}", error.parameter) from error
+
+    def _run(self, ids: list[str], use_tqdm: Progress) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        bar = _progress_bar(len(ids), use_tqdm)
+        started, tokens_in, tokens_out = time.perf_counter(), 0, 0
+        with interrupts.held_back() as check, bar or nullcontext():
+            while len(outputs) < len(ids):
+                check()
+                for output in self.llm_engine.step():
+                    outputs[output.request_id] = output
+                    if bar is not None:
+                        tokens_in += len(output.prompt_token_ids)
+                        tokens_out += sum(len(each.token_ids) for each in output.outputs)
+                        rates = (count / (time.perf_counter() - started) for count in (tokens_in, tokens_out))
+                        bar.set_postfix_str("{:.0f} in, {:.0f} out tok/s".format(*rates), refresh=False)
+                        bar.update(1)
+        return [outputs[request_id] for request_id in ids]
+
+
+def _refuse(**given: object) -> None:
+    """vLLM's keywords for what is not there yet."""
+    for name in (name for name, value in given.items() if value is not None):
+        raise RequestError(f"{name} is not supported yet; leave it out", name)
+
+
+def _one_each(name: str, given: Any, default: Any, num_prompts: int) -> list[Any]:
+    """One value for each prompt."""
+    if given is None or not isinstance(given, (list, tuple)):
+        return [default if given is None else given] * num_prompts
+    if len(given) != num_prompts:
+        raise RequestError(
+            f"{num_prompts} prompts came with {len(given)} values of {name}; give one, or one each", name
+        )
+    return list(given)
+
+
+def _is_one_prompt(prompts: object) -> bool:
+    """Text, a dict, or a flat list of token ids; everything else is a batch."""
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"a prompt is text, token ids or a dict, not {type(prompts).__name__}", "prompts")
+    return len(prompts) > 0 and isinstance(prompts[0], int)
+
+
+def _progress_bar(total: int, use_tqdm: Progress) -> Any:
+    if use_tqdm is False:
+        return None
+    from tqdm import tqdm
+
+    make_bar = tqdm if isinstance(use_tqdm, bool) else use_tqdm
+    return make_bar(total=total, desc="Generating", unit="req", dynamic_ncols=True)

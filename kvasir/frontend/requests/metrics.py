@@ -1,0 +1,157 @@
+"""The engine's figures as a caller reads them, with vLLM's names under our prefix."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from typing import Any
+
+from kvasir.messages import STEP_SIZES, EngineStats
+from kvasir.outputs import RequestMetrics
+
+PREFIX = "kvasir:"
+
+
+@dataclass(slots=True, frozen=True)
+class Metric:
+    name: str
+    value: float
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+class Gauge(Metric):
+    """Goes up and down."""
+
+
+class Counter(Metric):
+    """Only grows."""
+
+
+@dataclass(slots=True, frozen=True)
+class Histogram(Metric):
+    """How often values were seen; `value` is their sum."""
+
+    buckets: dict[str, int] = field(default_factory=dict)  # how many were at most so large, by that bound; "+Inf": all
+
+    @property
+    def sum(self) -> float:
+        return self.value
+
+    @property
+    def count(self) -> int:
+        return self.buckets["+Inf"]
+
+
+def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
+    """Of several engines as if they were one."""
+    return EngineStats(**{f.name: _sum([getattr(each, f.name) for each in stats]) for f in fields(EngineStats)})
+
+
+def _sum(values: list[Any]) -> Any:
+    """Of numbers, or of lists place by place."""
+    return [sum(place) for place in zip(*values, strict=True)] if isinstance(values[0], list) else sum(values)
+
+
+def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]:
+    """`frontend` are the API process's own counters by name."""
+    gauges = {
+        "num_requests_running": stats.num_running,
+        "num_requests_waiting": stats.num_waiting,
+        "num_prompt_tokens_waiting": stats.num_waiting_tokens,
+        "kv_cache_usage_perc": stats.num_used_blocks / stats.num_blocks,
+        "kv_cache_blocks": stats.num_blocks,
+        "kv_cache_blocks_used": stats.num_used_blocks,
+        "kv_cache_blocks_cached": stats.num_cached_blocks,
+        "host_cache_blocks": stats.host_blocks,
+        "host_cache_blocks_used": stats.host_used_blocks,
+        "host_cache_blocks_cached": stats.host_cached_blocks,
+        "cuda_graphs": stats.num_graphs,
+        "cuda_graph_memory_bytes": stats.graph_bytes,
+    }
+    counters = {
+        "engine_steps": stats.steps,
+        "iteration_tokens": stats.scheduled_tokens,
+        "num_preemptions": stats.preemptions,
+        "partial_prefills": stats.partial_prefills,
+        "requests_refused": stats.refused_requests,
+        "admissions_held_back": stats.held_back,
+        "timeouts_waiting": stats.timeouts_waiting,
+        "timeouts_running": stats.timeouts_running,
+        "timeouts_foreseen": stats.timeouts_foreseen,
+        "dropped_tokens": stats.dropped_tokens,
+        "prefix_cache_queries": stats.prefix_cache_queries,
+        "prefix_cache_hits": stats.prefix_cache_hits,
+        "kv_block_evictions": stats.evictions,
+        "kv_block_copies": stats.copied_blocks,
+        "kv_block_shares": stats.shared_blocks,
+        "kv_blocks_freed_by_window": stats.freed_blocks,
+        "num_preemptions_swapped": stats.swapped_preemptions,
+        "recomputed_tokens": stats.recomputed_tokens,
+        "kv_blocks_swapped_out": stats.swapped_out_blocks,
+        "kv_blocks_swapped_in": stats.swapped_in_blocks,
+        "kv_blocks_offloaded": stats.offloaded_blocks,
+        "kv_blocks_restored": stats.restored_blocks,
+        "host_cache_evictions": stats.host_evictions,
+        "host_cache_hits": stats.host_cache_hits,
+        "cuda_graphs_put_off": stats.graphs_put_off,
+        "cuda_graphs_dropped": stats.graphs_dropped,
+        **frontend,
+    }
+    metrics: list[Metric] = [Gauge(PREFIX + name, value) for name, value in gauges.items()]
+    metrics += [Counter(PREFIX + name, value) for name, value in counters.items()]
+    return [*metrics, step_histogram(stats)]
+
+
+def step_histogram(stats: EngineStats) -> Histogram:
+    """Tokens of a step, under vLLM's name, which ends as a counter's does."""
+    bounds = [*(f"{size}.0" for size in STEP_SIZES), "+Inf"]
+    buckets = dict(zip(bounds, accumulate(stats.step_sizes), strict=True))
+    return Histogram(f"{PREFIX}iteration_tokens_total", stats.scheduled_tokens, {}, buckets)
+
+
+# ----------------------------------------------------------------
+# Counts what the API process sees of requests: tokens, finishes, latencies. Touched once per finished request.
+
+
+@dataclass(slots=True)
+class FrontendMetrics:
+    """Totals since the start. `snapshot` gives them under vLLM's names."""
+
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    generation_tokens: int = 0
+    finished: collections.Counter[str] = field(default_factory=collections.Counter)  # by finish reason
+    first_token: tuple[int, float] = (0, 0.0)  # how many requests, seconds in all
+    queue: tuple[int, float] = (0, 0.0)
+    latency: tuple[int, float] = (0, 0.0)
+
+    def observe(self, metrics: RequestMetrics, num_prompt_tokens: int, num_cached_tokens: int, reason: str) -> None:
+        """One request has ended."""
+        self.prompt_tokens += num_prompt_tokens
+        self.prompt_tokens_cached += num_cached_tokens
+        self.generation_tokens += metrics.num_generation_tokens
+        self.finished[reason] += 1
+        self.first_token = _plus(self.first_token, metrics.time_to_first_token)
+        self.queue = _plus(self.queue, metrics.time_in_queue)
+        self.latency = _plus(self.latency, metrics.latency)
+
+    def snapshot(self) -> dict[str, float]:
+        counts = {f"request_success_{reason}": float(count) for reason, count in sorted(self.finished.items())}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens_cached": self.prompt_tokens_cached,
+            "generation_tokens": self.generation_tokens,
+            **counts,
+            "time_to_first_token_seconds_count": self.first_token[0],
+            "time_to_first_token_seconds_sum": self.first_token[1],
+            "request_queue_time_seconds_count": self.queue[0],
+            "request_queue_time_seconds_sum": self.queue[1],
+            "e2e_request_latency_seconds_count": self.latency[0],
+            "e2e_request_latency_seconds_sum": self.latency[1],
+        }
+
+
+def _plus(total: tuple[int, float], seconds: float | None) -> tuple[int, float]:
+    return total if seconds is None else (total[0] + 1, total[1] + seconds)

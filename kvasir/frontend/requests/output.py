@@ -1,0 +1,247 @@
+"""What a step of the engine becomes for callers: text, stop strings, logprobs, finish reasons. API process.
+
+Runs for every streamed token, so a step touches only the requests that are in it, and outputs share the growing lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvasir.errors import RequestError
+from kvasir.frontend.requests.choices import BeamState, Branches
+from kvasir.frontend.requests.metrics import FrontendMetrics
+from kvasir.frontend.requests.state import Ending, LogprobLine, RequestState, by_line
+from kvasir.frontend.text.detokenizer import whole
+from kvasir.frontend.text.tokenizer import Tokenizer
+from kvasir.messages import LOGPROBS, PROMPT_LOGPROBS, BeamOutput, EngineOutput, Finished, FinishReason
+from kvasir.outputs import RequestOutput
+from kvasir.sampling_params import RequestOutputKind
+
+
+@dataclass(slots=True, frozen=True)
+class StopAbort:
+    """A stop string ended a request: the core is to abort it and keep so many of its output tokens."""
+
+    key: int
+    num_tokens_kept: int
+
+
+class OutputProcessor:
+    """Turns EngineOutputs into RequestOutputs, for all requests of one API process."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self.metrics = FrontendMetrics()
+        self._states: dict[int, RequestState] = {}
+        self._branches: dict[int, Branches] = {}  # of requests that have several, by the key of each
+        self._searches: dict[int, BeamState] = {}
+        self._requests: dict[str, RequestState | Branches | BeamState] = {}  # by request id
+
+    def add(self, *states: RequestState, num_returned: int = 1) -> None:
+        """Expect output of this request, which may have several branches. Call before the core gets it."""
+        first = states[0]
+        if first.request_id in self._requests:
+            raise RequestError(f"A request with the id {first.request_id!r} is running already.", "request_id")
+        for state in states:
+            assert state.key not in self._states, f"request key {state.key} is in use"
+            state.attach(self.tokenizer)
+            self._states[state.key] = state
+        self._requests[first.request_id] = first
+        if len(states) > 1:
+            self._requests[first.request_id] = branches = Branches(states, num_returned)
+            self._branches.update((state.key, branches) for state in states)
+
+    def add_search(self, search: BeamState) -> None:
+        """Expect output of a beam search."""
+        state = search.state
+        if state.kind is RequestOutputKind.DELTA:
+            state.attach(self.tokenizer)
+        self._searches[state.key] = self._requests[state.request_id] = search
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def request_ids(self) -> list[str]:
+        return list(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def process(self, output: EngineOutput, now: float) -> tuple[list[RequestOutput], list[StopAbort]]:
+        """Everything to give out after a step, and the requests that the core must abort because of a stop string."""
+        step = _Step()
+        aborts: list[StopAbort] = []
+        for start in output.started:
+            if (begun := self._of_key(start.key)) is not None:
+                begun.start(start)
+        ended = {finished.key: finished for finished in output.finished if finished.key in self._states}
+        lines, prompt_lines = by_line(output.parts.get(LOGPROBS)), by_line(output.parts.get(PROMPT_LOGPROBS))
+        tokens, counts = output.token_ids.tolist(), output.counts.tolist()
+        for line, key in enumerate(output.keys.tolist()):
+            state = self._states.get(key)
+            if state is None:  # ended here, and the core had not heard of it yet
+                continue
+            if line in prompt_lines:
+                state.add_prompt_logprobs(prompt_lines[line], self.tokenizer)
+            if not counts[line]:
+                continue
+            end = ended.get(key)
+            ending = self._take(state, tokens[line][: counts[line]], lines.get(line, []), end, now)
+            if ending is not None:
+                if ended.pop(key, None) is None:
+                    aborts.append(StopAbort(key, len(state.token_ids)))
+                if ending.reason != "stop":  # a stop string has cut the text where it ends
+                    self._complete_text(state)
+                self._finish(state, ending, now, step)
+            elif end is None and state.is_due:
+                if key not in self._branches:
+                    step.results.append(state.output([state.completion(0, None)], False))
+                else:
+                    step.touch(self._branches[key])
+        self._finish_all(list(ended.values()), now, step)
+        self._take_beams(output.beams, now, step)
+        for end in (end for end in output.finished if end.key in self._searches):  # at its deadline
+            search = self._searches[end.key]
+            step.results.append(search.end(Ending(str(end.reason), end.error)))
+            self._close_search(search, str(end.reason), now)
+        return step.outputs(), aborts
+
+    def _of_key(self, key: int) -> RequestState | None:
+        search = self._searches.get(key)
+        return self._states.get(key) if search is None else search.state
+
+    def _take_beams(self, beams: Sequence[BeamOutput], now: float, step: _Step) -> None:
+        for beam in beams:
+            search = self._searches.get(beam.key)
+            given = None if search is None else search.take(beam, self.tokenizer, now)
+            if given is not None:
+                step.results.append(given)
+            if search is not None and beam.finished:
+                reason = "stop" if beam.hypotheses[0].stop_token_id is not None else "length"
+                self._close_search(search, reason, now)
+
+    def _close_search(self, search: BeamState, reason: str, now: float) -> None:
+        state = search.state
+        del self._searches[state.key], self._requests[state.request_id]
+        state.metrics.finished_time = now
+        state.metrics.num_generation_tokens = len(state.token_ids)
+        self.metrics.observe(state.metrics, len(state.prompt_token_ids), state.num_cached or 0, reason)
+
+    def _take(
+        self, state: RequestState, tokens: list[int], lines: list[LogprobLine], end: Finished | None, now: float
+    ) -> Ending | None:
+        """Give a request its new tokens; return how they end it, if they do."""
+        if state.metrics.first_token_time is None:
+            state.metrics.first_token_time = now
+        state.metrics.last_token_time = now
+        num_before = len(state.token_ids)
+        ending = state.take(tokens, len(tokens) - _hides_last(state, end))
+        if lines:
+            state.add_logprobs(lines[: len(state.token_ids) - num_before], self.tokenizer)
+        return ending
+
+    def _finish_all(self, ended: Sequence[Finished], now: float, step: _Step) -> None:
+        """The last outputs of requests that the core has ended. Texts nobody followed are made here, all at once."""
+        pairs = [(self._states[end.key], end) for end in ended]
+        for state, end in pairs:
+            if end.token_ids is not None:
+                state.token_ids = end.token_ids.tolist()
+            if end.first_token is not None:
+                state.came_silently(end.first_token, now)
+        self._detokenize(pairs)
+        for state, end in pairs:
+            stop = state.flush()
+            ending = Ending(str(end.reason), _stop_reason(state, end)) if stop is None else Ending("stop", stop)
+            self._finish(state, ending, now, step)
+
+    def _detokenize(self, ended: list[tuple[RequestState, Finished]]) -> None:
+        if self.tokenizer is None:
+            return
+        groups: dict[tuple[bool, bool], list[tuple[RequestState, Finished]]] = {}
+        for state, end in ended:
+            if state.detokenizer is None and state.detokenize:
+                how = (state.skip_special_tokens, state.spaces_between_special_tokens)
+                groups.setdefault(how, []).append((state, end))
+        for how, group in groups.items():
+            ids = [(s.prompt_token_ids, s.token_ids[: len(s.token_ids) - _hides_last(s, end)]) for s, end in group]
+            for (state, _), text in zip(group, whole(self.tokenizer, ids, *how), strict=True):
+                state.pieces = [text]
+
+    def _complete_text(self, state: RequestState) -> None:
+        self._detokenize([(state, Finished(state.key, FinishReason.STOP, None, None))])
+        state.flush()
+
+    def _finish(self, state: RequestState, ending: Ending, now: float, step: _Step) -> None:
+        del self._states[state.key]
+        branches = self._branches.pop(state.key, None)
+        is_first = branches is None or state is branches.states[0]
+        state.metrics.finished_time = now
+        state.metrics.num_generation_tokens = len(state.token_ids)
+        num_prompt_tokens = len(state.prompt_token_ids) if is_first else 0  # of several branches they count once
+        self.metrics.observe(state.metrics, num_prompt_tokens, (state.num_cached or 0) * is_first, ending.reason)
+        if branches is None:
+            del self._requests[state.request_id]
+            step.results.append(state.output([state.completion(0, ending)], True))
+            return
+        branches.end(state, ending)
+        if branches.finished:
+            del self._requests[state.request_id]
+        step.touch(branches)
+
+    def withdraw(self, key: int) -> str | None:
+        """Forget a request that the core has not taken, by the key of any branch: its id, if it was running."""
+        state = self._of_key(key)
+        if state is None:
+            return None
+        self._searches.pop(key, None)
+        request = self._requests.pop(state.request_id)
+        branches = request.states if isinstance(request, Branches) else [state]
+        for each in branches:
+            self._states.pop(each.key, None)
+            self._branches.pop(each.key, None)
+        return state.request_id
+
+    def abort(self, request_ids: Iterable[str], now: float) -> list[tuple[list[int], RequestOutput]]:
+        """End requests here: the keys that the core is to abort, and the last output, for each that was running."""
+        aborted = []
+        for request_id in dict.fromkeys(request_ids):
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            if isinstance(request, BeamState):
+                self._close_search(request, "abort", now)
+                aborted.append(([request.state.key], request.end(Ending("abort", None))))
+                continue
+            keys = [request.key] if isinstance(request, RequestState) else request.running()
+            step = _Step()
+            self._finish_all([Finished(key, FinishReason.ABORT, None, None) for key in keys], now, step)
+            (output,) = step.outputs()
+            aborted.append((keys, output))
+        return aborted
+
+
+class _Step:
+    """What a step gives out, as it comes together: requests with several branches give one output for all."""
+
+    def __init__(self) -> None:
+        self.results: list[RequestOutput] = []
+        self.touched: dict[int, Branches] = {}
+
+    def touch(self, branches: Branches) -> None:
+        self.touched[id(branches)] = branches
+
+    def outputs(self) -> list[RequestOutput]:
+        found = [output for branches in self.touched.values() if (output := branches.output()) is not None]
+        return self.results + found
+
+
+def _hides_last(state: RequestState, end: Finished | None) -> bool:
+    """Whether the last token is a stop token, which has no place in the text."""
+    return end is not None and end.stop_token_id is not None and not state.include_stop
+
+
+def _stop_reason(state: RequestState, end: Finished) -> int | str | None:
+    if end.error is not None:
+        return end.error
+    return None if end.stop_token_id in state.eos_token_ids else end.stop_token_id

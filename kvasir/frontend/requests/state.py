@@ -1,0 +1,235 @@
+"""One running request (or one branch of it) as the API process knows it: its tokens, text and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvasir.frontend.text.detokenizer import Detokenizer, incremental
+from kvasir.frontend.text.stop import Repetitions, StopStrings
+from kvasir.frontend.text.tokenizer import Tokenizer
+from kvasir.messages import Part, Started
+from kvasir.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestMetrics, RequestOutput
+from kvasir.sampling_params import RequestOutputKind
+
+
+class Ending(NamedTuple):
+    """Why a request ended, as callers are told."""
+
+    reason: str
+    stop_reason: int | str | None
+
+
+NO_ENDING = (None, None)
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """Made by InputProcessor, kept by OutputProcessor."""
+
+    key: int
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    metrics: RequestMetrics
+    kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    min_tokens: int = 0
+    num_logprobs: int | None = None
+    named_logprobs: bool = False  # they are of tokens asked for, not of the likeliest
+    num_prompt_logprobs: int | None = None
+    flat_logprobs: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop: bool = False  # in the text
+    stops: StopStrings | None = None
+    repetitions: Repetitions | None = None
+    stream_interval: int = 1
+    eos_token_ids: frozenset[int] = frozenset()  # tokens at which it ends without a stop_reason
+
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)  # text not given out yet; all of it unless outputs are deltas
+    logprobs: LogprobLists | None = None
+    prompt_logprobs: LogprobLists | None = None
+    cumulative_logprob: float | None = None
+    num_emitted: int = 0  # tokens already given out
+    num_cached: int | None = None  # tokens of the prompt found in the cache, once it has run
+    detokenizer: Detokenizer | None = None  # None: no text, or all of it at the end
+
+    def __post_init__(self) -> None:
+        if self.num_logprobs is not None:
+            self.logprobs = LogprobLists(self.num_logprobs, self.named_logprobs, self.flat_logprobs)
+        if self.num_prompt_logprobs is not None:
+            self.prompt_logprobs = LogprobLists(self.num_prompt_logprobs, flat=self.flat_logprobs)
+            self.prompt_logprobs.add_nothing()
+
+    def attach(self, tokenizer: Tokenizer | None) -> None:
+        """Detokenize step by step if somebody follows the text."""
+        follows = self.stops is not None or self.kind is not RequestOutputKind.FINAL_ONLY
+        if tokenizer is not None and self.detokenize and follows:
+            self.detokenizer = incremental(
+                tokenizer, self.prompt_token_ids, self.skip_special_tokens, self.spaces_between_special_tokens
+            )
+
+    def take(self, token_ids: Sequence[int], num_with_text: int) -> Ending | None:
+        """Append sampled tokens, of which the last may have no text, up to one that ends the request here."""
+        if self.detokenizer is None and self.repetitions is None:
+            self.token_ids.extend(token_ids)
+            return None
+        for i, token in enumerate(token_ids):
+            self.token_ids.append(token)
+            if self.detokenizer is not None and i < num_with_text:
+                stop = self._show(self.detokenizer.push(token))
+                if stop is not None:
+                    return Ending("stop", stop)
+            if self.repetitions is not None and self.repetitions.feed(token) and len(self.token_ids) > self.min_tokens:
+                return Ending("repetition", "repetition_detected")
+        return None
+
+    def _show(self, piece: str) -> str | None:
+        stop = None
+        if self.stops is not None:
+            piece, stop = self.stops.feed(piece, len(self.token_ids) > self.min_tokens)
+        if piece:
+            self.pieces.append(piece)
+        return stop
+
+    def flush(self) -> str | None:
+        """Show what was waiting for more text. That may complete a stop string, too."""
+        if self.detokenizer is None:
+            return None
+        stop = self._show(self.detokenizer.flush())
+        if self.stops is not None and stop is None:
+            self.pieces.append(self.stops.flush())
+        return stop
+
+    def add_logprobs(self, lines: Iterable[LogprobLine], tokenizer: Tokenizer | None) -> None:
+        text = self._token_text(tokenizer)
+        for line in lines:
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + line[1][0]
+            if self.logprobs is not None:
+                self.logprobs.add(line, text)
+
+    def add_prompt_logprobs(self, lines: Iterable[LogprobLine], tokenizer: Tokenizer | None) -> None:
+        """A request that was preempted may bring some a second time."""
+        found = self.prompt_logprobs
+        if found is None:  # given out already, with the first delta
+            return
+        text = self._token_text(tokenizer)
+        for line in lines:
+            if line.position == len(found):
+                found.add(line, text)
+
+    def _token_text(self, tokenizer: Tokenizer | None) -> TokenText:
+        return tokenizer.token_text if tokenizer is not None and self.detokenize else lambda token: None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough is new to be given out before the end."""
+        if self.kind is RequestOutputKind.FINAL_ONLY:
+            return False
+        if self.stream_interval == 1 or self.num_emitted == 0:
+            return True
+        return len(self.token_ids) - self.num_emitted >= self.stream_interval
+
+    def completion(self, index: int, ending: Ending | None) -> CompletionOutput:
+        """What there is to give out now."""
+        text, token_ids, logprobs, total = "".join(self.pieces), self.token_ids, None, self.cumulative_logprob
+        if self.logprobs is not None:
+            logprobs, total = self.logprobs.entries, total or 0.0
+        if self.kind is RequestOutputKind.DELTA:
+            token_ids = token_ids[self.num_emitted :]
+            logprobs = None if logprobs is None else logprobs[self.num_emitted :]
+            self.pieces = []
+        else:
+            self.pieces = [text]
+        self.num_emitted = len(self.token_ids)
+        reason, stop_reason = ending or NO_ENDING
+        return CompletionOutput(index, text, token_ids, total, logprobs, reason, stop_reason)
+
+    def start(self, started: Started) -> None:
+        self.num_cached = started.num_cached_tokens
+        self.metrics.first_scheduled_time = self.metrics.arrival_time + started.waited
+
+    def came_silently(self, first_token: float, now: float) -> None:
+        """All tokens came with the end, the first of them made so many seconds after the arrival."""
+        self.metrics.first_token_time = self.metrics.arrival_time + first_token
+        self.metrics.last_token_time = now
+
+    def output(self, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
+        prompt_logprobs = self.prompt_logprobs
+        if self.kind is RequestOutputKind.DELTA:
+            self.prompt_logprobs = None  # with the first output only
+        if finished:
+            longest = self.metrics.max_num_generation_tokens
+            self.metrics.max_num_generation_tokens = max(longest, len(self.token_ids))
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            None if prompt_logprobs is None else prompt_logprobs.entries,  # type: ignore[arg-type]
+            completions,
+            finished,
+            self.metrics,
+            num_cached_tokens=self.num_cached,
+        )
+
+
+# ----------------------------------------------------------------
+# Log-probabilities as callers get them: a list of dicts, or one flat object. API process.
+
+
+class LogprobLine(NamedTuple):
+    """One token's log-probabilities: its own comes first."""
+
+    token_ids: list[int]
+    values: list[float]
+    rank: int  # of the token itself
+    position: int = 0  # of a prompt token
+
+
+TokenText = Callable[[int], str | None]
+Entry = tuple[int, float, int | None, str | None]
+
+
+def by_line(part: Part | None) -> dict[int, list[LogprobLine]]:
+    """A step's log-probabilities by the line of the output they belong to, in token order."""
+    lines: dict[int, list[LogprobLine]] = {}
+    if part is not None:
+        ints = part.ints
+        arrays = (ints["token_ids"], part.floats["values"], ints["ranks"], ints.get("positions", ints["ranks"]))
+        for line, *entry in zip(part.index.tolist(), *(array.tolist() for array in arrays), strict=True):
+            lines.setdefault(line, []).append(LogprobLine(*entry))
+    return lines
+
+
+class LogprobLists:
+    """Grows by one position per token, with `count` tokens beside the token itself; `named`: not the likeliest."""
+
+    __slots__ = ("count", "entries", "named")
+
+    def __init__(self, count: int, named: bool = False, flat: bool = False) -> None:
+        self.count = count
+        self.named = named
+        self.entries: list[dict[int, Logprob]] | FlatLogprobs = FlatLogprobs() if flat else []
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def add_nothing(self) -> None:
+        """A position without a prediction: a prompt's first token."""
+        self.entries.append(None)  # type: ignore[arg-type]  # only lists of prompts have such
+
+    def add(self, line: LogprobLine, text: TokenText) -> None:
+        if isinstance(self.entries, FlatLogprobs):
+            self.entries.append(self._entries(line, text))
+        else:
+            self.entries.append({entry[0]: Logprob(*entry[1:]) for entry in self._entries(line, text)})
+
+    def _entries(self, line: LogprobLine, text: TokenText) -> Iterator[Entry]:
+        ids, values, rank, _ = line
+        yield ids[0], values[0], rank, text(ids[0])
+        for place in range(1, 1 + self.count):
+            if ids[place] != ids[0]:
+                yield ids[place], values[place], None if self.named else place, text(ids[place])

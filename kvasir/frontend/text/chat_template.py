@@ -1,0 +1,362 @@
+"""Chat templates: messages in, one string out, equal to what transformers renders. API process; no tokenizer, no torch.
+
+A template is a program from a model's repository, or from a client, so it runs in jinja2's immutable sandbox and sees
+nothing but plain JSON data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property, lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.exceptions
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from kvasir.config.engine import did_you_mean
+from kvasir.errors import RequestError
+
+Message = dict[str, Any]
+
+# Stands at the end of the message to be continued while rendering; what follows it is cut off. The space shows
+# whether the template trims the message's end.
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+# Names that a message's reasoning goes by. The first is what templates read; gpt-oss reads the second.
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # a template may know others
+
+_PROBE = "kvasir probe"
+
+
+class ChatTemplate:
+    """A compiled template. Made by `compile_template`, which keeps those it has made."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._knows_developer = "developer" in source
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            line = f" at line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise RequestError(f"The chat template does not compile{line}: {error}", "chat_template") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The conversation as one string. `variables` are the special tokens and whatever else the template reads."""
+        if continue_final_message and add_generation_prompt:
+            message = "continue_final_message goes on with the last message, add_generation_prompt opens one: set one."
+            raise RequestError(message, "continue_final_message")
+        given = _checked(messages)
+        if continue_final_message and given[-1].get("content") is None:
+            raise _nothing_to_continue()
+        chat = [self._as_template_reads(message) for message in given]
+        arguments = {
+            "tools": _plain_mappings("tools", tools),
+            "documents": _plain_mappings("documents", documents),
+            "add_generation_prompt": add_generation_prompt,
+            **_plain(variables),
+        }
+        if continue_final_message:
+            return self._render_open_ended(chat, arguments)
+        return self._render(chat, arguments)
+
+    def _render(self, chat: list[Message], arguments: dict[str, Any]) -> str:
+        try:
+            return self._template.render(messages=chat, **arguments)
+        except Exception as error:  # whatever goes wrong inside a template is about this request
+            reason = str(error) or type(error).__name__
+            raise RequestError(f"The chat template cannot render these messages: {reason}", "messages") from error
+
+    def _render_open_ended(self, chat: list[Message], arguments: dict[str, Any]) -> str:
+        """Render up to the end of the last message's content, so that the model goes on from there."""
+        content = _tag_end(chat[-1])
+        text = self._render(chat, arguments)
+        tag = _CONTINUE_TAG.strip()
+        if content.strip() not in text or tag not in text:
+            message = "continue_final_message is set, but the chat template does not show the final message's content."
+            raise RequestError(message, "continue_final_message")
+        end = text.rindex(tag)
+        # Without the tag's own space the template has trimmed the message, so its trailing space goes too.
+        return text[:end] if text.startswith(_CONTINUE_TAG, end) else text[:end].rstrip()
+
+    def _as_template_reads(self, message: Message) -> Message:
+        """As clients write a message and templates read it are two things."""
+        self._check_role(message["role"])
+        message = _with_read_arguments(_with_reasoning_names(self._with_fitting_content(message)))
+        if message["role"] == "developer" and not self._knows_developer:
+            return {**message, "role": "system"}  # which is what it is called elsewhere
+        return message
+
+    def _check_role(self, role: str) -> None:
+        """Many templates print whatever role there is, and the model would read a misspelt one as it stands."""
+        if role in _ROLES or role in self._source:
+            return
+        if near := did_you_mean(role, _ROLES):
+            raise RequestError(f"{role!r} is not a role.{near}", "messages")
+
+    def _with_fitting_content(self, message: Message) -> Message:
+        """Turn content parts into text, or text into parts, if that is all the template can show."""
+        content = message.get("content")
+        if isinstance(content, list):
+            texts = [_part_text(part) for part in content]
+            if not self._shows_parts:
+                return {**message, "content": "\n".join(texts)}
+            return {**message, "content": [{"type": "text", "text": text} for text in texts]}
+        if isinstance(content, str) and self._shows_parts and not self._shows_strings:
+            return {**message, "content": [{"type": "text", "text": content}]}
+        if content is None:
+            takes_null = self._takes_null_with_calls if message.get("tool_calls") else self._takes_null
+            return {**message, "content": None if takes_null else ""}
+        return message
+
+    # What a template can show is found by trying it.
+
+    @cached_property
+    def _shows_strings(self) -> bool:
+        return _PROBE in self._try(_user(_PROBE))
+
+    @cached_property
+    def _shows_parts(self) -> bool:
+        text = self._try(_user([{"type": "text", "text": _PROBE}]))
+        return _PROBE in text and f"{_PROBE}'" not in text and f'{_PROBE}"' not in text  # a quote: the list was printed
+
+    @cached_property
+    def _takes_null(self) -> bool:
+        """Whether a message without content is shown as such. Some templates fail on it, some write None."""
+        return self._shows_null({"role": "assistant"})
+
+    @cached_property
+    def _takes_null_with_calls(self) -> bool:
+        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
+        return self._shows_null({"role": "assistant", "tool_calls": [call]})
+
+    def _shows_null(self, message: Message) -> bool:
+        empty, text = (self._try(_user(_PROBE), {**message, "content": content}) for content in ("", None))
+        return text != "" and text.count("None") <= empty.count("None")
+
+    def _try(self, *messages: Message) -> str:
+        arguments = {"tools": None, "documents": None, "add_generation_prompt": False}
+        special = {"bos_token": "", "eos_token": "", "unk_token": "", "pad_token": ""}
+        try:
+            return self._render(list(messages), {**arguments, **special})
+        except RequestError:
+            return ""
+
+
+@lru_cache(maxsize=64)
+def compile_template(source: str) -> ChatTemplate:
+    return ChatTemplate(source)
+
+
+def choose_template(own: str | Mapping[str, str] | None, asked: str | None, with_tools: bool) -> str:
+    """The template text: the one asked for (a name or the text itself), or else the model's own."""
+    if isinstance(own, Mapping):
+        if asked is not None:
+            return own.get(asked, asked)
+        for name in ("tool_use", "default") if with_tools else ("default",):
+            if name in own:
+                return own[name]
+        message = f"The model has several chat templates: name one in chat_template ({', '.join(sorted(own))})."
+        raise RequestError(message, "chat_template")
+    template = own if asked is None else asked
+    if template is None:
+        message = "The model has no chat template: pass one as chat_template (a Jinja text), or send a plain prompt."
+        raise RequestError(message, "chat_template")
+    return template
+
+
+def check_reads(source: str, messages: Sequence[Mapping[str, Any]], given: Mapping[str, object]) -> None:
+    """What a template never reads would be ignored: refuse it."""
+    calls = any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages)
+    for name, value in {**given, "tool_calls": calls}.items():
+        if value and name not in source:
+            raise RequestError(f"{name} is not available: this model's chat template does not read it.", name)
+
+
+def _user(content: object) -> Message:
+    return {"role": "user", "content": content}
+
+
+def _checked(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """The messages as plain data, copied, or a RequestError."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise RequestError("messages must be a list with at least one message in it.", "messages")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError(f"A message must be a dict with a role and content, not {message!r}.", "messages")
+        if not isinstance(message.get("content"), str | list | tuple | None):
+            raise RequestError("A message's content must be a string or a list of content parts.", "messages")
+        if message["role"] in ("system", "developer", "user") and message.get("content") is None:
+            raise RequestError(f"A message of the role {message['role']} must have content.", "messages")
+    return [_plain(message) for message in messages]
+
+
+def _part_text(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise RequestError(f"A content part must be a string or a dict, not {part!r}.", "messages")
+    kind = part.get("type", "text")
+    if kind not in ("text", "input_text", "output_text", "refusal"):
+        message = f"Content parts of type {kind!r} are not supported: this model takes text only."
+        raise RequestError(message, "messages")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if not isinstance(text, str):
+        raise RequestError(f"The content part {part!r} has no text.", "messages")
+    return text
+
+
+def _tag_end(message: Message) -> str:
+    """Put the tag behind the last text of a message and return that text as it was."""
+    content = message.get("content")
+    if isinstance(content, list) and content:
+        text: str = content[-1]["text"]
+        content[-1]["text"] = text + _CONTINUE_TAG
+        return text
+    if isinstance(content, str):
+        message["content"] = content + _CONTINUE_TAG
+        return content
+    raise _nothing_to_continue()
+
+
+def _nothing_to_continue() -> RequestError:
+    message = "continue_final_message is set, but the final message has no text."
+    return RequestError(message, "continue_final_message")
+
+
+def _with_reasoning_names(message: Message) -> Message:
+    reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _with_read_arguments(message: Message) -> Message:
+    """OpenAI's interface has a tool call's arguments as JSON text; templates print them as the values they are."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_values(call) for call in calls]}
+
+
+def _with_values(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        values = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        message = f"The arguments of the tool call {function.get('name')!r} are not JSON."
+        raise RequestError(message, "messages") from None
+    return {**call, "function": {**function, "arguments": values}}
+
+
+def _plain_mappings(name: str, values: Sequence[Mapping[str, Any]] | None) -> list[Message] | None:
+    if values is None:
+        return None
+    if isinstance(values, str | Mapping) or not all(isinstance(value, Mapping) for value in values):
+        raise RequestError(f"{name} must be a list of dicts.", name)
+    return [_plain(value) for value in values]
+
+
+def _plain(value: Any) -> Any:
+    """A copy made of JSON types alone: other objects have methods that the sandbox does not know to be dangerous."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    for kind in (str, int, float):  # subclasses, such as enums
+        if isinstance(value, kind):
+            return kind(value)
+    return f"<{type(value).__name__}>"
+
+
+# ---------------------------------------------------------------- what a template finds in its sandbox
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
+    return environment
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what an assistant wrote, for training. Here its body is simply rendered."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2's own declaration
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Any) -> str:
+        text: str = caller()
+        return text
+
+
+class _Dict:
+    """`dict(...)` without the class's own attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace(...)` that takes no underscored names, which might reach Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # like jinja2's own, so that a name may be `self`
+        self, given = args[0], dict(*args[1:], **kwargs)
+        jinja2.utils.Namespace.__init__(self)
+        for name, value in given.items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"A chat template may not set {name!r} on a namespace.")
+        super().__setitem__(name, value)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own filter escapes HTML, which models were not trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

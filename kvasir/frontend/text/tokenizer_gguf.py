@@ -1,0 +1,240 @@
+"""A tokenizer from a GGUF file's metadata. API process; no torch, no transformers.
+
+A byte-level vocabulary is split before it is merged in a way that the file only names (tokenizer.ggml.pre). They are
+here, as the models' own tokenizer.json have them. A SentencePiece vocabulary has scores, from which merges are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from kvasir.errors import KvasirError, ModelError
+from kvasir.frontend.text.tokenizer import Tokenizer
+from kvasir.quantization.gguf_file import GGUFFile
+
+CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+LLAMA3 = rf"{_CONTRACTIONS}|\p{{N}}{{1,3}}|{_REST}"
+QWEN2 = rf"{_CONTRACTIONS}|\p{{N}}|{_REST}"
+TEKKEN = rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}|{_SLASHES}"
+GPT4O = rf"{_LEAD}{_UPPER}*{_LOWER}+{_ENDINGS}|{_LEAD}{_UPPER}+{_LOWER}*{_ENDINGS}|\p{{N}}{{1,3}}|{_SLASHES}"
+DEEPSEEK = (
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^" "\r\n" r"\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[" "\r\n" r"]*|\s*[" "\r\n" r"]+|\s+(?!\S)|\s+",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How text is cut before its pieces are merged."""
+
+    patterns: tuple[str, ...] = ()  # none: GPT-2's own
+    digits: bool = False  # every digit by itself first
+    whole_words: bool = False  # a piece that is a token is not taken apart
+    compose: bool = False  # characters are composed first (NFC)
+    bos: bool = False  # texts begin with the bos token unless the file says otherwise
+
+    def build(self) -> Any:
+        steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if self.digits else []
+        steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not self.patterns))
+        return pre_tokenizers.Sequence(steps)
+
+
+SPLITTINGS = {
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "jina-es", "jina-de", "olmo", "mpt"), Splitting()),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), Splitting(digits=True)),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), Splitting((LLAMA3,), whole_words=True, bos=True)
+    ),
+    "dbrx": Splitting((LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Splitting((QWEN2,), compose=True)),
+    "stablelm2": Splitting((QWEN2,)),
+    "tekken": Splitting((TEKKEN,), whole_words=True, bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), Splitting((GPT4O,))),
+    "deepseek-v3": Splitting(DEEPSEEK, bos=True),
+}
+
+
+def load_gguf_tokenizer(file: GGUFFile) -> Tokenizer:
+    entries = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
+    if not entries.get("tokens"):
+        raise ModelError(f"{file.path} has no tokenizer. {_INSTEAD}")
+    check_entries(file)
+    try:
+        return _load(file, entries)
+    except KvasirError:
+        raise
+    except Exception as error:  # the library's own are of no narrower kind
+        why = " ".join(str(error).split())[:200]
+        raise ModelError(
+            f"{file.path} is damaged: no tokenizer can be made of its tokens and merges ({why}); download it again."
+        ) from error
+
+
+def _load(file: GGUFFile, entries: dict[str, Any]) -> Tokenizer:
+    kind, tokens = entries.get("model"), entries["tokens"]
+    if kind == "gpt2":
+        backend, bos = _byte_level(file, entries)
+    elif kind == "llama":
+        backend, bos = _sentencepiece(entries), True
+    else:
+        raise ModelError(
+            f"{file.path} has a tokenizer of the kind {kind!r:.80}; gpt2 and llama can be read. {_INSTEAD}"
+        )
+    _add_tokens(backend, tokens, entries.get("token_type") or [])
+    named = _named_tokens(entries, tokens)
+    _frame(backend, named, entries.get("add_bos_token", bos), entries.get("add_eos_token", False))
+    return Tokenizer(backend, named, chat_template=file.metadata.get("tokenizer.chat_template"))
+
+
+_INSTEAD = "Name another tokenizer with tokenizer=..., or set skip_tokenizer_init=True and send token ids."
+
+
+def _byte_level(file: GGUFFile, entries: dict[str, Any]) -> tuple[tokenizers.Tokenizer, bool]:
+    pre = entries.get("pre", "default")
+    if pre not in SPLITTINGS:
+        known = ", ".join(SPLITTINGS)
+        raise ModelError(
+            f"{file.path} splits text in the way {pre!r:.80}, which is not known; known are {known}. {_INSTEAD}"
+        )
+    splitting = SPLITTINGS[pre]
+    merges = [_pair(merge) for merge in entries.get("merges") or []]
+    model = models.BPE(_vocabulary(entries["tokens"]), merges, ignore_merges=splitting.whole_words)
+    backend = tokenizers.Tokenizer(model)
+    if splitting.compose:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = splitting.build()
+    backend.decoder = decoders.ByteLevel()
+    return backend, splitting.bos
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    """Two tokens with a space between; a token may itself begin with one."""
+    left, right = merge[:1] + merge[1:].split(" ", 1)[0], merge[1:].split(" ", 1)[1]
+    return left, right
+
+
+def _vocabulary(tokens: list[str]) -> dict[str, int]:
+    return {token: number for number, token in enumerate(tokens)}
+
+
+def _sentencepiece(entries: dict[str, Any]) -> tokenizers.Tokenizer:
+    tokens, prefix = entries["tokens"], entries.get("add_space_prefix", True)
+    unknown = tokens[entries.get("unknown_token_id", 0)]
+    merges = _merges_from_scores(tokens, entries.get("scores") or [0.0] * len(tokens))
+    model = models.BPE(_vocabulary(tokens), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    ends: list[Any] = [decoders.Strip(" ", 1, 0)] if prefix else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    return backend
+
+
+def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, those of the best tokens first."""
+    numbers = _vocabulary(tokens)
+    found = []
+    for token, score in zip(tokens, scores, strict=True):
+        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+        pairs = [pair for pair in cuts if pair[0] in numbers and pair[1] in numbers]
+        pairs.sort(key=lambda pair: (numbers[pair[0]], numbers[pair[1]]))
+        found += [(score, pair) for pair in pairs]
+    found.sort(key=lambda entry: (entry[0], len(entry[1][0]), len(entry[1][1])), reverse=True)
+    return [pair for _, pair in found]
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -> None:
+    """Control tokens are special; tokens that users defined are matched whole, but written out."""
+    marked = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if kind in (CONTROL, USER_DEFINED)]
+    backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in marked])
+
+
+def _named_tokens(entries: dict[str, Any], tokens: list[str]) -> dict[str, str]:
+    ids = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
+    found = {f"{name}_token": entries.get(key) for name, key in ids.items()}
+    return {name: tokens[number] for name, number in found.items() if number is not None and number < len(tokens)}
+
+
+def _frame(backend: tokenizers.Tokenizer, named: dict[str, str], bos: bool, eos: bool) -> None:
+    """What stands before and after a text."""
+    first = named.get("bos_token") if bos else None
+    last = named.get("eos_token") if eos else None
+    used = [token for token in (first, last) if token is not None]
+    if used:
+        single = " ".join([*([first] if first else []), "$A", *([last] if last else [])])
+        numbers = [(token, backend.token_to_id(token)) for token in dict.fromkeys(used)]
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=numbers)
+
+
+# ----------------------------------------------------------------
+# Whether a GGUF file's tokenizer entries are what they should be, entry by entry. API process.
+
+_PREFIX = "tokenizer.ggml."
+_LISTS = {"tokens": str, "merges": str, "scores": float, "token_type": int}
+_ONES = {
+    "tokenizer.chat_template": str,
+    **{_PREFIX + name: str for name in ("model", "pre")},
+    **{_PREFIX + name: bool for name in ("add_bos_token", "add_eos_token", "add_space_prefix")},
+}
+_IDS = ("bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id")
+_NAMES = {str: "text", float: "number", int: "whole number", bool: "yes or no"}
+_LONGEST = 1 << 14  # a token's characters; cutting a longer one in every way would take forever
+
+
+def check_entries(file: GGUFFile) -> None:
+    """Raise unless every entry is of its kind and all text is UTF-8."""
+    for fault in _faults(file.metadata):
+        raise ModelError(f"{file.path} is damaged: {fault}; download it again.")
+
+
+def _faults(metadata: dict[str, Any]) -> Iterator[str]:
+    for name, kind in _LISTS.items():
+        values = metadata.get(_PREFIX + name)
+        if values is None:
+            continue
+        if not isinstance(values, list) or not all(type(value) is kind for value in values):
+            yield f"{_PREFIX}{name} is no list of {_NAMES[kind]}s"
+        elif kind is str:
+            yield from _text_faults(_PREFIX + name, values)
+    for name, kind in _ONES.items():
+        value = metadata.get(name)
+        if value is not None and type(value) is not kind:
+            yield f"{name} is no {_NAMES[kind]}"
+        elif isinstance(value, str) and not _is_utf8(value):
+            yield f"{name} is not UTF-8"
+    for name in _IDS:
+        value = metadata.get(_PREFIX + name)
+        if value is not None and (type(value) is not int or value < 0):
+            yield f"{_PREFIX}{name} is not the number of a token"
+
+
+def _text_faults(name: str, values: list[str]) -> Iterator[str]:
+    """Text that is not UTF-8 was read with stand-ins for its bytes."""
+    for number, value in enumerate(values):
+        if len(value) > _LONGEST:
+            yield f"entry {number} of {name} has {len(value)} characters"
+        if not value.isascii() and not _is_utf8(value):
+            yield f"entry {number} of {name} is not UTF-8"
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
