@@ -123,11 +123,11 @@ def measure(path: Path, device_gib: float, host_gib: float, running: int, kib_pe
         path.stem,
         device_gib,
         host_gib,
-        cache.stats.prefix_hits / cache.stats.prefix_queries,
+        cache.stats.prefix_cache_hits / cache.stats.prefix_cache_queries,
         ideal(entries),
-        cache.stats.tier_hits / cache.stats.prefix_queries,
-        cache.tier.stats.offloaded / blocks_per_gib,
-        cache.tier.stats.restored / blocks_per_gib,
+        cache.stats.host_cache_hits / cache.stats.prefix_cache_queries,
+        cache.tier.stats.offloaded_blocks / blocks_per_gib,
+        cache.tier.stats.restored_blocks / blocks_per_gib,
         time.perf_counter() - started,
     )
 

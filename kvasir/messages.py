@@ -118,7 +118,10 @@ class EngineRequest:
     cache_salt: bytes = b""  # requests share cached prefixes only within one salt
     needs_last_token: bool = False  # leave it out of a step until its last token is known to the host
     reads_cache: bool = True  # False: compute the whole prompt, whatever is cached
-    picked: bool = False  # sampled tokens are proposals: whoever sent it picks (Scheduler.pick), and it waits for that
+    external_tokens: bool = False  # sampled tokens are proposals; the request waits for Scheduler.append
+    awaited: bool = False  # requests that run wait for it: after preemption it is admitted first
+    num_drafts: int = 0  # tokens that the worker may draft and verify for it in a step
+    guide: tuple[str, Any] | None = None  # name and argument of what restricts its tokens, see engine/guides.py
     beam: BeamSpec | None = None
     least_tokens: int = 1  # it cannot end by itself with fewer
     terms: Terms = field(default_factory=Terms)
@@ -263,12 +266,13 @@ class EngineStats:
     offloaded_blocks: int = 0  # evicted on the device, copied out
     restored_blocks: int = 0  # of those, copied in again
     host_evictions: int = 0
+    host_lost_blocks: int = 0  # evicted on the device, and no room in the tier
     host_cache_hits: int = 0  # tokens of prefix_cache_hits that came from there
     # CUDA graphs
     num_graphs: int = 0
     graph_bytes: int = 0  # of the device's memory
-    graphs_put_off: int = 0  # because there was no memory for them
-    graphs_dropped: int = 0  # to make way for others
+    graphs_deferred: int = 0  # captures that found no memory
+    graphs_dropped: int = 0  # graphs dropped to make room for others
 
 
 # ---------------------------------------------------------------- core -> worker
@@ -404,10 +408,10 @@ class StepCosts:
 class GraphUse:
     """CUDA graphs that there are now."""
 
-    count: int = 0
-    bytes: int = 0  # of the device's memory, measured as they were captured; of several devices together
-    put_off: int = 0  # since the start: how often there was no memory for one
-    dropped: int = 0  # since the start: to make way for others
+    num_graphs: int = 0
+    graph_bytes: int = 0  # memory of all devices together, measured as graphs were captured
+    graphs_deferred: int = 0  # since the start: captures that found no memory
+    graphs_dropped: int = 0  # since the start: graphs dropped to make room for others
 
 
 @dataclass(slots=True)

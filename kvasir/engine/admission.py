@@ -1,4 +1,4 @@
-"""Whether one more request may wait. Core process."""
+"""Limits of the queue: refuses a request for which there is no room. Core process."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from kvasir.engine.scheduler import Scheduler
 from kvasir.errors import OverloadedError
 from kvasir.messages import EngineRequest
 
-_SOONEST, _LATEST = 1.0, 60.0  # seconds after which to try again
+_MIN_RETRY, _MAX_RETRY = 1.0, 60.0  # seconds after which a client should try again
 
 
 @dataclass(slots=True, frozen=True)
 class QueueLimits:
-    """0: no limit."""
+    """Upper bounds of the queue; 0 means none."""
 
-    max_requests: int = 0  # that wait although all rows are taken
-    max_tokens: int = 0  # of prompts that wait
+    max_requests: int = 0  # requests that wait while all rows are taken
+    max_tokens: int = 0  # prompt tokens of waiting requests
 
 
 class Admission:
+    """Checks every new request against the queue's limits."""
+
     def __init__(self, limits: QueueLimits, scheduler: Scheduler) -> None:
         self.limits = limits
         self.num_refused = 0
         self._scheduler = scheduler
 
     def check(self, request: EngineRequest, num_others: int) -> None:
-        """Refuse a request for which the queue has no room. `num_others`: requests that wait outside the scheduler."""
+        """Refuse a request for which the queue has no room. `num_others` requests wait outside the scheduler."""
         queue, limits = self._scheduler.waiting, self.limits
         waiting = len(queue) + num_others
         if limits.max_requests and waiting >= limits.max_requests + self._scheduler.rows.num_free:
@@ -45,7 +47,7 @@ class Admission:
         raise OverloadedError(f"the queue is full: {what}; try again in {seconds:.0f} s", seconds)
 
     def _retry_after(self, waiting: int) -> float:
-        """Whole seconds until, at the pace of late, half of those that wait are served."""
+        """Whole seconds until half of the waiting requests are served, at the current rate."""
         context = self._scheduler.context
-        rate = context.pace.ends_per_second(context.clock())
-        return float(math.ceil(min(max(waiting / 2 / rate, _SOONEST), _LATEST))) if rate else _SOONEST
+        rate = context.service_rate.ends_per_second(context.clock())
+        return float(math.ceil(min(max(waiting / 2 / rate, _MIN_RETRY), _MAX_RETRY))) if rate else _MIN_RETRY

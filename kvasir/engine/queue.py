@@ -1,7 +1,7 @@
-"""The waiting requests: a policy's order, with what no policy need care about. Core process.
+"""The waiting requests, in the order of a policy. Core process.
 
-Requests whose tokens are picked from outside (beams) wait for each other: nobody may stand before one that has run
-already, whatever the policy. And the policy is told here what running requests were given, if it wants to know.
+The queue also does what every policy needs: it puts requests that others wait for (beams of one search) first, counts
+waiting prompt tokens, and reports to policies that want it how many tokens running requests were given.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from kvasir.engine.rows import Rows
 
 
 class Queue:
+    """Waiting requests. Requests that were preempted wait here, too."""
+
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._counting = policy if isinstance(policy, Counting) else None
-        self.gives_up = type(policy).hopeless is not Policy.hopeless  # whether `hopeless` need be asked
-        self.num_prompt_tokens = 0  # of all that wait
-        self._awaited: dict[int, Request] = {}  # others wait for them; they stand first
+        self.gives_up = type(policy).hopeless is not Policy.hopeless  # whether the policy ends requests early
+        self.num_prompt_tokens = 0  # sum over all waiting requests
+        self._awaited: dict[int, Request] = {}  # requests that others wait for; they are admitted first
 
     def __len__(self) -> int:
         return len(self._awaited) + len(self.policy)
 
     def __iter__(self) -> Iterator[Request]:
-        """In the order in which they would be admitted now, as far as the policy can tell."""
+        """Waiting requests in the order of admission, as far as the policy knows it."""
         return chain(self._awaited.values(), self.policy)
 
     def add(self, request: Request) -> None:
@@ -37,9 +39,9 @@ class Queue:
         self.policy.add(request)
 
     def put_back(self, request: Request) -> None:
-        """A request that ran, or is part of one that did, waits again."""
+        """Queue a preempted request, or a fork of one that runs."""
         self.num_prompt_tokens += request.num_prompt_tokens
-        if request.spec.picked:
+        if request.spec.awaited:
             self._awaited[request.key] = request
         else:
             self.policy.put_back(request)
@@ -58,14 +60,14 @@ class Queue:
     def hopeless(self) -> tuple[Request, str] | None:
         return self.policy.hopeless() if len(self.policy) else None
 
-    # ------------------------------------------------------------ telling the policy who was given what
+    # ------------------------------------------------------------ token counts for the policy
 
     def join(self, rows: Rows, row: int) -> None:
-        """A request has a row. What it brings is counted at once, so that the next in line is chosen knowing it."""
+        """Count the tokens of a request that was just admitted, before the policy chooses the next one."""
         if self._counting is None:
             return
         request = rows.requests[row]
-        assert request is not None, f"row {row} has no tenant"
+        assert request is not None, f"row {row} has no request"
         known = int(rows.num_known[row])
         counted = max(int(rows.num_computed[row]), request.num_counted)
         rows.num_counted[row] = max(known, counted)
@@ -73,19 +75,19 @@ class Queue:
         self._counting.join(request, max(0, known - counted))
 
     def count(self, rows: Rows, which: NDArray[np.int64]) -> None:
-        """Tell the policy what these rows were given since it last heard of them."""
+        """Report the tokens that these rows were given since the last call."""
         if self._counting is not None and len(which):
             new = np.maximum(rows.num_computed[which] - rows.num_counted[which], 0)
             rows.num_counted[which] += new
             self._counting.served(np.bincount(rows.account[which], weights=new).astype(np.float64))
 
     def leave(self, rows: Rows, which: list[int]) -> None:
-        """Requests are about to give up their rows."""
+        """Report the last tokens of requests that leave their rows."""
         if self._counting is None:
             return
         self.count(rows, np.array(which, np.int64))
         for row in which:
             request = rows.requests[row]
-            assert request is not None, f"row {row} has no tenant"
+            assert request is not None, f"row {row} has no request"
             request.num_counted = int(rows.num_counted[row])
             self._counting.leave(request)

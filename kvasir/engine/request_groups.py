@@ -1,7 +1,7 @@
-"""Requests that stand for several: completions that share a prompt, and beam searches. Core process.
+"""Requests that stand for several: parallel samples that share a prompt, and beam searches. Core process.
 
-The loop adds requests here, says when a step was planned and hands outputs through; what becomes of them is told to the
-scheduler as requests, forks and picks. With no such request around, nothing here runs.
+The core adds every request here and passes every output through. A group acts through the scheduler: it adds, forks,
+appends tokens to and aborts requests, so the scheduler knows nothing of samples or searches.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ from kvasir.messages import (
 )
 
 
-class Families:
+class RequestGroups:
+    """All groups of one engine. Without any, a step skips this class."""
+
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.forks = Forks(scheduler)
-        self.beams = Beams(scheduler)
+        self.forks = PendingForks(scheduler)
+        self.beams = BeamGroups(scheduler)
 
     def __len__(self) -> int:
-        """Requests that need attention between steps."""
+        """Number of groups that must be looked at between steps."""
         return len(self.forks) + len(self.beams)
 
     def __contains__(self, key: int) -> bool:
-        """Whether the request is known here, and not yet to the scheduler."""
+        """Whether the request waits here and the scheduler does not know it yet."""
         return key in self.forks or key in self.beams
 
     @property
     def num_known(self) -> int:
-        """Of how many requests that holds."""
+        """Number of requests that wait here."""
         return self.forks.num_waiting + len(self.beams)
 
     def add(self, request: EngineRequest) -> None:
@@ -56,30 +58,32 @@ class Families:
             self._scheduler.add(request)
             self.forks.expect(request)
 
-    def planned(self) -> None:
-        """A step was planned."""
+    def start_forks(self) -> None:
+        """Fork from requests whose prompts are planned by now. Call after a step was planned."""
         self.forks.start()
 
     def update(self, output: EngineOutput) -> EngineOutput:
+        """Replace the tokens of beams in a step's output by the state of their searches."""
         return self.beams.update(output) if len(self.beams) else output
 
     def abort(self, key: int) -> bool:
-        """False if the scheduler is to abort it."""
+        """Abort a request that is known here. False if only the scheduler knows it."""
         return self.forks.abort(key) or self.beams.abort(key)
 
 
-# ----------------------------------------------------------------
-# Requests that share another's prompt: they wait until it is computed, then start on its blocks. Core process.
+# ------------------------------------------------------------ parallel samples
 
 
-class Forks:
+class PendingForks:
+    """Requests that share another's prompt: they wait until it is computed, then start on its blocks."""
+
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._waiting: dict[int, list[EngineRequest]] = {}  # by the key of the request they fork from
         self._parents: dict[int, int] = {}  # that key, by a fork's own
 
     def __len__(self) -> int:
-        """Requests that others wait for."""
+        """Number of requests that others wait for."""
         return len(self._waiting)
 
     def __contains__(self, key: int) -> bool:
@@ -95,14 +99,14 @@ class Forks:
             self._parents |= dict.fromkeys((fork.key for fork in request.forks), request.key)
 
     def start(self) -> None:
-        """Fork from requests whose prompt is planned by now: the device gets to it before the forks' first step."""
+        """Fork from requests whose prompt is planned by now: the device computes it before the forks' first step."""
         ready = [key for key, forks in self._waiting.items() if self._scheduler.num_computed(key) >= _length(forks)]
         for key in ready:
             for fork in self._take(key):
                 self._scheduler.fork(key, fork)
 
     def abort(self, key: int) -> bool:
-        """Forget a fork that has not started. If what it waits for is aborted, the others go on by themselves."""
+        """Remove a fork that has not started. If its parent is aborted, the other forks are queued by themselves."""
         for fork in self._take(key):
             self._scheduler.add(fork)
         parent = self._parents.pop(key, None)
@@ -112,7 +116,7 @@ class Forks:
         return True
 
     def _take(self, parent: int) -> list[EngineRequest]:
-        """Those that wait for it, and no longer do."""
+        """Remove and return the forks of a parent."""
         forks = self._waiting.pop(parent, [])
         for fork in forks:
             del self._parents[fork.key]
@@ -123,32 +127,31 @@ def _length(forks: list[EngineRequest]) -> int:
     return max((len(fork.prompt_token_ids) for fork in forks), default=0)
 
 
-# ----------------------------------------------------------------
-# Beam searches as requests that fork: each beam is a request whose tokens are picked here. Core process.
-#
-# After every step of a search its beams continue in place, fork or end, so that common beginnings are held once. A beam
-# waits for its pick (Scheduler.pick), so the loop and the scheduler know nothing of searches.
+# ------------------------------------------------------------ beam search
 
 
 @dataclass(slots=True, eq=False)
-class Search:
+class SearchGroup:
     """A beam search and the requests that run its beams."""
 
     request: EngineRequest
-    beam: EngineRequest  # what each beam is made of
+    beam: EngineRequest  # template of a beam's request
     search: BeamSearch
-    blocks: int  # it may need so many at most
+    blocks: int  # upper bound of the KV blocks that it needs
     keys: list[int] = field(default_factory=list)  # of its beams, in the search's order
     proposals: dict[int, Proposals] = field(default_factory=dict)  # by key
     has_started: bool = False
 
 
-class Beams:
+class BeamGroups:
+    """Runs each beam as a request with external tokens. After every step of a search its beams continue in place, fork
+    or end, so common beginnings are held once."""
+
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._running: dict[int, Search] = {}  # by the request's key
-        self._waiting: deque[Search] = deque()
-        self._of_beam: dict[int, Search] = {}
+        self._running: dict[int, SearchGroup] = {}  # by the request's key
+        self._waiting: deque[SearchGroup] = deque()
+        self._of_beam: dict[int, SearchGroup] = {}
         self._keys = count(-1, -1)  # no request of the API process has a negative one
 
     def __len__(self) -> int:
@@ -168,7 +171,7 @@ class Beams:
     def add(self, request: EngineRequest) -> None:
         spec = request.beam
         assert spec is not None, "only beam searches are added here"
-        search = Search(request, self._beam(request, spec), BeamSearch(spec, request.max_tokens), 0)
+        search = SearchGroup(request, self._beam(request, spec), BeamSearch(spec, request.max_tokens), 0)
         search.blocks = self._most_blocks(request, spec)
         rows, usable = self._scheduler.limits.max_num_seqs, self._scheduler.cache.pool.usable
         if spec.width > rows:
@@ -192,13 +195,14 @@ class Beams:
             RowSampling(logprobs=wanted),
             cache_salt=request.cache_salt,
             reads_cache=request.reads_cache,
-            picked=True,
+            external_tokens=True,
+            awaited=True,
             terms=request.terms,
         )
 
     def _most_blocks(self, request: EngineRequest, spec: BeamSpec) -> int:
-        """What all beams may hold at once; the prompt's full blocks are one for all, unless a preempted beam must
-        compute them again for itself."""
+        """Upper bound of the blocks of all beams. They share the prompt's full blocks, unless a preempted beam must
+        recompute them for itself."""
         cache, prompt = self._scheduler.cache, len(request.prompt_token_ids)
         full = prompt - prompt % cache.block_size if cache.caching and request.reads_cache else 0
         shared = cache.blocks_for(full)
@@ -206,8 +210,8 @@ class Beams:
         return shared + spec.width * own
 
     def _start(self) -> None:
-        """Let searches begin while all that run can hold every block they may need: or they could wait for each
-        other forever."""
+        """Start searches as long as all running ones can hold every block they may need. With fewer blocks they could
+        wait for each other forever."""
         while self._waiting:
             held = [*self._running.values(), self._waiting[0]]
             rows = sum(search.search.spec.width for search in held)
@@ -232,7 +236,7 @@ class Beams:
                 return True
         return False
 
-    def _end(self, search: Search) -> None:
+    def _end(self, search: SearchGroup) -> None:
         del self._running[search.request.key]
         self._abort_beams(search.keys)
         self._start()
@@ -245,7 +249,7 @@ class Beams:
     # ------------------------------------------------------------ steps
 
     def update(self, output: EngineOutput) -> EngineOutput:
-        """Take the beams' proposals out of a step's output and put in how their searches stand."""
+        """Take the beams' proposals out of a step's output and put in the state of their searches."""
         output.started = [start for each in output.started if (start := self._start_of(each)) is not None]
         ours = np.array([key in self._of_beam for key in output.keys.tolist()], np.bool_)
         if not ours.any():
@@ -265,7 +269,7 @@ class Beams:
         return rest
 
     def _start_of(self, start: Started) -> Started | None:
-        """A search starts with its first beam, which runs the prompt."""
+        """The start of a search is that of its first beam, which runs the prompt."""
         if start.key >= 0:
             return start
         search = self._of_beam.get(start.key)
@@ -274,8 +278,8 @@ class Beams:
         search.has_started = True
         return replace(start, key=search.request.key)
 
-    def _collect(self, keys: list[int], logprobs: Part) -> list[Search]:
-        touched: dict[int, Search] = {}
+    def _collect(self, keys: list[int], logprobs: Part) -> list[SearchGroup]:
+        touched: dict[int, SearchGroup] = {}
         for index, ids, values in zip(
             logprobs.index.tolist(),
             logprobs.ints["token_ids"].tolist(),
@@ -290,7 +294,7 @@ class Beams:
             touched[search.request.key] = search
         return list(touched.values())
 
-    def _advance(self, search: Search) -> list[BeamOutput]:
+    def _advance(self, search: SearchGroup) -> list[BeamOutput]:
         proposals = [search.proposals[key] for key in search.keys]
         search.proposals.clear()
         beams = search.search.advance(proposals)
@@ -304,7 +308,7 @@ class Beams:
         best = Hypothesis(np.array(tokens, np.int32), 0.0, 0.0)
         return [BeamOutput(search.request.key, [best], agreed, finished=False)]
 
-    def _continue(self, search: Search, beams: list[Beam]) -> None:
+    def _continue(self, search: SearchGroup, beams: list[Beam]) -> None:
         """Beams without a child end; the first child of a beam takes its place, the others fork from it."""
         old, parents = search.keys, {beam.parent for beam in beams}
         self._abort_beams(key for place, key in enumerate(old) if place not in parents)
@@ -323,9 +327,9 @@ class Beams:
             self._of_beam[key] = search
             search.keys.append(key)
         for parent, token in first.items():
-            self._scheduler.pick(old[parent], token)
+            self._scheduler.append(old[parent], [token])
 
-    def _result(self, search: Search) -> BeamOutput:
+    def _result(self, search: SearchGroup) -> BeamOutput:
         texts = [
             Hypothesis(np.array(text.tokens, np.int32), text.score, text.logprob, text.stop_token_id)
             for text in search.search.texts()

@@ -1,10 +1,15 @@
-"""The running requests' numbers as arrays, one line per row, so that a step costs no Python per request.
+"""The numbers of the running requests as arrays, one entry per row, so that a step costs no Python per request.
 
-A request holds one row from admission to finish or preemption. `epoch` tells a row's tenants apart: results of
-a step that was planned for an earlier tenant are recognised by it and dropped.
+A request holds one row from admission until it finishes or is preempted. `epoch` changes whenever the results of steps
+in flight stop being valid for a row: it has a new request, or its tokens were changed from outside.
+
+`num_computed` and `num_tokens` are upper bounds while results are in flight: a step may yield fewer tokens than were
+planned. `settle` corrects them when the result comes. The device holds the true lengths.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +22,8 @@ NO_TOKEN = -1
 
 
 class Rows:
+    """State of all rows. Core process; no tensors."""
+
     def __init__(self, max_rows: int, max_model_len: int) -> None:
         def ints() -> Int32Array:
             return np.zeros(max_rows, np.int32)
@@ -26,17 +33,18 @@ class Rows:
 
         self.num_computed = ints()  # tokens whose KV is computed or planned (upper bound)
         self.num_tokens = ints()  # tokens that exist, those still on the device included (upper bound)
-        self.num_known = ints()  # tokens the host has seen
+        self.num_unsettled = ints()  # planned drafts in flight: the two bounds may be too high by so much
+        self.num_known = ints()  # tokens that the host has seen
         self.fed_from = ints()  # from this position on, input tokens are taken from the device
         self.limit = ints()
+        self.max_new = ints()  # tokens that a step can add: 0 if they come from outside, 1 + drafts otherwise
         self.epoch = ints()
-        self.account = ints()  # whose tokens they are, and up to which they were counted: see engine/queue.py
-        self.num_counted = ints()
+        self.account = ints()  # the policy's account for these tokens, see engine/queue.py ...
+        self.num_counted = ints()  # ... and up to which token they were counted
         self.stream = bools()
         self.logprobs = bools()
         self.needs_last_token = bools()
-        self.picked = bools()
-        self.any_picked = False  # whether there ever was such a row
+        self.guided = bools()  # sampling waits for what the host learns from the step before
         self.key = np.zeros(max_rows, np.int64)
         self.stop_ids: Int32Array = np.full((max_rows, 1), NO_TOKEN, np.int32)
         # calloc: pages that no request has touched take no memory
@@ -44,6 +52,7 @@ class Rows:
         self.requests: list[Request | None] = [None] * max_rows
         self.order: NDArray[np.int64] = np.zeros(0, np.int64)  # rows in use, first admitted first
         self.version = 0  # changes with `order`
+        self.any_drafts = False  # whether any request ever had drafts; where none had, steps skip that arithmetic
         self._free = list(range(max_rows - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -54,30 +63,33 @@ class Rows:
         return len(self._free)
 
     def take(self, request: Request, num_computed: int) -> int:
-        """Give the request a row and write its numbers there. The caller adds it to `order`."""
-        row = self._free.pop()
+        """Give the request a row and write its numbers there. The caller adds the row to `order`."""
+        row, spec = self._free.pop(), request.spec
         request.row = row
         known = len(request.token_ids)
         self.requests[row] = request
         self.tokens[row, :known] = request.token_ids
         self.num_computed[row] = num_computed
         self.num_tokens[row] = self.num_known[row] = self.fed_from[row] = known
+        self.num_unsettled[row] = 0
         self.limit[row] = request.limit
-        self.stream[row] = request.spec.stream
-        self.logprobs[row] = request.spec.sampling.logprobs is not None
-        self.needs_last_token[row] = request.spec.needs_last_token or request.spec.picked
-        self.picked[row] = request.spec.picked
-        self.any_picked |= request.spec.picked
+        self.max_new[row] = 0 if spec.external_tokens else 1 + spec.num_drafts
+        self.any_drafts |= spec.num_drafts > 0
+        self.stream[row] = spec.stream
+        self.logprobs[row] = spec.sampling.logprobs is not None
+        self.needs_last_token[row] = spec.needs_last_token
+        self.guided[row] = request.guide is not None
         self.key[row] = request.key
-        self._set_stop_ids(row, request.spec.sampling.stop_token_ids)
+        self._set_stop_ids(row, spec.sampling.stop_token_ids)
         return row
 
     def append(self, rows: list[int]) -> None:
+        """Add rows to those in use."""
         self.version += 1
         self.order = np.concatenate([self.order, np.array(rows, np.int64)])
 
     def leave(self, rows: list[int]) -> None:
-        """The rows are free again; what they still have in flight will be dropped."""
+        """Free the rows. Results that they still have in flight will be dropped."""
         for row in rows:
             request = self.requests[row]
             assert request is not None, f"row {row} is free already"
@@ -91,10 +103,45 @@ class Rows:
     def known_tokens(self, row: int) -> Int32Array:
         return self.tokens[row, : self.num_known[row]]
 
-    # ------------------------------------------------------------ of several rows at once
+    def extend_from_outside(self, row: int, tokens: Sequence[int]) -> None:
+        """Append tokens that the host decides on. Tokens that steps in flight sample for this row are discarded."""
+        known = int(self.num_known[row])
+        assert self.num_computed[row] <= known, "the device has computed tokens that these would replace"
+        self.tokens[row, known : known + len(tokens)] = tokens
+        self.num_known[row] = self.num_tokens[row] = self.fed_from[row] = known + len(tokens)
+        self.epoch[row] += 1
+
+    # ------------------------------------------------------------ several rows at once
+
+    def wanted(self, rows: RowNumbers) -> Int32Array:
+        """Number of tokens that each of these rows can compute in the next step."""
+        want: Int32Array = np.minimum(self.num_tokens[rows], self.limit[rows] - 1) - self.num_computed[rows]
+        if self.any_drafts:
+            room = self.limit[rows] - 1 - self.num_computed[rows]
+            want = np.where((want == 1) & (self.max_new[rows] > 1), np.minimum(self.max_new[rows], room), want)
+        want[self.needs_last_token[rows] & (self.num_tokens[rows] > self.num_known[rows])] = 0
+        return want
+
+    def advance(self, rows: RowNumbers, grants: Int32Array) -> tuple[NDArray[np.bool_], Int32Array]:
+        """Count a planned step's tokens as computed. Returns which rows sample, and how many drafts each verifies."""
+        before = self.num_tokens[rows]
+        self.num_computed[rows] += grants
+        computed = self.num_computed[rows]
+        samples = computed >= before
+        drafts = np.maximum(computed - before, 0) if self.any_drafts else np.zeros_like(grants)
+        self.num_unsettled[rows] += drafts
+        self.num_tokens[rows] = np.where(samples, computed + (self.max_new[rows] > 0), before)
+        return samples, drafts
+
+    def settle(self, rows: RowNumbers, drafts: Int32Array, counts: Int32Array) -> None:
+        """Lower the bounds of rows whose step verified `drafts` and yielded `counts` tokens."""
+        missing = np.where(drafts > 0, drafts + 1 - counts, 0)
+        self.num_computed[rows] -= missing
+        self.num_tokens[rows] -= missing
+        self.num_unsettled[rows] -= drafts
 
     def fed_by_host(self, rows: RowNumbers) -> RowNumbers:
-        """Which of these rows are given tokens that the host knows: prompts, and what is picked from outside."""
+        """Places of the rows whose next input tokens the host knows: prompts, and tokens that come from outside."""
         return np.flatnonzero(self.num_computed[rows] < self.fed_from[rows])
 
     def input_tokens(self, rows: RowNumbers, grants: Int32Array, fed: RowNumbers) -> Int32Array:
@@ -104,15 +151,16 @@ class Rows:
             start = self.num_computed[rows]
             offsets = np.cumsum(grants) - grants
             for i in fed.tolist():
-                row, first, count, at = int(rows[i]), int(start[i]), int(grants[i]), int(offsets[i])
+                row, first, at = int(rows[i]), int(start[i]), int(offsets[i])
+                count = min(int(grants[i]), int(self.fed_from[row]) - first)  # drafts follow what the host knows
                 token_ids[at : at + count] = self.tokens[row, first : first + count]
         return token_ids
 
     def extend(self, rows: RowNumbers, tokens: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """Write new tokens. Returns finish reasons (0: goes on) and how many tokens of each line count."""
+        """Write new tokens. Returns finish reasons (0: the request goes on) and how many tokens of each line count."""
         reasons: Int32Array = np.zeros(len(rows), np.int32)
         kept: Int32Array = np.zeros(len(rows), np.int32)
-        for column in range(tokens.shape[1]):  # one column unless tokens were speculated
+        for column in range(tokens.shape[1]):  # one column unless tokens were drafted
             goes_on = (reasons == FinishReason.NONE) & (counts > column)
             line = np.flatnonzero(goes_on)
             at, new = rows[line], tokens[line, column]

@@ -1,16 +1,18 @@
-"""Who runs in the next step, and with how many tokens. No torch, no text, no model.
+"""Decides who runs in the next step, and with how many tokens. Core process; no torch, no text, no model.
 
-There is no prefill and no decode here: a request has tokens that exist and tokens that are computed, and a step
-hands out one token budget over the difference. Chunked prefill, prefix hits and resuming after preemption are
+There is no prefill and no decode phase: a request has tokens that exist and tokens that are computed, and a step
+hands out one token budget over the difference. Chunked prefill, prefix cache hits and resuming after preemption are
 all that arithmetic, done on arrays; Python objects are touched only when a request joins, ends or is preempted.
 
-`schedule` may run ahead of `update`: it counts tokens that are still on the device as existing.
+`schedule` may run ahead of `update`: it plans with upper bounds, and `update` settles them. A row yields as many tokens
+as its result says: none, one, or one and the drafts that were accepted.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -19,7 +21,8 @@ from numpy.typing import NDArray
 
 from kvasir.engine.cache.manager import IntArray, KVCacheManager, Prefix
 from kvasir.engine.cache.prefix_groups import SharingRows
-from kvasir.engine.cache.tier import Parked
+from kvasir.engine.cache.tier import SwappedBlocks
+from kvasir.engine.guides import sample_inputs
 from kvasir.engine.policies import Context, Policy
 from kvasir.engine.queue import Queue
 from kvasir.engine.request import Request
@@ -34,6 +37,7 @@ from kvasir.messages import (
     Int32Array,
     NewRow,
     PrefixGroups,
+    SampleInputs,
     Started,
     StepPlan,
     StepResult,
@@ -44,27 +48,27 @@ from kvasir.messages import (
 
 @dataclass(slots=True)
 class SchedulerStats:
+    """Counters since the start, under the names of EngineStats."""
+
     steps: int = 0
     scheduled_tokens: int = 0
     step_sizes: list[int] = field(default_factory=no_step_sizes)  # steps by STEP_SIZES
     preemptions: int = 0
     partial_prefills: int = 0  # times a prompt was given less than all it still needed
-    dropped_tokens: int = 0  # sampled for a request that had ended or was preempted meanwhile
-    held_back: int = 0  # steps in which a request was not let in for the watermark's sake
-    ended_waiting: int = 0  # requests ended from outside with a last word, before they ran or while preempted ...
-    ended_running: int = 0  # ... and in the middle
+    dropped_tokens: int = 0  # tokens sampled for a request that had ended, was preempted or got others from outside
+    held_back: int = 0  # steps in which the watermark kept a request waiting
+    timeouts_waiting: int = 0  # requests that timed out before they ran or while they were preempted ...
+    timeouts_running: int = 0  # ... and while they ran
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """What `update` must know of a step it gets the result of."""
+    """What `update` needs to know about a step when its result comes."""
 
     rows: IntArray
     epochs: Int32Array
     samples: NDArray[np.bool_]
-    lengths: Int32Array  # tokens of each row that its sampled token follows
-    planned: float  # when
-    num_tokens: int
+    drafts: Int32Array  # drafted tokens that each row verifies
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,12 +93,11 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._requests: dict[int, Request] = {}
         self._new_rows: list[NewRow] = []
-        self._started: list[Started] = []  # that nobody was told of
+        self._started: list[Started] = []  # starts that no output has reported yet
         self._silent: set[int] = set()  # rows that stream nothing and have no token yet
         self._in_flight: deque[_InFlight] = deque()
         self._sharing = SharingRows(limits.max_num_seqs)
         self._reserve = int(limits.watermark * cache.pool.usable)
-        self._full_step = limits.max_num_batched_tokens / 2  # tokens from which on a step shows how fast the device is
         self._arrivals = count()
 
     # ------------------------------------------------------------ requests come and go
@@ -107,7 +110,7 @@ class Scheduler:
         return key in self._requests
 
     def add(self, spec: EngineRequest, ahead: bool = False) -> None:
-        """Let a request wait for its turn, or ahead of those that never ran."""
+        """Queue a request; with `ahead`, before those that never ran."""
         request = self._new(spec)
         needed = self.cache.blocks_for(request.limit - 1)  # the last token is never fed back
         if needed > self.cache.pool.usable:
@@ -123,15 +126,16 @@ class Scheduler:
             self.waiting.add(request)
 
     def fork(self, parent_key: int, spec: EngineRequest) -> None:
-        """Add a request whose prompt, but for its last token, is a prefix of what `parent_key` has so far, on the
-        parent's blocks."""
+        """Add a request whose prompt, except for its last token, is a prefix of the parent's tokens. It shares the
+        parent's blocks if the parent runs."""
         parent = self._requests.get(parent_key)
         row = None if parent is None else parent.row
         if row is None or not self.rows.num_free:
-            self.add(spec, ahead=True)  # what it forks from has had its turn
+            self.add(spec, ahead=True)  # its parent was admitted already
             return
         request = self._new(spec, parent)
-        shared = min(len(request.token_ids) - 1, int(self.rows.num_computed[row]))
+        computed = int(self.rows.num_computed[row] - self.rows.num_unsettled[row])
+        shared = min(len(request.token_ids) - 1, computed)
         known = self.rows.known_tokens(row)[:shared]
         assert np.array_equal(known, request.token_ids[:shared]), "a fork must share its prefix"
         if not self.cache.can_fork(row, shared):
@@ -147,24 +151,21 @@ class Scheduler:
             return Request.new(spec, parent.arrival, parent.seq)
         return Request.new(spec, spec.terms.arrival or self.context.clock(), next(self._arrivals))
 
-    def pick(self, key: int, token: int) -> None:
-        """The next token of a request that takes its tokens from outside."""
-        request, r = self._requests[key], self.rows
+    def append(self, key: int, tokens: Sequence[int]) -> None:
+        """Append tokens that come from outside the model. What steps in flight sample for the request is discarded."""
+        request = self._requests[key]
         if request.row is None:
-            request.token_ids = np.append(request.token_ids, np.int32(token))
-            return
-        row, known = request.row, int(r.num_known[request.row])
-        r.tokens[row, known] = token
-        r.num_known[row] = r.fed_from[row] = known + 1  # the device drew another: this one is fed from here
-        r.num_tokens[row] = max(known + 1, int(r.num_tokens[row]))
+            request.token_ids = np.append(request.token_ids, np.array(tokens, np.int32))
+        else:
+            self.rows.extend_from_outside(request.row, tokens)
 
     def num_computed(self, key: int) -> int:
-        """Tokens of a request whose KV is computed or planned; 0 unless it runs."""
+        """Number of tokens of a request whose KV is computed or planned; 0 unless it runs."""
         request = self._requests.get(key)
         return 0 if request is None or request.row is None else int(self.rows.num_computed[request.row])
 
     def abort(self, key: int, num_kept: int | None = None) -> bool:
-        """End a request without a word. `num_kept`: output tokens the caller used (a stop string cut the rest)."""
+        """End a request without an output. `num_kept`: output tokens the caller used (a stop string cut the rest)."""
         request = self._requests.pop(key, None)
         if request is None:
             return False
@@ -178,32 +179,32 @@ class Scheduler:
         return True
 
     def end(self, key: int, reason: FinishReason, error: str) -> Finished | None:
-        """End a request and return its last word; None if there is no such request."""
+        """End a request and return its Finished message; None if there is no such request."""
         request = self._requests.get(key)
         if request is None:
             return None
-        self.count_end(request.row is not None)
+        self.count_timeout(request.row is not None)
         if request.num_cached_tokens is not None:
-            self.context.pace.note_service(self.context.clock(), request.started, is_done=False)
+            self.context.service_rate.record_request(self.context.clock(), request.started, is_done=False)
         tokens = request.token_ids if request.row is None else self.rows.known_tokens(request.row)
-        last = _last_word(request, reason, tokens, error)
+        finished = _finished(request, reason, tokens, error)
         self.abort(key)
-        return last
+        return finished
 
-    def count_end(self, ran: bool) -> None:
-        self.stats.ended_running += ran
-        self.stats.ended_waiting += not ran
+    def count_timeout(self, ran: bool) -> None:
+        self.stats.timeouts_running += ran
+        self.stats.timeouts_waiting += not ran
 
     # ------------------------------------------------------------ schedule
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if nothing can run before a result comes in."""
+        """Plan the next step. None if nothing can run before a result comes in."""
         preemptions = self.stats.preemptions
         rows, grants = self._continue_running()
-        # after a preemption nobody joins, or they would take each other's blocks in turn; unless nobody is left
+        # no request joins after a preemption, or the two would take each other's blocks in turn; unless none runs
         may_join = self.stats.preemptions == preemptions or not len(rows)
         if len(self.waiting) and self.rows.num_free and may_join:
-            self._name_planned(rows, grants, self.rows.fed_by_host(rows))  # now: those who join may share them
+            self._name_planned(rows, grants, self.rows.fed_by_host(rows))  # now: requests that join may share them
             joined, first_grants = self._admit(self.limits.max_num_batched_tokens - int(grants.sum()))
             if joined:
                 rows = np.concatenate([rows, np.array(joined, np.int64)])
@@ -212,30 +213,27 @@ class Scheduler:
             return self._plan(rows, grants)
         if self._in_flight or not len(self.waiting) or not len(self.rows):
             return None
-        # Those who run wait for tokens from outside, which come only when others have run that find no blocks. Once
-        # all have given theirs back they share what they had each computed for themselves.
+        # All running requests wait for external tokens, which depend on requests that find no blocks. After all are
+        # preempted they can share blocks that each had computed for itself.
         self._put_all_back()
         return self.schedule()
 
     def _continue_running(self) -> tuple[IntArray, Int32Array]:
-        """Rows that go on, and how many tokens each, with their blocks made ready."""
+        """Running rows that continue and their numbers of tokens, with blocks prepared."""
         r = self.rows
         rows = r.order
-        want = np.minimum(r.num_tokens[rows], r.limit[rows] - 1) - r.num_computed[rows]
-        waits = r.needs_last_token[rows] & (r.num_tokens[rows] > r.num_known[rows])
-        want[waits] = 0
-        grants = self._share(want, self.limits.max_num_batched_tokens)
+        grants = self._share(r.wanted(rows), self.limits.max_num_batched_tokens)
         runs = grants > 0
         if not runs.all():
             rows, grants = rows[runs], grants[runs]
-        while not self.cache.prepare(rows, r.num_computed[rows], grants):
+        while not self.cache.prepare(rows, r.num_computed[rows], grants, r.num_unsettled[rows]):
             victim = self._preempt()
             keep = rows != victim
             rows, grants = rows[keep], grants[keep]
         return rows, grants
 
     def _share(self, want: Int32Array, budget: int) -> Int32Array:
-        """Hand out the budget in order. All-or-nothing per request when prefill may not be chunked."""
+        """Hand out the budget in order. A request gets all or nothing where prefill may not be chunked."""
         if self.limits.long_prefill_token_threshold:
             want = np.minimum(want, self.limits.long_prefill_token_threshold)
         if int(want.sum()) <= budget:
@@ -248,7 +246,7 @@ class Scheduler:
         return grants
 
     def _preempt(self) -> int:
-        """The policy's last request leaves its row and blocks, keeps its tokens and waits again."""
+        """Preempt the request that the policy ranks last: it gives up its row and blocks, and waits again."""
         running = [request for row in self.rows.order if (request := self.rows.requests[row]) is not None]
         assert len(running) > 1, "a single request does not fit the cache: it should have been refused on arrival"
         self.waiting.count(self.rows, self.rows.order)
@@ -258,7 +256,7 @@ class Scheduler:
         row = request.row
         assert row is not None, "only a running request can be preempted"
         request.token_ids = self.rows.known_tokens(row).copy()
-        request.chain, request.parked = self._park(request, row)
+        request.chain, request.swapped = self._swap_out(request, row)
         request.num_preemptions += 1
         self._leave([row])
         self.waiting.put_back(request)
@@ -266,26 +264,25 @@ class Scheduler:
         return row
 
     def limit_steps(self, num_tokens: int) -> None:
-        """Let no step have more tokens than this from now on."""
+        """Limit all further steps to this many tokens."""
         self.limits = replace(self.limits, max_num_batched_tokens=num_tokens)
-        self._full_step = num_tokens / 2
 
     def start_over(self) -> None:
-        """Forget steps in flight and all that is cached: running requests wait again and are computed anew."""
+        """Drop steps in flight and all cached blocks: running requests wait again and are recomputed."""
         self._put_all_back()
         self._in_flight.clear()
-        self.cache.take_changes()  # of rows that are free now
+        self.cache.take_changes()  # they belong to rows that are free now
         forgotten = self.cache.reset()
         assert forgotten, "no row is left, so no block is in use"
 
     def _put_all_back(self) -> None:
         for row in self.rows.order.tolist()[::-1]:
             request = self.rows.requests[row]
-            assert request is not None, f"row {row} has no tenant"
+            assert request is not None, f"row {row} has no request"
             self._put_back(request)
 
     def _admit(self, budget: int) -> tuple[list[int], list[int]]:
-        """Let waiting requests in while tokens, rows and blocks last."""
+        """Admit waiting requests while tokens, rows and blocks last."""
         joined: list[int] = []
         grants: list[int] = []
         owed = self._blocks_owed()
@@ -300,13 +297,13 @@ class Scheduler:
             spare = self.cache.num_free_besides(prefix) - missing - owed
             if grant == 0 or spare < 0:
                 break  # the whole prompt must fit, or chunks of several would starve each other
-            if spare < self._reserve and (joined or len(self.rows)) and not request.spec.picked:
+            if spare < self._reserve and (joined or len(self.rows)) and not request.spec.awaited:
                 self.stats.held_back += 1
-                break  # those who run would soon be without blocks, and somebody preempted
+                break  # the running requests would soon run out of blocks, and one be preempted
             self.waiting.remove(request)
             row = self._enter(request, cached)
-            self.cache.open(row, prefix, request.chain, request.spec.cache_salt, len(tokens), request.parked)
-            request.parked = None
+            self.cache.open(row, prefix, request.chain, request.spec.cache_salt, len(tokens), request.swapped)
+            request.swapped = None
             ready = self.cache.prepare(np.array([row]), np.array([cached], np.int32), np.array([grant], np.int32))
             assert ready, "blocks were counted as free and are not"
             owed += missing - self.cache.num_groups * (int(self.cache.num_blocks[row]) - prefix.num_columns)
@@ -320,7 +317,7 @@ class Scheduler:
     def _find_prefix(self, request: Request) -> Prefix:
         if not request.spec.reads_cache:
             return self.cache.no_prefix()
-        return self.cache.find_prefix(request.token_ids, request.chain, request.spec.cache_salt, request.parked)
+        return self.cache.find_prefix(request.token_ids, request.chain, request.spec.cache_salt, request.swapped)
 
     def _tokens_to_compute(self, request: Request) -> int:
         return len(request.token_ids) - self._find_prefix(request).num_tokens
@@ -334,7 +331,7 @@ class Scheduler:
         return grant
 
     def _blocks_owed(self) -> int:
-        """Blocks that running requests will still need for tokens they already have."""
+        """Number of blocks that running requests will still need for tokens they already have."""
         rows = self.rows.order
         owed = -(-self.rows.num_tokens[rows] // self.cache.block_size) - self.cache.num_blocks[rows]
         return int(np.maximum(owed, 0).sum()) * self.cache.num_groups
@@ -358,20 +355,20 @@ class Scheduler:
             self.cache.commit(row, self.rows.tokens[row, :num_tokens])
 
     def _close(self, row: int, num_tokens: int) -> list[bytes]:
-        """Give the row's blocks back. Of its tokens, the last one known may not be computed yet."""
+        """Release the row's blocks. The last known token may not be computed yet."""
         num_tokens = min(num_tokens, int(self.rows.num_computed[row]))
         return self.cache.close(row, self.rows.tokens[row, :num_tokens])
 
-    def _park(self, request: Request, row: int) -> tuple[list[bytes], Parked]:
-        """Give the row's blocks back for now. The last known token must be computed again, for its logits."""
+    def _swap_out(self, request: Request, row: int) -> tuple[list[bytes], SwappedBlocks]:
+        """Release the row's blocks until it runs again. The last known token is computed again, for its logits."""
         num_tokens = min(len(request.token_ids) - 1, int(self.rows.num_computed[row]))
-        return self.cache.park(row, self.rows.tokens[row, :num_tokens], request.spec.reads_cache)
+        return self.cache.swap_out(row, self.rows.tokens[row, :num_tokens], request.spec.reads_cache)
 
     def _forget(self, request: Request) -> None:
-        """It waits no more and will not run again: nothing needs to be kept for it."""
-        if request.parked is not None:
-            self.cache.forget(request.parked)
-            request.parked = None
+        """Drop what was swapped out for a request that will not run again."""
+        if request.swapped is not None:
+            self.cache.forget(request.swapped)
+            request.swapped = None
 
     def _plan(self, rows: IntArray, grants: Int32Array) -> StepPlan:
         r = self.rows
@@ -383,14 +380,12 @@ class Scheduler:
         fed = r.fed_by_host(rows)
         token_ids = r.input_tokens(rows, grants, fed)
         self._name_planned(rows, grants, fed)
-        r.num_computed[rows] += grants
+        samples, drafts = r.advance(rows, grants)
         lengths = r.num_computed[rows]
-        samples = lengths == r.num_tokens[rows]
-        r.num_tokens[rows[samples]] += 1
         table_index, table_block, copies = self.cache.take_changes()
         to_host, from_host = self.cache.tier.take_copies()
         new_rows, self._new_rows = self._new_rows, []
-        self._in_flight.append(_InFlight(rows, r.epoch[rows], samples, lengths, self.context.clock(), len(token_ids)))
+        self._in_flight.append(_InFlight(rows, r.epoch[rows], samples, drafts))
         self.stats.steps += 1
         self.stats.scheduled_tokens += len(token_ids)
         self.stats.step_sizes[bisect_left(STEP_SIZES, len(token_ids))] += 1
@@ -408,12 +403,13 @@ class Scheduler:
             to_host=to_host,
             from_host=from_host,
             wants_logprobs=bool((samples & r.logprobs[rows]).any()),
+            waits_for_host=bool((samples & r.guided[rows]).any()),
             shared=self._shared_prefixes(rows[:num_decodes]),
             step=self.stats.steps,
         )
 
     def _shared_prefixes(self, rows: IntArray) -> PrefixGroups | None:
-        r, state = self.rows, (self.rows.version, self.cache.stats.copies)
+        r, state = self.rows, (self.rows.version, self.cache.stats.copied_blocks)
         self._sharing.update(state, lambda: self.cache.sharing_groups(r.order, r.num_computed), self.cache.block_size)
         return self._sharing.among(rows)
 
@@ -422,25 +418,34 @@ class Scheduler:
             row = int(rows[i])
             self._name_blocks(row, int(self.rows.num_computed[row] + grants[i]))
 
+    def sample_inputs(self) -> SampleInputs:
+        """What the guides of the step planned last say. All results before it must have been taken in."""
+        step, r = self._in_flight[-1], self.rows
+        lines = np.flatnonzero(step.samples & r.guided[step.rows]).tolist()
+        lines += np.flatnonzero(step.samples & (r.epoch[step.rows] != step.epochs)).tolist()
+        guided = []
+        for line in dict.fromkeys(lines):
+            row = int(step.rows[line])
+            request = r.requests[row] if self._is_current(step, line) else None
+            known = r.known_tokens(row)[0 if request is None else request.num_prompt_tokens :]
+            guided.append((line, request, known))
+        return sample_inputs(guided)
+
     # ------------------------------------------------------------ update
 
     def update(self, result: StepResult) -> EngineOutput:
-        """Take in the oldest step's tokens: append, stop, emit."""
+        """Take in the result of the oldest step in flight: append tokens, finish requests, fill the output."""
         r = self.rows
         step = self._in_flight.popleft()
-        is_full = step.num_tokens >= self._full_step
-        self.context.pace.note_step(step.planned, self.context.clock(), step.num_tokens, is_full)
         if result.failures:
             result.counts[list(result.failures)] = 0
         current = step.samples & (r.epoch[step.rows] == step.epochs)
         self.stats.dropped_tokens += int(result.counts[step.samples & ~current].sum())
         lines = np.flatnonzero(current)
-        if r.any_picked:  # of rows whose tokens come from outside, a proposal may have come too late
-            late = r.picked[step.rows[lines]] & (step.lengths[lines] != r.num_known[step.rows[lines]])
-            lines = lines[~late]
-        rows, tokens, counts = step.rows[lines], result.token_ids[lines], result.counts[lines]
-        if r.any_picked:
-            counts = np.where(r.picked[rows], 0, counts)
+        rows, tokens = step.rows[lines], result.token_ids[lines]
+        counts = np.minimum(result.counts[lines], r.max_new[rows])
+        if r.any_drafts:
+            r.settle(rows, step.drafts[lines], result.counts[lines])
         reasons, counts = r.extend(rows, tokens, counts)
         if self._silent:
             self._note_first_tokens()
@@ -455,7 +460,7 @@ class Scheduler:
         return output
 
     def _output(self, step: _InFlight, result: StepResult, lines: IntArray, counts: Int32Array) -> EngineOutput:
-        """What is given out at once: tokens of `lines`, and all parts of requests that still have their rows."""
+        """The output of a step: tokens of `lines`, and all parts of requests that still hold their rows."""
         if result.parts:
             named = np.unique(np.concatenate([part.index for part in result.parts.values()]))
             others = np.setdiff1d(named[self.rows.epoch[step.rows[named]] == step.epochs[named]], lines)
@@ -470,15 +475,15 @@ class Scheduler:
         )
 
     def _is_current(self, step: _InFlight, line: int) -> bool:
-        """Whether a line's row still has the tenant that the step was planned for."""
+        """Whether the line's result is still valid for its row."""
         return bool(self.rows.epoch[step.rows[line]] == step.epochs[line])
 
     def _note_first_tokens(self) -> None:
-        """Callers of requests that do not stream are told at their end."""
+        """Keep the time of the first token for requests that do not stream; their Finished message has it."""
         now = self.context.clock()
         for row in list(self._silent):
             request = self.rows.requests[row]
-            assert request is not None, f"row {row} has no tenant"
+            assert request is not None, f"row {row} has no request"
             if self.rows.num_known[row] > request.num_prompt_tokens:
                 request.first_token = now - request.arrival
                 self._silent.discard(row)
@@ -488,9 +493,9 @@ class Scheduler:
         for row, reason in zip(rows, reasons, strict=True):
             request = r.requests[row]
             assert request is not None
-            self.context.pace.note_service(now, request.started, is_done=True)
+            self.context.service_rate.record_request(now, request.started, is_done=True)
             tokens = r.known_tokens(row)
-            output.finished.append(_last_word(request, FinishReason(reason), tokens))
+            output.finished.append(_finished(request, FinishReason(reason), tokens))
             self._close(row, len(tokens))
             del self._requests[request.key]
         self._leave(rows)
@@ -503,8 +508,8 @@ class Scheduler:
             self._new_rows = [new for new in self._new_rows if new.row not in rows]
 
 
-def _last_word(request: Request, reason: FinishReason, tokens: Int32Array, error: str | None = None) -> Finished:
-    """`tokens`: all that are known, the prompt's included."""
+def _finished(request: Request, reason: FinishReason, tokens: Int32Array, error: str | None = None) -> Finished:
+    """The Finished message of a request. `tokens` are all known ones, the prompt's included."""
     return Finished(
         key=request.key,
         reason=reason,

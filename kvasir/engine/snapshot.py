@@ -1,4 +1,7 @@
-"""A picture of the core, made only when somebody asks: who runs and waits, and which block is whose. Core process."""
+"""A snapshot of the core for the engine view: running and waiting requests and their blocks. Core process.
+
+It is made only on request. Asking also turns on a log of steps, which turns itself off when no one asks any more.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,24 @@ import numpy as np
 from kvasir.engine.cache.manager import KVCacheManager
 from kvasir.engine.request import Request
 from kvasir.engine.rows import Rows
-from kvasir.messages import NULL_BLOCK, Int32Array, RequestPicture, Snapshot, StepPicture, StepPlan
+from kvasir.messages import NULL_BLOCK, Int32Array, RequestPicture, Snapshot, StepPicture, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from kvasir.engine.core import EngineCore
 
-MOST_WAITING = 100  # that are described one by one
+MOST_WAITING = 100  # waiting requests that are described one by one
+NUM_STEPS = 600  # steps that the log keeps
+LOG_SECONDS = 10.0  # without a question, after which the log is turned off
 
 
 def take_snapshot(core: EngineCore, since_step: int = 0) -> Snapshot:
-    """`since_step`: steps up to that number are known to whoever asks."""
+    """The state of the core now, and the steps after number `since_step` as far as they were logged."""
     rows, cache = core.scheduler.rows, core.scheduler.cache
     held, num_held = _held_blocks(cache, rows)
     return Snapshot(
         time=time.time(),
         stats=core.stats(),
-        memory=replace(core.memory, graphs=core.graphs.bytes),
+        memory=replace(core.memory, graphs=core.graphs.use.graph_bytes),
         block_size=cache.block_size,
         block_bytes=core.block_bytes,
         running=[_running(rows, row) for row in rows.order.tolist()],
@@ -36,12 +41,12 @@ def take_snapshot(core: EngineCore, since_step: int = 0) -> Snapshot:
         held=held,
         num_held=num_held,
         cached=cache.pool.cached_blocks(),
-        steps=steps_for_a_watcher(core, since_step),
+        steps=_logged_steps(core, since_step),
     )
 
 
 def _held_blocks(cache: KVCacheManager, rows: Rows) -> tuple[Int32Array, Int32Array]:
-    """Every running row's blocks, those of all groups of layers together."""
+    """The blocks of every running row, in all KV groups."""
     order = rows.order
     columns = np.arange(int(cache.num_blocks[order].max(initial=0)))
     tables = [cache.tables[group * cache.max_rows + order, : len(columns)] for group in range(cache.num_groups)]
@@ -52,7 +57,7 @@ def _held_blocks(cache: KVCacheManager, rows: Rows) -> tuple[Int32Array, Int32Ar
 
 def _running(rows: Rows, row: int) -> RequestPicture:
     request = rows.requests[row]
-    assert request is not None, f"row {row} has no tenant"
+    assert request is not None, f"row {row} has no request"
     return _picture(request, int(rows.num_computed[row]), int(rows.num_known[row]))
 
 
@@ -71,36 +76,18 @@ def _picture(request: Request, num_computed: int = 0, num_known: int | None = No
     )
 
 
-# ----------------------------------------------------------------
-# Whether anybody watches the steps. Core process.
-#
-# Nobody, usually: then a step costs one call of a method that does nothing. Whoever asks for a snapshot turns the log
-# on, and it turns itself off when nobody has asked for some seconds.
-
-NUM_STEPS = 600  # that are remembered
-PATIENCE = 10.0  # seconds without a question after which nobody is watching
-
-
-class Unwatched:
-    def planned(self, plan: StepPlan) -> None:
-        pass
-
-    def steps_since(self, step: int) -> list[StepPicture]:
-        return []
-
-
 class StepLog:
-    """Remembers the last steps. `asked` is when somebody last looked."""
+    """Records the last steps, as an observer of the core."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._steps: deque[StepPicture] = deque(maxlen=NUM_STEPS)
         self._preemptions = core.scheduler.stats.preemptions
-        self.asked = time.monotonic()
+        self.last_asked = time.monotonic()
 
     def planned(self, plan: StepPlan) -> None:
-        if time.monotonic() - self.asked > PATIENCE:
-            self._core.watch = Unwatched()
+        if time.monotonic() - self.last_asked > LOG_SECONDS:
+            self._core.observers = [observer for observer in self._core.observers if observer is not self]
             return
         scheduler = self._core.scheduler
         total = scheduler.stats.preemptions
@@ -118,13 +105,21 @@ class StepLog:
         )
         self._preemptions = total
 
+    def finished(self, result: StepResult) -> None:
+        pass
+
+    def restarted(self) -> None:
+        pass
+
     def steps_since(self, step: int) -> list[StepPicture]:
         return [picture for picture in self._steps if picture.step > step]
 
 
-def steps_for_a_watcher(core: EngineCore, since: int) -> list[StepPicture]:
-    """The steps after number `since`; from now on they are remembered."""
-    if not isinstance(core.watch, StepLog):
-        core.watch = StepLog(core)
-    core.watch.asked = time.monotonic()
-    return core.watch.steps_since(since)
+def _logged_steps(core: EngineCore, since: int) -> list[StepPicture]:
+    """The logged steps after number `since`. Turns the log on if it is off."""
+    log = next((observer for observer in core.observers if isinstance(observer, StepLog)), None)
+    if log is None:
+        log = StepLog(core)
+        core.observers = [*core.observers, log]
+    log.last_asked = time.monotonic()
+    return log.steps_since(since)

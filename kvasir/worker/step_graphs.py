@@ -332,7 +332,7 @@ class StepGraphs:
 
     def _count(self, put_off: int = 0, dropped: int = 0) -> None:
         count, size = len(self._forwards) + len(self._heads), self.num_ranks * self.pool.memory.taken  # ranks are alike
-        self.use = GraphUse(count, size, self.use.put_off + put_off, self.use.dropped + dropped)
+        self.use = GraphUse(count, size, self.use.graphs_deferred + put_off, self.use.graphs_dropped + dropped)
 
     def _is_put_off(self, shape: Shape | HeadShape) -> bool:
         left = self._put_off.get(shape, 0)

@@ -67,7 +67,7 @@ def answers_of(path: Path, shared: int) -> tuple[list[list[int]], Any]:
         said = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
         core: Any = llm.llm_engine.client.core  # type: ignore[attr-defined]
         graphs = core.executor.runner.graphs
-        assert core.graphs == (GraphUse() if graphs is None else graphs.use), "the core knows of every graph"
+        assert core.graphs.use == (GraphUse() if graphs is None else graphs.use), "the core knows of every graph"
         return said, graphs
 
 
@@ -81,7 +81,7 @@ def test_steps_as_graphs_say_what_plain_steps_say(path: Path, shared: int, reque
     stats = taken.stats
     assert stats.mixed_steps > 0 and stats.ordered_steps > 0 and stats.replays > stats.mixed_steps
     assert (stats.shared_prefix_steps > 0) == (shared > 0)
-    assert taken.use.count == len(taken._forwards) + len(taken._heads)
+    assert taken.use.num_graphs == len(taken._forwards) + len(taken._heads)
     sizes = {shape.rows for shape in taken._forwards if not shape.is_mixed}
     assert len(sizes) > 2, "the batch was to shrink through several graphs"
 
@@ -134,7 +134,7 @@ def test_graphs_that_make_way_for_others(path: Path, graphs: None, monkeypatch: 
     monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 4)
     found, few = answers_of(path, 16)
     assert found == wanted
-    assert many.use.count > few.use.count <= 4 and few.use.dropped > 0 == many.use.dropped
+    assert many.use.num_graphs > few.use.num_graphs <= 4 and few.use.graphs_dropped > 0 == many.use.graphs_dropped
     assert {head.forward for head in few._heads} <= set(few._forwards), "a head without what it reads"
 
 
@@ -167,7 +167,7 @@ def test_steps_whose_graphs_find_no_memory_run_without(
     found, taken = answers_of(path, 16)
     assert found == wanted and not failed
     pool = taken.pool
-    assert pool.released == len(taken._put_off) == taken.use.put_off == pool.tries - taken.use.count > 3
+    assert pool.released == len(taken._put_off) == taken.use.graphs_deferred == pool.tries - taken.use.num_graphs > 3
     kinds = {type(shape) for shape in taken._put_off}
     assert kinds == {graph_shapes.Shape, graph_shapes.HeadShape} and taken.stats.replays > 0
 

@@ -71,9 +71,9 @@ def test_the_graphs_that_were_not_used_for_longest_make_way(monkeypatch: pytest.
     for count in (8, 16, 8, 24):
         step(count)
     assert {shape.rows for shape in graphs._forwards} == {8, 24} and {head.rows for head in graphs._heads} == {8, 24}
-    assert dropped == [2] and graphs.use.dropped == 2 and graphs.use.count == 4
+    assert dropped == [2] and graphs.use.graphs_dropped == 2 and graphs.use.num_graphs == 4
     step(16)
-    assert {shape.rows for shape in graphs._forwards} == {16, 24} and graphs.use.dropped == 4
+    assert {shape.rows for shape in graphs._forwards} == {16, 24} and graphs.use.graphs_dropped == 4
 
 
 def test_heads_of_a_lone_forward_make_way_for_another_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_heads_of_a_lone_forward_make_way_for_another_head(monkeypatch: pytest.M
         lines = np.arange(count, dtype=np.int32)
         head = graphs.head_for(shape, 64, Needs(filters=False, bans=False, logprob_lines=lines, num_logprobs=3))
         assert head in graphs._heads and head.scored == count and head.likeliest == 5
-    assert [head.scored for head in graphs._heads] == [8, 2] and graphs.use.dropped == 3
+    assert [head.scored for head in graphs._heads] == [8, 2] and graphs.use.graphs_dropped == 3
     assert list(graphs._forwards) == [shape]
 
 

@@ -42,7 +42,7 @@ def test_what_graphs_take_is_measured(path: Path, wanted: list[list[int]]) -> No
         stats, pool = core.stats(), core.executor.runner.graphs.pool
         assert stats.num_graphs > 2 and stats.graph_bytes == pool.memory.taken > 0
         assert 0 <= pool.memory.idle <= pool.memory.taken
-        assert stats.graphs_put_off == stats.graphs_dropped == 0
+        assert stats.graphs_deferred == stats.graphs_dropped == 0
 
 
 def test_without_memory_for_graphs_the_same_steps_run_without(path: Path, wanted: list[list[int]]) -> None:
@@ -51,7 +51,7 @@ def test_without_memory_for_graphs_the_same_steps_run_without(path: Path, wanted
         core.executor.runner.graphs.pool.memory.kept_free = 1 << 60
         assert run(llm, GREEDY) == wanted
         stats = core.stats()
-        assert stats.graphs_put_off > 1 and stats.num_graphs == stats.preemptions == 0
+        assert stats.graphs_deferred > 1 and stats.num_graphs == stats.preemptions == 0
 
 
 def test_a_capture_that_fails_leaves_the_device_as_it_was(
@@ -76,7 +76,7 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(
     with make(path) as llm:
         assert run(llm, GREEDY) == wanted
         stats = core_of(llm).stats()
-        assert stats.graphs_put_off > 1 and stats.num_graphs > 0 and stats.preemptions == 0
+        assert stats.graphs_deferred > 1 and stats.num_graphs > 0 and stats.preemptions == 0
 
 
 def test_graphs_that_make_way_for_others(path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvasir.engine.cache.block_pool import BlockPool
 from kvasir.engine.cache.prefix import is_private
-from kvasir.engine.cache.tier import NO_COPIES, Parked, SwapChoice, TierStats
+from kvasir.engine.cache.tier import NO_COPIES, SwapChoice, SwappedBlocks, TierStats
 from kvasir.messages import Int32Array
 
 
@@ -32,8 +32,8 @@ class HostTier:
         self._swap_blocks = swap_blocks
         self._offloads = offload_blocks > 0
         self._choice = choice
-        self._kept: Counter[bytes] = Counter()  # how many parked rows want each name
-        self._parked: set[Parked] = set()
+        self._kept: Counter[bytes] = Counter()  # how many swapped rows want each name
+        self._swapped: set[SwappedBlocks] = set()
         self._reading: list[int] = []
         self._leaving: dict[int, int] = {}  # host block -> device block
         self._arriving: list[tuple[int, int]] = []
@@ -62,15 +62,15 @@ class HostTier:
 
     def _copy_out(self, block: int, name: bytes, kept: bool) -> None:
         if not self.pool.num_free:  # a step that reads this much is rare, and what is lost is computed again
-            self.stats.lost += 1
+            self.stats.host_lost_blocks += 1
             return
         (mine,) = self.pool.allocate(1)
         self.pool.register([mine], [name])
         self._leaving[mine] = block  # in place of one that was dropped again in the same step
         if kept:
-            self.stats.swapped_out += 1
+            self.stats.swapped_out_blocks += 1
         else:
-            self.stats.offloaded += 1
+            self.stats.offloaded_blocks += 1
             self.pool.release([mine])
 
     # ------------------------------------------------------------ in
@@ -85,9 +85,9 @@ class HostTier:
             assert block is not None, "what is fetched was found a moment ago"
             held.append(block)
             if name in self._kept:
-                self.stats.swapped_in += 1
+                self.stats.swapped_in_blocks += 1
             else:
-                self.stats.restored += 1
+                self.stats.restored_blocks += 1
         self.pool.acquire(held)
         self._reading += held
         return held
@@ -97,22 +97,22 @@ class HostTier:
 
     # ------------------------------------------------------------ who waits for what
 
-    def keep(self, parked: Parked, num_blocks: int, num_tokens: int) -> bool:
-        new = [name for name in parked.names if name not in self._kept]
+    def keep(self, swapped: SwappedBlocks, num_blocks: int, num_tokens: int) -> bool:
+        new = [name for name in swapped.names if name not in self._kept]
         if len(self._kept) + len(new) > self._swap_blocks or not self._choice.pays(num_blocks, num_tokens):
             return False
         self.pool.acquire([block for name in new if (block := self.pool.lookup(name)) is not None])
-        self._kept.update(parked.names)
-        self._parked.add(parked)
-        self.stats.parked += 1
+        self._kept.update(swapped.names)
+        self._swapped.add(swapped)
+        self.stats.swapped_preemptions += 1
         return True
 
-    def let_go(self, parked: Parked) -> list[bytes]:
-        if parked not in self._parked:
+    def let_go(self, swapped: SwappedBlocks) -> list[bytes]:
+        if swapped not in self._swapped:
             return []
-        self._parked.remove(parked)
-        self._kept.subtract(parked.names)
-        done = [name for name in parked.names if not self._kept[name]]
+        self._swapped.remove(swapped)
+        self._kept.subtract(swapped.names)
+        done = [name for name in swapped.names if not self._kept[name]]
         for name in done:
             del self._kept[name]
             block = self.pool.lookup(name)
@@ -132,13 +132,13 @@ class HostTier:
         back = sorted(self._arriving)
         self.pool.release(self._reading)
         self._leaving, self._arriving, self._reading = {}, [], []
-        self.stats.evictions = self.pool.evictions
+        self.stats.host_evictions = self.pool.evictions
         return np.array(out, np.int32).reshape(-1, 2), np.array(back, np.int32).reshape(-1, 2)
 
     def reset(self) -> None:
-        for parked in list(self._parked):
-            self.let_go(parked)
-            parked.names = []
+        for swapped in list(self._swapped):
+            self.let_go(swapped)
+            swapped.names = []
         self.take_copies()
         forgotten = self.pool.reset()
         assert forgotten, "nobody waits for a block and no step reads one"
@@ -149,6 +149,6 @@ class HostTier:
         held.update(self._reading)
         counts = {int(block): int(self.pool.ref_counts[block]) for block in np.flatnonzero(self.pool.ref_counts)}
         assert counts == dict(held), "a host block is held for nobody"
-        wanted = Counter(name for parked in self._parked for name in parked.names)
-        assert wanted == self._kept, "the counts differ from what parked rows wait for"
+        wanted = Counter(name for swapped in self._swapped for name in swapped.names)
+        assert wanted == self._kept, "the counts differ from what swapped rows wait for"
         assert len(self._kept) <= self._swap_blocks, "more is kept than was allowed"

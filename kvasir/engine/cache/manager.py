@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvasir.engine.cache.block_pool import BlockPool
 from kvasir.engine.cache.prefix import extend_chain, in_group, is_private, keep_for_return
 from kvasir.engine.cache.prefix_groups import Group, find_groups
-from kvasir.engine.cache.tier import NoTier, Parked, Tier
+from kvasir.engine.cache.tier import NoTier, SwappedBlocks, Tier
 from kvasir.messages import NULL_BLOCK, Int32Array
 
 IntArray = NDArray[np.int64]
@@ -26,13 +26,15 @@ ELSEWHERE = -1  # stands for a block that is not on the device but can be brough
 
 @dataclass(slots=True)
 class CacheStats:
-    prefix_queries: int = 0  # prompt tokens looked up
-    prefix_hits: int = 0  # of those, found
-    tier_hits: int = 0  # of those, not on the device
-    recomputed: int = 0  # tokens that a preempted row had computed and did not find again
-    copies: int = 0  # blocks copied because a shared one was written
-    shared: int = 0  # blocks taken over from another row by a fork
-    freed: int = 0  # blocks given back because they fell out of a window
+    """Counters since the start, under the names of EngineStats."""
+
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # of those, found
+    host_cache_hits: int = 0  # of those, not on the device
+    recomputed_tokens: int = 0  # tokens that a preempted row had computed and did not find again
+    copied_blocks: int = 0  # blocks copied because a shared one was written
+    shared_blocks: int = 0  # blocks taken over from another row by a fork
+    freed_blocks: int = 0  # blocks released because they fell out of a window
 
 
 @dataclass(slots=True)
@@ -111,14 +113,14 @@ class KVCacheManager:
     # ------------------------------------------------------------ rows come and go
 
     def find_prefix(
-        self, token_ids: Int32Array, chain: list[bytes], salt: bytes, parked: Parked | None = None
+        self, token_ids: Int32Array, chain: list[bytes], salt: bytes, swapped: SwappedBlocks | None = None
     ) -> Prefix:
         """Blocks that already hold the longest known prefix; `chain` is extended by what had to be hashed.
 
         The last token is never taken from the cache: its logits are what the request wants.
         """
-        if parked is not None and parked.names:
-            return self._find(parked.chain, parked.num_kept)
+        if swapped is not None and swapped.names:
+            return self._find(swapped.chain, swapped.num_kept)
         if not self.caching:
             return self.no_prefix()
         longest = (len(token_ids) - 1) // self.block_size
@@ -169,7 +171,13 @@ class KVCacheManager:
         return self.pool.num_free - revived - len(prefix.absent())
 
     def open(
-        self, row: int, prefix: Prefix, chain: list[bytes], salt: bytes, num_tokens: int, parked: Parked | None = None
+        self,
+        row: int,
+        prefix: Prefix,
+        chain: list[bytes],
+        salt: bytes,
+        num_tokens: int,
+        swapped: SwappedBlocks | None = None,
     ) -> None:
         """A row starts, or returns, with the blocks found for it."""
         self.pool.acquire(prefix.held())
@@ -181,12 +189,12 @@ class KVCacheManager:
         self._chains[row] = chain
         self._salts[row] = salt
         if self.caching:
-            self.stats.prefix_queries += num_tokens
-            self.stats.prefix_hits += prefix.num_tokens
-            self.stats.tier_hits += len({column for _, column in absent}) * self.block_size
-        if parked is not None:
-            self.stats.recomputed += max(0, parked.num_computed - prefix.num_tokens)
-            self.forget(parked)
+            self.stats.prefix_cache_queries += num_tokens
+            self.stats.prefix_cache_hits += prefix.num_tokens
+            self.stats.host_cache_hits += len({column for _, column in absent}) * self.block_size
+        if swapped is not None:
+            self.stats.recomputed_tokens += max(0, swapped.num_computed - prefix.num_tokens)
+            self.forget(swapped)
 
     def _bring(self, prefix: Prefix, absent: list[tuple[int, int]]) -> None:
         """Let the tier fill new blocks. It holds their content first: taking blocks may send it others to keep."""
@@ -216,7 +224,7 @@ class KVCacheManager:
         self._chains[child] = self._chains[parent][:full]
         self._salts[child] = self._salts[parent]
         self._forked = True
-        self.stats.shared += count
+        self.stats.shared_blocks += count
 
     def close(self, row: int, token_ids: Int32Array) -> list[bytes]:
         """The row gives its blocks back. Those filled with `token_ids` are named now, since nobody could have asked
@@ -230,18 +238,18 @@ class KVCacheManager:
         self.num_blocks[row] = self.num_hashed[row] = 0
         return chain
 
-    def park(self, row: int, token_ids: Int32Array, may_keep: bool = True) -> tuple[list[bytes], Parked]:
+    def swap_out(self, row: int, token_ids: Int32Array, may_keep: bool = True) -> tuple[list[bytes], SwappedBlocks]:
         """`close` for a row that will return with `token_ids` and at least one more."""
-        parked = Parked(len(token_ids))
+        swapped = SwappedBlocks(len(token_ids))
         if may_keep:
             if self.caching:
                 self.commit(row, token_ids)
-            parked = keep_for_return(self, row, self._chains[row], len(token_ids))
-        return self.close(row, token_ids), parked
+            swapped = keep_for_return(self, row, self._chains[row], len(token_ids))
+        return self.close(row, token_ids), swapped
 
-    def forget(self, parked: Parked) -> None:
+    def forget(self, swapped: SwappedBlocks) -> None:
         """The row has returned, or never will."""
-        for name in self.tier.let_go(parked):
+        for name in self.tier.let_go(swapped):
             if is_private(name):
                 self.pool.discard(name)
 
@@ -276,20 +284,24 @@ class KVCacheManager:
 
     # ------------------------------------------------------------ steps
 
-    def prepare(self, rows: IntArray, num_computed: Int32Array, num_new: Int32Array) -> bool:
-        """Make the next `num_new` tokens of each row writable. False, with nothing changed, if blocks run out."""
+    def prepare(
+        self, rows: IntArray, num_computed: Int32Array, num_new: Int32Array, num_unsettled: Int32Array | int = 0
+    ) -> bool:
+        """Make the next `num_new` tokens of each row writable. False, with nothing changed, if blocks run out. Up to
+        `num_unsettled` of the computed tokens may turn out to be rejected drafts."""
+        settled = num_computed - num_unsettled
         for group, window in self._windowed:
-            self._give_back(group, window, rows, num_computed)
+            self._give_back(group, window, rows, settled)
         have = self.num_blocks[rows]
         extra = -(-(num_computed + num_new) // self.block_size) - have
-        shared = self._shared_writes(rows, num_computed) if self._forked else []
+        shared = self._shared_writes(rows, settled) if self._forked else []
         total = int(extra.sum())
         if total * self.num_groups + len(shared) > self.pool.num_free:
             return False
         if total:
             self._grow(rows, have, extra, total)
         for group, i in shared:
-            self._copy_on_write(group, int(rows[i]), int(num_computed[i]) // self.block_size)
+            self._copy_on_write(group, int(rows[i]), int(settled[i]) // self.block_size)
         return True
 
     def _give_back(self, group: int, window: int, rows: IntArray, num_computed: Int32Array) -> None:
@@ -304,7 +316,7 @@ class KVCacheManager:
             self.pool.release(self.tables[line, begin:end].tolist())
             self.tables[line, begin:end] = NULL_BLOCK
             self.num_freed[line] = end
-            self.stats.freed += end - begin
+            self.stats.freed_blocks += end - begin
 
     def _grow(self, rows: IntArray, have: Int32Array, extra: Int32Array, total: int) -> None:
         blocks = np.array(self.pool.allocate(total * self.num_groups))
@@ -344,7 +356,7 @@ class KVCacheManager:
         self.changes.index.append(np.array([self._device_line(group, row) * self.width + column]))
         self.changes.block.append(np.array([new]))
         self.changes.copies.append((old, new))
-        self.stats.copies += 1
+        self.stats.copied_blocks += 1
 
     def commit(self, row: int, token_ids: Int32Array) -> None:
         """Name the row's blocks that are full of `token_ids`, all of which are known and computed.

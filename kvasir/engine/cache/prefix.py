@@ -13,7 +13,7 @@ from hashlib import sha256
 from itertools import count
 from typing import TYPE_CHECKING
 
-from kvasir.engine.cache.tier import Parked
+from kvasir.engine.cache.tier import SwappedBlocks
 from kvasir.messages import Int32Array
 
 if TYPE_CHECKING:
@@ -65,25 +65,25 @@ def of_all_groups(group: int, name: bytes) -> bytes:
 # get a private one; rows that share a block share the name.
 
 
-def keep_for_return(cache: KVCacheManager, row: int, hashes: list[bytes], num_tokens: int) -> Parked:
+def keep_for_return(cache: KVCacheManager, row: int, hashes: list[bytes], num_tokens: int) -> SwappedBlocks:
     """Have the tier keep the row's blocks, if it will. `hashes` name the full ones if prefixes are cached."""
     columns = num_tokens // cache.block_size
     chain = hashes[:columns] if cache.caching else [_shared_name(cache, row, column) for column in range(columns)]
     if num_tokens % cache.block_size and _is_own(cache, row, columns):
         chain.append(private_name())
     held = _held(cache, row, len(chain))
-    parked = Parked(num_tokens, min(num_tokens, len(chain) * cache.block_size), chain)
-    parked.names = [in_group(group, chain[column]) for group, column, _ in held]
+    swapped = SwappedBlocks(num_tokens, min(num_tokens, len(chain) * cache.block_size), chain)
+    swapped.names = [in_group(group, chain[column]) for group, column, _ in held]
     own = [column for _, column, block in held if cache.pool.ref_counts[block] == 1]
     at_stake = set(own) if cache.caching else range(len(chain))  # what others hold is found again, if it has a name
-    if not at_stake or not cache.tier.keep(parked, len(own), len(at_stake) * cache.block_size):
-        return Parked(num_tokens)
-    for (_, column, block), name in zip(held, parked.names, strict=True):
+    if not at_stake or not cache.tier.keep(swapped, len(own), len(at_stake) * cache.block_size):
+        return SwappedBlocks(num_tokens)
+    for (_, column, block), name in zip(held, swapped.names, strict=True):
         if column == columns:  # it may be full by now, and cached as such; the row will write in it again
             cache.pool.forget(block)
         if cache.pool.name_of(block) is None:
             cache.pool.register([block], [name])
-    return parked
+    return swapped
 
 
 def _held(cache: KVCacheManager, row: int, columns: int) -> list[tuple[int, int, int]]:
@@ -97,7 +97,7 @@ def _held(cache: KVCacheManager, row: int, columns: int) -> list[tuple[int, int,
 
 
 def _shared_name(cache: KVCacheManager, row: int, column: int) -> bytes:
-    """Of a full block: what it is known by to a parked row that shares it, or a new one."""
+    """Of a full block: what it is known by to a swapped row that shares it, or a new one."""
     for group in range(cache.num_groups):
         name = cache.pool.name_of(int(cache.tables[group * cache.max_rows + row, column]))
         if name is not None:

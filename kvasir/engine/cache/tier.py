@@ -16,7 +16,7 @@ NO_COPIES = no_copies()
 
 
 @dataclass(slots=True, eq=False)
-class Parked:
+class SwappedBlocks:
     """What a preempted row had computed, and under which names it is kept for its return, if it is."""
 
     num_computed: int  # tokens
@@ -27,13 +27,15 @@ class Parked:
 
 @dataclass(slots=True)
 class TierStats:
-    parked: int = 0  # preempted rows whose blocks were kept
-    swapped_out: int = 0  # blocks copied out for a request that will return ...
-    swapped_in: int = 0  # ... and copied in when it did
-    offloaded: int = 0  # blocks copied out because their text may be asked for again ...
-    restored: int = 0  # ... and copied in when it was
-    evictions: int = 0  # names that were dropped for others
-    lost: int = 0  # blocks that were wanted and found no room
+    """Counters since the start, under the names of EngineStats."""
+
+    swapped_preemptions: int = 0  # preempted rows whose blocks were kept
+    swapped_out_blocks: int = 0  # blocks copied out for a request that will resume ...
+    swapped_in_blocks: int = 0  # ... and copied in when it did
+    offloaded_blocks: int = 0  # evicted blocks copied out because a later prompt may need them ...
+    restored_blocks: int = 0  # ... and copied in when one did
+    host_evictions: int = 0  # blocks of the tier that were replaced by others
+    host_lost_blocks: int = 0  # evicted blocks that found no room in the tier
 
 
 class Tier(Protocol):
@@ -63,17 +65,17 @@ class Tier(Protocol):
     def bring(self, held: Sequence[int], blocks: Sequence[int]) -> None:
         """In the next step, copy what `fetch` holds into these blocks of the device."""
 
-    def keep(self, parked: Parked, num_blocks: int, num_tokens: int) -> bool:
+    def keep(self, swapped: SwappedBlocks, num_blocks: int, num_tokens: int) -> bool:
         """Keep blocks for a row's return, if there is room and it pays: `num_blocks` and `num_tokens` are its own."""
 
-    def let_go(self, parked: Parked) -> list[bytes]:
+    def let_go(self, swapped: SwappedBlocks) -> list[bytes]:
         """The row is back, or will not come. Names that nobody waits for any more."""
 
     def take_copies(self) -> tuple[Int32Array, Int32Array]:
         """(device, host) blocks to copy out and (host, device) blocks to copy in, since the last call."""
 
     def reset(self) -> None:
-        """Forget everything. Parked rows will find nothing."""
+        """Forget everything. SwappedBlocks rows will find nothing."""
 
     def check(self) -> None:
         """Every block is accounted for."""
@@ -99,10 +101,10 @@ class NoTier:
     def bring(self, held: Sequence[int], blocks: Sequence[int]) -> None:
         raise AssertionError("there is nothing to bring")
 
-    def keep(self, parked: Parked, num_blocks: int, num_tokens: int) -> bool:
+    def keep(self, swapped: SwappedBlocks, num_blocks: int, num_tokens: int) -> bool:
         return False
 
-    def let_go(self, parked: Parked) -> list[bytes]:
+    def let_go(self, swapped: SwappedBlocks) -> list[bytes]:
         return []
 
     def take_copies(self) -> tuple[Int32Array, Int32Array]:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.engine.request import Request
-from kvasir.engine.service_rate import Pace
+from kvasir.engine.service_rate import ServiceRate
 
 
 def _whole_prompt(request: Request) -> int:
@@ -30,7 +30,7 @@ class Context:
     """What a policy may look at. One is shared by a scheduler and its policy."""
 
     clock: Callable[[], float] = time.monotonic
-    pace: Pace = field(default_factory=Pace)  # how fast the engine has been
+    service_rate: ServiceRate = field(default_factory=ServiceRate)  # how fast the engine has been
     # how many tokens of a waiting request must be computed before its next one: the scheduler knows what is cached
     tokens_to_compute: Callable[[Request], int] = _whole_prompt
     aging_seconds: float = 0.0  # of waiting that raise a request by one level of priority; 0: none do

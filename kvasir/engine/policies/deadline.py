@@ -37,7 +37,7 @@ class EarliestDeadlineFirst(Ranked):
     def add(self, request: Request) -> None:
         super().add(request)
         self._new.append(request)
-        self._came[request.key] = self.context.pace.num_steps
+        self._came[request.key] = self.context.service_rate.num_steps
 
     def remove(self, request: Request) -> None:
         super().remove(request)
@@ -49,24 +49,24 @@ class EarliestDeadlineFirst(Ranked):
             if request in self._waiting and (why := self._why_late(request, False)) is not None:
                 return request, why
         for request in self._waiting.first(_LOOKED_AT):
-            has_to_wait = len(self) > 1 and self.context.pace.num_steps > self._came[request.key] + 1
+            has_to_wait = len(self) > 1 and self.context.service_rate.num_steps > self._came[request.key] + 1
             if (why := self._why_late(request, has_to_wait)) is not None:
                 return request, why
         return None
 
     def _why_late(self, request: Request, has_to_wait: bool) -> str | None:
-        spec, pace = request.spec, self.context.pace
-        if spec.terms.deadline is None or spec.picked:  # beams are ended with their search
+        spec, rate = request.spec, self.context.service_rate
+        if spec.terms.deadline is None or spec.awaited:  # beams end with their search
             return None
         left = spec.terms.deadline - self.context.clock()
         generated = len(request.token_ids) - request.num_prompt_tokens
-        if pace.usual_seconds(len(request.token_ids), spec.max_tokens - generated) <= left:
+        if rate.usual_seconds(len(request.token_ids), spec.max_tokens - generated) <= left:
             return None
         to_compute = self.context.tokens_to_compute(request)
-        needed = pace.least_seconds(to_compute, max(1, spec.least_tokens - generated))
+        needed = rate.least_seconds(to_compute, max(1, spec.least_tokens - generated))
         if needed > left:
             return f"its deadline is {max(left, 0.0):.3g} s away and it needs at least {needed:.3g} s"
-        chance = pace.chance(left) if has_to_wait else 1.0
-        if chance < self.context.least_chance and pace.usual_seconds(to_compute, spec.max_tokens - generated) > left:
+        chance = rate.chance(left) if has_to_wait else 1.0
+        if chance < self.context.least_chance and rate.usual_seconds(to_compute, spec.max_tokens - generated) > left:
             return f"its deadline is {left:.3g} s away, and of the latest requests {chance:.0%} were done as quickly"
         return None

@@ -9,7 +9,7 @@ import pytest
 from kvasir.engine.admission import QueueLimits
 from kvasir.engine.core import EngineCore
 from kvasir.engine.policies import Context, EarliestDeadlineFirst, FirstComeFirstServed
-from kvasir.engine.service_rate import Pace
+from kvasir.engine.service_rate import ServiceRate
 from kvasir.errors import OverloadedError
 from kvasir.messages import BeamSpec, FinishReason, Terms
 from tests.builders import Clock, ScoringExecutor, expected, make_core, request, run
@@ -247,56 +247,56 @@ def test_ended_requests_are_not_watched_forever() -> None:
         core.add(request(key, [1], 1, terms=due(1e12)))
         if key % 8 == 7:
             run(core)
-    assert len(core.overdue._heap) < 600
+    assert len(core.deadlines._heap) < 600
 
 
 def test_forks_that_wait_are_not_looked_for_with_every_request() -> None:
     core = make_core()
-    heap = core.overdue._heap
+    heap = core.deadlines._heap
     for key in range(0, 1600, 16):
         parent = request(key, [1, 2], 1, terms=due(1e12))
         core.add(replace(parent, forks=tuple(replace(parent, key=key + i) for i in range(1, 16))))
-    assert core.overdue._heap is heap and len(heap) == 1600, "nobody has ended, so there is nobody to forget"
-    assert core.families.num_known == 1500 and 1599 in core.families
-    assert core.abort(1599) and core.families.num_known == 1499 and 1599 not in core.families
-    assert len(run(core).reasons) == 1599 and core.families.num_known == 0
+    assert core.deadlines._heap is heap and len(heap) == 1600, "nobody has ended, so there is nobody to forget"
+    assert core.groups.num_known == 1500 and 1599 in core.groups
+    assert core.abort(1599) and core.groups.num_known == 1499 and 1599 not in core.groups
+    assert len(run(core).reasons) == 1599 and core.groups.num_known == 0
 
 
 # ---------------------------------------------------------------- the pace
 
 
 def test_time_without_work_is_no_step() -> None:
-    pace = Pace()
+    pace = ServiceRate()
     for i in range(50):  # a step of 0.1 s every ten seconds
-        pace.note_step(10.0 * i, 10.0 * i + 0.1, 100, True)
+        pace.record_step(10.0 * i, 10.0 * i + 0.1, 100, True)
     assert pace.least_seconds(1000, 1) == pytest.approx(1.0)
     assert pace.least_seconds(1, 11) == pytest.approx(1.1)
 
 
 def test_steps_planned_ahead_count_from_the_result_before() -> None:
-    pace = Pace()
+    pace = ServiceRate()
     for i in range(50):  # planned two steps early
-        pace.note_step(float(i - 2), float(i), 10, False)
+        pace.record_step(float(i - 2), float(i), 10, False)
     assert pace.least_seconds(10**9, 1) == pytest.approx(1.0), "no full step was seen: prompts count one step"
 
 
 def test_requests_per_second() -> None:
-    pace = Pace()
+    pace = ServiceRate()
     assert pace.ends_per_second(5.0) is None
     for i in range(1000):
-        pace.note_service(i * 0.5, 0.0, is_done=True)
-        pace.note_service(i * 0.5, 0.0, is_done=False)
+        pace.record_request(i * 0.5, 0.0, is_done=True)
+        pace.record_request(i * 0.5, 0.0, is_done=False)
     assert pace.ends_per_second(500.0) == pytest.approx(2.0, rel=0.02)
 
 
 def test_the_chance_of_being_done_in_time_counts_those_that_were_not() -> None:
-    pace = Pace()
+    pace = ServiceRate()
     assert pace.chance(0.0) == 1.0, "nothing is known"
     for seconds in range(30):
-        pace.note_service(1.0 + seconds / 100, 0.0, is_done=True)
+        pace.record_request(1.0 + seconds / 100, 0.0, is_done=True)
     assert pace.chance(0.9) == 0.0 and pace.chance(2.0) == 1.0
     for _ in range(70):  # they had two seconds, which was not enough
-        pace.note_service(2.0, 0.0, is_done=False)
+        pace.record_request(2.0, 0.0, is_done=False)
     assert pace.chance(1.5) == pytest.approx(0.3)
     assert pace.chance(9.0) == pytest.approx(0.3)
 
@@ -307,5 +307,5 @@ def test_a_request_that_times_out_shows_in_the_chances() -> None:
     for key in range(16):
         core.add(request(key, [key], 4, terms=Terms(clock.now, deadline=clock.now + 2 if key % 2 else None)))
         run(core)
-    assert core.scheduler.context.pace.chance(3.9) == 0.0
-    assert core.scheduler.context.pace.chance(4.0) == 1.0, "none that had so long ran out of time"
+    assert core.scheduler.context.service_rate.chance(3.9) == 0.0
+    assert core.scheduler.context.service_rate.chance(4.0) == 1.0, "none that had so long ran out of time"

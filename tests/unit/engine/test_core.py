@@ -7,7 +7,7 @@ import pytest
 from kvasir.engine.core import EngineCore
 from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError
 from kvasir.executor.fake import DelayExecutor
-from kvasir.messages import BeamSpec, GraphUse, StepFuture, StepPlan
+from kvasir.messages import BeamSpec, GraphUse, SampleInputs, StepFuture, StepPlan
 from tests.builders import Collector, ScoringExecutor, expected, make_core, request, run
 
 
@@ -74,8 +74,8 @@ class SmallMemory:
             self.check()
         self.execute(plan)
 
-    def draw(self) -> StepFuture:
-        future = self.sample()
+    def draw(self, inputs: SampleInputs | None = None) -> StepFuture:
+        future = self.sample(inputs)
         self.check()
         return future
 
@@ -117,12 +117,12 @@ def test_steps_grow_again_when_memory_is_back() -> None:
     core.add(request(0, list(range(40)), 2))
     run(core)
     scheduler = core.scheduler
-    assert scheduler.limits.max_num_batched_tokens == 10 and scheduler._full_step == 5  # 40 failed twice, 20 once
+    assert scheduler.limits.max_num_batched_tokens == 10  # 40 failed twice, 20 once
     memory.most = 64
     for key in range(1, 4):
         core.add(request(key, [1, 2, 3], 1100))
         run(core)
-    assert scheduler.limits.max_num_batched_tokens == 64 and scheduler._full_step == 32
+    assert scheduler.limits.max_num_batched_tokens == 64
 
 
 def test_every_second_step_that_fails_is_not_tried_for_ever() -> None:
@@ -215,10 +215,10 @@ def test_beams_share_their_prompt_again_after_starting_over(budget: int, thresho
 
 def test_what_graphs_take_is_told_with_results() -> None:
     core = make_core(1)
-    sample, use = core.executor.sample, GraphUse(count=3, bytes=5 << 20, put_off=2, dropped=1)
+    sample, use = core.executor.sample, GraphUse(3, 5 << 20, graphs_deferred=2, graphs_dropped=1)
 
-    def sample_by_graph() -> StepFuture:
-        future = sample()
+    def sample_by_graph(inputs: SampleInputs | None = None) -> StepFuture:
+        future = sample(inputs)
         future.result().graphs = use
         return future
 
@@ -227,7 +227,7 @@ def test_what_graphs_take_is_told_with_results() -> None:
     core.add(request(0, [1, 2, 3], 2))
     run(core)
     stats = core.stats()
-    assert (stats.num_graphs, stats.graph_bytes, stats.graphs_put_off, stats.graphs_dropped) == (3, 5 << 20, 2, 1)
+    assert (stats.num_graphs, stats.graph_bytes, stats.graphs_deferred, stats.graphs_dropped) == (3, 5 << 20, 2, 1)
     assert core.snapshot().memory.graphs == 5 << 20
     core.executor.sample = sample  # type: ignore[method-assign]
     core.add(request(1, [1, 2, 3], 2))

@@ -9,7 +9,7 @@ from kvasir.config.engine import CacheConfig, EngineConfig, ModelConfig
 from kvasir.engine.build import host_blocks, make_tier
 from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.prefix import private_name
-from kvasir.engine.cache.tier import Always, CostModel, NoTier, Parked
+from kvasir.engine.cache.tier import Always, CostModel, NoTier, SwappedBlocks
 from kvasir.engine.core import EngineCore
 from kvasir.errors import ConfigError
 from kvasir.executor.fake import DelayExecutor
@@ -31,8 +31,8 @@ def copies(tier: HostTier) -> tuple[list[list[int]], list[list[int]]]:
     return out.tolist(), back.tolist()
 
 
-def parked(tier: HostTier, *names: bytes) -> Parked:
-    row = Parked(1, 1, list(names), list(names))
+def swapped(tier: HostTier, *names: bytes) -> SwappedBlocks:
+    row = SwappedBlocks(1, 1, list(names), list(names))
     assert tier.keep(row, 1, 1)
     return row
 
@@ -44,7 +44,7 @@ def test_evicted_text_lives_on_until_the_oldest_must_go() -> None:
         tier.check()
     assert [tier.holds(content(number)) for number in (1, 2, 3)] == [False, True, True]
     assert copies(tier) == (pairs((13, 1), (12, 2)), []), "one copy for each host block: the last"
-    assert tier.stats.offloaded == 3 and tier.num_cached == 2 and tier.num_used == 0
+    assert tier.stats.offloaded_blocks == 3 and tier.num_cached == 2 and tier.num_used == 0
     tier.evicted(20, content(2))
     assert copies(tier) == ([], []), "it is there already ..."
     tier.evicted(21, content(4))
@@ -57,7 +57,7 @@ def test_what_is_read_in_a_step_is_not_given_away_before() -> None:
     tier.take_copies()
     held = tier.fetch([content(1)])
     tier.evicted(6, content(2))
-    assert tier.stats.lost == 1 and not tier.holds(content(2))
+    assert tier.stats.host_lost_blocks == 1 and not tier.holds(content(2))
     tier.bring(held, [7])
     assert copies(tier) == ([], pairs((held[0], 7)))
     tier.evicted(6, content(2))
@@ -68,7 +68,7 @@ def test_kept_names_are_kept_and_others_are_dropped_for_them() -> None:
     tier = HostTier(2, 1, Always(True))
     for number in (1, 2, 3):
         tier.evicted(number, content(number))
-    row = parked(tier, content(1), private_name())
+    row = swapped(tier, content(1), private_name())
     tier.check()
     tier.evicted(9, row.names[1])
     assert not tier.holds(content(2)), "the oldest that nobody waits for"
@@ -83,31 +83,31 @@ def test_kept_names_are_kept_and_others_are_dropped_for_them() -> None:
 
 def test_two_rows_may_wait_for_one_block() -> None:
     tier = HostTier(3, 0, Always(True))
-    first, second = parked(tier, content(1), content(2)), parked(tier, content(1))
+    first, second = swapped(tier, content(1), content(2)), swapped(tier, content(1))
     tier.evicted(4, content(1))
     tier.evicted(5, content(3))
     assert not tier.holds(content(3)), "without room for evicted text only what is waited for is copied"
     assert tier.let_go(first) == [content(2)] and tier.holds(content(1))
     assert tier.let_go(second) == [content(1)] and not tier.holds(content(1))
     assert tier.let_go(second) == [], "once"
-    assert tier.stats.swapped_out == 1
+    assert tier.stats.swapped_out_blocks == 1
 
 
 def test_no_more_is_kept_than_there_is_room() -> None:
     tier = HostTier(2, 5, Always(True))
-    parked(tier, content(1), content(2))
-    assert not tier.keep(Parked(1, 1, [], [content(3)]), 1, 1)
-    assert tier.keep(Parked(1, 1, [], [content(2)]), 1, 1), "a name that is kept anyway takes no room"
+    swapped(tier, content(1), content(2))
+    assert not tier.keep(SwappedBlocks(1, 1, [], [content(3)]), 1, 1)
+    assert tier.keep(SwappedBlocks(1, 1, [], [content(2)]), 1, 1), "a name that is kept anyway takes no room"
 
 
 def test_reset_forgets_all_and_parked_rows_find_nothing() -> None:
     tier = HostTier(2, 2, Always(True))
-    row = parked(tier, content(1))
+    row = swapped(tier, content(1))
     tier.evicted(3, content(1))
     tier.evicted(4, content(2))
     tier.reset()
     assert row.names == [] and not tier.holds(content(1)) and copies(tier) == ([], [])
-    other = parked(tier, content(1))
+    other = swapped(tier, content(1))
     assert tier.let_go(row) == [], "what another waits for now is not let go by a row from before"
     assert tier.let_go(other) == [content(1)]
     tier.check()
@@ -135,11 +135,11 @@ def test_the_choice_comes_from_the_settings() -> None:
     assert isinstance(make_tier(config(), 0, 0, executor), NoTier)
     for mode, answer in {"swap": True, "recompute": False}.items():
         tier = make_tier(config(swap_space=1, preemption_mode=mode), 8, 0, executor)
-        assert tier.keep(Parked(1, 1, [], [content(1)]), 1, 1) is answer
+        assert tier.keep(SwappedBlocks(1, 1, [], [content(1)]), 1, 1) is answer
     executor.measure_costs = lambda: StepCosts(1.0, 0.3)  # type: ignore[method-assign]
     tier = make_tier(config(swap_space=1), 8, 0, executor)
-    assert tier.keep(Parked(1, 1, [], [content(1)]), 1, 7)
-    assert not tier.keep(Parked(1, 1, [], [content(2)]), 1, 6)
+    assert tier.keep(SwappedBlocks(1, 1, [], [content(1)]), 1, 7)
+    assert not tier.keep(SwappedBlocks(1, 1, [], [content(2)]), 1, 6)
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
@@ -176,7 +176,7 @@ def crowded(lookahead: int, caching: bool) -> tuple[EngineCore, Collector]:
     got = Collector()
     for key in range(4):
         core.add(request(key, [key] * 9, 30))
-    while not core.scheduler.cache.tier.stats.swapped_out:
+    while not core.scheduler.cache.tier.stats.swapped_out_blocks:
         got.take(core.run_step())
     return core, got
 
@@ -188,7 +188,7 @@ def test_aborting_a_parked_request_frees_both_tiers(lookahead: int, caching: boo
     core, got = crowded(lookahead, caching)
     for _ in range(steps_later):
         got.take(core.run_step())
-    waiting = [waits for waits in core.scheduler.waiting if waits.parked is not None and waits.parked.names]
+    waiting = [waits for waits in core.scheduler.waiting if waits.swapped is not None and waits.swapped.names]
     assert waiting and core.scheduler.cache.tier.num_used
     for waits in waiting:
         assert core.abort(waits.key)
@@ -203,8 +203,8 @@ def test_aborting_a_parked_request_frees_both_tiers(lookahead: int, caching: boo
 
 def test_a_request_aborted_in_the_step_of_its_return_leaves_nothing() -> None:
     core, got = crowded(1, False)
-    before = core.scheduler.cache.tier.stats.swapped_in
-    while core.scheduler.cache.tier.stats.swapped_in == before:
+    before = core.scheduler.cache.tier.stats.swapped_in_blocks
+    while core.scheduler.cache.tier.stats.swapped_in_blocks == before:
         got.take(core.run_step())
     back = core.scheduler.rows.requests[core.scheduler.rows.order[-1]]
     assert core.abort(back.key)

@@ -238,7 +238,7 @@ def measured(clock: Clock, step: float = 1.0, full_step_tokens: int = 32) -> Con
     """A context that has seen twenty full steps of the same length."""
     context = Context(clock, default_deadline=60.0)
     for i in range(20):
-        context.pace.note_step(i * step, (i + 1) * step, full_step_tokens, True)
+        context.service_rate.record_step(i * step, (i + 1) * step, full_step_tokens, True)
     return context
 
 
@@ -311,14 +311,14 @@ def test_who_has_to_wait_with_little_chance_is_given_up_for_those_behind_it() ->
     clock = Clock(100.0)
     context = measured(clock)
     for seconds in range(1, 21):
-        context.pace.note_service(float(seconds), 0.0, is_done=True)
+        context.service_rate.record_request(float(seconds), 0.0, is_done=True)
     policy = EarliestDeadlineFirst(context)
     policy.add(early := Request.new(request(0, [1], 500, terms=Terms(deadline=109.5)), 90.0, 0))
     policy.add(Request.new(request(1, [1], 500, terms=Terms(deadline=110.5)), 90.0, 1))
     policy.add(Request.new(request(2, [1], 9, terms=Terms(deadline=109.6)), 90.0, 2))
     assert policy.hopeless() is None, "there may be room for it at once"
     for _ in range(2):
-        context.pace.note_step(20.0, 21.0, 32, True)
+        context.service_rate.record_step(20.0, 21.0, 32, True)
     found = policy.hopeless()
     assert found is not None and found[0] is early
     assert found[1] == "its deadline is 9.5 s away, and of the latest requests 45% were done as quickly"

@@ -139,16 +139,16 @@ def _tell_hypothesis_what_was_reached(core) -> None:  # type: ignore[no-untyped-
     for name, count in {
         "preemption": stats.preemptions,
         "chunking": stats.partial_prefills,
-        "prefix hit": cache.stats.prefix_hits,
-        "copy on write": cache.stats.copies,
+        "prefix hit": cache.stats.prefix_cache_hits,
+        "copy on write": cache.stats.copied_blocks,
         "eviction": cache.pool.evictions,
-        "out of the window": cache.stats.freed,
+        "out of the window": cache.stats.freed_blocks,
         "dropped": stats.dropped_tokens,
-        "parked": cache.tier.stats.parked,
-        "swapped in": cache.tier.stats.swapped_in,
-        "restored": cache.tier.stats.restored,
-        "lost": cache.tier.stats.lost,
-        "recomputed": cache.stats.recomputed,
+        "swapped": cache.tier.stats.swapped_preemptions,
+        "swapped in": cache.tier.stats.swapped_in_blocks,
+        "restored": cache.tier.stats.restored_blocks,
+        "lost": cache.tier.stats.host_lost_blocks,
+        "recomputed": cache.stats.recomputed_tokens,
     }.items():
         if count:
             event(name)

@@ -75,7 +75,7 @@ def test_prefix_hit_skips_prefill() -> None:
     got = run(core)
     assert got.tokens[1] == expected(LONG, 4)
     assert got.cached[1] == 28  # the last token is always computed, so the hit ends at a full block before it
-    assert core.scheduler.cache.stats.prefix_hits == 28
+    assert core.scheduler.cache.stats.prefix_cache_hits == 28
 
 
 def test_generated_text_is_found_by_the_next_turn() -> None:
@@ -165,10 +165,10 @@ def test_fork_shares_blocks_and_copies_on_the_first_write() -> None:
     prompt = LONG + expected(LONG, 1)
     core.scheduler.fork(0, request(1, prompt, 6))
     used = core.scheduler.cache.pool.num_used
-    assert core.scheduler.cache.stats.shared == 8  # 31 tokens in blocks of four, the last one half full
+    assert core.scheduler.cache.stats.shared_blocks == 8  # 31 tokens in blocks of four, the last one half full
     check_blocks(core)
     got = run(core)
-    assert core.scheduler.cache.stats.copies == 1
+    assert core.scheduler.cache.stats.copied_blocks == 1
     assert used <= 9, "the child took no blocks of its own until it wrote"
     assert got.tokens[1] == expected(prompt, 6)
 

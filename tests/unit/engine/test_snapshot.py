@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from kvasir.engine import snapshot
-from kvasir.engine.snapshot import StepLog, Unwatched
+from kvasir.engine.core import EngineCore
+from kvasir.engine.snapshot import StepLog
 from kvasir.messages import Snapshot
 from tests.builders import make_core, request, run
 
@@ -64,13 +65,17 @@ def test_progress_of_running_and_waiting_requests() -> None:
     assert (waiting.key, waiting.num_prompt, waiting.num_output, waiting.num_computed) == (2, 3, 0, 0)
 
 
-def test_steps_are_remembered_only_while_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+def has_log(core: EngineCore) -> bool:
+    return any(isinstance(observer, StepLog) for observer in core.observers)
+
+
+def test_steps_are_logged_only_while_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 100.0
     monkeypatch.setattr(snapshot.time, "monotonic", lambda: clock)
     core = make_core()
     core.add(request(1, PROMPT, max_tokens=40))
     core.run_step()
-    assert isinstance(core.watch, Unwatched)
+    assert not has_log(core)
     assert core.snapshot().steps == [], "none from before somebody began to watch"
     core.add(request(2, PROMPT, max_tokens=3))
     core.run_step()
@@ -81,12 +86,12 @@ def test_steps_are_remembered_only_while_somebody_watches(monkeypatch: pytest.Mo
         (3, 0, 2, 2),
     ]
     assert core.snapshot(since_step=2).steps == steps[1:]
-    clock += snapshot.PATIENCE / 2
+    clock += snapshot.LOG_SECONDS / 2
     core.run_step()
-    assert isinstance(core.watch, StepLog)
-    clock += snapshot.PATIENCE
+    assert has_log(core)
+    clock += snapshot.LOG_SECONDS
     core.run_step()
-    assert isinstance(core.watch, Unwatched)
+    assert not has_log(core)
 
 
 def test_preemptions_are_seen_in_the_step_that_made_them() -> None:

@@ -129,12 +129,12 @@ def check_nothing_is_left(core: EngineCore) -> None:
 def tell_hypothesis(core: EngineCore) -> None:
     cache, tier = core.scheduler.cache, core.scheduler.cache.tier.stats
     for name, count in {
-        "parked": tier.parked,
-        "swapped in": tier.swapped_in,
-        "restored": tier.restored,
-        "lost": tier.lost,
-        "recomputed": cache.stats.recomputed,
-        "copy on write": cache.stats.copies,
+        "swapped": tier.swapped_preemptions,
+        "swapped in": tier.swapped_in_blocks,
+        "restored": tier.restored_blocks,
+        "lost": tier.host_lost_blocks,
+        "recomputed": cache.stats.recomputed_tokens,
+        "copy on write": cache.stats.copied_blocks,
     }.items():
         if count:
             event(name)

@@ -28,12 +28,12 @@ def proposals(core: EngineCore, want: set[int]) -> dict[int, int]:
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_a_picked_request_goes_on_with_what_it_is_given(lookahead: int) -> None:
     core = make_core(lookahead)
-    core.add(request(1, [3, 4, 5], max_tokens=30, picked=True))
+    core.add(request(1, [3, 4, 5], max_tokens=30, external_tokens=True, awaited=True))
     core.add(request(2, [9, 8], max_tokens=40))
     text = [3, 4, 5]
     for token in (7, 1, 1, 30, 2, 2, 41):
         assert proposals(core, {1}) == {1: echo_next(text, VOCAB)}
-        core.scheduler.pick(1, token)
+        core.scheduler.append(1, [token])
         text.append(token)
         check_blocks(core)
     core.abort(1)
@@ -43,7 +43,7 @@ def test_a_picked_request_goes_on_with_what_it_is_given(lookahead: int) -> None:
 
 def test_it_waits_until_it_is_given_one_and_others_go_on() -> None:
     core = make_core(1)
-    core.add(request(1, [3, 4, 5], max_tokens=30, picked=True))
+    core.add(request(1, [3, 4, 5], max_tokens=30, external_tokens=True, awaited=True))
     core.add(request(2, [9, 8], max_tokens=20))
     proposals(core, {1})
     steps = core.scheduler.stats.scheduled_tokens
@@ -59,26 +59,26 @@ def test_it_waits_until_it_is_given_one_and_others_go_on() -> None:
 
 def test_a_pick_may_come_while_it_waits_after_preemption() -> None:
     core = make_core(1)
-    core.add(request(1, [3, 4, 5], max_tokens=30, picked=True))
-    core.add(request(2, [7, 7], max_tokens=2, picked=True))
+    core.add(request(1, [3, 4, 5], max_tokens=30, external_tokens=True, awaited=True))
+    core.add(request(2, [7, 7], max_tokens=2, external_tokens=True, awaited=True))
     proposals(core, {1, 2})
     while core.results:
         core.scheduler.update(core.results.popleft().result())
     core.scheduler._preempt()  # the second, as it came last
-    core.scheduler.pick(2, 11)
-    core.scheduler.pick(1, 12)
+    core.scheduler.append(2, [11])
+    core.scheduler.append(1, [12])
     assert proposals(core, {1, 2}) == {1: echo_next([3, 4, 5, 12], VOCAB), 2: echo_next([7, 7, 11], VOCAB)}
 
 
 def test_a_proposal_that_comes_after_the_pick_is_dropped() -> None:
     core = make_core(1)
-    core.add(request(1, [3, 4, 5], max_tokens=30, picked=True))
+    core.add(request(1, [3, 4, 5], max_tokens=30, external_tokens=True, awaited=True))
     core.add(request(2, [9], max_tokens=30))
     plan = core.scheduler.schedule()
     assert plan is not None
     core.executor.execute(plan)
     in_flight = core.executor.sample()
-    core.scheduler.pick(1, 20)  # whoever picks knew the proposal from an earlier run of the same step
+    core.scheduler.append(1, [20])  # whoever picks knew the proposal from an earlier run of the same step
     late = core.scheduler.update(in_flight.result())
     assert late.keys.tolist() == [2]
     assert proposals(core, {1}) == {1: echo_next([3, 4, 5, 20], VOCAB)}
@@ -100,10 +100,10 @@ def test_forks_share_the_prompt_whatever_the_load(lookahead: int, caching: bool)
     done = run(core)
     assert all(done.tokens[key] == expected(prompt, 6) for key in range(10, 14))
     assert all(done.tokens[key] == expected(prompt[:5], 1) for key in range(20, 24))
-    assert core.scheduler.cache.stats.shared == 3 * 4 + 3 * 1
-    assert core.scheduler.cache.stats.copies > 0
+    assert core.scheduler.cache.stats.shared_blocks == 3 * 4 + 3 * 1
+    assert core.scheduler.cache.stats.copied_blocks > 0
     core.scheduler.cache.pool.check()
-    assert core.scheduler.cache.pool.num_used == 0 and len(core.families) == 0
+    assert core.scheduler.cache.pool.num_used == 0 and len(core.groups) == 0
 
 
 def test_aborting_the_first_lets_its_forks_go_on_by_themselves() -> None:
