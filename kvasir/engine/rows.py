@@ -19,6 +19,7 @@ from kvasir.messages import FinishReason, Int32Array
 
 RowNumbers = NDArray[np.int64]
 NO_TOKEN = -1
+NO_DRAFTS: Int32Array = np.zeros(0, np.int32)
 
 
 class Rows:
@@ -52,7 +53,8 @@ class Rows:
         self.requests: list[Request | None] = [None] * max_rows
         self.order: NDArray[np.int64] = np.zeros(0, np.int64)  # rows in use, first admitted first
         self.version = 0  # changes with `order`
-        self.any_drafts = False  # whether any request ever had drafts; where none had, steps skip that arithmetic
+        # Whether any request ever had these. Steps skip the arithmetic of what no request uses.
+        self.any_drafts = self.any_external = self.any_guided = False
         self._free = list(range(max_rows - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -75,6 +77,8 @@ class Rows:
         self.limit[row] = request.limit
         self.max_new[row] = 0 if spec.external_tokens else 1 + spec.num_drafts
         self.any_drafts |= spec.num_drafts > 0
+        self.any_external |= spec.external_tokens
+        self.any_guided |= request.guide is not None
         self.stream[row] = spec.stream
         self.logprobs[row] = spec.sampling.logprobs is not None
         self.needs_last_token[row] = spec.needs_last_token
@@ -124,13 +128,16 @@ class Rows:
 
     def advance(self, rows: RowNumbers, grants: Int32Array) -> tuple[NDArray[np.bool_], Int32Array]:
         """Count a planned step's tokens as computed. Returns which rows sample, and how many drafts each verifies."""
-        before = self.num_tokens[rows]
         self.num_computed[rows] += grants
-        computed = self.num_computed[rows]
+        computed, before = self.num_computed[rows], self.num_tokens[rows]
         samples = computed >= before
-        drafts = np.maximum(computed - before, 0) if self.any_drafts else np.zeros_like(grants)
-        self.num_unsettled[rows] += drafts
-        self.num_tokens[rows] = np.where(samples, computed + (self.max_new[rows] > 0), before)
+        drafts = NO_DRAFTS
+        if self.any_drafts:
+            drafts = np.maximum(computed - before, 0)
+            self.num_unsettled[rows] += drafts
+            self.num_tokens[rows] += drafts
+        sampling = rows[samples]
+        self.num_tokens[sampling] += self.max_new[sampling] > 0 if self.any_external else 1
         return samples, drafts
 
     def settle(self, rows: RowNumbers, drafts: Int32Array, counts: Int32Array) -> None:
@@ -139,6 +146,10 @@ class Rows:
         self.num_computed[rows] -= missing
         self.num_tokens[rows] -= missing
         self.num_unsettled[rows] -= drafts
+
+    def unsettled(self, rows: RowNumbers) -> Int32Array | None:
+        """By how much the bounds of these rows may be too high; None if they are exact."""
+        return self.num_unsettled[rows] if self.any_drafts else None
 
     def fed_by_host(self, rows: RowNumbers) -> RowNumbers:
         """Places of the rows whose next input tokens the host knows: prompts, and tokens that come from outside."""

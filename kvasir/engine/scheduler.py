@@ -68,7 +68,7 @@ class _InFlight:
     rows: IntArray
     epochs: Int32Array
     samples: NDArray[np.bool_]
-    drafts: Int32Array  # drafted tokens that each row verifies
+    drafts: Int32Array  # drafted tokens that each row verifies; empty if no row ever had any
 
 
 @dataclass(slots=True, frozen=True)
@@ -226,7 +226,7 @@ class Scheduler:
         runs = grants > 0
         if not runs.all():
             rows, grants = rows[runs], grants[runs]
-        while not self.cache.prepare(rows, r.num_computed[rows], grants, r.num_unsettled[rows]):
+        while not self.cache.prepare(rows, r.num_computed[rows], grants, r.unsettled(rows)):
             victim = self._preempt()
             keep = rows != victim
             rows, grants = rows[keep], grants[keep]
@@ -403,7 +403,7 @@ class Scheduler:
             to_host=to_host,
             from_host=from_host,
             wants_logprobs=bool((samples & r.logprobs[rows]).any()),
-            waits_for_host=bool((samples & r.guided[rows]).any()),
+            waits_for_host=r.any_guided and bool((samples & r.guided[rows]).any()),
             shared=self._shared_prefixes(rows[:num_decodes]),
             step=self.stats.steps,
         )
@@ -443,13 +443,16 @@ class Scheduler:
         self.stats.dropped_tokens += int(result.counts[step.samples & ~current].sum())
         lines = np.flatnonzero(current)
         rows, tokens = step.rows[lines], result.token_ids[lines]
-        counts = np.minimum(result.counts[lines], r.max_new[rows])
-        if r.any_drafts:
-            r.settle(rows, step.drafts[lines], result.counts[lines])
+        counts = result.counts[lines]
+        if len(step.drafts):
+            r.settle(rows, step.drafts[lines], counts)
+        if r.any_external:
+            counts = np.minimum(counts, r.max_new[rows])
         reasons, counts = r.extend(rows, tokens, counts)
         if self._silent:
             self._note_first_tokens()
-        output = self._output(step, result, lines[r.stream[rows]], counts[r.stream[rows]])
+        streamed = np.flatnonzero(r.stream[rows])
+        output = self._output(step, result, lines[streamed], counts[streamed])
         ended = np.flatnonzero(reasons)
         if len(ended):
             self._finish(rows[ended].tolist(), reasons[ended].tolist(), output)

@@ -285,11 +285,11 @@ class KVCacheManager:
     # ------------------------------------------------------------ steps
 
     def prepare(
-        self, rows: IntArray, num_computed: Int32Array, num_new: Int32Array, num_unsettled: Int32Array | int = 0
+        self, rows: IntArray, num_computed: Int32Array, num_new: Int32Array, num_unsettled: Int32Array | None = None
     ) -> bool:
         """Make the next `num_new` tokens of each row writable. False, with nothing changed, if blocks run out. Up to
         `num_unsettled` of the computed tokens may turn out to be rejected drafts."""
-        settled = num_computed - num_unsettled
+        settled = num_computed if num_unsettled is None else num_computed - num_unsettled
         for group, window in self._windowed:
             self._give_back(group, window, rows, settled)
         have = self.num_blocks[rows]
