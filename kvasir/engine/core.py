@@ -16,6 +16,8 @@ from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError
 from kvasir.executor.base import Executor
 from kvasir.messages import EngineOutput, EngineRequest, EngineStats, SampleInputs, Snapshot, StepFuture, StepPlan
 
+NO_OUTPUT = EngineOutput.empty()  # shared: the outputs of steps are read, never changed
+
 
 class EngineCore:
     """One model, one scheduler. With `lookahead` 1, step N+1 is planned and launched before N's result is read."""
@@ -42,7 +44,7 @@ class EngineCore:
         expired = self.deadlines.expire()
         plan = self.scheduler.schedule()
         fits = plan is None or self._execute(plan)
-        output = self._update() if fits and self._is_result_due(plan) else EngineOutput.empty()
+        output = self._update() if fits and self._is_result_due(plan) else NO_OUTPUT
         if plan is not None and fits and plan.waits_for_host:
             assert not self.results, "guided requests run at most one step ahead"
             fits = self._sample(plan, self.scheduler.sample_inputs())

@@ -126,8 +126,9 @@ class Rows:
         want[self.needs_last_token[rows] & (self.num_tokens[rows] > self.num_known[rows])] = 0
         return want
 
-    def advance(self, rows: RowNumbers, grants: Int32Array) -> tuple[NDArray[np.bool_], Int32Array]:
-        """Count a planned step's tokens as computed. Returns which rows sample, and how many drafts each verifies."""
+    def advance(self, rows: RowNumbers, grants: Int32Array) -> tuple[Int32Array, NDArray[np.bool_], Int32Array]:
+        """Count a planned step's tokens as computed. Returns how many tokens each row has computed then, whether it
+        samples, and how many drafts it verifies."""
         self.num_computed[rows] += grants
         computed, before = self.num_computed[rows], self.num_tokens[rows]
         samples = computed >= before
@@ -138,7 +139,7 @@ class Rows:
             self.num_tokens[rows] += drafts
         sampling = rows[samples]
         self.num_tokens[sampling] += self.max_new[sampling] > 0 if self.any_external else 1
-        return samples, drafts
+        return computed, samples, drafts
 
     def settle(self, rows: RowNumbers, drafts: Int32Array, counts: Int32Array) -> None:
         """Lower the bounds of rows whose step verified `drafts` and yielded `counts` tokens."""

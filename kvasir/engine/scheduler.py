@@ -380,8 +380,7 @@ class Scheduler:
         fed = r.fed_by_host(rows)
         token_ids = r.input_tokens(rows, grants, fed)
         self._name_planned(rows, grants, fed)
-        samples, drafts = r.advance(rows, grants)
-        lengths = r.num_computed[rows]
+        lengths, samples, drafts = r.advance(rows, grants)
         table_index, table_block, copies = self.cache.take_changes()
         to_host, from_host = self.cache.tier.take_copies()
         new_rows, self._new_rows = self._new_rows, []
