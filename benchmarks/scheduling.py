@@ -1,11 +1,11 @@
-"""Queue policies under overload, in simulated time: the real scheduler, cache and core, a real trace of arrivals and
-lengths, and a device that is a formula.
+"""Compares scheduling policies under overload, in simulated time: the real scheduler, cache and core, a real trace of
+arrivals and lengths, and a device that is a formula.
 
     python benchmarks/scheduling.py [--trace FILE] [--requests 6000] [--loads 1,2,3] [--json FILE]
 
 The trace is one of Azure's LLM inference traces (timestamp, prompt tokens, generated tokens); by default the
-conversations under $KVASIR_TEST_DATA/traces. Its arrivals are sped up to a multiple of what the device can serve. No
-time passes while it runs but what the formula says. Needs numpy only.
+conversations under $KVASIR_TEST_DATA/traces. Its arrivals are sped up to a multiple of what the device can serve. Time
+is simulated by the formula. Needs numpy only.
 """
 
 from __future__ import annotations
