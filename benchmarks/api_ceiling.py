@@ -1,9 +1,9 @@
-"""How many streamed tokens per second one API process can carry, with an engine that costs next to nothing.
+"""Measures how many streamed tokens per second one API process can carry, with an engine that costs almost nothing.
 
-The engine's process runs the real scheduler over an executor without a model; the server is the real one, with its
-real tokenizer; clients are bare sockets in another process that only look for the end of each stream. Figures are
-per second and, more telling on a busy machine, per second of the API process's CPU time. A token that finds its
-client's chunk still unsent is merged into it: `tokens per chunk` says how often that happened.
+The engine's process runs the real scheduler over an executor without a model. The server and its tokenizer are real;
+clients are bare sockets in another process that only look for the end of each stream. Figures are per second and, more
+reliable on a busy machine, per second of the API process's CPU time. Tokens of a chunk that is still unsent are merged
+into it: `tokens per chunk` shows how often that happened.
 
 usage: api_ceiling.py [--tokenizer MODEL.gguf] [--clients 1 64 256] [--tokens 400] [--step-ms 0] [--seconds 5]
 """

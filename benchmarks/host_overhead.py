@@ -1,9 +1,9 @@
-"""What a steady decode step costs the host: real scheduler, cache, updates and messages, a device that takes no time.
+"""Measures the host's cost of a steady decode step: real scheduler, cache and messages, a device that takes no time.
 
     python benchmarks/host_overhead.py [--json FILE] [--check]
 
 Every row decodes one token per step. Prompt lengths are staggered, so that in each step the same share of the rows
-crosses into a new block. Needs numpy only.
+enters a new block. Needs numpy only.
 """
 
 from __future__ import annotations

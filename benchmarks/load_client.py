@@ -1,7 +1,7 @@
-"""What `kvasir bench serve`'s client tops out at: chunks per second of its own CPU time, against canned streams.
+"""Measures the highest rate of `kvasir bench serve`'s client: chunks per second of its CPU time, with canned streams.
 
-The other end is a process that answers every request with the same chunks, one write each, as fast as they are taken.
-It may be the slower of the two; per second of the client's CPU time the figure holds anyhow, also on a busy machine.
+The server is a process that answers every request with the same chunks, one write each, as fast as they are read. It
+may be the slower of the two; the figure per second of the client's CPU time is valid anyway, also on a busy machine.
 
 usage: load_client.py [--clients 1 64 256] [--chunks 400] [--requests 4]
 """

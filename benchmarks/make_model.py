@@ -1,8 +1,8 @@
-"""Write a random checkpoint of a well-known shape, which Kvasir and transformers both load: speed is meant, not text.
+"""Writes a random checkpoint of a well-known shape, which Kvasir and transformers both load, to measure speed with.
 
     python benchmarks/make_model.py qwen2.5-0.5b /tmp/qwen2.5-0.5b
 
-Only config.json and model.safetensors: prompts are token ids. The same name and seed give the same weights.
+It writes only config.json and model.safetensors: prompts are token ids. The same name and seed give the same weights.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How much of a real trace's prompts is found in the cache: device blocks alone, and with a tier in host memory.
+"""Measures prefix cache hits on a real trace: with device blocks alone, and with a tier in host memory.
 
     python benchmarks/prefix_trace.py TRACE.jsonl... [--device-gib 100] [--host-gib 0 100 200 ...] [--json FILE]
 
-Replays a Mooncake trace (a line per request: timestamp, input_length, output_length, hash_ids, which name blocks of 512
-prompt tokens by all that stands in them and before them) through the real cache manager and host tier, in order of
-arrival and with a fixed number of requests holding their blocks at once. No model runs: what is hit does not depend on
-one. Sizes are given in GiB of a model's KV cache; generated text takes room while its request runs and is not found
-later, since the trace does not name it. Needs numpy only.
+Replays a Mooncake trace (a line per request: timestamp, input_length, output_length and hash_ids, which identify blocks
+of 512 prompt tokens by their content and everything before it) through the real cache manager and host tier, in order
+of arrival and with a fixed number of requests holding their blocks at once. No model runs: hits do not depend on one.
+Sizes are in GiB of a model's KV cache. Generated text takes room while its request runs and is never found later,
+because the trace does not identify it. Needs numpy only.
 """
 
 from __future__ import annotations

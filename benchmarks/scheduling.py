@@ -1,11 +1,11 @@
-"""Queue policies under overload, in simulated time: the real scheduler, cache and core, a real trace of arrivals and
-lengths, and a device that is a formula.
+"""Compares scheduling policies under overload, in simulated time: the real scheduler, cache and core, a real trace of
+arrivals and lengths, and a device that is a formula.
 
     python benchmarks/scheduling.py [--trace FILE] [--requests 6000] [--loads 1,2,3] [--json FILE]
 
 The trace is one of Azure's LLM inference traces (timestamp, prompt tokens, generated tokens); by default the
-conversations under $KVASIR_TEST_DATA/traces. Its arrivals are sped up to a multiple of what the device can serve. No
-time passes while it runs but what the formula says. Needs numpy only.
+conversations under $KVASIR_TEST_DATA/traces. Its arrivals are sped up to a multiple of what the device can serve. Time
+is simulated by the formula. Needs numpy only.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ PLAIN = [
 TIMED = [
     Case("fcfs", "fcfs", deadlines=True),
     Case("deadline", "deadline", deadlines=True),
-    Case("deadline, only the certain given up", "deadline", deadlines=True, least_chance=0.0),
+    Case("deadline, deadline_least_chance=0", "deadline", deadlines=True, least_chance=0.0),
 ]
 
 
@@ -261,8 +261,8 @@ def deadlines(jobs: list[Job], per_second: float, loads: list[float], num_blocks
             for tenant in TENANTS:
                 own = [key for key in range(len(jobs)) if jobs[key].tenant == tenant]
                 row[f"{tenant} %"] = 100 * len(set(own) & set(in_time)) / len(own)
-            row["given up early %"] = 100 * outcome.foreseen / len(jobs)
-            row["computed in vain %"] = 100 * (1 - useful / outcome.computed_tokens)
+            row["ended early %"] = 100 * outcome.foreseen / len(jobs)
+            row["wasted tokens %"] = 100 * (1 - useful / outcome.computed_tokens)
             rows.append(row)
     return rows
 

@@ -1,4 +1,4 @@
-"""The likeliest completions of a prompt, found by beam search; then by a diverse one.
+"""Finds the most likely completions of a prompt with beam search, then with diverse beam search.
 
 usage: python examples/beam_search.py [--model MODEL] [PROMPT]
 """
@@ -18,7 +18,7 @@ def main() -> None:
 
     searches = {
         "beam search": BeamSearchParams(beam_width=4, max_tokens=options.max_tokens),
-        "diverse": BeamSearchParams(
+        "diverse beam search": BeamSearchParams(
             beam_width=4, max_tokens=options.max_tokens, num_beam_groups=2, diversity_penalty=1.0
         ),
     }

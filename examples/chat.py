@@ -1,4 +1,4 @@
-"""A conversation that remembers: every turn sends all of it, and what was computed before is found in the cache.
+"""A chat of several turns: each turn sends the whole conversation, and earlier turns are found in the prefix cache.
 
 usage: python examples/chat.py [--model MODEL] [TURN ...]
 """

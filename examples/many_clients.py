@@ -1,4 +1,4 @@
-"""Many clients of one server at once: what each of them waits, and what all of them get together.
+"""Sends requests from many clients at once and prints the time to first token and the total throughput.
 
 usage: python examples/many_clients.py [--url http://127.0.0.1:8000/v1] [--clients 16] [--requests 2]
 Start a server first: kvasir serve
@@ -43,7 +43,7 @@ async def ask(client: httpx.AsyncClient, question: str, max_tokens: int, figures
             figures.tokens += (chunk.get("usage") or {}).get("completion_tokens", 0)
 
 
-async def person(client: httpx.AsyncClient, number: int, options: argparse.Namespace, figures: Figures) -> None:
+async def run_client(client: httpx.AsyncClient, number: int, options: argparse.Namespace, figures: Figures) -> None:
     for turn in range(options.requests):
         await ask(client, QUESTIONS[(number + turn) % len(QUESTIONS)], options.max_tokens, figures)
 
@@ -52,7 +52,7 @@ async def run(options: argparse.Namespace) -> Figures:
     figures = Figures()
     limits = httpx.Limits(max_connections=options.clients)
     async with httpx.AsyncClient(base_url=options.url, timeout=600, limits=limits) as client:
-        await asyncio.gather(*(person(client, number, options, figures) for number in range(options.clients)))
+        await asyncio.gather(*(run_client(client, number, options, figures) for number in range(options.clients)))
     return figures
 
 
@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=2, help="that each of them sends, one after the other")
+    parser.add_argument("--requests", type=int, default=2, help="requests of each client, one after the other")
     parser.add_argument("--max-tokens", type=int, default=64)
     options = parser.parse_args()
 
@@ -72,11 +72,11 @@ def main() -> None:
             f"The server at {options.url} answered {error.response.status_code}; its log says why."
         ) from None
     except httpx.TransportError:
-        raise SystemExit(f"No server answers at {options.url}: start one with `kvasir serve`, or say --url.") from None
+        raise SystemExit(f"No server answers at {options.url}: start one with `kvasir serve`, or set --url.") from None
     seconds = time.perf_counter() - started
     print(f"{len(figures.first)} answers for {options.clients} clients in {seconds:.1f} s")
-    print(f"{figures.tokens} tokens, {figures.tokens / seconds:.1f} tokens/s together")
-    print(f"first token after {1000 * statistics.median(figures.first):.0f} ms (median)")
+    print(f"{figures.tokens} tokens, {figures.tokens / seconds:.1f} tokens/s in total")
+    print(f"median time to first token: {1000 * statistics.median(figures.first):.0f} ms")
 
 
 if __name__ == "__main__":

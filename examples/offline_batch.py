@@ -1,4 +1,4 @@
-"""An offline batch: several chats at once, their answers, and how fast they came.
+"""Runs several chats as one offline batch and prints the answers and the throughput.
 
 usage: python examples/offline_batch.py [--model DIRECTORY-OR-HUB-NAME]
 """
@@ -24,7 +24,7 @@ QUESTIONS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="a directory, a GGUF file or a hub name (default: the starter model)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="longest answer")
+    parser.add_argument("--max-tokens", type=int, default=64, help="length limit of each answer, in tokens")
     options = parser.parse_args()
 
     llm = LLM(options.model or str(find_starter_model()), max_model_len=2048)

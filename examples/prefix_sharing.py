@@ -1,4 +1,4 @@
-"""Many questions about one text: with prefix caching the text is computed once.
+"""Asks several questions about one text: with prefix caching the text is computed once.
 
 usage: python examples/prefix_sharing.py [--model MODEL]
 """
@@ -19,7 +19,7 @@ QUESTIONS = ["Who was Kvasir?", "How was he made?", "Who killed him?", "What is 
 
 
 def ask(model: str, caching: bool) -> tuple[float, int, int]:
-    """Seconds, prompt tokens computed, prompt tokens found in the cache."""
+    """Returns seconds, prompt tokens computed, and prompt tokens found in the cache."""
     chats = [[{"role": "system", "content": TEXT}, {"role": "user", "content": question}] for question in QUESTIONS]
     with LLM(model, max_model_len=2048, enable_prefix_caching=caching) as llm:
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Asks a server and prints the answer as it comes, with OpenAI's client (pip install openai).
+"""Streams an answer from a server with OpenAI's client (pip install openai).
 
 usage: python examples/streaming_client.py [--url http://127.0.0.1:8000/v1] [QUESTION]
 Start a server first: kvasir serve
@@ -27,9 +27,9 @@ def main() -> None:
     try:
         ask(openai.OpenAI(base_url=options.url, api_key="unused"), options)
     except openai.APIConnectionError:
-        raise SystemExit(f"No server answers at {options.url}: start one with `kvasir serve`, or say --url.") from None
+        raise SystemExit(f"No server answers at {options.url}: start one with `kvasir serve`, or set --url.") from None
     except openai.APIStatusError as error:
-        raise SystemExit(f"The server at {options.url} refused: {error}") from None
+        raise SystemExit(f"The server at {options.url} refused the request: {error}") from None
 
 
 def ask(client: openai.OpenAI, options: argparse.Namespace) -> None:
@@ -49,7 +49,7 @@ def ask(client: openai.OpenAI, options: argparse.Namespace) -> None:
             print(text, end="", flush=True)
     ended = time.perf_counter()
     if first is None or usage is None:
-        raise SystemExit("The server said nothing.")
+        raise SystemExit("The server sent no text.")
     print(f"\n\nfirst token after {1000 * (first - started):.0f} ms, {usage.completion_tokens} tokens", end="")
     print(f", {(usage.completion_tokens - 1) / (ended - first):.1f} tokens/s" if usage.completion_tokens > 1 else "")
 

@@ -1,7 +1,7 @@
-"""Requests that are worth watching: open http://127.0.0.1:8000/engine, then run this.
+"""Sends requests to watch in the engine view: open http://127.0.0.1:8000/engine, then run this.
 
-They share a long prompt (the same blocks in the cache), join while others run (continuous batching), end at different
-times (their blocks turn grey and are hit by the next), and one asks for four completions (copy on write).
+They share a long prompt (shared blocks), join while others run (continuous batching), end at different times (their
+blocks turn grey and the next requests hit them), and one asks for four completions (copy on write).
 
 usage: python examples/watch_the_engine.py [--url http://127.0.0.1:8000/v1] [--rounds 3]
 Start a server first: kvasir serve
@@ -31,10 +31,10 @@ QUESTIONS = [
 ]
 
 
-async def ask(client: httpx.AsyncClient, after: float, question: str, **further: object) -> int:
+async def ask(client: httpx.AsyncClient, after: float, question: str, **extra: object) -> int:
     await asyncio.sleep(after)
     messages = [{"role": "system", "content": TEXT}, {"role": "user", "content": question}]
-    reply = await client.post("chat/completions", json={"messages": messages, "temperature": 0.8, **further})
+    reply = await client.post("chat/completions", json={"messages": messages, "temperature": 0.8, **extra})
     reply.raise_for_status()
     return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
@@ -70,7 +70,7 @@ def main() -> None:
             f"The server at {options.url} answered {error.response.status_code}; its log says why."
         ) from None
     except httpx.TransportError:
-        raise SystemExit(f"No server answers at {options.url}: start one with `kvasir serve`, or say --url.") from None
+        raise SystemExit(f"No server answers at {options.url}: start one with `kvasir serve`, or set --url.") from None
 
 
 if __name__ == "__main__":

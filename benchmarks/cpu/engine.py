@@ -1,5 +1,5 @@
-"""One engine in a process of its own, which run.py asks for one measurement after the other, so that all engines are
-measured by turns and a noisy minute hits them alike. Runs in the engine's own Python; of ours it needs nothing.
+"""Runs one engine in a process of its own for run.py, which asks for one measurement after another, so that all engines
+are measured in turns and a noisy minute affects all alike. Runs in the engine's own Python and imports nothing of ours.
 
     engine.py KIND MODEL DTYPE      KIND: kvasir, transformers, vllm, llamacpp
 

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python's own batch functions. Runs in that package's Python."""
+"""Continuous batching over llama-cpp-python's own batch functions. Runs in that package's Python."""
 
 from __future__ import annotations
 

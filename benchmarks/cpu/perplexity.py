@@ -1,4 +1,4 @@
-"""What quantizing costs: the perplexity of a model on a fixed text, once for each way of keeping weights and cache.
+"""Measures the cost of quantizing: a model's perplexity on a fixed text, for each format of weights and cache.
 
     python benchmarks/cpu/perplexity.py MODEL [--text LICENSE] [--tokens 4096]
 

@@ -1,4 +1,4 @@
-"""How busy other processes keep the machine. Plain Python, Linux."""
+"""Measures how busy other processes keep the machine. Plain Python, Linux."""
 
 from __future__ import annotations
 

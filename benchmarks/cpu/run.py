@@ -1,4 +1,4 @@
-"""Kvasir beside its peers on the CPU, in one sitting and by turns: prints a table with ratios and the machine's floor.
+"""Measures Kvasir and its peers on the CPU in turns and prints a table with ratios and the machine's floor.
 
     python benchmarks/cpu/run.py                                        Kvasir, transformers and what else is installed
     python benchmarks/cpu/run.py --vllm PYTHON --llamacpp PYTHON        these from environments of their own

@@ -1,4 +1,4 @@
-"""A checkpoint of benchmarks/make_model.py as a GGUF file of bfloat16, for llama.cpp. Its tokens are made up.
+"""Writes a checkpoint of benchmarks/make_model.py as a GGUF file in bfloat16, for llama.cpp, with made-up tokens.
 
 python benchmarks/cpu/write_gguf.py MODEL_DIR OUT.gguf
 """

@@ -1,11 +1,11 @@
-"""The peers' workloads on Kvasir: the adapter that their measure.py drives. One process per engine configuration.
+"""Kvasir's adapter for the peers' measure.py and its workloads. One process per engine configuration.
 
     python benchmarks/h200/bench_kvasir.py --model qwen3-0.6b [--only name,name] [--requests N] [--startup-only]
 
-Lines that start with RESULT are JSON; the first one, of the start, also says how far the engine's logits are off.
+Lines that start with RESULT are JSON; the first one, of the start, also has the error of the engine's logits.
 Environment: KVASIR_PEERS, where workloads.py and measure.py lie (default: ../shared/peers/vllm_h200, seen from the
 repository); KVASIR_BENCH_SETTINGS, further engine settings as JSON; KVASIR_BENCH_REFERENCE=1, plain torch in place of
-every kernel of ours; MODEL_ROOT, where config.json files are written.
+our kernels; MODEL_ROOT, where config.json files are written.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What the chip allows for each workload: bytes and operations that cannot be avoided, over the rates it was seen at.
+"""Computes the hardware floor of each workload: unavoidable bytes and operations over the chip's measured rates.
 
     python benchmarks/h200/floors.py [--commit 11609ea7dc] [--read 4.54] [--products 740] [--write]
 
 A floor is the least time of an ideal engine in bf16. All prompts are computed at once, then all requests decode
 together to their last token. A part of a step (one product, one attention) takes as long as its bytes or its operations
 take, whichever is longer, and parts follow each other. Counted are weights, keys and values that are read, and the
-operations of products and attention. Not counted, so that floors err on the low side: activations, what is written,
+operations of products and attention. Not counted, so that floors are too low rather than too high: activations, writes,
 norms, rotary, sampling, launches and the host. --write puts the table into benchmarks/README.md. Plain Python: runs
 anywhere.
 """

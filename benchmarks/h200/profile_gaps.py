@@ -1,9 +1,9 @@
-"""Where the time between steps goes: a steady decode under torch's profiler, as a few lines of figures.
+"""Profiles a steady decode with torch's profiler and prints where the time between steps goes.
 
     python benchmarks/h200/profile_gaps.py --model qwen3-0.6b --workload nano_bench [--requests 64] [--steps 100]
 
 All prompts of the workload are prefilled first; then every step decodes one token for each. The time of a step without
-the profiler is measured as well, since watching makes launches slower. Lines that start with PROFILE are JSON.
+the profiler is measured as well, because profiling makes launches slower. Lines that start with PROFILE are JSON.
 """
 
 from __future__ import annotations

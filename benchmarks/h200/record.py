@@ -1,11 +1,11 @@
-"""The record of GPU runs: RESULT lines of a log become lines of results.jsonl, and those a table beside vLLM's figures.
+"""Keeps the record of GPU runs: turns a log's RESULT lines into lines of results.jsonl, and prints them beside vLLM's.
 
     python benchmarks/h200/record.py                 print the table
-    python benchmarks/h200/record.py LOG [LOG ...]   append what a log's RESULT lines say, stamped here and now; print
-    python benchmarks/h200/record.py --add FILE      append records that were stamped elsewhere (run.py --out); print
+    python benchmarks/h200/record.py LOG [LOG ...]   append a log's RESULT lines with commit and date of now; print
+    python benchmarks/h200/record.py --add FILE      append records made elsewhere (run.py --out); print
 
-A line is what measure.py printed, plus the commit, the date, the machine and the run it belongs to. KVASIR_COMMIT names
-the commit where git is not at hand. Plain Python: runs anywhere.
+A line is what measure.py printed, plus the commit, the date, the machine and the run it belongs to. Without
+git, KVASIR_COMMIT names the commit. Plain Python: runs anywhere.
 """
 
 from __future__ import annotations

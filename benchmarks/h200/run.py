@@ -1,11 +1,11 @@
-"""All of it in one command on a GPU machine: every workload of every model, the record, the table, gaps between steps.
+"""Runs every workload of every model on a GPU machine, appends the record, prints the table and gaps between steps.
 
     python benchmarks/h200/run.py [--models NAME,NAME] [--out DIRECTORY] [--tests] [--profile] [-- flags of measure.py]
-    python benchmarks/h200/run.py --tests --models ""       the GPU tests alone
+    python benchmarks/h200/run.py --tests --models ""       only the GPU tests
 
-Each model runs in a process of its own. What was measured before one of them failed or ran out of time is kept.
+Each model runs in a process of its own. Measurements from before a failure or a timeout are kept.
 Without --out records go to benchmarks/h200/results.jsonl; with it they are written there, beside the logs, to be
-carried home and appended with record.py --add.
+appended later with record.py --add.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Reads a trace of torch's profiler: what the device and the host did in each step. Plain Python, no torch.
+"""Reads a trace of torch's profiler into the times of device and host in each step. Plain Python, no torch.
 
-Steps are told apart by annotations "kvasir.<phase>#<step>" that profile_gaps.py puts around the engine's phases; a
+Steps are separated by annotations "kvasir.<phase>#<step>" that profile_gaps.py puts around the engine's phases; a
 kernel belongs to the step in whose launches its own launch falls.
 """
 

@@ -37,9 +37,22 @@ def test_every_endpoint_is_described() -> None:
     assert sorted(path for path in paths if path not in text) == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{file.name}" for file in DOCS.glob("*.md"))])
+PAGES = ["README.md", "CONTRIBUTING.md", *(str(file.relative_to(ROOT)) for file in DOCS.rglob("*.md"))]
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     file = ROOT / page
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[\w-]*)?\)", file.read_text(encoding="utf-8")):
-        if not re.match(r"\w+:", target):
-            assert (file.parent / target).exists(), f"{page} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([\w-]*))?\)", file.read_text(encoding="utf-8")):
+        if re.match(r"\w+:", target):
+            continue
+        linked = file.parent / target if target else file
+        assert linked.exists(), f"{page} links to {target}"
+        if anchor:
+            assert anchor in anchors(linked.read_text(encoding="utf-8")), f"{page} links to {target}#{anchor}"

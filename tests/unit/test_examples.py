@@ -35,7 +35,7 @@ def test_without_a_server(name: str, nobody: str) -> None:
         pytest.importorskip("openai")
     process = ran(name, "--url", nobody)
     assert process.returncode == 1
-    assert process.stderr == f"No server answers at {nobody}: start one with `kvasir serve`, or say --url.\n"
+    assert process.stderr == f"No server answers at {nobody}: start one with `kvasir serve`, or set --url.\n"
 
 
 def test_without_openais_client(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-// One answer while it comes and after: its text, how long it took, and what can be done with it.
+// One answer, while it streams and after: its text, its timing and how it ended.
 
 import { ApiError, stream } from "./api.js";
 import { TokenText, readers } from "./tokens.js";
 
 export class Answer {
-  /** `kind` is chat or completion; `said` is the element its text goes to, `after` the one for figures. */
+  /** `kind` is chat or completion; `said` is the element for its text, `after` the one for its figures. */
   constructor(kind, said, after) {
     this.kind = kind;
     this.after = after;
@@ -23,7 +23,7 @@ export class Answer {
     this.stopping.abort();
   }
 
-  /** Runs until the answer is there, was stopped, or failed. Returns whether there is any text. */
+  /** Runs until the answer is complete, stopped or failed. Returns whether there is any text. */
   async run(path, body, key, onText) {
     this.began = performance.now();
     this.first = this.last = null;
@@ -36,7 +36,7 @@ export class Answer {
       }
     } catch (error) {
       if (error.name === "AbortError") this.reason = "stopped by you";
-      else this.#fail(error instanceof ApiError ? error.message : "The server cannot be reached.");
+      else this.#fail(error instanceof ApiError ? error.message : "The server cannot be reached. Check that it is running.");
     }
     this.said.classList.remove("streaming");
     this.#figures();
@@ -81,8 +81,8 @@ export class Answer {
       words.push(`${count} token${count === 1 ? "" : "s"}`);
     }
     const cached = this.usage?.prompt_tokens_details?.cached_tokens;
-    if (cached) words.push(`${cached} of ${this.usage.prompt_tokens} prompt tokens were cached`);
-    if (this.reason && this.reason !== "stop") words.push({ length: "cut at the limit" }[this.reason] ?? this.reason);
+    if (cached) words.push(`${cached} of ${this.usage.prompt_tokens} prompt tokens cached`);
+    if (this.reason && this.reason !== "stop") words.push({ length: "reached max tokens" }[this.reason] ?? this.reason);
     return words;
   }
 }

@@ -1,4 +1,4 @@
-// Talks to the server this page came from: OpenAI's endpoints, and their streams of server-sent events.
+// Calls the server this page came from: OpenAI's endpoints and their server-sent events.
 
 export const base = new URL(".", document.baseURI);
 
@@ -9,12 +9,12 @@ export class ApiError extends Error {
   }
 }
 
-/** The API key that was entered in the playground's settings. */
+/** The API key entered in the playground's settings. */
 export function storedKey() {
   try {
     return sessionStorage.getItem("kvasir-key") ?? "";
   } catch {
-    return ""; // storage is forbidden
+    return ""; // storage is blocked
   }
 }
 
@@ -22,7 +22,7 @@ export function keepKey(key) {
   try {
     sessionStorage.setItem("kvasir-key", key);
   } catch {
-    // storage is forbidden
+    // storage is blocked
   }
 }
 
@@ -38,9 +38,9 @@ async function refuse(response) {
     const body = await response.json();
     said = body.error?.message ?? body.message ?? body.detail ?? "";
   } catch {
-    // no JSON: the status has to do
+    // not JSON: show the status instead
   }
-  throw new ApiError(said || `the server answered ${response.status} ${response.statusText}`, response.status);
+  throw new ApiError(said || `The server answered ${response.status} ${response.statusText}.`, response.status);
 }
 
 export async function get(path, key) {
@@ -53,16 +53,16 @@ export async function models(key) {
   return (await get("v1/models", key)).data.map((model) => model.id);
 }
 
-/** Sends a request and yields the objects of its stream. Aborting `signal` closes the connection, which ends it. */
+/** Sends a request and yields the objects of its stream. Aborting `signal` closes the connection, which aborts it. */
 export async function* stream(path, body, key, signal) {
   const asked = { method: "POST", headers: headers(key), body: JSON.stringify(body), signal };
   const response = await fetch(new URL(path, base), asked);
   if (!response.ok) await refuse(response);
-  // To the very end, past [DONE]: a browser keeps the connection of an answer that was not read to its end.
+  // Read to the end, past [DONE]: a browser does not reuse the connection of a response that was not read to its end.
   for await (const data of events(response.body)) {
     if (data === "[DONE]") continue;
     const chunk = JSON.parse(data);
-    if (chunk.error) throw new ApiError(chunk.error.message ?? "the server broke the answer off");
+    if (chunk.error) throw new ApiError(chunk.error.message ?? "The server ended the stream with an error.");
     yield chunk;
   }
 }
@@ -85,6 +85,6 @@ async function* events(body) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // whoever stopped reading wants no more of it
+    reader.cancel().catch(() => {}); // the reader stopped early: discard the rest
   }
 }

@@ -1,16 +1,16 @@
-// The picture of the cache: every block a square, coloured by who holds it.
+// The picture of the KV cache: one square per block, in the colour of the request that holds it.
 
 import { colourOf, paper, themed } from "./colours.js";
 
-const LARGEST = 24; // pixels a square may have
-const STEP = 200; // blocks by which the picture grows, so that it is calm
+const LARGEST = 24; // largest side of a square, in pixels
+const STEP = 200; // the picture grows by this many blocks at a time, so that it does not flicker
 
 /** Expands [[first, count], ...]. */
 export function* numbers(runs) {
   for (const [first, count] of runs) for (let i = 0; i < count; i++) yield first + i;
 }
 
-/** Who holds which block: Map from block number to the requests' keys. */
+/** A Map from block number to the keys of the requests that hold it. */
 export function findHolders(requests) {
   const holders = new Map();
   for (const request of requests) {
@@ -23,7 +23,7 @@ export function findHolders(requests) {
   return holders;
 }
 
-/** One square. `colours` are its holders'; none: free, and `cached` says whether its content is kept. */
+/** Draws one square. `colours` are those of its holders; a free block has none and is drawn in `ground`. */
 export function drawBlock(context, x, y, size, colours, ground, faded = false) {
   const inset = size > 5 ? 1 : size > 2 ? 0.5 : 0;
   const side = size - inset;
@@ -57,10 +57,10 @@ export class BlockGrid {
   constructor(canvas) {
     this.canvas = canvas;
     this.whole = false;
-    this.lit = null; // the key of the request, or the number of the block, that is pointed at
+    this.lit = null; // under the pointer: {key} of a request or {block} number
   }
 
-  /** Draws, and returns how many blocks at the end are not shown because they are all free. */
+  /** Draws the blocks. Returns the number of free blocks at the end that are not shown. */
   draw(blocks, holders, cached) {
     const { context, width, height } = paper(this.canvas);
     const fits = Math.floor(width / LARGEST) * Math.floor(height / LARGEST);
@@ -79,7 +79,7 @@ export class BlockGrid {
     return blocks.total - this.shown;
   }
 
-  /** Up to the last block that is not plainly free. */
+  /** The number of blocks up to the last one that is used or cached. */
   #needed(holders, cached) {
     let last = 0;
     for (const block of holders.keys()) last = Math.max(last, block);

@@ -1,16 +1,16 @@
-// The timeline of steps and the distributions, on plain canvases.
+// The timeline of steps, the histograms and the memory table.
 
 import { paper, themed } from "./colours.js";
 
 const BAR = 7; // pixels a step takes
 const LABEL = 46; // pixels for the figures at the side
 
-/** Two lanes over the same steps: prompt tokens above, decode tokens below, each to its own scale. */
+/** Two lanes over the same steps: prompt tokens above, decode tokens below, each with its own scale. */
 export function drawTimeline(canvas, steps) {
   const { context, width, height } = paper(canvas);
   const shown = steps.slice(-Math.floor((width - LABEL) / BAR));
   const lane = (height - 18) / 2;
-  const at = (i) => width - (shown.length - i) * BAR; // the newest at the right
+  const at = (i) => width - (shown.length - i) * BAR; // the newest step is at the right
   const lanes = [
     ["prompt_tokens", "--prompt", lane],
     ["decode_tokens", "--decode", height],
@@ -43,7 +43,7 @@ function seconds(value) {
   return value >= 1 ? `${+value.toPrecision(3)} s` : `${+(1000 * value).toPrecision(3)} ms`;
 }
 
-/** The bound under which a share of the observations lies, read from the counts. */
+/** The bucket bound below which this share of the observations lies. */
 function quantile({ bounds, counts }, share) {
   const total = counts.reduce((sum, count) => sum + count, 0);
   let below = 0;
@@ -54,11 +54,11 @@ function quantile({ bounds, counts }, share) {
   return Infinity;
 }
 
-/** Bars over the range in which anything was observed. Returns it in words. */
+/** Draws bars over the range of observed values. Returns a summary in words. */
 export function drawDistribution(canvas, distribution, colour) {
   const { context, width, height } = paper(canvas);
   const total = distribution.counts.reduce((sum, count) => sum + count, 0);
-  if (!total) return "Nothing was measured yet.";
+  if (!total) return "No measurements yet.";
   const first = distribution.counts.findIndex((count) => count > 0);
   const last = distribution.counts.findLastIndex((count) => count > 0);
   const from = Math.max(0, first - 1);
@@ -75,7 +75,7 @@ export function drawDistribution(canvas, distribution, colour) {
     context.fillText(`≤ ${seconds(distribution.bounds[from + i] ?? Infinity)}`, i * wide + wide / 2, height - 3, wide - 2);
   });
   const [half, most99] = [0.5, 0.99].map((share) => seconds(quantile(distribution, share)));
-  return `Half of ${total.toLocaleString("en")} under ${half}, 99 % under ${most99}.`;
+  return `p50 below ${half}, p99 below ${most99}, ${total.toLocaleString("en")} measurements.`;
 }
 
 // ---------------------------------------------------------------- memory
@@ -85,17 +85,17 @@ function size(bytes) {
   return `${(bytes / 2 ** 20).toFixed(bytes >= 2 ** 27 ? 0 : 1)} MiB`;
 }
 
-/** Where the memory went: a bar and a table. */
+/** The use of memory: a bar and a table. */
 export function drawLedger(bar, table, memory, blocks, totals) {
   const lines = [
     ["Weights", memory.weights, themed("--muted")],
-    ["The largest step", memory.largest_step, themed("--prompt")],
+    ["Activations of the largest step", memory.largest_step, themed("--prompt")],
     ["CUDA graphs", memory.graphs, themed("--prompt")],
-    ["Cache, in use", blocks.used * blocks.bytes, themed("--decode")],
-    ["Cache, kept for hits", blocks.cached * blocks.bytes, themed("--cached")],
-    ["Cache, free", (blocks.total - blocks.used - blocks.cached) * blocks.bytes, themed("--free")],
-    ["Outside torch", memory.outside, themed("--line")],
-  ].filter(([name, bytes]) => bytes || !["The largest step", "CUDA graphs", "Outside torch"].includes(name)); // measured on GPUs
+    ["KV cache, used", blocks.used * blocks.bytes, themed("--decode")],
+    ["KV cache, cached prefixes", blocks.cached * blocks.bytes, themed("--cached")],
+    ["KV cache, free", (blocks.total - blocks.used - blocks.cached) * blocks.bytes, themed("--free")],
+    ["Driver and other processes", memory.outside, themed("--line")],
+  ].filter(([name, bytes]) => bytes || !["Activations of the largest step", "CUDA graphs", "Driver and other processes"].includes(name)); // measured on GPUs only
   const all = lines.reduce((sum, line) => sum + line[1], 0);
   bar.replaceChildren();
   const body = table.tBodies[0];
@@ -117,9 +117,9 @@ export function drawLedger(bar, table, memory, blocks, totals) {
     row.insertCell().textContent = name;
     row.insertCell().textContent = words;
   };
-  if (memory.largest_step === null) line("The largest step", "not measured");
-  line(memory.total ? "Together, of the device's" : "Together", memory.total ? `${size(all)} of ${size(memory.total)}` : size(all));
+  if (memory.largest_step === null) line("Activations of the largest step", "not measured");
+  line(memory.total ? "Total, of the device's memory" : "Total", memory.total ? `${size(all)} of ${size(memory.total)}` : size(all));
   if (!totals.host_blocks) return;
   const held = totals.host_used_blocks + totals.host_cached_blocks;
-  line("Host memory, for blocks swapped out", `${size(held * blocks.bytes)} of ${size(totals.host_blocks * blocks.bytes)}`);
+  line("Host memory for swapped and offloaded blocks", `${size(held * blocks.bytes)} of ${size(totals.host_blocks * blocks.bytes)}`);
 }

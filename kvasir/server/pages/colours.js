@@ -1,4 +1,4 @@
-// One colour per request, far from its neighbours' and the same for as long as it is seen.
+// One colour per request: different from its neighbours', and stable while the request is shown.
 
 const hues = new Map(); // by key
 let seen = 0;
@@ -8,15 +8,15 @@ export function colourOf(key, lightness = 0.68) {
   return `oklch(${lightness} 0.13 ${hues.get(key).toFixed(1)})`;
 }
 
-/** Forgets the colours of requests that are gone; the newest ones keep theirs. */
+/** Drops the colours of requests that have ended. */
 export function forgetColours(present) {
   if (hues.size < 500) return;
   for (const key of hues.keys()) if (!present.has(key)) hues.delete(key);
 }
 
-const resolved = new Map(); // what a colour's name means in the theme of now
+const resolved = new Map(); // colours by name, in the current theme
 
-/** A colour of the style sheet as a canvas takes it. */
+/** A colour of the style sheet in the form a canvas needs. */
 export function themed(name) {
   if (!resolved.has(name)) {
     const probe = document.createElement("i");

@@ -1,4 +1,4 @@
-// Real requests that are worth watching: questions about one text, a moment apart. A browser opens six connections.
+// A demonstration with real requests: six questions about one text, a moment apart. A browser opens six connections.
 
 import { models, storedKey, stream } from "./api.js";
 
@@ -22,7 +22,7 @@ async function ask(model, question, key) {
   const messages = [{ role: "system", content: TEXT }, { role: "user", content: question }];
   const body = { model, messages, max_tokens: 160, temperature: 0.8, stream: true };
   for await (const _ of stream("v1/chat/completions", body, key)) {
-    // the engine view shows how it goes
+    // the engine view shows the progress
   }
 }
 

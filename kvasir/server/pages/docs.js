@@ -1,4 +1,4 @@
-// The API page: shows what openapi.json says. Everything is set as text.
+// The API page: shows openapi.json. Everything is set as text, never as HTML.
 
 import { base, get, keepKey, models, storedKey } from "./api.js";
 import { endpoints } from "./openapi.js";
@@ -16,7 +16,7 @@ function make(kind, className, ...inside) {
   return made;
 }
 
-/** Text in which `backticks` mark code. */
+/** Splits text at `backticks`, which mark code. */
 function prose(text) {
   return text.split("`").map((part, i) => (i % 2 ? make("code", "", part) : part));
 }
@@ -43,7 +43,7 @@ function more(title, ...inside) {
 function fieldsWithRefused(given) {
   const refused = given.filter((each) => each.isRefused);
   const made = [fieldList(given.filter((each) => !each.isRefused))];
-  if (refused.length) made.push(more(`Known but refused: ${refused.length} fields`, fieldList(refused)));
+  if (refused.length) made.push(more(`Not supported: ${refused.length} fields`, fieldList(refused)));
   return made;
 }
 
@@ -54,7 +54,7 @@ function example(endpoint) {
   button.setAttribute("aria-label", `Copy the example of ${endpoint.method} ${endpoint.path}`);
   button.addEventListener("click", () => copy(text).then(() => toast("Copied")));
   const shown = make("pre", "", text);
-  shown.tabIndex = 0; // it may have to be scrolled
+  shown.tabIndex = 0; // so that the keyboard can scroll it
   return make("div", "example", shown, button);
 }
 
@@ -68,7 +68,7 @@ function inside(endpoint) {
   if (endpoint.reply.length) part("Reply", more("Fields of the reply", fieldList(endpoint.reply)));
   const lines = endpoint.answers.map(({ status, description }) =>
     make("li", "", make("span", "name", status), ...prose(description)));
-  made.append(more("Statuses", make("ul", "fields", ...lines)));
+  made.append(more("Status codes", make("ul", "fields", ...lines)));
   return made;
 }
 
@@ -101,7 +101,7 @@ function grouped(found) {
 
 // ---------------------------------------------------------------- finding
 
-/** Endpoints that the words fit are shown whole; of others, the fields whose name fits. */
+/** Shows matching endpoints whole; of other endpoints, only the fields whose names match. */
 function find() {
   const asked = $("find").value.trim().toLowerCase();
   for (const each of document.querySelectorAll(".endpoint")) {
@@ -117,7 +117,7 @@ function find() {
   }
   for (const group of document.querySelectorAll(".group")) group.hidden = !group.querySelector(".endpoint:not([hidden])");
   $("status").textContent = document.querySelector(".endpoint") && !document.querySelector(".endpoint:not([hidden])")
-    ? "Nothing has that in its path, its summary or its fields' names." : "";
+    ? "No endpoint or field matches." : "";
 }
 
 function holdsFit(details) {
@@ -149,7 +149,7 @@ function toast(text) {
   toastEnds = setTimeout(() => ($("toast").hidden = true), 1800);
 }
 
-/** Bodies that must name a model name one that is served. */
+/** Puts the name of a served model into examples that need one. */
 async function nameModel(found) {
   const named = found.filter((each) => each.body && "model" in each.body.example);
   const [first] = await models(storedKey()).catch(() => []);
@@ -190,6 +190,6 @@ document.addEventListener("keydown", (event) => {
 window.addEventListener("hashchange", openNamed);
 $("endpoints").addEventListener("click", (event) => {
   const opened = event.target.closest(".endpoint > summary")?.parentElement;
-  if (opened && !opened.open) history.replaceState(null, "", `#${opened.id}`); // a link to it, to be copied
+  if (opened && !opened.open) history.replaceState(null, "", `#${opened.id}`); // so that the address links to this endpoint
 });
 read();

@@ -1,4 +1,4 @@
-// The engine view: follows the feed and draws what it says. See docs/engine_view.md for the feed.
+// The engine view: reads the feed and draws it. docs/engine_view.md describes the feed.
 
 import { base, get, storedKey } from "./api.js";
 import { BlockGrid, findHolders, numbers } from "./blocks.js";
@@ -8,15 +8,15 @@ import { shareAPrompt } from "./demo.js";
 import { RequestList } from "./requests.js";
 
 const $ = (id) => document.getElementById(id);
-const WINDOW = 5; // seconds over which rates are taken
+const WINDOW = 5; // seconds over which rates are averaged
 const MOST_STEPS = 600;
-const NO_KEY = 4001; // how the server closes a WebSocket that brought no key
+const NO_KEY = 4001; // close code of a WebSocket without an API key
 
-let state = null; // what the feed said last
+let state = null; // the last message of the feed
 let steps = [];
-let lit = null; // what is pointed at: {key} or {block}
+let lit = null; // under the pointer: {key} or {block}
 let queued = false;
-let engine = 0; // which one is shown, where there are several
+let engine = 0; // index of the engine shown
 let socket = null;
 
 const grid = new BlockGrid($("blocks"));
@@ -26,15 +26,15 @@ const list = new RequestList($("requests"), point);
 
 function take(next) {
   const last = steps.at(-1)?.step ?? 0;
-  if (next.engine !== engine) return; // a last word of the one shown before
-  if (state && next.totals.steps < state.totals.steps) steps = []; // the server was started anew
+  if (next.engine !== engine) return; // a late message of the engine shown before
+  if (state && next.totals.steps < state.totals.steps) steps = []; // the server was restarted
   steps = [...steps, ...next.steps.filter((step) => step.step > last)].slice(-MOST_STEPS);
   state = next;
   offerEngines(next.engines);
   redraw();
 }
 
-/** By WebSocket; where there is an API key, which browsers do not send with one, by asking again and again. */
+/** Uses a WebSocket. With an API key it polls, because browsers cannot send headers with a WebSocket. */
 function follow() {
   if (storedKey()) ask();
   else listen();
@@ -61,7 +61,7 @@ function listen() {
     take(JSON.parse(event.data));
   });
   socket.addEventListener("close", (event) => {
-    const why = event.code === NO_KEY ? "enter the API key in the playground" : event.reason || "not connected";
+    const why = event.code === NO_KEY ? "enter the API key in the playground" : event.reason || "disconnected, retrying";
     connected(why);
     setTimeout(follow, 1500);
   });
@@ -97,7 +97,7 @@ function draw() {
   forgetColours(new Set(requests.map((request) => request.key)));
   grid.lit = lit;
   const more = grid.draw(blocks, holders, cached);
-  $("more").textContent = more ? `and ${more.toLocaleString("en")} more blocks, all free` : "";
+  $("more").textContent = more ? `and ${more.toLocaleString("en")} more free blocks` : "";
   list.draw(requests, holders, lit);
   $("idle").hidden = requests.length > 0;
   drawTimeline($("timeline"), steps);
@@ -121,13 +121,13 @@ function figures(blocks, totals, holders) {
     "cache-use": `${rounded((100 * blocks.used) / blocks.total)} %`,
     "cache-blocks": `${blocks.used.toLocaleString("en")} of ${blocks.total.toLocaleString("en")} blocks`,
     shared: shared.length,
-    saved: saved ? `save ${saved} more blocks` : "held once, used by several",
+    saved: saved ? `save ${saved} blocks` : "stored once for several requests",
     "hit-rate": totals.prefix_cache_queries ? `${rounded((100 * totals.prefix_cache_hits) / totals.prefix_cache_queries)} %` : "–",
     preemptions: totals.preemptions,
     "block-size": blocks.size,
   };
   for (const [id, text] of Object.entries(words)) $(id).textContent = text;
-  $("blocks").dataset.shared = shared.length; // for those who test
+  $("blocks").dataset.shared = shared.length; // read by tests
 }
 
 function rounded(value) {
@@ -144,10 +144,10 @@ function point(at) {
 function describe(block) {
   const keys = findHolders(state.requests).get(block) ?? [];
   const names = state.requests.filter((request) => keys.includes(request.key)).map((request) => request.id);
-  if (names.length > 1) return `Block ${block}, shared by ${names.length}:\n${names.slice(0, 8).join("\n")}`;
+  if (names.length > 1) return `Block ${block}, shared by ${names.length} requests:\n${names.slice(0, 8).join("\n")}`;
   if (names.length) return `Block ${block} of ${names[0]}`;
   const kept = new Set(numbers(state.blocks.cached_runs)).has(block);
-  return kept ? `Block ${block}: free; its content can still be hit` : `Block ${block}: free`;
+  return kept ? `Block ${block}: free, content cached` : `Block ${block}: free`;
 }
 
 $("blocks").addEventListener("pointermove", (event) => {
@@ -176,7 +176,7 @@ $("engine").addEventListener("change", () => {
   engine = Number($("engine").value);
   steps = [];
   state = null;
-  socket?.close(); // and the next one asks for the other engine
+  socket?.close(); // the next connection asks for the chosen engine
 });
 window.addEventListener("resize", redraw);
 document.addEventListener("themechange", redraw);

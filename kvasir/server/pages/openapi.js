@@ -1,6 +1,6 @@
-// Reads an OpenAPI description: which endpoints there are, what goes in and what comes out. Knows nothing of the page.
+// Reads an OpenAPI description: endpoints, parameters, bodies and replies. Knows nothing of the page.
 
-const DEEPEST = 4; // of fields within fields; a type may hold itself
+const MAX_DEPTH = 4; // of nested fields, because a type may contain itself
 
 /** Every endpoint, in the order of the description. */
 export function endpoints(spec) {
@@ -16,7 +16,7 @@ function endpoint(spec, path, method, operation) {
   const answers = Object.entries(operation.responses ?? {});
   return {
     id: `${method}${path.replaceAll(/[^\w]+/g, "-")}`.replace(/-$/, ""),
-    tag: operation.tags?.[0] ?? "others",
+    tag: operation.tags?.[0] ?? "Other",
     method: method.toUpperCase(),
     path,
     summary: operation.summary ?? "",
@@ -42,7 +42,7 @@ function resolve(spec, schema) {
   return name ? (spec.components?.schemas?.[name] ?? {}) : schema;
 }
 
-/** The fields of an object, those that must be given first. */
+/** The fields of an object, required ones first. */
 function fieldsOf(spec, schema, depth = 0) {
   const { properties = {}, required = [] } = resolve(spec, schema);
   const found = Object.entries(properties).map(([name, each]) => describe(spec, name, each, required.includes(name), depth));
@@ -50,7 +50,7 @@ function fieldsOf(spec, schema, depth = 0) {
 }
 
 function describe(spec, name, schema, required, depth) {
-  const inner = depth < DEEPEST ? objectIn(spec, schema) : null;
+  const inner = depth < MAX_DEPTH ? objectIn(spec, schema) : null;
   return {
     name,
     required,
@@ -62,7 +62,7 @@ function describe(spec, name, schema, required, depth) {
   };
 }
 
-/** The object with fields of its own that a field is, may be, or is a list of. */
+/** The object type of a field: the field itself, one of its alternatives, or the items of its list. */
 function objectIn(spec, schema) {
   const found = resolve(spec, schema);
   if (found.properties) return found;
@@ -89,12 +89,12 @@ function typeWords(spec, schema) {
   return [schema.type ?? "anything", ...limits].join(", ").replace(", ", " ");
 }
 
-/** "string or list of strings": the plural of what a list holds, as far as words go. */
+/** The plural of a type's name, as in "list of strings". */
 function many(words) {
   return /^(string|integer|number|boolean|object)$/.test(words) ? `${words}s` : words;
 }
 
-/** The description's own example, or a body of what must be given. */
+/** The description's own example, or a body with the required fields. */
 function exampleOf(spec, schema) {
   const found = resolve(spec, schema);
   const example = structuredClone(found.examples?.[0] ?? {});

@@ -1,19 +1,19 @@
-// The settings panel: made from one list, kept in the browser, read into a request's body.
+// The settings panel: built from one list, stored in the browser, written into a request's body.
 
 const PARAMETERS = [
-  { name: "system", label: "System prompt", kind: "textarea", rows: 2, why: "What the model is told before the chat." },
-  { name: "temperature", label: "Temperature", kind: "number", min: 0, max: 2, step: 0.1, value: "", why: "0 always takes the likeliest token." },
-  { name: "top_p", label: "Top p", kind: "number", min: 0.05, max: 1, step: 0.05, value: "", why: "Draw from the likeliest tokens that make up this share." },
-  { name: "top_k", label: "Top k", kind: "number", min: 0, step: 1, value: "", why: "Draw from so many; 0: from all." },
-  { name: "min_p", label: "Min p", kind: "number", min: 0, max: 1, step: 0.01, value: "", why: "Leave out what is less likely than this share of the best." },
-  { name: "max_tokens", label: "Most tokens", kind: "number", min: 1, step: 1, value: 512 },
+  { name: "system", label: "System prompt", kind: "textarea", rows: 2, why: "Instructions that come before the chat." },
+  { name: "temperature", label: "Temperature", kind: "number", min: 0, max: 2, step: 0.1, value: "", why: "0: always the most likely token (greedy)." },
+  { name: "top_p", label: "Top p", kind: "number", min: 0.05, max: 1, step: 0.05, value: "", why: "Sample from the most likely tokens with this total probability." },
+  { name: "top_k", label: "Top k", kind: "number", min: 0, step: 1, value: "", why: "Sample from the k most likely tokens; 0: from all." },
+  { name: "min_p", label: "Min p", kind: "number", min: 0, max: 1, step: 0.01, value: "", why: "Drop tokens less likely than this share of the best token's probability." },
+  { name: "max_tokens", label: "Max tokens", kind: "number", min: 1, step: 1, value: 512 },
   { name: "repetition_penalty", label: "Repetition penalty", kind: "number", min: 0.5, max: 2, step: 0.05, value: "" },
   { name: "presence_penalty", label: "Presence penalty", kind: "number", min: -2, max: 2, step: 0.1, value: "" },
   { name: "frequency_penalty", label: "Frequency penalty", kind: "number", min: -2, max: 2, step: 0.1, value: "" },
   { name: "seed", label: "Seed", kind: "number", step: 1, value: "", why: "The same seed gives the same answer." },
-  { name: "stop", label: "Stop at", kind: "text", value: "", why: "Text that ends the answer; several with | between." },
-  { name: "top_logprobs", label: "Alternatives per token", kind: "number", min: 0, max: 20, step: 1, value: 5, why: "Shown on hover; 0: none are asked for." },
-  { name: "key", label: "API key", kind: "password", value: "", why: "If the server asks for one. Forgotten when the tab is closed." },
+  { name: "stop", label: "Stop sequences", kind: "text", value: "", why: "Texts that end the answer, separated by |." },
+  { name: "top_logprobs", label: "Top logprobs", kind: "number", min: 0, max: 20, step: 1, value: 5, why: "Alternatives per token, shown on hover; 0: none." },
+  { name: "key", label: "API key", kind: "password", value: "", why: "Needed if the server requires one. Kept until the tab is closed." },
 ];
 const SECRET = new Set(["key"]);
 const NOT_SENT = new Set(["system", "stop", "top_logprobs", "key"]);
@@ -22,7 +22,7 @@ function remember(name, value) {
   try {
     (SECRET.has(name) ? sessionStorage : localStorage).setItem(`kvasir-${name}`, value);
   } catch {
-    // storage is forbidden; settings last as long as the page
+    // storage is blocked: settings last until the page is closed
   }
 }
 
@@ -75,7 +75,7 @@ export class Parameters {
     return this.inputs[name].value;
   }
 
-  /** What stands in a request's body; where a field is empty the model's own setting counts. */
+  /** The fields of a request's body. An empty field is left out, so the model's default applies. */
   body() {
     const found = {};
     for (const { name, kind } of PARAMETERS) {

@@ -1,4 +1,4 @@
-// The playground: chat and completion, wired to the parts beside this file.
+// The playground: chat and completion.
 
 import { Answer } from "./answer.js";
 import { base, models } from "./api.js";
@@ -11,10 +11,10 @@ const SUGGESTIONS = ["What is the capital of France?", "Write a haiku about rain
 const PATHS = { chat: "v1/chat/completions", completion: "v1/completions" };
 
 const parameters = new Parameters($("parameters"));
-let messages = []; // the chat so far, as the server takes it
-let running = null; // the Answer that comes in now
-let completed = null; // the prompt last completed
-let listing = null; // resolves when the models are known
+let messages = []; // the chat so far, in the API's format
+let running = null; // the Answer being streamed
+let completed = null; // the last completed prompt
+let listing = null; // resolves when the list of models has arrived
 
 // ---------------------------------------------------------------- requests
 
@@ -22,7 +22,7 @@ function kind() {
   return $("chat").hidden ? "completion" : "chat";
 }
 
-/** Without a name, while the list of models is still on its way, the server takes its own. */
+/** Names no model while the list has not arrived; the server then uses its own. */
 function chosenModel() {
   return $("model").value ? { model: $("model").value } : {};
 }
@@ -43,7 +43,7 @@ function streamed(body) {
   return { ...body, stream: true, stream_options: { include_usage: true } };
 }
 
-/** The request that would be sent next, or was sent last. */
+/** The body of the next request, or of the last one if nothing is entered. */
 function shownBody() {
   if (kind() === "completion") return completionBody($("prompt").value || completed || "Once upon a time");
   const draft = $("message").value.trim();
@@ -95,7 +95,7 @@ function button(text, act) {
   return made;
 }
 
-/** Keeps the newest text in view, unless the reader has scrolled away from it. */
+/** Scrolls to the newest text unless the reader has scrolled up. */
 function follow() {
   const view = $("transcript");
   if (view.scrollHeight - view.scrollTop - view.clientHeight < 120) view.scrollTop = view.scrollHeight;
@@ -105,7 +105,7 @@ async function ask() {
   const { element, said, after } = turn("assistant", "");
   for (const other of document.querySelectorAll(".again")) other.remove();
   said.tabIndex = 0;
-  said.setAttribute("aria-label", "Answer; the arrow keys go through its tokens");
+  said.setAttribute("aria-label", "Answer. Use the arrow keys to move through its tokens.");
   $("transcript").scrollTop = $("transcript").scrollHeight;
   const answer = new Answer("chat", said, after);
   const found = await run(answer, chatBody(messages), follow);
@@ -168,7 +168,7 @@ async function complete(prompt) {
   $("again-completion").hidden = false;
 }
 
-// ---------------------------------------------------------------- around it
+// ---------------------------------------------------------------- page controls
 
 let toastEnds = 0;
 

@@ -1,9 +1,9 @@
-// The list of requests: who they are, how far they are, and the blocks they hold in the order of their text.
+// The list of requests: id, progress, and blocks in the order of the text.
 
 import { drawBlock, numbers } from "./blocks.js";
 import { colourOf, paper, themed } from "./colours.js";
 
-const MOST = 60; // lines that are drawn
+const MAX_LINES = 60; // requests drawn
 
 function element(kind, name, text = "") {
   const made = document.createElement(kind);
@@ -61,8 +61,8 @@ class Line {
 
 function words(request) {
   const preempted = request.preemptions ? ` · preempted ${request.preemptions}×` : "";
-  if (request.state === "waiting") return `waits · prompt ${request.prompt_tokens}${preempted}`;
-  const cached = request.cached_tokens ? ` (${request.cached_tokens} found cached)` : "";
+  if (request.state === "waiting") return `waiting · prompt ${request.prompt_tokens}${preempted}`;
+  const cached = request.cached_tokens ? ` (${request.cached_tokens} cached)` : "";
   const prompt = Math.min(request.computed_tokens, request.prompt_tokens);
   const read = prompt < request.prompt_tokens ? `${prompt} of ${request.prompt_tokens}` : request.prompt_tokens;
   return `prompt ${read}${cached} · output ${request.output_tokens}/${request.max_tokens}${preempted}`;
@@ -76,7 +76,7 @@ export class RequestList {
   }
 
   draw(requests, holders, lit) {
-    const shown = requests.slice(0, MOST);
+    const shown = requests.slice(0, MAX_LINES);
     const present = new Set(shown.map((request) => request.key));
     for (const [key, line] of this.lines) {
       if (present.has(key)) continue;

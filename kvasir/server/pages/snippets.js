@@ -1,6 +1,6 @@
-// A request as a command line or a program that sends it.
+// A request as a curl command or as a Python program.
 
-/** `body`: none where the endpoint takes none. */
+/** `body` is undefined where the endpoint takes none. */
 export function asCurl(url, body, needsKey, method = "POST") {
   const key = needsKey ? ` \\\n  -H "Authorization: Bearer $KVASIR_API_KEY"` : "";
   if (!body) return `curl ${method === "GET" ? "" : `-X ${method} `}${url}${key}`;
@@ -22,10 +22,10 @@ function literal(value, indent = "") {
     const entries = Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${literal(each, inner)}`);
     return `{${entries.join(", ")}}`;
   }
-  return JSON.stringify(value); // strings and numbers are written alike
+  return JSON.stringify(value); // strings and numbers are the same in both
 }
 
-// What openai's client has no keyword for.
+// Fields that OpenAI's client has no keyword for.
 const EXTRA = new Set(["top_k", "min_p", "repetition_penalty"]);
 
 export function asPython(url, kind, body, needsKey) {
@@ -51,7 +51,7 @@ export function asPython(url, kind, body, needsKey) {
   ].join("\n");
 }
 
-/** To the clipboard, which browsers keep from pages that came without encryption from another machine. */
+/** Copies to the clipboard. Browsers hide the clipboard API from unencrypted pages of other machines; those use a text area. */
 export async function copy(text) {
   if (navigator.clipboard) {
     await navigator.clipboard.writeText(text);

@@ -1,7 +1,7 @@
-// Runs before the page is drawn, so that a chosen theme does not flash. Kept apart from the modules, which come later.
+// Runs before the page is drawn, so that the chosen theme does not flash. Not a module, because modules run later.
 "use strict";
 
-const THEMES = ["", "light", "dark"]; // "": as the system has it
+const THEMES = ["", "light", "dark"]; // "": follow the system
 
 function applyTheme(theme) {
   if (theme) document.documentElement.dataset.theme = theme;
@@ -12,7 +12,7 @@ function storedTheme() {
   try {
     return localStorage.getItem("kvasir-theme") || "";
   } catch {
-    return ""; // storage is forbidden; the choice lasts as long as the page
+    return ""; // storage is blocked: the choice lasts until the page is closed
   }
 }
 

@@ -1,6 +1,6 @@
-// Text as the tokens it came in, each with its probability. Everything a model says is set as text, never as HTML.
+// Text as tokens, each with its probability. A model's output is always set as text, never as HTML.
 
-/** One token with what else might have stood there: {text, logprob, others: [{text, logprob}]}. */
+/** One token with its alternatives: {text, logprob, others: [{text, logprob}]}. */
 function chatTokens(logprobs) {
   return (logprobs?.content ?? []).map((token) => ({
     text: token.token,
@@ -22,16 +22,16 @@ export const readers = {
   completion: (choice) => [choice.text ?? "", completionTokens(choice.logprobs)],
 };
 
-/** Shows text as it comes. The text is what counts; tokens are laid over it as well as they fit. */
+/** Shows text as it arrives. The text is authoritative; tokens are matched to it as far as possible. */
 export class TokenText {
   constructor(element) {
     this.element = element;
-    this.held = []; // tokens whose text is not there yet: a character can take several
+    this.held = []; // tokens whose text has not arrived: a character can take several tokens
     this.text = "";
   }
 
-  /** A slow reader gets several tokens at once. Those that are found at the text's start or end get spans of their
-   * own; what is between them, characters of several tokens say, shares one. */
+  /** One chunk can hold several tokens. Tokens found at the start or the end of the text get spans of their own; the
+   * rest, such as a character made of several tokens, shares one span. */
   add(text, tokens) {
     this.text += text;
     tokens = [...this.held, ...tokens];
@@ -61,7 +61,7 @@ export class TokenText {
   }
 }
 
-/** 3: nearly certain, 0: a long shot. */
+/** From 3, nearly certain, to 0, unlikely. */
 function sureness(logprob) {
   const share = Math.exp(logprob);
   return share > 0.8 ? 3 : share > 0.4 ? 2 : share > 0.1 ? 1 : 0;
@@ -103,11 +103,11 @@ function describe(tooltip, tokens) {
   }
   const note = document.createElement("div");
   note.className = "note";
-  note.textContent = tokens.length > 1 ? "These tokens came together." : "Bold was said; the others were possible.";
+  note.textContent = tokens.length > 1 ? "These tokens form one piece of text." : "Bold: the sampled token. The others are alternatives.";
   tooltip.append(note);
 }
 
-/** Shows the probabilities of the token under the pointer, or of the one the arrow keys have reached. */
+/** Shows the probabilities of the token under the pointer, or of the one selected with the arrow keys. */
 export function explainTokens(root, tooltip) {
   let shown = null;
 
@@ -127,7 +127,7 @@ export function explainTokens(root, tooltip) {
     tooltip.hidden = false;
     const at = span.getClientRects()[0] ?? span.getBoundingClientRect();
     const left = Math.min(Math.max(8, at.left - 12), innerWidth - tooltip.offsetWidth - 8);
-    const below = at.bottom + 8; // what was read already stays in sight
+    const below = at.bottom + 8; // below, so that the text before it stays visible
     const above = at.top - tooltip.offsetHeight - 8;
     tooltip.style.left = `${left}px`;
     tooltip.style.top = `${below + tooltip.offsetHeight < innerHeight - 8 ? below : above}px`;

@@ -55,7 +55,7 @@ def test_finding_a_field(watched: Watched, scripted_server: LiveServer) -> None:
     expect(endpoint(page, "post-v1-completions").locator('li[data-name="prompt"]')).to_be_hidden()
     expect(endpoint(page, "get-health")).to_be_hidden()
     page.fill("#find", 'no"such\\thing')
-    expect(page.locator("#status")).to_contain_text("Nothing has that")
+    expect(page.locator("#status")).to_contain_text("No endpoint or field matches")
     page.fill("#find", "")
     expect(endpoint(page, "get-health")).to_be_visible()
     page.click("#toggle-all")

@@ -65,7 +65,7 @@ def test_two_requests_with_one_prompt_share_blocks_and_none_after_they_end(
     expect(page.locator("#hit-rate")).to_have_text(re.compile(r"^\d+(\.\d)? %$"))
     names = page.locator("#ledger tr td:first-of-type").all_inner_texts()
     assert [name.partition(",")[0] for name in names if name] == [
-        "Weights", "Cache", "Cache", "Cache", "The largest step", "Together",
+        "Weights", "KV cache", "KV cache", "KV cache", "Activations of the largest step", "Total",
     ]  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def test_the_button_fires_real_requests(watched: Watched, scripted_server: LiveS
     page.wait_for_selector("body:has(#requests li:nth-child(3)):has(#shared:text-matches('^[1-9]'))")
     expect(page.locator("#demo")).to_be_enabled()
     for name in ("ttft", "itl"):
-        expect(page.locator(f"#{name}-words")).to_contain_text("99 % under")
+        expect(page.locator(f"#{name}-words")).to_contain_text("p99 below")
 
 
 def test_on_a_phone_nothing_is_too_wide(watched: Watched, scripted_server: LiveServer) -> None:
