@@ -58,8 +58,9 @@ class Platform(ABC):
         free = self.memory_free()
         return _MODEST_KV_BYTES if free is None else min(_MODEST_KV_BYTES, free // 2)
 
-    def default_attention(self, dtype: str) -> str:
-        """What `attention_backend=auto` means here for a model of this type."""
+    @property
+    def default_attention(self) -> str:
+        """The attention backend that `auto` means here, apart from the CPU library's (see config.resolve)."""
         return "torch"
 
     def reset_memory_peak(self) -> None:
@@ -110,9 +111,9 @@ def _platform(device: str) -> Platform:
 
         return CpuPlatform(device)
     if kind == "mps":
-        from kvasir.platforms.mps import MpsPlatform
+        from kvasir.platforms.gpu import MpsPlatform
 
         return MpsPlatform(device)
-    from kvasir.platforms.cuda import CudaPlatform
+    from kvasir.platforms.gpu import CudaPlatform
 
     return CudaPlatform(device)

@@ -7,16 +7,12 @@ import resource
 import sys
 from pathlib import Path
 
-from kvasir.platforms import Platform, cpu_library, limits
+from kvasir.platforms import Platform, limits
 
 
 class CpuPlatform(Platform):
     def available(self) -> bool:
         return True
-
-    def default_attention(self, dtype: str) -> str:
-        """The library runs bfloat16; float32 is torch's."""
-        return "cpu" if dtype == "bfloat16" and cpu_library.library() is not None else "torch"
 
     def memory_bytes(self) -> int | None:
         known = [_physical(), limits.memory_limit()]

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from kvasir.quantization.base import LinearLayer, LinearMethod, TensorKey, UnquantizedLinear
+from kvasir.quantization.base import LinearLayer, LinearMethod, TensorKey, Unquantized, UnquantizedLinear
 from kvasir.quantization.gguf_file import TENSOR_TYPES
-from kvasir.quantization.methods import Unquantized
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

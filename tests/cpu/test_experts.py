@@ -13,14 +13,13 @@ from safetensors import safe_open
 
 from kvasir.distributed.mesh import Mesh
 from kvasir.kernels import reference
-from kvasir.kernels.cpu.experts import PackedStack, multiply
-from kvasir.kernels.cpu.packed import BF16, INT4, INT8, Format, Layout
+from kvasir.kernels.cpu import library
+from kvasir.kernels.cpu.packed import BF16, INT4, INT8, Format, Layout, PackedStack, multiply
 from kvasir.layers.base import Build
 from kvasir.layers.mlp import Experts, MoE
 from kvasir.models import loader
 from kvasir.models.loader import load_model
 from kvasir.models.transformer import Transformer
-from kvasir.platforms import cpu_library
 from kvasir.quantization.cpu import CpuMethods
 from tests.model_builders import PagedModel, make_config, make_hf_model, save
 from tests.native_builders import SETS, require_library
@@ -40,9 +39,9 @@ def same_numbers() -> None:
 
 @pytest.fixture(params=SETS)
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    cpu_library.use_instruction_set(request.param)
+    library.use_instruction_set(request.param)
     yield request.param
-    cpu_library.use_instruction_set(SETS[0])
+    library.use_instruction_set(SETS[0])
 
 
 def error(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -83,7 +83,7 @@ def test_what_cannot_run_says_why(tmp_path: Path) -> None:
 
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
     AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes)).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="MambaForCausalLM has no spec, and cannot be run through transformers"):
+    with pytest.raises(ModelError, match="MambaForCausalLM is no architecture of Kvasir's own, and cannot run through"):
         LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=64)
 
 

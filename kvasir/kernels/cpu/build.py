@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # Run as a file: importing kvasir would need torch, which a build does not have.
-_OF_THE_LIBRARY = runpy.run_path(str(HERE.parent.parent / "platforms" / "cpu_sources.py"))
+_OF_THE_LIBRARY = runpy.run_path(str(HERE / "sources.py"))
 SOURCES: Path = _OF_THE_LIBRARY["SOURCES"]
 NAME: str = _OF_THE_LIBRARY["NAME"]
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 NAME = "libkvasir_cpu.dylib" if sys.platform == "darwin" else "libkvasir_cpu.so"
-SOURCES = Path(__file__).parent.parent.parent / "csrc" / "cpu"
+SOURCES = Path(__file__).parents[3] / "csrc" / "cpu"
 
 
 def fingerprint() -> str | None:

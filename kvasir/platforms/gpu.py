@@ -36,7 +36,8 @@ class CudaPlatform(Platform):
         capability = self.compute_capability
         return capability is None or capability >= (8, 9)
 
-    def default_attention(self, dtype: str) -> str:
+    @property
+    def default_attention(self) -> str:
         return "triton" if self.kind == "cuda" and find_spec("triton") else "torch"
 
     def available(self) -> bool:
@@ -72,3 +73,51 @@ class CudaPlatform(Platform):
         if self.kind == "cuda" and not self._api.is_bf16_supported(including_emulation=False):
             return "float16"
         return "bfloat16"
+
+
+# ----------------------------------------------------------------
+# Apple's GPU through Metal. Its memory is the machine's own; Metal says how much of it one process should take.
+
+
+class MpsPlatform(Platform):
+    def available(self) -> bool:
+        import torch
+
+        return torch.backends.mps.is_available()
+
+    def memory_bytes(self) -> int | None:
+        import torch
+
+        return int(torch.mps.recommended_max_memory())
+
+    def memory_free(self) -> int | None:
+        import torch
+
+        return max(0, int(torch.mps.recommended_max_memory()) - int(torch.mps.driver_allocated_memory()))
+
+    def memory_used(self) -> int:
+        import torch
+
+        return int(torch.mps.current_allocated_memory())
+
+    def memory_peak(self) -> int:
+        """What the driver holds: Metal keeps no peak, but freed buffers stay with the process until released."""
+        import torch
+
+        return int(torch.mps.driver_allocated_memory())
+
+    def reset_memory_peak(self) -> None:
+        self.release_memory()
+
+    def release_memory(self) -> None:
+        import torch
+
+        torch.mps.empty_cache()
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.mps.synchronize()
+
+    def _settle_dtype(self, checkpoint_dtype: str) -> str:
+        return "float16" if checkpoint_dtype == "float16" else "bfloat16"
