@@ -90,7 +90,7 @@ class TransformersModel(nn.Module):
             raise ModelError("its layers do not all attend, with keys of one shape, through transformers' interface")
 
     def compile_copy(self) -> None:
-        """None: nobody knows which kernels transformers' code launches."""
+        """None: which kernels transformers' code launches is unknown."""
         return None
 
     def weight_bytes(self) -> int:
@@ -178,7 +178,7 @@ def load_fallback(config: EngineConfig, device: torch.device, backend: Attention
             raise ModelError("its code does not use transformers' attention interface")
         model = TransformersModel(causal.eval().requires_grad_(False).to(device), backend)
         model.inspect()
-    except Exception as error:  # some hundred modelling files may raise anything
+    except Exception as error:  # transformers' modelling code may raise anything
         raise ModelError(
             f"{named} is no architecture of Kvasir's own, and cannot run through transformers: {error}."
         ) from error

@@ -23,7 +23,7 @@ from kvasir.models.tensor_layout import GATE_UP, QKV, TensorLayout, halves, stac
 from kvasir.quantization.gguf import PackedRows
 from kvasir.quantization.gguf_file import GGUFFile
 
-# general.architecture -> config.json's
+# general.architecture in the file -> architecture in config.json
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -96,7 +96,9 @@ def _head_dim(file: GGUFFile, config: dict[str, Any]) -> int:
     size, heads = config["hidden_size"], config["num_attention_heads"]
     if size % heads:
         kind = file.architecture
-        raise damaged(file, f"{kind}.embedding_length is {size}, no multiple of {kind}.attention.head_count, {heads}")
+        raise damaged(
+            file, f"{kind}.embedding_length is {size}, not a multiple of {kind}.attention.head_count, {heads}"
+        )
     return int(size // heads)
 
 
@@ -112,7 +114,7 @@ def _scaling(file: GGUFFile) -> dict[str, Any] | None:
         return {"rope_type": "longrope", **given, **factors}
     kind = file.get("rope.scaling.type")
     if not isinstance(kind, str | None):
-        raise damaged(file, f"{file.architecture}.rope.scaling.type is no text")
+        raise damaged(file, f"{file.architecture}.rope.scaling.type is not a string")
     return {"rope_type": kind, **given} if kind not in (None, "none") else None
 
 
@@ -257,7 +259,7 @@ def check_tensors(file: GGUFFile, config: Mapping[str, Any]) -> None:
     """Check the numbers against each other and against the tensors."""
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
     if heads % kv_heads:
-        raise _differ(file, "attention.head_count", heads, f"no multiple of attention.head_count_kv, {kv_heads}")
+        raise _differ(file, "attention.head_count", heads, f"not a multiple of attention.head_count_kv, {kv_heads}")
     layers = {int(match.group(1)) for name in file.tensors if (match := _LAYER.match(name))}
     if config["num_hidden_layers"] > len(layers):
         raise _differ(file, "block_count", config["num_hidden_layers"], f"but the file has {len(layers)} layers")

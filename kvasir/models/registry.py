@@ -119,7 +119,7 @@ def _import(name: str, place: str) -> Architecture:
             f"The architecture {name} is registered as {place!r}, which cannot be imported: {error}."
         ) from error
     if not isinstance(found, Architecture):
-        raise ModelError(f"The architecture {name} is registered as {place!r}, which is no Architecture.")
+        raise ModelError(f"The architecture {name} is registered as {place!r}, which is not an Architecture.")
     return found
 
 

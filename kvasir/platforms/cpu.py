@@ -1,4 +1,4 @@
-"""The CPU as a device: its memory is the machine's, or the container's where that is less."""
+"""The CPU as a device. Its memory is the machine's, or the container's limit if that is lower."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CpuPlatform(Platform):
         return min((n for n in known if n is not None), default=None)
 
     def memory_free(self) -> int | None:
-        """Free memory, counting page cache that the kernel would give up."""
+        """Free memory, including page cache that the kernel can reclaim."""
         available = limits.field(Path("/proc/meminfo"), "MemAvailable:")
         known = [None if available is None else available * 1024, limits.memory_left()]
         return min((n for n in known if n is not None), default=None)
@@ -28,7 +28,7 @@ class CpuPlatform(Platform):
         try:
             return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except OSError:
-            return self.memory_peak()  # no /proc: the peak is the nearest thing there is
+            return self.memory_peak()  # without /proc the peak is the best estimate
 
     def memory_peak(self) -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""GPUs behind torch's CUDA interface (NVIDIA, and AMD through ROCm) and Intel's XPU, which speaks the same one."""
+"""GPUs: NVIDIA's and AMD's through torch.cuda, Intel's through torch.xpu, which has the same interface, and Apple's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CudaPlatform(Platform):
         return int(self._api.get_device_properties(self._index).total_memory)
 
     def memory_free(self) -> int | None:
-        """What the driver has left, and what torch holds without using it."""
+        """The driver's free memory, and what torch has reserved but does not use."""
         free, _ = self._api.mem_get_info(self._index)
         held = self._api.memory_reserved(self._index) - self._api.memory_allocated(self._index)
         return int(free + held)
@@ -75,11 +75,9 @@ class CudaPlatform(Platform):
         return "bfloat16"
 
 
-# ----------------------------------------------------------------
-# Apple's GPU through Metal. Its memory is the machine's own; Metal says how much of it one process should take.
-
-
 class MpsPlatform(Platform):
+    """Apple's GPU through Metal, which recommends how much of the machine's memory a process should use."""
+
     def available(self) -> bool:
         import torch
 
@@ -101,7 +99,7 @@ class MpsPlatform(Platform):
         return int(torch.mps.current_allocated_memory())
 
     def memory_peak(self) -> int:
-        """What the driver holds: Metal keeps no peak, but freed buffers stay with the process until released."""
+        """The driver's memory: Metal counts no peak, but freed buffers stay with the process until released."""
         import torch
 
         return int(torch.mps.driver_allocated_memory())

@@ -21,7 +21,7 @@ from kvasir.kernels.cpu.packed import (
     Layout,
     PackedMatrix,
     PackedStack,
-    multiply,
+    multiply_experts,
 )
 from kvasir.log import get_logger, warn_once
 from kvasir.quantization.base import (
@@ -196,7 +196,7 @@ class CpuExperts:
         self, layer: ExpertsLayer, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, activation: str
     ) -> torch.Tensor:
         stacks: dict[str, PackedStack] = layer.__dict__["stacks"]
-        return multiply(stacks["gate_up"], stacks["down"], x, weights, chosen, activation)
+        return multiply_experts(stacks["gate_up"], stacks["down"], x, weights, chosen, activation)
 
     def _layouts(self, layer: ExpertsLayer) -> dict[str, Layout]:
         inner, hidden = layer.shape.num_own, layer.shape.hidden_size

@@ -130,7 +130,7 @@ def test_a_plugin_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_registrations_are_refused() -> None:
     with pytest.raises(ConfigError, match="an Architecture or 'module:name' is needed, not int"):
         ModelRegistry.register_model("Mine", 3)  # type: ignore[arg-type]
-    for place, said in (("no.such.module", "cannot be imported"), ("json:dumps", "is no Architecture")):
+    for place, said in (("no.such.module", "cannot be imported"), ("json:dumps", "is not an Architecture")):
         ModelRegistry.register_model("Mine", place)
         with pytest.raises(ModelError, match=said):
             registry.find({"architectures": ["Mine"]})

@@ -64,7 +64,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "a narrow row": lambda: packed.pack(randn(32, 64)).linear(randn(3, 40)),
     "a wide row": lambda: packed.pack(randn(32, 64)).gated_linear(randn(3, 80), "silu"),
     "float32 rows": lambda: packed.pack(randn(32, 64)).linear(torch.zeros(3, 64)),
-    "no halves": lambda: packed.pack(randn(41, 64)).gated_linear(randn(3, 64), "silu"),
+    "cannot be halved": lambda: packed.pack(randn(41, 64)).gated_linear(randn(3, 64), "silu"),
     "a row beyond": lambda: packed.pack(randn(32, 64)).rows(torch.tensor([3, 32])),
     "a row before": lambda: packed.pack(randn(32, 64)).rows(torch.tensor([-1])),
     "filled beyond": lambda: packed.pack(randn(32, 64)).fill(randn(8, 64), 25),

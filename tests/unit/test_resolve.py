@@ -272,7 +272,7 @@ def test_a_missing_directory_names_its_neighbours(model: Path) -> None:
 def test_files_are_refused(model: Path) -> None:
     with pytest.raises(ModelError, match="there is no such file"):
         settle(model / "model.gguf")
-    with pytest.raises(ModelError, match="is a file, but no GGUF file"):
+    with pytest.raises(ModelError, match="is a file, but not a GGUF file"):
         settle(model / "config.json")
 
 

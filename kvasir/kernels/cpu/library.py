@@ -1,6 +1,6 @@
-"""Kvasir's own library for the CPU (csrc/cpu), where it was built: found, loaded and set up here. No torch.
+"""Kvasir's C++ library for the CPU (csrc/cpu): loads it, configures its threads, and declares its structures.
 
-Without it everything runs on plain torch. `python -m kvasir.kernels.cpu.build` builds it in place.
+Without the library everything runs on plain torch. `python -m kvasir.kernels.cpu.build` builds it in place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PATH = Path(__file__).parent / NAME
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library; None where there is none that can be used, which is said once."""
+    """The library; None if it is missing or cannot be used, which is logged once."""
     try:
         found = ctypes.CDLL(str(PATH))
         _declare(found)
@@ -38,7 +38,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _declare(found: ctypes.CDLL) -> None:
-    """Say what its functions return, and make sure that it is the one this code was written for."""
+    """Declare what the functions return, and raise if the library was built from other sources."""
     for name in ("kv_instruction_set", "kv_instruction_sets", "kv_sources"):
         getattr(found, name).restype = ctypes.c_char_p
     found.kv_layout.restype = ctypes.c_int64
@@ -48,14 +48,14 @@ def _declare(found: ctypes.CDLL) -> None:
 
 
 def loaded() -> ctypes.CDLL:
-    """The library, where somebody made sure that there is one."""
+    """The library, for callers that have checked that it is usable."""
     found = library()
-    assert found is not None, "the CPU library is not there"
+    assert found is not None, "the CPU library is usable"
     return found
 
 
 def instruction_sets() -> list[str]:
-    """All that this CPU can run, best first."""
+    """The instruction sets that this CPU can run, best first."""
     names: bytes = loaded().kv_instruction_sets()
     return names.decode().split()
 
@@ -71,8 +71,8 @@ def use_instruction_set(name: str) -> None:
 
 
 def configure(threads: int, cpus: Sequence[int] | None = None) -> None:
-    """How many threads compute, and on which CPUs they are; without a list, on those the process may use. They are the
-    process's: of two engines in it, both use what was said last."""
+    """Set the number of computing threads and the CPUs they run on; without a list, those the process may use. The
+    threads belong to the process: all engines in it use the last setting."""
     bound = (ctypes.c_int32 * threads)(*(cpus[i % len(cpus)] for i in range(threads))) if cpus else None
     granted = loaded().kv_configure(threads, bound)
     if granted < threads:
@@ -87,7 +87,7 @@ def num_threads() -> int:
 
 
 # ----------------------------------------------------------------
-# The structures of csrc/cpu/kvasir_cpu.h and kernels.h, field by field. Their sizes are compared when it is loaded.
+# The structures of csrc/cpu/kvasir_cpu.h and kernels.h, field by field. `library` compares their sizes.
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
@@ -226,6 +226,6 @@ class SamplingStruct(ctypes.Structure):
 
 
 def layout() -> int:
-    """What kv_layout says if the library was built from the same structures."""
+    """The value of kv_layout in a library that was built from the same structures."""
     size = ctypes.sizeof
     return size(LayerStruct) << 40 | size(DecoderStruct) << 20 | size(StepStruct) << 10 | size(MatrixStruct)

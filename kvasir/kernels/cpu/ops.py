@@ -1,5 +1,5 @@
-"""The operations of kernels/reference.py by the CPU library, for bfloat16 (logits may be float32). Same names, same
-meaning."""
+"""The operations of kernels/reference.py, under the same names, as the CPU library computes them: for bfloat16 (logits
+may be float32). And the views of tensors that its functions take."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NONE = NormStruct()
 def norm_struct(
     gain: torch.Tensor | None, eps: float, bias: torch.Tensor | None = None, *, layer: bool = False
 ) -> NormStruct:
-    """A norm for the library; `layer`: of mean and variance."""
+    """A norm as the library reads it: an RMS norm, or with `layer` a LayerNorm."""
     if gain is None:
         return NONE
     kind = 3 if layer else 2 if gain.dtype == torch.float32 else 1
@@ -54,9 +54,7 @@ def add_rms_norm(
         x = x.sum(0)
     x, residual = x.contiguous(), residual.clone(memory_format=torch.contiguous_format)
     if x.shape != residual.shape or residual.dtype != x.dtype:
-        raise TypeError(
-            f"{list(x.shape)} of {x.dtype} is not to be added to {list(residual.shape)} of {residual.dtype}"
-        )
+        raise TypeError(f"{list(x.shape)} of {x.dtype} cannot be added to {list(residual.shape)} of {residual.dtype}")
     out = torch.empty_like(x)
     norm = norm_struct(weight, eps)
     rows = x.numel() // x.shape[-1]
@@ -86,9 +84,9 @@ def rope_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """The queries are views of qkv, which is changed."""
+    """The queries are views of qkv, which is overwritten."""
     if not k_scale == v_scale == 1.0:
-        raise TypeError("a cache of 8-bit floats, which has scales, is not the library's")
+        raise TypeError("the CPU library has no cache of 8-bit floats, which need scales")
     qkv, kv_heads = qkv.contiguous(), kv_cache.shape[3]
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     layer = LayerStruct(
@@ -143,9 +141,7 @@ def step_inputs(
         ctypes.byref(state), *map(ctypes.c_void_p, asked), len(rows), len(token_ids), ctypes.byref(out)
     )
     if not fits:
-        raise ValueError(
-            f"{len(token_ids)} token ids, and the sequences' tokens are not as many: {num_tokens.tolist()}"
-        )
+        raise ValueError(f"{len(token_ids)} token ids were given for sequences of {num_tokens.tolist()} tokens")
     return ids, positions, slots, query_start, lengths
 
 
@@ -207,12 +203,12 @@ def _at(tensor: torch.Tensor) -> ctypes.c_void_p:
 
 
 # ----------------------------------------------------------------
-# A step's layout and a layer's cache as the library reads them. Structures hold addresses: whoever makes one keeps the
-# tensors it points to for as long as it is used.
+# A step's layout and a layer's cache as the library reads them. Structures hold addresses: the tensors they point to
+# must live as long as the structures are used.
 
 
 class Batch(Protocol):
-    """What is read of an AttentionBatch."""
+    """The fields of an AttentionBatch that the library reads."""
 
     slots: torch.Tensor
     query_start: torch.Tensor
@@ -224,7 +220,7 @@ class Batch(Protocol):
 
 
 class StepView:
-    """A batch, with ids and positions where they are known, for calls into the library."""
+    """A batch for calls into the library, with token ids and positions where the call needs them."""
 
     def __init__(
         self, batch: Batch, ids: torch.Tensor | None = None, positions: torch.Tensor | None = None, *, tokens: int = 0
@@ -257,7 +253,7 @@ def cache_of(kv_cache: torch.Tensor) -> CacheStruct:
     block, value, token, head, last = kv_cache.stride()
     if last != 1 or kv_cache.dtype not in (torch.bfloat16, torch.int8):
         raise TypeError(
-            f"a cache of bfloat16 or int8, heads dense, is wanted, not {kv_cache.dtype} {kv_cache.stride()}"
+            f"the CPU library needs a cache of bfloat16 or int8, heads dense, not {kv_cache.dtype} {kv_cache.stride()}"
         )
     return CacheStruct(
         data=kv_cache.data_ptr(),
@@ -277,16 +273,18 @@ def rotation_of(table: torch.Tensor | None, interleaved: bool) -> RotationStruct
 
 
 def address(tensor: torch.Tensor | None, dtype: torch.dtype) -> int | None:
-    """Where a dense tensor's numbers begin."""
+    """The address of a dense tensor."""
     if tensor is None:
         return None
     if tensor.dtype != dtype or not tensor.is_contiguous():
-        raise TypeError(f"a dense tensor of {dtype} is wanted, not {tensor.dtype} with strides {tensor.stride()}")
+        raise TypeError(
+            f"the CPU library needs a dense tensor of {dtype}, not {tensor.dtype} with strides {tensor.stride()}"
+        )
     return tensor.data_ptr()
 
 
 def rows_address(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
-    """The same for dense rows, and how far they are apart."""
+    """The address of a matrix with dense rows, and the distance between rows."""
     if tensor.dtype != dtype or tensor.dim() != 2 or tensor.stride(1) != 1:
-        raise TypeError(f"dense rows of {dtype} are wanted, not {tensor.dtype} with strides {tensor.stride()}")
+        raise TypeError(f"the CPU library needs dense rows of {dtype}, not {tensor.dtype}, strides {tensor.stride()}")
     return tensor.data_ptr(), tensor.stride(0)

@@ -34,7 +34,7 @@ def test_auto_takes_a_device_that_is_there(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="device='cuda:2' was asked for, but torch finds none"):
+    with pytest.raises(ConfigError, match="device='cuda:2' was asked for, but torch finds no such device"):
         platforms.select("cuda:2")
 
 
