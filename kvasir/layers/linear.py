@@ -10,7 +10,7 @@ from torch import nn
 from kvasir import kernels
 from kvasir.distributed.mesh import Role
 from kvasir.layers.base import Build, WeightLayer
-from kvasir.quantization.base import LinearShape, Part, TensorKey
+from kvasir.quantization.base import LinearShape, MatrixPart, TensorKey
 
 
 class Linear(WeightLayer):
@@ -58,19 +58,19 @@ class Linear(WeightLayer):
 
 def column_linear(build: Build, prefix: str, inputs: int, parts: Mapping[str, int], *, bias: bool) -> Linear:
     """Several matrices over the same inputs, stacked; each rank has its share of the outputs of each."""
-    own = [Part(name, outputs, build.mesh.shard(outputs, f"{prefix}.{name}")) for name, outputs in parts.items()]
+    own = [MatrixPart(name, outputs, build.mesh.shard(outputs, f"{prefix}.{name}")) for name, outputs in parts.items()]
     return Linear(build, prefix, LinearShape(inputs, slice(0, inputs), tuple(own), bias), Role.COLUMN)
 
 
 def row_linear(build: Build, prefix: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
     """One matrix; each rank has its share of the inputs."""
-    whole = (Part(None, outputs, slice(0, outputs)),)
+    whole = (MatrixPart(None, outputs, slice(0, outputs)),)
     return Linear(build, prefix, LinearShape(inputs, build.mesh.shard(inputs, prefix), whole, bias), Role.ROW)
 
 
 def replicated_linear(build: Build, prefix: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
     """One matrix that every rank keeps whole."""
-    whole = (Part(None, outputs, slice(0, outputs)),)
+    whole = (MatrixPart(None, outputs, slice(0, outputs)),)
     return Linear(build, prefix, LinearShape(inputs, slice(0, inputs), whole, bias), Role.REPLICATED)
 
 
@@ -84,5 +84,5 @@ def qkv_linear(
     return Linear(build, prefix, LinearShape(inputs, slice(0, inputs), parts, bias), Role.COLUMN)
 
 
-def _heads(name: str, heads: int, own: slice, head_dim: int) -> Part:
-    return Part(name, heads * head_dim, slice(own.start * head_dim, own.stop * head_dim))
+def _heads(name: str, heads: int, own: slice, head_dim: int) -> MatrixPart:
+    return MatrixPart(name, heads * head_dim, slice(own.start * head_dim, own.stop * head_dim))

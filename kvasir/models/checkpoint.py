@@ -30,7 +30,7 @@ _SINGLE = "model.safetensors"
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor's file, its name in that file, and its shape."""
 
     file: Path
@@ -45,7 +45,7 @@ class Safetensors:
 
     def __init__(self, directory: Path, prefix: str = "") -> None:
         self.directory = directory
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         for file in _find_files(directory):
             self.entries.update(_read_header(file))
         if not any(name.startswith(prefix) for name in self.entries):
@@ -110,11 +110,11 @@ def _read_index(directory: Path) -> list[Path]:
     return [directory / name for name in files]
 
 
-def _read_header(file: Path) -> dict[str, Entry]:
+def _read_header(file: Path) -> dict[str, TensorEntry]:
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             names = opened.keys()
-            return {name: Entry(file, name, tuple(opened.get_slice(name).get_shape())) for name in names}
+            return {name: TensorEntry(file, name, tuple(opened.get_slice(name).get_shape())) for name in names}
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} is truncated or is no safetensors file ({error}); download it again.") from error
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvasir.errors import ModelError
-from kvasir.models.checkpoint import Entry
+from kvasir.models.checkpoint import TensorEntry
 from kvasir.models.config_reader import fault_of_integer, fault_of_real
 from kvasir.models.registry import find
 from kvasir.models.spec import DecoderSpec, LayerSpec, Names
@@ -212,7 +212,7 @@ class GGUFCheckpoint:
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.directory = file, file.path
-        self.entries = {name: Entry(file.path, name, tensor.shape) for name, tensor in file.tensors.items()}
+        self.entries = {name: TensorEntry(file.path, name, tensor.shape) for name, tensor in file.tensors.items()}
         # Copy-on-write, because torch takes no array that cannot be written to.
         self.data = np.memmap(file.path, np.uint8, mode="c")
 

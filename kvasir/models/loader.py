@@ -122,7 +122,7 @@ def _refuse_quantized(hf: Mapping[str, object]) -> None:
 
 
 @dataclass(frozen=True)
-class Target:
+class TensorTarget:
     """Where a tensor or a part of one goes, and the shape it must have."""
 
     layer: WeightLayer
@@ -135,7 +135,7 @@ class Place:
     """Where one tensor of the checkpoint goes."""
 
     layout: TensorLayout
-    targets: dict[str, Target]  # by their pattern in `layout`
+    targets: dict[str, TensorTarget]  # by their pattern in `layout`
     layer: LayerSpec | None  # of the decoder layer it belongs to
 
     @property
@@ -180,7 +180,7 @@ def find_places(model: nn.Module, names: Names, spec: DecoderSpec) -> dict[str, 
                 name = name.replace("*", number, 1)
             within = spec.layers[int(numbers[0])] if full.startswith("layers.") else None
             place = places.setdefault(f"{name}.{tensor}", Place(layout, {}, within))
-            place.targets[pattern] = Target(layer, (tensor, part), shape)
+            place.targets[pattern] = TensorTarget(layer, (tensor, part), shape)
     return places
 
 

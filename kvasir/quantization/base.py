@@ -20,7 +20,7 @@ TensorKey = tuple[str, str | None]
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixPart:
     """Outputs of a linear layer that are one matrix in the checkpoint. `own` is this rank's share of them."""
 
     name: str | None
@@ -38,7 +38,7 @@ class LinearShape:
 
     inputs: int
     own_inputs: slice
-    parts: tuple[Part, ...]
+    parts: tuple[MatrixPart, ...]
     bias: bool
 
     @property
@@ -49,7 +49,7 @@ class LinearShape:
     def num_own_outputs(self) -> int:
         return sum(part.num_own for part in self.parts)
 
-    def place(self, name: str | None) -> tuple[Part, slice]:
+    def place(self, name: str | None) -> tuple[MatrixPart, slice]:
         """A part, and its rows among this rank's outputs."""
         start = 0
         for part in self.parts:

@@ -143,9 +143,7 @@ def test_an_impossible_entry_is_named(good: GGUFFile, tmp_path: Path, key: str, 
 def test_heads_that_do_not_share_the_embedding(good: GGUFFile, tmp_path: Path) -> None:
     changes = {"attention.head_count": 7, "attention.head_count_kv": 1, "attention.key_length": None}
     path = rewrite(good, tmp_path / "m.gguf", {f"llama.{key}": value for key, value in changes.items()})
-    with pytest.raises(
-        ModelError, match=r"embedding_length is \d+, not a multiple of llama.attention.head_count, 7"
-    ):
+    with pytest.raises(ModelError, match=r"embedding_length is \d+, not a multiple of llama.attention.head_count, 7"):
         load_all(path)
 
 

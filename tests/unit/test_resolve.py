@@ -568,9 +568,7 @@ def test_what_transformers_would_ignore_is_refused(
     phi = {"architectures": ["PhiForCausalLM"]}
     with pytest.raises(ConfigError) as error:
         settle(model, phi, **options, **wish)
-    assert str(error.value) == said + (
-        f"PhiForCausalLM has no spec here, so it runs through transformers; leave {name} unset."
-    )
+    assert str(error.value) == said + (f"PhiForCausalLM is not one, so transformers runs it; leave {name} unset.")
     assert settle(model, phi, **options).model.model_impl == "transformers"
     assert settle(model, phi, quantization="none", **options).model.quantization is None
 

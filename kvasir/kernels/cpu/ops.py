@@ -207,7 +207,7 @@ def _at(tensor: torch.Tensor) -> ctypes.c_void_p:
 # must live as long as the structures are used.
 
 
-class Batch(Protocol):
+class StepBatch(Protocol):
     """The fields of an AttentionBatch that the library reads."""
 
     slots: torch.Tensor
@@ -223,9 +223,14 @@ class StepView:
     """A batch for calls into the library, with token ids and positions where the call needs them."""
 
     def __init__(
-        self, batch: Batch, ids: torch.Tensor | None = None, positions: torch.Tensor | None = None, *, tokens: int = 0
+        self,
+        batch: StepBatch,
+        ids: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        *,
+        tokens: int = 0,
     ) -> None:
-        batches: Sequence[Batch] = (batch, *batch.others)
+        batches: Sequence[StepBatch] = (batch, *batch.others)
         self._kept = [batch.rows, batch.query_start, batch.seq_lens, ids, positions]
         self._kept += [tensor for each in batches for tensor in (each.slots, each.tables)]
         self._groups = (GroupStruct * len(batches))(
