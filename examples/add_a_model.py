@@ -9,8 +9,17 @@ from __future__ import annotations
 import argparse
 
 from kvasir import LLM, ModelRegistry, SamplingParams
-from kvasir.models.config_reader import Config, real
-from kvasir.models.spec import Architecture, DecoderSpec, read_activation, read_decoder, same_ropes
+from kvasir.layers.spec import MLPSpec
+from kvasir.models.config_reader import Config, integer
+from kvasir.models.spec import Architecture, DecoderSpec, parallel
+from kvasir.models.spec_reader import (
+    head_dim_of,
+    read_activation,
+    read_attention,
+    read_decoder,
+    read_layer_norm,
+    read_rope,
+)
 
 NAMES = {
     "model.embed_tokens": "embedding",
@@ -27,20 +36,12 @@ NAMES = {
 
 
 def read_spec(config: Config) -> DecoderSpec:
-    return read_decoder(
-        config,
-        ropes=same_ropes(config, share=0.5),
-        norm="layer",
-        norm_eps=real(config, "layer_norm_eps", 1e-5),
-        parallel=True,
-        shared_norm=True,
-        qkv_bias=True,
-        o_bias=True,
-        gated=False,
-        mlp_bias=True,
-        activation=read_activation(config, default="gelu_new"),
-        head_bias=True,
-    )
+    """Phi-2: attention and feed-forward in parallel behind one LayerNorm, part of each head rotated."""
+    norm, rope = read_layer_norm(config), read_rope(config, head_dim_of(config), share=0.5)
+    attention = read_attention(config, rope=rope, qkv_bias=True, o_bias=True)
+    activation = read_activation(config, default="gelu_new")
+    mlp = MLPSpec(integer(config, "intermediate_size"), activation, bias=True)
+    return read_decoder(config, parallel(norm, attention, mlp), norm, head_bias=True)
 
 
 def register() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from kvasir import LLM
 from kvasir.models import registry
-from kvasir.models.kv_groups import group_layers
+from kvasir.models.transformer import group_layers
 from kvasir.outputs import RequestOutput
 from tests.model_builders import make_hf_model, save
 

@@ -247,9 +247,10 @@ class PagedModel:
         self.model, self.block_size, self.device = model, block_size, torch.device(device)
         decoder: Transformer = getattr(model, "model", model)
         dtype = kv_dtype or decoder.embedding.weight.dtype
-        shape = (num_blocks, decoder.spec.num_layers, *model.page_shape(block_size, dtype))
+        num_layers = len(decoder.spec.layers)
+        shape = (num_blocks, num_layers, *model.page_shape(block_size, dtype))
         pool = torch.randn(shape, device=device).mul_(50.0).to(dtype)
-        model.bind_kv([pool[:, layer] for layer in range(decoder.spec.num_layers)])
+        model.bind_kv([pool[:, layer] for layer in range(num_layers)])
         self.free = np.random.default_rng(0).permutation(num_blocks).tolist()
         self.sequences: dict[str, Held] = {}
 

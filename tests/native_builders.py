@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvasir.kernels.cpu import build
-from kvasir.platforms import cpu_library
+from kvasir.kernels.cpu import build, library
 from tests.conftest import absent
 
 OTHER = os.environ.get("KVASIR_TEST_CPU_LIBRARY")  # to be tested in place of the one that would be built
@@ -14,13 +13,13 @@ OTHER = os.environ.get("KVASIR_TEST_CPU_LIBRARY")  # to be tested in place of th
 
 def _instruction_sets() -> list[str]:
     if OTHER:
-        cpu_library.PATH = Path(OTHER)
+        library.PATH = Path(OTHER)
     elif not build.is_current():
         try:
             build.build()
         except build.NoCompiler:
             return []
-    return cpu_library.instruction_sets() if cpu_library.library() is not None else []
+    return library.instruction_sets() if library.library() is not None else []
 
 
 SETS = _instruction_sets()

@@ -147,7 +147,7 @@ def read_bandwidth() -> float:
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from kvasir.kernels.cpu.memory import Arena
+    from kvasir.kernels.cpu.packed import Arena
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     numbers, best = Arena().take(512 << 20).view(torch.float32), 0.0

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from kvasir import LLM, SamplingParams
-from kvasir.layers.rotary import inverse_frequencies
+from kvasir.layers.rope import inverse_frequencies
 
 PROMPT_LENGTHS = (1, 17, 64, 65, 130, 257, 600, 1000)
 OUTPUT_TOKENS = 4

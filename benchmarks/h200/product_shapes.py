@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvasir.layers.spec import GatedMLPSpec, MoESpec, RMSNormSpec
 from kvasir.models import registry
-from kvasir.models.spec import DecoderSpec
+from kvasir.models.spec import DecoderSpec, LayerSpec
 
 KINDS = ("plain", "norm", "add", "gated")
 
@@ -62,32 +63,45 @@ def products_of_config(config: Mapping[str, Any]) -> list[Product]:
 
 
 def _products(spec: DecoderSpec) -> Iterator[Product]:
-    """Experts are not among them: theirs are grouped products."""
-    hidden, attended = spec.hidden_size, spec.num_heads * spec.head_dim
-    fuses, sums = _fuses(spec), _sums_parts(spec)
-    yield Product("norm" if fuses else "plain", attended + 2 * spec.num_kv_heads * spec.head_dim, hidden)
-    yield Product("add" if fuses else "plain", hidden, attended, sums)
-    if spec.moe is None or not all(spec.moe.layers):
-        width = spec.intermediate_size
-        yield Product("gated" if fuses else "plain", 2 * width if spec.gated else width, hidden)
-        yield Product("add" if fuses else "plain", hidden, width, sums)
+    """Experts are not among them: their products are grouped."""
+    hidden = spec.hidden_size
+    for layer in dict.fromkeys(spec.layers):
+        attention, mlp = layer.attention, layer.mlp
+        fuses, sums = _fuses(layer, hidden), _sums_parts(layer, spec)
+        attended = attention.heads * attention.head_dim
+        yield Product("norm" if fuses else "plain", attended + 2 * attention.kv_heads * attention.head_dim, hidden)
+        yield Product("add" if fuses else "plain", hidden, attended, sums)
+        if not isinstance(mlp, MoESpec):
+            width = mlp.intermediate_size
+            up = 2 * width if isinstance(mlp, GatedMLPSpec) else width
+            yield Product("gated" if fuses else "plain", up, hidden)
+            yield Product("add" if fuses else "plain", hidden, width, sums)
     yield Product("plain", spec.vocab_size, spec.embedding_size or hidden)
 
 
-# Both of these repeat what kvasir/models/decoder_layer.py decides; a test holds them equal.
+# Both of these repeat what kvasir/models/decoder_layer.py decides; a test compares them.
 
 
-def _sums_parts(spec: DecoderSpec) -> bool:
-    """Whether what o and down give goes nowhere but into a norm that adds it to the residual."""
-    plain = spec.norm_place == "before" and spec.norm.startswith("rms") and spec.final_norm
-    return plain and spec.residual_scale == 1.0 and not (spec.parallel or spec.shared_norm)
+def _sums_parts(layer: LayerSpec, spec: DecoderSpec) -> bool:
+    """Whether the results of o and down go into norms that add them to the residual."""
+    norms = (layer.attention_norm, layer.mlp_norm, spec.final_norm)
+    return _adds_directly(layer) and all(isinstance(norm, RMSNormSpec) for norm in norms)
 
 
-def _fuses(spec: DecoderSpec) -> bool:
-    """Whether one row takes norms, activation and residual on its way through the products."""
-    inner = (spec.hidden_size, spec.num_heads * spec.head_dim, spec.intermediate_size)
-    fits = spec.moe is None and all(n % 512 == 0 for n in inner)
-    return fits and _sums_parts(spec) and spec.gated and spec.activation == "silu"
+def _adds_directly(layer: LayerSpec) -> bool:
+    bare = layer.attention_post_norm is layer.mlp_post_norm is None
+    return type(layer) is LayerSpec and bare and layer.residual_scale == 1.0
+
+
+def _fuses(layer: LayerSpec, hidden: int) -> bool:
+    """Whether norms, activation and residual of one row are computed inside the products."""
+    norms = (layer.attention_norm, layer.mlp_norm)
+    if not (_adds_directly(layer) and all(isinstance(norm, RMSNormSpec) for norm in norms)):
+        return False
+    if not (isinstance(layer.mlp, GatedMLPSpec) and layer.mlp.activation == "silu"):
+        return False
+    inner = (hidden, layer.attention.heads * layer.attention.head_dim, layer.mlp.intermediate_size)
+    return all(size % 512 == 0 for size in inner)
 
 
 def parse(written: str) -> Product:

@@ -7,9 +7,8 @@ import ctypes
 import torch
 
 from kvasir.attention.base import AttentionBatch
-from kvasir.kernels.cpu.step import StepView, cache_of
-from kvasir.platforms.cpu_library import loaded
-from kvasir.platforms.cpu_structs import Layer
+from kvasir.kernels.cpu.library import LayerStruct, loaded
+from kvasir.kernels.cpu.ops import StepView, cache_of
 
 
 class CpuAttention:
@@ -33,7 +32,7 @@ class CpuAttention:
         if query.stride(2) != 1 or query.stride(1) != head_dim:
             query = query.contiguous()
         out = torch.empty(tokens, heads, head_dim, dtype=query.dtype)
-        layer = Layer(
+        layer = LayerStruct(
             cache=cache_of(kv_cache),
             heads=heads,
             kv_heads=kv_cache.shape[3],

@@ -345,10 +345,10 @@ def _check_eight_bit(cache: CacheConfig, backend: str, platform: platforms.Platf
 def _settle_device(asked: DeviceConfig, dtype: str, kv_dtype: str, platform: platforms.Platform) -> DeviceConfig:
     backend = asked.attention_backend
     if backend == "auto":
-        backend = platform.default_attention(dtype)
+        backend = _default_attention(dtype, platform)
         if backend == "cpu" and kv_dtype in EIGHT_BIT_KV:
             backend = "torch"  # which reads 8-bit floats; the library does not
-    if backend == "cpu" and platform.default_attention(dtype) != "cpu":
+    if backend == "cpu" and _default_attention(dtype, platform) != "cpu":
         raise ConfigError(
             f"attention_backend='cpu' is our C++ library on the CPU for bfloat16; here are {dtype} on "
             f"{platform.device}{'' if platform.kind != 'cpu' or dtype != 'bfloat16' else ' and no library'}. "
@@ -364,6 +364,16 @@ def _settle_device(asked: DeviceConfig, dtype: str, kv_dtype: str, platform: pla
     return replace(asked, device=platform.device, attention_backend=backend)
 
 
+def _default_attention(dtype: str, platform: platforms.Platform) -> str:
+    """The attention backend that `auto` means: on a CPU the C++ library for bfloat16, where it is built."""
+    if platform.kind == "cpu" and dtype == "bfloat16":
+        from kvasir.kernels.cpu import library  # the package imports torch, which `prepare_cpu` must come before
+
+        if library.library() is not None:
+            return "cpu"
+    return platform.default_attention
+
+
 def _settle_package(backend: str, model: ModelConfig, platform: platforms.Platform) -> Package | None:
     """The package that computes attention, after seeing that it can for this model; None where that is our code."""
     if backend not in PACKAGES:
@@ -374,24 +384,23 @@ def _settle_package(backend: str, model: ModelConfig, platform: platforms.Platfo
             f"attention_backend={backend!r} computes in 16 bits, and dtype is {model.dtype}; set dtype to "
             f"{' or '.join(attention_packages.DTYPES)}, or leave attention_backend at auto."
         )
-    head_dim = _head_dim(model)
-    if head_dim is not None and head_dim not in package.head_dims:
+    if unfit := sorted(_head_dims(model) - package.head_dims):
         raise ConfigError(
-            f"attention_backend={backend!r}: the model's heads have {head_dim} numbers, and {package.title} takes "
+            f"attention_backend={backend!r}: the model's heads have {unfit[0]} numbers, and {package.title} takes "
             f"{package.head_dims_in_words} on {platform.device}; leave attention_backend at auto."
         )
     logger.info("attention by %s", package.title)
     return package
 
 
-def _head_dim(model: ModelConfig) -> int | None:
-    """None where only the model's own code knows."""
+def _head_dims(model: ModelConfig) -> frozenset[int]:
+    """The sizes of the model's heads; empty where only the model's own code knows them."""
     from kvasir.models import registry
 
     if model.model_impl == "kvasir":
-        return registry.find(model.hf).read_spec(model.hf).head_dim
+        return registry.find(model.hf).read_spec(model.hf).head_dims
     head_dim = model.hf.get("head_dim")
-    return head_dim if isinstance(head_dim, int) else None
+    return frozenset((head_dim,)) if isinstance(head_dim, int) else frozenset()
 
 
 def _settle_threads(asked: DeviceConfig, workers: int, platform: platforms.Platform) -> DeviceConfig:
@@ -434,7 +443,7 @@ def _not_through_transformers(name: str, value: str, asked_impl: str, hf: dict[s
     if asked_impl == "transformers":
         return f"{needs}, and model_impl='transformers' has transformers run it; leave one of the two unset."
     architecture = ", ".join(hf.get("architectures") or ["this model"])
-    return f"{needs}, and {architecture} has no spec here, so it runs through transformers; leave {name} unset."
+    return f"{needs}, and {architecture} is not one, so transformers runs it; leave {name} unset."
 
 
 def _quantization(asked: str | None, load: LoadConfig, device: DeviceConfig) -> str | None:

@@ -1,6 +1,6 @@
-"""Where this process stands among those that share the model, and which part of each weight is its own.
+"""This process's rank among those that share the model, and its share of each weight.
 
-Worker process. Layers take a mesh from the start; with one rank every shard is the whole and collectives do nothing.
+Worker process. Every layer takes a mesh; with one rank every shard is the whole and collectives do nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Mesh:
     group: Any = None
 
     def shard(self, length: int, what: str) -> slice:
-        """This rank's part of a dimension; `what` names it should it not divide."""
+        """This rank's part of a dimension; `what` names the dimension in the error if it cannot be divided."""
         if length % self.size:
             raise ConfigError(
                 f"{what} ({length}) cannot be split over {self.size} ranks; "
@@ -41,11 +41,11 @@ class Mesh:
         return slice(self.rank * part, (self.rank + 1) * part)
 
     def shard_heads(self, heads: int, what: str) -> slice:
-        """This rank's part of heads; where there are fewer heads than ranks, several ranks hold the same one."""
+        """This rank's part of the heads. With fewer heads than ranks, several ranks hold the same head."""
         if self.size <= heads:
             return self.shard(heads, what)
         if self.size % heads:
-            raise ConfigError(f"{what} ({heads}) cannot be dealt to {self.size} ranks; choose a multiple of {heads}.")
+            raise ConfigError(f"{what} ({heads}) cannot be split over {self.size} ranks; choose a multiple of {heads}.")
         head = self.rank * heads // self.size
         return slice(head, head + 1)
 
@@ -65,7 +65,7 @@ class Mesh:
 
 
 def join(device: str, rank: int, size: int, meeting: str) -> Mesh:
-    """Meet the other ranks; `meeting` is a file that all of them can write, on one machine."""
+    """Connect to the other ranks; `meeting` is a file on this machine that all of them can write."""
     backend = "gloo" if device == "cpu" else "nccl"
     torch.distributed.init_process_group(backend, f"file://{meeting}", rank=rank, world_size=size)
     return Mesh(rank, size)

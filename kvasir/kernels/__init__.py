@@ -16,9 +16,9 @@ import torch
 
 from kvasir.kernels import onednn, reference
 from kvasir.kernels.cpu import ops
+from kvasir.kernels.cpu.library import library
 from kvasir.kernels.reference import ACTIVATIONS, ANY_TOKEN, rotary, store_kv
 from kvasir.log import get_logger
-from kvasir.platforms.cpu_library import library
 
 logger = get_logger(__name__)
 

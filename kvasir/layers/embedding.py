@@ -1,4 +1,4 @@
-"""The vocabulary at both ends: token ids to vectors, and vectors to logits. Ranks share the vocabulary out."""
+"""Embedding and head: token ids to vectors, and vectors to logits. Each rank has a share of the vocabulary."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvasir.quantization.gguf import PackedRows, expanded
 
 
 class Embedding(WeightLayer):
-    """A vector per token. `tied`: its matrix is the head's too."""
+    """A vector per token. `tied`: the head uses its matrix too."""
 
     takes_packed_rows = True
-    matrix: PackedMatrix | None = None  # where the CPU library has it, `weight` is empty
+    matrix: PackedMatrix | None = None  # set where the CPU library keeps the matrix; `weight` is then empty
 
     def __init__(self, build: Build, vocab_size: int, hidden_size: int, *, tied: bool = False) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Embedding(WeightLayer):
         return F.embedding(numbers, self.weight) if self.matrix is None else self.matrix.rows(numbers)
 
     def multiply(self, hidden: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """A logit for each of this rank's tokens."""
+        """A logit for each token in this rank's share of the vocabulary."""
         if self.matrix is None:
             return kernels.linear(hidden, self.weight, bias)
         return self.matrix.linear(hidden)
@@ -67,7 +67,7 @@ class Embedding(WeightLayer):
         return pack(weight, form) if self.tied else plain(weight)
 
     def adopt(self, memory: torch.Tensor) -> None:
-        """Take over a matrix that was packed before."""
+        """Use a matrix that was packed before."""
         assert self.vocabulary is not None, "the CPU library has the matrix"
         outputs, inputs = self.weight.shape
         self.matrix = PackedMatrix(Layout(self._kept_as(self.vocabulary.head), outputs, inputs), memory, self._bias())
@@ -80,12 +80,12 @@ class Embedding(WeightLayer):
         return None
 
     def _forget(self) -> None:
-        """Give the weight's memory back: it is in `matrix` now."""
+        """Free the weight's memory, since `matrix` has its numbers."""
         self.weight = nn.Parameter(self.weight.data.new_empty(0), requires_grad=False)
 
 
 class PositionEmbedding(WeightLayer):
-    """A vector per position, the same on every rank; position 0 is entry `offset`."""
+    """A vector per position, the same on every rank. Entry `offset` is that of position 0."""
 
     def __init__(self, build: Build, count: int, offset: int, hidden_size: int) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class TiedHead(nn.Module):
 
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
-        self._embedding = (embedding,)  # in a tuple: its parameters are not this module's to list or load
+        self._embedding = (embedding,)  # in a tuple, so that its parameters are not listed and loaded as this module's
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         (embedding,) = self._embedding

@@ -1,4 +1,4 @@
-"""Linear layers: plain or fused from several matrices, whole or split over ranks, by any method of keeping weights."""
+"""Linear layers: one matrix or several fused, whole or split over ranks, with weights kept by any method."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import nn
 from kvasir import kernels
 from kvasir.distributed.mesh import Role
 from kvasir.layers.base import Build, WeightLayer
-from kvasir.quantization.base import LinearShape, Part, TensorKey, UnquantizedLinear
+from kvasir.quantization.base import LinearShape, MatrixPart, TensorKey
 
 
 class Linear(WeightLayer):
-    """y = x W^T + b over this rank's share; a ROW layer's outputs are summed over ranks. Where `leaves_parts` is set, y
-    may be parts that are still to be summed, as kernels.add_rms_norm does."""
+    """y = x W^T + b over this rank's share; a ROW layer's outputs are summed over ranks. If `leaves_parts` is set, y
+    may be parts that kernels.add_rms_norm still has to sum."""
 
-    takes_packed_rows = True  # the methods that a GGUF file gets do
+    takes_packed_rows = True  # all methods that load GGUF files do
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -36,8 +36,13 @@ class Linear(WeightLayer):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the product with `weight`, plus `bias`, is all there is to it."""
-        return isinstance(self.method, UnquantizedLinear) and self.mesh.size == 1
+        """Whether y is the product with the matrix `weight`, plus `bias`, and nothing else."""
+        return self.method.is_plain and self.mesh.size == 1
+
+    @property
+    def fuses_one_row(self) -> bool:
+        """Whether kernels.fused_linear computes this layer for one row."""
+        return self.is_plain and kernels.is_fit(self.weight)
 
     def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
         return self.method.tensors(self)
@@ -47,25 +52,25 @@ class Linear(WeightLayer):
 
     def process(self) -> None:
         if self.role is Role.ROW and self.mesh.rank > 0 and self.bias is not None:
-            self.bias.data.zero_()  # the sum over ranks must have it once
+            self.bias.data.zero_()  # so that the sum over ranks contains it once
         self.method.process(self)
 
 
 def column_linear(build: Build, prefix: str, inputs: int, parts: Mapping[str, int], *, bias: bool) -> Linear:
-    """Several matrices over the same inputs, stacked; each rank has its share of each one's outputs."""
-    own = [Part(name, outputs, build.mesh.shard(outputs, f"{prefix}.{name}")) for name, outputs in parts.items()]
+    """Several matrices over the same inputs, stacked; each rank has its share of the outputs of each."""
+    own = [MatrixPart(name, outputs, build.mesh.shard(outputs, f"{prefix}.{name}")) for name, outputs in parts.items()]
     return Linear(build, prefix, LinearShape(inputs, slice(0, inputs), tuple(own), bias), Role.COLUMN)
 
 
 def row_linear(build: Build, prefix: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
     """One matrix; each rank has its share of the inputs."""
-    whole = (Part(None, outputs, slice(0, outputs)),)
+    whole = (MatrixPart(None, outputs, slice(0, outputs)),)
     return Linear(build, prefix, LinearShape(inputs, build.mesh.shard(inputs, prefix), whole, bias), Role.ROW)
 
 
 def replicated_linear(build: Build, prefix: str, inputs: int, outputs: int, *, bias: bool) -> Linear:
     """One matrix that every rank keeps whole."""
-    whole = (Part(None, outputs, slice(0, outputs)),)
+    whole = (MatrixPart(None, outputs, slice(0, outputs)),)
     return Linear(build, prefix, LinearShape(inputs, slice(0, inputs), whole, bias), Role.REPLICATED)
 
 
@@ -79,5 +84,5 @@ def qkv_linear(
     return Linear(build, prefix, LinearShape(inputs, slice(0, inputs), parts, bias), Role.COLUMN)
 
 
-def _heads(name: str, heads: int, own: slice, head_dim: int) -> Part:
-    return Part(name, heads * head_dim, slice(own.start * head_dim, own.stop * head_dim))
+def _heads(name: str, heads: int, own: slice, head_dim: int) -> MatrixPart:
+    return MatrixPart(name, heads * head_dim, slice(own.start * head_dim, own.stop * head_dim))

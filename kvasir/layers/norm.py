@@ -1,6 +1,8 @@
-"""Normalisation. A norm also adds the residual, since that is where the fused kernel does it."""
+"""Normalisation. A norm also adds the residual, because the fused kernel does both in one pass."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -8,12 +10,42 @@ from torch import nn
 
 from kvasir import kernels
 from kvasir.distributed.mesh import Mesh
-from kvasir.layers.base import Build, WeightLayer
+from kvasir.layers.base import Build, Kinds, WeightLayer
+from kvasir.layers.spec import LayerNormSpec, NormSpec, RMSNormSpec
 from kvasir.quantization.base import TensorKey
 
 
-class RMSNorm(WeightLayer):
+class Norm(WeightLayer):
+    """What a decoder asks of any kind of norm."""
+
+    is_identity = False
+    sums_parts = False  # whether `add` takes x as the parts of kernels.linear_parts
+
+    @property
+    def fused_options(self) -> dict[str, Any] | None:
+        """The arguments by which kernels.fused_linear computes the norm before its product; None: it cannot."""
+        return None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + residual, and the sum, which is the next residual."""
+        residual = x if residual is None else x + residual
+        return self(residual), residual
+
+
+NORMS: Kinds[Norm] = Kinds("norm")  # built from (build, spec, size)
+
+
+def make_norm(build: Build, spec: NormSpec | None, size: int) -> Norm:
+    return NoNorm() if spec is None else NORMS.make(build, spec, size)
+
+
+class RMSNorm(Norm):
     """Root-mean-square norm with a gain."""
+
+    sums_parts = True
 
     def __init__(self, build: Build, size: int, eps: float) -> None:
         super().__init__()
@@ -23,15 +55,18 @@ class RMSNorm(WeightLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return kernels.rms_norm(x, self.weight, self.eps)
 
+    @property
+    def fused_options(self) -> dict[str, Any] | None:
+        return {"gain": self.weight, "eps": self.eps}
+
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual, and the sum, which is the next residual."""
         if residual is None:
             return self(x), x
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class OffsetRMSNorm(RMSNorm):
-    """One whose gain the checkpoint has less one. It is kept in float32: one plus a small number needs the digits."""
+    """Its gain is one more than what the checkpoint holds, and kept in float32: bfloat16 would round the sum."""
 
     def __init__(self, build: Build, size: int, eps: float) -> None:
         super().__init__(build, size, eps)
@@ -41,39 +76,36 @@ class OffsetRMSNorm(RMSNorm):
         self.weight.data.copy_(tensor).add_(1.0)
 
 
-class LayerNorm(WeightLayer):
-    """Mean and variance normalised, with a gain, and with a bias if `bias`."""
+@NORMS.register(RMSNormSpec)
+def _make_rms_norm(build: Build, spec: RMSNormSpec, size: int) -> RMSNorm:
+    return (OffsetRMSNorm if spec.plus_one else RMSNorm)(build, size, spec.eps)
 
-    def __init__(self, build: Build, size: int, eps: float, *, bias: bool) -> None:
+
+@NORMS.register(LayerNormSpec)
+class LayerNorm(Norm):
+    """Mean and variance normalised, with a gain and perhaps a bias."""
+
+    def __init__(self, build: Build, spec: LayerNormSpec, size: int) -> None:
         super().__init__()
         self.weight = build.parameter(size)
-        self.bias = build.parameter(size) if bias else None
-        self.eps = eps
+        self.bias = build.parameter(size) if spec.bias else None
+        self.eps = spec.eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = x if residual is None else x + residual
-        return self(residual), residual
 
+class NoNorm(Norm):
+    """Stands where a layer has no norm: x as it is."""
 
-class NoNorm(nn.Module):
-    """Where a layer has none: the sum itself."""
+    is_identity = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = x if residual is None else x + residual
-        return residual, residual
-
-
-Norm = RMSNorm | LayerNorm | NoNorm
-
 
 class SplitRMSNorm(WeightLayer):
-    """An RMS norm over a vector of which each rank has the part `own`."""
+    """An RMS norm over one vector that is split over the ranks; `own` is this rank's part."""
 
     def __init__(self, build: Build, size: int, own: slice, eps: float) -> None:
         super().__init__()
@@ -93,10 +125,3 @@ class SplitRMSNorm(WeightLayer):
 
     def load(self, key: TensorKey, tensor: torch.Tensor) -> None:
         self.weight.data.copy_(tensor[self.own])
-
-
-def make_norm(build: Build, kind: str, size: int, eps: float) -> RMSNorm | LayerNorm:
-    """`kind`: see DecoderSpec.norm."""
-    if kind.startswith("layer"):
-        return LayerNorm(build, size, eps, bias=kind == "layer")
-    return (OffsetRMSNorm if kind == "rms+1" else RMSNorm)(build, size, eps)

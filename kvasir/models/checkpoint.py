@@ -1,6 +1,6 @@
-"""A checkpoint on disk: safetensors files, one or several with an index. Worker process; knows no model.
+"""A checkpoint of safetensors files, one or several with an index, and its scales for an 8-bit cache. Worker process.
 
-Files are mapped, not read: a tensor's bytes are fetched when it is copied, so nothing is held twice.
+Files are mapped: a tensor's bytes are read when it is copied, so that no tensor is in memory twice.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvasir.errors import ModelError
-from kvasir.layers.attention import Attention
+from kvasir.layers.attention import AttentionLayer
 from kvasir.log import get_logger
+
+logger = get_logger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Where a tensor lies, its name there, and its shape."""
+class TensorEntry:
+    """A tensor's file, its name in that file, and its shape."""
 
     file: Path
     name: str
@@ -37,20 +39,20 @@ class Entry:
 
 
 class Safetensors:
-    """All tensors of a directory, by name. Every name gets `prefix` where none has it."""
+    """All tensors of a directory, by name. If no name begins with `prefix`, it is put before all of them."""
 
     described_by = "config.json"
 
     def __init__(self, directory: Path, prefix: str = "") -> None:
         self.directory = directory
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         for file in _find_files(directory):
             self.entries.update(_read_header(file))
         if not any(name.startswith(prefix) for name in self.entries):
             self.entries = {prefix + name: entry for name, entry in self.entries.items()}
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """These tensors one after the other, file by file. Each is a view of its file."""
+        """These tensors, file by file. Each is a view of its file that is valid until the next one is read."""
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self.entries[name].file, []).append(name)
@@ -63,8 +65,8 @@ class Safetensors:
 
 
 def _release(tensor: torch.Tensor) -> None:
-    """Let go of the file's pages that were read for a tensor, which nobody reads again: while they are mapped they
-    count as this process's memory, and at the end all of the file would."""
+    """Unmap the pages of the file that were read for a tensor: mapped pages count as this process's memory, and in the
+    end the whole file would."""
     ask = getattr(_libc(), "madvise", None)
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -108,33 +110,31 @@ def _read_index(directory: Path) -> list[Path]:
     return [directory / name for name in files]
 
 
-def _read_header(file: Path) -> dict[str, Entry]:
+def _read_header(file: Path) -> dict[str, TensorEntry]:
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             names = opened.keys()
-            return {name: Entry(file, name, tuple(opened.get_slice(name).get_shape())) for name in names}
+            return {name: TensorEntry(file, name, tuple(opened.get_slice(name).get_shape())) for name in names}
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} is truncated or is no safetensors file ({error}); download it again.") from error
 
 
 def some(names: Collection[str]) -> str:
-    """The first few names, and how many more there are."""
+    """The first three names, and the number of the others."""
     shown = list(names)[:3]
     return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-# ----------------------------------------------------------------
-# Scales for a cache of 8-bit floats that a checkpoint brings, under the names that vLLM reads: one number a layer for
-# keys and one for values, by which they are divided before they are stored. Worker process.
-
-logger = get_logger(__name__)
+# ---------------------------------------------------------------- scales of the KV cache
+# A checkpoint may have a scale for a layer's keys and one for its values, by which they are divided before they are
+# stored as 8-bit floats. The names are those that vLLM reads.
 
 KV_SCALES = ("*.k_scale", "*.v_scale")
 _NAME = re.compile(r"\.(\d+)\.[a-z_]*attn(?:\.attn|\.[kv]_proj|\.qkv_proj)?\.([kv]_scale)$")
 
 
-def load_kv_scales(checkpoint: Safetensors, attentions: Sequence[Attention]) -> None:
-    """Give each layer its scales; a layer without any keeps 1."""
+def load_kv_scales(checkpoint: Safetensors, attentions: Sequence[AttentionLayer]) -> None:
+    """Set each layer's scales. Layers without any in the checkpoint keep 1."""
     found = {name: match for name in checkpoint.entries if (match := _NAME.search(name))}
     for name, tensor in checkpoint.read(found):
         layer, which = int(found[name][1]), found[name][2]

@@ -1,4 +1,4 @@
-"""Single values of a config.json, checked. A null counts as absent. No torch."""
+"""Reads and checks single values of a config.json. A null counts as absent. No torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from kvasir.errors import ModelError
 
 Config = Mapping[str, Any]  # config.json
 
-# No model comes near these. A file that says more is damaged, and building what it says would take all memory.
+# Larger values mean a damaged file, and building such a model would take all memory.
 _MOST = {"num_hidden_layers": 4096, "max_position_embeddings": 1 << 27, "sliding_window": 1 << 31}
 _MOST_OF_OTHERS = 1 << 24
-_RANGES = {"factor": (1 / 64, 4096.0)}  # of RoPE scaling, by which lengths are multiplied
-_RANGE_OF_OTHERS = (1e-30, 1e30)  # what a float32 can be multiplied with and divided by
+_RANGES = {"factor": (1 / 64, 4096.0)}  # of RoPE scaling, which multiplies lengths
+_RANGE_OF_OTHERS = (1e-30, 1e30)  # products and quotients with these fit into a float32
 
 
 def fault_of_integer(key: str, value: object, least: int = 1) -> str | None:
-    """What is wrong with the value of the entry `key`, if anything is, to be read after the entry's name."""
+    """What is wrong with the value of the entry `key`, in words that follow its name; None: nothing."""
     most = _MOST.get(key, _MOST_OF_OTHERS)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         return f"must be a whole number of at least {least}, but is {_shown(value)}"
@@ -25,16 +25,16 @@ def fault_of_integer(key: str, value: object, least: int = 1) -> str | None:
 
 
 def fault_of_real(key: str, value: object) -> str | None:
-    """The same for a positive number."""
+    """What is wrong with a value that must be a positive number; see fault_of_integer."""
     least, most = _RANGES.get(key, _RANGE_OF_OTHERS)
-    if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:  # NaN is neither
+    if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:  # false for NaN
         return None
     wanted = f"number from {least:g} to {most:g}" if key in _RANGES else "positive number"
     return f"must be a {wanted}, but is {_shown(value)}"
 
 
 def integer(config: Config, key: str, default: int | None = None, *, least: int = 1) -> int:
-    """A whole number of at least `least`. Without a default the file must have it."""
+    """A whole number of at least `least`. Without a default the entry is required."""
     value = _value(config, key, default)
     if fault := fault_of_integer(key, value, least):
         raise ModelError(f"config.json: {key} {fault}.")
@@ -43,7 +43,7 @@ def integer(config: Config, key: str, default: int | None = None, *, least: int 
 
 
 def real(config: Config, key: str, default: float | None = None) -> float:
-    """A positive number. Without a default the file must have it."""
+    """A positive number. Without a default the entry is required."""
     value = _value(config, key, default)
     if fault := fault_of_real(key, value):
         raise ModelError(f"config.json: {key} {fault}.")
@@ -57,8 +57,8 @@ _INTEGERS = (
 
 
 def check_numbers(config: Config) -> None:
-    """Raise unless the entries that nearly all models have are possible, those that are there: others build on them
-    before a model's own reader sees them."""
+    """Raise if one of the entries that nearly all models have is impossible. Settings are computed from them before an
+    architecture reads them."""
     for key in _INTEGERS:
         if config.get(key) is not None:
             integer(config, key)
@@ -70,7 +70,7 @@ def check_numbers(config: Config) -> None:
 
 
 def listed(config: Config, key: str, kind: type) -> list[Any] | None:
-    """A list of strings, numbers or the like, or None where the file has none."""
+    """A list of values of one type; None if the file has none."""
     value = config.get(key)
     if value is not None and not (isinstance(value, list | tuple) and all(isinstance(each, kind) for each in value)):
         raise ModelError(f"config.json: {key} must be a list of {kind.__name__}, but is {_shown(value)}.")
@@ -78,7 +78,7 @@ def listed(config: Config, key: str, kind: type) -> list[Any] | None:
 
 
 def mapping(config: Config, key: str) -> Config:
-    """A mapping, empty where the file has none."""
+    """A mapping; empty if the file has none."""
     value = config.get(key) or {}
     if not isinstance(value, Mapping):
         raise ModelError(f"config.json: {key} must be a mapping, but is {_shown(value)}.")
@@ -86,7 +86,7 @@ def mapping(config: Config, key: str) -> Config:
 
 
 def optional_real(config: Config, key: str) -> float | None:
-    """A positive number, or None where the file has none."""
+    """A positive number; None if the file has none."""
     return None if config.get(key) is None else real(config, key)
 
 
@@ -98,7 +98,7 @@ def flag(config: Config, key: str, default: bool = False) -> bool:
 
 
 def renamed(config: Config, names: Mapping[str, str]) -> dict[str, Any]:
-    """The same entries, those of `names` under the other name as well."""
+    """The entries, with those in `names` under their second name as well."""
     return {**config, **{ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None}}
 
 
@@ -112,9 +112,9 @@ def _value(config: Config, key: str, default: Any) -> Any:
 
 
 def _shown(value: object) -> str:
-    """One line of an error: a damaged file may have anything."""
+    """A value in one line of an error message; a damaged file may hold anything."""
     try:
         text = repr(value)
-    except ValueError:  # Python does not write whole numbers of thousands of digits
+    except ValueError:  # Python refuses to print whole numbers of thousands of digits
         return "a number of thousands of digits"
     return text if len(text) <= 80 else f"{text[:76]} ..."

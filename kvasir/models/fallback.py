@@ -1,7 +1,7 @@
-"""Models without a spec: transformers' own modelling code, with our paged cache behind its attention interface.
+"""Models that Kvasir does not know: transformers' own code, with our paged cache behind its attention interface.
 
-Worker process. transformers computes everything of a layer but attention; that it asks of `_attend`, which stores the
-step's keys and values and calls our backend. Scheduling, caching and sampling do not know the difference.
+Worker process. transformers computes everything of a layer but attention, for which it calls `_attend`: that stores the
+step's keys and values and calls our backend. Scheduling, caching and sampling are the same as for other models.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from kvasir import kernels
 from kvasir.attention.base import AttentionBackend, AttentionBatch, LastTokens
 from kvasir.config.engine import EngineConfig
 from kvasir.errors import ModelError
+from kvasir.layers.base import weight_bytes
 from kvasir.messages import KVSpec
 
 NAME = "kvasir"  # of our function among transformers' attention implementations
-# What attention functions are given for models that need more than ours can do.
+# Arguments of attention functions for features that our attention does not have.
 _EXTRAS = ("s_aux", "position_bias", "head_mask", "alibi")
 
 
 @dataclass(slots=True)
-class Layer:
-    """One attention layer as it was first seen: its place in the cache, and the shape of a token's keys."""
+class CachedLayer:
+    """One attention layer: its index in the cache, and the shape of a token's keys."""
 
     index: int
     kv_heads: int
@@ -35,26 +36,29 @@ class Layer:
 
 
 @dataclass
-class Step:
-    """What the layers of one model need to know of the step that runs. Every module of the model holds it."""
+class StepContext:
+    """What `_attend` needs to know of the running step. Every module of the model holds it."""
 
     backend: AttentionBackend
-    layers: dict[nn.Module, Layer] = field(default_factory=dict)
+    layers: dict[nn.Module, CachedLayer] = field(default_factory=dict)
     caches: Sequence[torch.Tensor] = ()
-    batch: AttentionBatch | None = None  # None: the model is only being looked at
+    batch: AttentionBatch | None = None  # None: the model is being inspected
 
 
 class TransformersModel(nn.Module):
-    """Does what models.transformer.Transformer does."""
+    """A model of transformers with the interface of models.transformer.Transformer."""
+
+    capturable = False  # its code may not be fit for CUDA graphs
+    runs_in_cpu_library = False
 
     def __init__(self, causal: Any, backend: AttentionBackend) -> None:
         super().__init__()
         prefix = causal.base_model_prefix
         self.base, self.causal = getattr(causal, prefix), causal
-        self.step = Step(backend)
+        self.step = StepContext(backend)
         for module in causal.modules():
             object.__setattr__(module, "kvasir_step", self.step)
-        # The head is run by itself, later and for some tokens only; what a model does to its logits stays its own.
+        # The head runs by itself, later and for some tokens only, so the decoder in front of it is replaced.
         self.given = GivenStates()
         setattr(causal, prefix, self.given)
         self.vocab_size = int(causal.config.get_text_config().vocab_size)
@@ -76,8 +80,8 @@ class TransformersModel(nn.Module):
         logits: torch.Tensor = self.causal(input_ids=None, use_cache=False).logits[0]
         return logits
 
-    def look(self) -> None:
-        """Run one token without a cache, to learn how many layers attend and in what shape."""
+    def inspect(self) -> None:
+        """Run one token without a cache, to find the attention layers and the shape of their keys."""
         device = next(self.base.parameters()).device
         one = torch.zeros(1, dtype=torch.int64, device=device)
         with torch.inference_mode():
@@ -85,9 +89,16 @@ class TransformersModel(nn.Module):
         if len({(layer.kv_heads, layer.head_dim) for layer in self.step.layers.values()}) != 1:
             raise ModelError("its layers do not all attend, with keys of one shape, through transformers' interface")
 
+    def compile_copy(self) -> None:
+        """None: which kernels transformers' code launches is unknown."""
+        return None
+
+    def weight_bytes(self) -> int:
+        return weight_bytes(self)
+
     # ------------------------------------------------------------ the KV cache
 
-    def page_shape(self, block_size: int, dtype: torch.dtype | None = None) -> tuple[int, int, int, int]:
+    def page_shape(self, block_size: int, dtype: torch.dtype | None = None) -> tuple[int, ...]:
         layer = next(iter(self.step.layers.values()))
         return 2, block_size, layer.kv_heads, layer.head_dim
 
@@ -100,7 +111,7 @@ class TransformersModel(nn.Module):
 
 
 class GivenStates(nn.Module):
-    """Stands where the head's model expects the decoder, and gives it states that were computed before."""
+    """Takes the place of the decoder and returns hidden states that were computed before."""
 
     hidden: torch.Tensor
 
@@ -121,10 +132,10 @@ def _attend(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function. Gives [1, tokens, heads, head_dim]."""
-    step: Step = module.kvasir_step
+    """An attention function of transformers. Returns [1, tokens, heads, head_dim]."""
+    step: StepContext = module.kvasir_step
     if step.batch is None:
-        _look_at(module, step, key, value, others)
+        _inspect_layer(module, step, key, value, others)
         return query.transpose(1, 2).contiguous(), None
     cache = step.caches[step.layers[module].index]
     kernels.store_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, step.batch.slots)
@@ -134,20 +145,22 @@ def _attend(
     return seen[None], None
 
 
-def _look_at(module: Any, step: Step, key: torch.Tensor, value: torch.Tensor, others: dict[str, Any]) -> None:
+def _inspect_layer(
+    module: Any, step: StepContext, key: torch.Tensor, value: torch.Tensor, others: dict[str, Any]
+) -> None:
     if extra := [name for name in _EXTRAS if others.get(name) is not None]:
-        raise ModelError(f"its attention needs {extra[0]}, which Kvasir's does not have")
+        raise ModelError(f"its attention needs {extra[0]}, which Kvasir's attention does not have")
     if not getattr(module, "is_causal", True) or others.get("is_causal") is False:
         raise ModelError("its attention is not causal")
     if key.shape != value.shape:
         raise ModelError("its keys and values differ in size")
     if module in step.layers:
         raise ModelError("a layer attends more than once")
-    step.layers[module] = Layer(len(step.layers), key.shape[1], key.shape[3])
+    step.layers[module] = CachedLayer(len(step.layers), key.shape[1], key.shape[3])
 
 
 def load_fallback(config: EngineConfig, device: torch.device, backend: AttentionBackend) -> TransformersModel:
-    """The model through transformers, ready to run, or a ModelError that says why it cannot be."""
+    """The model as transformers implements it, ready to run, or a ModelError that says why it cannot run."""
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
     AttentionInterface.register(NAME, _attend)
@@ -164,7 +177,9 @@ def load_fallback(config: EngineConfig, device: torch.device, backend: Attention
         if not getattr(causal, "_supports_attention_backend", False):
             raise ModelError("its code does not use transformers' attention interface")
         model = TransformersModel(causal.eval().requires_grad_(False).to(device), backend)
-        model.look()
-    except Exception as error:  # whatever some hundred modelling files raise
-        raise ModelError(f"{named} has no spec, and cannot be run through transformers: {error}.") from error
+        model.inspect()
+    except Exception as error:  # transformers' modelling code may raise anything
+        raise ModelError(
+            f"{named} is no architecture of Kvasir's own, and cannot run through transformers: {error}."
+        ) from error
     return model

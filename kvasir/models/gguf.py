@@ -1,7 +1,7 @@
-"""GGUF files as models: their metadata in config.json's words, and their tensors' names. No torch.
+"""GGUF files as models: their metadata as config.json, checks of it, and their tensors under the decoder's names.
 
-Llama's file has queries and keys in the order in which llama.cpp rotates them, neighbours against each other; the
-decoder is told to do the same, so that every row stays where the file has it.
+The process that resolves settings reads the config; the worker loads tensors. Files of Llama have the rows of queries
+and keys in the order of interleaved rotation, so the decoder rotates interleaved and rows need not be moved.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 import torch
 
 from kvasir.errors import ModelError
-from kvasir.models.checkpoint import Entry
+from kvasir.models.checkpoint import TensorEntry
 from kvasir.models.config_reader import fault_of_integer, fault_of_real
-from kvasir.models.fused import GATE_UP, QKV, Stored, halves, stacked_qkv
 from kvasir.models.registry import find
-from kvasir.models.spec import DecoderSpec, Names
+from kvasir.models.spec import DecoderSpec, LayerSpec, Names
+from kvasir.models.tensor_layout import GATE_UP, QKV, TensorLayout, halves, stacked_qkv
 from kvasir.quantization.gguf import PackedRows
 from kvasir.quantization.gguf_file import GGUFFile
 
-# general.architecture -> config.json's
+# general.architecture in the file -> architecture in config.json
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -55,11 +55,11 @@ _SCALING = {
 
 
 def read_config(file: GGUFFile) -> dict[str, Any]:
-    """What config.json would say."""
+    """The file's metadata in the words of config.json."""
     kind = file.architecture
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ModelError(f"{file.path} holds a model of the kind {kind!r:.80}; GGUF files of {known} can be run.")
+        raise ModelError(f"{file.path} holds a model of the kind {kind!r:.80}; supported in GGUF files are {known}.")
     if file.get("expert_count"):
         raise ModelError(f"{file.path} holds a mixture of experts; such models run from safetensors.")
     config = {ours: file.get(theirs) for theirs, ours in _ENTRIES.items() if file.get(theirs) is not None}
@@ -96,12 +96,14 @@ def _head_dim(file: GGUFFile, config: dict[str, Any]) -> int:
     size, heads = config["hidden_size"], config["num_attention_heads"]
     if size % heads:
         kind = file.architecture
-        raise damaged(file, f"{kind}.embedding_length is {size}, no multiple of {kind}.attention.head_count, {heads}")
+        raise damaged(
+            file, f"{kind}.embedding_length is {size}, not a multiple of {kind}.attention.head_count, {heads}"
+        )
     return int(size // heads)
 
 
 def _scaling(file: GGUFFile) -> dict[str, Any] | None:
-    """Factors for every pair of dimensions are tensors of the file: Llama 3's are the same for all lengths."""
+    """RoPE scaling. Factors for each pair of dimensions are tensors of the file; Llama 3's hold for all lengths."""
     if "rope_freqs.weight" in file.tensors and "rope_factors_long.weight" not in file.tensors:
         same = file.floats("rope_freqs.weight")
         return {"rope_type": "longrope", "long_factor": same, "short_factor": same, "attention_factor": 1.0}
@@ -112,12 +114,12 @@ def _scaling(file: GGUFFile) -> dict[str, Any] | None:
         return {"rope_type": "longrope", **given, **factors}
     kind = file.get("rope.scaling.type")
     if not isinstance(kind, str | None):
-        raise damaged(file, f"{file.architecture}.rope.scaling.type is no text")
+        raise damaged(file, f"{file.architecture}.rope.scaling.type is not a string")
     return {"rope_type": kind, **given} if kind not in (None, "none") else None
 
 
 def _gemma(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
-    # The two largest are the only ones whose scores are scaled by something else than the size of a head.
+    # Only the largest model of each generation scales scores by something other than the size of a head.
     largest = {"gemma2": 46, "gemma3": 62}.get(file.architecture) == config["num_hidden_layers"]
     shared = config["hidden_size"] // config["num_attention_heads"]
     return {
@@ -145,7 +147,7 @@ _OF_KIND: dict[str, Callable[[GGUFFile, dict[str, Any]], dict[str, Any]]] = {
 
 # ---------------------------------------------------------------- tensors
 
-_COMMON: dict[str, str | Stored] = {
+_COMMON: dict[str, str | TensorLayout] = {
     "token_embd": "embedding",
     "blk.*.attn_norm": "layers.*.attention_norm",
     "blk.*.attn_output": "layers.*.attention.o",
@@ -154,7 +156,7 @@ _COMMON: dict[str, str | Stored] = {
     "output_norm": "norm",
     "output": "head",
 }
-_SPLIT: dict[str, str | Stored] = {
+_SPLIT: dict[str, str | TensorLayout] = {
     **_COMMON,
     "blk.*.attn_q": "layers.*.attention.qkv:q",
     "blk.*.attn_k": "layers.*.attention.qkv:k",
@@ -166,8 +168,8 @@ _SPLIT: dict[str, str | Stored] = {
 }
 _FUSED = {
     **_COMMON,
-    "blk.*.attn_qkv": Stored(QKV, stacked_qkv),
-    "blk.*.ffn_up": Stored(GATE_UP, halves),
+    "blk.*.attn_qkv": TensorLayout(QKV, stacked_qkv),
+    "blk.*.ffn_up": TensorLayout(GATE_UP, halves),
 }
 _AROUND = {
     "blk.*.post_attention_norm": "layers.*.attention_post_norm",
@@ -176,8 +178,8 @@ _AROUND = {
 IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def _less_one(tensor: Any, spec: DecoderSpec) -> tuple[Any]:
-    """Files have Gemma's gains as they are; the decoder adds one to what it loads."""
+def _less_one(tensor: Any, layer: LayerSpec | None) -> tuple[Any]:
+    """GGUF files hold Gemma's gains themselves, and the decoder adds one to the gains it loads."""
     return (tensor - 1.0,)
 
 
@@ -188,31 +190,30 @@ def names_for(file: GGUFFile) -> Names:
         return _SPLIT
     names = _SPLIT if file.architecture == "gemma" else {**_SPLIT, **_AROUND}
     return {
-        theirs: Stored((ours,), _less_one) if isinstance(ours, str) and theirs.endswith("norm") else ours
+        theirs: TensorLayout((ours,), _less_one) if isinstance(ours, str) and theirs.endswith("norm") else ours
         for theirs, ours in names.items()
     }
 
 
 def adapt(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
-    """The spec for the order in which the file has queries and keys."""
+    """The spec, with the rotation that fits the file's order of queries and keys."""
     if file.architecture != "llama":
         return spec
-    return replace(spec, ropes=tuple(rope and replace(rope, interleaved=True) for rope in spec.ropes))
-
-
-# ----------------------------------------------------------------
-# The tensors of a GGUF file, by name, as the loader reads a checkpoint. Worker process.
+    ropes = [layer.attention.rope and replace(layer.attention.rope, interleaved=True) for layer in spec.layers]
+    layers = [layer.with_attention(rope=rope) for layer, rope in zip(spec.layers, ropes, strict=True)]
+    return replace(spec, layers=tuple(layers))
 
 
 class GGUFCheckpoint:
-    """Nothing is read before it is asked for: the file is mapped."""
+    """The tensors of a GGUF file, by name, as the loader reads a checkpoint. The file is mapped: a tensor is read when
+    it is used."""
 
     described_by = "the file's own description"
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.directory = file, file.path
-        self.entries = {name: Entry(file.path, name, tensor.shape) for name, tensor in file.tensors.items()}
-        # Copy on write, though nobody writes: torch takes no array that cannot be written to.
+        self.entries = {name: TensorEntry(file.path, name, tensor.shape) for name, tensor in file.tensors.items()}
+        # Copy-on-write, because torch takes no array that cannot be written to.
         self.data = np.memmap(file.path, np.uint8, mode="c")
 
     def packed(self, name: str) -> PackedRows:
@@ -226,10 +227,8 @@ class GGUFCheckpoint:
             yield name, self.packed(name)
 
 
-# ----------------------------------------------------------------
-# Whether a GGUF file's numbers can be: by themselves, with each other, and with the tensors it holds. No torch.
-#
-# A file may be damaged anywhere, and what is built on a wrong number fails far from it, or takes all memory first.
+# ---------------------------------------------------------------- checks
+# A file may be damaged anywhere. A wrong number is refused here; later it would fail far away or take all memory.
 
 _REALS = ("rms_norm_eps", "rope_theta", "attn_logit_softcapping", "final_logit_softcapping")
 _MAY_BE_NONE = ("sliding_window",)  # a zero means none
@@ -242,7 +241,7 @@ def damaged(file: GGUFFile, what: str) -> ModelError:
 
 
 def check_entries(file: GGUFFile, entries: Mapping[str, str], config: Mapping[str, Any]) -> None:
-    """Each number by itself. `entries`: the file's names of them -> config.json's."""
+    """Check each number by itself. `entries`: names in the file -> names in config.json."""
     for theirs, ours in entries.items():
         value = config.get(ours)
         if value is None:
@@ -257,10 +256,10 @@ def check_entries(file: GGUFFile, entries: Mapping[str, str], config: Mapping[st
 
 
 def check_tensors(file: GGUFFile, config: Mapping[str, Any]) -> None:
-    """The numbers with each other and with the tensors."""
+    """Check the numbers against each other and against the tensors."""
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads", config["num_attention_heads"])
     if heads % kv_heads:
-        raise _differ(file, "attention.head_count", heads, f"no multiple of attention.head_count_kv, {kv_heads}")
+        raise _differ(file, "attention.head_count", heads, f"not a multiple of attention.head_count_kv, {kv_heads}")
     layers = {int(match.group(1)) for name in file.tensors if (match := _LAYER.match(name))}
     if config["num_hidden_layers"] > len(layers):
         raise _differ(file, "block_count", config["num_hidden_layers"], f"but the file has {len(layers)} layers")

@@ -1,6 +1,6 @@
-"""From settings to a model on its device: built without memory, checked against the checkpoint, then filled.
+"""Loads a model: it is built without memory, checked against the checkpoint, then filled.
 
-Worker process. Every tensor goes straight from its file to its place, fused, sliced and cast on the way.
+Worker process. Every tensor goes straight from its file to its place, and is fused, sliced and cast on the way.
 """
 
 from __future__ import annotations
@@ -20,38 +20,37 @@ from kvasir.attention.select import select as select_attention
 from kvasir.config.engine import EngineConfig
 from kvasir.distributed.mesh import Mesh
 from kvasir.errors import ConfigError, ModelError
-from kvasir.kernels.cpu.memory import Arena
+from kvasir.kernels.cpu.packed import Arena
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.models import gguf, packed_cache, registry
 from kvasir.models.checkpoint import KV_SCALES, Safetensors, load_kv_scales, some
 from kvasir.models.fallback import TransformersModel, load_fallback
-from kvasir.models.fused import BY_ROWS, Stored
 from kvasir.models.gguf import GGUFCheckpoint
-from kvasir.models.native import LayerByLayer, NativeDecoder, on_the_cpu
-from kvasir.models.spec import Architecture, DecoderSpec, Names
+from kvasir.models.native import LibraryModel, run_in_library
+from kvasir.models.spec import Architecture, DecoderSpec, LayerSpec, Names
+from kvasir.models.tensor_layout import BY_ROWS, TensorLayout
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select as select_platform
-from kvasir.quantization.base import TensorKey
+from kvasir.quantization.base import PackedParameter, TensorKey, Unquantized
 from kvasir.quantization.cpu import VOCABULARIES, CpuMethods
 from kvasir.quantization.gguf import GGUFMethods, PackedRows
 from kvasir.quantization.gguf_file import read_gguf
-from kvasir.quantization.methods import Unquantized
 
-LoadedModel = Transformer | TransformersModel | NativeDecoder | LayerByLayer
+LoadedModel = Transformer | TransformersModel | LibraryModel
 
 
 def load(config: EngineConfig, device: torch.device, mesh: Mesh | None = None) -> LoadedModel:
-    """The model on its device, ready to run, by whoever the settings say."""
+    """The model on its device, ready to run, in the implementation that the settings name."""
     if config.model.model_impl != "transformers":
         model = load_model(config, device, mesh)
-        return on_the_cpu(model) if config.device.attention_backend == "cpu" else model
+        return run_in_library(model) if config.device.attention_backend == "cpu" else model
     if mesh is not None and mesh.size > 1:
         raise ConfigError("model_impl='transformers' runs on one device; set tensor_parallel_size=1.")
     return load_fallback(config, device, select_attention(config.device.attention_backend, device))
 
 
 def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = None) -> Transformer:
-    """A model that has a spec. `mesh` says which share of it is wanted; without one it is all of it."""
+    """A model whose architecture Kvasir knows. `mesh` says which share to load; without one it is all of it."""
     hf, dtype = config.model.hf, getattr(torch, config.model.dtype)
     architecture = registry.find(hf)
     _refuse_quantized(hf)
@@ -70,16 +69,16 @@ def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = N
         _materialise(model, device)
         _fill_dummy(model, torch.Generator(device).manual_seed(config.model.seed))
     else:
-        places = find_places(model, source.names)
+        places = find_places(model, source.names, spec)
         _check(source, places, spec)
         _materialise(model, device)
         if config.cache.is_eight_bit and isinstance(source.checkpoint, Safetensors):
             load_kv_scales(source.checkpoint, model.attentions())
-        kept = packed_cache.cache_file(config, mesh or Mesh())
-        if not packed_cache.restore(model, kept):
-            _fill(source.checkpoint, places, spec, show_progress=config.load.use_tqdm_on_load)
+        cached = packed_cache.cache_file(config, mesh or Mesh())
+        if not packed_cache.restore(model, cached):
+            _fill(source.checkpoint, places, show_progress=config.load.use_tqdm_on_load)
             _process(model)
-            packed_cache.keep(model, kept)
+            packed_cache.save(model, cached)
             return model.eval()
     _process(model)
     return model.eval()
@@ -91,7 +90,7 @@ def _process(model: nn.Module) -> None:
 
 
 def _build(config: EngineConfig, dtype: torch.dtype, mesh: Mesh) -> Build:
-    """How layers keep their weights."""
+    """What the layers are built with."""
     if config.device.attention_backend == "cpu":
         quantization = config.model.quantization
         return Build(dtype, mesh, CpuMethods(quantization), vocabulary=VOCABULARIES[quantization])
@@ -100,11 +99,11 @@ def _build(config: EngineConfig, dtype: torch.dtype, mesh: Mesh) -> Build:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint with the names it uses."""
+    """A checkpoint and the names it uses."""
 
     checkpoint: Safetensors | GGUFCheckpoint
     names: Names
-    ignored: tuple[str, ...]  # patterns of tensors that may be there and are not used
+    ignored: tuple[str, ...]  # patterns of tensors that the model does not use
 
 
 def _open_safetensors(path: Path, architecture: Architecture, hf: Mapping[str, Any]) -> Source:
@@ -116,15 +115,15 @@ def _refuse_quantized(hf: Mapping[str, object]) -> None:
     quantization = hf.get("quantization_config")
     if isinstance(quantization, Mapping):
         method = quantization.get("quant_method", "unknown")
-        raise ModelError(f"The checkpoint is quantized ({method}); Kvasir runs unquantized weights only so far.")
+        raise ModelError(f"The checkpoint is quantized ({method}); Kvasir loads unquantized weights and GGUF files.")
 
 
-# ---------------------------------------------------------------- what goes where
+# ---------------------------------------------------------------- places of tensors
 
 
 @dataclass(frozen=True)
-class Target:
-    """Where a tensor, or a part of one, goes, and the shape it must have."""
+class TensorTarget:
+    """Where a tensor or a part of one goes, and the shape it must have."""
 
     layer: WeightLayer
     key: TensorKey
@@ -133,41 +132,42 @@ class Target:
 
 @dataclass
 class Place:
-    """What becomes of one tensor of the checkpoint."""
+    """Where one tensor of the checkpoint goes."""
 
-    stored: Stored
-    targets: dict[str, Target]  # by their pattern in `stored`
+    layout: TensorLayout
+    targets: dict[str, TensorTarget]  # by their pattern in `layout`
+    layer: LayerSpec | None  # of the decoder layer it belongs to
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What the tensor must be in the checkpoint."""
-        shapes = [self.targets[pattern].shape for pattern in self.stored.targets]
+        """The shape that the tensor must have in the checkpoint."""
+        shapes = [self.targets[pattern].shape for pattern in self.layout.targets]
         shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-        return shape[::-1] if self.stored.transposed else shape
+        return shape[::-1] if self.layout.transposed else shape
 
-    def load(self, tensor: torch.Tensor | PackedRows, spec: DecoderSpec) -> None:
+    def load(self, tensor: torch.Tensor | PackedRows) -> None:
         if isinstance(tensor, PackedRows) and not self._takes(tensor):
             tensor = tensor.expand()
-        if self.stored.transposed and isinstance(tensor, torch.Tensor) and tensor.dim() == 2:
+        if self.layout.transposed and isinstance(tensor, torch.Tensor) and tensor.dim() == 2:
             tensor = tensor.T
-        parts = self.stored.split(tensor, spec)
-        for pattern, part in zip(self.stored.targets, parts, strict=True):
+        parts = self.layout.split(tensor, self.layer)
+        for pattern, part in zip(self.layout.targets, parts, strict=True):
             target = self.targets[pattern]
             assert tuple(part.shape) == target.shape, f"{pattern}: {tuple(part.shape)} is not {target.shape}"
             target.layer.load(target.key, part)
 
     def _takes(self, rows: PackedRows) -> bool:
-        """Whether the packed rows can be cut as they are, and those that they go to know them."""
-        cuts = self.stored.split in BY_ROWS and not self.stored.transposed
+        """Whether the packed rows can be cut as they are, and all targets take packed rows."""
+        cuts = self.layout.split in BY_ROWS and not self.layout.transposed
         return cuts and len(rows.shape) == 2 and all(target.layer.takes_packed_rows for target in self.targets.values())
 
 
-def find_places(model: nn.Module, names: Names) -> dict[str, Place]:
-    """Every tensor the model wants, by its name in the checkpoint."""
-    theirs: dict[str, tuple[str, Stored]] = {}
+def find_places(model: nn.Module, names: Names, spec: DecoderSpec) -> dict[str, Place]:
+    """Every tensor the model needs, by its name in the checkpoint."""
+    theirs: dict[str, tuple[str, TensorLayout]] = {}
     for name, ours in names.items():
-        stored = Stored((ours,)) if isinstance(ours, str) else ours
-        theirs.update((pattern, (name, stored)) for pattern in stored.targets)
+        layout = TensorLayout((ours,)) if isinstance(ours, str) else ours
+        theirs.update((pattern, (name, layout)) for pattern in layout.targets)
     places: dict[str, Place] = {}
     for path, layer in model.named_modules():
         if not isinstance(layer, WeightLayer):
@@ -175,11 +175,12 @@ def find_places(model: nn.Module, names: Names) -> dict[str, Place]:
         for (tensor, part), shape in layer.tensors().items():
             full = f"{path}:{part}" if part else path
             pattern, numbers = _NUMBER.sub("*", full), _NUMBER.findall(full)
-            name, stored = theirs[pattern]
+            name, layout = theirs[pattern]
             for number in numbers:
                 name = name.replace("*", number, 1)
-            place = places.setdefault(f"{name}.{tensor}", Place(stored, {}))
-            place.targets[pattern] = Target(layer, (tensor, part), shape)
+            within = spec.layers[int(numbers[0])] if full.startswith("layers.") else None
+            place = places.setdefault(f"{name}.{tensor}", Place(layout, {}, within))
+            place.targets[pattern] = TensorTarget(layer, (tensor, part), shape)
     return places
 
 
@@ -187,9 +188,9 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=[.:]|$)")
 
 
 def _check(source: Source, places: Mapping[str, Place], spec: DecoderSpec) -> None:
-    """Raise unless the checkpoint has every tensor, in the right shape, and nothing else of note."""
+    """Raise unless the checkpoint has every tensor in the right shape, and no others but the ignored ones."""
     checkpoint, ignored = source.checkpoint, source.ignored
-    if spec.tie_embeddings:  # then the head, if there is one, is a copy of the embedding
+    if spec.tie_embeddings:  # a head in the checkpoint is then a copy of the embedding
         ignored = (*ignored, *(f"{theirs}.*" for theirs, ours in source.names.items() if ours == "head"))
     where = f"The weights in {checkpoint.directory} do not match {checkpoint.described_by}"
     if missing := [name for name in places if name not in checkpoint.entries]:
@@ -220,17 +221,19 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
     try:
         for module in model.modules():
             for name, value in module.named_parameters(recurse=False):
-                packed = value.dtype == torch.uint8  # the CPU library's
-                memory = arena.take(value.numel()).view(value.shape) if packed else _memory_for(value, device)
-                setattr(module, name, nn.Parameter(memory, requires_grad=False))
+                if isinstance(value, PackedParameter):
+                    placed: nn.Parameter = PackedParameter(arena.take(value.numel()).view(value.shape))
+                else:
+                    placed = nn.Parameter(_memory_for(value, device), requires_grad=False)
+                setattr(module, name, placed)
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, _memory_for(buffer, device))
-    except RuntimeError as error:  # torch.OutOfMemoryError is one, and so is what a failed malloc raises
+    except RuntimeError as error:  # torch.OutOfMemoryError and a failed malloc's error are both of this class
         raise _no_room(need, platform.memory_free(), device) from error
 
 
 def _memory_for(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # Not empty_like: of a tensor without memory it imports torch's symbolic shapes, which takes half a second.
+    # empty_like of a tensor without memory imports torch's symbolic shapes, which takes half a second.
     return torch.empty(value.shape, dtype=value.dtype, device=device)
 
 
@@ -238,30 +241,27 @@ def _no_room(need: int, free: int | None, device: torch.device) -> ConfigError:
     left = "less" if free is None else f"{free / 2**30:.2f} GiB"
     return ConfigError(
         f"The model's weights need {need / 2**30:.2f} GiB, but {left} is free on {device}; "
-        f"free some memory, choose a smaller model, or a dtype of 16 bits if it is not one yet."
+        f"free some memory, choose a smaller model, or a dtype of 16 bits if it has more."
     )
 
 
-def _fill(
-    checkpoint: Safetensors | GGUFCheckpoint, places: dict[str, Place], spec: DecoderSpec, *, show_progress: bool
-) -> None:
+def _fill(checkpoint: Safetensors | GGUFCheckpoint, places: dict[str, Place], *, show_progress: bool) -> None:
     with tqdm(
         total=len(places), desc="Loading weights", unit="tensor", disable=not show_progress, dynamic_ncols=True
     ) as progress:
         for name, tensor in checkpoint.read(places):
-            places[name].load(tensor, spec)
+            places[name].load(tensor)
             progress.update()
 
 
 def _fill_dummy(model: nn.Module, generator: torch.Generator) -> None:
-    """Random matrices, gains of one, biases of zero: quick, and tame enough that activations stay finite."""
+    """Fill in random matrices, gains of one and biases of zero, so that activations stay finite."""
     for layer in _weight_layers(model):
-        own = layer.parameters(recurse=False)
-        if any(value.dtype == torch.uint8 for value in own):  # packed: it takes tensors, not bytes
+        if any(isinstance(value, PackedParameter) for value in layer.parameters(recurse=False)):
             for key, shape in layer.tensors().items():
                 layer.load(key, torch.empty(shape).normal_(0.0, 0.02 * (len(shape) > 1), generator=generator))
     for name, value in model.named_parameters():
-        if value.dtype == torch.uint8:
+        if isinstance(value, PackedParameter):
             continue
         if value.dim() > 1:
             value.data.normal_(0.0, 0.02, generator=generator)

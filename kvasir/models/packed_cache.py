@@ -1,7 +1,7 @@
-"""Packed weights on disk, where packed_weights_dir says so: a checkpoint is packed and quantized once. Worker process.
+"""The cache of packed weights in packed_weights_dir, so that a checkpoint is packed only once. Worker process.
 
-A file is named by what it depends on: the checkpoint's files, how weights are kept, this rank's share, and the
-library's layouts. It holds the layers' tensors as they are after packing, each by its path in the model.
+A file's name is a hash of all that its content depends on: the checkpoint's files, the quantization, this rank's share,
+and the library's layouts. It holds the layers' tensors after packing, by their paths in the model.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from torch import nn
 
 from kvasir.config.engine import EngineConfig
 from kvasir.distributed.mesh import Mesh
+from kvasir.kernels.cpu import library
 from kvasir.layers.base import WeightLayer
 from kvasir.layers.embedding import Embedding
 from kvasir.log import get_logger
-from kvasir.platforms import cpu_structs
 
 logger = get_logger(__name__)
-VERSION = 3  # of the layouts in csrc/cpu/kernels.h, and of which layers have which
+VERSION = 3  # of the layouts in csrc/cpu/kernels.h, and of which layer has which
 
 
 def cache_file(config: EngineConfig, mesh: Mesh) -> Path | None:
-    """Where this model's packed weights are, or will be; None where none are kept."""
+    """The file of this model's packed weights, whether it exists or not; None if packed_weights_dir is unset."""
     if config.load.packed_weights_dir is None:
         return None
     files = [
         (file.name, file.stat().st_size, file.stat().st_mtime_ns)
         for file in sorted(Path(config.model.path).glob("*.safetensors"))
     ]
-    told = [VERSION, cpu_structs.layout(), os.path.realpath(config.model.path), files]
-    told += [config.model.quantization, config.model.dtype, config.model.hf, mesh.rank, mesh.size]
-    name = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    inputs = [VERSION, library.layout(), os.path.realpath(config.model.path), files]
+    inputs += [config.model.quantization, config.model.dtype, config.model.hf, mesh.rank, mesh.size]
+    name = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()[:32]
     return Path(config.load.packed_weights_dir).expanduser() / f"{name}.safetensors"
 
 
 def restore(model: nn.Module, file: Path | None) -> bool:
-    """Fill the model from the file. False: there is none, or not a whole one."""
+    """Fill the model from the file. False: there is no file, or it cannot be used."""
     if file is None or not file.is_file():
         return False
     try:
@@ -56,14 +56,14 @@ def restore(model: nn.Module, file: Path | None) -> bool:
                 else:
                     tensor.copy_(kept)
     except (SafetensorError, OSError, RuntimeError) as error:
-        logger.warning("%s cannot be used (%s): the weights are packed anew", file, error)
+        logger.warning("%s cannot be used (%s): the weights are packed again", file, error)
         return False
     logger.info("packed weights come from %s", file)
     return True
 
 
-def keep(model: nn.Module, file: Path | None) -> None:
-    """Write what the model holds after packing. The file appears whole or not at all."""
+def save(model: nn.Module, file: Path | None) -> None:
+    """Write the packed weights of the model. The file appears whole or not at all."""
     if file is None:
         return
     tensors = {name: tensor for name, _, _, tensor in _tensors(model)}
@@ -72,15 +72,15 @@ def keep(model: nn.Module, file: Path | None) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, beside)
         beside.replace(file)
-    except (OSError, SafetensorError) as error:  # which of them a full disk is depends on where it was noticed
+    except (OSError, SafetensorError) as error:  # a full disk may raise either
         beside.unlink(missing_ok=True)
-        logger.warning("packed weights cannot be kept in %s (%s)", file.parent, error)
+        logger.warning("packed weights cannot be written to %s (%s)", file.parent, error)
         return
-    logger.info("packed weights are kept in %s", file)
+    logger.info("packed weights are written to %s", file)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, WeightLayer, str, torch.Tensor]]:
-    """Everything to be kept: its name, its layer, its name there, and its memory. An embedding is one matrix."""
+    """All tensors of the file: name, layer, name within the layer, and memory. An embedding is one matrix."""
     for path, layer in model.named_modules():
         if not isinstance(layer, WeightLayer):
             continue

@@ -1,7 +1,7 @@
-"""Which architectures there are, by the name config.json gives them. No torch; an architecture is imported on use.
+"""The known architectures, by their names in config.json. No torch; an architecture is imported when it is used.
 
 Users add their own with ModelRegistry.register_model, or from an installed package: an entry point of the group
-"kvasir.plugins" is a function that is called before the first model is looked up, in every process.
+"kvasir.plugins" is a function that is called in every process before the first model is looked up.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from kvasir.models.spec import Architecture
 logger = get_logger(__name__)
 PLUGINS = "kvasir.plugins"
 
-# Hugging Face's name -> where its Architecture is ("module:name"), or an Architecture itself.
+# Name in config.json -> an Architecture, or where to import it: "module:NAME", or "module" for its ARCHITECTURE.
 _ARCHITECTURES: dict[str, str | Architecture] = {
     "LlamaForCausalLM": "kvasir.models.architectures.llama",
-    "MistralForCausalLM": "kvasir.models.architectures.mistral",
-    "MixtralForCausalLM": "kvasir.models.architectures.mixtral",
-    "Qwen2ForCausalLM": "kvasir.models.architectures.qwen2",
-    "Qwen2MoeForCausalLM": "kvasir.models.architectures.qwen2_moe",
-    "Qwen3ForCausalLM": "kvasir.models.architectures.qwen3",
-    "Qwen3MoeForCausalLM": "kvasir.models.architectures.qwen3_moe",
-    "GemmaForCausalLM": "kvasir.models.architectures.gemma",
-    "Gemma2ForCausalLM": "kvasir.models.architectures.gemma2",
-    "Gemma3ForCausalLM": "kvasir.models.architectures.gemma3",
+    "MistralForCausalLM": "kvasir.models.architectures.mistral:MISTRAL",
+    "MixtralForCausalLM": "kvasir.models.architectures.mistral:MIXTRAL",
+    "Qwen2ForCausalLM": "kvasir.models.architectures.qwen:QWEN2",
+    "Qwen2MoeForCausalLM": "kvasir.models.architectures.qwen:QWEN2_MOE",
+    "Qwen3ForCausalLM": "kvasir.models.architectures.qwen:QWEN3",
+    "Qwen3MoeForCausalLM": "kvasir.models.architectures.qwen:QWEN3_MOE",
+    "GemmaForCausalLM": "kvasir.models.architectures.gemma:GEMMA",
+    "Gemma2ForCausalLM": "kvasir.models.architectures.gemma:GEMMA2",
+    "Gemma3ForCausalLM": "kvasir.models.architectures.gemma:GEMMA3",
     "Phi3ForCausalLM": "kvasir.models.architectures.phi3",
     "GPT2LMHeadModel": "kvasir.models.architectures.gpt2",
     "GPTJForCausalLM": "kvasir.models.architectures.gptj",
@@ -40,20 +40,20 @@ _ARCHITECTURES: dict[str, str | Architecture] = {
     "Olmo2ForCausalLM": "kvasir.models.architectures.olmo2",
     "GraniteForCausalLM": "kvasir.models.architectures.granite",
     "SmolLM3ForCausalLM": "kvasir.models.architectures.smollm3",
-    "CohereForCausalLM": "kvasir.models.architectures.cohere",
-    "Cohere2ForCausalLM": "kvasir.models.architectures.cohere2",
+    "CohereForCausalLM": "kvasir.models.architectures.cohere:COHERE",
+    "Cohere2ForCausalLM": "kvasir.models.architectures.cohere:COHERE2",
     "StableLmForCausalLM": "kvasir.models.architectures.stablelm",
     "InternLM2ForCausalLM": "kvasir.models.architectures.internlm2",
 }
 
 
 class ModelRegistry:
-    """What a user may do with the table."""
+    """The registry as users see it."""
 
     @staticmethod
     def register_model(name: str, architecture: Architecture | str) -> None:
-        """Run models that config.json calls `name` as `architecture`, or as what stands under "module:name"; this takes
-        the place of what was known by that name."""
+        """Run models that config.json calls `name` as `architecture`, which may be given as "module:name". It replaces
+        an architecture of the same name."""
         if not isinstance(architecture, Architecture | str):
             raise ConfigError(
                 f"register_model({name!r}): an Architecture or 'module:name' is needed, "
@@ -67,7 +67,7 @@ class ModelRegistry:
 
 
 def supported() -> tuple[str, ...]:
-    """The names that may stand in a config.json."""
+    """The supported values of `architectures` in config.json."""
     _load_plugins()
     return tuple(_ARCHITECTURES)
 
@@ -87,7 +87,8 @@ def find(config: Config) -> Architecture:
 
 
 def settle_implementation(config: Config, asked: str) -> str:
-    """Who runs the model: "kvasir" where there is a spec, else "transformers" if it has such a model."""
+    """The implementation that runs the model: "kvasir" if the architecture is known here, else "transformers" if it is
+    known there."""
     if asked == "transformers":
         return asked
     if asked == "kvasir" or _find(config) is not None or not _transformers_has(config):
@@ -95,7 +96,7 @@ def settle_implementation(config: Config, asked: str) -> str:
         check_numbers(config)
         return "kvasir"
     logger.warning(
-        "%s has no spec here: it runs through transformers, slower than it could", ", ".join(config["architectures"])
+        "Kvasir has no %s of its own: it runs through transformers, which is slower", ", ".join(config["architectures"])
     )
     return "transformers"
 
@@ -118,12 +119,12 @@ def _import(name: str, place: str) -> Architecture:
             f"The architecture {name} is registered as {place!r}, which cannot be imported: {error}."
         ) from error
     if not isinstance(found, Architecture):
-        raise ModelError(f"The architecture {name} is registered as {place!r}, which is no Architecture.")
+        raise ModelError(f"The architecture {name} is registered as {place!r}, which is not an Architecture.")
     return found
 
 
 def _transformers_has(config: Config) -> bool:
-    # Imported here because it takes seconds and models with a spec do without.
+    # Imported here because it takes seconds, and known architectures do without.
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
 
     return any(name in MODELS.values() for name in config.get("architectures") or ())
@@ -134,7 +135,7 @@ def _load_plugins() -> None:
     for plugin in entry_points(group=PLUGINS):
         try:
             plugin.load()()
-        except Exception as error:  # anything a stranger's code may raise
+        except Exception as error:  # a plugin may raise anything
             raise ConfigError(
                 f"The plugin {plugin.name} ({plugin.value}) failed: {type(error).__name__}: {error}."
             ) from error

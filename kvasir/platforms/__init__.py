@@ -1,6 +1,6 @@
-"""What a device can do: asked here and nowhere else. Any process; knows no model and no request.
+"""What a device can do and how much memory it has. Any process; knows no model and no request.
 
-Importing this costs no torch; asking about a device does.
+Importing this does not import torch; asking about a device does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 
 from kvasir.errors import ConfigError
 
-KINDS = ("cuda", "xpu", "mps", "cpu")  # in the order "auto" prefers them
+KINDS = ("cuda", "xpu", "mps", "cpu")  # in the order of preference of "auto"
 DTYPES = ("float32", "bfloat16", "float16")
 _MODEST_KV_BYTES = 4 << 30
 
@@ -30,7 +30,7 @@ class Platform(ABC):
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
-        """What NVIDIA calls a GPU's generation; None for anything else."""
+        """The compute capability of an NVIDIA GPU; None for other devices."""
         return None
 
     @abstractmethod
@@ -39,15 +39,15 @@ class Platform(ABC):
 
     @abstractmethod
     def memory_bytes(self) -> int | None:
-        """All memory of the device that may be used; None where nobody knows."""
+        """All memory of the device that may be used; None if unknown."""
 
     @abstractmethod
     def memory_free(self) -> int | None:
-        """What could still be allocated; None where nobody knows."""
+        """The memory that can still be allocated; None if unknown."""
 
     @abstractmethod
     def memory_used(self) -> int:
-        """What this process holds."""
+        """The memory that this process holds."""
 
     @abstractmethod
     def memory_peak(self) -> int:
@@ -58,8 +58,9 @@ class Platform(ABC):
         free = self.memory_free()
         return _MODEST_KV_BYTES if free is None else min(_MODEST_KV_BYTES, free // 2)
 
-    def default_attention(self, dtype: str) -> str:
-        """What `attention_backend=auto` means here for a model of this type."""
+    @property
+    def default_attention(self) -> str:
+        """The attention backend that `auto` means here, apart from the CPU library's (see config.resolve)."""
         return "torch"
 
     def reset_memory_peak(self) -> None:
@@ -67,7 +68,7 @@ class Platform(ABC):
         return None
 
     def release_memory(self) -> None:
-        """Give memory that is cached but not used back to the device."""
+        """Return memory that is cached but not used to the device."""
         return None
 
     def synchronize(self) -> None:
@@ -75,7 +76,7 @@ class Platform(ABC):
         return None
 
     def default_dtype(self, checkpoint_dtype: str) -> str:
-        """What `dtype=auto` means here for a checkpoint of this type."""
+        """The dtype that `auto` means here for a checkpoint of this dtype."""
         if checkpoint_dtype not in DTYPES:
             raise ConfigError(
                 f"The checkpoint's dtype {checkpoint_dtype!r} is not known; set dtype to one of {', '.join(DTYPES)}."
@@ -87,13 +88,13 @@ class Platform(ABC):
 
 
 def select(device: str = "auto") -> Platform:
-    """The platform of `device`; "auto" takes the best one there is."""
+    """The platform of `device`; "auto" selects the best available one."""
     if device == "auto":
         return next(platform for kind in KINDS if (platform := _platform(kind)).available())
     platform = _platform(device)
     if not platform.available():
         raise ConfigError(
-            f"device={device!r} was asked for, but torch finds none on this machine; "
+            f"device={device!r} was asked for, but torch finds no such device on this machine; "
             f"use device='auto' or check the driver and the torch build."
         )
     return platform
@@ -103,16 +104,16 @@ def _platform(device: str) -> Platform:
     kind, _, index = device.partition(":")
     if kind not in KINDS or (":" in device and not index.isdecimal()):
         raise ConfigError(
-            f"device={device!r} is not known; use auto, {', '.join(KINDS)}, or a number with it (cuda:1)."
+            f"device={device!r} is not known; use auto, {', '.join(KINDS)}, or one of them with an index (cuda:1)."
         )
     if kind == "cpu":
         from kvasir.platforms.cpu import CpuPlatform
 
         return CpuPlatform(device)
     if kind == "mps":
-        from kvasir.platforms.mps import MpsPlatform
+        from kvasir.platforms.gpu import MpsPlatform
 
         return MpsPlatform(device)
-    from kvasir.platforms.cuda import CudaPlatform
+    from kvasir.platforms.gpu import CudaPlatform
 
     return CudaPlatform(device)

@@ -1,6 +1,6 @@
-"""Attention kernels of others, as packages that may be installed: which, on what devices, for what shapes.
+"""Optional packages with attention kernels: which there are, on what devices and for what shapes they run.
 
-Any process: nothing here imports a package until `load`, which the worker calls.
+Any process. Only `load`, which the worker calls, imports a package.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ _TO_256 = frozenset(range(8, 257, 8))
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One package that computes paged attention, and what it can do."""
+    """A package that computes paged attention, and its limits."""
 
     title: str
     module: str
-    install: str  # how somebody gets it
-    majors: tuple[int, ...]  # of compute capabilities it runs on
+    install: str  # how to install it
+    majors: tuple[int, ...]  # major versions of the compute capabilities it runs on
     head_dims: frozenset[int]
     head_dims_in_words: str
-    block_size: int | None = None  # the only one it takes; None: any
-    distribution: str | None = None  # must be installed, too: the module alone may be somebody else's
+    block_size: int | None = None  # the only one it supports; None: any
+    distribution: str | None = None  # must be installed too, where another package has a module of this name
 
 
 FA2 = Package(
     "FlashAttention 2", "flash_attn", "pip install flash-attn", (8, 9, 10, 11, 12), _TO_256, "multiples of 8 up to 256",
-    block_size=256,  # or a multiple, which we do not offer
+    block_size=256,  # multiples of it are possible too, but not offered
 )  # fmt: skip
 FA3 = Package(
     "FlashAttention 3", "flash_attn_interface", "the hopper folder of FlashAttention's sources", (9,), _TO_256,
     "multiples of 8 up to 256",
 )  # fmt: skip
-# flash-attn 2.8 carries an early `flash_attn.cute` that takes other arguments: only the distribution tells them apart.
+# flash-attn 2.8 has an early `flash_attn.cute` with other arguments: only the distribution's name tells them apart.
 FA4_HOPPER = Package(
     "FlashAttention 4", "flash_attn.cute", "pip install flash-attn-4", (9,), _TO_256, "multiples of 8 up to 256",
     distribution="flash-attn-4",
@@ -58,7 +58,7 @@ PACKAGES = {"flash_attn": (FA3, FA4_HOPPER, FA4_BLACKWELL, FA2), "flashinfer": (
 
 
 def require(backend: str, platform: Platform) -> Package:
-    """The best package behind a backend that is installed and runs on the device."""
+    """The best installed package of a backend that runs on the device."""
     capability = platform.compute_capability
     if capability is None:
         raise ConfigError(
@@ -86,21 +86,21 @@ def is_installed(package: Package) -> bool:
             metadata.version(package.distribution)
         except metadata.PackageNotFoundError:
             return False
-    # Only the outermost package is looked up: for a name with a dot find_spec would import what stands before it.
+    # Only the outermost package is looked up: for a dotted name find_spec would import the outer package.
     outer, _, inner = package.module.partition(".")
     try:
         spec = find_spec(outer)
-    except ValueError:  # something without a spec has the name
+    except ValueError:  # a module of this name has no spec
         return False
-    # FlashAttention 4 alone leaves `flash_attn` as a folder without an __init__.py, which is not FlashAttention 2.
+    # With only FlashAttention 4 installed, `flash_attn` is a folder without __init__.py, and not FlashAttention 2.
     return spec is not None and (bool(inner) or spec.origin is not None)
 
 
 def load(package: Package) -> ModuleType:
-    """Import it."""
+    """Import the package."""
     try:
         return import_module(package.module)
-    except (ImportError, OSError, AttributeError) as error:  # what libraries for another torch or CUDA raise
+    except (ImportError, OSError, AttributeError) as error:  # raised by libraries built for another torch or CUDA
         raise ConfigError(
             f"{package.title} is installed, but importing {package.module} fails: {error}. Install it for this version "
             f"of torch ({package.install}), or leave attention_backend at auto."

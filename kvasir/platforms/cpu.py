@@ -1,4 +1,4 @@
-"""The CPU as a device: its memory is the machine's, or the container's where that is less."""
+"""The CPU as a device. Its memory is the machine's, or the container's limit if that is lower."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ import resource
 import sys
 from pathlib import Path
 
-from kvasir.platforms import Platform, cpu_library, limits
+from kvasir.platforms import Platform, limits
 
 
 class CpuPlatform(Platform):
     def available(self) -> bool:
         return True
 
-    def default_attention(self, dtype: str) -> str:
-        """The library runs bfloat16; float32 is torch's."""
-        return "cpu" if dtype == "bfloat16" and cpu_library.library() is not None else "torch"
-
     def memory_bytes(self) -> int | None:
         known = [_physical(), limits.memory_limit()]
         return min((n for n in known if n is not None), default=None)
 
     def memory_free(self) -> int | None:
-        """Free memory, counting page cache that the kernel would give up."""
+        """Free memory, including page cache that the kernel can reclaim."""
         available = limits.field(Path("/proc/meminfo"), "MemAvailable:")
         known = [None if available is None else available * 1024, limits.memory_left()]
         return min((n for n in known if n is not None), default=None)
@@ -32,7 +28,7 @@ class CpuPlatform(Platform):
         try:
             return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except OSError:
-            return self.memory_peak()  # no /proc: the peak is the nearest thing there is
+            return self.memory_peak()  # without /proc the peak is the best estimate
 
     def memory_peak(self) -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

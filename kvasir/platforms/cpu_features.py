@@ -1,7 +1,7 @@
-"""What must be known of the CPU before torch is imported. Worker process; plain Python, harmless on any machine.
+"""Checks the CPU before torch is imported. Worker process; plain Python, harmless on any machine.
 
-Some virtual machines announce AMX but leave its description (CPUID leaf 0x1D) empty. oneDNN takes the tile layout from
-there and dies of SIGILL at its first bfloat16 matmul, so there it must be told to keep off AMX.
+Some virtual machines announce AMX but leave its description (CPUID leaf 0x1D) empty. oneDNN reads the tile layout there
+and crashes with SIGILL at its first bfloat16 matmul, so on such machines it is configured not to use AMX.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Registers = tuple[int, int, int, int]  # eax, ebx, ecx, edx
 
 
 def prepare_cpu() -> None:
-    """Set what oneDNN reads from the environment. To be called before torch is imported, where a model will run."""
+    """Set environment variables that oneDNN reads. A process that runs a model calls this before importing torch."""
     if any(name in os.environ for name in ISA_VARIABLES):
         return
     if amx_lacks_description(cpu_flags(), cpuid):
@@ -47,8 +47,8 @@ def prepare_cpu() -> None:
 
 
 def amx_lacks_description(flags: Collection[str], read: Callable[[int, int], Registers | None]) -> bool:
-    """Whether AMX is announced while palette 1, the only one there is, reads as zeros. So it is if it cannot be read:
-    a slower product is better than an illegal instruction."""
+    """Whether AMX is announced while palette 1, the only one, reads as zeros. True if it cannot be read: a slower
+    product is better than an illegal instruction."""
     if "amx_tile" not in flags:
         return False
     registers = read(TILE_LEAF, 1)
@@ -56,7 +56,7 @@ def amx_lacks_description(flags: Collection[str], read: Callable[[int, int], Reg
 
 
 def cpu_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:
-    """The CPU's features by Linux's names; none where there is no such file."""
+    """The CPU's features by their names in Linux; empty without such a file."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             line = next((line for line in file if line.startswith("flags")), "")
@@ -66,7 +66,7 @@ def cpu_flags(path: str = "/proc/cpuinfo") -> frozenset[str]:
 
 
 def cpuid(leaf: int, subleaf: int) -> Registers | None:
-    """The CPUID instruction, on Linux on x86-64; None elsewhere or where no memory may be executed."""
+    """The CPUID instruction on Linux on x86-64; None elsewhere, or where memory may not be executed."""
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         return None
     try:

@@ -1,6 +1,6 @@
-"""What this process may use of the machine: CPUs by affinity, quota and choice, memory by what control groups leave.
+"""What this process may use of the machine: CPUs by affinity, quota and OMP_NUM_THREADS, memory by control groups.
 
-A container's limits stand in its control group, a service's in one further down; every group above counts, too.
+A container's limits are in its control group, a service's in a group below it; the limits of all outer groups apply.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvasir.errors import ConfigError
 
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
-# Limit and use, by version 2's names and by version 1's.
+# File names of limit and usage in version 2 and in version 1 of control groups.
 _MEMORY = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 
 
@@ -21,19 +21,19 @@ _MEMORY = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.u
 
 
 def usable_cpus() -> int:
-    """How many CPUs this process may use: by its affinity, its quota, and OMP_NUM_THREADS where set."""
+    """Number of CPUs this process may use by its affinity, its quota, and OMP_NUM_THREADS if set."""
     known = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
-    known += [max(1, round(limit)) for limit in (cpu_quota(), _told()) if limit is not None]
+    known += [max(1, round(limit)) for limit in (cpu_quota(), _openmp_threads()) if limit is not None]
     return min(known)
 
 
-def _told() -> float | None:
+def _openmp_threads() -> float | None:
     text = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return float(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def parse_cpus(text: str) -> list[int]:
-    """CPUs as Linux writes them: "0-3,8"."""
+    """The CPUs of a list as Linux writes it: "0-3,8"."""
     cpus: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -52,14 +52,14 @@ def parse_cpus(text: str) -> list[int]:
 
 
 def share(cpus: list[int], index: int, size: int) -> list[int]:
-    """The part of one of several workers, side by side, so that those on several memory nodes each stay on one."""
+    """The CPUs of one of several workers: neighbours, so that a worker stays on one memory node."""
     each = max(1, len(cpus) // size)
     begin = index * each % len(cpus)
     return cpus[begin : begin + each]
 
 
 def cpu_quota() -> float | None:
-    """In CPUs."""
+    """The CPU quota, in CPUs; None without one."""
     return min((quota for group in _groups("cpu") if (quota := _quota(group)) is not None), default=None)
 
 
@@ -81,7 +81,7 @@ def memory_limit() -> int | None:
 
 
 def memory_left() -> int | None:
-    """The least that any group leaves, counting page cache that the kernel would give up."""
+    """The least memory that any group leaves, including page cache that the kernel can reclaim."""
     left = (_left(group, *names) for group in _groups("memory") for names in _MEMORY)
     return min((each for each in left if each is not None), default=None)
 
@@ -90,7 +90,7 @@ def _left(group: Path, limit_name: str, used_name: str) -> int | None:
     limit, used = _number(group / limit_name), _number(group / used_name)
     if limit is None or used is None:
         return None
-    # Inactive page cache counts as used but is given up when memory is short.
+    # Inactive page cache counts as used but is reclaimed when memory is short.
     return max(0, limit - used + (field(group / "memory.stat", "inactive_file") or 0))
 
 
@@ -98,7 +98,7 @@ def _left(group: Path, limit_name: str, used_name: str) -> int | None:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """This process's control groups, from its own up to the outermost that can be seen."""
+    """This process's control groups, from its own up to the outermost visible one."""
     yield from (_ROOT, _ROOT / controller)
     try:
         lines = _OWN.read_text().splitlines()
@@ -106,7 +106,7 @@ def _groups(controller: str) -> Iterator[Path]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        base = _ROOT / controller if controllers else _ROOT  # version 2 has one tree for all, and names none
+        base = _ROOT / controller if controllers else _ROOT  # version 2 has one tree for all controllers
         if controllers and controller not in controllers.split(","):
             continue
         group = base / path.lstrip("/")
@@ -124,7 +124,7 @@ def _number(path: Path) -> int | None:
 
 
 def field(path: Path, name: str) -> int | None:
-    """The number behind a name in a file such as /proc/meminfo."""
+    """The number after a name in a file such as /proc/meminfo."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""GGUF's packed rows: expanded to the model's type when they are loaded, and kept for kernels that read them."""
+"""Packed rows of GGUF files, how to cut and expand them, and the method that expands them while loading."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from typing import Any
 
 import torch
 
-from kvasir.quantization.base import LinearLayer, LinearMethod, TensorKey, UnquantizedLinear
+from kvasir.quantization.base import LinearLayer, LinearMethod, TensorKey, Unquantized, UnquantizedLinear
 from kvasir.quantization.gguf_file import TENSOR_TYPES
-from kvasir.quantization.methods import Unquantized
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """A tensor as the file has it. `data` is a view of the mapped file: it takes no memory until it is read."""
+    """A tensor as it is in the file. `data` is a view of the mapped file, which takes no memory until it is read."""
 
     data: torch.Tensor  # [rows, bytes of a row] uint8
     kind: str  # "Q4_1"
     shape: tuple[int, ...]
 
     def cut(self, rows: slice) -> PackedRows:
-        """Some rows of a matrix, as they are."""
+        """Some rows of a matrix, still packed."""
         data = self.data[rows]
         return PackedRows(data, self.kind, (len(data), *self.shape[1:]))
 
     def cut_columns(self, columns: slice) -> PackedRows | None:
-        """Some columns of a matrix, as they are; None where the cut would go through a block."""
+        """Some columns of a matrix, still packed; None if the cut would go through a block."""
         _, block, size = next(kind for kind in TENSOR_TYPES.values() if kind[0] == self.kind)
         if columns.start % block or columns.stop % block:
             return None
@@ -38,15 +37,15 @@ class PackedRows:
         return PackedRows(data, self.kind, (len(data), columns.stop - columns.start))
 
     def split(self, sizes: Sequence[int]) -> tuple[PackedRows, ...]:
-        """As torch.split does it."""
+        """Like torch.split."""
         return tuple(self.cut(slice(end - size, end)) for size, end in zip(sizes, accumulate(sizes), strict=True))
 
     def chunk(self, count: int) -> tuple[PackedRows, ...]:
-        """As torch.chunk does it, of rows that are a multiple of `count`."""
+        """Like torch.chunk, for a number of rows that is a multiple of `count`."""
         return self.split([len(self.data) // count] * count)
 
     def expand(self) -> torch.Tensor:
-        """The values, in float32 or in the type they have in the file."""
+        """The values, in float32 or in the file's own dtype."""
         if self.kind in _PLAIN:
             return self.data.view(_PLAIN[self.kind]).view(self.shape)
         if self.kind in EXPANDERS:
@@ -62,7 +61,7 @@ def expanded(tensor: PackedRows | torch.Tensor) -> torch.Tensor:
 
 
 class GGUFLinear(UnquantizedLinear):
-    """Expands what it loads. The packed rows of each part are `layer.packed[part]`, whole, for all ranks."""
+    """Expands what it loads. `layer.packed[part]` keeps the packed rows of each part, whole on every rank."""
 
     def load(self, layer: LinearLayer, key: TensorKey, tensor: Any) -> None:
         if isinstance(tensor, PackedRows):
@@ -73,17 +72,15 @@ class GGUFLinear(UnquantizedLinear):
 
 
 class GGUFMethods(Unquantized):
-    """Of a model that comes from a GGUF file."""
+    """The methods of a model from a GGUF file that the CPU library does not run."""
 
     def linear(self, prefix: str) -> LinearMethod:
         return GGUFLinear()
 
 
-# ----------------------------------------------------------------
-# The values of GGUF's plainest packed rows, all rows at once. Worker process.
-#
-# The gguf package knows every kind but takes rows sixteen at a time, which is most of a small model's start-up. These
-# give bit for bit what it gives: scale and offset in float32, one product, one sum.
+# ---------------------------------------------------------------- expanding
+# The gguf package expands every kind, but sixteen rows at a time, which takes most of a small model's start-up. These
+# functions expand the most common kinds all at once, with bit for bit the same values.
 
 _BLOCK = 32  # values that share a scale
 

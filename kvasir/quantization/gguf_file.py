@@ -1,4 +1,4 @@
-"""A GGUF file's header: metadata and where each tensor lies. Any process; no torch, no numpy, nothing is expanded.
+"""Reads a GGUF file's header: metadata and the places of tensors. Any process; no torch, no numpy.
 
 Reading the header of a file with 50,000 tokens takes some hundredths of a second; tensors are not touched.
 """
@@ -37,7 +37,7 @@ _LARGEST_ALIGNMENT = 1 << 30
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """Where a tensor lies. `shape` has the outermost dimension first, as torch has it."""
+    """A tensor's place in the file. `shape` begins with the outermost dimension, as in torch."""
 
     kind: str  # a name of TENSOR_TYPES
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class GGUFFile:
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def floats(self, name: str) -> list[float]:
-        """A small tensor of float32, such as factors of the rotation."""
+        """The values of a small tensor of float32, such as RoPE factors."""
         if name not in self.tensors:
             raise ModelError(f"{self.path} lacks the tensor {name}.")
         tensor = self.tensors[name]
@@ -79,7 +79,7 @@ class GGUFFile:
 
 
 def read_gguf(path: str | Path) -> GGUFFile:
-    """The file's header; the same file is read once."""
+    """The file's header, which is read once and cached."""
     path = Path(path)
     try:
         changed = path.stat().st_mtime_ns
@@ -92,7 +92,7 @@ def read_gguf(path: str | Path) -> GGUFFile:
 def _read(path: Path, changed: int) -> GGUFFile:
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise ModelError(f"{path} is no GGUF file: it does not begin with GGUF.")
+            raise ModelError(f"{path} is not a GGUF file: it does not begin with GGUF.")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _Reader(data).read(path)

@@ -15,7 +15,7 @@ import torch
 
 from kvasir.config.engine import EngineConfig
 from kvasir.distributed.mesh import Mesh
-from kvasir.platforms import cpu_library
+from kvasir.kernels.cpu import library
 from kvasir.platforms.limits import parse_cpus, share
 
 
@@ -34,8 +34,8 @@ def use_threads(config: EngineConfig, mesh: Mesh) -> Callable[[], None]:
         restore = partial(os.sched_setaffinity, 0, before)
     elif mesh.size > 1 and hasattr(os, "sched_getaffinity"):
         cpus = share(sorted(os.sched_getaffinity(0)), mesh.rank, mesh.size)
-    if cpu_library.library() is not None:  # which computes norms and samples whatever attention runs on
-        cpu_library.configure(threads, cpus)
+    if library.library() is not None:  # which computes norms and samples whatever attention runs on
+        library.configure(threads, cpus)
     return restore
 
 

@@ -107,7 +107,7 @@ class StepGraphs:
         self._shared = SharedPrefixes(tokens, members, starts)
         self._short = None
         if kernels.are_compiled(self.device) and isinstance(self.model, Transformer):
-            self._short = self.model.shortened()
+            self._short = self.model.compile_copy()
 
     def shape_for(self, plan: StepPlan) -> Shape | None:
         """The graph that this step runs as, captured now if it is the first: nothing of the step has happened yet, so

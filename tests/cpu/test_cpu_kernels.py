@@ -12,9 +12,8 @@ from kvasir.attention.base import AttentionBatch
 from kvasir.attention.cpu import CpuAttention
 from kvasir.attention.torch import TorchAttention
 from kvasir.kernels import reference
-from kvasir.kernels.cpu import ops, packed
+from kvasir.kernels.cpu import library, ops, packed
 from kvasir.kernels.cpu.packed import BF16, INT4, INT6, INT8, Format
-from kvasir.platforms import cpu_library, cpu_structs
 from tests.native_builders import SETS, require_library
 
 BFLOAT = torch.bfloat16
@@ -25,9 +24,9 @@ FORMATS = {"bf16": BF16, "int8": INT8, "int6": INT6, "int4": INT4}
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
     require_library()
     torch.manual_seed(0)
-    cpu_library.use_instruction_set(request.param)
+    library.use_instruction_set(request.param)
     yield request.param
-    cpu_library.use_instruction_set(SETS[0])
+    library.use_instruction_set(SETS[0])
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -41,7 +40,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor, tolerance: float = 5e-3) -> N
 
 
 def test_structures_match() -> None:
-    assert cpu_library.loaded().kv_layout() == cpu_structs.layout()
+    assert library.loaded().kv_layout() == library.layout()
 
 
 # ---------------------------------------------------------------- products
@@ -77,7 +76,7 @@ def test_linear_of_random_shapes(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("activation", cpu_structs.ACTIVATIONS)
+@pytest.mark.parametrize("activation", library.ACTIVATIONS)
 @pytest.mark.parametrize("half", [48, 21])
 def test_gated_linear(half: int, name: str, activation: str) -> None:
     weight, bias = randn(2 * half, 64) / 8, randn(2 * half)
@@ -176,7 +175,7 @@ def test_norms(width: int) -> None:
         assert torch.equal(total, wanted_total)
 
 
-@pytest.mark.parametrize("activation", cpu_structs.ACTIVATIONS)
+@pytest.mark.parametrize("activation", library.ACTIVATIONS)
 def test_gated_activation(activation: str) -> None:
     x = randn(9, 2 * 72) * 4
     close(ops.gated_activation(x, activation), reference.gated_activation(x, activation), 2e-3)

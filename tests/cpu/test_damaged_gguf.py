@@ -113,7 +113,7 @@ def test_the_file_as_it_should_be(good: GGUFFile, tmp_path: Path) -> None:
         ("llama.attention.head_count", 0, "llama.attention.head_count must be a whole number of at least 1, but is 0"),
         ("llama.attention.head_count", -8, "attention.head_count must be a whole number of at least 1, but is -8"),
         ("llama.attention.head_count", "8", "attention.head_count must be a whole number of at least 1, but is '8'"),
-        ("llama.attention.head_count_kv", 3, "is 4, no multiple of attention.head_count_kv, 3"),
+        ("llama.attention.head_count_kv", 3, "is 4, not a multiple of attention.head_count_kv, 3"),
         ("llama.block_count", 1 << 31, "llama.block_count must be at most 4096, but is 2147483648"),
         ("llama.block_count", 4000, "llama.block_count is 4000, but the file has 3 layers"),
         ("llama.embedding_length", 512, "llama.embedding_length is 512, but token_embd.weight has"),
@@ -143,7 +143,7 @@ def test_an_impossible_entry_is_named(good: GGUFFile, tmp_path: Path, key: str, 
 def test_heads_that_do_not_share_the_embedding(good: GGUFFile, tmp_path: Path) -> None:
     changes = {"attention.head_count": 7, "attention.head_count_kv": 1, "attention.key_length": None}
     path = rewrite(good, tmp_path / "m.gguf", {f"llama.{key}": value for key, value in changes.items()})
-    with pytest.raises(ModelError, match=r"embedding_length is \d+, no multiple of llama.attention.head_count, 7; d"):
+    with pytest.raises(ModelError, match=r"embedding_length is \d+, not a multiple of llama.attention.head_count, 7"):
         load_all(path)
 
 

@@ -13,14 +13,13 @@ from safetensors import safe_open
 
 from kvasir.distributed.mesh import Mesh
 from kvasir.kernels import reference
-from kvasir.kernels.cpu.experts import PackedStack, multiply
-from kvasir.kernels.cpu.packed import BF16, INT4, INT8, Format, Layout
+from kvasir.kernels.cpu import library
+from kvasir.kernels.cpu.packed import BF16, INT4, INT8, Format, Layout, PackedStack, multiply_experts
 from kvasir.layers.base import Build
 from kvasir.layers.mlp import Experts, MoE
 from kvasir.models import loader
 from kvasir.models.loader import load_model
 from kvasir.models.transformer import Transformer
-from kvasir.platforms import cpu_library
 from kvasir.quantization.cpu import CpuMethods
 from tests.model_builders import PagedModel, make_config, make_hf_model, save
 from tests.native_builders import SETS, require_library
@@ -40,9 +39,9 @@ def same_numbers() -> None:
 
 @pytest.fixture(params=SETS)
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    cpu_library.use_instruction_set(request.param)
+    library.use_instruction_set(request.param)
     yield request.param
-    cpu_library.use_instruction_set(SETS[0])
+    library.use_instruction_set(SETS[0])
 
 
 def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -91,7 +90,7 @@ def test_products(routes: str, inner: int, quantization: str | None, instruction
     down = stack_of(torch.randn(5, hidden, inner) / inner**0.5, form)
     (weights, chosen), x = route(*ROUTES[routes]), torch.randn(ROUTES[routes][0], hidden).bfloat16()
     wanted = product(kept(gate_up), kept(down), x, weights, chosen)
-    assert error(multiply(gate_up, down, x, weights, chosen, "silu"), wanted) < TOLERANCE[quantization]
+    assert error(multiply_experts(gate_up, down, x, weights, chosen, "silu"), wanted) < TOLERANCE[quantization]
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -111,7 +110,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ]
     for error_type, arguments in wrong:
         with pytest.raises(error_type):
-            multiply(*arguments, "silu")
+            multiply_experts(*arguments, "silu")
     with pytest.raises(ValueError, match="memory of"):
         PackedStack(down.layout, gate_up.memory)
 
@@ -119,10 +118,10 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_a_token_gets_the_same_in_any_batch() -> None:
     gate_up, down = stack_of(torch.randn(5, 96, 64), BF16), stack_of(torch.randn(5, 64, 48), BF16)
     (weights, chosen), x = route(40, 5), torch.randn(40, 64).bfloat16()
-    together = multiply(gate_up, down, x, weights, chosen, "silu")
+    together = multiply_experts(gate_up, down, x, weights, chosen, "silu")
     for token in range(40):
         one = slice(token, token + 1)
-        alone = multiply(gate_up, down, x[one], weights[one], chosen[one], "silu")
+        alone = multiply_experts(gate_up, down, x[one], weights[one], chosen[one], "silu")
         assert error(together[one], alone) < 5e-3
 
 

@@ -83,7 +83,7 @@ def test_what_cannot_run_says_why(tmp_path: Path) -> None:
 
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
     AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes)).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="MambaForCausalLM has no spec, and cannot be run through transformers"):
+    with pytest.raises(ModelError, match="MambaForCausalLM is no architecture of Kvasir's own, and cannot run through"):
         LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=64)
 
 
@@ -130,7 +130,7 @@ def test_a_plugin_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_registrations_are_refused() -> None:
     with pytest.raises(ConfigError, match="an Architecture or 'module:name' is needed, not int"):
         ModelRegistry.register_model("Mine", 3)  # type: ignore[arg-type]
-    for place, said in (("no.such.module", "cannot be imported"), ("json:dumps", "is no Architecture")):
+    for place, said in (("no.such.module", "cannot be imported"), ("json:dumps", "is not an Architecture")):
         ModelRegistry.register_model("Mine", place)
         with pytest.raises(ModelError, match=said):
             registry.find({"architectures": ["Mine"]})

@@ -102,9 +102,9 @@ def test_types(kind: str, tmp_path: Path) -> None:
 
 def test_llama3_factors_come_from_a_tensor(tmp_path: Path) -> None:
     """llama.cpp writes them out instead of naming the kind of scaling."""
-    from kvasir.layers.rope import RopeSpec
-    from kvasir.layers.rotary import inverse_frequencies
-    from kvasir.models.rope import read_rope
+    from kvasir.layers.rope import inverse_frequencies
+    from kvasir.layers.spec import RopeSpec
+    from kvasir.models.spec_reader import read_rope
 
     hf = TINY["llama_tied_biases_llama3"][1]["rope_parameters"]
     scaled = inverse_frequencies(read_rope({"rope_parameters": hf}, 8), 128)

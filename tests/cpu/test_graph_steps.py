@@ -225,14 +225,14 @@ def test_a_rehearsal_within_a_rehearsal_is_refused() -> None:
         pass  # the end of the first left everything as it was
 
 
-def test_a_shortened_model_has_a_layer_of_each_kind(tmp_path: Path) -> None:
+def test_the_copy_to_compile_has_a_layer_of_each_kind(tmp_path: Path) -> None:
     path = save(make_hf_model("gemma2", num_hidden_layers=4), tmp_path)
     with LLM(
         str(path), skip_tokenizer_init=True, use_tqdm_on_load=False, dtype="float32", device="cpu", max_model_len=64,
         attention_backend="torch", kv_cache_memory_bytes=8 << 20,
     ) as llm:  # fmt: skip
         model = llm.llm_engine.client.core.executor.model  # type: ignore[attr-defined]
-        short = model.shortened()
+        short = model.compile_copy()
         assert {layer.attention.window for layer in short.layers} == {layer.attention.window for layer in model.layers}
         assert (len(short.layers), len(model.layers)) == (2, 4)
 

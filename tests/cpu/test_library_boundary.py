@@ -15,9 +15,8 @@ import torch
 from kvasir.attention.cpu import CpuAttention
 from kvasir.attention.torch import TorchAttention
 from kvasir.kernels import reference
-from kvasir.kernels.cpu import build, ops, packed
-from kvasir.kernels.cpu.step import StepView
-from kvasir.platforms import cpu_library, cpu_sources
+from kvasir.kernels.cpu import build, library, ops, packed, sources
+from kvasir.kernels.cpu.ops import StepView
 from tests.cpu.test_cpu_kernels import BFLOAT, FORMATS, close, instruction_set, make_batch, randn
 from tests.native_builders import require_library
 
@@ -65,7 +64,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "a narrow row": lambda: packed.pack(randn(32, 64)).linear(randn(3, 40)),
     "a wide row": lambda: packed.pack(randn(32, 64)).gated_linear(randn(3, 80), "silu"),
     "float32 rows": lambda: packed.pack(randn(32, 64)).linear(torch.zeros(3, 64)),
-    "no halves": lambda: packed.pack(randn(41, 64)).gated_linear(randn(3, 64), "silu"),
+    "cannot be halved": lambda: packed.pack(randn(41, 64)).gated_linear(randn(3, 64), "silu"),
     "a row beyond": lambda: packed.pack(randn(32, 64)).rows(torch.tensor([3, 32])),
     "a row before": lambda: packed.pack(randn(32, 64)).rows(torch.tensor([-1])),
     "filled beyond": lambda: packed.pack(randn(32, 64)).fill(randn(8, 64), 25),
@@ -149,9 +148,9 @@ def test_what_is_behind_the_window_or_the_end_does_not_matter() -> None:
 
 @pytest.fixture
 def threads_as_before() -> Iterator[None]:
-    before = cpu_library.num_threads()
+    before = library.num_threads()
     yield
-    cpu_library.configure(before)
+    library.configure(before)
 
 
 @pytest.mark.usefixtures("threads_as_before")
@@ -167,7 +166,7 @@ def test_threads_are_set_while_others_compute() -> None:
     caller = threading.Thread(target=compute, daemon=True)
     caller.start()
     for round_ in range(100):
-        cpu_library.configure(1 + round_ % 3)
+        library.configure(1 + round_ % 3)
     done.set()
     caller.join(60)
     assert not caller.is_alive() and not wrong
@@ -177,11 +176,11 @@ def test_more_threads_than_the_system_grants() -> None:
     program = """
 import resource
 from kvasir.errors import ConfigError
-from kvasir.platforms import cpu_library
-assert cpu_library.num_threads() > 0
+from kvasir.kernels.cpu import library
+assert library.num_threads() > 0
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 try:
-    cpu_library.configure(3000)
+    library.configure(3000)
 except ConfigError as error:
     print(error)
 """
@@ -196,11 +195,11 @@ def test_a_library_from_other_sources_is_refused(
     monkeypatch: pytest.MonkeyPatch, log_lines: list[str], tmp_path: Path
 ) -> None:
     require_library()
-    assert build.is_current() and build.is_current(cpu_library.PATH)
-    for file in cpu_sources.SOURCES.glob("*.*"):
+    assert build.is_current() and build.is_current(library.PATH)
+    for file in sources.SOURCES.glob("*.*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    monkeypatch.setattr(cpu_sources, "SOURCES", tmp_path)
-    assert cpu_library.library.__wrapped__() is not None
+    monkeypatch.setattr(sources, "SOURCES", tmp_path)
+    assert library.library.__wrapped__() is not None
     (tmp_path / "pool.h").write_text("// not what it was\n")
-    assert cpu_library.library.__wrapped__() is None
+    assert library.library.__wrapped__() is None
     assert "it was built from other sources" in log_lines[-1] and "kvasir.kernels.cpu.build" in log_lines[-1]

@@ -12,8 +12,10 @@ import torch
 
 from kvasir import kernels
 from kvasir.layers.linear import Linear
+from kvasir.layers.spec import GatedMLPSpec, MoESpec, RMSNormSpec
 from kvasir.models.decoder_layer import DecoderLayer
 from kvasir.models.loader import load_model
+from kvasir.models.spec import LayerSpec
 from kvasir.models.transformer import Transformer
 from tests.model_builders import TINY, PagedModel, make_config, make_hf_model, save
 
@@ -91,10 +93,15 @@ def test_one_row_in_fewer_launches(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     close(found["6"], pair.expected["6"])
     fuses = [layer.fuses for layer in pair.ours.layers]
     assert len(counted) == 4 * len(fuses) or not all(fuses)
-    spec = pair.ours.spec
-    plain = spec.norm.startswith("rms") and spec.norm_place == "before" and spec.activation == "silu" and spec.gated
-    plain = plain and spec.moe is None and spec.residual_scale == 1.0 and not (spec.parallel or spec.shared_norm)
-    assert all(fuses) == plain
+    assert fuses == [is_plain(layer) for layer in pair.ours.spec.layers]
+
+
+def is_plain(layer: LayerSpec) -> bool:
+    """Whether a layer is as Llama's, the one kind whose norms, activation and residual go into the products."""
+    norms = [layer.attention_norm, layer.mlp_norm]
+    bare = layer.attention_post_norm is layer.mlp_post_norm is None and layer.residual_scale == 1.0
+    gated = isinstance(layer.mlp, GatedMLPSpec) and layer.mlp.activation == "silu"
+    return type(layer) is LayerSpec and bare and gated and all(isinstance(norm, RMSNormSpec) for norm in norms)
 
 
 def test_parts_that_norms_sum(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +117,13 @@ def test_parts_that_norms_sum(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> No
     found = run(pair.ours, [pair.texts])
     for key, expected in pair.expected.items():
         close(found[key], expected)
-    assert bool(counted) == any(linear.leaves_parts and linear.bias is None for linear in linears(pair.ours))
+    leave = [linear for linear in linears(pair.ours) if linear.leaves_parts]
+    assert bool(counted) == any(linear.bias is None for linear in leave)
+    layers = pair.ours.spec.layers
+    sequential = all(type(layer) is LayerSpec and layer.residual_scale == 1.0 for layer in layers)
+    into_norms = all(isinstance(layer.mlp_norm, RMSNormSpec) and layer.mlp_post_norm is None for layer in layers)
+    dense = [layer for layer in layers if not isinstance(layer.mlp, MoESpec)]
+    assert len(leave) == (len(layers) + len(dense) if sequential and into_norms else 0)
 
 
 def linears(model: Transformer) -> list[Linear]:

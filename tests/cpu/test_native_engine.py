@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvasir import LLM, RequestOutput, SamplingParams, kernels
+from kvasir.kernels.cpu import library
 from kvasir.models.native import LayerByLayer, NativeDecoder
-from kvasir.platforms import cpu_library
 from tests.cpu.test_starter import QUESTIONS
 from tests.model_builders import make_hf_model, save
 from tests.native_builders import require_library
@@ -77,7 +77,7 @@ def test_all_threads_are_as_many_as_were_asked_for(starter_model: Path, settings
     require_library()
     for threads in (3, 1):
         generate(starter_model, PROMPTS[:1], 2, cpu_threads=threads, **settings)
-        assert cpu_library.num_threads() == torch.get_num_threads() == threads
+        assert library.num_threads() == torch.get_num_threads() == threads
 
 
 def test_a_gguf_file_runs_as_it_is(starter_model: Path) -> None:

@@ -59,7 +59,7 @@ def test_what_does_not_divide_is_refused(tmp_path: Path) -> None:
         load_model(make_config(path), torch.device("cpu"), Mesh(0, 5))
     with pytest.raises(ConfigError, match=r"num_attention_heads \(4\) cannot be split over 3 ranks"):
         load_model(make_config(path), torch.device("cpu"), Mesh(0, 3))
-    with pytest.raises(ConfigError, match=r"num_key_value_heads \(2\) cannot be dealt to 3 ranks"):
+    with pytest.raises(ConfigError, match=r"num_key_value_heads \(2\) cannot be split over 3 ranks"):
         Mesh(0, 3).shard_heads(2, "num_key_value_heads")
 
 

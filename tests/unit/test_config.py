@@ -24,7 +24,7 @@ from kvasir.config.engine import EngineConfig, ModelConfig, all_settings
 from kvasir.config.resolve import resolve
 from kvasir.entrypoints.cli.main import Parser
 from kvasir.errors import ConfigError
-from kvasir.platforms import cpu_library
+from kvasir.kernels.cpu import library
 from kvasir.platforms.cpu import CpuPlatform
 
 ROOT = Path(__file__).parent.parent.parent
@@ -62,7 +62,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     found = World(path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", found.snapshot_download)
     monkeypatch.setattr(platforms, "select", lambda device: CpuPlatform("cpu" if device == "auto" else device))
-    monkeypatch.setattr(cpu_library, "library", object)  # as if it were built
+    monkeypatch.setattr(library, "library", object)  # as if it were built
     return found
 
 

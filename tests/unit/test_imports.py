@@ -60,7 +60,8 @@ ORDER = {
     "multimodal": Line(("models",), halves=True),
     "lora": Line(("layers", "kernels")),
     "config.resolve": Line(
-        ("models.hub", "quantization.gguf_file", "platforms"), by_name=("models.registry", "models.gguf")
+        ("models.hub", "quantization.gguf_file", "platforms"),
+        by_name=("models.registry", "models.gguf", "kernels.cpu"),
     ),
     "models.hub": Line(),
     "models.starter": Line(),

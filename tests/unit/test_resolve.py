@@ -21,7 +21,8 @@ from kvasir.config.args import EngineArgs
 from kvasir.config.engine import EngineConfig
 from kvasir.config.resolve import resolve
 from kvasir.errors import ConfigError, ModelError
-from kvasir.platforms import attention_packages, cpu_library
+from kvasir.kernels.cpu import library
+from kvasir.platforms import attention_packages
 from kvasir.platforms.cpu import CpuPlatform
 
 ROOT = Path(__file__).parent.parent.parent
@@ -271,7 +272,7 @@ def test_a_missing_directory_names_its_neighbours(model: Path) -> None:
 def test_files_are_refused(model: Path) -> None:
     with pytest.raises(ModelError, match="there is no such file"):
         settle(model / "model.gguf")
-    with pytest.raises(ModelError, match="is a file, but no GGUF file"):
+    with pytest.raises(ModelError, match="is a file, but not a GGUF file"):
         settle(model / "config.json")
 
 
@@ -511,7 +512,7 @@ def test_flash_attention_2_takes_large_blocks(model: Path, monkeypatch: pytest.M
 
 
 def with_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_library, "library", object)
+    monkeypatch.setattr(library, "library", object)
     monkeypatch.setattr(platforms, "select", lambda device: CpuPlatform("cpu"))
 
 
@@ -519,6 +520,9 @@ def test_the_cpu_library_is_chosen_for_bfloat16(model: Path, monkeypatch: pytest
     with_library(monkeypatch)
     assert settle(model, device="cpu", dtype="bfloat16").device.attention_backend == "cpu"
     assert settle(model, device="cpu", dtype="float32").device.attention_backend == "torch"
+    with monkeypatch.context() as without:
+        without.setattr(library, "library", lambda: None)
+        assert settle(model, device="cpu", dtype="bfloat16").device.attention_backend == "torch"
     assert settle(model, device="cpu", dtype="bfloat16", quantization="none").model.quantization is None
 
 
@@ -534,7 +538,7 @@ def test_quantizing_computes_in_bfloat16(model: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_needs_the_library_is_refused_without_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_library, "library", lambda: None)
+    monkeypatch.setattr(library, "library", lambda: None)
     for wish in ({"quantization": "int4"}, {"kv_cache_dtype": "int8"}, {"attention_backend": "cpu"}):
         with pytest.raises(ConfigError, match=next(iter(wish))):
             settle(model, device="cpu", dtype="bfloat16", **wish)
@@ -564,9 +568,7 @@ def test_what_transformers_would_ignore_is_refused(
     phi = {"architectures": ["PhiForCausalLM"]}
     with pytest.raises(ConfigError) as error:
         settle(model, phi, **options, **wish)
-    assert str(error.value) == said + (
-        f"PhiForCausalLM has no spec here, so it runs through transformers; leave {name} unset."
-    )
+    assert str(error.value) == said + (f"PhiForCausalLM is not one, so transformers runs it; leave {name} unset.")
     assert settle(model, phi, **options).model.model_impl == "transformers"
     assert settle(model, phi, quantization="none", **options).model.quantization is None
 

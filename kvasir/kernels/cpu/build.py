@@ -19,13 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-# Run as a file: importing kvasir would need torch, which a build does not have.
-_OF_THE_LIBRARY = runpy.run_path(str(HERE.parent.parent / "platforms" / "cpu_sources.py"))
-SOURCES: Path = _OF_THE_LIBRARY["SOURCES"]
-NAME: str = _OF_THE_LIBRARY["NAME"]
+# Run as a file, because importing kvasir needs torch, which a build does not have.
+_SOURCES = runpy.run_path(str(HERE / "sources.py"))
+SOURCES: Path = _SOURCES["SOURCES"]
+NAME: str = _SOURCES["NAME"]
 
 _COMMON = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"]
-# Vectors as arguments are an ABI question only between files; gcc 12 takes its own intrinsics for uninitialised.
+# The ABI of vector arguments matters only between files; gcc 12 reports its own intrinsics as uninitialised.
 _QUIET = ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-unknown-warning-option"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni"]
@@ -37,19 +37,19 @@ _FLAGS = {
 
 
 class NotBuilt(Exception):
-    """There is no library; the text says why."""
+    """The library was not built; the message says why."""
 
 
 class NoCompiler(NotBuilt):
-    """There is none that could be run."""
+    """No C++ compiler was found, or it cannot be run."""
 
 
 class CompileError(NotBuilt):
-    """The compiler did not manage; the text is what it said."""
+    """The compiler failed; the message is its output."""
 
 
 def compiler() -> list[str]:
-    """$CXX, or the first of the usual names that is there."""
+    """$CXX, or the first of the usual compilers that is installed."""
     if named := os.environ.get("CXX"):
         return shlex.split(named)
     found = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
@@ -59,14 +59,14 @@ def compiler() -> list[str]:
 
 
 def sources() -> tuple[list[Path], list[str]]:
-    """The files to compile, and flags for all of them: which instruction sets the compiler knows, too."""
+    """The files to compile, and the flags for all of them, which also say which instruction sets the compiler knows."""
     known = [name for name in _FLAGS if _is_x86() and _takes(_FLAGS[name])]
     files = [file for file in sorted(SOURCES.glob("*.cpp")) if file.name in known or file.name not in _FLAGS]
     if _is_x86() and len(known) < len(_FLAGS):
         left_out = ", ".join(sorted(set(_FLAGS) - set(known)))
-        print(f"{' '.join(compiler())} does not know the instructions of {left_out}: left out", file=sys.stderr)
+        print(f"{' '.join(compiler())} does not know the instructions of {left_out}: it is left out", file=sys.stderr)
     flags = [f"-DKVASIR_{Path(name).stem.upper()}" for name in known]
-    return files, [*flags, f'-DKVASIR_SOURCES="{_OF_THE_LIBRARY["fingerprint"]()}"']
+    return files, [*flags, f'-DKVASIR_SOURCES="{_SOURCES["fingerprint"]()}"']
 
 
 def _is_x86() -> bool:
@@ -74,7 +74,7 @@ def _is_x86() -> bool:
 
 
 def _takes(flags: Sequence[str]) -> bool:
-    """Whether the compiler knows these flags. Older ones know fewer instructions."""
+    """Whether the compiler knows these flags. Older compilers know fewer instruction sets."""
     command = [*compiler(), *flags, "-x", "c++", "-fsyntax-only", os.devnull]
     try:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -83,15 +83,15 @@ def _takes(flags: Sequence[str]) -> bool:
 
 
 def is_current(target: Path = HERE / NAME) -> bool:
-    """Whether the library is there, and made from the sources as they are where there are any."""
+    """Whether the library exists and, where the sources are present, was built from them as they are."""
     if not target.is_file():
         return False
-    now = _OF_THE_LIBRARY["fingerprint"]()
+    now = _SOURCES["fingerprint"]()
     return now is None or now.encode() in target.read_bytes()
 
 
 def build(target: Path = HERE / NAME, extra: Sequence[str] = ()) -> Path:
-    """Compile all files side by side and link them. The library appears at once, whole."""
+    """Compile all files in parallel and link them. The library appears whole or not at all."""
     files, sets = sources()
     if not files:
         raise NotBuilt(f"the sources are not in {SOURCES}")
@@ -102,17 +102,17 @@ def build(target: Path = HERE / NAME, extra: Sequence[str] = ()) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = target.with_suffix(f".{os.getpid()}")
         shutil.copy(made, beside)
-        beside.replace(target)  # a process that has the old one mapped keeps it
+        beside.replace(target)  # a process that has mapped the old file keeps it
     return target
 
 
 def build_with_emulated_tiles(target: Path) -> Path:
-    """A library whose AMX code runs on any CPU with AVX-512, slowly: for tests."""
+    """Build a library for tests whose AMX code runs, slowly, on any CPU with AVX-512."""
     return build(target, ["-DKVASIR_EMULATED_TILES", "-include", str(SOURCES / "tests" / "emulated_tiles.h")])
 
 
 def check_with_sanitizer(kind: str) -> str:
-    """Build the library's own tests with a sanitizer ("thread", "address,undefined") and run them; what they print."""
+    """Build and run the library's own tests with a sanitizer ("thread", "address,undefined"); returns their output."""
     flags = ["-O1", "-g", f"-fsanitize={kind}", "-fno-sanitize-recover=all"]
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(os.cpu_count() or 1) as workers:
         files, sets = sources()
@@ -142,7 +142,7 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> int:
-    """Without arguments: build. With `sanitize`: build and run the library's own tests under both sanitizers."""
+    """Build the library; with the argument `sanitize`, build and run its own tests under both sanitizers instead."""
     started = time.perf_counter()
     try:
         if sys.argv[1:] == ["sanitize"]:

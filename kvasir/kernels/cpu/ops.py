@@ -1,29 +1,41 @@
-"""The operations of kernels/reference.py by the CPU library, for bfloat16 (logits may be float32). Same names, same
-meaning."""
+"""The operations of kernels/reference.py, under the same names, as the CPU library computes them: for bfloat16 (logits
+may be float32). And the views of tensors that its functions take."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 
-from kvasir.kernels.cpu.step import StepView, address, cache_of, rotation_of, rows_address
-from kvasir.platforms.cpu_library import loaded
-from kvasir.platforms.cpu_structs import ACTIVATIONS, Layer, Norm, Rows, Sampling, StepTokens
+from kvasir.kernels.cpu.library import (
+    ACTIVATIONS,
+    CacheStruct,
+    GroupStruct,
+    LayerStruct,
+    NormStruct,
+    RotationStruct,
+    RowsStruct,
+    SamplingStruct,
+    StepStruct,
+    StepTokensStruct,
+    loaded,
+)
 
-NONE = Norm()
+NONE = NormStruct()
 
 
 def norm_struct(
     gain: torch.Tensor | None, eps: float, bias: torch.Tensor | None = None, *, layer: bool = False
-) -> Norm:
-    """A norm for the library; `layer`: of mean and variance."""
+) -> NormStruct:
+    """A norm as the library reads it: an RMS norm, or with `layer` a LayerNorm."""
     if gain is None:
         return NONE
     kind = 3 if layer else 2 if gain.dtype == torch.float32 else 1
     wanted = torch.float32 if kind == 2 else torch.bfloat16
-    return Norm(kind, eps, address(gain, wanted), address(bias, torch.bfloat16))
+    return NormStruct(kind, eps, address(gain, wanted), address(bias, torch.bfloat16))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -42,9 +54,7 @@ def add_rms_norm(
         x = x.sum(0)
     x, residual = x.contiguous(), residual.clone(memory_format=torch.contiguous_format)
     if x.shape != residual.shape or residual.dtype != x.dtype:
-        raise TypeError(
-            f"{list(x.shape)} of {x.dtype} is not to be added to {list(residual.shape)} of {residual.dtype}"
-        )
+        raise TypeError(f"{list(x.shape)} of {x.dtype} cannot be added to {list(residual.shape)} of {residual.dtype}")
     out = torch.empty_like(x)
     norm = norm_struct(weight, eps)
     rows = x.numel() // x.shape[-1]
@@ -74,12 +84,12 @@ def rope_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """The queries are views of qkv, which is changed."""
+    """The queries are views of qkv, which is overwritten."""
     if not k_scale == v_scale == 1.0:
-        raise TypeError("a cache of 8-bit floats, which has scales, is not the library's")
+        raise TypeError("the CPU library has no cache of 8-bit floats, which need scales")
     qkv, kv_heads = qkv.contiguous(), kv_cache.shape[3]
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
-    layer = Layer(
+    layer = LayerStruct(
         q_norm=norm_struct(q_gain, eps),
         k_norm=norm_struct(k_gain, eps),
         rotation=rotation_of(table, interleaved),
@@ -116,7 +126,7 @@ def step_inputs(
     block_size: int,
 ) -> tuple[torch.Tensor, ...]:
     table, table_stride = rows_address(tables, torch.int32)
-    state = Rows(
+    state = RowsStruct(
         num_computed=address(num_computed, torch.int32),
         next_token=address(next_token, torch.int32),
         tables=table,
@@ -126,14 +136,12 @@ def step_inputs(
     asked = address(rows, torch.int64), address(num_tokens, torch.int32), address(token_ids, torch.int32)
     ids, positions, slots = torch.empty(3, len(token_ids), dtype=torch.int64).unbind(0)
     query_start, lengths = torch.empty(2 * len(rows) + 1, dtype=torch.int32).split((len(rows) + 1, len(rows)))
-    out = StepTokens(*(each.data_ptr() for each in (ids, positions, slots, query_start, lengths)))
+    out = StepTokensStruct(*(each.data_ptr() for each in (ids, positions, slots, query_start, lengths)))
     fits = loaded().kv_step_inputs(
         ctypes.byref(state), *map(ctypes.c_void_p, asked), len(rows), len(token_ids), ctypes.byref(out)
     )
     if not fits:
-        raise ValueError(
-            f"{len(token_ids)} token ids, and the sequences' tokens are not as many: {num_tokens.tolist()}"
-        )
+        raise ValueError(f"{len(token_ids)} token ids were given for sequences of {num_tokens.tolist()} tokens")
     return ids, positions, slots, query_start, lengths
 
 
@@ -151,7 +159,7 @@ def logit_floor(
 ) -> torch.Tensor:
     logits, rows = logits.contiguous(), rows.to(torch.int64).contiguous()
     floor = torch.empty(len(logits), dtype=torch.float32)
-    sampling = Sampling(
+    sampling = SamplingStruct(
         rows=rows.data_ptr(),
         temperature=address(temperature, torch.float32),
         min_p=address(min_p, torch.float32),
@@ -178,7 +186,7 @@ def draw(
     logits, rows = logits.contiguous(), rows.to(torch.int64).contiguous()
     positions = positions.to(torch.int32).contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int32)
-    sampling = Sampling(
+    sampling = SamplingStruct(
         rows=rows.data_ptr(),
         temperature=address(temperature, torch.float32),
         seeds=address(seeds, torch.int32),
@@ -192,3 +200,96 @@ def draw(
 
 def _at(tensor: torch.Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
+
+
+# ----------------------------------------------------------------
+# A step's layout and a layer's cache as the library reads them. Structures hold addresses: the tensors they point to
+# must live as long as the structures are used.
+
+
+class StepBatch(Protocol):
+    """The fields of an AttentionBatch that the library reads."""
+
+    slots: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    tables: torch.Tensor
+    rows: torch.Tensor
+    causal: bool
+    others: tuple[Any, ...]
+
+
+class StepView:
+    """A batch for calls into the library, with token ids and positions where the call needs them."""
+
+    def __init__(
+        self,
+        batch: StepBatch,
+        ids: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        *,
+        tokens: int = 0,
+    ) -> None:
+        batches: Sequence[StepBatch] = (batch, *batch.others)
+        self._kept = [batch.rows, batch.query_start, batch.seq_lens, ids, positions]
+        self._kept += [tensor for each in batches for tensor in (each.slots, each.tables)]
+        self._groups = (GroupStruct * len(batches))(
+            *(
+                GroupStruct(address(each.slots, torch.int64), *rows_address(each.tables, torch.int32))
+                for each in batches
+            )
+        )
+        self.struct = StepStruct(
+            tokens=tokens or len(batch.slots),
+            sequences=len(batch.seq_lens),
+            causal=batch.causal,
+            num_groups=len(batches),
+            ids=address(ids, torch.int64),
+            positions=address(positions, torch.int64),
+            rows=address(batch.rows, torch.int64),
+            query_start=address(batch.query_start, torch.int32),
+            lengths=address(batch.seq_lens, torch.int32),
+            groups=ctypes.addressof(self._groups),
+        )
+
+
+def cache_of(kv_cache: torch.Tensor) -> CacheStruct:
+    """[blocks, 2, block_size, kv_heads, head_dim] of bfloat16, or of int8 with four more bytes for a scale."""
+    block, value, token, head, last = kv_cache.stride()
+    if last != 1 or kv_cache.dtype not in (torch.bfloat16, torch.int8):
+        raise TypeError(
+            f"the CPU library needs a cache of bfloat16 or int8, heads dense, not {kv_cache.dtype} {kv_cache.stride()}"
+        )
+    return CacheStruct(
+        data=kv_cache.data_ptr(),
+        block_stride=block,
+        value_offset=value,
+        token_stride=token,
+        head_stride=head,
+        block_size=kv_cache.shape[2],
+        is_int8=kv_cache.dtype == torch.int8,
+    )
+
+
+def rotation_of(table: torch.Tensor | None, interleaved: bool) -> RotationStruct:
+    if table is None:
+        return RotationStruct(None, 0, 0)
+    return RotationStruct(address(table, torch.float32), table.shape[1], interleaved)
+
+
+def address(tensor: torch.Tensor | None, dtype: torch.dtype) -> int | None:
+    """The address of a dense tensor."""
+    if tensor is None:
+        return None
+    if tensor.dtype != dtype or not tensor.is_contiguous():
+        raise TypeError(
+            f"the CPU library needs a dense tensor of {dtype}, not {tensor.dtype} with strides {tensor.stride()}"
+        )
+    return tensor.data_ptr()
+
+
+def rows_address(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[int, int]:
+    """The address of a matrix with dense rows, and the distance between rows."""
+    if tensor.dtype != dtype or tensor.dim() != 2 or tensor.stride(1) != 1:
+        raise TypeError(f"the CPU library needs dense rows of {dtype}, not {tensor.dtype}, strides {tensor.stride()}")
+    return tensor.data_ptr(), tensor.stride(0)

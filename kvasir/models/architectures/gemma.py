@@ -1,32 +1,111 @@
-"""Gemma 1: Llama with scaled embeddings, gains that the checkpoint has less one, and a gate by GELU."""
+"""Gemma 1, 2 and 3 (the text model)."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
-from kvasir.models.architectures.llama import NAMES
-from kvasir.models.config_reader import Config, flag, integer
-from kvasir.models.spec import Architecture, DecoderSpec, read_activation, read_decoder
+from kvasir.layers.spec import AttentionSpec, GatedMLPSpec, RMSNormSpec, RopeSpec
+from kvasir.models.architectures import llama
+from kvasir.models.config_reader import Config, flag, integer, mapping, optional_real, real
+from kvasir.models.spec import Architecture, DecoderSpec, LayerSpec, around_norm, pre_norm, vary_attention
+from kvasir.models.spec_reader import (
+    head_dim_of,
+    read_activation,
+    read_attention,
+    read_decoder,
+    read_gated_mlp,
+    read_rms_norm,
+    read_rope,
+    windows_by_type,
+)
+
+NAMES = llama.NAMES
+NAMES2 = {
+    **llama.NAMES,
+    "model.layers.*.post_attention_layernorm": "layers.*.attention_post_norm",
+    "model.layers.*.pre_feedforward_layernorm": "layers.*.mlp_norm",
+    "model.layers.*.post_feedforward_layernorm": "layers.*.mlp_post_norm",
+}
+NAMES3 = {
+    **NAMES2,
+    "model.layers.*.self_attn.q_norm": "layers.*.attention.q_norm",
+    "model.layers.*.self_attn.k_norm": "layers.*.attention.k_norm",
+}
 
 
-def read_gemma(config: Config, **options: Any) -> DecoderSpec:
-    """What all Gemmas have in common."""
+def read_gemma(config: Config) -> DecoderSpec:
+    """Gemma 1: Llama with scaled embeddings, norm gains stored minus one, and GELU in the gate."""
+    attention, mlp, norm = _parts(config)
+    return _decoder(config, pre_norm(norm, attention, mlp), norm)
+
+
+def read_gemma2(config: Config) -> DecoderSpec:
+    """Gemma 2: norms before and after attention and feed-forward, a sliding window on every other layer, soft caps on
+    scores and logits."""
+    capped = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}  # a null means none
+    attention, mlp, norm = _parts(config)
+    layer = around_norm(norm, attention, mlp).with_attention(
+        scale=real(config, "query_pre_attn_scalar", 256) ** -0.5,
+        softcap=optional_real(capped, "attn_logit_softcapping"),
+    )
+    windows = windows_by_type(config, integer(config, "sliding_window", 4096), pattern=2)
+    logit_softcap = optional_real(capped, "final_logit_softcapping")
+    return _decoder(config, vary_attention(layer, window=windows), norm, logit_softcap)
+
+
+def read_gemma3(config: Config) -> DecoderSpec:
+    """Gemma 3, the text model: Gemma 2 with norms on queries and keys instead of soft caps, five layers with a sliding
+    window to one without, and a different rotation for each of the two kinds."""
+    near, far = _ropes(config)
+    attention, mlp, norm = _parts(config, rope=near)
+    layer = around_norm(norm, attention, mlp).with_attention(
+        qk_norm=norm,
+        scale=real(config, "query_pre_attn_scalar", 256) ** -0.5,
+        softcap=optional_real(config, "attn_logit_softcapping"),
+    )
+    window, pattern = integer(config, "sliding_window", 4096), integer(config, "sliding_window_pattern", 6)
+    windows = windows_by_type(config, window, pattern)
+    layers = vary_attention(layer, window=windows, rope=[far if window is None else near for window in windows])
+    return _decoder(config, layers, norm, optional_real(config, "final_logit_softcapping"))
+
+
+def _parts(config: Config, **options: RopeSpec) -> tuple[AttentionSpec, GatedMLPSpec, RMSNormSpec]:
     bias = flag(config, "attention_bias")
-    # "gelu" stands in the first files and means the approximation by tanh.
-    activation = {"hidden_act": config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh"}
-    if activation["hidden_act"] == "gelu":
-        activation["hidden_act"] = "gelu_pytorch_tanh"
-    return read_decoder(
-        config,
-        head_dim=256,
-        norm="rms+1",
-        activation=read_activation(activation),
-        qkv_bias=bias,
-        o_bias=bias,
-        tie_embeddings=flag(config, "tie_word_embeddings", True),
-        embedding_scale=integer(config, "hidden_size") ** 0.5,
-        **options,
+    named = config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh"
+    # The first files say "gelu" and mean the approximation by tanh.
+    activation = read_activation({"hidden_act": "gelu_pytorch_tanh" if named == "gelu" else named})
+    return (
+        read_attention(config, head_dim=256, qkv_bias=bias, o_bias=bias, **options),
+        read_gated_mlp(config, activation=activation),
+        read_rms_norm(config, plus_one=True),
     )
 
 
-ARCHITECTURE = Architecture(read_gemma, NAMES)
+def _decoder(
+    config: Config, layers: LayerSpec | tuple[LayerSpec, ...], norm: RMSNormSpec, logit_softcap: float | None = None
+) -> DecoderSpec:
+    return read_decoder(
+        config,
+        layers,
+        norm,
+        tie_embeddings=flag(config, "tie_word_embeddings", True),
+        embedding_scale=integer(config, "hidden_size") ** 0.5,
+        logit_softcap=logit_softcap,
+    )
+
+
+def _ropes(config: Config) -> tuple[RopeSpec, RopeSpec]:
+    """The rotations of layers with a window and of those without: two entries in new files, two thetas in old ones."""
+    given = mapping(config, "rope_parameters")
+    head_dim = head_dim_of(config, 256)
+    if any(isinstance(value, Mapping) for value in given.values()):
+        near = {**config, "rope_parameters": given.get("sliding_attention")}
+        far = {**config, "rope_parameters": given.get("full_attention")}
+        return read_rope(near, head_dim), read_rope(far, head_dim, theta=1e6)
+    near_theta = real(config, "rope_local_base_freq", 10000.0)
+    return RopeSpec(head_dim, near_theta), read_rope(config, head_dim, theta=1e6)
+
+
+GEMMA = Architecture(read_gemma, NAMES)
+GEMMA2 = Architecture(read_gemma2, NAMES2)
+GEMMA3 = Architecture(read_gemma3, NAMES3)

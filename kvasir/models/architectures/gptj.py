@@ -1,11 +1,12 @@
-"""GPT-J: attention and feed-forward behind one norm, neighbours rotated against each other, a bias on the logits."""
+"""GPT-J."""
 
 from __future__ import annotations
 
-from kvasir.layers.rope import RopeSpec
-from kvasir.models.architectures.gpt2 import OURS
-from kvasir.models.config_reader import Config, flag, integer, real, renamed
-from kvasir.models.spec import Architecture, DecoderSpec, read_activation, read_decoder
+from kvasir.layers.spec import MLPSpec, RopeSpec
+from kvasir.models.architectures.gpt2 import ENTRIES
+from kvasir.models.config_reader import Config, flag, integer, renamed
+from kvasir.models.spec import Architecture, DecoderSpec, parallel
+from kvasir.models.spec_reader import read_activation, read_attention, read_decoder, read_layer_norm
 
 NAMES = {
     "transformer.wte": "embedding",
@@ -22,23 +23,16 @@ NAMES = {
 
 
 def read_spec(config: Config) -> DecoderSpec:
-    config = {**renamed(config, OURS), "num_key_value_heads": None}
-    hidden_size, num_layers = integer(config, "hidden_size"), integer(config, "num_hidden_layers")
-    config["intermediate_size"] = integer(config, "n_inner", 4 * hidden_size)
-    tied = flag(config, "tie_word_embeddings")
-    return read_decoder(
-        config,
-        ropes=(RopeSpec(integer(config, "rotary_dim", 64), interleaved=True),) * num_layers,
-        norm="layer",
-        norm_eps=real(config, "layer_norm_epsilon", 1e-5),
-        parallel=True,
-        shared_norm=True,
-        gated=False,
-        mlp_bias=True,
-        activation=read_activation(config, "activation_function", "gelu_new"),
-        tie_embeddings=tied,
-        head_bias=not tied,
+    """GPT-J: attention and feed-forward in parallel behind one norm, interleaved rotation, a bias on the logits."""
+    config = {**renamed(config, ENTRIES), "num_key_value_heads": None}
+    inner = integer(config, "n_inner", 4 * integer(config, "hidden_size"))
+    mlp = MLPSpec(inner, read_activation(config, "activation_function", "gelu_new"), bias=True)
+    norm, rope = (
+        read_layer_norm(config, "layer_norm_epsilon"),
+        RopeSpec(integer(config, "rotary_dim", 64), interleaved=True),
     )
+    layer, tied = parallel(norm, read_attention(config, rope=rope), mlp), flag(config, "tie_word_embeddings")
+    return read_decoder(config, layer, norm, tie_embeddings=tied, head_bias=not tied)
 
 
 ARCHITECTURE = Architecture(read_spec, NAMES, ignored=("*.attn.bias", "*.attn.masked_bias"))

@@ -1,22 +1,24 @@
-"""Granite: Llama with a multiplier on embeddings, scores, residuals and logits."""
+"""IBM's Granite."""
 
 from __future__ import annotations
 
 from kvasir.models.architectures.llama import NAMES
 from kvasir.models.config_reader import Config, flag, real
-from kvasir.models.spec import Architecture, DecoderSpec, read_decoder
+from kvasir.models.spec import Architecture, DecoderSpec, pre_norm
+from kvasir.models.spec_reader import read_attention, read_decoder, read_gated_mlp, read_rms_norm
 
 
 def read_spec(config: Config) -> DecoderSpec:
-    bias = flag(config, "attention_bias")
+    """Granite: Llama with multipliers on embeddings, scores, residuals and logits."""
+    bias, norm = flag(config, "attention_bias"), read_rms_norm(config)
+    scale = real(config, "attention_multiplier", 1.0)
+    attention = read_attention(config, scale=scale, qkv_bias=bias, o_bias=bias)
+    mlp = read_gated_mlp(config, bias=flag(config, "mlp_bias"))
     return read_decoder(
         config,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=flag(config, "mlp_bias"),
+        pre_norm(norm, attention, mlp, residual_scale=real(config, "residual_multiplier", 1.0)),
+        norm,
         embedding_scale=real(config, "embedding_multiplier", 1.0),
-        attention_scale=real(config, "attention_multiplier", 1.0),
-        residual_scale=real(config, "residual_multiplier", 1.0),
         logit_scale=1.0 / real(config, "logits_scaling", 1.0),
     )
 

@@ -1,9 +1,10 @@
-"""Llama 1 to 3.x, and the many models that are one by another name."""
+"""Llama, on whose names and parts most other architectures build."""
 
 from __future__ import annotations
 
 from kvasir.models.config_reader import Config, flag
-from kvasir.models.spec import Architecture, DecoderSpec, read_decoder
+from kvasir.models.spec import Architecture, DecoderSpec, pre_norm
+from kvasir.models.spec_reader import read_attention, read_decoder, read_gated_mlp, read_rms_norm
 
 NAMES = {
     "model.embed_tokens": "embedding",
@@ -22,8 +23,11 @@ NAMES = {
 
 
 def read_spec(config: Config) -> DecoderSpec:
-    attention_bias = flag(config, "attention_bias")
-    return read_decoder(config, qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=flag(config, "mlp_bias"))
+    """Llama 1 to 3.x, and the many models with the same architecture under another name."""
+    bias, norm = flag(config, "attention_bias"), read_rms_norm(config)
+    attention = read_attention(config, qkv_bias=bias, o_bias=bias)
+    mlp = read_gated_mlp(config, bias=flag(config, "mlp_bias"))
+    return read_decoder(config, pre_norm(norm, attention, mlp), norm)
 
 
 ARCHITECTURE = Architecture(read_spec, NAMES)

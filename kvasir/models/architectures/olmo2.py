@@ -1,10 +1,11 @@
-"""OLMo 2: norms after attention and feed-forward, and over all queries and all keys as one vector."""
+"""OLMo 2."""
 
 from __future__ import annotations
 
 from kvasir.models.architectures import llama
-from kvasir.models.config_reader import Config, flag, real
-from kvasir.models.spec import Architecture, DecoderSpec, read_decoder
+from kvasir.models.config_reader import Config, flag
+from kvasir.models.spec import Architecture, DecoderSpec, post_norm
+from kvasir.models.spec_reader import read_attention, read_decoder, read_gated_mlp, read_rms_norm
 
 NAMES = {
     **{name: ours for name, ours in llama.NAMES.items() if not name.endswith("input_layernorm")},
@@ -16,15 +17,10 @@ NAMES = {
 
 
 def read_spec(config: Config) -> DecoderSpec:
-    bias = flag(config, "attention_bias")
-    return read_decoder(
-        config,
-        norm_eps=real(config, "rms_norm_eps", 1e-5),
-        norm_place="after",
-        qk_norm="whole",
-        qkv_bias=bias,
-        o_bias=bias,
-    )
+    """OLMo 2: norms after attention and feed-forward, and a norm over all queries and one over all keys of a token."""
+    bias, norm = flag(config, "attention_bias"), read_rms_norm(config, 1e-5)
+    attention = read_attention(config, qkv_bias=bias, o_bias=bias, qk_norm=norm, qk_norm_over="projection")
+    return read_decoder(config, post_norm(norm, attention, read_gated_mlp(config)), norm)
 
 
 ARCHITECTURE = Architecture(read_spec, NAMES)

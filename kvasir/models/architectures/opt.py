@@ -1,9 +1,11 @@
-"""OPT: learned positions that begin at the third entry, LayerNorm, and one size whose norms come last."""
+"""OPT."""
 
 from __future__ import annotations
 
+from kvasir.layers.spec import LayerNormSpec, MLPSpec
 from kvasir.models.config_reader import Config, flag, integer, renamed
-from kvasir.models.spec import Architecture, DecoderSpec, read_activation, read_decoder
+from kvasir.models.spec import Architecture, DecoderSpec, LayerSpec, PostNormLayerSpec, pre_norm
+from kvasir.models.spec_reader import read_activation, read_attention, read_decoder
 
 COMMON = {
     "model.decoder.embed_tokens": "embedding",
@@ -31,20 +33,19 @@ def read_names(config: Config) -> dict[str, str]:
 
 
 def read_spec(config: Config) -> DecoderSpec:
+    """OPT: learned positions that begin at the third entry, LayerNorm, and one size whose norms follow the sums."""
     config = {**renamed(config, {"ffn_dim": "intermediate_size"}), "num_key_value_heads": None}
     bias, before = flag(config, "enable_bias", True), flag(config, "do_layer_norm_before", True)
+    norm, attention = LayerNormSpec(1e-5), read_attention(config, rope=None, qkv_bias=bias, o_bias=bias)
+    activation = read_activation(config, "activation_function", "relu")
+    mlp = MLPSpec(integer(config, "intermediate_size"), activation, bias)
+    layer: LayerSpec = pre_norm(norm, attention, mlp)
+    if not before:
+        layer = PostNormLayerSpec(attention, mlp, attention_post_norm=norm, mlp_post_norm=norm)
     return read_decoder(
         config,
-        ropes=(None,) * integer(config, "num_hidden_layers"),
-        norm="layer",
-        norm_eps=1e-5,
-        norm_place="before" if before else "sum",
-        final_norm=before and not flag(config, "_remove_final_layer_norm"),
-        qkv_bias=bias,
-        o_bias=bias,
-        gated=False,
-        mlp_bias=bias,
-        activation=read_activation(config, "activation_function", "relu"),
+        layer,
+        norm if before and not flag(config, "_remove_final_layer_norm") else None,
         tie_embeddings=flag(config, "tie_word_embeddings", True),
         embedding_size=integer(config, "word_embed_proj_dim", integer(config, "hidden_size")),
         num_positions=integer(config, "max_position_embeddings"),

@@ -1,10 +1,12 @@
-"""StarCoder2: Llama with LayerNorm, biases and a feed-forward network without a gate."""
+"""StarCoder2."""
 
 from __future__ import annotations
 
+from kvasir.layers.spec import MLPSpec
 from kvasir.models.architectures import llama
-from kvasir.models.config_reader import Config, flag, real
-from kvasir.models.spec import Architecture, DecoderSpec, one_window, read_activation, read_decoder
+from kvasir.models.config_reader import Config, flag, integer
+from kvasir.models.spec import Architecture, DecoderSpec, pre_norm
+from kvasir.models.spec_reader import read_activation, read_attention, read_decoder, read_layer_norm, read_window
 
 NAMES = {
     **{name: ours for name, ours in llama.NAMES.items() if ".mlp." not in name},
@@ -14,19 +16,13 @@ NAMES = {
 
 
 def read_spec(config: Config) -> DecoderSpec:
-    bias = flag(config, "use_bias", True)
-    return read_decoder(
-        config,
-        windows=one_window(config),
-        norm="layer",
-        norm_eps=real(config, "norm_epsilon", 1e-5),
-        qkv_bias=bias,
-        o_bias=bias,
-        gated=False,
-        mlp_bias=bias,
-        activation=read_activation(config, default="gelu_pytorch_tanh"),
-        tie_embeddings=flag(config, "tie_word_embeddings", True),
-    )
+    """StarCoder2: Llama with LayerNorm, biases and a feed-forward network without a gate."""
+    bias, norm = flag(config, "use_bias", True), read_layer_norm(config, "norm_epsilon")
+    attention = read_attention(config, window=read_window(config), qkv_bias=bias, o_bias=bias)
+    activation = read_activation(config, default="gelu_pytorch_tanh")
+    mlp = MLPSpec(integer(config, "intermediate_size"), activation, bias)
+    tied = flag(config, "tie_word_embeddings", True)
+    return read_decoder(config, pre_norm(norm, attention, mlp), norm, tie_embeddings=tied)
 
 
 ARCHITECTURE = Architecture(read_spec, NAMES)

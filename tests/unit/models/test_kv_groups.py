@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir.models.kv_groups import MOST_GROUPS, group_layers
+from kvasir.models.transformer import MAX_KV_GROUPS, group_layers
 
 
 @pytest.mark.parametrize(
@@ -24,5 +24,5 @@ def test_groups(windows: list[int | None], groups: list[tuple[int | None, list[i
 
 def test_one_odd_layer_does_not_make_a_group_of_every_layer() -> None:
     groups = group_layers([4096] * 61 + [None])
-    assert len(groups) <= MOST_GROUPS + 1
+    assert len(groups) <= MAX_KV_GROUPS + 1
     assert sorted(layer for _, layers in groups for layer in layers) == list(range(62))

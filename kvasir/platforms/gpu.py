@@ -1,4 +1,4 @@
-"""GPUs behind torch's CUDA interface (NVIDIA, and AMD through ROCm) and Intel's XPU, which speaks the same one."""
+"""GPUs: NVIDIA's and AMD's through torch.cuda, Intel's through torch.xpu, which has the same interface, and Apple's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class CudaPlatform(Platform):
         capability = self.compute_capability
         return capability is None or capability >= (8, 9)
 
-    def default_attention(self, dtype: str) -> str:
+    @property
+    def default_attention(self) -> str:
         return "triton" if self.kind == "cuda" and find_spec("triton") else "torch"
 
     def available(self) -> bool:
@@ -46,7 +47,7 @@ class CudaPlatform(Platform):
         return int(self._api.get_device_properties(self._index).total_memory)
 
     def memory_free(self) -> int | None:
-        """What the driver has left, and what torch holds without using it."""
+        """The driver's free memory, and what torch has reserved but does not use."""
         free, _ = self._api.mem_get_info(self._index)
         held = self._api.memory_reserved(self._index) - self._api.memory_allocated(self._index)
         return int(free + held)
@@ -72,3 +73,49 @@ class CudaPlatform(Platform):
         if self.kind == "cuda" and not self._api.is_bf16_supported(including_emulation=False):
             return "float16"
         return "bfloat16"
+
+
+class MpsPlatform(Platform):
+    """Apple's GPU through Metal, which recommends how much of the machine's memory a process should use."""
+
+    def available(self) -> bool:
+        import torch
+
+        return torch.backends.mps.is_available()
+
+    def memory_bytes(self) -> int | None:
+        import torch
+
+        return int(torch.mps.recommended_max_memory())
+
+    def memory_free(self) -> int | None:
+        import torch
+
+        return max(0, int(torch.mps.recommended_max_memory()) - int(torch.mps.driver_allocated_memory()))
+
+    def memory_used(self) -> int:
+        import torch
+
+        return int(torch.mps.current_allocated_memory())
+
+    def memory_peak(self) -> int:
+        """The driver's memory: Metal counts no peak, but freed buffers stay with the process until released."""
+        import torch
+
+        return int(torch.mps.driver_allocated_memory())
+
+    def reset_memory_peak(self) -> None:
+        self.release_memory()
+
+    def release_memory(self) -> None:
+        import torch
+
+        torch.mps.empty_cache()
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.mps.synchronize()
+
+    def _settle_dtype(self, checkpoint_dtype: str) -> str:
+        return "float16" if checkpoint_dtype == "float16" else "bfloat16"

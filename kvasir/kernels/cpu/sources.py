@@ -1,4 +1,4 @@
-"""What the CPU library is called and made from. Read by its build, which runs without kvasir: standard library only."""
+"""The CPU library's file name and sources. build.py runs this file without importing kvasir: standard library only."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 NAME = "libkvasir_cpu.dylib" if sys.platform == "darwin" else "libkvasir_cpu.so"
-SOURCES = Path(__file__).parent.parent.parent / "csrc" / "cpu"
+SOURCES = Path(__file__).parents[3] / "csrc" / "cpu"
 
 
 def fingerprint() -> str | None:
-    """Stands for the sources as they are; None where there are none, as in an installed wheel. The library keeps that
-    of its own (kv_sources), so that one built from others is not taken for it."""
+    """A hash of the sources; None where there are none, as in an installed wheel. The library contains the hash of the
+    sources it was built from (kv_sources), so that an outdated library is detected."""
     files = sorted(file for file in SOURCES.glob("*.*") if file.suffix in (".cpp", ".h", ".inl"))
     if not files:
         return None
