@@ -11,12 +11,12 @@ import numpy as np
 from kvasir.engine.admission import QueueLimits
 from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.manager import KVCacheManager
-from kvasir.engine.cache.tier import Always, SwapChoice
+from kvasir.engine.cache.tier import FixedSwapPolicy, SwapPolicy
 from kvasir.engine.core import EngineCore
 from kvasir.engine.policies import FirstComeFirstServed, Policy
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.executor.base import Executor
-from kvasir.executor.fake import EchoExecutor, Ready, echo_next
+from kvasir.executor.fake import EchoExecutor, FakeFuture, echo_next
 from kvasir.messages import (
     LOGPROBS,
     NULL_BLOCK,
@@ -45,9 +45,9 @@ def make_scheduler(
     policy: Policy | None = None,
     watermark: float = 0.0,
     host: tuple[int, int] = (0, 0),  # blocks for swapping, and for evicted prefixes
-    choice: SwapChoice = Always(True),  # noqa: B008 (it is frozen)
+    swap_policy: SwapPolicy = FixedSwapPolicy(True),  # noqa: B008 (it is frozen)
 ) -> Scheduler:
-    tier = HostTier(*host, choice) if any(host) else None
+    tier = HostTier(*host, swap_policy) if any(host) else None
     cache = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len, caching, windows, tier)
     limits = Limits(max_num_seqs, budget, chunked, threshold, watermark)
     return Scheduler(limits, cache, FirstComeFirstServed() if policy is None else policy, max_model_len)
@@ -84,7 +84,7 @@ def expected(prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> 
 class ScoringExecutor(EchoExecutor):
     """Proposes twenty tokens a row, so that a beam search can run."""
 
-    def sample(self, inputs: SampleInputs | None = None) -> Ready:
+    def sample(self, inputs: SampleInputs | None = None) -> FakeFuture:
         ready = super().sample(inputs)
         assert self._plan is not None
         lines = np.flatnonzero(self._plan.samples).astype(np.int32)
@@ -97,13 +97,13 @@ class ScoringExecutor(EchoExecutor):
 
 
 @dataclass
-class Turns:
+class AlternatingSwapPolicy:
     """Swaps or recomputes as it is told, in turn."""
 
     answers: list[bool]
     asked: int = field(default=0)
 
-    def pays(self, num_blocks: int, num_tokens: int) -> bool:
+    def should_swap(self, num_blocks: int, num_tokens: int) -> bool:
         self.asked += 1
         return self.answers[self.asked % len(self.answers)]
 

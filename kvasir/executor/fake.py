@@ -20,7 +20,7 @@ from kvasir.messages import NULL_BLOCK, DeviceMemory, KVSpec, SampleInputs, Step
 
 
 @dataclass(slots=True)
-class Ready:
+class FakeFuture:
     """A future whose result came at once, or comes at a given time."""
 
     value: StepResult
@@ -112,7 +112,7 @@ class EchoExecutor:
         self.pages[plan.from_host[:, 1]] = self.host_pages[plan.from_host[:, 0]]
         self.pages[plan.copies[:, 1]] = self.pages[plan.copies[:, 0]]
 
-    def sample(self, inputs: SampleInputs | None = None) -> Ready:
+    def sample(self, inputs: SampleInputs | None = None) -> FakeFuture:
         plan = self._plan
         assert plan is not None, "sample follows execute"
         assert plan.waits_for_host == (inputs is not None), "a step that waits for the host gets what it waits for"
@@ -134,7 +134,7 @@ class EchoExecutor:
             while i in masks and not masks[i][token // 32] >> token % 32 & 1:  # the next one that is allowed
                 token = (token + 1) % self.vocab
             tokens[i, 0] = self.next_token[row] = token
-        return Ready(StepResult(tokens, samples.astype(np.int32)))
+        return FakeFuture(StepResult(tokens, samples.astype(np.int32)))
 
     def _read(self, group: int, row: int, length: int) -> NDArray[np.int64]:
         used = self.tables[group, row, : -(-length // self.block_size)]
@@ -180,11 +180,11 @@ class DelayExecutor:
             self.log.append(("execute", plan.step, now))
             self.log.append(("done", plan.step, self.free_at))
 
-    def sample(self, inputs: SampleInputs | None = None) -> Ready:
+    def sample(self, inputs: SampleInputs | None = None) -> FakeFuture:
         plan = self._plan
         assert plan is not None, "sample follows execute"
         tokens = np.full((len(plan.rows), 1), self.token, np.int32)
-        return Ready(StepResult(tokens, plan.samples.astype(np.int32)), self.free_at if self.delay else 0.0)
+        return FakeFuture(StepResult(tokens, plan.samples.astype(np.int32)), self.free_at if self.delay else 0.0)
 
     def close(self) -> None:
         pass

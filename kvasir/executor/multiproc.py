@@ -33,7 +33,7 @@ class MultiprocExecutor:
         self.size = config.parallel.tensor_parallel_size
         self._meeting = tempfile.TemporaryDirectory(prefix="kvasir-")
         self._ranks: list[Rank] = []
-        self._waited: deque[RemoteResult] = deque()  # results not read yet, oldest first
+        self._waited: deque[RemoteFuture] = deque()  # results not read yet, oldest first
         try:
             for rank in range(self.size):
                 self._ranks.append(Rank(rank, self.size))
@@ -75,9 +75,9 @@ class MultiprocExecutor:
     def execute(self, plan: StepPlan) -> None:
         self._tell("execute", plan)
 
-    def sample(self, inputs: SampleInputs | None = None) -> RemoteResult:
+    def sample(self, inputs: SampleInputs | None = None) -> RemoteFuture:
         self._tell("sample", inputs)
-        result = RemoteResult(self)
+        result = RemoteFuture(self)
         self._waited.append(result)
         return result
 
@@ -134,7 +134,7 @@ class MultiprocExecutor:
                 break
         return min(failures, key=lambda failure: failure.when).error
 
-    def read_result(self, result: RemoteResult) -> None:
+    def read_result(self, result: RemoteFuture) -> None:
         """Read answers up to this one: they come in the order in which they were asked for."""
         while result.value is None:
             self._waited[0].value = self._receive(self._ranks[0])
@@ -150,7 +150,7 @@ def _sum(sizes: list[int | None]) -> int | None:
     return sum(known) if len(known) == len(sizes) else None
 
 
-class RemoteResult:
+class RemoteFuture:
     """A StepFuture whose result comes from rank 0."""
 
     def __init__(self, executor: MultiprocExecutor) -> None:

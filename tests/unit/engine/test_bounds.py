@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvasir.engine import guides
 from kvasir.engine.core import EngineCore
 from kvasir.errors import RequestError
-from kvasir.executor.fake import EchoExecutor, Ready, echo_next
+from kvasir.executor.fake import EchoExecutor, FakeFuture, echo_next
 from kvasir.messages import FinishReason, Int32Array, SampleInputs, StepPlan, StepResult
 from tests.builders import VOCAB, Collector, check_blocks, expected, make_core, request, run
 
@@ -59,7 +59,7 @@ class DraftingEcho(EchoExecutor):
         self.num_drafted += count
         return drafts
 
-    def sample(self, inputs: SampleInputs | None = None) -> Ready:
+    def sample(self, inputs: SampleInputs | None = None) -> FakeFuture:
         plan = self._plan
         assert plan is not None
         width = 1 + max(map(len, self.drafts.values()), default=0)
@@ -76,7 +76,7 @@ class DraftingEcho(EchoExecutor):
                 length += 1
             self.num_accepted += int(counts[line]) - 1
             self.computed[row] = length
-        return Ready(StepResult(tokens, counts))
+        return FakeFuture(StepResult(tokens, counts))
 
 
 def _without_drafts(plan: StepPlan) -> StepPlan:

@@ -9,7 +9,7 @@ from kvasir.config.engine import CacheConfig, EngineConfig, ModelConfig
 from kvasir.engine.build import host_blocks, make_tier
 from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.prefix import private_name
-from kvasir.engine.cache.tier import Always, CostModel, NoTier, SwappedBlocks
+from kvasir.engine.cache.tier import CostSwapPolicy, FixedSwapPolicy, NoTier, SwappedBlocks
 from kvasir.engine.core import EngineCore
 from kvasir.errors import ConfigError
 from kvasir.executor.fake import DelayExecutor
@@ -38,84 +38,84 @@ def swapped(tier: HostTier, *names: bytes) -> SwappedBlocks:
 
 
 def test_evicted_text_lives_on_until_the_oldest_must_go() -> None:
-    tier = HostTier(0, 2, Always(True))
+    tier = HostTier(0, 2, FixedSwapPolicy(True))
     for number in (1, 2, 3):
-        tier.evicted(10 + number, content(number))
+        tier.on_evict(10 + number, content(number))
         tier.check()
     assert [tier.holds(content(number)) for number in (1, 2, 3)] == [False, True, True]
     assert copies(tier) == (pairs((13, 1), (12, 2)), []), "one copy for each host block: the last"
     assert tier.stats.offloaded_blocks == 3 and tier.num_cached == 2 and tier.num_used == 0
-    tier.evicted(20, content(2))
+    tier.on_evict(20, content(2))
     assert copies(tier) == ([], []), "it is there already ..."
-    tier.evicted(21, content(4))
+    tier.on_evict(21, content(4))
     assert tier.holds(content(2)) and not tier.holds(content(3)), "... and was used last"
 
 
 def test_what_is_read_in_a_step_is_not_given_away_before() -> None:
-    tier = HostTier(0, 1, Always(True))
-    tier.evicted(5, content(1))
+    tier = HostTier(0, 1, FixedSwapPolicy(True))
+    tier.on_evict(5, content(1))
     tier.take_copies()
-    held = tier.fetch([content(1)])
-    tier.evicted(6, content(2))
+    held = tier.pin([content(1)])
+    tier.on_evict(6, content(2))
     assert tier.stats.host_lost_blocks == 1 and not tier.holds(content(2))
-    tier.bring(held, [7])
+    tier.copy_in(held, [7])
     assert copies(tier) == ([], pairs((held[0], 7)))
-    tier.evicted(6, content(2))
+    tier.on_evict(6, content(2))
     assert tier.holds(content(2)) and not tier.holds(content(1))
 
 
 def test_kept_names_are_kept_and_others_are_dropped_for_them() -> None:
-    tier = HostTier(2, 1, Always(True))
+    tier = HostTier(2, 1, FixedSwapPolicy(True))
     for number in (1, 2, 3):
-        tier.evicted(number, content(number))
+        tier.on_evict(number, content(number))
     row = swapped(tier, content(1), private_name())
     tier.check()
-    tier.evicted(9, row.names[1])
+    tier.on_evict(9, row.names[1])
     assert not tier.holds(content(2)), "the oldest that nobody waits for"
     for number in (4, 5, 6):
-        tier.evicted(number, content(number))
+        tier.on_evict(number, content(number))
     assert tier.holds(row.names[0]) and tier.holds(row.names[1]) and tier.num_used == 2
-    assert set(tier.let_go(row)) == set(row.names)
+    assert set(tier.release(row)) == set(row.names)
     assert tier.holds(content(1)) and not tier.holds(row.names[1]), "only content may be asked for again"
     assert tier.num_used == 0
     tier.check()
 
 
 def test_two_rows_may_wait_for_one_block() -> None:
-    tier = HostTier(3, 0, Always(True))
+    tier = HostTier(3, 0, FixedSwapPolicy(True))
     first, second = swapped(tier, content(1), content(2)), swapped(tier, content(1))
-    tier.evicted(4, content(1))
-    tier.evicted(5, content(3))
+    tier.on_evict(4, content(1))
+    tier.on_evict(5, content(3))
     assert not tier.holds(content(3)), "without room for evicted text only what is waited for is copied"
-    assert tier.let_go(first) == [content(2)] and tier.holds(content(1))
-    assert tier.let_go(second) == [content(1)] and not tier.holds(content(1))
-    assert tier.let_go(second) == [], "once"
+    assert tier.release(first) == [content(2)] and tier.holds(content(1))
+    assert tier.release(second) == [content(1)] and not tier.holds(content(1))
+    assert tier.release(second) == [], "once"
     assert tier.stats.swapped_out_blocks == 1
 
 
 def test_no_more_is_kept_than_there_is_room() -> None:
-    tier = HostTier(2, 5, Always(True))
+    tier = HostTier(2, 5, FixedSwapPolicy(True))
     swapped(tier, content(1), content(2))
     assert not tier.keep(SwappedBlocks(1, 1, [], [content(3)]), 1, 1)
     assert tier.keep(SwappedBlocks(1, 1, [], [content(2)]), 1, 1), "a name that is kept anyway takes no room"
 
 
 def test_reset_forgets_all_and_parked_rows_find_nothing() -> None:
-    tier = HostTier(2, 2, Always(True))
+    tier = HostTier(2, 2, FixedSwapPolicy(True))
     row = swapped(tier, content(1))
-    tier.evicted(3, content(1))
-    tier.evicted(4, content(2))
+    tier.on_evict(3, content(1))
+    tier.on_evict(4, content(2))
     tier.reset()
     assert row.names == [] and not tier.holds(content(1)) and copies(tier) == ([], [])
     other = swapped(tier, content(1))
-    assert tier.let_go(row) == [], "what another waits for now is not let go by a row from before"
-    assert tier.let_go(other) == [content(1)]
+    assert tier.release(row) == [], "what another waits for now is not let go by a row from before"
+    assert tier.release(other) == [content(1)]
     tier.check()
 
 
 def test_the_cheaper_way_is_taken() -> None:
-    model = CostModel(StepCosts(copy_block=1e-3, compute_token=1e-4))
-    assert model.pays(num_blocks=10, num_tokens=201) and not model.pays(num_blocks=10, num_tokens=200)
+    model = CostSwapPolicy(StepCosts(copy_block=1e-3, compute_token=1e-4))
+    assert model.should_swap(num_blocks=10, num_tokens=201) and not model.should_swap(num_blocks=10, num_tokens=200)
 
 
 def config(**settings: object) -> EngineConfig:

@@ -18,11 +18,11 @@ from kvasir.engine.policies import (
     FirstComeFirstServed,
     Policy,
     Priority,
-    Ranked,
+    RankedPolicy,
     WeightedRoundRobin,
     make_policy,
 )
-from kvasir.engine.policies.base import Heap
+from kvasir.engine.policies.base import RequestHeap
 from kvasir.engine.request import Request
 from kvasir.errors import ConfigError
 from kvasir.messages import Terms
@@ -51,13 +51,13 @@ def test_fcfs_keeps_the_order_and_lets_preempted_ones_in_first() -> None:
     for each in others:
         policy.add(each)
     policy.put_back(first)
-    assert policy.victim(others) is others[-1]
+    assert policy.select_to_preempt(others) is others[-1]
     assert drain(policy) == [0, 1, 2, 3]
 
 
 @given(st.lists(st.tuples(st.sampled_from("arp"), st.integers(0, 12)), max_size=300))
 def test_heap_is_a_sorted_list(moves: list[tuple[str, int]]) -> None:
-    heap, model = Heap(lambda r: len(r.token_ids)), list[Request]()
+    heap, model = RequestHeap(lambda r: len(r.token_ids)), list[Request]()
     for seq, (move, number) in enumerate(moves):
         if move == "a":
             new = waiting(seq, number + 1)
@@ -72,7 +72,7 @@ def test_heap_is_a_sorted_list(moves: list[tuple[str, int]]) -> None:
 
 
 def test_heap_forgets_what_was_removed() -> None:
-    heap = Heap(lambda r: r.seq)
+    heap = RequestHeap(lambda r: r.seq)
     heap.add(waiting(0))
     for key in range(1, 1000):
         heap.add(again := waiting(key))
@@ -88,8 +88,8 @@ def test_lower_priority_values_go_first_and_higher_ones_give_way() -> None:
     found = [waiting(key, priority=p, arrival=1.0 + key) for key, p in enumerate([2, 0, -1, 0])]
     for each in found:
         policy.add(each)
-    assert policy.victim(found) is found[0]
-    assert policy.victim(found[1:]) is found[3], "among equals the latest"
+    assert policy.select_to_preempt(found) is found[0]
+    assert policy.select_to_preempt(found[1:]) is found[3], "among equals the latest"
     assert [r.key for r in policy] == drain(policy) == [2, 1, 3, 0]
 
 
@@ -141,7 +141,7 @@ def test_priority_is_a_list_sorted_anew_each_time(moves: list[tuple[int, int, st
         elif move == "r":
             policy.remove(model.pop(seconds % len(model)))
         else:
-            assert policy.victim(model) is max(model, key=rank)
+            assert policy.select_to_preempt(model) is max(model, key=rank)
         assert list(policy) == sorted(model, key=rank)
         assert not model or policy.peek() is min(model, key=rank)
 
@@ -186,7 +186,7 @@ def test_wrr_counts_what_running_requests_are_given() -> None:
     fill(policy, "b", 9)
     talker = policy.account(policy.peek())
     assert admit(policy) == "a"
-    policy.served(np.bincount([talker], weights=[100]).astype(np.float64))  # it generates a hundred tokens
+    policy.count(np.bincount([talker], weights=[100]).astype(np.float64))  # it generates a hundred tokens
     assert [admit(policy) for _ in range(9)] == ["b"] * 9
 
 
@@ -195,8 +195,8 @@ def test_wrr_makes_the_one_give_way_who_was_given_most() -> None:
     running = [waiting(next(KEYS), tenant=name) for name in "abab"]
     for each in running:
         policy.join(each, 4)
-    policy.served(np.array([50.0, 10.0]))
-    assert policy.victim(running) is running[2]
+    policy.count(np.array([50.0, 10.0]))
+    assert policy.select_to_preempt(running) is running[2]
 
 
 def test_wrr_gives_no_credit_for_time_without_requests() -> None:
@@ -247,7 +247,7 @@ def test_the_earliest_deadline_goes_first_and_the_latest_gives_way() -> None:
     found = [waiting(key, deadline=d, arrival=float(key)) for key, d in enumerate([90.0, None, 50.0, 61.5])]
     for each in found:
         policy.add(each)
-    assert policy.victim(found) is found[0]
+    assert policy.select_to_preempt(found) is found[0]
     assert drain(policy) == [2, 1, 3, 0]
 
 
@@ -256,43 +256,43 @@ def test_a_request_that_cannot_be_done_in_time_is_given_up_when_it_comes() -> No
     policy.add(waiting(0, 32, deadline=100.5))
     policy.add(late := waiting(1, 320, deadline=109.0))
     policy.add(waiting(2, 320, deadline=111.0))
-    found = policy.hopeless()
+    found = policy.find_unreachable()
     assert found is not None and found[0].key == 0
     policy.remove(found[0])
-    found = policy.hopeless()
+    found = policy.find_unreachable()
     assert found is not None and found[0] is late
     assert found[1] == "its deadline is 9 s away and it needs at least 10 s"
     policy.remove(late)
-    assert policy.hopeless() is None and len(policy) == 1
+    assert policy.find_unreachable() is None and len(policy) == 1
 
 
 def test_a_request_is_given_up_when_its_turn_comes_too_late() -> None:
     clock = Clock(100.0)
     policy = EarliestDeadlineFirst(measured(clock))
     policy.add(waiting(0, 320, deadline=111.0))
-    assert policy.hopeless() is None
+    assert policy.find_unreachable() is None
     clock.now = 101.5
-    assert policy.hopeless() is not None
+    assert policy.find_unreachable() is not None
 
 
 def test_generating_counts_only_as_far_as_it_is_certain() -> None:
     policy = EarliestDeadlineFirst(measured(Clock(100.0)))
     for key, (least, deadline) in enumerate([(1, 105.0), (5, 105.0), (6, 105.0)]):
-        spec = request(key, [1], 500, terms=Terms(deadline=deadline), least_tokens=least)
+        spec = request(key, [1], 500, terms=Terms(deadline=deadline), min_tokens=least)
         policy.add(Request.new(spec, 0.0, key))
-    found = policy.hopeless()
+    found = policy.find_unreachable()
     assert found is not None and found[0].key == 2
     policy.remove(found[0])
-    assert policy.hopeless() is None
+    assert policy.find_unreachable() is None
 
 
 def test_nobody_is_given_up_before_the_pace_is_known_nor_without_a_deadline() -> None:
     policy = EarliestDeadlineFirst(Context(Clock(100.0)))
     policy.add(waiting(0, 10**6, deadline=100.1))
-    assert policy.hopeless() is None
+    assert policy.find_unreachable() is None
     policy = EarliestDeadlineFirst(measured(Clock(100.0)))
     policy.add(waiting(0, 10**6, arrival=1.0))
-    assert policy.hopeless() is None
+    assert policy.find_unreachable() is None
 
 
 def test_what_is_cached_takes_no_time() -> None:
@@ -303,7 +303,7 @@ def test_what_is_cached_takes_no_time() -> None:
     scheduler.schedule()
     scheduler.add(request(1, prompt, 1, terms=Terms(deadline=104.0)))
     scheduler.add(request(2, prompt[::-1], 1, terms=Terms(deadline=104.0)))
-    found = scheduler.waiting.hopeless()
+    found = scheduler.waiting.find_unreachable()
     assert found is not None and found[0].key == 2
 
 
@@ -316,24 +316,24 @@ def test_who_has_to_wait_with_little_chance_is_given_up_for_those_behind_it() ->
     policy.add(early := Request.new(request(0, [1], 500, terms=Terms(deadline=109.5)), 90.0, 0))
     policy.add(Request.new(request(1, [1], 500, terms=Terms(deadline=110.5)), 90.0, 1))
     policy.add(Request.new(request(2, [1], 9, terms=Terms(deadline=109.6)), 90.0, 2))
-    assert policy.hopeless() is None, "there may be room for it at once"
+    assert policy.find_unreachable() is None, "there may be room for it at once"
     for _ in range(2):
         context.service_rate.record_step(20.0, 21.0, 32, True)
-    found = policy.hopeless()
+    found = policy.find_unreachable()
     assert found is not None and found[0] is early
-    assert found[1] == "its deadline is 9.5 s away, and of the latest requests 45% were done as quickly"
+    assert found[1] == "its deadline is 9.5 s away, and only 45% of recent requests were that fast"
     policy.remove(early)
-    assert policy.hopeless() is None, "one has a chance of a half, the other stops before its deadline in any case"
+    assert policy.find_unreachable() is None, "the chances are one half, and no lower"
     context.least_chance = 0.6
-    assert policy.hopeless() is not None
-    policy.remove(policy.hopeless()[0])  # type: ignore[index]
-    assert len(policy) == 1 and policy.hopeless() is None, "nobody waits behind it"
+    assert policy.find_unreachable() is not None
+    policy.remove(policy.find_unreachable()[0])  # type: ignore[index]
+    assert len(policy) == 1 and policy.find_unreachable() is None, "nobody waits behind it"
 
 
 # ---------------------------------------------------------------- by name
 
 
-class ShortestPromptFirst(Ranked):
+class ShortestPromptFirst(RankedPolicy):
     def rank(self, request: Request) -> int:
         return len(request.token_ids)
 
@@ -368,7 +368,7 @@ def test_a_policy_of_ones_own(own_module: str) -> None:
     found = [waiting(key, length) for key, length in enumerate([5, 2, 9, 2])]
     for each in found:
         policy.add(each)
-    assert policy.victim(found) is found[2]
+    assert policy.select_to_preempt(found) is found[2]
     assert drain(policy) == [1, 3, 0, 2]
 
 
@@ -379,7 +379,7 @@ def test_a_policy_of_ones_own(own_module: str) -> None:
         ("own_policies:Missing", "cannot be loaded"),
         ("collections:OrderedDict", "no class derived from kvasir.engine.policies.Policy"),
         ("own_policies:Forgetful", r"call super\(\).__init__\(context\)"),
-        ("own_policies:Demanding", "cannot be made with a Context alone"),
+        ("own_policies:Demanding", "must accept a single Context"),
         (":", "cannot be loaded"),
     ],
 )

@@ -20,7 +20,17 @@ from kvasir.engine.request import Request
 from kvasir.errors import RequestError
 from kvasir.executor.fake import DelayExecutor
 from kvasir.messages import BeamSpec, FinishReason, StepPlan, Terms
-from tests.builders import Clock, Collector, ScoringExecutor, Turns, check_blocks, expected, make_core, request, run
+from tests.builders import (
+    AlternatingSwapPolicy,
+    Clock,
+    Collector,
+    ScoringExecutor,
+    check_blocks,
+    expected,
+    make_core,
+    request,
+    run,
+)
 
 MAX_LEN = 40
 AGING_SECONDS, AGING_BEST, DEFAULT_DEADLINE = 8.0, -1, 20.0
@@ -92,17 +102,18 @@ def check_order(core: EngineCore, name: str, clock: Clock) -> None:
     rank = order_of(name, clock)
     if rank is None:
         return
-    queue, peek, victim = core.scheduler.waiting, core.scheduler.waiting.peek, core.scheduler.waiting.victim
+    queue = core.scheduler.waiting
+    peek, select_to_preempt = queue.peek, queue.select_to_preempt
 
     def checked_peek() -> Request:
         assert peek() is min(queue, key=rank)
         return peek()
 
-    def checked_victim(running: list[Request]) -> Request:
-        assert victim(running) is max(running, key=rank)
-        return victim(running)
+    def checked_selection(running: list[Request]) -> Request:
+        assert select_to_preempt(running) is max(running, key=rank)
+        return select_to_preempt(running)
 
-    queue.peek, queue.victim = checked_peek, checked_victim  # type: ignore[method-assign]
+    queue.peek, queue.select_to_preempt = checked_peek, checked_selection  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -234,7 +245,7 @@ def test_any_policy_with_rows_that_wait_in_host_memory(
         caching=caching,
         policy=POLICIES["priority" if name == "aging" else name](make_context(clock, name)),
         host=host if caching else (host[0], 0),
-        choice=Turns(answers),
+        swap_policy=AlternatingSwapPolicy(answers),
     )
     serve(core, name, clock, load)
     event(f"swapped: {core.stats().swapped_in_blocks > 0}")
@@ -441,7 +452,7 @@ def test_deadlines_that_can_all_be_met_are_met(case: tuple[list[tuple[int, int, 
     clock.tick(core)
     for key, (prompt, max_tokens, _) in enumerate(jobs):
         terms = Terms(clock.now, deadline=float(deadlines[key]))
-        core.add(request(key, [key] * prompt, max_tokens, terms=terms, least_tokens=max_tokens))
+        core.add(request(key, [key] * prompt, max_tokens, terms=terms, min_tokens=max_tokens))
     got = run(core)
     assert set(got.reasons.values()) == {FinishReason.LENGTH}, f"{got.errors}"
     assert core.stats().timeouts_foreseen == 0
@@ -459,7 +470,7 @@ def test_giving_up_the_hopeless_lets_others_be_in_time() -> None:
         got = Collector()
         for key in range(200):  # ten steps each, every five steps
             terms = Terms(clock.now, deadline=clock.now + 35)
-            core.add(request(key, [1] * 40, 6, terms=terms, least_tokens=6))
+            core.add(request(key, [1] * 40, 6, terms=terms, min_tokens=6))
             for _ in range(5):
                 got.take(core.run_step())
         while core.has_work():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvasir.engine.cache import prefix_groups
-from kvasir.engine.cache.prefix_groups import Group, SharingRows, find_groups
-from kvasir.messages import MOST_GROUPS
+from kvasir.engine.cache.prefix_groups import PrefixGroup, PrefixGroupTracker, find_groups
+from kvasir.messages import MAX_PREFIX_GROUPS
 
 BLOCK = 64
 
@@ -37,8 +37,8 @@ def found(*texts: str) -> dict[str, list[int]]:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows that share a block are worth it."""
-    monkeypatch.setattr(prefix_groups, "FEWEST_SHARING", 2)
-    monkeypatch.setattr(prefix_groups, "pays", lambda sequences, tokens: sequences >= 2 and tokens >= BLOCK)
+    monkeypatch.setattr(prefix_groups, "MIN_GROUP_ROWS", 2)
+    monkeypatch.setattr(prefix_groups, "is_worthwhile", lambda sequences, tokens: sequences >= 2 and tokens >= BLOCK)
 
 
 def test_some_share_and_others_do_not(few: None) -> None:
@@ -72,7 +72,9 @@ def test_all_groups_of_layers_must_agree(few: None) -> None:
 def test_no_more_groups_than_the_device_is_told_of(few: None) -> None:
     texts = [letter * (2 + i // 3) + str(n) for i, letter in enumerate("abcdefghijklmnopqrst") for n in (1, 2)]
     groups = found(*texts)
-    assert len(groups) == MOST_GROUPS and all(len(name.split()[0]) > 2 for name in groups), "those that save least"
+    assert len(groups) == MAX_PREFIX_GROUPS and all(len(name.split()[0]) > 2 for name in groups), (
+        "the shortest are left out"
+    )
 
 
 def test_a_tree_as_deep_as_it_has_rows(few: None) -> None:
@@ -106,20 +108,20 @@ def test_what_pays() -> None:
 
 def test_lines_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows become lines of the step; those that do not run in it, or run several tokens, do not count."""
-    monkeypatch.setattr(prefix_groups, "pays", lambda sequences, tokens: sequences >= 2)
-    sharing, calls = SharingRows(10), []
+    monkeypatch.setattr(prefix_groups, "is_worthwhile", lambda sequences, tokens: sequences >= 2)
+    sharing, calls = PrefixGroupTracker(10), []
 
-    def find() -> list[Group]:
+    def find() -> list[PrefixGroup]:
         calls.append(1)
-        return [Group(np.array([1, 3, 5]), 4), Group(np.array([2, 8]), 1)]
+        return [PrefixGroup(np.array([1, 3, 5]), 4), PrefixGroup(np.array([2, 8]), 1)]
 
     for _ in range(2):
         sharing.update("same", find, BLOCK)
     assert len(calls) == 1
-    shared = sharing.among(np.array([8, 5, 4, 2, 1]))
+    shared = sharing.groups_of(np.array([8, 5, 4, 2, 1]))
     assert shared is not None
     assert shared.tokens.tolist() == [256, 64] and shared.starts.tolist() == [0, 2, 4]
     assert shared.members.tolist() == [1, 4, 0, 3]
-    assert sharing.among(np.array([8, 5, 4])) is None
+    assert sharing.groups_of(np.array([8, 5, 4])) is None
     sharing.update("other", lambda: [], BLOCK)
-    assert sharing.among(np.array([8, 5, 4, 2, 1])) is None
+    assert sharing.groups_of(np.array([8, 5, 4, 2, 1])) is None

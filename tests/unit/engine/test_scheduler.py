@@ -117,7 +117,7 @@ def test_the_end_tells_when_the_first_token_came_unless_it_was_streamed(stream: 
     while core.has_work():
         finished += core.run_step().finished
     assert [end.first_token for end in finished] == [None if stream else 3.0]
-    assert not core.scheduler._silent
+    assert not core.scheduler._no_token_yet
 
 
 def test_salt_keeps_prefixes_apart() -> None:
@@ -240,8 +240,8 @@ def test_reset_forgets_prefixes_only_when_idle() -> None:
 
 
 def test_plan_tells_which_rows_share_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_groups, "FEWEST_SHARING", 3)
-    monkeypatch.setattr(prefix_groups, "pays", lambda sequences, tokens: sequences >= 3 and tokens >= 4)
+    monkeypatch.setattr(prefix_groups, "MIN_GROUP_ROWS", 3)
+    monkeypatch.setattr(prefix_groups, "is_worthwhile", lambda sequences, tokens: sequences >= 3 and tokens >= 4)
     scheduler = make_scheduler(budget=256, max_model_len=64)
     stem = LONG[:20]
     for key in range(3):

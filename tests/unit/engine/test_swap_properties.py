@@ -13,7 +13,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvasir.engine.core import EngineCore
-from tests.builders import Collector, Turns, check_blocks, expected, make_core, request
+from tests.builders import AlternatingSwapPolicy, Collector, check_blocks, expected, make_core, request
 
 MAX_LEN = 48
 
@@ -72,7 +72,7 @@ def test_a_crowd_gives_the_text_of_running_alone(
         caching=caching,
         windows=windows,
         host=host if caching else (host[0], 0),
-        choice=Turns(answers),
+        swap_policy=AlternatingSwapPolicy(answers),
     )
     wanted = {}
     for key, (prompt, count) in enumerate(load):
@@ -159,7 +159,7 @@ def test_counters_prove_each_path(lookahead: int, caching: bool, windows: tuple[
         check_nothing_is_left(core)
         return core
 
-    plain, swapped, declined = run(), run(host=(100, 0)), run(host=(100, 0), choice=Turns([False]))
+    plain, swapped, declined = run(), run(host=(100, 0)), run(host=(100, 0), swap_policy=AlternatingSwapPolicy([False]))
     assert plain.stats().preemptions >= 2 and plain.stats().recomputed_tokens > 0
     assert plain.stats().swapped_preemptions == plain.stats().host_blocks == 0
     stats = swapped.stats()
