@@ -12,9 +12,8 @@ from kvasir.engine.core import EngineCore
 from kvasir.engine.policies import Context, Policy, make_policy
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.errors import ConfigError
-from kvasir.executor.base import Executor
+from kvasir.executor.base import Executor, load_worker
 from kvasir.executor.multiproc import MultiprocExecutor
-from kvasir.executor.uniproc import in_process
 from kvasir.log import get_logger
 from kvasir.messages import KVSpec
 
@@ -42,7 +41,7 @@ def build_core(config: EngineConfig, executor: Executor | None = None) -> Engine
 
 def make_executor(config: EngineConfig) -> Executor:
     if config.parallel.distributed_executor_backend != "mp":
-        return in_process(config)
+        return load_worker(config)
     with startup.phase(startup.WORKERS):
         return MultiprocExecutor(config)
 

@@ -207,9 +207,7 @@ class Scheduler:
         # Admit no request in a step with a preemption, or requests would preempt each other in turn.
         may_admit = self.stats.preemptions == preemptions or not len(rows)
         if len(self.waiting) and self.rows.num_free and may_admit:
-            self._register_planned(
-                rows, grants, self.rows.fed_by_host(rows)
-            )  # so that new ones can hit them
+            self._register_planned(rows, grants, self.rows.fed_by_host(rows))  # so that new ones can hit them
             joined, first_grants = self._admit(self.limits.max_num_batched_tokens - int(grants.sum()))
             if joined:
                 rows = np.concatenate([rows, np.array(joined, np.int64)])
