@@ -280,7 +280,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class NewRow:
-    """A request got a row. Sent once, with the first plan that schedules it."""
+    """A request got a row. Sent once, in the next plan, before or with the first step that runs the row."""
 
     row: int
     num_computed: int  # tokens whose KV is already in the cache
@@ -479,4 +479,4 @@ class Snapshot:
     held: Int32Array  # blocks of the running requests, one request after the other, in token order
     num_held: Int32Array  # number of blocks of each request in `held`; a shared block is listed for each of them
     cached: Int32Array  # unreferenced blocks whose content can still be hit, next to be evicted first
-    steps: list[StepSnapshot]  # the latest steps, oldest first; recorded only while somebody watches
+    steps: list[StepSnapshot]  # the latest steps, oldest first; recorded only while snapshots are requested

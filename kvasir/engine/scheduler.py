@@ -204,7 +204,7 @@ class Scheduler:
         """Plan the next step. None if nothing can run before a result comes in."""
         preemptions = self.stats.preemptions
         rows, grants = self._continue_running()
-        # Admit no request in a step with a preemption, or requests would preempt each other in turn.
+        # Admit no request in a step with a preemption unless none runs, or requests would preempt each other in turn.
         may_admit = self.stats.preemptions == preemptions or not len(rows)
         if len(self.waiting) and self.rows.num_free and may_admit:
             self._register_planned(rows, grants, self.rows.fed_by_host(rows))  # so that new ones can hit them
