@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run it from a checkout 
 from kvasir.bench.report import commit, hardware, table
 from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.manager import KVCacheManager
-from kvasir.engine.cache.tier import Always
+from kvasir.engine.cache.tier import FixedSwapPolicy
 
 BLOCK = 512  # tokens per hash id
 KIB_PER_TOKEN = 128  # Llama-3.1-8B in bf16: 32 layers x 8 heads x 128 x 2 x 2 bytes
@@ -82,7 +82,7 @@ class Replay:
 
     def __init__(self, entries: Sequence[Entry], device_blocks: int, host_blocks: int, running: int) -> None:
         longest = max(entry.num_tokens + entry.num_generated for entry in entries)
-        tier = HostTier(0, host_blocks, Always(False)) if host_blocks else None
+        tier = HostTier(0, host_blocks, FixedSwapPolicy(False)) if host_blocks else None
         self.cache = KVCacheManager(device_blocks, BLOCK, running, longest, True, tier=tier)
         self._nothing = np.zeros(longest, np.int32)  # names stand for tokens, so only their number counts
         self._free = list(range(running))
@@ -96,7 +96,7 @@ class Replay:
         while True:
             prefix = cache.find_prefix(tokens, entry.names, b"")
             needed = cache.blocks_for(total) - cache.blocks_for(prefix.num_tokens)
-            if self._free and needed <= cache.num_free_besides(prefix):
+            if self._free and needed <= cache.num_free_without(prefix):
                 break
             self._end_oldest()
         row = self._free.pop()

@@ -1,7 +1,7 @@
-"""What crosses a boundary: API process -> core -> worker -> core -> API process.
+"""Messages between processes: API process -> core -> worker -> core -> API process.
 
-Plain slotted dataclasses of ints, strings and numpy arrays; no torch, no transport. Lengths named
-"upper bound" may exceed the truth while sampled tokens are still on the device; the device holds the truth.
+They are plain slotted dataclasses of ints, strings and numpy arrays; this file knows no torch and no transport. A
+length called an "upper bound" may be too high while sampled tokens are still on the device, which has the true one.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from numpy.typing import NDArray
 Int32Array = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 
-MOST_GROUPS = 16  # of rows that share a prefix, in a step; and ...
-FEWEST_SHARING = 16  # ... rows of a group
-NULL_BLOCK = 0  # never handed out: what unused block-table entries and padding point at
+MAX_PREFIX_GROUPS = 16  # groups of rows with a shared prefix in one step
+MIN_GROUP_ROWS = 16  # rows that such a group has at least
+NULL_BLOCK = 0  # unused block-table entries and padding point at this block; it is never allocated
 
 
-def no_copies() -> Int32Array:
+def empty_pairs() -> Int32Array:
     return np.zeros((0, 2), np.int32)
 
 
-def no_lines() -> Int32Array:
+def empty_ints() -> Int32Array:
     return np.zeros(0, np.int32)
 
 
 class FinishReason(IntEnum):
-    """Why a request ended. NONE means that it has not."""
+    """Why a request ended. NONE: it has not ended."""
 
     NONE = 0
     STOP = 1
     LENGTH = 2
     ABORT = 3
-    ERROR = 4  # something of the request's own failed: Finished.error says what
+    ERROR = 4  # code of the request itself failed, such as its logits processor; see Finished.error
     TIMEOUT = 5  # its deadline passed
 
     def __str__(self) -> str:
@@ -49,35 +49,35 @@ class FinishReason(IntEnum):
 
 @dataclass(slots=True, frozen=True)
 class Extras:
-    """What few rows ask of sampling beyond RowSampling. Each group of fields is read by one stage of the sampler."""
+    """Rarely used sampling parameters. Each stage of the sampler reads its own fields."""
 
-    num_prompt_tokens: int  # of the row's tokens the first so many were given, the rest generated
+    num_prompt_tokens: int  # the row's first tokens, which were not generated
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all tokens are allowed
     forbidden_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be generated
     top_ema_p: float = 0.0  # 0: off
     top_ema_d: int = 0
-    ema_key: int = 0  # under this number the moving average survives preemption
+    ema_key: int = 0  # key of the row's moving average, which survives preemption
     processors: tuple[Any, ...] = ()  # Python callables (output ids, logits) or (prompt ids, output ids, logits)
-    extra_args: dict[str, Any] | None = None  # for start-up processors, which the core's process puts in its place
-    logprob_token_ids: tuple[int, ...] = ()  # log-probabilities of these in place of the likeliest
+    extra_args: dict[str, Any] | None = None  # for start-up processors; the core replaces it by their callables
+    logprob_token_ids: tuple[int, ...] = ()  # return log-probabilities of these tokens instead of the top n
     prompt_logprobs: int | None = None  # top-n for each prompt token; None: off
 
 
 @dataclass(slots=True, frozen=True)
 class RowSampling:
-    """What a worker must know to sample for one row. Everything textual stays in the API process."""
+    """Sampling parameters of one row, as the worker needs them. Stop strings stay in the API process."""
 
     temperature: float = 0.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0  # 32 bits; the random stream depends on (seed, position) alone
-    logprobs: int | None = None  # top-n beside the sampled token's own; None: off
+    logprobs: int | None = None  # number of top tokens besides the sampled one; None: off
     banned_until: int = 0  # stop_token_ids cannot be sampled at positions below this (min_tokens)
     stop_token_ids: tuple[int, ...] = ()
     extras: Extras | None = None
@@ -85,83 +85,83 @@ class RowSampling:
 
 @dataclass(slots=True, frozen=True)
 class BeamSpec:
-    """A request is searched by beams instead of sampled."""
+    """Parameters of a beam search."""
 
-    width: int  # beams in all
-    num_groups: int = 1  # the beams are dealt to; groups after the first avoid the tokens of those before them
-    diversity_penalty: float = 0.0  # off a token's log-probability for each beam of an earlier group that takes it
-    length_penalty: float = 1.0  # a text's score is its log-probability / length ** length_penalty
-    early_stopping: bool | str = False  # True: as soon as there are enough texts; "never": only when none can be better
+    width: int  # number of beams in all groups together
+    num_groups: int = 1  # the beams are split into groups; later groups avoid the tokens of earlier ones
+    diversity_penalty: float = 0.0  # subtracted from a token's log-probability for each earlier group's beam with it
+    length_penalty: float = 1.0  # the score of a text is its log-probability / length ** length_penalty
+    early_stopping: bool | str = False  # True: stop at `width` texts; "never": stop when no beam can score higher
     eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
 class Terms:
-    """On what terms a request is served: what queue policies look at. Times are of `time.monotonic`."""
+    """Scheduling parameters of a request, for queue policies. Times are readings of `time.monotonic`."""
 
     arrival: float = 0.0
-    priority: int = 0  # lower goes first
-    tenant: str = ""  # whose request it is, an API key's name for example
-    weight: float = 1.0  # the tenant's share against other tenants'
-    deadline: float | None = None  # when it must be done
+    priority: int = 0  # lower values go first
+    tenant: str = ""  # the user it is accounted to, for example the name of an API key
+    weight: float = 1.0  # the tenant's share relative to other tenants
+    deadline: float | None = None  # time at which the request ends if it is not complete
 
 
 @dataclass(slots=True)
 class EngineRequest:
-    """A validated request. `key` is the number the API process knows it by."""
+    """A validated request. `key` is the number by which the API process knows it."""
 
     key: int
     prompt_token_ids: Int32Array
     max_tokens: int
     sampling: RowSampling = field(default_factory=RowSampling)
-    stream: bool = True  # send tokens as they come; otherwise all of them with the finish
-    cache_salt: bytes = b""  # requests share cached prefixes only within one salt
-    needs_last_token: bool = False  # leave it out of a step until its last token is known to the host
-    reads_cache: bool = True  # False: compute the whole prompt, whatever is cached
+    stream: bool = True  # send tokens as they are sampled; False: send all of them with Finished
+    cache_salt: bytes = b""  # requests share cached prefixes only if their salts are equal
+    needs_last_token: bool = False  # schedule it only when the host knows its last token
+    reads_cache: bool = True  # False: compute the whole prompt even if it is cached
     external_tokens: bool = False  # sampled tokens are proposals; the request waits for Scheduler.append
-    awaited: bool = False  # requests that run wait for it: after preemption it is admitted first
+    awaited: bool = False  # running requests wait for it, so it is admitted first after a preemption
     num_drafts: int = 0  # tokens that the worker may draft and verify for it in a step
-    guide: tuple[str, Any] | None = None  # name and argument of what restricts its tokens, see engine/guides.py
+    guide: tuple[str, Any] | None = None  # name and argument of the guide that restricts its tokens (engine/guides.py)
     beam: BeamSpec | None = None
-    least_tokens: int = 1  # it cannot end by itself with fewer
+    min_tokens: int = 1  # output tokens before which it cannot stop
     terms: Terms = field(default_factory=Terms)
-    forks: tuple[EngineRequest, ...] = ()  # requests of the same prompt that share what this one computes of it
+    forks: tuple[EngineRequest, ...] = ()  # requests with the same prompt, which share the KV blocks computed for it
 
 
 @dataclass(slots=True)
 class Started:
-    """A request runs for the first time."""
+    """A request was admitted for the first time."""
 
     key: int
     waited: float  # seconds since its arrival
-    num_cached_tokens: int  # of its prompt, found in the cache
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
 
 
 @dataclass(slots=True)
 class Finished:
-    """The last word on a request. `token_ids` is set unless they were streamed."""
+    """A request ended. `token_ids` is None if its tokens were streamed."""
 
     key: int
     reason: FinishReason
     stop_token_id: int | None
     token_ids: Int32Array | None
     error: str | None = None
-    first_token: float | None = None  # seconds from its arrival, unless its tokens were streamed
+    first_token: float | None = None  # seconds from arrival to first token; None if tokens were streamed
 
 
 @dataclass(slots=True)
 class Part:
-    """A named, optional piece of a step's result: columns of numbers, one entry for each of `index`.
+    """A named, optional part of a step's result: columns of numbers with one entry per element of `index`.
 
-    Log-probabilities, hidden states or acceptance counts all travel as parts, so a new kind needs no new message.
+    Log-probabilities, hidden states or acceptance counts are all sent as parts, so a new kind needs no new message.
     """
 
-    index: Int32Array  # [m] the line of the step, or of the output, that each entry belongs to
+    index: Int32Array  # [m] line of the step, or of the output, that the entry belongs to
     ints: dict[str, Int32Array] = field(default_factory=dict)  # each [m] or [m, n]
-    floats: dict[str, FloatArray] = field(default_factory=dict)  # likewise
+    floats: dict[str, FloatArray] = field(default_factory=dict)  # each [m] or [m, n]
 
     def select(self, lines: NDArray[np.int64], num_lines: int) -> Part | None:
-        """The entries of `lines`, renumbered by their place among them; None if there are none."""
+        """Return the entries of `lines`, with `index` counting within `lines`; None if there are no entries."""
         place = np.full(num_lines, -1, np.int32)
         place[lines] = np.arange(len(lines))
         index = place[self.index]
@@ -173,43 +173,43 @@ class Part:
 
 
 # Names of parts, with their columns.
-LOGPROBS = "logprobs"  # of sampled tokens. token_ids and values [m, 1 + n]: the token's own, then the top n; ranks [m]
-PROMPT_LOGPROBS = "prompt_logprobs"  # the same of prompt tokens; positions [m]
+LOGPROBS = "logprobs"  # token_ids and values [m, 1 + n]: the sampled token, then the top n; ranks [m]
+PROMPT_LOGPROBS = "prompt_logprobs"  # the same columns for prompt tokens, and positions [m]
 
 
 def select_parts(parts: dict[str, Part], lines: NDArray[np.int64], num_lines: int) -> dict[str, Part]:
-    """The parts of some of a step's lines."""
+    """Return the parts of a step's result, restricted to `lines`."""
     chosen = {name: part.select(lines, num_lines) for name, part in parts.items()}
     return {name: part for name, part in chosen.items() if part is not None}
 
 
 @dataclass(slots=True)
 class Hypothesis:
-    """A text that a beam search has found."""
+    """A text found by a beam search."""
 
     token_ids: Int32Array
-    score: float  # what texts are ranked by
+    score: float  # texts are ranked by it
     cumulative_logprob: float
     stop_token_id: int | None = None
 
 
 @dataclass(slots=True)
 class BeamOutput:
-    """Where a beam search stands: the best text so far, or all of them, best first, when it is done."""
+    """State of a beam search: the best text so far or, when it has finished, all texts with the best first."""
 
     key: int
     hypotheses: list[Hypothesis]
-    num_agreed: int  # that many tokens of the best will not change any more
+    num_agreed: int  # first tokens of the best text that are final
     finished: bool
 
 
 @dataclass(slots=True)
 class EngineOutput:
-    """What one step gives the API process: arrays for streamed tokens, objects only for starts and finishes."""
+    """Output of one step for the API process: arrays for streamed tokens, objects only for starts and finishes."""
 
     keys: NDArray[np.int64]  # [n] requests with streamed tokens or with entries in a part
     token_ids: Int32Array  # [n, 1 + k]
-    counts: Int32Array  # [n] how many of a line's tokens are real
+    counts: Int32Array  # [n] number of valid tokens in each line
     parts: dict[str, Part] = field(default_factory=dict)
     finished: list[Finished] = field(default_factory=list)
     beams: Sequence[BeamOutput] = ()
@@ -220,7 +220,7 @@ class EngineOutput:
         return cls(np.zeros(0, np.int64), np.zeros((0, 1), np.int32), np.zeros(0, np.int32))
 
 
-# Steps are counted by how many tokens they computed: up to each of these (vLLM's buckets), and more.
+# Upper bounds of the histogram of tokens per step (vLLM's buckets); a last bucket counts larger steps.
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -230,11 +230,11 @@ def no_step_sizes() -> list[int]:
 
 @dataclass(slots=True)
 class EngineStats:
-    """The core's gauges and, since its start, counters. Snapshot, taken when asked for."""
+    """Gauges of the core and counters since its start, read on request."""
 
     num_running: int
     num_waiting: int
-    num_blocks: int  # that requests can hold
+    num_blocks: int  # blocks that requests can hold
     num_used_blocks: int
     num_cached_blocks: int
     steps: int
@@ -247,31 +247,31 @@ class EngineStats:
     evictions: int
     copied_blocks: int
     shared_blocks: int
-    freed_blocks: int  # given back by rows that go on, because no layer of their group sees them any more
-    step_sizes: list[int] = field(default_factory=no_step_sizes)  # steps by STEP_SIZES
-    num_waiting_tokens: int = 0  # of prompts
-    refused_requests: int = 0  # because the queue was full
+    freed_blocks: int  # blocks of running requests that fell out of their layers' attention window
+    step_sizes: list[int] = field(default_factory=no_step_sizes)  # steps per bucket of STEP_SIZES
+    num_waiting_tokens: int = 0  # prompt tokens of waiting requests
+    refused_requests: int = 0  # requests refused because the queue was full
     held_back: int = 0  # steps in which the watermark kept a request waiting
-    timeouts_waiting: int = 0  # requests that ended at their deadline, or before it, without running at the time ...
+    timeouts_waiting: int = 0  # requests that timed out while they waited ...
     timeouts_running: int = 0  # ... and while they ran
-    timeouts_foreseen: int = 0  # of those, ended before their deadline because they could not meet it
-    recomputed_tokens: int = 0  # computed before a preemption and again after it
-    # the tier in host memory
+    timeouts_foreseen: int = 0  # of those, requests ended before their deadline because they could not meet it
+    recomputed_tokens: int = 0  # tokens computed before a preemption and again after it
+    # host memory: swapped and offloaded blocks
     host_blocks: int = 0
     host_used_blocks: int = 0  # kept for preempted requests
     host_cached_blocks: int = 0
-    swapped_preemptions: int = 0  # whose blocks were kept; the others' are recomputed, or found in the cache
+    swapped_preemptions: int = 0  # preemptions whose blocks were kept; other requests recompute or hit the cache
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
-    offloaded_blocks: int = 0  # evicted on the device, copied out
-    restored_blocks: int = 0  # of those, copied in again
+    offloaded_blocks: int = 0  # blocks evicted on the device and copied to the host
+    restored_blocks: int = 0  # of those, blocks copied back to the device
     host_evictions: int = 0
-    host_lost_blocks: int = 0  # evicted on the device, and no room in the tier
-    host_cache_hits: int = 0  # tokens of prefix_cache_hits that came from there
+    host_lost_blocks: int = 0  # blocks evicted on the device that found no room on the host
+    host_cache_hits: int = 0  # tokens of prefix_cache_hits that came from the host
     # CUDA graphs
     num_graphs: int = 0
-    graph_bytes: int = 0  # of the device's memory
-    graphs_deferred: int = 0  # captures that found no memory
+    graph_bytes: int = 0  # device memory
+    graphs_deferred: int = 0  # captures put off because memory was short
     graphs_dropped: int = 0  # graphs dropped to make room for others
 
 
@@ -280,50 +280,50 @@ class EngineStats:
 
 @dataclass(slots=True)
 class NewRow:
-    """A request takes a row. Sent once, before the first step that schedules the row."""
+    """A request got a row. Sent once, in the next plan, before or with the first step that runs the row."""
 
     row: int
-    num_computed: int  # tokens whose KV already lies in the cache
+    num_computed: int  # tokens whose KV is already in the cache
     sampling: RowSampling
-    token_ids: Int32Array | None = None  # all its tokens, where sampling has extras
+    token_ids: Int32Array | None = None  # all its tokens; only set if sampling has extras
 
 
 @dataclass(slots=True)
 class PrefixGroups:
-    """Groups of a step's rows whose first tokens lie in the same blocks."""
+    """Groups of a step's rows whose first tokens are in the same blocks."""
 
-    tokens: Int32Array  # [groups] how many
-    starts: Int32Array  # [groups + 1] where in `members` each group begins, and the last ends
+    tokens: Int32Array  # [groups] number of shared tokens
+    starts: Int32Array  # [groups + 1] first index of each group in `members`, and the end of the last
     members: Int32Array  # lines of the plan
 
 
-def most_groups(rows: int) -> int:
-    """That so many rows can be in."""
-    return min(MOST_GROUPS, max(1, rows // FEWEST_SHARING))
+def max_prefix_groups(rows: int) -> int:
+    """Number of prefix groups that this many rows can form."""
+    return min(MAX_PREFIX_GROUPS, max(1, rows // MIN_GROUP_ROWS))
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step: which rows run, and how many tokens each. Decodes stand first, then longer chunks."""
+    """One step: the rows that run and their numbers of tokens. Decodes come first, longer chunks after them."""
 
     rows: Int32Array  # [n]
     num_tokens: Int32Array  # [n] tokens computed this step
-    samples: NDArray[np.bool_]  # [n] whether the row yields a token
+    samples: NDArray[np.bool_]  # [n] whether the row samples a token
     # [sum of num_tokens] input ids; -1 where the token is still on the device (sampled by an earlier step)
     token_ids: Int32Array
     bounds: Int32Array  # [n] upper bound of each row's length after this step
-    num_decodes: int  # the first so many rows run exactly one token
+    num_decodes: int  # number of first rows that run exactly one token
     new_rows: list[NewRow]
-    # block-table entries that changed: flat position ((group * rows + row) * width + column) ...
+    # changed block-table entries: flat position ((group * rows + row) * width + column) ...
     table_index: Int32Array
     table_block: Int32Array  # ... and block id
-    copies: Int32Array  # [c, 2] blocks to copy, (from, to), before this step writes; no block is both
-    # [m, 2] before those, blocks to copy (device, host), and then (host, device), each ordered by host block
-    to_host: Int32Array = field(default_factory=no_copies)
-    from_host: Int32Array = field(default_factory=no_copies)
+    copies: Int32Array  # [c, 2] blocks to copy (from, to) before this step writes; no block is in both columns
+    # [m, 2] blocks to copy before `copies`: first (device, host), then (host, device), each sorted by host block
+    to_host: Int32Array = field(default_factory=empty_pairs)
+    from_host: Int32Array = field(default_factory=empty_pairs)
     wants_logprobs: bool = False
     waits_for_host: bool = False  # sampling waits for the SampleInputs of this step
-    shared: PrefixGroups | None = None  # of the rows that run one token; None: none that is worth telling
+    shared: PrefixGroups | None = None  # prefix groups among the decodes; None: none is large enough to help
     step: int = 0
 
     @property
@@ -333,45 +333,45 @@ class StepPlan:
 
 @dataclass(slots=True)
 class SampleInputs:
-    """What the core learned after it launched a step's forward pass, for the sampling of that step. Lines are the
-    plan's; a line stands in at most one of the three lists."""
+    """Inputs of a step's sampling that the core learns after it launched the forward pass. Lines are those of the
+    plan; a line is in at most one of the three lists."""
 
-    mask_lines: Int32Array = field(default_factory=no_lines)  # [m] lines that may draw only some tokens: ...
-    masks: Int32Array = field(default_factory=no_copies)  # [m, words] ... those whose bit is set, 32 to a word
-    forced_lines: Int32Array = field(default_factory=no_lines)  # [f] lines that take a given token instead of drawing
-    forced_tokens: Int32Array = field(default_factory=no_lines)  # [f]
-    dropped_lines: Int32Array = field(default_factory=no_lines)  # lines whose request has ended: they yield no token
+    mask_lines: Int32Array = field(default_factory=empty_ints)  # [m] lines that may sample only some tokens: ...
+    masks: Int32Array = field(default_factory=empty_pairs)  # [m, words] ... those whose bit is set, 32 per word
+    forced_lines: Int32Array = field(default_factory=empty_ints)  # [f] lines that take a given token
+    forced_tokens: Int32Array = field(default_factory=empty_ints)  # [f]
+    dropped_lines: Int32Array = field(default_factory=empty_ints)  # lines whose request has ended: they sample nothing
 
 
 @dataclass(slots=True)
 class KVSpec:
-    """What the worker needs of the KV cache. Layers are in groups that have block tables of their own; a block is one
-    group's, and every group has as many layers (the last of a kind may leave some unused)."""
+    """Shape of the KV cache that the model needs. Layers are split into groups with separate block tables. A block
+    belongs to one group. All groups have the same number of layers; the last group of a kind may leave some unused."""
 
-    num_layers: int  # of a group
+    num_layers: int  # layers per group
     block_size: int
-    page_bytes: int  # one block of one layer
-    windows: tuple[int | None, ...] = (None,)  # per group: how many last tokens its layers see, None: all
+    page_bytes: int  # bytes of one block of one layer
+    windows: tuple[int | None, ...] = (None,)  # per group: number of last tokens its layers attend to; None: all
 
     @property
     def block_bytes(self) -> int:
-        """One block of all layers of a group."""
+        """Bytes of one block, over all layers of its group."""
         return self.num_layers * self.page_bytes
 
 
 @dataclass(slots=True)
 class DeviceMemory:
-    """Where a device's memory went, in bytes; of several devices together."""
+    """Use of device memory in bytes; several devices are added up."""
 
-    total: int | None  # None: it does not tell
+    total: int | None  # None: the device does not report it
     weights: int
     kv_cache: int
-    largest_step: int | None = None  # what it takes beside the weights; None where that was not measured
-    outside: int | None = None  # the driver's, and other processes'; likewise
-    graphs: int = 0  # measured as they are captured, so that there are none at the start
-    graphs_expected: int = 0  # a guess
+    largest_step: int | None = None  # peak memory of a step besides weights and KV cache; None: not measured
+    outside: int | None = None  # memory of the driver and of other processes; None: not measured
+    graphs: int = 0  # measured at each capture, so 0 at the start
+    graphs_expected: int = 0  # estimate for all graphs
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         parts = {
             "weights": self.weights,
             "the largest step": self.largest_step,
@@ -398,35 +398,35 @@ def _gib(size: int) -> str:
 
 @dataclass(slots=True, frozen=True)
 class StepCosts:
-    """Measured seconds."""
+    """Measured costs in seconds, for the choice between swapping and recomputing."""
 
-    copy_block: float  # one block, all its layers, between device and host
-    compute_token: float  # one prompt token
+    copy_block: float  # copy one block with all its layers between device and host
+    compute_token: float  # compute one prompt token
 
 
 @dataclass(slots=True, frozen=True)
 class GraphUse:
-    """CUDA graphs that there are now."""
+    """CUDA graphs that exist now, and counters since the start."""
 
     num_graphs: int = 0
-    graph_bytes: int = 0  # memory of all devices together, measured as graphs were captured
-    graphs_deferred: int = 0  # since the start: captures that found no memory
+    graph_bytes: int = 0  # memory of all devices together, measured at the captures
+    graphs_deferred: int = 0  # since the start: captures put off because memory was short
     graphs_dropped: int = 0  # since the start: graphs dropped to make room for others
 
 
 @dataclass(slots=True)
 class StepResult:
-    """Tokens of the rows that sampled, in plan order (rows that did not sample have count 0)."""
+    """Sampled tokens of a step, in the order of the plan. Rows that did not sample have count 0."""
 
     token_ids: Int32Array  # [n, 1 + k]
     counts: Int32Array  # [n]
     parts: dict[str, Part] = field(default_factory=dict)
-    failures: dict[int, str] | None = None  # by line: a row's own code failed, and the row must end
+    failures: dict[int, str] | None = None  # by line: error of the request's own code; the request must end
     graphs: GraphUse | None = None  # None: steps never run as graphs
 
 
 class StepFuture(Protocol):
-    """A result that is on its way. `done` never blocks."""
+    """Result of a step that may still run on the device. `done` never blocks."""
 
     def done(self) -> bool: ...
 
@@ -434,37 +434,37 @@ class StepFuture(Protocol):
 
 
 # ----------------------------------------------------------------
-# A picture of the engine at one moment, for people who watch it. Made by engine/snapshot.py only when asked for.
+# Snapshot of the engine for its status page; engine/snapshot.py makes it on request.
 #
-# Any process. Requests are known by their key here: text and ids that clients chose never reach the core.
+# Requests are identified by their key: texts and request ids of clients never reach the core.
 
 
 @dataclass(slots=True)
-class RequestPicture:
-    """Where one request stands. Lengths are tokens."""
+class RequestSnapshot:
+    """Progress of one request, in tokens."""
 
     key: int
     num_prompt: int
-    num_computed: int  # prompt and output, with KV in the cache
+    num_computed: int  # prompt and output tokens whose KV is in the cache
     num_output: int
     max_output: int
-    num_cached: int  # of the prompt, found in the cache when it was first admitted
+    num_cached: int  # prompt tokens found in the prefix cache at its first admission
     num_preemptions: int
-    waited: float  # seconds since it arrived
+    waited: float  # seconds since its arrival
 
 
 @dataclass(slots=True)
-class StepPicture:
-    """One step that was planned."""
+class StepSnapshot:
+    """One planned step."""
 
     step: int
     time: float  # seconds since 1970
     prompt_tokens: int
     decode_tokens: int
-    sampled: int  # tokens that the step gives
+    sampled: int  # tokens that the step samples
     num_running: int
     num_waiting: int
-    preemptions: int  # since the step before
+    preemptions: int  # since the previous step
 
 
 @dataclass(slots=True)
@@ -474,9 +474,9 @@ class Snapshot:
     memory: DeviceMemory
     block_size: int  # tokens
     block_bytes: int
-    running: list[RequestPicture]  # first admitted first
-    waiting: list[RequestPicture]  # next first; only the first of very many, stats has their number
-    held: Int32Array  # the blocks of the running requests, one request after the other, in the order of their text
-    num_held: Int32Array  # how many of them are each request's; a block that several share is there several times
-    cached: Int32Array  # blocks that nobody holds and whose content can still be hit, next to be evicted first
-    steps: list[StepPicture]  # the last ones, oldest first; none from before somebody began to watch
+    running: list[RequestSnapshot]  # first admitted first
+    waiting: list[RequestSnapshot]  # next to be admitted first; cut off if there are many (stats has the number)
+    held: Int32Array  # blocks of the running requests, one request after the other, in token order
+    num_held: Int32Array  # number of blocks of each request in `held`; a shared block is listed for each of them
+    cached: Int32Array  # unreferenced blocks whose content can still be hit, next to be evicted first
+    steps: list[StepSnapshot]  # the latest steps, oldest first; recorded only while snapshots are requested

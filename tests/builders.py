@@ -1,4 +1,4 @@
-"""Small engines for tests: a real scheduler and cache over a fake device, and what the fake model would say."""
+"""Small engines for tests: a real scheduler and cache over a fake device, and the expected output of the fake model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from kvasir.engine.admission import QueueLimits
 from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.manager import KVCacheManager
-from kvasir.engine.cache.tier import Always, SwapChoice
+from kvasir.engine.cache.tier import FixedSwapPolicy, SwapPolicy
 from kvasir.engine.core import EngineCore
 from kvasir.engine.policies import FirstComeFirstServed, Policy
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.executor.base import Executor
-from kvasir.executor.fake import EchoExecutor, Ready, echo_next
+from kvasir.executor.fake import EchoExecutor, FakeFuture, echo_next
 from kvasir.messages import (
     LOGPROBS,
     NULL_BLOCK,
@@ -45,9 +45,9 @@ def make_scheduler(
     policy: Policy | None = None,
     watermark: float = 0.0,
     host: tuple[int, int] = (0, 0),  # blocks for swapping, and for evicted prefixes
-    choice: SwapChoice = Always(True),  # noqa: B008 (it is frozen)
+    swap_policy: SwapPolicy = FixedSwapPolicy(True),  # noqa: B008 (it is frozen)
 ) -> Scheduler:
-    tier = HostTier(*host, choice) if any(host) else None
+    tier = HostTier(*host, swap_policy) if any(host) else None
     cache = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len, caching, windows, tier)
     limits = Limits(max_num_seqs, budget, chunked, threshold, watermark)
     return Scheduler(limits, cache, FirstComeFirstServed() if policy is None else policy, max_model_len)
@@ -72,7 +72,7 @@ def request(
 
 
 def expected(prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> list[int]:
-    """What the fake model says when it runs alone, one token after the other."""
+    """Return the output of the fake model for a request that runs alone, one token per step."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         tokens.append(echo_next(tokens, VOCAB))
@@ -82,9 +82,9 @@ def expected(prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> 
 
 
 class ScoringExecutor(EchoExecutor):
-    """Proposes twenty tokens a row, so that a beam search can run."""
+    """Returns the log-probabilities of twenty tokens per row, so that a beam search can run."""
 
-    def sample(self, inputs: SampleInputs | None = None) -> Ready:
+    def sample(self, inputs: SampleInputs | None = None) -> FakeFuture:
         ready = super().sample(inputs)
         assert self._plan is not None
         lines = np.flatnonzero(self._plan.samples).astype(np.int32)
@@ -97,19 +97,19 @@ class ScoringExecutor(EchoExecutor):
 
 
 @dataclass
-class Turns:
-    """Swaps or recomputes as it is told, in turn."""
+class AlternatingSwapPolicy:
+    """Answers with a given sequence of decisions, over and over."""
 
     answers: list[bool]
     asked: int = field(default=0)
 
-    def pays(self, num_blocks: int, num_tokens: int) -> bool:
+    def should_swap(self, num_blocks: int, num_tokens: int) -> bool:
         self.asked += 1
         return self.answers[self.asked % len(self.answers)]
 
 
 class Clock:
-    """Time that passes when a test says so, or with every step of a core (see `tick`)."""
+    """A clock that tests set, or that advances with every step of a core (see `tick`)."""
 
     def __init__(self, now: float = 1.0) -> None:
         self.now = now
@@ -118,7 +118,7 @@ class Clock:
         return self.now
 
     def tick(self, core: EngineCore, seconds: float = 1.0) -> None:
-        """From now on every step of the core takes so long."""
+        """From now on, let every step of the core take `seconds`."""
         execute = core.executor.execute
 
         def slowly(plan: StepPlan) -> None:
@@ -129,7 +129,7 @@ class Clock:
 
 
 class Collector:
-    """Gathers a core's outputs per request."""
+    """Collects the outputs of a core by request."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
@@ -159,12 +159,12 @@ def run(core: EngineCore, max_steps: int = 5000) -> Collector:
     while core.has_work():
         collector.take(core.run_step())
         max_steps -= 1
-        assert max_steps > 0, "the engine does not come to an end"
+        assert max_steps > 0, "the engine does not finish"
     return collector
 
 
 def check_blocks(core: EngineCore) -> None:
-    """Every block is accounted for, and its references are exactly the rows that hold it."""
+    """Assert that every block is in one state, and that its reference count is the number of rows that hold it."""
     scheduler = core.scheduler
     cache = scheduler.cache
     cache.pool.check()
@@ -177,4 +177,4 @@ def check_blocks(core: EngineCore) -> None:
             assert NULL_BLOCK not in blocks[freed:], "a row lacks a block that it needs"
             held.update(blocks[freed:])
     counts = {int(b): int(cache.pool.ref_counts[b]) for b in np.flatnonzero(cache.pool.ref_counts)}
-    assert counts == dict(held), "reference counts differ from what the rows hold"
+    assert counts == dict(held), "reference counts differ from the blocks that rows hold"

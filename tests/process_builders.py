@@ -1,4 +1,4 @@
-"""Engines in processes of their own, over fake devices; and what tests of processes need to look at."""
+"""Engines in separate processes over fake devices, and helpers to watch processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.conftest import ROOT
 
 T = TypeVar("T")
 ECHO = "kvasir.executor.fake:echo"
-PATIENCE = 180.0  # seconds for what takes one on a quiet machine
+PATIENCE = 180.0  # seconds to wait for something that takes one second on an idle machine
 
 
 def slow(seconds: float) -> Callable[[EngineConfig], DelayExecutor]:
@@ -41,7 +41,7 @@ def engine(executor: Any = ECHO, **settings: Any) -> Iterator[AsyncLLM]:
 
 
 def run(work: Coroutine[Any, Any, T], seconds: float = PATIENCE) -> T:
-    """In an event loop of its own; never for ever."""
+    """Run a coroutine in a new event loop, with a time limit."""
 
     async def limited() -> T:
         return await asyncio.wait_for(work, seconds)
@@ -70,17 +70,18 @@ async def last(llm: AsyncLLM, prompt: Any, params: Any, **rest: Any) -> RequestO
 
 
 async def until(holds: Callable[[], bool | Awaitable[bool]], seconds: float = PATIENCE) -> None:
+    """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while True:
         found = holds()
         if found if isinstance(found, bool) else await found:
             return
-        assert time.monotonic() < end, "it did not come to that in time"
+        assert time.monotonic() < end, "the condition did not hold in time"
         await asyncio.sleep(0.01)
 
 
 async def is_idle(llm: AsyncLLM) -> bool:
-    """No request is left in the engine, and no block is held."""
+    """Whether no request is left in the engine and no block is used."""
     stats = await llm.stats()
     return stats.num_running == stats.num_waiting == stats.num_used_blocks == 0
 
@@ -90,7 +91,7 @@ def engine_pids(llm: AsyncLLM) -> list[int]:
 
 
 def gone(pid: int, seconds: float = PATIENCE) -> bool:
-    """Whether the process ends in time; a zombie that nobody has waited for counts as ended."""
+    """Whether the process ends in time; a zombie counts as ended."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -103,7 +104,7 @@ def gone(pid: int, seconds: float = PATIENCE) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """Those that live, the oldest first."""
+    """Return the live child processes, oldest first."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -111,31 +112,31 @@ def children(pid: int) -> list[int]:
         except OSError:
             continue
         if int(fields[1]) == pid and fields[0] != "Z":
-            found.append((int(fields[19]), int(stat.parent.name)))  # when it was started, in hundredths of a second
+            found.append((int(fields[19]), int(stat.parent.name)))  # start time in hundredths of a second, pid
     return [child for _, child in sorted(found)]
 
 
 def run_timed(command: list[str]) -> tuple[str, float]:
-    """What a program prints, and the processor time that it took, which other programs stretch little."""
+    """Return a program's output and its processor time, which depends little on other programs."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
-        said = process.stdout.read()
+        output = process.stdout.read()
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0, command
-    return said, used.ru_utime + used.ru_stime
+    return output, used.ru_utime + used.ru_stime
 
 
 @cache
 def seconds_of_torch() -> float:
-    """Processor time to import torch, nearly two seconds where tests were written: how slow this machine is."""
+    """Processor time to import torch, as a measure of this machine's speed; two seconds are usual."""
     return run_timed([sys.executable, "-c", "import torch"])[1]
 
 
-# ---------------------------------------------------------------- executors that go wrong, in the engine's process
+# ---------------------------------------------------------------- failing executors, which run in the engine's process
 
 
-class Breaks(DelayExecutor):
+class FailingExecutor(DelayExecutor):
     """Fails in its third step."""
 
     def execute(self, plan: StepPlan) -> None:
@@ -144,37 +145,37 @@ class Breaks(DelayExecutor):
         super().execute(plan)
 
 
-def breaks(config: EngineConfig) -> Breaks:
-    return Breaks(config.cache.block_size)
+def breaks(config: EngineConfig) -> FailingExecutor:
+    return FailingExecutor(config.cache.block_size)
 
 
-class OneByOne(DelayExecutor):
-    """Gives out a result for every character in a file."""
+class StepwiseExecutor(DelayExecutor):
+    """Returns one result for each character that a test writes to a file."""
 
     def __init__(self, block_size: int, file: str) -> None:
         super().__init__(block_size)
         self.file = Path(file)
-        self.given = 0
+        self.num_results = 0
 
     def sample(self, inputs: Any = None) -> Any:
         ready = super().sample()
         result = ready.result
 
         def wait() -> Any:
-            self.given += 1
-            while self.file.stat().st_size < self.given:
+            self.num_results += 1
+            while self.file.stat().st_size < self.num_results:
                 time.sleep(0.005)
             return result()
 
         return SimpleNamespace(result=wait, done=lambda: False)
 
 
-def one_by_one(config: EngineConfig, file: str) -> OneByOne:
-    return OneByOne(config.cache.block_size, file)
+def one_by_one(config: EngineConfig, file: str) -> StepwiseExecutor:
+    return StepwiseExecutor(config.cache.block_size, file)
 
 
-class Hangs(DelayExecutor):
-    """Does not return from its third step until a file is there."""
+class HangingExecutor(DelayExecutor):
+    """Does not return from its third step until a file exists."""
 
     def __init__(self, block_size: int, until: str) -> None:
         super().__init__(block_size)
@@ -186,8 +187,8 @@ class Hangs(DelayExecutor):
         super().execute(plan)
 
 
-def hangs(config: EngineConfig, until: str) -> Hangs:
-    return Hangs(config.cache.block_size, until)
+def hangs(config: EngineConfig, until: str) -> HangingExecutor:
+    return HangingExecutor(config.cache.block_size, until)
 
 
 def fails_to_start(config: EngineConfig) -> DelayExecutor:
@@ -200,4 +201,4 @@ def dies_at_start(config: EngineConfig) -> DelayExecutor:
 
 def starts_slowly(config: EngineConfig) -> DelayExecutor:
     time.sleep(600)
-    raise AssertionError("nobody waits so long")
+    raise AssertionError("the test should have ended this process")

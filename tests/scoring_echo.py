@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.config.engine import EngineConfig
-from kvasir.executor.fake import EchoExecutor, Ready
+from kvasir.executor.fake import EchoExecutor, FakeFuture
 from kvasir.messages import LOGPROBS, PROMPT_LOGPROBS, Int32Array, Part, RowSampling, SampleInputs, StepPlan
 
 Scores = tuple[Int32Array, np.ndarray, Int32Array]
@@ -49,7 +49,7 @@ class ScoringEcho(EchoExecutor):
         part.ints["positions"] = np.arange(start + 1, end, dtype=np.int32)
         return part
 
-    def sample(self, inputs: SampleInputs | None = None) -> Ready:
+    def sample(self, inputs: SampleInputs | None = None) -> FakeFuture:
         plan, ready = self._plan, super().sample(inputs)
         assert plan is not None
         if self.prompt_parts:

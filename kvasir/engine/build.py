@@ -7,14 +7,13 @@ from kvasir.config.engine import EngineConfig
 from kvasir.engine.admission import QueueLimits
 from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.manager import KVCacheManager
-from kvasir.engine.cache.tier import Always, CostModel, NoTier, SwapChoice, Tier
+from kvasir.engine.cache.tier import CostSwapPolicy, FixedSwapPolicy, NoTier, SwapPolicy, Tier
 from kvasir.engine.core import EngineCore
 from kvasir.engine.policies import Context, Policy, make_policy
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.errors import ConfigError
-from kvasir.executor.base import Executor
+from kvasir.executor.base import Executor, load_worker
 from kvasir.executor.multiproc import MultiprocExecutor
-from kvasir.executor.uniproc import in_process
 from kvasir.log import get_logger
 from kvasir.messages import KVSpec
 
@@ -42,7 +41,7 @@ def build_core(config: EngineConfig, executor: Executor | None = None) -> Engine
 
 def make_executor(config: EngineConfig) -> Executor:
     if config.parallel.distributed_executor_backend != "mp":
-        return in_process(config)
+        return load_worker(config)
     with startup.phase(startup.WORKERS):
         return MultiprocExecutor(config)
 
@@ -167,16 +166,16 @@ def make_tier(config: EngineConfig, swap_blocks: int, offload_blocks: int, execu
     if not swap_blocks + offload_blocks:
         return NoTier()
     logger.info("host memory: %d KV blocks for swapping, %d for evicted prefixes", swap_blocks, offload_blocks)
-    return HostTier(swap_blocks, offload_blocks, _choice(config, swap_blocks, executor))
+    return HostTier(swap_blocks, offload_blocks, _swap_policy(config, swap_blocks, executor))
 
 
-def _choice(config: EngineConfig, swap_blocks: int, executor: Executor) -> SwapChoice:
+def _swap_policy(config: EngineConfig, swap_blocks: int, executor: Executor) -> SwapPolicy:
     mode = config.cache.preemption_mode
     if mode != "auto" or not swap_blocks:
-        return Always(mode == "swap")
+        return FixedSwapPolicy(mode == "swap")
     costs = executor.measure_costs()
     logger.info(
         "preemption: moving a block takes %.0f us each way, computing its %d tokens %.0f us",
         costs.copy_block * 1e6, config.cache.block_size, costs.compute_token * config.cache.block_size * 1e6,
     )  # fmt: skip
-    return CostModel(costs)
+    return CostSwapPolicy(costs)

@@ -44,8 +44,8 @@ class DeadlineMonitor:
             allowed = round(deadline - arrival, 6)  # to the microsecond: a large clock reading blurs what is below
             limit = f"of {allowed:.10g} s " if arrival else ""
             ended += self._end(key, stream, f"its deadline {limit}passed {where}")
-        if self._scheduler.waiting.gives_up:
-            while (late := self._scheduler.waiting.hopeless()) is not None:
+        if self._scheduler.waiting.ends_early:
+            while (late := self._scheduler.waiting.find_unreachable()) is not None:
                 request, why = late
                 ended += self._end(request.key, request.spec.stream, why)
                 self.num_foreseen += 1

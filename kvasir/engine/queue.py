@@ -1,7 +1,7 @@
-"""The waiting requests, in the order of a policy. Core process.
+"""The waiting requests, ordered by a policy. Core process.
 
-The queue also does what every policy needs: it puts requests that others wait for (beams of one search) first, counts
-waiting prompt tokens, and reports to policies that want it how many tokens running requests were given.
+The queue does what every policy needs: it puts requests that others wait for (beams of one search) first, counts
+waiting prompt tokens, and reports to token-counting policies how many tokens were computed for running requests.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.engine.policies import Counting, Policy
+from kvasir.engine.policies import Policy, TokenCountingPolicy
 from kvasir.engine.request import Request
 from kvasir.engine.rows import Rows
 
@@ -22,8 +22,8 @@ class Queue:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._counting = policy if isinstance(policy, Counting) else None
-        self.gives_up = type(policy).hopeless is not Policy.hopeless  # whether the policy ends requests early
+        self._counting = policy if isinstance(policy, TokenCountingPolicy) else None
+        self.ends_early = type(policy).find_unreachable is not Policy.find_unreachable  # before their deadline
         self.num_prompt_tokens = 0  # sum over all waiting requests
         self._awaited: dict[int, Request] = {}  # requests that others wait for; they are admitted first
 
@@ -54,16 +54,16 @@ class Queue:
         if self._awaited.pop(request.key, None) is None:
             self.policy.remove(request)
 
-    def victim(self, running: list[Request]) -> Request:
-        return self.policy.victim(running)
+    def select_to_preempt(self, running: list[Request]) -> Request:
+        return self.policy.select_to_preempt(running)
 
-    def hopeless(self) -> tuple[Request, str] | None:
-        return self.policy.hopeless() if len(self.policy) else None
+    def find_unreachable(self) -> tuple[Request, str] | None:
+        return self.policy.find_unreachable() if len(self.policy) else None
 
     # ------------------------------------------------------------ token counts for the policy
 
     def join(self, rows: Rows, row: int) -> None:
-        """Count the tokens of a request that was just admitted, before the policy chooses the next one."""
+        """Report an admitted request and its known tokens, before the policy chooses the next request."""
         if self._counting is None:
             return
         request = rows.requests[row]
@@ -75,11 +75,11 @@ class Queue:
         self._counting.join(request, max(0, known - counted))
 
     def count(self, rows: Rows, which: NDArray[np.int64]) -> None:
-        """Report the tokens that these rows were given since the last call."""
+        """Report the tokens that were computed for these rows since the last call."""
         if self._counting is not None and len(which):
             new = np.maximum(rows.num_computed[which] - rows.num_counted[which], 0)
             rows.num_counted[which] += new
-            self._counting.served(np.bincount(rows.account[which], weights=new).astype(np.float64))
+            self._counting.count(np.bincount(rows.account[which], weights=new).astype(np.float64))
 
     def leave(self, rows: Rows, which: list[int]) -> None:
         """Report the last tokens of requests that leave their rows."""

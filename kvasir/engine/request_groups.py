@@ -1,7 +1,7 @@
-"""Requests that stand for several: parallel samples that share a prompt, and beam searches. Core process.
+"""Groups of requests: parallel samples that share a prompt, and beam searches. Core process.
 
-The core adds every request here and passes every output through. A group acts through the scheduler: it adds, forks,
-appends tokens to and aborts requests, so the scheduler knows nothing of samples or searches.
+The core adds every request here and passes every output through. Groups use the scheduler to add, fork and abort
+requests and to append tokens to them, so the scheduler knows nothing of samples or searches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvasir.messages import (
 
 
 class RequestGroups:
-    """All groups of one engine. Without any, a step skips this class."""
+    """All groups of one engine. A step skips this class if there are none."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -39,16 +39,16 @@ class RequestGroups:
         self.beams = BeamGroups(scheduler)
 
     def __len__(self) -> int:
-        """Number of groups that must be looked at between steps."""
+        """Number of groups that need work between steps."""
         return len(self.forks) + len(self.beams)
 
     def __contains__(self, key: int) -> bool:
-        """Whether the request waits here and the scheduler does not know it yet."""
+        """Whether the request is a fork that has not started, or a beam search."""
         return key in self.forks or key in self.beams
 
     @property
     def num_known(self) -> int:
-        """Number of requests that wait here."""
+        """Number of forks that have not started, and of beam searches."""
         return self.forks.num_waiting + len(self.beams)
 
     def add(self, request: EngineRequest) -> None:
@@ -59,7 +59,7 @@ class RequestGroups:
             self.forks.expect(request)
 
     def start_forks(self) -> None:
-        """Fork from requests whose prompts are planned by now. Call after a step was planned."""
+        """Start the forks of requests whose prompts are planned. Call after a step was planned."""
         self.forks.start()
 
     def update(self, output: EngineOutput) -> EngineOutput:
@@ -75,15 +75,15 @@ class RequestGroups:
 
 
 class PendingForks:
-    """Requests that share another's prompt: they wait until it is computed, then start on its blocks."""
+    """Requests with the same prompt as another. They wait until it is computed and start on its blocks."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._waiting: dict[int, list[EngineRequest]] = {}  # by the key of the request they fork from
-        self._parents: dict[int, int] = {}  # that key, by a fork's own
+        self._waiting: dict[int, list[EngineRequest]] = {}  # forks by the key of their parent
+        self._parents: dict[int, int] = {}  # key of the parent by the key of a fork
 
     def __len__(self) -> int:
-        """Number of requests that others wait for."""
+        """Number of parents with waiting forks."""
         return len(self._waiting)
 
     def __contains__(self, key: int) -> bool:
@@ -99,14 +99,14 @@ class PendingForks:
             self._parents |= dict.fromkeys((fork.key for fork in request.forks), request.key)
 
     def start(self) -> None:
-        """Fork from requests whose prompt is planned by now: the device computes it before the forks' first step."""
+        """Start forks whose parent's prompt is planned: the device computes it before the forks' first step."""
         ready = [key for key, forks in self._waiting.items() if self._scheduler.num_computed(key) >= _length(forks)]
         for key in ready:
             for fork in self._take(key):
                 self._scheduler.fork(key, fork)
 
     def abort(self, key: int) -> bool:
-        """Remove a fork that has not started. If its parent is aborted, the other forks are queued by themselves."""
+        """Remove a fork that has not started. Forks of an aborted parent are queued as requests of their own."""
         for fork in self._take(key):
             self._scheduler.add(fork)
         parent = self._parents.pop(key, None)
@@ -138,21 +138,21 @@ class SearchGroup:
     beam: EngineRequest  # template of a beam's request
     search: BeamSearch
     blocks: int  # upper bound of the KV blocks that it needs
-    keys: list[int] = field(default_factory=list)  # of its beams, in the search's order
-    proposals: dict[int, Proposals] = field(default_factory=dict)  # by key
+    keys: list[int] = field(default_factory=list)  # keys of its beams, in the order of the search
+    proposals: dict[int, Proposals] = field(default_factory=dict)  # by key of the beam
     has_started: bool = False
 
 
 class BeamGroups:
     """Runs each beam as a request with external tokens. After every step of a search its beams continue in place, fork
-    or end, so common beginnings are held once."""
+    or end, so the KV of a common prefix exists once."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._running: dict[int, SearchGroup] = {}  # by the request's key
         self._waiting: deque[SearchGroup] = deque()
-        self._of_beam: dict[int, SearchGroup] = {}
-        self._keys = count(-1, -1)  # no request of the API process has a negative one
+        self._of_beam: dict[int, SearchGroup] = {}  # by a beam's key
+        self._keys = count(-1, -1)  # requests of the API process have no negative keys
 
     def __len__(self) -> int:
         return len(self._running) + len(self._waiting)
@@ -172,10 +172,13 @@ class BeamGroups:
         spec = request.beam
         assert spec is not None, "only beam searches are added here"
         search = SearchGroup(request, self._beam(request, spec), BeamSearch(spec, request.max_tokens), 0)
-        search.blocks = self._most_blocks(request, spec)
+        search.blocks = self._max_blocks(request, spec)
         rows, usable = self._scheduler.limits.max_num_seqs, self._scheduler.cache.pool.usable
         if spec.width > rows:
-            raise RequestError(f"{spec.width} beams need as many rows, but max_num_seqs={rows}.", "beam_width")
+            raise RequestError(
+                f"{spec.width} beams run as {spec.width} sequences, but max_num_seqs={rows}; lower beam_width.",
+                "beam_width",
+            )
         if search.blocks > usable:
             raise RequestError(
                 f"{spec.width} beams of this prompt may need {search.blocks} KV blocks, but the cache has {usable}; "
@@ -191,7 +194,7 @@ class BeamGroups:
         return EngineRequest(
             0,
             request.prompt_token_ids,
-            request.max_tokens + 1,  # never reached: the search ends it first
+            request.max_tokens + 1,  # never reached, because the search ends first
             RowSampling(logprobs=wanted),
             cache_salt=request.cache_salt,
             reads_cache=request.reads_cache,
@@ -200,13 +203,13 @@ class BeamGroups:
             terms=request.terms,
         )
 
-    def _most_blocks(self, request: EngineRequest, spec: BeamSpec) -> int:
+    def _max_blocks(self, request: EngineRequest, spec: BeamSpec) -> int:
         """Upper bound of the blocks of all beams. They share the prompt's full blocks, unless a preempted beam must
         recompute them for itself."""
         cache, prompt = self._scheduler.cache, len(request.prompt_token_ids)
         full = prompt - prompt % cache.block_size if cache.caching and request.reads_cache else 0
         shared = cache.blocks_for(full)
-        own = cache.blocks_for(prompt + request.max_tokens) - shared + cache.num_groups  # one in each for a copy
+        own = cache.blocks_for(prompt + request.max_tokens) - shared + cache.num_groups  # one per group for a copy
         return shared + spec.width * own
 
     def _start(self) -> None:
@@ -249,7 +252,7 @@ class BeamGroups:
     # ------------------------------------------------------------ steps
 
     def update(self, output: EngineOutput) -> EngineOutput:
-        """Take the beams' proposals out of a step's output and put in the state of their searches."""
+        """Replace the proposals of beams in a step's output by the state of their searches."""
         output.started = [start for each in output.started if (start := self._start_of(each)) is not None]
         ours = np.array([key in self._of_beam for key in output.keys.tolist()], np.bool_)
         if not ours.any():
@@ -269,7 +272,7 @@ class BeamGroups:
         return rest
 
     def _start_of(self, start: Started) -> Started | None:
-        """The start of a search is that of its first beam, which runs the prompt."""
+        """Return the start of a search for the start of its first beam; None for its other beams."""
         if start.key >= 0:
             return start
         search = self._of_beam.get(start.key)
@@ -309,11 +312,11 @@ class BeamGroups:
         return [BeamOutput(search.request.key, [best], agreed, finished=False)]
 
     def _continue(self, search: SearchGroup, beams: list[Beam]) -> None:
-        """Beams without a child end; the first child of a beam takes its place, the others fork from it."""
+        """End beams without a child, continue each other beam with its first child, and fork its other children."""
         old, parents = search.keys, {beam.parent for beam in beams}
         self._abort_beams(key for place, key in enumerate(old) if place not in parents)
         search.keys = []
-        first: dict[int, int] = {}  # by parent: the token its own place goes on with
+        first: dict[int, int] = {}  # by parent: the token of its first child
         for beam in beams:
             if beam.parent not in first:
                 first[beam.parent] = beam.tokens[-1]
@@ -332,6 +335,6 @@ class BeamGroups:
     def _result(self, search: SearchGroup) -> BeamOutput:
         texts = [
             Hypothesis(np.array(text.tokens, np.int32), text.score, text.logprob, text.stop_token_id)
-            for text in search.search.texts()
+            for text in search.search.finished()
         ]
         return BeamOutput(search.request.key, texts, len(texts[0].token_ids), True)

@@ -1,11 +1,11 @@
-"""Decides who runs in the next step, and with how many tokens. Core process; no torch, no text, no model.
+"""The scheduler: which requests run in the next step, and with how many tokens. Core process; no torch, text or model.
 
-There is no prefill and no decode phase: a request has tokens that exist and tokens that are computed, and a step
-hands out one token budget over the difference. Chunked prefill, prefix cache hits and resuming after preemption are
-all that arithmetic, done on arrays; Python objects are touched only when a request joins, ends or is preempted.
+There are no separate prefill and decode phases. A request has known tokens and computed tokens, and a step splits one
+token budget over the differences. Chunked prefill, prefix cache hits and resuming after preemption follow from that.
+The arithmetic runs on arrays; Python objects are touched only when a request is admitted, ends or is preempted.
 
-`schedule` may run ahead of `update`: it plans with upper bounds, and `update` settles them. A row yields as many tokens
-as its result says: none, one, or one and the drafts that were accepted.
+`schedule` may run ahead of `update`: it plans with upper bounds, which `update` corrects. The result of a step says how
+many tokens each row got: none, one, or one plus the accepted drafts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvasir.engine.cache.manager import IntArray, KVCacheManager, Prefix
-from kvasir.engine.cache.prefix_groups import SharingRows
+from kvasir.engine.cache.prefix_groups import PrefixGroupTracker
 from kvasir.engine.cache.tier import SwappedBlocks
 from kvasir.engine.guides import sample_inputs
 from kvasir.engine.policies import Context, Policy
@@ -52,10 +52,10 @@ class SchedulerStats:
 
     steps: int = 0
     scheduled_tokens: int = 0
-    step_sizes: list[int] = field(default_factory=no_step_sizes)  # steps by STEP_SIZES
+    step_sizes: list[int] = field(default_factory=no_step_sizes)  # steps per bucket of STEP_SIZES
     preemptions: int = 0
-    partial_prefills: int = 0  # times a prompt was given less than all it still needed
-    dropped_tokens: int = 0  # tokens sampled for a request that had ended, was preempted or got others from outside
+    partial_prefills: int = 0  # times a prompt was scheduled with fewer tokens than it still needed
+    dropped_tokens: int = 0  # tokens sampled for a request that had ended, was preempted or got external tokens
     held_back: int = 0  # steps in which the watermark kept a request waiting
     timeouts_waiting: int = 0  # requests that timed out before they ran or while they were preempted ...
     timeouts_running: int = 0  # ... and while they ran
@@ -63,7 +63,7 @@ class SchedulerStats:
 
 @dataclass(slots=True)
 class _InFlight:
-    """What `update` needs to know about a step when its result comes."""
+    """A planned step whose result has not been read yet."""
 
     rows: IntArray
     epochs: Int32Array
@@ -78,11 +78,13 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     chunked_prefill: bool = True
-    long_prefill_token_threshold: int = 0  # no request gets more than this per step; 0: off
-    watermark: float = 0.0  # share of the blocks that must be left free when a request joins others
+    long_prefill_token_threshold: int = 0  # most tokens that one request gets per step; 0: no limit
+    watermark: float = 0.0  # share of the blocks that must stay free when a request is admitted beside others
 
 
 class Scheduler:
+    """Plans steps and takes in their results. It owns the queue, the rows and the KV cache manager."""
+
     def __init__(self, limits: Limits, cache: KVCacheManager, policy: Policy, max_model_len: int) -> None:
         self.limits = limits
         self.cache = cache
@@ -94,25 +96,25 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._new_rows: list[NewRow] = []
         self._started: list[Started] = []  # starts that no output has reported yet
-        self._silent: set[int] = set()  # rows that stream nothing and have no token yet
+        self._no_token_yet: set[int] = set()  # rows of requests that do not stream and have no output token yet
         self._in_flight: deque[_InFlight] = deque()
-        self._sharing = SharingRows(limits.max_num_seqs)
-        self._reserve = int(limits.watermark * cache.pool.usable)
+        self._prefix_groups = PrefixGroupTracker(limits.max_num_seqs)
+        self._reserve = int(limits.watermark * cache.pool.usable)  # blocks
         self._arrivals = count()
 
-    # ------------------------------------------------------------ requests come and go
+    # ------------------------------------------------------------ add, fork and end requests
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._requests)
 
     def __contains__(self, key: int) -> bool:
         return key in self._requests
 
     def add(self, spec: EngineRequest, ahead: bool = False) -> None:
-        """Queue a request; with `ahead`, before those that never ran."""
+        """Queue a request; with `ahead`, at the place of a preempted one."""
         request = self._new(spec)
-        needed = self.cache.blocks_for(request.limit - 1)  # the last token is never fed back
+        needed = self.cache.blocks_for(request.limit - 1)  # the last token's KV is never computed
         if needed > self.cache.pool.usable:
             raise RequestError(
                 f"this request may grow to {request.limit} tokens, which need {needed} KV blocks of "
@@ -131,17 +133,17 @@ class Scheduler:
         parent = self._requests.get(parent_key)
         row = None if parent is None else parent.row
         if row is None or not self.rows.num_free:
-            self.add(spec, ahead=True)  # its parent was admitted already
+            self.add(spec, ahead=True)  # its parent has been admitted before
             return
         request = self._new(spec, parent)
         computed = int(self.rows.num_computed[row] - self.rows.num_unsettled[row])
         shared = min(len(request.token_ids) - 1, computed)
         known = self.rows.known_tokens(row)[:shared]
-        assert np.array_equal(known, request.token_ids[:shared]), "a fork must share its prefix"
+        assert np.array_equal(known, request.token_ids[:shared]), "a fork's prompt must begin with its parent's tokens"
         if not self.cache.can_fork(row, shared):
             self.add(spec, ahead=True)
             return
-        child = self._enter(request, shared)
+        child = self._assign_row(request, shared)
         self.cache.fork(row, child, shared)
         self.rows.append([child])
         self._requests[spec.key] = request
@@ -152,7 +154,7 @@ class Scheduler:
         return Request.new(spec, spec.terms.arrival or self.context.clock(), next(self._arrivals))
 
     def append(self, key: int, tokens: Sequence[int]) -> None:
-        """Append tokens that come from outside the model. What steps in flight sample for the request is discarded."""
+        """Append external tokens. Tokens that steps in flight sample for the request are discarded."""
         request = self._requests[key]
         if request.row is None:
             request.token_ids = np.append(request.token_ids, np.array(tokens, np.int32))
@@ -165,17 +167,18 @@ class Scheduler:
         return 0 if request is None or request.row is None else int(self.rows.num_computed[request.row])
 
     def abort(self, key: int, num_kept: int | None = None) -> bool:
-        """End a request without an output. `num_kept`: output tokens the caller used (a stop string cut the rest)."""
+        """End a request without an output. `num_kept`: number of output tokens before a stop string that the caller
+        found; the KV of later tokens is not cached."""
         request = self._requests.pop(key, None)
         if request is None:
             return False
         if request.row is None:
             self.waiting.remove(request)
-            self._forget(request)
+            self._drop_swapped(request)
         else:
             known = int(self.rows.num_known[request.row])
             self._close(request.row, known if num_kept is None else min(known, request.num_prompt_tokens + num_kept))
-            self._leave([request.row])
+            self._free_rows([request.row])
         return True
 
     def end(self, key: int, reason: FinishReason, error: str) -> Finished | None:
@@ -201,10 +204,10 @@ class Scheduler:
         """Plan the next step. None if nothing can run before a result comes in."""
         preemptions = self.stats.preemptions
         rows, grants = self._continue_running()
-        # no request joins after a preemption, or the two would take each other's blocks in turn; unless none runs
-        may_join = self.stats.preemptions == preemptions or not len(rows)
-        if len(self.waiting) and self.rows.num_free and may_join:
-            self._name_planned(rows, grants, self.rows.fed_by_host(rows))  # now: requests that join may share them
+        # Admit no request in a step with a preemption unless none runs, or requests would preempt each other in turn.
+        may_admit = self.stats.preemptions == preemptions or not len(rows)
+        if len(self.waiting) and self.rows.num_free and may_admit:
+            self._register_planned(rows, grants, self.rows.fed_by_host(rows))  # so that new ones can hit them
             joined, first_grants = self._admit(self.limits.max_num_batched_tokens - int(grants.sum()))
             if joined:
                 rows = np.concatenate([rows, np.array(joined, np.int64)])
@@ -213,27 +216,28 @@ class Scheduler:
             return self._plan(rows, grants)
         if self._in_flight or not len(self.waiting) or not len(self.rows):
             return None
-        # All running requests wait for external tokens, which depend on requests that find no blocks. After all are
-        # preempted they can share blocks that each had computed for itself.
-        self._put_all_back()
+        # All running requests wait for external tokens, which depend on requests that cannot get blocks. After all are
+        # preempted, they can share blocks that each had computed for itself.
+        self._preempt_all()
         return self.schedule()
 
     def _continue_running(self) -> tuple[IntArray, Int32Array]:
-        """Running rows that continue and their numbers of tokens, with blocks prepared."""
+        """Return the running rows that continue and their numbers of tokens, after preparing their blocks."""
         r = self.rows
         rows = r.order
-        grants = self._share(r.wanted(rows), self.limits.max_num_batched_tokens)
+        grants = self._split_budget(r.wanted(rows), self.limits.max_num_batched_tokens)
         runs = grants > 0
         if not runs.all():
             rows, grants = rows[runs], grants[runs]
         while not self.cache.prepare(rows, r.num_computed[rows], grants, r.unsettled(rows)):
-            victim = self._preempt()
-            keep = rows != victim
+            preempted = self._preempt()
+            keep = rows != preempted
             rows, grants = rows[keep], grants[keep]
         return rows, grants
 
-    def _share(self, want: Int32Array, budget: int) -> Int32Array:
-        """Hand out the budget in order. A request gets all or nothing where prefill may not be chunked."""
+    def _split_budget(self, want: Int32Array, budget: int) -> Int32Array:
+        """Split the token budget over requests, first admitted first. Without chunked prefill, a request gets all the
+        tokens that it wants or none."""
         if self.limits.long_prefill_token_threshold:
             want = np.minimum(want, self.limits.long_prefill_token_threshold)
         if int(want.sum()) <= budget:
@@ -246,46 +250,47 @@ class Scheduler:
         return grants
 
     def _preempt(self) -> int:
-        """Preempt the request that the policy ranks last: it gives up its row and blocks, and waits again."""
+        """Preempt the request that the policy selects, and return its row."""
         running = [request for row in self.rows.order if (request := self.rows.requests[row]) is not None]
-        assert len(running) > 1, "a single request does not fit the cache: it should have been refused on arrival"
+        assert len(running) > 1, "a single request does not fit the cache: `add` should have refused it"
         self.waiting.count(self.rows, self.rows.order)
-        return self._put_back(self.waiting.victim(running))
+        return self._preempt_request(self.waiting.select_to_preempt(running))
 
-    def _put_back(self, request: Request) -> int:
+    def _preempt_request(self, request: Request) -> int:
+        """Take a request's row and blocks, and queue it again."""
         row = request.row
         assert row is not None, "only a running request can be preempted"
         request.token_ids = self.rows.known_tokens(row).copy()
         request.chain, request.swapped = self._swap_out(request, row)
         request.num_preemptions += 1
-        self._leave([row])
+        self._free_rows([row])
         self.waiting.put_back(request)
         self.stats.preemptions += 1
         return row
 
     def limit_steps(self, num_tokens: int) -> None:
-        """Limit all further steps to this many tokens."""
+        """Limit later steps to this many tokens."""
         self.limits = replace(self.limits, max_num_batched_tokens=num_tokens)
 
     def start_over(self) -> None:
-        """Drop steps in flight and all cached blocks: running requests wait again and are recomputed."""
-        self._put_all_back()
+        """Drop steps in flight and all cached blocks. Running requests are preempted and will be recomputed."""
+        self._preempt_all()
         self._in_flight.clear()
-        self.cache.take_changes()  # they belong to rows that are free now
-        forgotten = self.cache.reset()
-        assert forgotten, "no row is left, so no block is in use"
+        self.cache.take_changes()  # these are for rows that are free now
+        is_reset = self.cache.reset()
+        assert is_reset, "a block is in use although no row is"
 
-    def _put_all_back(self) -> None:
+    def _preempt_all(self) -> None:
         for row in self.rows.order.tolist()[::-1]:
             request = self.rows.requests[row]
             assert request is not None, f"row {row} has no request"
-            self._put_back(request)
+            self._preempt_request(request)
 
     def _admit(self, budget: int) -> tuple[list[int], list[int]]:
         """Admit waiting requests while tokens, rows and blocks last."""
         joined: list[int] = []
         grants: list[int] = []
-        owed = self._blocks_owed()
+        owed = self._blocks_still_needed()
         self.waiting.count(self.rows, self.rows.order)
         while len(self.waiting) and self.rows.num_free and budget > 0:
             request = self.waiting.peek()
@@ -294,20 +299,20 @@ class Scheduler:
             cached = prefix.num_tokens
             grant = self._first_grant(len(tokens) - cached, budget)
             missing = self.cache.blocks_for(len(tokens)) - self.cache.blocks_for(cached)
-            spare = self.cache.num_free_besides(prefix) - missing - owed
+            spare = self.cache.num_free_without(prefix) - missing - owed
             if grant == 0 or spare < 0:
-                break  # the whole prompt must fit, or chunks of several would starve each other
+                break  # the whole prompt must fit, or several partly computed prompts could block each other
             if spare < self._reserve and (joined or len(self.rows)) and not request.spec.awaited:
                 self.stats.held_back += 1
-                break  # the running requests would soon run out of blocks, and one be preempted
+                break  # running requests would soon run out of blocks, and one would be preempted
             self.waiting.remove(request)
-            row = self._enter(request, cached)
+            row = self._assign_row(request, cached)
             self.cache.open(row, prefix, request.chain, request.spec.cache_salt, len(tokens), request.swapped)
             request.swapped = None
             ready = self.cache.prepare(np.array([row]), np.array([cached], np.int32), np.array([grant], np.int32))
             assert ready, "blocks were counted as free and are not"
             owed += missing - self.cache.num_groups * (int(self.cache.num_blocks[row]) - prefix.num_columns)
-            self._name_blocks(row, cached + grant)  # at once: the next in line may share them
+            self._register_blocks(row, cached + grant)  # at once, so that the next request can hit them
             joined.append(row)
             grants.append(grant)
             budget -= grant
@@ -330,44 +335,46 @@ class Scheduler:
         self.stats.partial_prefills += grant < want
         return grant
 
-    def _blocks_owed(self) -> int:
-        """Number of blocks that running requests will still need for tokens they already have."""
+    def _blocks_still_needed(self) -> int:
+        """Number of blocks that running requests still need for tokens that they already have."""
         rows = self.rows.order
         owed = -(-self.rows.num_tokens[rows] // self.cache.block_size) - self.cache.num_blocks[rows]
         return int(np.maximum(owed, 0).sum()) * self.cache.num_groups
 
-    def _enter(self, request: Request, num_computed: int) -> int:
+    def _assign_row(self, request: Request, num_computed: int) -> int:
+        """Give a request a row and describe it to the worker."""
         row = self.rows.take(request, num_computed)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_computed
             request.started = self.context.clock()
             self._started.append(Started(request.key, request.started - request.arrival, num_computed))
         if request.first_token is None and not request.spec.stream:
-            self._silent.add(row)
+            self._no_token_yet.add(row)
         sampling = request.spec.sampling
         token_ids = None if sampling.extras is None else request.token_ids
         self._new_rows.append(NewRow(row, num_computed, sampling, token_ids))
         self.waiting.join(self.rows, row)
         return row
 
-    def _name_blocks(self, row: int, num_tokens: int) -> None:
+    def _register_blocks(self, row: int, num_tokens: int) -> None:
+        """Add the full blocks of the row's first `num_tokens` to the prefix cache."""
         if self.cache.caching:
             self.cache.commit(row, self.rows.tokens[row, :num_tokens])
 
     def _close(self, row: int, num_tokens: int) -> list[bytes]:
-        """Release the row's blocks. The last known token may not be computed yet."""
+        """Release the row's blocks and cache those of its first `num_tokens`, as far as they are computed."""
         num_tokens = min(num_tokens, int(self.rows.num_computed[row]))
         return self.cache.close(row, self.rows.tokens[row, :num_tokens])
 
     def _swap_out(self, request: Request, row: int) -> tuple[list[bytes], SwappedBlocks]:
-        """Release the row's blocks until it runs again. The last known token is computed again, for its logits."""
+        """Release the row's blocks until it resumes. The last known token is left out: its logits are needed then."""
         num_tokens = min(len(request.token_ids) - 1, int(self.rows.num_computed[row]))
         return self.cache.swap_out(row, self.rows.tokens[row, :num_tokens], request.spec.reads_cache)
 
-    def _forget(self, request: Request) -> None:
+    def _drop_swapped(self, request: Request) -> None:
         """Drop what was swapped out for a request that will not run again."""
         if request.swapped is not None:
-            self.cache.forget(request.swapped)
+            self.cache.drop_swapped(request.swapped)
             request.swapped = None
 
     def _plan(self, rows: IntArray, grants: Int32Array) -> StepPlan:
@@ -379,8 +386,9 @@ class Scheduler:
             num_decodes = int((grants == 1).sum())
         fed = r.fed_by_host(rows)
         token_ids = r.input_tokens(rows, grants, fed)
-        self._name_planned(rows, grants, fed)
-        lengths, samples, drafts = r.advance(rows, grants)
+        self._register_planned(rows, grants, fed)
+        samples, drafts = r.advance(rows, grants)
+        lengths = r.num_computed[rows]
         table_index, table_block, copies = self.cache.take_changes()
         to_host, from_host = self.cache.tier.take_copies()
         new_rows, self._new_rows = self._new_rows, []
@@ -409,16 +417,20 @@ class Scheduler:
 
     def _shared_prefixes(self, rows: IntArray) -> PrefixGroups | None:
         r, state = self.rows, (self.rows.version, self.cache.stats.copied_blocks)
-        self._sharing.update(state, lambda: self.cache.sharing_groups(r.order, r.num_computed), self.cache.block_size)
-        return self._sharing.among(rows)
+        self._prefix_groups.update(
+            state, lambda: self.cache.find_prefix_groups(r.order, r.num_computed), self.cache.block_size
+        )
+        return self._prefix_groups.groups_of(rows)
 
-    def _name_planned(self, rows: IntArray, grants: Int32Array, fed: IntArray) -> None:
+    def _register_planned(self, rows: IntArray, grants: Int32Array, fed: IntArray) -> None:
+        """Add blocks to the prefix cache that this step fills with tokens known to the host."""
         for i in fed.tolist():
             row = int(rows[i])
-            self._name_blocks(row, int(self.rows.num_computed[row] + grants[i]))
+            self._register_blocks(row, int(self.rows.num_computed[row] + grants[i]))
 
     def sample_inputs(self) -> SampleInputs:
-        """What the guides of the step planned last say. All results before it must have been taken in."""
+        """Return the masks and tokens of guided requests for the step planned last. `update` must have taken in all
+        earlier results."""
         step, r = self._in_flight[-1], self.rows
         lines = np.flatnonzero(step.samples & r.guided[step.rows]).tolist()
         lines += np.flatnonzero(step.samples & (r.epoch[step.rows] != step.epochs)).tolist()
@@ -448,10 +460,9 @@ class Scheduler:
         if r.any_external:
             counts = np.minimum(counts, r.max_new[rows])
         reasons, counts = r.extend(rows, tokens, counts)
-        if self._silent:
-            self._note_first_tokens()
-        streamed = np.flatnonzero(r.stream[rows])
-        output = self._output(step, result, lines[streamed], counts[streamed])
+        if self._no_token_yet:
+            self._record_first_tokens()
+        output = self._output(step, result, lines[r.stream[rows]], counts[r.stream[rows]])
         ended = np.flatnonzero(reasons)
         if len(ended):
             self._finish(rows[ended].tolist(), reasons[ended].tolist(), output)
@@ -462,7 +473,7 @@ class Scheduler:
         return output
 
     def _output(self, step: _InFlight, result: StepResult, lines: IntArray, counts: Int32Array) -> EngineOutput:
-        """The output of a step: tokens of `lines`, and all parts of requests that still hold their rows."""
+        """Return the output of a step: tokens of `lines`, and all parts of requests that still hold their rows."""
         if result.parts:
             named = np.unique(np.concatenate([part.index for part in result.parts.values()]))
             others = np.setdiff1d(named[self.rows.epoch[step.rows[named]] == step.epochs[named]], lines)
@@ -480,38 +491,38 @@ class Scheduler:
         """Whether the line's result is still valid for its row."""
         return bool(self.rows.epoch[step.rows[line]] == step.epochs[line])
 
-    def _note_first_tokens(self) -> None:
+    def _record_first_tokens(self) -> None:
         """Keep the time of the first token for requests that do not stream; their Finished message has it."""
         now = self.context.clock()
-        for row in list(self._silent):
+        for row in list(self._no_token_yet):
             request = self.rows.requests[row]
             assert request is not None, f"row {row} has no request"
             if self.rows.num_known[row] > request.num_prompt_tokens:
                 request.first_token = now - request.arrival
-                self._silent.discard(row)
+                self._no_token_yet.discard(row)
 
     def _finish(self, rows: list[int], reasons: list[int], output: EngineOutput) -> None:
         r, now = self.rows, self.context.clock()
         for row, reason in zip(rows, reasons, strict=True):
             request = r.requests[row]
-            assert request is not None
+            assert request is not None, f"row {row} has no request"
             self.context.service_rate.record_request(now, request.started, is_done=True)
             tokens = r.known_tokens(row)
             output.finished.append(_finished(request, FinishReason(reason), tokens))
             self._close(row, len(tokens))
             del self._requests[request.key]
-        self._leave(rows)
+        self._free_rows(rows)
 
-    def _leave(self, rows: list[int]) -> None:
+    def _free_rows(self, rows: list[int]) -> None:
         self.waiting.leave(self.rows, rows)
-        self._silent.difference_update(rows)
+        self._no_token_yet.difference_update(rows)
         self.rows.leave(rows)
-        if self._new_rows:  # a fork that never ran
+        if self._new_rows:  # a fork may leave before it was scheduled
             self._new_rows = [new for new in self._new_rows if new.row not in rows]
 
 
 def _finished(request: Request, reason: FinishReason, tokens: Int32Array, error: str | None = None) -> Finished:
-    """The Finished message of a request. `tokens` are all known ones, the prompt's included."""
+    """Return the Finished message of a request. `tokens` are all its known tokens with the prompt."""
     return Finished(
         key=request.key,
         reason=reason,

@@ -16,7 +16,7 @@ import numpy as np
 from kvasir.engine.cache.manager import KVCacheManager
 from kvasir.engine.request import Request
 from kvasir.engine.rows import Rows
-from kvasir.messages import NULL_BLOCK, Int32Array, RequestPicture, Snapshot, StepPicture, StepPlan, StepResult
+from kvasir.messages import NULL_BLOCK, Int32Array, RequestSnapshot, Snapshot, StepPlan, StepResult, StepSnapshot
 
 if TYPE_CHECKING:
     from kvasir.engine.core import EngineCore
@@ -55,16 +55,16 @@ def _held_blocks(cache: KVCacheManager, rows: Rows) -> tuple[Int32Array, Int32Ar
     return table[table != NULL_BLOCK], (table != NULL_BLOCK).sum(axis=1, dtype=np.int32)
 
 
-def _running(rows: Rows, row: int) -> RequestPicture:
+def _running(rows: Rows, row: int) -> RequestSnapshot:
     request = rows.requests[row]
     assert request is not None, f"row {row} has no request"
     return _picture(request, int(rows.num_computed[row]), int(rows.num_known[row]))
 
 
-def _picture(request: Request, num_computed: int = 0, num_known: int | None = None) -> RequestPicture:
+def _picture(request: Request, num_computed: int = 0, num_known: int | None = None) -> RequestSnapshot:
     known = len(request.token_ids) if num_known is None else num_known
     arrival = request.spec.terms.arrival
-    return RequestPicture(
+    return RequestSnapshot(
         key=request.key,
         num_prompt=request.num_prompt_tokens,
         num_computed=num_computed,
@@ -81,7 +81,7 @@ class StepLog:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._steps: deque[StepPicture] = deque(maxlen=NUM_STEPS)
+        self._steps: deque[StepSnapshot] = deque(maxlen=NUM_STEPS)
         self._preemptions = core.scheduler.stats.preemptions
         self.last_asked = time.monotonic()
 
@@ -92,7 +92,7 @@ class StepLog:
         scheduler = self._core.scheduler
         total = scheduler.stats.preemptions
         self._steps.append(
-            StepPicture(
+            StepSnapshot(
                 step=plan.step,
                 time=time.time(),
                 prompt_tokens=plan.total_tokens - plan.num_decodes,
@@ -111,11 +111,11 @@ class StepLog:
     def restarted(self) -> None:
         pass
 
-    def steps_since(self, step: int) -> list[StepPicture]:
+    def steps_since(self, step: int) -> list[StepSnapshot]:
         return [picture for picture in self._steps if picture.step > step]
 
 
-def _logged_steps(core: EngineCore, since: int) -> list[StepPicture]:
+def _logged_steps(core: EngineCore, since: int) -> list[StepSnapshot]:
     """The logged steps after number `since`. Turns the log on if it is off."""
     log = next((observer for observer in core.observers if isinstance(observer, StepLog)), None)
     if log is None:

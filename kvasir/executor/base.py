@@ -1,36 +1,52 @@
-"""What the core may ask of whoever runs the model: one process, several, or a fake."""
+"""The executor: how the core runs the model, in its own process or in others. Core process; no torch."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Protocol
 
+from kvasir import startup
+from kvasir.config.engine import EngineConfig
 from kvasir.messages import DeviceMemory, KVSpec, SampleInputs, StepCosts, StepFuture, StepPlan
+from kvasir.platforms.cpu_features import prepare_cpu
 
 
 class Executor(Protocol):
+    """Runs steps on the device. Worker, MultiprocExecutor and the fake executors implement it."""
+
     overlaps: bool  # whether execute and sample return before the device is done
 
     def kv_spec(self) -> KVSpec:
-        """The shape of one KV block, as the model needs it."""
+        """Return the shape of the KV cache that the model needs."""
 
     def available_kv_bytes(self) -> int:
-        """Memory that the KV cache may take, after weights and the largest step. Measured, so call it once."""
+        """Return the memory that the KV cache may take besides weights and the largest step. This runs a step to
+        measure it, so call it once."""
 
     def allocate_kv(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Take the memory, on the device and in the host. Must come before the first step."""
+        """Allocate KV blocks on the device and in host memory. Call it before the first step."""
 
     def measure_costs(self) -> StepCosts:
-        """Time what preemption chooses between. Asked, if at all, after `allocate_kv` and before the first step."""
+        """Measure what swapping and recomputing cost. Call it after `allocate_kv` and before the first step."""
 
     def memory(self) -> DeviceMemory:
-        """Where the memory went. After allocate_kv, for people who ask."""
+        """Return the use of device memory. Call it after `allocate_kv`."""
 
     def execute(self, plan: StepPlan) -> None:
         """Launch the forward pass of a step."""
 
     def sample(self, inputs: SampleInputs | None = None) -> StepFuture:
-        """Launch sampling for the step last executed; its tokens stay on the device for the next one. `inputs`: what
-        the core learned since, for steps that wait for it."""
+        """Launch sampling for the step executed last. The tokens stay on the device for the next step. `inputs` is set
+        for a step whose plan has `waits_for_host`."""
 
     def close(self) -> None:
-        """Give all memory back. The executor cannot be used afterwards."""
+        """Free all memory. The executor cannot be used afterwards."""
+
+
+def load_worker(config: EngineConfig) -> Executor:
+    """Load a worker in this process; it is an executor."""
+    prepare_cpu()  # must come before torch, which the worker imports
+    with startup.phase(startup.IMPORTS):
+        module = import_module("kvasir.worker.worker")
+    worker: Executor = module.Worker(config)
+    return worker

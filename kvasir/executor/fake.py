@@ -1,7 +1,8 @@
-"""Executors without a model: a device made of numpy for tests, and one that only takes time for benchmarks.
+"""Executors without a model, for tests and benchmarks.
 
-EchoExecutor keeps the *tokens* in its pages where a model keeps keys and values, and answers with a hash of what
-it reads back through the block tables. A block that is lost, shared wrongly or written too late changes the text.
+EchoExecutor writes tokens where a model writes keys and values, and samples a hash of the tokens that it reads back
+through the block tables. So a block that is lost, wrongly shared or written too late changes the output.
+DelayExecutor only takes time.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from kvasir.messages import NULL_BLOCK, DeviceMemory, KVSpec, SampleInputs, Step
 
 
 @dataclass(slots=True)
-class Ready:
-    """A future whose result came at once, or comes at a given time."""
+class FakeFuture:
+    """A StepFuture whose result is ready at time `at`; 0: at once."""
 
     value: StepResult
     at: float = 0.0
@@ -37,7 +38,7 @@ class Ready:
 
 
 def echo_next(tokens: Iterable[int], vocab: int) -> int:
-    """The token that follows `tokens` in the fake language."""
+    """Return the token that the fake model samples after `tokens`."""
     state = 1469598103934665603
     for token in tokens:
         state = ((state ^ int(token)) * 1099511628211) & 0xFFFFFFFFFFFFFFFF
@@ -45,6 +46,8 @@ def echo_next(tokens: Iterable[int], vocab: int) -> int:
 
 
 class EchoExecutor:
+    """Samples a hash of the sequence, and asserts that plans are consistent."""
+
     overlaps = True
 
     def __init__(
@@ -53,7 +56,7 @@ class EchoExecutor:
         max_rows: int,
         max_model_len: int,
         vocab: int = 50,
-        windows: tuple[int | None, ...] = (None,),  # the first group sees everything
+        windows: tuple[int | None, ...] = (None,),  # the first group must have no window
     ) -> None:
         self.vocab = vocab
         self.block_size = block_size
@@ -107,20 +110,20 @@ class EchoExecutor:
     def _copy(self, plan: StepPlan) -> None:
         for pairs in (plan.to_host, plan.from_host, plan.copies):
             assert len(set(pairs[:, 1].tolist())) == len(pairs), "a block is copied to twice in one step"
-        assert not set(plan.copies[:, 0].tolist()) & set(plan.copies[:, 1].tolist()), "a copy of a copy in one step"
+        assert not set(plan.copies[:, 0].tolist()) & set(plan.copies[:, 1].tolist()), "a copy is copied in one step"
         self.host_pages[plan.to_host[:, 1]] = self.pages[plan.to_host[:, 0]]
         self.pages[plan.from_host[:, 1]] = self.host_pages[plan.from_host[:, 0]]
         self.pages[plan.copies[:, 1]] = self.pages[plan.copies[:, 0]]
 
-    def sample(self, inputs: SampleInputs | None = None) -> Ready:
+    def sample(self, inputs: SampleInputs | None = None) -> FakeFuture:
         plan = self._plan
-        assert plan is not None, "sample follows execute"
-        assert plan.waits_for_host == (inputs is not None), "a step that waits for the host gets what it waits for"
-        given = inputs or SampleInputs()
-        masks = dict(zip(given.mask_lines.tolist(), given.masks, strict=True))
-        forced = dict(zip(given.forced_lines.tolist(), given.forced_tokens.tolist(), strict=True))
+        assert plan is not None, "sample must follow execute"
+        assert plan.waits_for_host == (inputs is not None), "exactly the steps that wait for the host get inputs"
+        inputs = inputs or SampleInputs()
+        masks = dict(zip(inputs.mask_lines.tolist(), inputs.masks, strict=True))
+        forced = dict(zip(inputs.forced_lines.tolist(), inputs.forced_tokens.tolist(), strict=True))
         samples = plan.samples.copy()
-        samples[given.dropped_lines] = False
+        samples[inputs.dropped_lines] = False
         tokens = np.zeros((len(plan.rows), 1), np.int32)
         for i in np.flatnonzero(samples):
             row = int(plan.rows[i])
@@ -129,12 +132,12 @@ class EchoExecutor:
             for group, window in enumerate(self.windows):
                 if window is not None:
                     seen = self._read(group, row, length)[-window:]
-                    assert np.array_equal(seen, text[-window:]), f"group {group} of row {row} lost what its window sees"
+                    assert np.array_equal(seen, text[-window:]), f"group {group} of row {row} lost tokens in its window"
             token = forced[i] if i in forced else echo_next(text, self.vocab)
-            while i in masks and not masks[i][token // 32] >> token % 32 & 1:  # the next one that is allowed
+            while i in masks and not masks[i][token // 32] >> token % 32 & 1:  # take the next allowed token
                 token = (token + 1) % self.vocab
             tokens[i, 0] = self.next_token[row] = token
-        return Ready(StepResult(tokens, samples.astype(np.int32)))
+        return FakeFuture(StepResult(tokens, samples.astype(np.int32)))
 
     def _read(self, group: int, row: int, length: int) -> NDArray[np.int64]:
         used = self.tables[group, row, : -(-length // self.block_size)]
@@ -145,7 +148,7 @@ class EchoExecutor:
 
 
 class DelayExecutor:
-    """Answers every row with the same token after a fixed time, and notes when it was asked."""
+    """Samples the same token for every row after a fixed time, and logs the times of its steps."""
 
     overlaps = True
 
@@ -153,7 +156,7 @@ class DelayExecutor:
         self.block_size = block_size
         self.delay = delay
         self.token = token
-        self.free_at = 0.0  # when the device is done with all it was given
+        self.free_at = 0.0  # time at which all launched steps are done
         self.log: list[tuple[str, int, float]] = []  # (event, step, time)
         self._plan: StepPlan | None = None
 
@@ -180,11 +183,11 @@ class DelayExecutor:
             self.log.append(("execute", plan.step, now))
             self.log.append(("done", plan.step, self.free_at))
 
-    def sample(self, inputs: SampleInputs | None = None) -> Ready:
+    def sample(self, inputs: SampleInputs | None = None) -> FakeFuture:
         plan = self._plan
-        assert plan is not None, "sample follows execute"
+        assert plan is not None, "sample must follow execute"
         tokens = np.full((len(plan.rows), 1), self.token, np.int32)
-        return Ready(StepResult(tokens, plan.samples.astype(np.int32)), self.free_at if self.delay else 0.0)
+        return FakeFuture(StepResult(tokens, plan.samples.astype(np.int32)), self.free_at if self.delay else 0.0)
 
     def close(self) -> None:
         pass
@@ -194,7 +197,8 @@ class DelayExecutor:
 
 
 def fake_config(vocab_size: int = 50, max_model_len: int = 64, **settings: Any) -> EngineConfig:
-    """A settled configuration for `echo` and `delayed`: no model, and no tokenizer unless one is named."""
+    """Return a resolved configuration for `echo` and `delayed`: without a model, and without a tokenizer unless one is
+    given."""
     settings = {
         **{"block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 2048, "async_scheduling": True},
         **{"device": "cpu", "attention_backend": "torch", "distributed_executor_backend": "uni"},
@@ -206,12 +210,12 @@ def fake_config(vocab_size: int = 50, max_model_len: int = 64, **settings: Any) 
 
 
 def echo(config: EngineConfig) -> EchoExecutor:
-    """Answers with a hash of the text, so that what is wrong with it shows."""
+    """Make an EchoExecutor for a configuration."""
     return EchoExecutor(
         config.cache.block_size, config.scheduler.max_num_seqs, config.model.max_model_len, config.model.vocab_size
     )
 
 
 def delayed(config: EngineConfig, delay: float = 0.0, token: int = 7) -> DelayExecutor:
-    """Takes so many seconds a step and always says the same: `functools.partial(delayed, delay=0.01)`."""
+    """Make a DelayExecutor for a configuration, for example with `functools.partial(delayed, delay=0.01)`."""
     return DelayExecutor(config.cache.block_size, delay, token)

@@ -1,9 +1,9 @@
-"""Several workers, a process each, that share the model: every one gets the same plan, rank 0 gives the answers.
+"""Executor of tensor parallelism: one worker process per rank. All get the same plan; rank 0 returns the results.
 
-A plan is pickled once and sent to all over socket pairs. A worker that ends, for whatever reason, closes its socket,
-and that is what the core waits for beside the answer: a dead rank is an error at once, and closes the others.
-One that dies makes the others fail in the collective they share with it, and theirs may be heard first: the error
-is the one of the rank that ended first. A worker whose core is gone ends itself.
+A plan is pickled once and sent to every worker over a socket pair. The core waits for answers and for closed sockets
+at the same time, so the end of any worker is an error at once and ends the others. When a worker dies, the others fail
+in their next collective and may report first; the error raised is that of the worker that failed first. Workers exit
+when the core's process ends.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from typing import Any
 
 from kvasir.config.engine import EngineConfig
 from kvasir.errors import KvasirError
-from kvasir.executor.rank import Rank, RankFailed
+from kvasir.executor.worker_process import WorkerFailed, WorkerProcess
 from kvasir.messages import DeviceMemory, KVSpec, SampleInputs, StepCosts, StepPlan, StepResult
 
-CLOSE_SECONDS = 10.0  # for workers to end by themselves
-BLAME_SECONDS = 2.0  # after a first sign of failure, for the other ranks to say what they know
+CLOSE_SECONDS = 10.0  # for workers to end before they are killed
+REPORT_SECONDS = 2.0  # after a failure, for all workers to report theirs
 
 
 class MultiprocExecutor:
-    """See Executor."""
+    """An Executor over several processes."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.overlaps = config.device.device != "cpu"
         self.size = config.parallel.tensor_parallel_size
-        self._meeting = tempfile.TemporaryDirectory(prefix="kvasir-")
-        self._ranks: list[Rank] = []
-        self._waited: deque[RemoteResult] = deque()  # results not read yet, oldest first
+        self._rendezvous = tempfile.TemporaryDirectory(prefix="kvasir-")
+        self._workers: list[WorkerProcess] = []
+        self._futures: deque[RemoteFuture] = deque()  # results that have not been read, oldest first
         try:
             for rank in range(self.size):
-                self._ranks.append(Rank(rank, self.size))
-                start = (config, rank, self.size, self._meeting.name)
-                self._send(self._ranks[rank], pickle.dumps(("start", start)))
+                self._workers.append(WorkerProcess(rank, self.size))
+                start = (config, rank, self.size, self._rendezvous.name)
+                self._send(self._workers[rank], pickle.dumps(("start", start)))
             self._answers()
         except BaseException:
             self.close()
@@ -56,11 +56,11 @@ class MultiprocExecutor:
         self._ask("allocate_kv", num_blocks, num_host_blocks)
 
     def measure_costs(self) -> StepCosts:
-        costs: list[StepCosts] = self._ask("measure_costs")  # a step is done when the last rank is
+        costs: list[StepCosts] = self._ask("measure_costs")  # a step takes as long as its slowest rank
         return StepCosts(max(c.copy_block for c in costs), max(c.compute_token for c in costs))
 
     def memory(self) -> DeviceMemory:
-        """Of all ranks together."""
+        """Return the sums over all ranks."""
         ranks: list[DeviceMemory] = self._ask("memory")
         return DeviceMemory(
             total=_sum([each.total for each in ranks]),
@@ -73,94 +73,95 @@ class MultiprocExecutor:
         )
 
     def execute(self, plan: StepPlan) -> None:
-        self._tell("execute", plan)
+        self._send_all("execute", plan)
 
-    def sample(self, inputs: SampleInputs | None = None) -> RemoteResult:
-        self._tell("sample", inputs)
-        result = RemoteResult(self)
-        self._waited.append(result)
-        return result
+    def sample(self, inputs: SampleInputs | None = None) -> RemoteFuture:
+        self._send_all("sample", inputs)
+        future = RemoteFuture(self)
+        self._futures.append(future)
+        return future
 
     def close(self) -> None:
-        for rank in self._ranks:
-            rank.close_socket()  # which is how a worker learns that it is over
+        for worker in self._workers:
+            worker.close_socket()  # a worker exits when its socket closes
         end = time.monotonic() + CLOSE_SECONDS
-        for rank in self._ranks:
-            rank.end(max(0.1, end - time.monotonic()))
-        self._ranks = []
-        self._meeting.cleanup()
+        for worker in self._workers:
+            worker.end(max(0.1, end - time.monotonic()))
+        self._workers = []
+        self._rendezvous.cleanup()
 
-    # ------------------------------------------------------------ talking to the ranks
+    # ------------------------------------------------------------ messages to and from the workers
 
-    def _tell(self, name: str, *args: Any) -> None:
+    def _send_all(self, name: str, *args: Any) -> None:
         message = pickle.dumps((name, args), protocol=pickle.HIGHEST_PROTOCOL)
-        for rank in self._ranks:
-            self._send(rank, message)
+        for worker in self._workers:
+            self._send(worker, message)
 
-    def _send(self, rank: Rank, message: bytes) -> None:
+    def _send(self, worker: WorkerProcess, message: bytes) -> None:
         try:
-            rank.socket.send_bytes(message)
+            worker.socket.send_bytes(message)
         except OSError as error:
             raise self._first_failure() from error
 
     def _ask(self, name: str, *args: Any) -> list[Any]:
-        self._tell(name, *args)
+        self._send_all(name, *args)
         return self._answers()
 
     def _answers(self) -> list[Any]:
-        """What each rank answers to the last question."""
-        return [self._receive(rank) for rank in self._ranks]
+        """Receive the answer of every worker."""
+        return [self._receive(worker) for worker in self._workers]
 
-    def _receive(self, rank: Rank) -> Any:
-        """The next message of a rank; an error as soon as any of them has ended or failed."""
+    def _receive(self, worker: WorkerProcess) -> Any:
+        """Receive the next message of a worker. Raises an error as soon as any worker has ended or failed."""
         while True:
-            ready = wait([other.socket for other in self._ranks])
-            if any(other.socket in ready and other.ended() for other in self._ranks if other is not rank):
+            ready = wait([other.socket for other in self._workers])
+            if any(other.socket in ready and other.has_exited() for other in self._workers if other is not worker):
                 raise self._first_failure()
-            if rank.socket in ready:
+            if worker.socket in ready:
                 try:
-                    return rank.receive()
-                except (RankFailed, EOFError, OSError):
+                    return worker.receive()
+                except (WorkerFailed, EOFError, OSError):
                     raise self._first_failure() from None
-            time.sleep(0.0005)  # another rank has answered already and is not asked yet
+            time.sleep(0.0005)  # another worker has answered, and its answer is read later
 
     def _first_failure(self) -> KvasirError:
-        """Why the ranks are failing: what the first of them died of, which may not be the first we heard from."""
-        end = time.monotonic() + BLAME_SECONDS
+        """Return the error of the worker that failed first. The first report may be that of a later failure."""
+        end = time.monotonic() + REPORT_SECONDS
         failures = []
-        for rank in sorted(self._ranks, key=lambda rank: not rank.ended()):
-            failures.append(rank.last_words(max(0.0, end - time.monotonic())))
-            if failures[-1].when == -inf:  # it ended without a word: nobody failed before it, and others may hang
+        for worker in sorted(self._workers, key=lambda worker: not worker.has_exited()):
+            failures.append(worker.wait_for_failure(max(0.0, end - time.monotonic())))
+            if failures[-1].when == -inf:  # it ended without a report, so it is the first; others may hang
                 break
         return min(failures, key=lambda failure: failure.when).error
 
-    def read_result(self, result: RemoteResult) -> None:
-        """Read answers up to this one: they come in the order in which they were asked for."""
-        while result.value is None:
-            self._waited[0].value = self._receive(self._ranks[0])
-            self._waited.popleft()
+    def read_result(self, future: RemoteFuture) -> None:
+        """Read results up to this one; they arrive in the order of the steps."""
+        while future.value is None:
+            self._futures[0].value = self._receive(self._workers[0])
+            self._futures.popleft()
 
-    def result_is_there(self) -> bool:
-        return self._ranks[0].socket.poll()
+    def has_result(self) -> bool:
+        """Whether the next result has arrived."""
+        return self._workers[0].socket.poll()
 
 
 def _sum(sizes: list[int | None]) -> int | None:
-    """None if one is not known."""
+    """Sum of the sizes; None if one of them is unknown."""
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 
 
-class RemoteResult:
-    """A StepFuture whose result comes from rank 0."""
+class RemoteFuture:
+    """A StepFuture for the result of rank 0."""
 
     def __init__(self, executor: MultiprocExecutor) -> None:
         self._executor = executor
         self.value: StepResult | None = None
 
     def done(self) -> bool:
-        return self.value is not None or self._executor.result_is_there()
+        return self.value is not None or self._executor.has_result()
 
     def result(self) -> StepResult:
         self._executor.read_result(self)
-        assert self.value is not None, "reading answers ends with this one"
+        assert self.value is not None, "read_result must set the value"
         return self.value

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 
 from kvasir.engine.transport import KEYS_PER_CLIENT
 from kvasir.frontend.requests.metrics import PREFIX
-from kvasir.messages import Int32Array, RequestPicture, Snapshot
+from kvasir.messages import Int32Array, RequestSnapshot, Snapshot
 
 # Names in the JSON, and the histograms they are read from.
 LATENCIES = {"ttft": PREFIX + "time_to_first_token_seconds", "itl": PREFIX + "inter_token_latency_seconds"}
@@ -44,7 +44,7 @@ def engine_state(snapshot: Snapshot, model: str, latency: dict[str, Any]) -> dic
     }
 
 
-def _request(picture: RequestPicture, state: str, blocks: list[Run]) -> dict[str, Any]:
+def _request(picture: RequestSnapshot, state: str, blocks: list[Run]) -> dict[str, Any]:
     return {
         "key": picture.key,
         "id": request_name(picture.key),

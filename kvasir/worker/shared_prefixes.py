@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvasir.messages import Int32Array, PrefixGroups, StepPlan, most_groups
+from kvasir.messages import Int32Array, PrefixGroups, StepPlan, max_prefix_groups
 
 NOTHING: Int32Array = np.zeros(0, np.int32)
 
@@ -16,7 +16,7 @@ def lay_out(groups: PrefixGroups | None, size: int) -> tuple[Int32Array, Int32Ar
     tokens, members = np.zeros((2, size), np.int32)
     tokens[groups.members] = np.repeat(groups.tokens, np.diff(groups.starts))
     members[: len(groups.members)] = groups.members
-    starts = np.full(most_groups(size) + 1, groups.starts[-1], np.int32)  # groups that are not there are empty
+    starts = np.full(max_prefix_groups(size) + 1, groups.starts[-1], np.int32)  # groups that are not there are empty
     starts[: len(groups.starts)] = groups.starts
     return tokens, members, starts
 

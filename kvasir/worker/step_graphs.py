@@ -23,7 +23,7 @@ from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.shared_prefixes import SharedPrefixes
 from kvasir.kernels.triton.cache_update import decode_inputs
 from kvasir.log import get_logger
-from kvasir.messages import MOST_GROUPS, GraphUse, Int32Array, StepPlan, most_groups
+from kvasir.messages import MAX_PREFIX_GROUPS, GraphUse, Int32Array, StepPlan, max_prefix_groups
 from kvasir.models.transformer import Transformer
 from kvasir.sampling.sampler import Sampler
 from kvasir.sampling.stages import SampledRows, Stage
@@ -103,7 +103,7 @@ class StepGraphs:
         self._num_tokens, self._token_ids, self._lines, self._scored = buffers
         self._order = torch.arange(most, dtype=torch.int32, device=self.device)
         tokens, members = torch.zeros(2, most, dtype=torch.int32, device=self.device)
-        starts = torch.zeros(MOST_GROUPS + 1, dtype=torch.int32, device=self.device)
+        starts = torch.zeros(MAX_PREFIX_GROUPS + 1, dtype=torch.int32, device=self.device)
         self._shared = SharedPrefixes(tokens, members, starts)
         self._short = None
         if kernels.are_compiled(self.device) and isinstance(self.model, Transformer):
@@ -376,7 +376,7 @@ class StepGraphs:
         if not shape.shares:
             return None
         shared = self._shared
-        starts = shared.starts[: most_groups(shape.rows) + 1]
+        starts = shared.starts[: max_prefix_groups(shape.rows) + 1]
         return SharedPrefixes(shared.tokens[: shape.rows], shared.members[: shape.rows], starts)
 
     def _head(self, step: Forward, shape: HeadShape) -> tuple[torch.Tensor, ...]:

@@ -179,7 +179,7 @@ class Worker:
             if self.runner.graphs is not None and self._profile is not None and self._num_ranks == 1:
                 self.runner.graphs.pool.memory.kept_free = self._profile.largest_step
         if self.device.type != "cpu":
-            logger.info("memory of %s, %s", self.device, self.memory().in_words())
+            logger.info("memory of %s, %s", self.device, self.memory().describe())
 
     def measure_costs(self) -> StepCosts:
         assert self.runner is not None, "allocate_kv comes first"

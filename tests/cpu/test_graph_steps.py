@@ -41,9 +41,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(select._BACKENDS, "torch", select._BACKENDS["triton"])
     monkeypatch.setattr(paged_decode, "order_pays", lambda sequences: sequences >= 2)
     monkeypatch.setattr(paged_decode, "choose_split", lambda sequences, kv_heads: paged_decode.Split(2, 32))
-    monkeypatch.setattr(prefix_groups, "FEWEST_SHARING", 3)
-    monkeypatch.setattr(messages, "FEWEST_SHARING", 3)
-    monkeypatch.setattr(prefix_groups, "pays", lambda sequences, tokens: tokens >= 16 and sequences >= 3)
+    monkeypatch.setattr(prefix_groups, "MIN_GROUP_ROWS", 3)
+    monkeypatch.setattr(messages, "MIN_GROUP_ROWS", 3)
+    monkeypatch.setattr(prefix_groups, "is_worthwhile", lambda sequences, tokens: tokens >= 16 and sequences >= 3)
 
 
 @pytest.fixture(scope="module")

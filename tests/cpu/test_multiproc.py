@@ -13,8 +13,7 @@ import pytest
 
 from kvasir import LLM
 from kvasir.errors import ConfigError, EngineDeadError, EngineError
-from kvasir.executor import multiproc
-from kvasir.executor import rank as core_end
+from kvasir.executor import multiproc, worker_process
 from kvasir.executor.multiproc import MultiprocExecutor
 from tests.conftest import ROOT
 from tests.cpu.test_engine import GREEDY, TIGHT, Model, check_logprobs, generate, metric
@@ -23,7 +22,7 @@ from tests.process_builders import PATIENCE, gone
 
 
 def processes(llm: LLM) -> list[subprocess.Popen[bytes]]:
-    return [rank.process for rank in llm.llm_engine.client.core.executor._ranks]  # type: ignore[attr-defined]
+    return [rank.process for rank in llm.llm_engine.client.core.executor._workers]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "olmo2", "gpt2"])
@@ -88,19 +87,19 @@ if not ends:  # as a process may take its time to end after its last word
 def test_the_rank_that_failed_first_is_blamed(
     ends: list[tuple[str, float, float, bool]], blamed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core_end, "_SERVE", DYING)
-    monkeypatch.setattr(multiproc, "BLAME_SECONDS", PATIENCE)  # all of them do say something
+    monkeypatch.setattr(worker_process, "_SERVE", DYING)
+    monkeypatch.setattr(multiproc, "REPORT_SECONDS", PATIENCE)  # long enough for all of them to report
     executor = object.__new__(MultiprocExecutor)
-    executor._ranks = [core_end.Rank(rank, 2) for rank in range(2)]
-    for rank in executor._ranks:
+    executor._workers = [worker_process.WorkerProcess(rank, 2) for rank in range(2)]
+    for rank in executor._workers:
         assert rank.socket.recv() == "started"
-    for rank, end in zip(executor._ranks, ends, strict=True):
+    for rank, end in zip(executor._workers, ends, strict=True):
         rank.socket.send(("start", end))
     try:
         with pytest.raises(EngineError, match=blamed):
             executor._answers()
     finally:
-        for rank in executor._ranks:
+        for rank in executor._workers:
             rank.process.kill()
             rank.process.wait()
 
@@ -111,7 +110,7 @@ def test_workers_end_when_the_engine_is_killed(tmp_path: Path) -> None:
         "import sys, time; from kvasir import LLM\n"
         "llm = LLM(sys.argv[1], skip_tokenizer_init=True, tensor_parallel_size=2, max_model_len=64, "
         "kv_cache_memory_bytes=1 << 24, use_tqdm_on_load=False)\n"
-        "print(*[r.process.pid for r in llm.llm_engine.client.core.executor._ranks], flush=True)\n"
+        "print(*[r.process.pid for r in llm.llm_engine.client.core.executor._workers], flush=True)\n"
         "time.sleep(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,7 +1,8 @@
-"""The pool of KV blocks: who holds how many references, what is free, what is cached.
+"""The pool of KV blocks: reference counts, free blocks and cached blocks.
 
-A block is in exactly one of three states: used (referenced), cached (free, but its content may still be hit)
-or empty (free, nothing worth keeping). Every operation is O(1) per block. Knows ids and hashes, not requests.
+A block is in exactly one of three states: used (referenced), cached (free, but its content can still be hit) or empty
+(free, without useful content). Every operation is O(1) per block. The pool knows block ids and the names of block
+contents (prefix.py), not requests.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from kvasir.messages import NULL_BLOCK
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, evicted: Callable[[int, bytes], None] | None = None) -> None:
-        """`evicted` is told of blocks, and their names, that are given away while their content could still be hit."""
+    def __init__(self, num_blocks: int, on_evict: Callable[[int, bytes], None] | None = None) -> None:
+        """`on_evict` is called with the id and name of each cached block that is allocated for other content."""
         assert num_blocks >= 2, f"a pool needs the null block and at least one more, not {num_blocks}"
         self.num_blocks = num_blocks
         self.ref_counts: NDArray[np.int32] = np.zeros(num_blocks, np.int32)
         self.evictions = 0
-        self._evicted = evicted
+        self._on_evict = on_evict
         self._empty = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._hash_of: list[bytes | None] = [None] * num_blocks
@@ -30,7 +31,7 @@ class BlockPool:
 
     @property
     def usable(self) -> int:
-        """How many blocks requests can hold at once."""
+        """Number of blocks that requests can hold at once."""
         return self.num_blocks - 1
 
     @property
@@ -46,11 +47,12 @@ class BlockPool:
         return self.usable - self.num_free
 
     def cached_blocks(self) -> NDArray[np.int32]:
-        """Those in the state cached, in the order in which they would be given up."""
+        """Return the cached blocks, next to be evicted first."""
         return np.fromiter(self._cached, np.int32, len(self._cached))
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each. Cached blocks are given up last, oldest first."""
+        """Allocate `count` blocks with one reference each: empty blocks first, then the least recently used cached
+        ones."""
         assert count <= self.num_free, f"asked for {count} blocks, {self.num_free} are free"
         cut = max(0, len(self._empty) - count)
         blocks = self._empty[cut:]
@@ -58,8 +60,8 @@ class BlockPool:
         while len(blocks) < count:
             block, _ = self._cached.popitem(last=False)
             name = self._hash_of[block]
-            if self._evicted is not None and name is not None:
-                self._evicted(block, name)
+            if self._on_evict is not None and name is not None:
+                self._on_evict(block, name)
             self.forget(block)
             self.evictions += 1
             blocks.append(block)
@@ -73,19 +75,20 @@ class BlockPool:
         return self._hash_of[block]
 
     def touch(self, block: int) -> None:
-        """Its content was asked for: of the free ones it is given up last."""
+        """Mark a block as just used, so that it is evicted last."""
         if block in self._cached:
             self._cached.move_to_end(block)
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """One more reference to each block, which may have been free until now."""
+        """Add one reference to each block; a cached block becomes used."""
         for block in blocks:
             if self.ref_counts[block] == 0:
                 del self._cached[block]
             self.ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One reference less. Give a sequence's last block first: what is released first is evicted first."""
+        """Remove one reference from each block. Pass a sequence's last block first: blocks are evicted in this
+        order."""
         refs = self.ref_counts
         for block in blocks:
             refs[block] -= 1
@@ -97,20 +100,20 @@ class BlockPool:
                 self._cached[block] = None
 
     def register(self, blocks: list[int], hashes: list[bytes]) -> None:
-        """Make full blocks findable. The first block with some content keeps the name."""
+        """Make blocks findable by the names of their contents. If a name is taken, the block that has it keeps it."""
         for block, block_hash in zip(blocks, hashes, strict=True):
             if self._block_of.setdefault(block_hash, block) == block:
                 self._hash_of[block] = block_hash
 
     def forget(self, block: int) -> None:
-        """The block can no longer be found by content."""
+        """Remove a block's name, so that its content cannot be found any more."""
         block_hash = self._hash_of[block]
         if block_hash is not None:
             del self._block_of[block_hash]
             self._hash_of[block] = None
 
     def discard(self, block_hash: bytes) -> None:
-        """Nobody will ask for this content again."""
+        """Drop content that will not be looked up again; a cached block becomes empty."""
         block = self._block_of.get(block_hash)
         if block is None:
             return
@@ -120,7 +123,7 @@ class BlockPool:
             self._empty.append(block)
 
     def reset(self) -> bool:
-        """Forget all cached content. False, and nothing is changed, while any block is in use."""
+        """Drop all cached content. Returns False and changes nothing while any block is used."""
         if self.num_used:
             return False
         while self._cached:
@@ -130,13 +133,13 @@ class BlockPool:
         return True
 
     def check(self) -> None:
-        """Every block is accounted for exactly once. For tests and debugging: O(blocks)."""
+        """Assert that every block is in exactly one state. O(blocks), for tests and debugging."""
         empty, cached = set(self._empty), set(self._cached)
         used = {int(block) for block in np.flatnonzero(self.ref_counts)}
         assert len(empty) == len(self._empty), "a block is on the empty list twice"
         assert not (empty & cached or empty & used or cached & used), "a block is in two states at once"
         assert len(empty | cached | used) == self.usable, "a block was lost"
-        assert NULL_BLOCK not in empty | cached | used, "the null block was handed out"
+        assert NULL_BLOCK not in empty | cached | used, "the null block was allocated"
         assert (self.ref_counts >= 0).all(), "a block was released more often than acquired"
         assert all(self._hash_of[block] is not None for block in cached), "a cached block has no hash"
         assert all(self._hash_of[block] is None for block in empty), "an empty block can still be found"

@@ -1,10 +1,11 @@
-"""Names for block contents: a chain of hashes, equal across processes and restarts.
+"""Names of block contents. Core process.
 
-A block's hash covers its tokens and, through its parent, everything before them; the root covers what else
-must match for two requests to share (salt; later adapter, image contents).
+The name of a full block is a hash of its tokens and of its parent's hash, so it covers all tokens before them. The
+root covers everything else that must match for two requests to share blocks (the salt; later adapters and images).
+Names are equal across processes and restarts.
 
-Private names stand for blocks that only the requests which had them can ask for: half-full ones, and all of them where
-prefixes are not cached.
+Private names are for blocks that only preempted requests look up: partly filled blocks and, without prefix caching,
+all blocks.
 """
 
 from __future__ import annotations
@@ -36,58 +37,61 @@ def extend_chain(chain: list[bytes], salt: bytes, token_ids: Int32Array, num_blo
         chain.append(parent)
 
 
-_numbers = count(1)
+_private_numbers = count(1)
 _PRIVATE_BYTES = 8
 
 
 def private_name() -> bytes:
-    """A name that no content has: shorter than a hash, and used once."""
-    return next(_numbers).to_bytes(_PRIVATE_BYTES, "big")
+    """Return a new name that is shorter than any hash."""
+    return next(_private_numbers).to_bytes(_PRIVATE_BYTES, "big")
 
 
 def is_private(name: bytes) -> bool:
     return len(name) <= _PRIVATE_BYTES + 1
 
 
-def in_group(group: int, name: bytes) -> bytes:
-    """A block's name in the pool: groups hold different layers of the same text."""
+def with_group(group: int, name: bytes) -> bytes:
+    """Return a block's name in the pool: blocks of different groups hold different layers of the same tokens."""
     return name + bytes([group]) if group else name
 
 
-def of_all_groups(group: int, name: bytes) -> bytes:
+def without_group(group: int, name: bytes) -> bytes:
+    """Undo `with_group`."""
     return name[:-1] if group else name
 
 
 # ----------------------------------------------------------------
-# Names for all blocks of a preempted row, under which it finds them again wherever they are by then. Core process.
+# Names for all blocks of a preempted row, so that it finds them on the device or in the tier when it resumes.
 #
-# Full blocks of cached text have a name already. The half-full last one, and all of them where prefixes are not cached,
-# get a private one; rows that share a block share the name.
+# With prefix caching, full blocks have names already. A partly filled last block and, without prefix caching, every
+# block gets a private name; rows that share a block share its name.
 
 
-def keep_for_return(cache: KVCacheManager, row: int, hashes: list[bytes], num_tokens: int) -> SwappedBlocks:
-    """Have the tier keep the row's blocks, if it will. `hashes` name the full ones if prefixes are cached."""
+def keep_swapped_blocks(cache: KVCacheManager, row: int, hashes: list[bytes], num_tokens: int) -> SwappedBlocks:
+    """Ask the tier to keep the row's blocks, and name those that have no name. With prefix caching, `hashes` are the
+    names of the full blocks. If the tier declines, the result has no names."""
     columns = num_tokens // cache.block_size
     chain = hashes[:columns] if cache.caching else [_shared_name(cache, row, column) for column in range(columns)]
-    if num_tokens % cache.block_size and _is_own(cache, row, columns):
+    if num_tokens % cache.block_size and _is_exclusive(cache, row, columns):
         chain.append(private_name())
-    held = _held(cache, row, len(chain))
+    held = _row_blocks(cache, row, len(chain))
     swapped = SwappedBlocks(num_tokens, min(num_tokens, len(chain) * cache.block_size), chain)
-    swapped.names = [in_group(group, chain[column]) for group, column, _ in held]
+    swapped.names = [with_group(group, chain[column]) for group, column, _ in held]
     own = [column for _, column, block in held if cache.pool.ref_counts[block] == 1]
-    at_stake = set(own) if cache.caching else range(len(chain))  # what others hold is found again, if it has a name
-    if not at_stake or not cache.tier.keep(swapped, len(own), len(at_stake) * cache.block_size):
+    # With prefix caching, blocks that other rows hold are found by their hash; the rest would be recomputed.
+    to_recompute = set(own) if cache.caching else range(len(chain))
+    if not to_recompute or not cache.tier.keep(swapped, len(own), len(to_recompute) * cache.block_size):
         return SwappedBlocks(num_tokens)
     for (_, column, block), name in zip(held, swapped.names, strict=True):
-        if column == columns:  # it may be full by now, and cached as such; the row will write in it again
+        if column == columns:  # a step in flight may have filled and named it, but the row will write to it again
             cache.pool.forget(block)
         if cache.pool.name_of(block) is None:
             cache.pool.register([block], [name])
     return swapped
 
 
-def _held(cache: KVCacheManager, row: int, columns: int) -> list[tuple[int, int, int]]:
-    """Group, column and block of all that the row has of its first columns."""
+def _row_blocks(cache: KVCacheManager, row: int, columns: int) -> list[tuple[int, int, int]]:
+    """Return group, column and block of each block that the row holds in its first `columns` columns."""
     lines = [group * cache.max_rows + row for group in range(cache.num_groups)]
     return [
         (group, column, int(cache.tables[line, column]))
@@ -97,16 +101,16 @@ def _held(cache: KVCacheManager, row: int, columns: int) -> list[tuple[int, int,
 
 
 def _shared_name(cache: KVCacheManager, row: int, column: int) -> bytes:
-    """Of a full block: what it is known by to a swapped row that shares it, or a new one."""
+    """Return the name by which a swapped row already knows this full block, or a new private name."""
     for group in range(cache.num_groups):
         name = cache.pool.name_of(int(cache.tables[group * cache.max_rows + row, column]))
         if name is not None:
-            return of_all_groups(group, name)
+            return without_group(group, name)
     return private_name()
 
 
-def _is_own(cache: KVCacheManager, row: int, column: int) -> bool:
-    """Whether nobody else holds the row's blocks in this column, or waits for them."""
+def _is_exclusive(cache: KVCacheManager, row: int, column: int) -> bool:
+    """Whether no other row holds the row's blocks in this column, and no swapped row needs them."""
     blocks = cache.tables[row :: cache.max_rows, column].tolist()
     names = [cache.pool.name_of(block) for block in blocks]
     return bool((cache.pool.ref_counts[blocks] == 1).all()) and not any(map(is_private, filter(None, names)))

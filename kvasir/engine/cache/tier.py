@@ -1,7 +1,7 @@
-"""What the cache manager asks of wherever content goes that the device has no room for, and comes from again.
+"""Second tier of the KV cache: the interface to memory that keeps blocks which the device has no room for.
 
-Host memory is one such tier (host_tier.py). Another kind (a disk, another machine) is another class, or stands behind
-that one and fills its blocks. Core process; names and numbers only.
+HostTier (host_tier.py) keeps them in host memory. A tier on disk or on another machine would be another class, or would
+sit behind HostTier and fill its blocks. Core process; a tier knows block names and numbers, not tensors.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvasir.messages import Int32Array, StepCosts, no_copies
+from kvasir.messages import Int32Array, StepCosts, empty_pairs
 
-NO_COPIES = no_copies()
+NO_COPIES = empty_pairs()  # shared by all callers, which do not write to it
 
 
 @dataclass(slots=True, eq=False)
 class SwappedBlocks:
-    """What a preempted row had computed, and under which names it is kept for its return, if it is."""
+    """The computed tokens of a preempted row and, if the tier keeps its blocks, their names."""
 
     num_computed: int  # tokens
-    num_kept: int = 0  # of those, in blocks that are kept; the last one may be half full
-    chain: list[bytes] = field(default_factory=list)  # a name for each column
-    names: list[bytes] = field(default_factory=list)  # the blocks': those of the chain, for each group that has one
+    num_kept: int = 0  # tokens in blocks that are kept; the last block may be partly filled
+    chain: list[bytes] = field(default_factory=list)  # one name per column of the block table
+    names: list[bytes] = field(default_factory=list)  # names of the kept blocks: the chain's, for each group of layers
 
 
 @dataclass(slots=True)
@@ -39,72 +39,75 @@ class TierStats:
 
 
 class Tier(Protocol):
+    """Blocks outside the device, found by the same names as on the device."""
+
     stats: TierStats
 
     @property
     def num_blocks(self) -> int:
-        """That can be held."""
+        """Capacity in blocks."""
 
     @property
     def num_used(self) -> int:
-        """Held for somebody."""
+        """Number of blocks kept for preempted requests or pinned for the next step."""
 
     @property
     def num_cached(self) -> int:
-        """Held as long as there is room."""
+        """Number of other blocks with content; they can be evicted."""
 
-    def evicted(self, block: int, name: bytes) -> None:
-        """The device gives this block to somebody else. What it holds until the next step is known as `name`."""
+    def on_evict(self, block: int, name: bytes) -> None:
+        """The device evicts this block. The block has the content called `name` until the next step runs."""
 
     def holds(self, name: bytes) -> bool:
-        """Whether `fetch` could bring this content."""
+        """Whether `pin` would find this content."""
 
-    def fetch(self, names: Sequence[bytes]) -> list[int]:
-        """Hold these for the next step. The numbers returned are for `bring`."""
+    def pin(self, names: Sequence[bytes]) -> list[int]:
+        """Pin the blocks with these names until the next step and return their ids in the tier, for `copy_in`."""
 
-    def bring(self, held: Sequence[int], blocks: Sequence[int]) -> None:
-        """In the next step, copy what `fetch` holds into these blocks of the device."""
+    def copy_in(self, pinned: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy pinned blocks into these blocks of the device before the next step writes."""
 
     def keep(self, swapped: SwappedBlocks, num_blocks: int, num_tokens: int) -> bool:
-        """Keep blocks for a row's return, if there is room and it pays: `num_blocks` and `num_tokens` are its own."""
+        """Keep the blocks of a preempted row if there is room and the swap policy agrees. `num_blocks` would have to
+        be copied, `num_tokens` would have to be recomputed otherwise. Returns whether they are kept."""
 
-    def let_go(self, swapped: SwappedBlocks) -> list[bytes]:
-        """The row is back, or will not come. Names that nobody waits for any more."""
+    def release(self, swapped: SwappedBlocks) -> list[bytes]:
+        """Stop keeping the blocks of a row that resumed or ended. Returns the names that no other row needs."""
 
     def take_copies(self) -> tuple[Int32Array, Int32Array]:
-        """(device, host) blocks to copy out and (host, device) blocks to copy in, since the last call."""
+        """Return the (device, host) blocks to copy out and the (host, device) blocks to copy in since the last call."""
 
     def reset(self) -> None:
-        """Forget everything. SwappedBlocks rows will find nothing."""
+        """Drop all content, also that of preempted rows."""
 
     def check(self) -> None:
-        """Every block is accounted for."""
+        """Assert that every block is accounted for."""
 
 
 class NoTier:
-    """What leaves the device is gone."""
+    """A tier without room: evicted content is lost and preempted rows are recomputed."""
 
     num_blocks = num_used = num_cached = 0
 
     def __init__(self) -> None:
         self.stats = TierStats()
 
-    def evicted(self, block: int, name: bytes) -> None:
+    def on_evict(self, block: int, name: bytes) -> None:
         pass
 
     def holds(self, name: bytes) -> bool:
         return False
 
-    def fetch(self, names: Sequence[bytes]) -> list[int]:
-        raise AssertionError("there is nothing to fetch")
+    def pin(self, names: Sequence[bytes]) -> list[int]:
+        raise AssertionError("a tier without blocks has nothing to pin")
 
-    def bring(self, held: Sequence[int], blocks: Sequence[int]) -> None:
-        raise AssertionError("there is nothing to bring")
+    def copy_in(self, pinned: Sequence[int], blocks: Sequence[int]) -> None:
+        raise AssertionError("a tier without blocks has nothing to copy")
 
     def keep(self, swapped: SwappedBlocks, num_blocks: int, num_tokens: int) -> bool:
         return False
 
-    def let_go(self, swapped: SwappedBlocks) -> list[bytes]:
+    def release(self, swapped: SwappedBlocks) -> list[bytes]:
         return []
 
     def take_copies(self) -> tuple[Int32Array, Int32Array]:
@@ -118,33 +121,35 @@ class NoTier:
 
 
 # ----------------------------------------------------------------
-# Whether a preempted request's blocks are worth moving to the host and back, or are computed again. Core process.
+# Swap or recompute: whether the blocks of a preempted request are copied to the host and back, or computed again.
 
 
-class SwapChoice(Protocol):
-    def pays(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether moving `num_blocks` out and in again is better than computing `num_tokens`."""
+class SwapPolicy(Protocol):
+    """Decides between swapping and recomputing a preempted row."""
 
-
-@dataclass(slots=True, frozen=True)
-class Always:
-    """Somebody has decided already."""
-
-    answer: bool
-
-    def pays(self, num_blocks: int, num_tokens: int) -> bool:
-        return self.answer
+    def should_swap(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether copying `num_blocks` to the host and back is better than computing `num_tokens` again."""
 
 
 @dataclass(slots=True, frozen=True)
-class CostModel:
-    """Seconds against seconds, as the worker has measured them.
+class FixedSwapPolicy:
+    """Always swaps or never does, as the settings say."""
 
-    Both sides are on the careful side of what they cost in truth: copies run beside the step, and blocks that nobody
-    takes meanwhile are never moved at all; tokens computed late in a text cost more than those the worker timed.
+    swaps: bool
+
+    def should_swap(self, num_blocks: int, num_tokens: int) -> bool:
+        return self.swaps
+
+
+@dataclass(slots=True, frozen=True)
+class CostSwapPolicy:
+    """Compares the time of both ways, from costs that the worker measured.
+
+    The estimate favours recomputing: copies overlap with steps, blocks that are not reused meanwhile are never copied,
+    and tokens late in a sequence take longer than those that the worker timed.
     """
 
     costs: StepCosts
 
-    def pays(self, num_blocks: int, num_tokens: int) -> bool:
+    def should_swap(self, num_blocks: int, num_tokens: int) -> bool:
         return 2 * num_blocks * self.costs.copy_block < num_tokens * self.costs.compute_token

@@ -1,11 +1,11 @@
-"""Queue policies by name. A user's own is named by where it lies: 'module:Class'."""
+"""Queue policies by name. A user's own policy is given as 'module:Class'."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
-from kvasir.engine.policies.base import Context, Counting, Policy, Ranked
+from kvasir.engine.policies.base import Context, Policy, RankedPolicy, TokenCountingPolicy
 from kvasir.engine.policies.deadline import EarliestDeadlineFirst
 from kvasir.engine.policies.fcfs import FirstComeFirstServed
 from kvasir.engine.policies.priority import Priority
@@ -15,12 +15,12 @@ from kvasir.errors import ConfigError
 __all__ = [
     "POLICIES",
     "Context",
-    "Counting",
     "EarliestDeadlineFirst",
     "FirstComeFirstServed",
     "Policy",
     "Priority",
-    "Ranked",
+    "RankedPolicy",
+    "TokenCountingPolicy",
     "WeightedRoundRobin",
     "make_policy",
 ]
@@ -34,16 +34,20 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(name: str, context: Context) -> Policy:
-    """The policy of that name, or a user's own."""
+    """Make the policy with this name; 'module:Class' names a user's own."""
     kind: Any = POLICIES.get(name) or _load(name)
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
-        raise ConfigError(f"scheduling_policy={name!r} is no class derived from kvasir.engine.policies.Policy.")
+        raise ConfigError(f"scheduling_policy={name!r} is not a class derived from kvasir.engine.policies.Policy.")
     try:
         policy: Policy = kind(context)
     except TypeError as error:
-        raise ConfigError(f"scheduling_policy={name!r} cannot be made with a Context alone ({error}).") from error
+        raise ConfigError(
+            f"scheduling_policy={name!r} cannot be created: its __init__ must accept a single Context ({error})."
+        ) from error
     if getattr(policy, "context", None) is not context:
-        raise ConfigError(f"scheduling_policy={name!r} keeps no context: call super().__init__(context) in __init__.")
+        raise ConfigError(
+            f"scheduling_policy={name!r} has not stored its context: call super().__init__(context) in __init__."
+        )
     return policy
 
 
@@ -56,6 +60,6 @@ def _load(name: str) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         known = ", ".join(POLICIES)
         raise ConfigError(
-            f"scheduling_policy={name!r} cannot be loaded ({error}); write one of {known}, or 'module:Class'."
+            f"scheduling_policy={name!r} cannot be loaded ({error}); use one of {known}, or 'module:Class'."
         ) from error
     return found

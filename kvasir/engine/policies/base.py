@@ -1,7 +1,7 @@
-"""What a queue policy is: the order in which requests are admitted, and who gives way when blocks run out.
+"""Queue policies: they order waiting requests and select which running request to preempt when blocks run out.
 
-Core process. A policy sees requests and their terms, and never a row, a block or a token's content. The queue around
-it (engine/queue.py) counts, and takes care of requests that others wait for; a policy need not.
+Core process. A policy sees requests and their scheduling parameters, never rows, blocks or token contents. The queue
+around it (engine/queue.py) counts tokens and handles requests that others wait for.
 """
 
 from __future__ import annotations
@@ -27,85 +27,90 @@ def _whole_prompt(request: Request) -> int:
 
 @dataclass(slots=True)
 class Context:
-    """What a policy may look at. One is shared by a scheduler and its policy."""
+    """Clock, measurements and settings for a policy. A scheduler and its policy share one."""
 
     clock: Callable[[], float] = time.monotonic
-    service_rate: ServiceRate = field(default_factory=ServiceRate)  # how fast the engine has been
-    # how many tokens of a waiting request must be computed before its next one: the scheduler knows what is cached
+    service_rate: ServiceRate = field(default_factory=ServiceRate)
+    # number of tokens to compute before a waiting request's next token; the scheduler knows which are cached
     tokens_to_compute: Callable[[Request], int] = _whole_prompt
-    aging_seconds: float = 0.0  # of waiting that raise a request by one level of priority; 0: none do
-    aging_best: int = 0  # the value below which waiting brings nobody
-    default_deadline: float = 60.0  # seconds; what orders requests without a deadline among those that have one
-    least_chance: float = 0.5  # of being done in time, below which a request that has to wait is ended
+    aging_seconds: float = 0.0  # waiting time that lowers a request's priority value by one; 0: no aging
+    aging_best: int = 0  # lowest priority value that a request can reach by aging
+    default_deadline: float = 60.0  # seconds after arrival by which requests without a deadline are ordered
+    least_chance: float = 0.5  # a waiting request with a lower chance to meet its deadline is ended early
 
 
 class Policy(ABC):
-    """The waiting requests, in the order this policy wants them. Also the base of policies that users write."""
+    """Holds the waiting requests and orders them. Users derive their own policies from this class."""
 
     def __init__(self, context: Context | None = None) -> None:
         self.context = context or Context()
 
     @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Number of waiting requests."""
 
     @abstractmethod
-    def __iter__(self) -> Iterator[Request]: ...
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over the waiting requests, next one first."""
 
     @abstractmethod
     def add(self, request: Request) -> None:
-        """A new request arrives."""
+        """Queue a new request."""
 
     def put_back(self, request: Request) -> None:
-        """A preempted request waits again."""
+        """Queue a preempted request again."""
         self.add(request)
 
     @abstractmethod
     def peek(self) -> Request:
-        """Who is next. Only called while somebody waits."""
+        """Return the request to admit next. Only called while requests wait."""
 
     @abstractmethod
     def remove(self, request: Request) -> None:
-        """It does not wait any more: it was admitted, aborted or ended."""
+        """Remove a request that was admitted, aborted or ended."""
 
     @abstractmethod
-    def victim(self, running: list[Request]) -> Request:
-        """Who of `running` (first admitted first, never empty) gives way: the policy's last."""
+    def select_to_preempt(self, running: list[Request]) -> Request:
+        """Return the request of `running` to preempt. The list is in order of admission and never empty."""
 
-    def hopeless(self) -> tuple[Request, str] | None:
-        """A waiting request that should be ended with a timeout now, and why. Asked again until there is none."""
+    def find_unreachable(self) -> tuple[Request, str] | None:
+        """Return a waiting request that cannot meet its deadline, and the reason. The caller ends it with a timeout
+        and calls again until the answer is None."""
         return None
 
 
-class Counting(Policy):
-    """A policy that is told who is given how many tokens: at admissions and ends, so that other steps cost nothing."""
+class TokenCountingPolicy(Policy):
+    """A policy that needs the number of tokens computed for each account, for example a tenant. The queue reports them
+    only when requests are admitted or leave, so other steps cost nothing."""
 
     @abstractmethod
     def account(self, request: Request) -> int:
-        """A small number under which the request's tokens are counted."""
+        """Return the number of the account that the request's tokens are added to; a small integer."""
 
     @abstractmethod
     def join(self, request: Request, num_tokens: int) -> None:
-        """It runs, and so many tokens that it brings have yet to be computed; `served` will not count them again."""
+        """A request was admitted with `num_tokens` known tokens to compute; `count` does not report these again."""
 
     @abstractmethod
-    def served(self, tokens: NDArray[np.float64]) -> None:
-        """Tokens that running requests were given since the last call, by account."""
+    def count(self, tokens: NDArray[np.float64]) -> None:
+        """Add the tokens computed since the last call; `tokens` is indexed by account."""
 
     @abstractmethod
     def leave(self, request: Request) -> None:
-        """It runs no more. What it was given has been told."""
+        """A request stopped running. All its tokens have been counted."""
 
 
-class Ranked(Policy):
-    """A policy that is one number, or a tuple of them: the least goes first, the greatest gives way. Among equals who
-    came first goes first. A rank must not change while a request waits."""
+class RankedPolicy(Policy):
+    """A policy defined by a rank per request, a number or a tuple. The lowest rank is admitted first, the highest is
+    preempted first; requests of equal rank keep their order of arrival. A waiting request's rank must not change."""
 
     def __init__(self, context: Context | None = None) -> None:
         super().__init__(context)
-        self._waiting = Heap(self.rank)
+        self._waiting = RequestHeap(self.rank)
 
     @abstractmethod
-    def rank(self, request: Request) -> Any: ...
+    def rank(self, request: Request) -> Any:
+        """Return the request's rank, a number or a tuple; lower goes first."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -122,30 +127,30 @@ class Ranked(Policy):
     def remove(self, request: Request) -> None:
         self._waiting.remove(request)
 
-    def victim(self, running: list[Request]) -> Request:
+    def select_to_preempt(self, running: list[Request]) -> Request:
         return max(running, key=lambda request: (self.rank(request), request.seq, request.key))
 
 
 # ----------------------------------------------------------------
-# Waiting requests in the order of a number that stays the same while they wait.
+# A heap of waiting requests whose ranks do not change.
 
-_SLACK = 64  # so many entries of requests that are gone may lie around
+_MAX_STALE = 64  # entries of removed requests that may stay in the heap beyond the number of live ones
 
 
-class Heap:
-    """The least rank first, then who came first. Removed requests leave entries behind that are dropped later."""
+class RequestHeap:
+    """Waiting requests by rank, then by arrival. Entries of removed requests are dropped later."""
 
     def __init__(self, rank: Callable[[Request], Any]) -> None:
         self._rank = rank
-        self._heap: list[tuple[Any, int, int, Request]] = []  # rank, seq, number of the entry
-        self._entry: dict[int, int] = {}  # by key: which entry counts
+        self._heap: list[tuple[Any, int, int, Request]] = []  # rank, order of arrival, number of the entry, request
+        self._entry: dict[int, int] = {}  # by request key: number of its valid entry
         self._numbers = count()
 
     def __len__(self) -> int:
         return len(self._entry)
 
     def __iter__(self) -> Iterator[Request]:
-        return (request for _, _, _, request in sorted(filter(self._counts, self._heap)))
+        return (request for _, _, _, request in sorted(filter(self._is_valid, self._heap)))
 
     def __contains__(self, request: Request) -> bool:
         return request.key in self._entry
@@ -155,12 +160,12 @@ class Heap:
         heappush(self._heap, (self._rank(request), request.seq, number, request))
 
     def peek(self) -> Request:
-        while not self._counts(self._heap[0]):
+        while not self._is_valid(self._heap[0]):
             heappop(self._heap)
         return self._heap[0][3]
 
     def first(self, count: int) -> list[Request]:
-        """So many from the front, fewer if there are no more."""
+        """Return the first `count` requests, or all if there are fewer."""
         taken: list[tuple[Any, int, int, Request]] = []
         while len(taken) < min(count, len(self._entry)):
             self.peek()
@@ -171,9 +176,9 @@ class Heap:
 
     def remove(self, request: Request) -> None:
         del self._entry[request.key]
-        if len(self._heap) > 2 * len(self._entry) + _SLACK:
-            self._heap = list(filter(self._counts, self._heap))
+        if len(self._heap) > 2 * len(self._entry) + _MAX_STALE:
+            self._heap = list(filter(self._is_valid, self._heap))
             heapify(self._heap)
 
-    def _counts(self, entry: tuple[Any, int, int, Request]) -> bool:
+    def _is_valid(self, entry: tuple[Any, int, int, Request]) -> bool:
         return self._entry.get(entry[3].key) == entry[2]

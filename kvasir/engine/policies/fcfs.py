@@ -10,8 +10,8 @@ from kvasir.engine.request import Request
 
 
 class FirstComeFirstServed(Policy):
-    """A request waits for those that came before it, and for no other: nobody starves. The latest gives way, so the
-    oldest is never preempted."""
+    """Admits requests in order of arrival and preempts the latest one, so no request starves and the oldest is never
+    preempted."""
 
     def __init__(self, context: Context | None = None) -> None:
         super().__init__(context)
@@ -36,5 +36,5 @@ class FirstComeFirstServed(Policy):
     def remove(self, request: Request) -> None:
         del self._waiting[request.key]
 
-    def victim(self, running: list[Request]) -> Request:
+    def select_to_preempt(self, running: list[Request]) -> Request:
         return running[-1]

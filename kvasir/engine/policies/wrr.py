@@ -1,4 +1,4 @@
-"""Weighted round robin over tenants, by tokens and not by requests."""
+"""Weighted round robin over tenants. Shares are measured in tokens, not in requests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.engine.policies.base import Context, Counting
+from kvasir.engine.policies.base import Context, TokenCountingPolicy
 from kvasir.engine.policies.fcfs import FirstComeFirstServed
 from kvasir.engine.request import Request
 
-_MANY_TENANTS = 1024  # so many are remembered although they have no request
+_MAX_IDLE_TENANTS = 1024  # tenants without requests that are remembered
 
 
 @dataclass(slots=True, eq=False)
@@ -22,34 +22,34 @@ class Tenant:
     name: str
     account: int
     weight: float = 1.0
-    served: float = 0.0  # tokens / weight: the least goes first
+    served: float = 0.0  # computed tokens / weight; the tenant with the lowest value goes first
     waiting: FirstComeFirstServed = field(default_factory=FirstComeFirstServed)
-    running: int = 0
-    in_line: bool = False  # has an entry in the heap
+    running: int = 0  # number of running requests
+    in_heap: bool = False
 
 
-class WeightedRoundRobin(Counting):
-    """Next is the oldest request of the tenant that was given the fewest tokens for its weight; who was given most
-    gives way. Tokens are those computed, the prompt's (at admission, without what was cached) and the output's (as they
-    come); recomputing after a preemption is not counted again. A weight is what the tenant's latest request says.
+class WeightedRoundRobin(TokenCountingPolicy):
+    """Admits the oldest request of the tenant with the fewest tokens per weight and preempts a request of the tenant
+    with the most. Prompt tokens are counted at admission, without cached ones, and output tokens as they are sampled;
+    tokens recomputed after a preemption are not counted again. A tenant's weight is that of its latest request.
 
-    While a tenant i waits and is given x tokens, another one j is given at most w_j * (x / w_i + B / w_i + B / w_j),
-    where B = max_num_seqs * max_model_len is what a batch may hold: nobody starves, and over a long time the tokens of
-    tenants that always wait are as their weights. Time without waiting requests earns nothing: whoever comes back
-    starts level with the one whose turn it is.
+    While tenant i waits and gets x tokens, tenant j gets at most w_j * (x / w_i + B / w_i + B / w_j), where
+    B = max_num_seqs * max_model_len is the largest number of tokens in a batch. So no tenant starves, and in the long
+    run the tokens of tenants that always wait are proportional to their weights. A tenant gets no credit for time
+    without waiting requests: when it returns, it starts level with the tenant that is next.
     """
 
-    # `served` only grows, so a tenant's entry in the heap may be too low, never too high: it is put right on top.
+    # `served` only grows, so a tenant's entry in the heap can be too low but never too high; `peek` corrects it.
 
     def __init__(self, context: Context | None = None) -> None:
         super().__init__(context)
         self._tenants: dict[str, Tenant] = {}
         self._accounts: list[Tenant | None] = []
         self._free_accounts: list[int] = []
-        self._too_many = _MANY_TENANTS
+        self._forget_at = _MAX_IDLE_TENANTS
         self._heap: list[tuple[float, int, Tenant]] = []
-        self._numbers = count()
-        self._level = 0.0  # `served` of the tenant admitted last, which was the least of those that waited
+        self._entry_numbers = count()
+        self._level = 0.0  # `served` of the tenant admitted last, the lowest of all waiting ones at that time
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -60,21 +60,21 @@ class WeightedRoundRobin(Counting):
             yield from tenant.waiting
 
     def add(self, request: Request) -> None:
-        tenant = self._line_up(request)
+        tenant = self._enqueue_tenant(request)
         tenant.weight = request.spec.terms.weight
         tenant.waiting.add(request)
 
     def put_back(self, request: Request) -> None:
-        self._line_up(request).waiting.put_back(request)
+        self._enqueue_tenant(request).waiting.put_back(request)
 
-    def _line_up(self, request: Request) -> Tenant:
+    def _enqueue_tenant(self, request: Request) -> Tenant:
         tenant = self._tenant(request)
         self._num_waiting += 1
         if not len(tenant.waiting):
             tenant.served = max(tenant.served, self._level)
-        if not tenant.in_line:
-            heappush(self._heap, (tenant.served, next(self._numbers), tenant))
-            tenant.in_line = True
+        if not tenant.in_heap:
+            heappush(self._heap, (tenant.served, next(self._entry_numbers), tenant))
+            tenant.in_heap = True
         return tenant
 
     def peek(self) -> Request:
@@ -82,9 +82,9 @@ class WeightedRoundRobin(Counting):
             served, _, tenant = self._heap[0]
             if not len(tenant.waiting):
                 heappop(self._heap)
-                tenant.in_line = False
+                tenant.in_heap = False
             elif served < tenant.served:
-                heapreplace(self._heap, (tenant.served, next(self._numbers), tenant))
+                heapreplace(self._heap, (tenant.served, next(self._entry_numbers), tenant))
             else:
                 return tenant.waiting.peek()
 
@@ -92,11 +92,11 @@ class WeightedRoundRobin(Counting):
         self._tenants[request.spec.terms.tenant].waiting.remove(request)
         self._num_waiting -= 1
 
-    def victim(self, running: list[Request]) -> Request:
+    def select_to_preempt(self, running: list[Request]) -> Request:
         places = range(len(running))
         return running[max(places, key=lambda place: (self._tenant(running[place]).served, place))]
 
-    # ------------------------------------------------------------ counting
+    # ------------------------------------------------------------ token counts
 
     def account(self, request: Request) -> int:
         return self._tenant(request).account
@@ -108,13 +108,13 @@ class WeightedRoundRobin(Counting):
         tenant.served += num_tokens / tenant.weight
 
     def _least_waiting(self) -> float:
-        """A fork joins out of turn: the level is never above that of somebody who waits."""
+        """Lowest `served` of the waiting tenants. It bounds the level, since a fork is admitted out of turn."""
         return self._tenant(self.peek()).served if self._num_waiting else float("inf")
 
-    def served(self, tokens: NDArray[np.float64]) -> None:
+    def count(self, tokens: NDArray[np.float64]) -> None:
         for account in np.flatnonzero(tokens).tolist():
             tenant = self._accounts[account]
-            assert tenant is not None, f"account {account} was given up while somebody ran on it"
+            assert tenant is not None, f"account {account} was freed while its tenant had running requests"
             tenant.served += float(tokens[account]) / tenant.weight
 
     def leave(self, request: Request) -> None:
@@ -124,18 +124,18 @@ class WeightedRoundRobin(Counting):
         name = request.spec.terms.tenant
         tenant = self._tenants.get(name)
         if tenant is None:
-            if len(self._tenants) >= self._too_many:
-                self._forget()
+            if len(self._tenants) >= self._forget_at:
+                self._drop_idle_tenants()
             account = self._free_accounts.pop() if self._free_accounts else len(self._accounts)
             tenant = self._tenants[name] = Tenant(name, account, request.spec.terms.weight, self._level)
             self._accounts[account : account + 1] = [tenant]
         return tenant
 
-    def _forget(self) -> None:
-        """Drop tenants that have no request, and with them what they were given."""
+    def _drop_idle_tenants(self) -> None:
+        """Drop tenants without requests, and their counts."""
         for tenant in list(self._tenants.values()):
-            if not (len(tenant.waiting) or tenant.running or tenant.in_line):
+            if not (len(tenant.waiting) or tenant.running or tenant.in_heap):
                 del self._tenants[tenant.name]
                 self._accounts[tenant.account] = None
                 self._free_accounts.append(tenant.account)
-        self._too_many = len(self._tenants) + _MANY_TENANTS
+        self._forget_at = len(self._tenants) + _MAX_IDLE_TENANTS

@@ -84,7 +84,7 @@ class InputProcessor:
             cache_salt=salt,
             needs_last_token=sampling.extras is not None and bool(sampling.extras.processors),
             reads_cache=not params.skip_reading_prefix_cache and params.prompt_logprobs is None,
-            least_tokens=max(1, params.min_tokens) if stop_ids or watched else max_tokens,
+            min_tokens=max(1, params.min_tokens) if stop_ids or watched else max_tokens,
         )
         return request, self.state(key, request_id, text, ids, params, arrival_time)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvasir.config.engine import EngineConfig
-from kvasir.executor.fake import DelayExecutor, Ready
+from kvasir.executor.fake import DelayExecutor, FakeFuture
 from kvasir.frontend.text.tokenizer_files import load_tokenizer
 from kvasir.messages import LOGPROBS, Int32Array, Part, SampleInputs, StepPlan, StepResult
 
@@ -20,7 +20,7 @@ class Scripted(DelayExecutor):
         self.said |= {new.row: 0 for new in plan.new_rows}
         super().execute(plan)
 
-    def sample(self, inputs: SampleInputs | None = None) -> Ready:
+    def sample(self, inputs: SampleInputs | None = None) -> FakeFuture:
         plan = self._plan
         assert plan is not None, "sample follows execute"
         tokens = np.zeros((len(plan.rows), 1), np.int32)
@@ -31,7 +31,7 @@ class Scripted(DelayExecutor):
         result = StepResult(tokens, plan.samples.astype(np.int32))
         if plan.wants_logprobs:
             result.parts[LOGPROBS] = self._logprobs(tokens, np.flatnonzero(plan.samples).astype(np.int32))
-        return Ready(result, self.free_at)
+        return FakeFuture(result, self.free_at)
 
     def _logprobs(self, tokens: Int32Array, lines: Int32Array) -> Part:
         """The token is half of it, its neighbours in the vocabulary the rest."""

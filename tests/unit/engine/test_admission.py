@@ -1,4 +1,4 @@
-"""Queue limits, the watermark and deadlines: who is refused, held back or ended, and the counters of each."""
+"""Queue limits, the watermark and deadlines: requests that are refused, held back or ended, and their counters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def due(deadline: float) -> Terms:
 
 
 def timed_core(clock: Clock, lookahead: int = 0, seconds: float = 1.0, **settings: object) -> EngineCore:
-    """A core whose steps take so long."""
+    """Return a core whose steps take `seconds` each."""
     core = make_core(lookahead, **{"policy": FirstComeFirstServed(Context(clock)), **settings})  # type: ignore[arg-type]
     clock.tick(core, seconds)
     return core
@@ -43,11 +43,11 @@ def test_requests_beyond_the_limit_are_refused_once_all_rows_are_taken() -> None
         core.add(request(5, [5], 4))
     assert core.stats().refused_requests == 2
     got = run(core)
-    assert set(got.reasons) == set(range(5)), "those refused left no trace"
+    assert set(got.reasons) == set(range(5)), "refused requests get no output"
     core.add(request(5, [5], 4))
 
 
-def test_prompt_tokens_beyond_the_limit_are_refused_unless_nobody_waits() -> None:
+def test_prompt_tokens_beyond_the_limit_are_refused_unless_the_queue_is_empty() -> None:
     core = make_core(queue_limits=QueueLimits(max_tokens=20))
     core.add(request(0, LONG, 4))
     with pytest.raises(OverloadedError, match="prompts of 35 tokens would wait, and max_queued_tokens=20"):
@@ -102,7 +102,7 @@ def test_retry_after_is_bounded() -> None:
 
 
 def grown(watermark: float) -> EngineCore:
-    """Eight requests that all fit when they come, and not when they grow."""
+    """Run eight requests that all fit when they are admitted, but not when they have grown."""
     core = make_core(num_blocks=41, max_num_seqs=8, budget=256, max_model_len=40, caching=False, watermark=watermark)
     for key in range(8):
         core.add(request(key, [key] * 16, 24))
@@ -117,7 +117,7 @@ def test_a_watermark_avoids_preemptions() -> None:
     assert with_it.stats().preemptions < without.stats().preemptions
 
 
-def test_a_request_that_fits_alone_gets_in_in_spite_of_the_watermark() -> None:
+def test_a_request_that_runs_alone_ignores_the_watermark() -> None:
     core = make_core(num_blocks=11, max_model_len=40, watermark=0.5)
     for key in range(3):
         core.add(request(key, [key] * 30, 10))
@@ -130,7 +130,7 @@ def test_a_request_that_fits_alone_gets_in_in_spite_of_the_watermark() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_running_request_ends_at_its_deadline_with_what_it_has(lookahead: int, stream: bool) -> None:
+def test_a_running_request_ends_at_its_deadline_with_its_tokens(lookahead: int, stream: bool) -> None:
     clock = Clock()
     core = timed_core(clock, lookahead)
     core.add(request(0, LONG, 30, terms=due(7.0), stream=stream))
@@ -157,7 +157,7 @@ def test_a_waiting_request_ends_at_its_deadline() -> None:
 
 
 @pytest.mark.parametrize(("allowed", "told"), [(1e-6, "1e-06"), (0.2, "0.2"), (1500.0, "1500")])
-def test_a_deadline_is_told_as_it_was_given_on_a_machine_long_up(allowed: float, told: str) -> None:
+def test_the_error_states_the_timeout_as_given_after_a_long_uptime(allowed: float, told: str) -> None:
     long_up = 54321987.6543  # a clock whose readings are 7 nanoseconds apart
     clock = Clock(long_up)
     core = timed_core(clock, seconds=2000.0, max_num_seqs=1)
@@ -227,7 +227,7 @@ def test_beam_searches_time_out_running_and_waiting() -> None:
     assert core.stats().num_used_blocks == 0 and not core.has_work()
 
 
-def test_given_up_requests_are_counted_and_told_why() -> None:
+def test_requests_ended_early_are_counted_and_have_a_reason() -> None:
     clock = Clock()
     core = timed_core(clock, policy=EarliestDeadlineFirst(Context(clock)), budget=8, max_num_seqs=2)
     for key in range(6):
@@ -241,7 +241,7 @@ def test_given_up_requests_are_counted_and_told_why() -> None:
     assert core.stats().timeouts_foreseen == core.stats().timeouts_waiting == 1
 
 
-def test_ended_requests_are_not_watched_forever() -> None:
+def test_deadlines_of_ended_requests_are_dropped() -> None:
     core = make_core()
     for key in range(2000):
         core.add(request(key, [1], 1, terms=due(1e12)))
@@ -250,62 +250,62 @@ def test_ended_requests_are_not_watched_forever() -> None:
     assert len(core.deadlines._heap) < 600
 
 
-def test_forks_that_wait_are_not_looked_for_with_every_request() -> None:
+def test_deadlines_of_waiting_forks_are_not_searched_for_every_request() -> None:
     core = make_core()
     heap = core.deadlines._heap
     for key in range(0, 1600, 16):
         parent = request(key, [1, 2], 1, terms=due(1e12))
         core.add(replace(parent, forks=tuple(replace(parent, key=key + i) for i in range(1, 16))))
-    assert core.deadlines._heap is heap and len(heap) == 1600, "nobody has ended, so there is nobody to forget"
+    assert core.deadlines._heap is heap and len(heap) == 1600, "no request has ended, so none is dropped"
     assert core.groups.num_known == 1500 and 1599 in core.groups
     assert core.abort(1599) and core.groups.num_known == 1499 and 1599 not in core.groups
     assert len(run(core).reasons) == 1599 and core.groups.num_known == 0
 
 
-# ---------------------------------------------------------------- the pace
+# ---------------------------------------------------------------- service rate
 
 
-def test_time_without_work_is_no_step() -> None:
-    pace = ServiceRate()
+def test_idle_time_does_not_count_as_a_step() -> None:
+    rate = ServiceRate()
     for i in range(50):  # a step of 0.1 s every ten seconds
-        pace.record_step(10.0 * i, 10.0 * i + 0.1, 100, True)
-    assert pace.least_seconds(1000, 1) == pytest.approx(1.0)
-    assert pace.least_seconds(1, 11) == pytest.approx(1.1)
+        rate.record_step(10.0 * i, 10.0 * i + 0.1, 100, True)
+    assert rate.least_seconds(1000, 1) == pytest.approx(1.0)
+    assert rate.least_seconds(1, 11) == pytest.approx(1.1)
 
 
-def test_steps_planned_ahead_count_from_the_result_before() -> None:
-    pace = ServiceRate()
+def test_steps_planned_ahead_are_timed_from_the_previous_result() -> None:
+    rate = ServiceRate()
     for i in range(50):  # planned two steps early
-        pace.record_step(float(i - 2), float(i), 10, False)
-    assert pace.least_seconds(10**9, 1) == pytest.approx(1.0), "no full step was seen: prompts count one step"
+        rate.record_step(float(i - 2), float(i), 10, False)
+    assert rate.least_seconds(10**9, 1) == pytest.approx(1.0), "no full step was seen: prompts count one step"
 
 
 def test_requests_per_second() -> None:
-    pace = ServiceRate()
-    assert pace.ends_per_second(5.0) is None
+    rate = ServiceRate()
+    assert rate.ends_per_second(5.0) is None
     for i in range(1000):
-        pace.record_request(i * 0.5, 0.0, is_done=True)
-        pace.record_request(i * 0.5, 0.0, is_done=False)
-    assert pace.ends_per_second(500.0) == pytest.approx(2.0, rel=0.02)
+        rate.record_request(i * 0.5, 0.0, is_done=True)
+        rate.record_request(i * 0.5, 0.0, is_done=False)
+    assert rate.ends_per_second(500.0) == pytest.approx(2.0, rel=0.02)
 
 
-def test_the_chance_of_being_done_in_time_counts_those_that_were_not() -> None:
-    pace = ServiceRate()
-    assert pace.chance(0.0) == 1.0, "nothing is known"
+def test_chance_of_meeting_a_deadline_counts_requests_that_timed_out() -> None:
+    rate = ServiceRate()
+    assert rate.chance(0.0) == 1.0, "nothing was measured"
     for seconds in range(30):
-        pace.record_request(1.0 + seconds / 100, 0.0, is_done=True)
-    assert pace.chance(0.9) == 0.0 and pace.chance(2.0) == 1.0
+        rate.record_request(1.0 + seconds / 100, 0.0, is_done=True)
+    assert rate.chance(0.9) == 0.0 and rate.chance(2.0) == 1.0
     for _ in range(70):  # they had two seconds, which was not enough
-        pace.record_request(2.0, 0.0, is_done=False)
-    assert pace.chance(1.5) == pytest.approx(0.3)
-    assert pace.chance(9.0) == pytest.approx(0.3)
+        rate.record_request(2.0, 0.0, is_done=False)
+    assert rate.chance(1.5) == pytest.approx(0.3)
+    assert rate.chance(9.0) == pytest.approx(0.3)
 
 
-def test_a_request_that_times_out_shows_in_the_chances() -> None:
+def test_a_timed_out_request_lowers_the_chance() -> None:
     clock = Clock()
     core = timed_core(clock)
     for key in range(16):
         core.add(request(key, [key], 4, terms=Terms(clock.now, deadline=clock.now + 2 if key % 2 else None)))
         run(core)
     assert core.scheduler.context.service_rate.chance(3.9) == 0.0
-    assert core.scheduler.context.service_rate.chance(4.0) == 1.0, "none that had so long ran out of time"
+    assert core.scheduler.context.service_rate.chance(4.0) == 1.0, "no request with this much time timed out"

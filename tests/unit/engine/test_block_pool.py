@@ -1,4 +1,4 @@
-"""The pool alone: states, order of eviction, names."""
+"""BlockPool: states of blocks, order of eviction, names of contents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvasir.engine.cache.block_pool import BlockPool
 from kvasir.engine.cache.prefix import extend_chain
 
 
-def test_every_usable_block_can_be_taken_once() -> None:
+def test_every_usable_block_can_be_allocated_once() -> None:
     pool = BlockPool(5)
     blocks = pool.allocate(4)
     assert sorted(blocks) == [1, 2, 3, 4]
@@ -66,7 +66,7 @@ def test_reset_needs_an_idle_pool() -> None:
     pool.check()
 
 
-def test_names_depend_on_everything_before_and_on_the_salt() -> None:
+def test_names_depend_on_all_earlier_tokens_and_on_the_salt() -> None:
     def names(tokens: list[int], salt: bytes = b"") -> list[bytes]:
         chain: list[bytes] = []
         extend_chain(chain, salt, np.array(tokens, np.int32), len(tokens) // 2, 2)
@@ -75,11 +75,11 @@ def test_names_depend_on_everything_before_and_on_the_salt() -> None:
     assert names([1, 2, 3, 4])[0] == names([1, 2, 9, 9])[0]
     assert names([1, 2, 3, 4])[1] != names([9, 2, 3, 4])[1]
     assert names([1, 2], b"s") != names([1, 2])
-    # fixed for good: cached blocks may outlive this process
+    # names must never change: cached blocks may outlive this process
     assert names([1, 2])[0].hex().startswith("0fb7de86b0e8cf6a")
 
 
-def test_a_chain_grown_bit_by_bit_equals_one_made_at_once() -> None:
+def test_a_chain_extended_step_by_step_equals_one_made_at_once() -> None:
     tokens = np.arange(12, dtype=np.int32)
     whole: list[bytes] = []
     grown: list[bytes] = []

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvasir.engine import guides
 from kvasir.engine.core import EngineCore
 from kvasir.errors import RequestError
-from kvasir.executor.fake import EchoExecutor, Ready, echo_next
+from kvasir.executor.fake import EchoExecutor, FakeFuture, echo_next
 from kvasir.messages import FinishReason, Int32Array, SampleInputs, StepPlan, StepResult
 from tests.builders import VOCAB, Collector, check_blocks, expected, make_core, request, run
 
@@ -33,7 +33,7 @@ class DraftingEcho(EchoExecutor):
         self.num_drafted = self.num_accepted = 0
 
     def execute(self, plan: StepPlan) -> None:
-        """Fill in drafts, write everything as given tokens, and take the drafts off the lengths again."""
+        """Write drafts as if they were known tokens, then subtract them from the lengths again."""
         given, at = plan.token_ids.copy(), 0
         self.drafts = {}
         ends = np.cumsum(plan.num_tokens)
@@ -59,7 +59,7 @@ class DraftingEcho(EchoExecutor):
         self.num_drafted += count
         return drafts
 
-    def sample(self, inputs: SampleInputs | None = None) -> Ready:
+    def sample(self, inputs: SampleInputs | None = None) -> FakeFuture:
         plan = self._plan
         assert plan is not None
         width = 1 + max(map(len, self.drafts.values()), default=0)
@@ -76,11 +76,11 @@ class DraftingEcho(EchoExecutor):
                 length += 1
             self.num_accepted += int(counts[line]) - 1
             self.computed[row] = length
-        return Ready(StepResult(tokens, counts))
+        return FakeFuture(StepResult(tokens, counts))
 
 
 def _without_drafts(plan: StepPlan) -> StepPlan:
-    """The plan with the tokens alone that exist already: the first of a row, and what the host gives."""
+    """Return the plan without drafts: only the first token of a row and tokens from the host."""
     keep, counts, at = [], [], 0
     for count in plan.num_tokens.tolist():
         own = plan.token_ids[at : at + count]
@@ -143,7 +143,7 @@ def test_a_stop_token_among_accepted_drafts_ends_the_request() -> None:
     spare=st.integers(0, 6),
     luck=st.sampled_from([0.3, 0.8, 1.0]),
 )
-def test_crowded_pools_with_drafts_give_the_text_of_running_alone(
+def test_drafts_in_a_crowded_pool_give_the_same_text_as_running_alone(
     load: list[tuple[list[int], int, int]],
     block_size: int,
     budget: int,
@@ -166,7 +166,7 @@ def test_crowded_pools_with_drafts_give_the_text_of_running_alone(
         collector.take(core.run_step())
         check_blocks(core)
         steps += 1
-        assert steps < 3000, "the engine does not come to an end"
+        assert steps < 3000, "the engine does not finish"
     assert collector.tokens == {key: expected(prompt, count) for key, (prompt, count, _) in enumerate(load)}
     for name, count in {
         "preempted": core.stats().preemptions,
@@ -181,7 +181,7 @@ def test_crowded_pools_with_drafts_give_the_text_of_running_alone(
 
 
 class OnlyEven:
-    """Allows even tokens, and after a multiple of eight only 11. Notes what it was shown."""
+    """Allows even tokens, and only 11 after a multiple of eight. Records the tokens that it sees."""
 
     def __init__(self, seen: list[int]) -> None:
         self.seen = seen
@@ -210,7 +210,7 @@ def guided_text(prompt: list[int], count: int) -> list[int]:
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
-    """Guides named "even"; by their argument what each was shown."""
+    """Register a guide named "even". Returns the tokens that each guide has seen, by its argument."""
     seen: dict[int, list[int]] = {}
     monkeypatch.setitem(guides._factories, "even", lambda key: OnlyEven(seen.setdefault(key, [])))
     return seen
@@ -227,7 +227,9 @@ def test_guided_rows_sample_what_their_guide_allows(lookahead: int, shown: dict[
         wanted = guided_text(prompt, 25) if key % 2 else expected(prompt, 25)
         assert got.tokens[key] == wanted
         if key % 2:
-            assert shown[key] == wanted[: len(shown[key])] and len(shown[key]) == 24, "each token is shown once"
+            assert shown[key] == wanted[: len(shown[key])] and len(shown[key]) == 24, (
+                "each token is passed to the guide once"
+            )
     assert any(11 in got.tokens[key] for key in (1, 3)), "some token was forced"
 
 
@@ -248,7 +250,7 @@ def test_forward_passes_of_guided_steps_are_launched_before_the_last_result_is_r
     assert log[:7] == ["execute", "sample", "execute", "sample", "update", "execute", "sample"]
 
 
-def test_preempted_guided_requests_go_on_where_they_were(shown: dict[int, list[int]]) -> None:
+def test_preempted_guided_requests_resume_with_the_state_of_their_guide(shown: dict[int, list[int]]) -> None:
     core = make_core(1, num_blocks=10, block_size=4, caching=False)
     for key in range(3):
         core.add(request(key, [key, 2, 3], 20, guide=("even", key)))
@@ -259,7 +261,7 @@ def test_preempted_guided_requests_go_on_where_they_were(shown: dict[int, list[i
         assert shown[key] == got.tokens[key][: len(shown[key])]
 
 
-def test_a_guide_that_nobody_registered_is_refused() -> None:
+def test_an_unregistered_guide_is_refused() -> None:
     core = make_core()
     with pytest.raises(RequestError, match="no guide is registered under the name 'grammar'"):
         core.add(request(0, [1], 3, guide=("grammar", "{}")))

@@ -1,4 +1,4 @@
-"""The loop: it runs ahead of the device, and a device that fails stops it cleanly."""
+"""EngineCore: it schedules ahead of the device, and a failing device stops it cleanly."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_lookahead_does_not_change_the_text(lookahead: int) -> None:
     assert got.tokens == {key: expected(prompt, 10, (3,)) for key, prompt in prompts.items()}
 
 
-def test_failing_device_kills_the_engine_with_its_cause() -> None:
+def test_a_failing_device_stops_the_engine_with_its_error() -> None:
     class Broken(DelayExecutor):
         def execute(self, plan) -> None:  # type: ignore[no-untyped-def]
             raise RuntimeError("the device fell off the bus")
@@ -82,7 +82,7 @@ class SmallMemory:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("where", ["execute", "sample"])
-def test_a_step_that_does_not_fit_is_tried_again_in_smaller_ones(lookahead: int, where: str) -> None:
+def test_a_step_that_runs_out_of_memory_is_retried_in_smaller_steps(lookahead: int, where: str) -> None:
     core = make_core(lookahead, num_blocks=60, budget=64)
     memory = SmallMemory(core, 12, where)
     prompts = {key: [key, 1, 2] * (key + 3) for key in range(5)}
@@ -94,7 +94,7 @@ def test_a_step_that_does_not_fit_is_tried_again_in_smaller_ones(lookahead: int,
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_memory_that_is_short_once_changes_nothing(rows: int) -> None:
+def test_one_out_of_memory_error_does_not_change_the_step_size(rows: int) -> None:
     core = make_core(budget=64)
     memory = SmallMemory(core, 64, "execute")
     for key in range(rows):
@@ -111,7 +111,7 @@ def test_memory_that_is_short_once_changes_nothing(rows: int) -> None:
     assert memory.failures == 1 and core.scheduler.limits.max_num_batched_tokens == 64
 
 
-def test_steps_grow_again_when_memory_is_back() -> None:
+def test_steps_grow_again_when_memory_is_free() -> None:
     core = make_core(num_blocks=400, budget=64, max_model_len=1200)
     memory = SmallMemory(core, 12, "execute")
     core.add(request(0, list(range(40)), 2))
@@ -125,8 +125,8 @@ def test_steps_grow_again_when_memory_is_back() -> None:
     assert scheduler.limits.max_num_batched_tokens == 64
 
 
-def test_every_second_step_that_fails_is_not_tried_for_ever() -> None:
-    """Computing a prompt's first part works, its second does not: starting over changes nothing."""
+def test_a_step_that_always_fails_is_not_retried_forever() -> None:
+    """The first chunk of a prompt works and the second fails, so starting over does not help."""
     core = make_core(budget=4, max_num_seqs=2)
     execute, calls = core.executor.execute, 0
 
@@ -144,7 +144,7 @@ def test_every_second_step_that_fails_is_not_tried_for_ever() -> None:
     assert calls < 100
 
 
-def test_what_cannot_get_smaller_stops_the_engine() -> None:
+def test_out_of_memory_in_the_smallest_step_stops_the_engine() -> None:
     core = make_core(budget=64)
     SmallMemory(core, 0, "execute")
     core.add(request(0, [1, 2, 3, 4, 5], 3))
@@ -154,7 +154,7 @@ def test_what_cannot_get_smaller_stops_the_engine() -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("where", ["execute", "sample"])
-def test_a_step_that_is_broken_off_is_computed_anew(lookahead: int, where: str) -> None:
+def test_an_interrupted_step_is_recomputed(lookahead: int, where: str) -> None:
     core = make_core(lookahead, num_blocks=30)
     prompts = {key: [key, 1, 2] * (key + 2) for key in range(4)}
     for key, prompt in prompts.items():
@@ -183,7 +183,7 @@ def test_a_step_that_is_broken_off_is_computed_anew(lookahead: int, where: str) 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("num_blocks", [15, 16, 17])
-def test_beams_and_a_large_request_do_not_wait_for_each_other(lookahead: int, num_blocks: int) -> None:
+def test_beams_and_a_large_request_do_not_deadlock(lookahead: int, num_blocks: int) -> None:
     executor = ScoringExecutor(4, 4, 60)
     executor.allocate_kv(num_blocks)
     settings = {"num_blocks": num_blocks, "max_num_seqs": 4, "budget": 64, "max_model_len": 60}
@@ -194,12 +194,12 @@ def test_beams_and_a_large_request_do_not_wait_for_each_other(lookahead: int, nu
     core.add(request(1, list(range(36)), 20))
     got = run(core, max_steps=1500)
     assert got.tokens[1] == expected(list(range(36)), 20)
-    assert got.cached == {0: 0, 1: 0}, "a search starts once, whatever its beams do"
+    assert got.cached == {0: 0, 1: 0}, "a search is reported as started once"
 
 
 @pytest.mark.parametrize(("budget", "threshold"), [(25, 0), (27, 0), (512, 16)])
 def test_beams_share_their_prompt_again_after_starting_over(budget: int, threshold: int) -> None:
-    """Here they have no room for a copy each: computed in chunks, the prompt must not be taken for several."""
+    """There is no room for a copy per beam, so beams must share the prompt although it is computed in chunks."""
     executor = ScoringExecutor(4, 8, 128)
     executor.allocate_kv(17)
     settings = {"num_blocks": 17, "budget": budget, "max_model_len": 128, "threshold": threshold}
@@ -213,7 +213,7 @@ def test_beams_share_their_prompt_again_after_starting_over(budget: int, thresho
     assert core.stats().num_used_blocks == 0
 
 
-def test_what_graphs_take_is_told_with_results() -> None:
+def test_results_report_the_memory_of_graphs() -> None:
     core = make_core(1)
     sample, use = core.executor.sample, GraphUse(3, 5 << 20, graphs_deferred=2, graphs_dropped=1)
 
@@ -232,4 +232,4 @@ def test_what_graphs_take_is_told_with_results() -> None:
     core.executor.sample = sample  # type: ignore[method-assign]
     core.add(request(1, [1, 2, 3], 2))
     run(core)
-    assert core.stats().num_graphs == 3, "a result that says nothing changes nothing"
+    assert core.stats().num_graphs == 3, "a result without graph use keeps the last values"

@@ -1,4 +1,4 @@
-"""Requests whose tokens are picked from outside, and forks that wait for another's prompt, on a device of numpy."""
+"""Requests with external tokens, and forks that wait for the prompt of another request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def proposals(core: EngineCore, want: set[int]) -> dict[int, int]:
         output = core.run_step()
         for key, tokens, count in zip(output.keys.tolist(), output.token_ids, output.counts.tolist(), strict=True):
             if key in want:
-                assert count == 0, "a proposal is no token of the text"
+                assert count == 0, "a proposal is not a token of the request"
                 found[key] = int(tokens[0])
         if found.keys() >= want:
             return found
@@ -26,7 +26,7 @@ def proposals(core: EngineCore, want: set[int]) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_picked_request_goes_on_with_what_it_is_given(lookahead: int) -> None:
+def test_a_request_continues_with_external_tokens(lookahead: int) -> None:
     core = make_core(lookahead)
     core.add(request(1, [3, 4, 5], max_tokens=30, external_tokens=True, awaited=True))
     core.add(request(2, [9, 8], max_tokens=40))
@@ -41,7 +41,7 @@ def test_a_picked_request_goes_on_with_what_it_is_given(lookahead: int) -> None:
     assert 1 not in rest.tokens and 2 in rest.tokens
 
 
-def test_it_waits_until_it_is_given_one_and_others_go_on() -> None:
+def test_it_waits_for_an_external_token_while_others_continue() -> None:
     core = make_core(1)
     core.add(request(1, [3, 4, 5], max_tokens=30, external_tokens=True, awaited=True))
     core.add(request(2, [9, 8], max_tokens=20))
@@ -57,7 +57,7 @@ def test_it_waits_until_it_is_given_one_and_others_go_on() -> None:
     core.abort(1)
 
 
-def test_a_pick_may_come_while_it_waits_after_preemption() -> None:
+def test_an_external_token_can_be_appended_to_a_preempted_request() -> None:
     core = make_core(1)
     core.add(request(1, [3, 4, 5], max_tokens=30, external_tokens=True, awaited=True))
     core.add(request(2, [7, 7], max_tokens=2, external_tokens=True, awaited=True))
@@ -70,7 +70,7 @@ def test_a_pick_may_come_while_it_waits_after_preemption() -> None:
     assert proposals(core, {1, 2}) == {1: echo_next([3, 4, 5, 12], VOCAB), 2: echo_next([7, 7, 11], VOCAB)}
 
 
-def test_a_proposal_that_comes_after_the_pick_is_dropped() -> None:
+def test_a_proposal_sampled_after_the_external_token_is_dropped() -> None:
     core = make_core(1)
     core.add(request(1, [3, 4, 5], max_tokens=30, external_tokens=True, awaited=True))
     core.add(request(2, [9], max_tokens=30))
@@ -78,7 +78,7 @@ def test_a_proposal_that_comes_after_the_pick_is_dropped() -> None:
     assert plan is not None
     core.executor.execute(plan)
     in_flight = core.executor.sample()
-    core.scheduler.append(1, [20])  # whoever picks knew the proposal from an earlier run of the same step
+    core.scheduler.append(1, [20])  # the caller knows the proposal from an earlier run of the same step
     late = core.scheduler.update(in_flight.result())
     assert late.keys.tolist() == [2]
     assert proposals(core, {1}) == {1: echo_next([3, 4, 5, 20], VOCAB)}
@@ -92,7 +92,7 @@ def forked(key: int, prompt: list[int], forks: int, max_tokens: int = 6) -> Engi
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("caching", [False, True])
-def test_forks_share_the_prompt_whatever_the_load(lookahead: int, caching: bool) -> None:
+def test_forks_share_the_prompt_under_any_load(lookahead: int, caching: bool) -> None:
     core = make_core(lookahead, caching=caching, budget=8)
     prompt = list(range(14))
     core.add(forked(10, prompt, 3))
@@ -106,11 +106,11 @@ def test_forks_share_the_prompt_whatever_the_load(lookahead: int, caching: bool)
     assert core.scheduler.cache.pool.num_used == 0 and len(core.groups) == 0
 
 
-def test_aborting_the_first_lets_its_forks_go_on_by_themselves() -> None:
+def test_forks_of_an_aborted_parent_run_as_requests_of_their_own() -> None:
     core = make_core(1, budget=4)
     core.add(forked(10, list(range(14)), 2))
     core.run_step()
-    assert core.abort(12), "one that has not started is forgotten"
+    assert core.abort(12), "a fork that has not started can be aborted"
     assert core.abort(10)
     done = run(core)
     assert done.tokens.keys() == {11} and done.tokens[11] == expected(list(range(14)), 6)

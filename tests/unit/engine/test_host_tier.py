@@ -1,4 +1,4 @@
-"""The tier in host memory, alone and behind a cache: who waits for what, and what is copied when."""
+"""HostTier, alone and behind a cache: which blocks it keeps, and which copies it asks for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvasir.config.engine import CacheConfig, EngineConfig, ModelConfig
 from kvasir.engine.build import host_blocks, make_tier
 from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.prefix import private_name
-from kvasir.engine.cache.tier import Always, CostModel, NoTier, SwappedBlocks
+from kvasir.engine.cache.tier import CostSwapPolicy, FixedSwapPolicy, NoTier, SwappedBlocks
 from kvasir.engine.core import EngineCore
 from kvasir.errors import ConfigError
 from kvasir.executor.fake import DelayExecutor
@@ -37,92 +37,92 @@ def swapped(tier: HostTier, *names: bytes) -> SwappedBlocks:
     return row
 
 
-def test_evicted_text_lives_on_until_the_oldest_must_go() -> None:
-    tier = HostTier(0, 2, Always(True))
+def test_evicted_blocks_stay_until_they_are_least_recently_used() -> None:
+    tier = HostTier(0, 2, FixedSwapPolicy(True))
     for number in (1, 2, 3):
-        tier.evicted(10 + number, content(number))
+        tier.on_evict(10 + number, content(number))
         tier.check()
     assert [tier.holds(content(number)) for number in (1, 2, 3)] == [False, True, True]
     assert copies(tier) == (pairs((13, 1), (12, 2)), []), "one copy for each host block: the last"
     assert tier.stats.offloaded_blocks == 3 and tier.num_cached == 2 and tier.num_used == 0
-    tier.evicted(20, content(2))
-    assert copies(tier) == ([], []), "it is there already ..."
-    tier.evicted(21, content(4))
+    tier.on_evict(20, content(2))
+    assert copies(tier) == ([], []), "its content is in the tier already ..."
+    tier.on_evict(21, content(4))
     assert tier.holds(content(2)) and not tier.holds(content(3)), "... and was used last"
 
 
-def test_what_is_read_in_a_step_is_not_given_away_before() -> None:
-    tier = HostTier(0, 1, Always(True))
-    tier.evicted(5, content(1))
+def test_a_pinned_block_is_not_reused_before_the_step() -> None:
+    tier = HostTier(0, 1, FixedSwapPolicy(True))
+    tier.on_evict(5, content(1))
     tier.take_copies()
-    held = tier.fetch([content(1)])
-    tier.evicted(6, content(2))
+    held = tier.pin([content(1)])
+    tier.on_evict(6, content(2))
     assert tier.stats.host_lost_blocks == 1 and not tier.holds(content(2))
-    tier.bring(held, [7])
+    tier.copy_in(held, [7])
     assert copies(tier) == ([], pairs((held[0], 7)))
-    tier.evicted(6, content(2))
+    tier.on_evict(6, content(2))
     assert tier.holds(content(2)) and not tier.holds(content(1))
 
 
-def test_kept_names_are_kept_and_others_are_dropped_for_them() -> None:
-    tier = HostTier(2, 1, Always(True))
+def test_kept_blocks_stay_and_other_blocks_are_evicted_for_them() -> None:
+    tier = HostTier(2, 1, FixedSwapPolicy(True))
     for number in (1, 2, 3):
-        tier.evicted(number, content(number))
+        tier.on_evict(number, content(number))
     row = swapped(tier, content(1), private_name())
     tier.check()
-    tier.evicted(9, row.names[1])
-    assert not tier.holds(content(2)), "the oldest that nobody waits for"
+    tier.on_evict(9, row.names[1])
+    assert not tier.holds(content(2)), "it is the oldest block that is not kept"
     for number in (4, 5, 6):
-        tier.evicted(number, content(number))
+        tier.on_evict(number, content(number))
     assert tier.holds(row.names[0]) and tier.holds(row.names[1]) and tier.num_used == 2
-    assert set(tier.let_go(row)) == set(row.names)
-    assert tier.holds(content(1)) and not tier.holds(row.names[1]), "only content may be asked for again"
+    assert set(tier.release(row)) == set(row.names)
+    assert tier.holds(content(1)) and not tier.holds(row.names[1]), "private names cannot be looked up again"
     assert tier.num_used == 0
     tier.check()
 
 
-def test_two_rows_may_wait_for_one_block() -> None:
-    tier = HostTier(3, 0, Always(True))
+def test_two_swapped_rows_can_share_a_block() -> None:
+    tier = HostTier(3, 0, FixedSwapPolicy(True))
     first, second = swapped(tier, content(1), content(2)), swapped(tier, content(1))
-    tier.evicted(4, content(1))
-    tier.evicted(5, content(3))
-    assert not tier.holds(content(3)), "without room for evicted text only what is waited for is copied"
-    assert tier.let_go(first) == [content(2)] and tier.holds(content(1))
-    assert tier.let_go(second) == [content(1)] and not tier.holds(content(1))
-    assert tier.let_go(second) == [], "once"
+    tier.on_evict(4, content(1))
+    tier.on_evict(5, content(3))
+    assert not tier.holds(content(3)), "without offload_blocks only kept blocks are copied"
+    assert tier.release(first) == [content(2)] and tier.holds(content(1))
+    assert tier.release(second) == [content(1)] and not tier.holds(content(1))
+    assert tier.release(second) == [], "a row is released only once"
     assert tier.stats.swapped_out_blocks == 1
 
 
-def test_no_more_is_kept_than_there_is_room() -> None:
-    tier = HostTier(2, 5, Always(True))
+def test_at_most_swap_blocks_are_kept() -> None:
+    tier = HostTier(2, 5, FixedSwapPolicy(True))
     swapped(tier, content(1), content(2))
     assert not tier.keep(SwappedBlocks(1, 1, [], [content(3)]), 1, 1)
-    assert tier.keep(SwappedBlocks(1, 1, [], [content(2)]), 1, 1), "a name that is kept anyway takes no room"
+    assert tier.keep(SwappedBlocks(1, 1, [], [content(2)]), 1, 1), "a name that another row keeps takes no more room"
 
 
-def test_reset_forgets_all_and_parked_rows_find_nothing() -> None:
-    tier = HostTier(2, 2, Always(True))
+def test_reset_drops_all_blocks_also_those_of_swapped_rows() -> None:
+    tier = HostTier(2, 2, FixedSwapPolicy(True))
     row = swapped(tier, content(1))
-    tier.evicted(3, content(1))
-    tier.evicted(4, content(2))
+    tier.on_evict(3, content(1))
+    tier.on_evict(4, content(2))
     tier.reset()
     assert row.names == [] and not tier.holds(content(1)) and copies(tier) == ([], [])
     other = swapped(tier, content(1))
-    assert tier.let_go(row) == [], "what another waits for now is not let go by a row from before"
-    assert tier.let_go(other) == [content(1)]
+    assert tier.release(row) == [], "a row from before the reset does not release the blocks of another"
+    assert tier.release(other) == [content(1)]
     tier.check()
 
 
-def test_the_cheaper_way_is_taken() -> None:
-    model = CostModel(StepCosts(copy_block=1e-3, compute_token=1e-4))
-    assert model.pays(num_blocks=10, num_tokens=201) and not model.pays(num_blocks=10, num_tokens=200)
+def test_cost_policy_swaps_only_if_that_is_cheaper() -> None:
+    policy = CostSwapPolicy(StepCosts(copy_block=1e-3, compute_token=1e-4))
+    assert policy.should_swap(num_blocks=10, num_tokens=201) and not policy.should_swap(num_blocks=10, num_tokens=200)
 
 
 def config(**settings: object) -> EngineConfig:
     return EngineConfig(ModelConfig(model="m"), cache=CacheConfig(block_size=16, **settings))  # type: ignore[arg-type]
 
 
-def test_sizes_come_from_the_settings() -> None:
+def test_tier_sizes_follow_the_settings() -> None:
     spec = KVSpec(num_layers=2, block_size=16, page_bytes=1 << 20)
     assert host_blocks(config(), spec) == (0, 0)
     assert host_blocks(config(swap_space=1, kv_offloading_size=0.5), spec) == (512, 256)
@@ -130,7 +130,7 @@ def test_sizes_come_from_the_settings() -> None:
         host_blocks(config(swap_space=0.001), spec)
 
 
-def test_the_choice_comes_from_the_settings() -> None:
+def test_swap_policy_follows_the_settings() -> None:
     executor = DelayExecutor(16)
     assert isinstance(make_tier(config(), 0, 0, executor), NoTier)
     for mode, answer in {"swap": True, "recompute": False}.items():
@@ -153,7 +153,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_a_prefix_that_was_evicted_comes_back(lookahead: int) -> None:
+def test_an_evicted_prefix_is_restored(lookahead: int) -> None:
     core = make_core(lookahead, num_blocks=17, max_model_len=64, host=(0, 40))
     prompt = list(range(33))
     core.add(request(0, prompt, 2))
@@ -168,7 +168,7 @@ def test_a_prefix_that_was_evicted_comes_back(lookahead: int) -> None:
     assert stats.host_cached_blocks > 0 and stats.host_used_blocks == 0 and stats.host_blocks == 40
     assert core.reset_prefix_cache() and core.stats().host_cached_blocks == 0
     core.add(request(3, prompt, 1))
-    assert run(core).cached[3] == 0, "nothing outlives a reset"
+    assert run(core).cached[3] == 0, "a reset drops all cached content"
 
 
 def crowded(lookahead: int, caching: bool) -> tuple[EngineCore, Collector]:
@@ -184,7 +184,7 @@ def crowded(lookahead: int, caching: bool) -> tuple[EngineCore, Collector]:
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("steps_later", [0, 1])
-def test_aborting_a_parked_request_frees_both_tiers(lookahead: int, caching: bool, steps_later: int) -> None:
+def test_aborting_a_swapped_request_frees_both_tiers(lookahead: int, caching: bool, steps_later: int) -> None:
     core, got = crowded(lookahead, caching)
     for _ in range(steps_later):
         got.take(core.run_step())
@@ -201,7 +201,7 @@ def test_aborting_a_parked_request_frees_both_tiers(lookahead: int, caching: boo
     assert {key: got.tokens[key] for key in left} == {key: expected([key] * 9, 30) for key in left}
 
 
-def test_a_request_aborted_in_the_step_of_its_return_leaves_nothing() -> None:
+def test_aborting_a_request_that_just_resumed_frees_all_its_blocks() -> None:
     core, got = crowded(1, False)
     before = core.scheduler.cache.tier.stats.swapped_in_blocks
     while core.scheduler.cache.tier.stats.swapped_in_blocks == before:
@@ -216,7 +216,7 @@ def test_a_request_aborted_in_the_step_of_its_return_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_what_another_row_shares_is_not_copied_while_it_is_held(caching: bool) -> None:
+def test_blocks_that_another_row_holds_are_not_copied(caching: bool) -> None:
     core = make_core(0, num_blocks=30, max_model_len=48, caching=caching, host=(40, 0))
     prompt = list(range(20))
     core.add(request(0, prompt, 20))

@@ -1,6 +1,6 @@
-"""What every queue policy must keep, whatever comes: the same text, no lost block, an answer for everybody, its order.
+"""Properties of every queue policy under any load: the same text, no lost block, an answer to each request, its order.
 
-And what each promises: nobody starves (as far as it says so), tokens as the weights, deadlines kept where they can be.
+It also checks each policy's own promises: no starvation, tokens proportional to weights, and met deadlines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ from kvasir.engine.request import Request
 from kvasir.errors import RequestError
 from kvasir.executor.fake import DelayExecutor
 from kvasir.messages import BeamSpec, FinishReason, StepPlan, Terms
-from tests.builders import Clock, Collector, ScoringExecutor, Turns, check_blocks, expected, make_core, request, run
+from tests.builders import (
+    AlternatingSwapPolicy,
+    Clock,
+    Collector,
+    ScoringExecutor,
+    check_blocks,
+    expected,
+    make_core,
+    request,
+    run,
+)
 
 MAX_LEN = 40
 AGING_SECONDS, AGING_BEST, DEFAULT_DEADLINE = 8.0, -1, 20.0
@@ -69,7 +79,7 @@ arrivals = st.builds(
 
 
 def order_of(name: str, clock: Clock) -> Callable[[Request], Any] | None:
-    """What a policy says of its order, in one line, to be compared with what it does."""
+    """Return the order that a policy documents, as a rank, to compare with its behaviour."""
 
     def aged(r: Request) -> float:
         value = r.spec.terms.priority
@@ -88,21 +98,22 @@ def order_of(name: str, clock: Clock) -> Callable[[Request], Any] | None:
 
 
 def check_order(core: EngineCore, name: str, clock: Clock) -> None:
-    """From now on, whoever is looked at for admission must be the first of the policy's order, a victim the last."""
+    """From now on, check that the policy admits the first request of its order and preempts the last."""
     rank = order_of(name, clock)
     if rank is None:
         return
-    queue, peek, victim = core.scheduler.waiting, core.scheduler.waiting.peek, core.scheduler.waiting.victim
+    queue = core.scheduler.waiting
+    peek, select_to_preempt = queue.peek, queue.select_to_preempt
 
     def checked_peek() -> Request:
         assert peek() is min(queue, key=rank)
         return peek()
 
-    def checked_victim(running: list[Request]) -> Request:
-        assert victim(running) is max(running, key=rank)
-        return victim(running)
+    def checked_selection(running: list[Request]) -> Request:
+        assert select_to_preempt(running) is max(running, key=rank)
+        return select_to_preempt(running)
 
-    queue.peek, queue.victim = checked_peek, checked_victim  # type: ignore[method-assign]
+    queue.peek, queue.select_to_preempt = checked_peek, checked_selection  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -143,7 +154,7 @@ def test_any_load_under_any_policy(
 
 
 def serve(core: EngineCore, name: str, clock: Clock, load: list[Arrival]) -> None:
-    """Let all of them come and be answered; whatever they ask for, they get their text and nothing is left."""
+    """Serve a load and check that every request gets its text and that no block is left."""
     clock.tick(core)
     check_order(core, name, clock)
     got, aborted, deadlines = Collector(), set[int](), dict[int, float]()
@@ -154,7 +165,7 @@ def serve(core: EngineCore, name: str, clock: Clock, load: list[Arrival]) -> Non
         got.take(core.run_step())
         check_blocks(core)
         steps += 1
-        assert steps < 4000, "the engine does not come to an end"
+        assert steps < 4000, "the engine does not finish"
         for key, arrival in enumerate(load):
             if arrival.abort_after is not None and steps >= arrival.abort_after and core.abort(key):
                 aborted.add(key)
@@ -171,7 +182,7 @@ def serve(core: EngineCore, name: str, clock: Clock, load: list[Arrival]) -> Non
     while core.has_work():
         step()
 
-    assert set(got.reasons) | aborted == set(range(len(load))), "everybody gets an answer"
+    assert set(got.reasons) | aborted == set(range(len(load))), "every request gets an answer"
     for key, arrival in enumerate(load):
         text, said = expected(arrival.prompt, arrival.max_tokens), got.tokens.get(key, [])
         if got.reasons.get(key) is FinishReason.LENGTH:
@@ -183,7 +194,7 @@ def serve(core: EngineCore, name: str, clock: Clock, load: list[Arrival]) -> Non
             assert got.errors[key] and deadlines[key] < float("inf")
     pool, stats = core.scheduler.cache.pool, core.stats()
     assert pool.num_used == 0 and pool.num_free == pool.usable and stats.num_waiting_tokens == 0
-    assert stats.host_used_blocks == 0, "nothing is kept for those who have ended, waiting or not"
+    assert stats.host_used_blocks == 0, "no host block is kept for a request that has ended"
     event(f"preemptions: {stats.preemptions > 0}")
     event(f"held back: {stats.held_back > 0}")
     timeouts = sum(reason is FinishReason.TIMEOUT for reason in got.reasons.values())
@@ -212,7 +223,7 @@ crowds = st.builds(
     host=st.sampled_from([(200, 0), (200, 0), (6, 0), (4, 5)]),
     answers=st.sampled_from([[True], [True], [True, False]]),
 )
-def test_any_policy_with_rows_that_wait_in_host_memory(
+def test_any_policy_with_swapped_rows(
     name: str,
     load: list[Arrival],
     block_size: int,
@@ -234,7 +245,7 @@ def test_any_policy_with_rows_that_wait_in_host_memory(
         caching=caching,
         policy=POLICIES["priority" if name == "aging" else name](make_context(clock, name)),
         host=host if caching else (host[0], 0),
-        choice=Turns(answers),
+        swap_policy=AlternatingSwapPolicy(answers),
     )
     serve(core, name, clock, load)
     event(f"swapped: {core.stats().swapped_in_blocks > 0}")
@@ -275,11 +286,11 @@ def test_every_policy_preempts_and_the_text_is_the_same(name: str, host: tuple[i
     head_start=st.integers(0, 15),
     others=st.lists(st.tuples(st.sampled_from([1, 4, 20, 28, 32]), st.integers(4, 20)), min_size=1, max_size=6),
 )
-@example(  # here a watermark that kept a beam out would stop everything
+@example(  # a watermark that kept a beam waiting would deadlock here
     num_blocks=18, caching=False, lookahead=1, watermark=0.5, beam=(8, 20, 2), head_start=3, others=[(2, 19)] * 6
 )  # fmt: skip
 @settings(max_examples=settings().max_examples // 2)
-def test_beams_that_wait_for_each_other_do_not_wait_forever(
+def test_beams_that_wait_for_each_other_do_not_deadlock(
     name: str,
     num_blocks: int,
     caching: bool,
@@ -289,7 +300,7 @@ def test_beams_that_wait_for_each_other_do_not_wait_forever(
     head_start: int,
     others: list[tuple[int, int]],
 ) -> None:
-    """A preempted beam must get back in although others come before it in the order, or its like wait forever."""
+    """A preempted beam must be admitted before requests that rank higher, or the other beams wait forever."""
     executor = ScoringExecutor(4, 6, 60)
     executor.allocate_kv(num_blocks)
     policy = POLICIES["priority" if name == "aging" else name](make_context(Clock(), name))
@@ -302,7 +313,7 @@ def test_beams_that_wait_for_each_other_do_not_wait_forever(
     try:
         core.add(replace(search, beam=BeamSpec(width)))
     except RequestError:
-        reject()  # so many beams may not fit
+        reject()  # this many beams may not fit
     for _ in range(head_start):
         core.run_step()
     for key, (prompt, max_tokens) in enumerate(others, 1):
@@ -313,16 +324,16 @@ def test_beams_that_wait_for_each_other_do_not_wait_forever(
     assert core.stats().num_used_blocks == 0
 
 
-# ---------------------------------------------------------------- nobody starves
+# ---------------------------------------------------------------- no starvation
 
 
-def flood(clock: Clock, policy: Priority | EarliestDeadlineFirst, victim: Terms, rival: Callable[[], Terms]) -> float:
-    """Seconds until a request is served while more come than can be served; at most 500."""
+def flood(clock: Clock, policy: Priority | EarliestDeadlineFirst, terms: Terms, rival: Callable[[], Terms]) -> float:
+    """Return the seconds until a request is served under overload; at most 500."""
     core = make_core(0, DelayExecutor(4), max_num_seqs=2, caching=False, policy=policy)
     clock.tick(core)
     keys = iter(range(1, 10**6))
     got = Collector()
-    core.add(request(0, [1] * 8, 4, terms=victim))
+    core.add(request(0, [1] * 8, 4, terms=terms))
     came = clock.now
     while 0 not in got.reasons and clock.now < came + 500:
         for _ in range(2):  # two requests of four steps each in every step, for two rows
@@ -340,7 +351,7 @@ def test_aging_bounds_the_time_a_request_can_be_overtaken() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "best"), [(0.0, 0), (5.0, 1)])
-def test_without_aging_or_beyond_its_bound_a_flood_of_better_ones_goes_first(seconds: float, best: int) -> None:
+def test_without_aging_or_beyond_its_bound_lower_values_starve_a_request(seconds: float, best: int) -> None:
     clock = Clock()
     policy = Priority(Context(clock, aging_seconds=seconds, aging_best=best))
     assert flood(clock, policy, Terms(clock.now, priority=3), lambda: Terms(clock.now)) == 500
@@ -357,7 +368,7 @@ def test_a_request_without_a_deadline_is_not_overtaken_forever() -> None:
 
 
 class Served:
-    """Counts, from the plans alone, the tokens that each tenant is given; those computed twice count once."""
+    """Counts the tokens of each tenant from the plans; recomputed tokens count once."""
 
     def __init__(self, core: EngineCore, tenants: list[str]) -> None:
         self.tokens = dict.fromkeys(tenants, 0)
@@ -383,7 +394,7 @@ class Served:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=8)
-def test_tokens_are_served_as_the_weights(
+def test_tokens_follow_the_weights(
     weights: list[float], sizes: list[tuple[int, int]], rows: int, spare_blocks: int, seed: int
 ) -> None:
     core = make_core(
@@ -399,15 +410,15 @@ def test_tokens_are_served_as_the_weights(
     served, rng, batch = Served(core, list(tenants)), np.random.default_rng(seed), rows * MAX_LEN
     keys = iter(range(10**6))
     low: dict[tuple[str, str], float] = {}
-    needed = 20 * batch * sum(weights) / min(weights)  # 5% of the least one's tokens are what a batch can hold
+    needed = 20 * batch * sum(weights) / min(weights)  # a batch holds at most 5% of the tokens of the lowest weight
     while sum(served.tokens.values()) < needed:
         waiting = [r.spec.terms.tenant for r in core.scheduler.waiting]
         for tenant, (most_in, most_out) in zip(tenants, sizes, strict=False):
-            for _ in range(rows + 1 - waiting.count(tenant)):  # everybody always has requests that wait
+            for _ in range(rows + 1 - waiting.count(tenant)):  # every tenant always has waiting requests
                 prompt, max_tokens = [1] * int(rng.integers(1, most_in + 1)), int(rng.integers(1, most_out + 1))
                 core.add(request(next(keys), prompt, max_tokens, terms=Terms(tenant=tenant, weight=tenants[tenant])))
         core.run_step()
-        for i, j in ((i, j) for i in tenants for j in tenants if i != j):  # nobody starves, from any time to any other
+        for i, j in ((i, j) for i in tenants for j in tenants if i != j):  # no tenant starves, in any interval
             ahead = served.tokens[j] / tenants[j] - served.tokens[i] / tenants[i]
             low[i, j] = min(low.get((i, j), 0.0), ahead)
             assert ahead - low[i, j] <= batch / tenants[i] + batch / tenants[j]
@@ -441,15 +452,15 @@ def test_deadlines_that_can_all_be_met_are_met(case: tuple[list[tuple[int, int, 
     clock.tick(core)
     for key, (prompt, max_tokens, _) in enumerate(jobs):
         terms = Terms(clock.now, deadline=float(deadlines[key]))
-        core.add(request(key, [key] * prompt, max_tokens, terms=terms, least_tokens=max_tokens))
+        core.add(request(key, [key] * prompt, max_tokens, terms=terms, min_tokens=max_tokens))
     got = run(core)
     assert set(got.reasons.values()) == {FinishReason.LENGTH}, f"{got.errors}"
     assert core.stats().timeouts_foreseen == 0
 
 
-def test_giving_up_the_hopeless_lets_others_be_in_time() -> None:
-    """Twice as much comes as can be done. Ended when they cannot make it, and not when it is too late, requests leave
-    their time to others."""
+def test_ending_unreachable_requests_early_lets_others_meet_their_deadlines() -> None:
+    """The load is twice the capacity. Requests that are ended as soon as they cannot meet their deadline leave their
+    time to others."""
     done = {}
     for name in ("fcfs", "deadline"):
         clock = Clock()
@@ -459,12 +470,12 @@ def test_giving_up_the_hopeless_lets_others_be_in_time() -> None:
         got = Collector()
         for key in range(200):  # ten steps each, every five steps
             terms = Terms(clock.now, deadline=clock.now + 35)
-            core.add(request(key, [1] * 40, 6, terms=terms, least_tokens=6))
+            core.add(request(key, [1] * 40, 6, terms=terms, min_tokens=6))
             for _ in range(5):
                 got.take(core.run_step())
         while core.has_work():
             got.take(core.run_step())
         done[name] = sum(reason is FinishReason.LENGTH for reason in got.reasons.values())
         assert core.stats().timeouts_foreseen > 50 if name == "deadline" else core.stats().timeouts_foreseen == 0
-    assert done["deadline"] >= 95, "of the hundred that there is time for"
+    assert done["deadline"] >= 95, "there is time for a hundred requests"
     assert done["deadline"] > 1.2 * done["fcfs"]

@@ -1,4 +1,4 @@
-"""Which rows are told to attention as sharing a prefix: against a search through all ways to group them."""
+"""Prefix groups, compared with a search through all ways to group the rows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from kvasir.engine.cache import prefix_groups
-from kvasir.engine.cache.prefix_groups import Group, SharingRows, find_groups
-from kvasir.messages import MOST_GROUPS
+from kvasir.engine.cache.prefix_groups import PrefixGroup, PrefixGroupTracker, find_groups
+from kvasir.messages import MAX_PREFIX_GROUPS
 
 BLOCK = 64
 
 
 def rows_of(*texts: str) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """A letter is a block. Rows stand at the odd places of a larger table."""
+    """A letter is a block. Rows are at odd positions of a larger table."""
     width = max(map(len, texts))
     table = np.zeros((2 * len(texts), width), np.int32)
     limits = np.zeros(2 * len(texts), np.int64)
@@ -36,12 +36,12 @@ def found(*texts: str) -> dict[str, list[int]]:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows that share a block are worth it."""
-    monkeypatch.setattr(prefix_groups, "FEWEST_SHARING", 2)
-    monkeypatch.setattr(prefix_groups, "pays", lambda sequences, tokens: sequences >= 2 and tokens >= BLOCK)
+    """Make groups of two rows and one block worthwhile."""
+    monkeypatch.setattr(prefix_groups, "MIN_GROUP_ROWS", 2)
+    monkeypatch.setattr(prefix_groups, "is_worthwhile", lambda sequences, tokens: sequences >= 2 and tokens >= BLOCK)
 
 
-def test_some_share_and_others_do_not(few: None) -> None:
+def test_rows_without_a_shared_prefix_are_in_no_group(few: None) -> None:
     assert found("aab", "xyz", "aac", "q", "aad") == {"aa x0": [0, 2, 4]}
 
 
@@ -49,13 +49,13 @@ def test_several_groups(few: None) -> None:
     assert found("abcd1", "efg1", "abcd2", "efg2", "abcd3", "h") == {"abcd x0": [0, 2, 4], "efg x1": [1, 3]}
 
 
-def test_one_group_of_all_or_several_of_more(few: None) -> None:
+def test_one_large_group_or_several_with_longer_prefixes(few: None) -> None:
     """a: 5 rows save 4 blocks; abbb and accc: 3 and 2 rows save 2 * 4 and 4."""
     assert found("abbb1", "abbb2", "abbb3", "accc1", "accc2") == {"abbb x0": [0, 1, 2], "accc x1": [3, 4]}
     assert found("aaaaa1", "aaaaa2", "aaaaab3", "aaaaab4") == {"aaaaa x0": [0, 1, 2, 3]}
 
 
-def test_a_row_that_ends_inside_the_prefix(few: None) -> None:
+def test_a_row_shorter_than_the_prefix_is_in_no_group(few: None) -> None:
     assert found("aaaa1", "aaaa2", "a") == {"aaaa x0": [0, 1]}
     assert found("aaa", "aaa", "aaa") == {"aaa x0": [0, 1, 2]}
 
@@ -69,21 +69,23 @@ def test_all_groups_of_layers_must_agree(few: None) -> None:
     assert find_groups([], rows, limits, BLOCK) == [], "every group of layers has a window"
 
 
-def test_no_more_groups_than_the_device_is_told_of(few: None) -> None:
+def test_number_of_groups_is_limited(few: None) -> None:
     texts = [letter * (2 + i // 3) + str(n) for i, letter in enumerate("abcdefghijklmnopqrst") for n in (1, 2)]
     groups = found(*texts)
-    assert len(groups) == MOST_GROUPS and all(len(name.split()[0]) > 2 for name in groups), "those that save least"
+    assert len(groups) == MAX_PREFIX_GROUPS and all(len(name.split()[0]) > 2 for name in groups), (
+        "the shortest are left out"
+    )
 
 
-def test_a_tree_as_deep_as_it_has_rows(few: None) -> None:
-    """Each row leaves one block later than the one before: the search ends, and finds something."""
+def test_a_tree_as_deep_as_its_number_of_rows(few: None) -> None:
+    """Each row branches off one block later than the one before. The search must end and find a group."""
     texts = ["a" * i + "b" for i in range(1, 60)]
     groups = found(*texts)
     assert groups and sum(map(len, groups.values())) <= len(texts)
 
 
-def test_nothing_saves_more(few: None) -> None:
-    """Every way to give each of a few rows one of its prefixes, or none."""
+def test_no_other_grouping_saves_more(few: None) -> None:
+    """Try every way to give each of a few rows one of its prefixes, or none."""
     rng = np.random.default_rng(0)
     for _ in range(40):
         texts = ["".join(rng.choice(["a", "b"], int(rng.integers(1, 5)))) for _ in range(int(rng.integers(2, 6)))]
@@ -97,29 +99,29 @@ def test_nothing_saves_more(few: None) -> None:
         assert sum(group.saved for group in find_groups(tables, rows, limits, BLOCK)) == best, texts
 
 
-def test_what_pays() -> None:
+def test_which_groups_are_worthwhile() -> None:
     texts = ["a" * 8 + chr(1000 + i) for i in range(128)]
     assert len(found(*texts)) == 1 and found(*texts[:127]) == {}, "512 tokens are for 128 rows and more"
     texts = ["a" * 32 + chr(1000 + i) for i in range(16)]
     assert len(found(*texts)) == 1 and found(*texts[:15]) == {}
 
 
-def test_lines_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows become lines of the step; those that do not run in it, or run several tokens, do not count."""
-    monkeypatch.setattr(prefix_groups, "pays", lambda sequences, tokens: sequences >= 2)
-    sharing, calls = SharingRows(10), []
+def test_groups_of_a_step_are_given_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows become lines of the step. Rows that are not among its decodes do not count."""
+    monkeypatch.setattr(prefix_groups, "is_worthwhile", lambda sequences, tokens: sequences >= 2)
+    sharing, calls = PrefixGroupTracker(10), []
 
-    def find() -> list[Group]:
+    def find() -> list[PrefixGroup]:
         calls.append(1)
-        return [Group(np.array([1, 3, 5]), 4), Group(np.array([2, 8]), 1)]
+        return [PrefixGroup(np.array([1, 3, 5]), 4), PrefixGroup(np.array([2, 8]), 1)]
 
     for _ in range(2):
         sharing.update("same", find, BLOCK)
     assert len(calls) == 1
-    shared = sharing.among(np.array([8, 5, 4, 2, 1]))
+    shared = sharing.groups_of(np.array([8, 5, 4, 2, 1]))
     assert shared is not None
     assert shared.tokens.tolist() == [256, 64] and shared.starts.tolist() == [0, 2, 4]
     assert shared.members.tolist() == [1, 4, 0, 3]
-    assert sharing.among(np.array([8, 5, 4])) is None
+    assert sharing.groups_of(np.array([8, 5, 4])) is None
     sharing.update("other", lambda: [], BLOCK)
-    assert sharing.among(np.array([8, 5, 4, 2, 1])) is None
+    assert sharing.groups_of(np.array([8, 5, 4, 2, 1])) is None

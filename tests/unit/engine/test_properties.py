@@ -1,4 +1,4 @@
-"""Random arrivals, lengths, forks, aborts and tiny pools: nothing leaks, everything ends, the text is always right.
+"""Random arrivals, lengths, forks, aborts and small pools: no block leaks, every request ends, every text is right.
 
 The fake device keeps tokens in its pages and reads them back through the block tables, so any block that is lost,
 shared wrongly or written at the wrong time changes the text.
@@ -58,7 +58,7 @@ arrivals = st.builds(
     st.sampled_from([(None,), (None,), (None, 3), (None, 7, 7), (None, 1, 20)]),
     st.sampled_from([(0, 0), (50, 0), (3, 0), (0, 5), (20, 20)]),  # blocks in host memory
 )
-def test_any_load_gives_the_text_of_running_alone(
+def test_any_load_gives_the_same_text_as_running_alone(
     load: list[Arrival],
     block_size: int,
     spare_blocks: int,
@@ -118,7 +118,7 @@ def test_any_load_gives_the_text_of_running_alone(
     while core.has_work():
         step()
         steps += 1
-        assert steps < 4000, "the engine does not come to an end"
+        assert steps < 4000, "the engine does not finish"
 
     for key, text in wanted.items():
         if key in aborted:
@@ -129,12 +129,12 @@ def test_any_load_gives_the_text_of_running_alone(
     pool = core.scheduler.cache.pool
     assert pool.num_used == 0 and pool.num_free == pool.usable
     tier = core.scheduler.cache.tier
-    assert tier.num_used == 0 and (host[1] or tier.num_cached == 0), "something is kept for nobody"
+    assert tier.num_used == 0 and (host[1] or tier.num_cached == 0), "a host block is kept for no request"
     assert core.reset_prefix_cache() and pool.num_cached == tier.num_cached == 0
-    _tell_hypothesis_what_was_reached(core)
+    _report_events(core)
 
 
-def _tell_hypothesis_what_was_reached(core) -> None:  # type: ignore[no-untyped-def]
+def _report_events(core) -> None:  # type: ignore[no-untyped-def]
     stats, cache = core.scheduler.stats, core.scheduler.cache
     for name, count in {
         "preemption": stats.preemptions,

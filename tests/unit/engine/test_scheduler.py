@@ -1,4 +1,4 @@
-"""Each mechanism of the scheduler alone, with a counter that shows it was really taken."""
+"""Each mechanism of the scheduler alone; a counter shows that it was used."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_steps_are_counted_by_their_tokens() -> None:
     assert list(one.buckets)[-2:] == ["16384.0", "+Inf"]
 
 
-def test_decodes_go_on_while_a_long_prompt_is_chunked() -> None:
+def test_decodes_continue_while_a_long_prompt_is_chunked() -> None:
     scheduler = make_scheduler(budget=8)
     scheduler.add(request(0, [1, 2, 3], 20))
     answer(scheduler, scheduler.schedule())
@@ -52,7 +52,7 @@ def test_decodes_go_on_while_a_long_prompt_is_chunked() -> None:
     assert scheduler.stats.partial_prefills == 1
 
 
-def test_without_chunking_a_prompt_waits_for_a_step_that_holds_it_whole() -> None:
+def test_without_chunked_prefill_a_prompt_waits_for_a_step_with_room_for_all_of_it() -> None:
     scheduler = make_scheduler(budget=32, chunked=False)
     scheduler.add(request(0, LONG, 4))
     scheduler.add(request(1, LONG[::-1], 4))
@@ -78,7 +78,7 @@ def test_prefix_hit_skips_prefill() -> None:
     assert core.scheduler.cache.stats.prefix_cache_hits == 28
 
 
-def test_generated_text_is_found_by_the_next_turn() -> None:
+def test_the_next_turn_of_a_chat_hits_generated_tokens() -> None:
     core = make_core()
     core.add(request(0, LONG, 8))
     first = run(core).tokens[0]
@@ -86,7 +86,7 @@ def test_generated_text_is_found_by_the_next_turn() -> None:
     assert run(core).cached[1] == 36  # 37 of the 38 tokens were computed: nine full blocks of four
 
 
-def test_requests_of_one_step_share_a_prefix() -> None:
+def test_requests_admitted_in_one_step_share_a_prefix() -> None:
     core = make_core(budget=64)
     core.add(request(0, [*LONG, 1], 2))
     core.add(request(1, [*LONG, 2], 2))
@@ -98,7 +98,7 @@ def test_requests_of_one_step_share_a_prefix() -> None:
     run(core)
 
 
-def test_a_start_tells_how_long_the_request_waited() -> None:
+def test_started_says_how_long_the_request_waited() -> None:
     core = make_core(lookahead=0, max_num_seqs=1)
     core.scheduler.context.clock = clock = Clock()
     clock.tick(core)
@@ -108,7 +108,7 @@ def test_a_start_tells_how_long_the_request_waited() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_end_tells_when_the_first_token_came_unless_it_was_streamed(stream: bool) -> None:
+def test_finished_has_the_time_of_the_first_token_unless_tokens_are_streamed(stream: bool) -> None:
     core = make_core(lookahead=0, budget=4, max_num_seqs=2)
     core.scheduler.context.clock = clock = Clock()
     clock.tick(core)
@@ -117,7 +117,7 @@ def test_the_end_tells_when_the_first_token_came_unless_it_was_streamed(stream: 
     while core.has_work():
         finished += core.run_step().finished
     assert [end.first_token for end in finished] == [None if stream else 3.0]
-    assert not core.scheduler._silent
+    assert not core.scheduler._no_token_yet
 
 
 def test_salt_keeps_prefixes_apart() -> None:
@@ -136,7 +136,7 @@ def test_prefix_caching_off_finds_nothing() -> None:
     assert core.scheduler.cache.pool.num_cached == 0
 
 
-def test_preempted_request_comes_back_and_loses_nothing() -> None:
+def test_a_preempted_request_resumes_with_the_same_text() -> None:
     core = make_core(num_blocks=18, max_model_len=60)
     for key in range(3):
         core.add(request(key, [key] * 12, 24))
@@ -179,7 +179,7 @@ def test_abort_of_a_waiting_and_of_a_running_request() -> None:
     core.add(request(1, LONG, 12))
     core.run_step()
     assert core.abort(0) and core.abort(1)
-    assert not core.abort(0), "it is gone already"
+    assert not core.abort(0), "it has been aborted already"
     run(core)
     assert core.scheduler.cache.pool.num_used == 0
 
@@ -204,15 +204,15 @@ def test_stop_token_ends_at_once_and_the_wasted_row_is_dropped() -> None:
     assert core.scheduler.stats.dropped_tokens == 1
 
 
-def test_length_end_wastes_no_row() -> None:
+def test_a_request_that_ends_by_length_computes_no_extra_token() -> None:
     core = make_core()
     core.add(request(0, LONG, 5))
     run(core)
     assert core.scheduler.stats.dropped_tokens == 0
-    assert core.scheduler.stats.scheduled_tokens == 34  # the last token is never fed back
+    assert core.scheduler.stats.scheduled_tokens == 34  # the KV of the last token is never computed
 
 
-def test_request_that_could_never_fit_is_refused_with_numbers() -> None:
+def test_a_request_that_can_never_fit_is_refused_with_numbers() -> None:
     scheduler = make_scheduler(num_blocks=6, max_model_len=64)
     with pytest.raises(RequestError, match=r"may grow to 40 tokens.*10 KV blocks.*the cache has 5"):
         scheduler.add(request(0, LONG, 10))
@@ -228,7 +228,7 @@ def test_request_that_needs_its_last_token_waits_for_the_result() -> None:
     assert scheduler.schedule().num_tokens.tolist() == [1]
 
 
-def test_reset_forgets_prefixes_only_when_idle() -> None:
+def test_reset_drops_prefixes_only_when_idle() -> None:
     core = make_core()
     core.add(request(0, LONG, 4))
     core.run_step()
@@ -239,9 +239,9 @@ def test_reset_forgets_prefixes_only_when_idle() -> None:
     assert run(core).cached[1] == 0
 
 
-def test_plan_tells_which_rows_share_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_groups, "FEWEST_SHARING", 3)
-    monkeypatch.setattr(prefix_groups, "pays", lambda sequences, tokens: sequences >= 3 and tokens >= 4)
+def test_plan_has_the_prefix_groups_of_its_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_groups, "MIN_GROUP_ROWS", 3)
+    monkeypatch.setattr(prefix_groups, "is_worthwhile", lambda sequences, tokens: sequences >= 3 and tokens >= 4)
     scheduler = make_scheduler(budget=256, max_model_len=64)
     stem = LONG[:20]
     for key in range(3):
@@ -249,18 +249,18 @@ def test_plan_tells_which_rows_share_how_much(monkeypatch: pytest.MonkeyPatch) -
     answer(scheduler, scheduler.schedule())
     assert shared_by(scheduler) == {20: [0, 1, 2]}
     scheduler.add(request(3, [9] * 10, 8))
-    assert shared_by(scheduler) == {20: [0, 1, 2]}, "of the single tokens of a step with a prompt in it"
-    assert shared_by(scheduler) == {20: [0, 1, 2]}, "the newcomer shares nothing"
+    assert shared_by(scheduler) == {20: [0, 1, 2]}, "only decodes are grouped in a step that also has a prompt"
+    assert shared_by(scheduler) == {20: [0, 1, 2]}, "the new request shares nothing"
     scheduler.abort(0)
     assert shared_by(scheduler) == {}, "two are too few"
     for key in range(4, 7):
         scheduler.add(request(key, [*stem[:8], *[50 + key] * 10], 8))
     scheduler.schedule()
-    assert shared_by(scheduler) == {8: [1, 2, 4, 5, 6]}, "what few share is less than what more do"
+    assert shared_by(scheduler) == {8: [1, 2, 4, 5, 6]}, "a larger group with a shorter prefix saves more"
 
 
 def shared_by(scheduler: Scheduler) -> dict[int, list[int]]:
-    """Keys of the next step's requests, by how many tokens they share."""
+    """Return the keys of the next step's requests, by the number of tokens that they share."""
     plan = scheduler.schedule()
     if plan.shared is None:
         return {}

@@ -1,4 +1,4 @@
-"""The picture of the core that people watch: every block once, shared ones seen as shared, no cost while unwatched."""
+"""Snapshots of the core: every block has one state, shared blocks are listed as shared, unused logs cost nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Crowded pools with a tier in host memory: rows are preempted all the time and their text stays what it is alone.
+"""Crowded pools with a host tier: rows are preempted all the time, and their text is the same as when they run alone.
 
 The fake device keeps tokens in its pages, in both tiers, and reads them back through the block tables: a block that is
-copied too late, to the wrong place or from one that was given away changes the text.
+copied too late, to the wrong place, or from a block that was reused changes the text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvasir.engine.core import EngineCore
-from tests.builders import Collector, Turns, check_blocks, expected, make_core, request
+from tests.builders import AlternatingSwapPolicy, Collector, check_blocks, expected, make_core, request
 
 MAX_LEN = 48
 
@@ -50,7 +50,7 @@ happenings = st.builds(
     host=st.sampled_from([(200, 0), (12, 0), (2, 3), (0, 6), (12, 200)]),
     answers=st.sampled_from([[True], [True], [True, False], [False]]),
 )
-def test_a_crowd_gives_the_text_of_running_alone(
+def test_a_crowded_pool_gives_the_same_text_as_running_alone(
     load: list[tuple[list[int], int]],
     happens: list[Now],
     block_size: int,
@@ -72,7 +72,7 @@ def test_a_crowd_gives_the_text_of_running_alone(
         caching=caching,
         windows=windows,
         host=host if caching else (host[0], 0),
-        choice=Turns(answers),
+        swap_policy=AlternatingSwapPolicy(answers),
     )
     wanted = {}
     for key, (prompt, count) in enumerate(load):
@@ -87,12 +87,12 @@ def test_a_crowd_gives_the_text_of_running_alone(
         got.take(core.run_step())
         check_blocks(core)
         steps += 1
-        assert steps < 3000, "the engine does not come to an end"
+        assert steps < 3000, "the engine does not finish"
     for key, text in wanted.items():
         said = got.tokens.get(key, [])
         assert said == (text[: len(said)] if key in aborted else text)
-    check_nothing_is_left(core)
-    tell_hypothesis(core)
+    check_all_is_free(core)
+    report_events(core)
 
 
 def happen(
@@ -119,14 +119,14 @@ def happen(
     check_blocks(core)
 
 
-def check_nothing_is_left(core: EngineCore) -> None:
+def check_all_is_free(core: EngineCore) -> None:
     cache = core.scheduler.cache
     assert cache.pool.num_used == cache.tier.num_used == 0
     assert cache.caching or cache.pool.num_cached == cache.tier.num_cached == 0, "a private name outlived its row"
     assert core.reset_prefix_cache() and cache.pool.num_cached == cache.tier.num_cached == 0
 
 
-def tell_hypothesis(core: EngineCore) -> None:
+def report_events(core: EngineCore) -> None:
     cache, tier = core.scheduler.cache, core.scheduler.cache.tier.stats
     for name, count in {
         "swapped": tier.swapped_preemptions,
@@ -143,7 +143,7 @@ def tell_hypothesis(core: EngineCore) -> None:
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
-def test_counters_prove_each_path(lookahead: int, caching: bool, windows: tuple[int | None, ...]) -> None:
+def test_counters_show_that_each_path_was_taken(lookahead: int, caching: bool, windows: tuple[int | None, ...]) -> None:
     def run(**settings: object) -> EngineCore:
         core = make_core(
             lookahead, num_blocks=14 * len(windows) + 1, max_model_len=MAX_LEN, caching=caching, windows=windows,
@@ -156,16 +156,16 @@ def test_counters_prove_each_path(lookahead: int, caching: bool, windows: tuple[
             got.take(core.run_step())
             check_blocks(core)
         assert got.tokens == {key: expected([key] * 9, 24) for key in range(6)}
-        check_nothing_is_left(core)
+        check_all_is_free(core)
         return core
 
-    plain, swapped, declined = run(), run(host=(100, 0)), run(host=(100, 0), choice=Turns([False]))
+    plain, swapped, declined = run(), run(host=(100, 0)), run(host=(100, 0), swap_policy=AlternatingSwapPolicy([False]))
     assert plain.stats().preemptions >= 2 and plain.stats().recomputed_tokens > 0
     assert plain.stats().swapped_preemptions == plain.stats().host_blocks == 0
     stats = swapped.stats()
     assert stats.swapped_preemptions == stats.preemptions >= 2
     assert stats.swapped_out_blocks >= stats.swapped_in_blocks > 0
-    assert stats.recomputed_tokens == 0, "all that was computed came back"
+    assert stats.recomputed_tokens == 0, "all computed tokens were swapped in"
     assert stats.scheduled_tokens < plain.stats().scheduled_tokens
     stats = declined.stats()
     assert stats.swapped_out_blocks == stats.swapped_preemptions == 0
