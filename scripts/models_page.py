@@ -46,6 +46,7 @@ def read_spec(config: Config) -> DecoderSpec:
     windows = read_layer_windows(config)  # one per layer, or None
     return read_decoder(config, vary_attention(layer, window=windows), norm)
 
+
 ModelRegistry.register_model("MyForCausalLM", Architecture(read_spec, NAMES))
 ```
 

@@ -16,7 +16,7 @@ constexpr int PARTIAL_BUFFER = 1, SCRATCH_BUFFER = 2;
 constexpr int ROWS_AT_ONCE = 112;  // queries times shared heads: enough to pay for packing the keys
 constexpr int KEYS_WORTH_SPLITTING = 256;
 
-// Puts together what was found over several ranges of keys.
+// Combines the partial results of several ranges of keys.
 void merge(const Attend *parts, int count) {
   const Attend &a = parts[0];
   int d = a.head_dim;
@@ -26,7 +26,7 @@ void merge(const Attend *parts, int count) {
     std::vector<float> sums(size_t(d), 0.f);
     for (int i = 0; i < count; i++) {
       const float *part = parts[i].partial + size_t(row) * (d + 2);
-      float weight = part[d] > -INFINITY ? expf(part[d] - most) : part[d + 1];  // 0, or what is no number and shall stay so
+      float weight = part[d] > -INFINITY ? expf(part[d] - most) : part[d + 1];  // 0, or NaN, which stays NaN
       total += part[d + 1] * weight;
       for (int j = 0; j < d; j++) sums[size_t(j)] += part[j] * weight;
     }
@@ -76,7 +76,7 @@ void run(const Kernels &set, std::vector<Attend> &tasks) {
   });
 }
 
-// Few tasks over many keys: each is cut into ranges of keys.
+// Few tasks over many keys: each task is split into ranges of keys.
 void run_split(const Kernels &set, const std::vector<Attend> &tasks, int pieces) {
   std::vector<Attend> parts;
   std::vector<size_t> first;

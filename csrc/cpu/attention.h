@@ -1,4 +1,4 @@
-// Attention of a step, cut by sequence, key head, queries and, where those are few, keys.
+// Attention of a step, split into tasks by sequence, key head, queries and, where these are few, keys.
 #pragma once
 
 #include "kvasir_cpu.h"

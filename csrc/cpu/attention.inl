@@ -1,5 +1,5 @@
 // Attention of some queries over some keys of the paged cache: keys are packed like weights, 64 at a time, so that the
-// product's tiles serve here too; the softmax runs along. The rows of a tile are queries times the heads that share a
+// product's tiles can be used; the softmax is computed online. The rows of a tile are queries times the heads that share a
 // key head.
 #pragma once
 
@@ -21,7 +21,7 @@ struct Scratch {
   uint16_t *rows;
 };
 
-// Cuts one piece of memory up; with a null pointer it only measures.
+// Divides one piece of memory into buffers; with a null pointer it only measures.
 inline size_t lay_out(char *memory, int rows, int d, Scratch *s) {
   size_t dim = size_t(padded_dim(d)), padded = size_t(ceil_div(rows, ATTEND_ROWS) + 1) * ATTEND_ROWS, at = 0;
   auto take = [&](size_t bytes) {
@@ -49,7 +49,7 @@ size_t attend_scratch(int32_t rows, int32_t head_dim) {
 
 // ---------------------------------------------------------------- keys and values from the cache
 
-// 16 vectors as rows of bfloat16 of padded length: where they lie if they fit, else copied, widened or zero.
+// 16 vectors as rows of bfloat16 of padded length: in place if they fit, else copied, widened or zero.
 inline void find_rows(const Attend &a, int first, bool values, uint16_t *copies, const uint32_t *rows[16]) {
   int d = a.head_dim, dim = padded_dim(d), seen = a.window ? a.first_position + 1 - a.window : 0;
   const Cache &c = a.cache;
@@ -60,7 +60,7 @@ inline void find_rows(const Attend &a, int first, bool values, uint16_t *copies,
     int key = first + i;
     uint16_t *copy = copies + i * dim;
     rows[i] = (const uint32_t *)copy;
-    if (key >= a.key_end || key < seen) {  // beyond the window the block may be another's by now
+    if (key >= a.key_end || key < seen) {  // beyond the window the block may hold another sequence
       memset(copy, 0, 2 * size_t(dim));
       continue;
     }
@@ -117,7 +117,7 @@ inline TileBf16 weighted_sum_of(int rows, std::integer_sequence<int, I...>) {
   return tiles[rows - 1];
 }
 
-// Hides what row `r` may not see of the keys from `first` on.
+// Masks the keys from `first` on that row `r` may not see.
 inline void hide(const Attend &a, int r, int first, int count, float *scores) {
   int position = a.first_position + r / a.shared;
   int end = a.causal && position + 1 < a.key_end ? position + 1 : a.key_end;
@@ -126,7 +126,7 @@ inline void hide(const Attend &a, int r, int first, int count, float *scores) {
   for (int k = 0; k < begin - first && k < count; k++) scores[k] = HIDDEN;
 }
 
-// Scores of one row to weights; returns what the row's sums so far must be multiplied by.
+// Turns the scores of one row into weights; returns the factor for the row's sums so far.
 inline float weigh(const float *scores, int count, uint16_t *weights, float &most, float &total) {
   f32x16 high = splat(HIDDEN);
   for (int k = 0; k < count; k += 16) high = maximum(high, load<f32x16>(scores + k));

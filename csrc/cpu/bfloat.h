@@ -1,4 +1,4 @@
-// bfloat16 one number at a time, for what is not worth a kernel.
+// Conversion of single bfloat16 numbers, where a kernel is not worth it.
 #pragma once
 
 #include <stdint.h>

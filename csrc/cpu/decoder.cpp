@@ -1,4 +1,4 @@
-// A whole decoder in one call: the layers of kvasir/models/decoder_layer.py, from a description made of them.
+// Runs a whole decoder in one call. kvasir/models/native.py describes its layers, those of models/decoder_layer.py.
 #include <string.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace kvasir {
 namespace {
 
 constexpr int STATES_BUFFER = 3;
-constexpr int FEW_TOKENS = 4;  // so few are not worth waking anyone for
+constexpr int FEW_TOKENS = 4;  // fewer tokens are not worth waking other threads
 
 template <class F>
 void each_token(int tokens, const F &f) {
@@ -43,7 +43,7 @@ void rope_store(const kv_layer &layer, const kv_step &step, uint16_t *qkv, size_
   });
 }
 
-// The states that go through the layers, and room for what is between.
+// The hidden states between layers, and buffers for intermediate results.
 struct States {
   uint16_t *hidden, *residual, *normed, *other, *qkv, *seen, *inner;
 };
@@ -129,7 +129,7 @@ class Forward {
     linear(layer.o, s_.seen, seen, step_.tokens, out, hidden);
   }
 
-  // From here on there is one token of each sequence: the keys of the others are stored, and that is all they are for.
+  // From here on only the last token of each sequence is computed: the keys of the others are stored.
   void keep_last_tokens(size_t width) {
     size_t hidden = size_t(decoder_.hidden);
     for (int s = 0; s < step_.sequences; s++) {
@@ -150,7 +150,7 @@ class Forward {
     linear(layer.down, s_.inner, inner, step_.tokens, out, hidden);
   }
 
-  // What a part adds to the residual: normalised and scaled where the model does that.
+  // What attention or feed-forward adds to the residual, with the model's post norm and scale.
   void finish_part(const kv_layer &layer, const Norm &norm) {
     if (norm.kind) normalise(norm, s_.hidden, s_.hidden);
     if (layer.residual_scale == 1.f) return;
@@ -179,7 +179,7 @@ class Forward {
   kv_step step_;
   const Kernels &set_;
   States s_;
-  int top_ = 0;  // the layer that runs
+  int top_ = 0;  // the running layer
   std::vector<int32_t> starts_;
   bool has_residual_ = false;
 };

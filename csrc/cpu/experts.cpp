@@ -1,4 +1,4 @@
-// The experts of a layer: each multiplies the tokens that chose it, and those that nobody chose are not read.
+// The experts of a layer. Each multiplies the tokens routed to it; experts without tokens are not read.
 #include <string.h>
 
 #include <algorithm>
@@ -24,8 +24,8 @@ void each(int count, size_t width, const F &f) {
   }
 }
 
-// The choices of all tokens, in the order of experts: expert e has starts[e] up to starts[e + 1]. A choice's number is
-// token * top_k + its rank; `choice` has those in order, `place` says where in the order a choice stands.
+// The choices of all tokens, sorted by expert: those of expert e are starts[e] to starts[e + 1]. A choice's number is
+// token * top_k + its rank; `choice` lists the numbers in sorted order, `place` is a choice's index there.
 struct Order {
   std::vector<int32_t> starts, choice, place;
 
@@ -45,7 +45,7 @@ struct Order {
   int rows(int expert) const { return starts[size_t(expert) + 1] - starts[size_t(expert)]; }
 };
 
-// A token's rows times their weights, summed in float32 in the router's order, whatever else is in the batch.
+// A token's rows times their weights, summed in float32 in the router's order: the rest of the batch changes nothing.
 void add_weighted(const kv_routes &routes, const Order &order, const uint16_t *made, size_t hidden, int token,
                   uint16_t *out) {
   constexpr size_t PIECE = 512;

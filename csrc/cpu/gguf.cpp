@@ -1,6 +1,5 @@
-// Rows of a GGUF file into packed matrices: the file's numbers and scales as they are, in another order. A matrix that
-// holds rows of several types has room for the widest: 8 bits hold 4, scales for 16 inputs hold those for 32, and a min
-// holds an offset.
+// Copies rows of a GGUF file into packed matrices: the same numbers and scales in another order. A matrix with rows of
+// several types uses the widest format: 8 bits hold 4, scales for 16 inputs hold those for 32, and a min holds an offset.
 #include <algorithm>
 #include <iterator>
 
@@ -83,7 +82,7 @@ void read_q3_k(const uint8_t *p, Block &b) {
   }
 }
 
-// Scale and min number g of the eight that Q4_K and Q5_K keep in 12 bytes.
+// Scale and min of group g of the eight that Q4_K and Q5_K store in 12 bytes.
 void read_k_scales(const uint8_t *p, float d, float dmin, Block &b) {
   for (int g = 0; g < 8; g++) {
     int scale = g < 4 ? p[g] & 63 : (p[g + 4] & 15) | (p[g - 4] >> 6) << 4;

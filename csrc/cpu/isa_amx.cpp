@@ -1,5 +1,5 @@
-// For x86-64 with AMX: products of 16 rows and more in tiles, the rest as with AVX-512. Palette 1 is what the tiles are
-// set up by; it is not read from CPUID, since some virtual machines leave that empty though the tiles work.
+// For x86-64 with AMX: products of 16 rows and more in tiles, the rest as with AVX-512. The tiles are configured by palette
+// 1, which is not read from CPUID, because some virtual machines leave that empty although the tiles work.
 #include "table.inl"
 
 namespace kvasir {
@@ -107,7 +107,7 @@ void amx_product(const Product *p, int32_t block_begin, int32_t block_end) {
   _tile_release();
 }
 
-// Matrices of 4 or 6 bits and of groups of 16 stay with AVX-512, which unpacks them on the way and has no tiles of 16 rows.
+// AVX-512 multiplies matrices of 4 or 6 bits and of groups of 16: it unpacks them on the fly and needs no tiles of 16 rows.
 void amx_cut_rows(const Matrix *matrix, Rows *rows) {
   bool ours = matrix->kind == kvasir::BF16 || (matrix->kind == kvasir::Q8 && matrix->group == 32);
   if (!ours || rows->count <= 8) return cut_rows(matrix, rows);

@@ -1,5 +1,5 @@
-// What one instruction set provides: functions that do a piece of work on one thread. linear.cpp, attention.cpp and
-// decoder.cpp cut the work into pieces and share them out. Plain data only, so that every file may include this.
+// The functions of one instruction set, each of which does a piece of work on one thread. linear.cpp, attention.cpp and
+// decoder.cpp split the work into pieces for the threads. Plain data only, so that every file can include this.
 #pragma once
 
 #include <stddef.h>
@@ -14,18 +14,18 @@ namespace kvasir {
 //          high half;  value = (half byte - offset) * scale + min
 //   Q6     [block][input / 32] of 384 bytes: the low four bits as in Q4, then [2][16][4] bytes with the high two: byte
 //          (h, n, j) has those of input 16 h + 4 i + j in its bits 2 i and 2 i + 1
-//   PLAIN  [output][input] bfloat16, from which rows can be taken but nothing multiplied
-// Scales, and mins where there are any, are [block][input / group][16] float16.
+//   PLAIN  [output][input] bfloat16, for reading rows, not for products
+// Scales and mins, if any, are [block][input / group][16] float16.
 enum Kind : int32_t { BF16 = 0, Q8 = 1, Q4 = 2, PLAIN = 3, Q6 = 4 };
 
 struct Matrix {
   int32_t kind;
   int32_t outputs, inputs, padded_inputs;
   int32_t group;   // inputs that share a scale: 16 or 32
-  int32_t offset;  // what stands for zero: 8, 32 or 128; 0 where there are mins
+  int32_t offset;  // the number that means zero: 8, 32 or 128; 0 if there are mins
   const void *data;
   const uint16_t *scale, *min;
-  const uint16_t *bias;  // bfloat16; none: null
+  const uint16_t *bias;  // bfloat16; null: none
 };
 
 enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
@@ -35,7 +35,7 @@ enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
 //   8 bits:   [tile][input / 4][tile rows][4], a scale for 32 inputs [tile][input / 32][tile rows] and the sums of
 //             16 numbers [tile][input / 16][tile rows]; `starts` are those of 32, times
 //             -offset of the matrix, `weighted` the same times their scale
-// AMX wants its tiles of 16 rows one row after the other, [tile][tile rows][input].
+// AMX needs its tiles of 16 rows row by row, [tile][tile rows][input].
 struct Rows {
   int32_t count, tiles, tile, tall, padded_inputs;
   uint16_t *bf16;
@@ -77,9 +77,9 @@ struct Rotation {
   int32_t size, interleaved;
 };
 
-// What stands between the qkv product and attention, for one token.
+// The work between the qkv product and attention, for one token.
 struct StoreToken {
-  uint16_t *qkv;  // queries are rotated where they are
+  uint16_t *qkv;  // queries are rotated in place
   int64_t position, slot;  // slot -1: nothing is stored
   int32_t heads, kv_heads, head_dim;
   const Norm *q_norm, *k_norm;
@@ -106,11 +106,11 @@ struct Attend {
   float *scratch;
 };
 
-// Logits not further below the best than some depth, and not nearer than another.
+// The logits between two depths below the best.
 struct Reach {
   int64_t count;
   double mass;   // sum of e^((x - best) * scale)
-  float lowest;  // the least of them
+  float lowest;  // the smallest of them
 };
 
 struct Kernels {

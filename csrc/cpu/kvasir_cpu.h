@@ -1,5 +1,5 @@
-// The library's C interface: what kvasir/kernels/cpu calls through ctypes. All pointers are the caller's; nothing is kept
-// after a call. Matrices of activations are bfloat16, row after row.
+// The library's C interface, which kvasir/kernels/cpu calls through ctypes. The caller owns all pointers; none is kept
+// after a call. Matrices of activations are bfloat16, row by row.
 #pragma once
 
 #include "kernels.h"
@@ -9,24 +9,24 @@ extern "C" {
 
 // ---------------------------------------------------------------- the machine
 const char *kv_instruction_set();                 // the one in use
-int32_t kv_use_instruction_set(const char *name);  // 0: this CPU cannot, and nothing has changed
-const char *kv_instruction_sets();                // all this CPU can run, best first, with spaces between
-// One CPU for each thread; null: those there are. How many threads the system granted.
+int32_t kv_use_instruction_set(const char *name);  // 0: this CPU cannot run it, and nothing changes
+const char *kv_instruction_sets();                // all that this CPU can run, best first, separated by spaces
+// `cpus` has one CPU per thread; null: any. Returns how many threads the system granted.
 int32_t kv_configure(int32_t threads, const int32_t *cpus);
 int32_t kv_threads();
 
-// The sizes of the structures below, to be compared with the caller's, and what stands for the sources (build.py).
+// The sizes of the structures below, which the caller compares with its own, and the hash of the sources (sources.py).
 int64_t kv_layout();
 const char *kv_sources();
 
 // ---------------------------------------------------------------- packing
-// Rows of a checkpoint's matrix (0: float32, 1: bfloat16, 2: float16) to rows `first` and on of a packed one, quantized
-// if that is.
+// Packs rows of a checkpoint's matrix (0: float32, 1: bfloat16, 2: float16) into the rows from `first` on, quantized if
+// the format is.
 void kv_pack(const kvasir::Matrix *, const void *source, int32_t type, int64_t stride, int32_t first, int32_t count);
-// The same from rows of a GGUF file, of the type with this number there. False: not such a type.
+// Packs rows of a GGUF file, whose type has this number there. False: the type is unknown.
 int32_t kv_pack_gguf(const kvasir::Matrix *, const uint8_t *source, int32_t type, int64_t stride, int32_t first,
                      int32_t count);
-// False: one of the rows is not the matrix's, and nothing was written.
+// False: the matrix does not have one of the rows, and nothing is written.
 int32_t kv_expand_rows(const kvasir::Matrix *, const int64_t *rows, int32_t count, uint16_t *out);
 
 // ---------------------------------------------------------------- operations
@@ -34,14 +34,14 @@ void kv_linear(const kvasir::Matrix *, const uint16_t *x, int64_t stride, int32_
 void kv_gated_linear(const kvasir::Matrix *, const uint16_t *x, int64_t stride, int32_t rows, int32_t activation,
                      uint16_t *out);
 
-struct kv_routes {  // which experts tokens go to, and how much of each they get: [tokens][top_k]
+struct kv_routes {  // each token's experts and their weights: [tokens][top_k]
   int32_t tokens, top_k;
   const int64_t *chosen;
   const float *weights;
 };
 
-// The weighted sums of what the chosen experts, of which all are equally large, make of x, [tokens][hidden]:
-// down(activation(gate) * up). False: a token has chosen one that is not there, and nothing is written.
+// The weighted sums of the chosen experts' down(activation(gate) * up), [tokens][hidden]. All experts have the same size.
+// False: a token's expert does not exist, and nothing is written.
 int32_t kv_experts(const kvasir::Matrix *gate_up, const kvasir::Matrix *down, int32_t experts, const kv_routes *,
                    const uint16_t *x, int32_t activation, uint16_t *out);
 void kv_norm(const kvasir::Norm *, const uint16_t *x, int32_t rows, int32_t size, uint16_t *out);
@@ -49,7 +49,7 @@ void kv_norm(const kvasir::Norm *, const uint16_t *x, int32_t rows, int32_t size
 void kv_add_norm(const kvasir::Norm *, const uint16_t *x, uint16_t *residual, int32_t rows, int32_t size, uint16_t *out);
 void kv_gated(const uint16_t *x, int32_t rows, int32_t size, int32_t activation, uint16_t *out);
 
-struct kv_group {  // of layers that share block tables
+struct kv_group {  // a group of layers that share block tables
   const int64_t *slots;
   const int32_t *tables;
   int64_t table_stride;
@@ -57,7 +57,7 @@ struct kv_group {  // of layers that share block tables
 
 struct kv_step {
   int32_t tokens, sequences, causal, num_groups;
-  int32_t only_last;  // of each sequence only the last token's states are wanted; see Transformer.forward
+  int32_t only_last;  // compute only the states of each sequence's last token; see Transformer.forward
   const int64_t *ids, *positions, *rows;
   const int32_t *query_start, *lengths;
   const kv_group *groups;
@@ -69,9 +69,9 @@ struct kv_layer {
   kvasir::Rotation rotation;
   kvasir::Cache cache;
   int32_t heads, kv_heads, head_dim, window, group;
-  int32_t whole_norm;   // q_norm and k_norm are over all heads as one
+  int32_t whole_norm;   // q_norm and k_norm are over all heads as one vector
   int32_t gated, activation;
-  int32_t arrangement;  // 0: one after the other, 1: attention and feed-forward in parallel, 2: norms over the sum
+  int32_t arrangement;  // 0: LayerSpec, 1: ParallelLayerSpec, 2: PostNormLayerSpec (kvasir/models/spec.py)
   float scale, softcap, residual_scale;
 };
 
@@ -85,7 +85,7 @@ struct kv_decoder {
   kvasir::Norm final_norm;
 };
 
-struct kv_rows {  // of running requests
+struct kv_rows {  // of the running requests
   int32_t *num_computed;
   const int32_t *next_token, *tables;
   int64_t table_stride;
@@ -97,11 +97,11 @@ struct kv_step_tokens {
   int32_t *query_start, *lengths;
 };
 
-// Counts the tokens as computed. Token ids below 0 mean the row's next token. False: the sequences' tokens are not as many
-// as there are ids, and nothing has changed.
+// Also counts the tokens as computed. A token id below 0 means the row's next token. False: the number of ids is not the
+// sum of the sequences' tokens, and nothing changes.
 int32_t kv_step_inputs(const kv_rows *, const int64_t *rows, const int32_t *num_tokens, const int32_t *token_ids,
                        int32_t sequences, int32_t tokens, kv_step_tokens *out);
-// Rotates and normalises queries and keys within qkv, and puts keys and values into the cache.
+// Normalises and rotates queries and keys within qkv, and stores keys and values in the cache.
 void kv_rope_store(const kv_layer *, const kv_step *, uint16_t *qkv);
 // Queries are the first heads of rows that lie `stride` apart; out is [tokens][heads][head_dim].
 void kv_attention(const kv_layer *, const kv_step *, const uint16_t *query, int64_t stride, uint16_t *out);
@@ -113,7 +113,7 @@ struct kv_sampling {
   const int64_t *rows;
   const float *temperature, *min_p, *top_p;
   const int32_t *top_k, *seeds;
-  int32_t *next_token;  // where a row's token is written, too
+  int32_t *next_token;  // receives each row's token, too
 };
 
 void kv_logit_floor(const void *logits, int32_t is_float, int32_t lines, int32_t vocabulary, const kv_sampling *,

@@ -26,7 +26,7 @@ Rows pack_rows(const Kernels &set, const Matrix &m, const uint16_t *x, size_t st
   char *memory = (char *)thread_buffer(ROWS_BUFFER, numbers * 2 + 256);
   if (m.kind == BF16) {
     rows.bf16 = (uint16_t *)memory;
-  } else {  // a byte for each number, four for 32 of them in all but the sums, which are of 16
+  } else {  // one byte per number, four bytes per 32 numbers for scales, four per 16 for sums
     rows.q = (int8_t *)memory;
     rows.scale = (float *)(memory + numbers);
     rows.weighted = rows.scale + numbers / 32;
@@ -44,7 +44,7 @@ Rows pack_rows(const Kernels &set, const Matrix &m, const uint16_t *x, size_t st
   return rows;
 }
 
-// Gate and up that are no whole blocks: multiplied first, then joined.
+// Gate and up that do not fill whole blocks are multiplied first and combined afterwards.
 void gate_apart(const Matrix &m, const uint16_t *x, size_t stride, int count, uint16_t *out, size_t out_stride,
                 int activation) {
   const Kernels &set = kernels();

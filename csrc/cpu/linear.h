@@ -1,4 +1,4 @@
-// Matrix products shared out over the pool.
+// Matrix products, split over the threads of the pool.
 #pragma once
 
 #include "kernels.h"

@@ -1,5 +1,5 @@
-// Finds out what the CPU can do, and chooses. Asking is safe everywhere: nothing is executed that was not announced, and
-// AMX, which an announcement does not make usable, is tried in a process of its own.
+// Detects what the CPU can run and chooses the instruction set. This is safe everywhere: only announced instructions are
+// executed, and AMX, which may be announced and still not work, is tried in a separate process.
 #include "machine.h"
 
 #include <string.h>
@@ -23,7 +23,7 @@
 namespace kvasir {
 
 #if defined(__x86_64__)
-bool amx_works();  // isa_amx.cpp: a small product, which may die of SIGILL
+bool amx_works();  // isa_amx.cpp: a small product, which may raise SIGILL
 
 namespace {
 
@@ -37,7 +37,7 @@ Registers cpuid(unsigned leaf, unsigned subleaf) {
   return r;
 }
 
-// Which registers the operating system keeps over a switch of threads.
+// The registers that the operating system saves when it switches threads.
 uint64_t kept_registers() {
   if (!(cpuid(1, 0).c & bit_OSXSAVE)) return 0;
   unsigned low, high;
@@ -58,8 +58,8 @@ uint64_t kept_registers() {
 }
 
 #if defined(__linux__)
-// Whether a check says yes in a process of its own, which may die of it. The answer comes through a pipe: how a child ended
-// is not to be learned where the program ignores SIGCHLD.
+// Whether a check returns true in a separate process, which it may crash. The answer comes through a pipe, because a
+// program that ignores SIGCHLD cannot read a child's exit status.
 [[maybe_unused]] bool survives(bool (*check)()) {
   int ends[2];
   if (pipe(ends) != 0) return false;
@@ -79,7 +79,7 @@ uint64_t kept_registers() {
 #endif
 
 [[maybe_unused]] bool has_amx() {
-#if defined(KVASIR_EMULATED_TILES)  // tests/emulated_tiles.h stands in for what this CPU may not have
+#if defined(KVASIR_EMULATED_TILES)  // tests/emulated_tiles.h emulates instructions that this CPU may lack
   return has_avx512();
 #elif defined(__linux__) && defined(KVASIR_ISA_AMX)
   unsigned wanted = 1u << 22 | 1u << 24 | 1u << 25;  // bfloat16, tiles, bytes
@@ -101,7 +101,7 @@ const std::vector<const Kernels *> &usable() {
   static const std::vector<const Kernels *> found = [] {
     std::vector<const Kernels *> sets;
 #if defined(__x86_64__)
-// Which sets there are is the compiler's question, and build.py's to ask.
+// build.py finds out which instruction sets the compiler knows.
 #if defined(KVASIR_ISA_AMX)
     if (has_amx()) sets.push_back(amx_kernels());
 #endif

@@ -1,4 +1,4 @@
-// Weights from a checkpoint into the layout of the kernels, quantized on the way where that is asked for.
+// Packs weights of a checkpoint into the kernels' layouts, and quantizes them if the format is quantized.
 #include "pack.h"
 
 #include <algorithm>
@@ -34,7 +34,7 @@ struct Source {
   }
 };
 
-// Rows begin .. end of one block, from those of the source.
+// Packs rows begin .. end of one block.
 void pack_bf16_block(const Matrix &m, const Source &source, int first, int begin, int end) {
   int K = m.padded_inputs, block = begin / 16, inputs = m.inputs;
   uint32_t *out = (uint32_t *)m.data + size_t(block) * size_t(K / 2) * 16;

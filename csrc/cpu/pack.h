@@ -19,7 +19,7 @@ inline float half_to_float(uint16_t h) {
   return x;
 }
 
-// To the nearest float16; what is too large becomes the largest.
+// Rounds to the nearest float16; larger numbers become the largest float16.
 inline uint16_t float_to_half(float x) {
   uint32_t u;
   memcpy(&u, &x, 4);

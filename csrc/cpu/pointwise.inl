@@ -25,7 +25,7 @@ inline f32x16 gated_value(f32x16 gate, f32x16 up, int activation) {
   return round_bf16(activate(round_bf16(gate), activation)) * round_bf16(up);
 }
 
-// The last few of a row are worked on in a copy, sixteen wide like the others.
+// The last numbers of a row are computed in a copy of width sixteen.
 template <class F>
 inline void for_each_16(int size, F f) {
   int at = 0;
@@ -136,7 +136,7 @@ void rotate(uint16_t *head, const float *angles, int size, bool interleaved) {
   for (; i < half; i++) rotate_pair(head + i, head + half + i, angles[i], angles[half + i]);
 }
 
-// A vector to the cache; as 8-bit numbers with their scale behind them if the cache has such.
+// Stores a vector in the cache, in an 8-bit cache as 8-bit numbers followed by their scale.
 void store_vector(const Cache &cache, int64_t at, const uint16_t *v, int size) {
   if (!cache.is_int8) {
     memcpy((uint16_t *)cache.data + at, v, 2 * size_t(size));

@@ -26,7 +26,7 @@ namespace kvasir {
 namespace {
 
 constexpr size_t HUGE_PAGE = 2 << 20;
-constexpr int SPINS = 4000;  // some 50 us: longer than the pause between two pieces of a step
+constexpr int SPINS = 4000;  // about 50 us, longer than the pause between two parts of a step
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
@@ -38,7 +38,7 @@ inline void pause_briefly() {
 
 class Pool {
  public:
-  // As many threads as the system grants: size() says how many those are.
+  // The system may grant fewer threads; size() is their number.
   Pool(int threads, const std::vector<int> &cpus) : shares_(size_t(threads)), owner_(getpid()) {
     for (int index = 1; index < threads; index++) {
       std::thread worker;
@@ -52,12 +52,12 @@ class Pool {
         cpu_set_t set;
         CPU_ZERO(&set);
         CPU_SET(size_t(cpus[size_t(index) % cpus.size()]), &set);
-        pthread_setaffinity_np(worker.native_handle(), sizeof set, &set);  // a wish: without it all is as right
+        pthread_setaffinity_np(worker.native_handle(), sizeof set, &set);  // optional: results do not depend on it
       }
 #endif
       workers_.push_back(std::move(worker));
     }
-    threads_ = 1 + int(workers_.size());  // before there is any work, and so before any worker reads it
+    threads_ = 1 + int(workers_.size());  // set before there is work, so before any worker reads it
   }
 
   ~Pool() {
@@ -141,10 +141,10 @@ class Pool {
   std::atomic<bool> stop_{false};
 };
 
-using Shared = std::shared_ptr<Pool>;  // whoever computes with one keeps it, though another may take its place
+using Shared = std::shared_ptr<Pool>;  // keeps a pool alive while it is used, even if it has been replaced
 
 std::mutex configuring;
-Shared &pool = *new Shared;  // lives as long as the process: threads at exit are the system's to end
+Shared &pool = *new Shared;  // never freed: at exit the system ends the threads
 int wanted_threads = 0;
 std::vector<int> wanted_cpus;
 
@@ -159,7 +159,7 @@ std::vector<int> allowed_cpus() {
   return cpus;
 }
 
-// `configuring` is held. A pool from before a fork is left as it is: its threads are not here to be ended.
+// The caller holds `configuring`. A pool from before a fork is left alone: its threads do not exist here.
 void replace_pool() {
   if (pool && !pool->is_ours()) new Shared(std::move(pool));
   pool.reset();
@@ -184,7 +184,7 @@ int configure_pool(int threads, const int *cpus) {
   std::lock_guard<std::mutex> lock(configuring);
   wanted_threads = threads;
   wanted_cpus = cpus ? std::vector<int>(cpus, cpus + threads) : allowed_cpus();
-  // A process that uses some of its CPUs only leaves it to the system which: others may have the same ones.
+  // With fewer threads than CPUs the system places them, since other processes may use the same CPUs.
   if (!cpus && int(wanted_cpus.size()) != threads) wanted_cpus.clear();
   replace_pool();
   return pool->size();

@@ -43,8 +43,8 @@ inline void dot(f32x16 &acc, uint32_t a, const Pairs &w) {
 }
 #endif
 
-// R rows times B blocks: out[R][B][16]. Pair p of row i stands at a[p * STEP + i * ROW]. Few rows keep several sums each,
-// so that a sum need not wait for the one before.
+// R rows times B blocks: out[R][B][16]. Pair p of row i is a[p * STEP + i * ROW]. Few rows have several sums each,
+// so that an addition need not wait for the previous one.
 template <int R, int B, int STEP, int ROW>
 void tile_bf16(const uint32_t *a, const uint32_t *w, size_t block_stride, int pairs, float *out) {
   constexpr int SUMS = R * B <= 2 ? 4 : R * B <= 4 ? 2 : 1;
@@ -56,7 +56,7 @@ void tile_bf16(const uint32_t *a, const uint32_t *w, size_t block_stride, int pa
 #pragma GCC unroll 2
       for (int b = 0; b < B; b++) {
         panel[b] = load_pairs(w + b * block_stride + size_t(p + s) * 16);
-        if (R > 1) __builtin_prefetch(w + b * block_stride + size_t(p + s) * 16 + 512);  // a lone row's the CPU foresees
+        if (R > 1) __builtin_prefetch(w + b * block_stride + size_t(p + s) * 16 + 512);  // the CPU prefetches for a single row by itself
       }
 #pragma GCC unroll 28
       for (int i = 0; i < R; i++) {
@@ -150,7 +150,7 @@ struct QuantPanel {
   int group, offset;
 };
 
-// Inputs 4 q and on, and 16 + 4 q and on, of the 32 at `data`: a byte for each.
+// The inputs from 4 q on and from 16 + 4 q on, of the 32 at `data`, as bytes.
 template <int BITS>
 inline void unpack(const uint8_t *data, int q, u32x16 &low, u32x16 &high) {
   if constexpr (BITS == 8) {
@@ -179,7 +179,7 @@ void tile_quant(const QuantRows &rows, QuantPanel w, int groups, float *out) {
     const uint8_t *data = w.data + size_t(g) * (BITS * 64);
     __builtin_prefetch(w.scale + size_t(g) * 16 + 256);
     if (MIN) __builtin_prefetch(w.min + size_t(g) * 16 + 256);
-    constexpr int AHEAD = BITS == 8 && R == 1 ? 0 : BITS;  // lines; a lone stream of bytes the CPU finds faster by itself
+    constexpr int AHEAD = BITS == 8 && R == 1 ? 0 : BITS;  // cache lines; for a single stream of bytes the CPU's own prefetching is faster
 #pragma GCC unroll 8
     for (int line = 0; line < AHEAD; line++) __builtin_prefetch(data + line * 64 + 2048);
     i32x16 whole[R];
@@ -206,7 +206,7 @@ void tile_quant(const QuantRows &rows, QuantPanel w, int groups, float *out) {
   for (int i = 0; i < R; i++) store(out + i * 16, acc[i]);
 }
 
-// The same for groups of 16 too.
+// The same for groups of 16 or 32.
 template <int R, int BITS>
 void any_tile_quant(const QuantRows &rows, QuantPanel w, int groups, float *out) {
   const uint32_t *a = rows.quads;
@@ -302,7 +302,7 @@ void pack_rows_quant(const uint16_t *x, size_t stride, int32_t inputs, const Row
       }
       f32x16 v[2] = {load_bf16(values), load_bf16(values + 16)};
       float most = largest(maximum(maximum(v[0], -v[0]), maximum(v[1], -v[1])));
-      if (any(~((v[0] - v[0] == 0.f) & (v[1] - v[1] == 0.f)))) {  // infinite or no number: so is all that comes of it
+      if (any(~((v[0] - v[0] == 0.f) & (v[1] - v[1] == 0.f)))) {  // infinity or NaN, and so are all results
         v[0] = v[1] = f32x16{};
         most = NAN;
       }
@@ -325,7 +325,7 @@ void pack_rows_quant(const uint16_t *x, size_t stride, int32_t inputs, const Row
 
 // ---------------------------------------------------------------- any product
 
-// As few tiles as can be, and alike, so that none is padded.
+// As few tiles as possible, of nearly equal size, so that none is padded.
 void cut_rows(const Matrix *matrix, Rows *rows) {
   int most = matrix->kind != kvasir::BF16 ? QUANT_ROWS : rows->count <= MOST_ROWS || WIDE_ROWS <= 4 ? MOST_ROWS : WIDE_ROWS;
   rows->tiles = ceil_div(rows->count, most);
@@ -333,7 +333,7 @@ void cut_rows(const Matrix *matrix, Rows *rows) {
   rows->tall = rows->count - rows->tiles * (rows->tile - 1);
 }
 
-// One tile times `blocks` blocks (1 or 2) that lie `apart` from each other: out[R][blocks][16].
+// One tile times `blocks` blocks (1 or 2) at a distance of `apart`: out[R][blocks][16].
 void one_tile(const Matrix &m, const Rows &rows, int tile, int block, int apart, int blocks, float *out) {
   int R = rows.height(tile), K = m.padded_inputs;
   if (m.kind == kvasir::BF16) {
@@ -374,7 +374,7 @@ inline void store_block(uint16_t *out, f32x16 y, int count) {
   memcpy(out, all, 2 * size_t(count));
 }
 
-// The tile of floats to bfloat16 outputs, with bias and activation.
+// Writes a tile of floats as bfloat16 outputs, with bias and activation.
 void finish_tile(const Product &p, int tile, int block, int apart, int blocks, const float *from) {
   const Matrix &m = *p.matrix;
   int R = p.rows->height(tile), begin = p.rows->begin(tile), width = p.gated ? m.outputs / 2 : m.outputs;
@@ -411,7 +411,7 @@ void product(const Product *p, int32_t block_begin, int32_t block_end) {
   }
 }
 
-// One row of the matrix as bfloat16: an embedding.
+// Reads one row of the matrix as bfloat16, for embeddings.
 void expand_row(const Matrix *matrix, int32_t output, uint16_t *out) {
   const Matrix &m = *matrix;
   int K = m.padded_inputs, block = output / 16, n = output % 16;

@@ -1,4 +1,4 @@
-// Floats to 8 or 6 bits around a middle, or to 4 bits along a straight line, 32 at a time.
+// Quantizes floats, 32 at a time, to 8 or 6 bits around an offset, or to 4 bits with a scale and a min.
 #pragma once
 
 #include "kernels.h"
@@ -15,14 +15,14 @@ inline i32x16 clamp(i32x16 x, int low, int high) {
   return (x > high) ? splat_int(high) : x;
 }
 
-// Numbers to -high .. high, around an offset of high + 1.
+// Quantizes numbers to -high .. high, around an offset of high + 1.
 inline void quantize_around(const f32x16 v[2], int high, i32x16 q[2], float &scale) {
   float most = largest(maximum(maximum(v[0], -v[0]), maximum(v[1], -v[1]))), steps = float(high);
   scale = most / steps;
   for (int i = 0; i < 2; i++) q[i] = clamp(nearest(v[i] * (most > 0 ? steps / most : 0.f)), -high, high) + high + 1;
 }
 
-// The straight line through the numbers that 0 .. 15 stand for, with the least squared error for a given choice.
+// The scale and min with the least squared error, given which of 0 .. 15 each number becomes.
 inline void fit_line(const f32x16 v[2], const i32x16 q[2], float count, float &scale, float &min) {
   f32x16 sv = v[0] + v[1], y[2] = {__builtin_convertvector(q[0], f32x16), __builtin_convertvector(q[1], f32x16)};
   float x = sum(sv), s = sum(y[0] + y[1]), ss = sum(y[0] * y[0] + y[1] * y[1]), sx = sum(y[0] * v[0] + y[1] * v[1]);
@@ -37,7 +37,7 @@ inline void choose(const f32x16 v[2], float scale, float min, i32x16 q[2]) {
   for (int i = 0; i < 2; i++) q[i] = clamp(nearest((v[i] - min) * inverse), 0, 15);
 }
 
-// Numbers to half bytes: from the least to the greatest, then the line is fitted and the choice made anew, twice.
+// Quantizes numbers to 4 bits: from smallest to largest, then twice: fit scale and min, and choose again.
 inline void quantize_halves(const f32x16 v[2], i32x16 q[2], float &scale, float &min) {
   min = -largest(maximum(-v[0], -v[1]));
   scale = (largest(maximum(v[0], v[1])) - min) / 15.f;
@@ -59,7 +59,7 @@ inline void quantize_halves(const f32x16 v[2], i32x16 q[2], float &scale, float 
   }
 }
 
-// 32 numbers to bytes of as many bits: number = (byte - offset) * scale + min, where one of offset and min is 0.
+// Quantizes 32 numbers: number = (byte - offset) * scale + min, where one of offset and min is 0.
 void quantize_group(const float *x, int32_t kind, uint8_t *out, float *scale, float *min) {
   f32x16 v[2] = {load<f32x16>(x), load<f32x16>(x + 16)};
   i32x16 q[2];

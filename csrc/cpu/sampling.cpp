@@ -16,7 +16,7 @@ namespace {
 constexpr int BAND_BUFFER = 5;
 constexpr int32_t BAND_ROOM = 1024;
 constexpr float FIRST_DEPTH = -2;
-constexpr double ROUNDING = 1e-5;  // a sum of floats is not further off
+constexpr double ROUNDING = 1e-5;  // bound of the rounding error of a sum of floats
 
 uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -44,9 +44,9 @@ struct Line {
   const void *at(int i) const { return (const char *)data + size_t(i) * (is_float ? 4 : 2); }
 };
 
-// Walks the logits from the largest down without sorting them all: looks how many there are down to some depth, and what
-// they weigh, until few are left among which the walk ends. Only those are sorted. A depth is a difference from the best
-// logit, by the temperature.
+// Finds the end of a walk from the largest logit down without sorting all logits: it counts and weighs the logits down to
+// some depth until the end lies among a few, and sorts only those. A depth is a logit's difference from the best one,
+// divided by the temperature.
 class Walk {
  public:
   // `all` are the logits that may be kept.
@@ -54,8 +54,8 @@ class Walk {
     band_ = (float *)thread_buffer(BAND_BUFFER, sizeof(float) * BAND_ROOM);
   }
 
-  // The last value before which fewer than `most` logits stand, and less than `mass`. `inside` is what all up to it
-  // weigh, of which there are at most `most`. The walk after this one may only end earlier.
+  // The last value that fewer than `most` logits, of less weight than `mass`, precede. `inside` is the weight of all up to
+  // it, at most `most` logits. A later walk may only end earlier.
   float find(int64_t most, double mass, double *inside) {
     if (!size_ || above_.mass >= mass) narrow(most, mass);
     int64_t before = above_.count, equal = 0;
@@ -82,7 +82,7 @@ class Walk {
   }
 
   void narrow(int64_t most, double mass) {
-    float near = FLT_MIN, far = depth_of(all_.lowest);  // the walk ends below the one, and not below the other
+    float near = FLT_MIN, far = depth_of(all_.lowest);  // the walk ends between the two
     float depth = std::max(FIRST_DEPTH, far);
     above_ = {0, 0, 0};
     copies_ = 1;
@@ -99,9 +99,9 @@ class Walk {
         far = depth_of(found.lowest);
       }
       depth = (near + far) / 2;
-      if (near < 0) depth = std::max(depth, 2 * near);  // few are near the best: do not leap
+      if (near < 0) depth = std::max(depth, 2 * near);  // few logits are near the best, so the depth grows slowly
     } while (far < depth && depth < near);
-    copies_ = look(far, near).count;  // more than there is room for, and all the same
+    copies_ = look(far, near).count;  // more equal logits than the buffer holds
     size_ = 1;
   }
 
@@ -109,7 +109,7 @@ class Walk {
   float best_, scale_;
   Reach all_, above_{0, 0, 0};
   float *band_;
-  int64_t size_ = 0, copies_ = 1;  // of the band, and how often each of it is there
+  int64_t size_ = 0, copies_ = 1;  // size of the band, and how often each of its logits occurs
 };
 
 float floor_of(const Line &line, float heat, float min_p, int32_t top_k, float top_p) {
@@ -118,7 +118,7 @@ float floor_of(const Line &line, float heat, float min_p, int32_t top_k, float t
   float best = line[set.best(line.data, line.is_float, line.size)], scale = 1.f / heat;
   float least = min_p > 0 ? logf(min_p) : -FLT_MAX;
   Reach all = set.reach(line.data, line.is_float, line.size, best, scale, least, INFINITY, nullptr, 0);
-  if (!all.count) return -INFINITY;  // no number among them
+  if (!all.count) return -INFINITY;  // all are NaN
   Walk walk(line, best, scale, all);
   int64_t most = top_k > 0 ? top_k : all.count;
   double inside = all.mass, unused;
@@ -145,7 +145,7 @@ int32_t draw_from(const Line &line, float heat, uint32_t seed, uint32_t position
       if (sum > goal) return i;
     }
   }
-  return best;  // rounding may put the goal at the very end, past every token
+  return best;  // rounding may put the goal behind the last token
 }
 
 }  // namespace

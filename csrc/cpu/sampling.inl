@@ -1,4 +1,4 @@
-// Over the vocabulary: the best token, and sums of probabilities. Logits are float32 or bfloat16.
+// Scans of the vocabulary: the best token, and sums of probabilities. Logits are float32 or bfloat16.
 #pragma once
 
 #include "kernels.h"
@@ -10,7 +10,7 @@ namespace {
 inline float value_at(const uint16_t *p) { return from_bf16(*p); }
 inline float value_at(const float *p) { return *p; }
 
-// Returns the first of the largest. What is no number never wins.
+// Returns the first of the largest logits. NaN is never chosen.
 template <class T>
 int32_t find_best(const T *logits, int32_t size) {
   f32x16 high = splat(-INFINITY);
@@ -30,7 +30,7 @@ int32_t find_best(const T *logits, int32_t size) {
 template <class T>
 double find_mass(const T *logits, int32_t size, float best, float scale) {
   double total = 0;
-  for (int32_t at = 0; at < size; at += 4096) {  // floats add up exactly enough over some thousand
+  for (int32_t at = 0; at < size; at += 4096) {  // sums of some thousand floats are exact enough
     int32_t here = size - at < 4096 ? size - at : 4096;
     f32x16 sums = {};
     for_each_16(here, [&](int i, int n) {

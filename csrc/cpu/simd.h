@@ -1,5 +1,5 @@
-// Sixteen numbers at a time, whatever the instruction set: GCC and Clang turn these vector types into what the file that
-// includes this is compiled for. Everything is in an unnamed namespace, since each such file gets its own version.
+// Vectors of sixteen numbers for any instruction set: GCC and Clang compile them for the instruction set of the file that
+// includes this. Everything is in an unnamed namespace, because each such file gets its own version.
 #pragma once
 
 #include <stddef.h>
@@ -46,7 +46,7 @@ inline float from_bf16(uint16_t x) { return bits<float>(uint32_t(x) << 16); }
 
 inline uint16_t to_bf16(float x) {
   uint32_t u = bits<uint32_t>(x);
-  if ((u & 0x7fffffff) > 0x7f800000) return uint16_t((u >> 16) | 64);  // stays no number
+  if ((u & 0x7fffffff) > 0x7f800000) return uint16_t((u >> 16) | 64);  // NaN stays NaN
   return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
@@ -194,9 +194,9 @@ inline float largest(f32x16 v) {
   return m;
 }
 
-// e^x to about one unit in the last place; 0 below -87, where float32 has no normal numbers; what is no number stays so.
+// e^x to about one unit in the last place; 0 below -87, where float32 has no normal numbers; NaN stays NaN.
 inline f32x16 exponential(f32x16 x) {
-  f32x16 clamped = maximum(splat(-87.f), minimum(splat(88.f), x));  // in this order both give x where it is no number
+  f32x16 clamped = maximum(splat(-87.f), minimum(splat(88.f), x));  // in this order both return x if it is NaN
   f32x16 turns = clamped * 1.44269504f;
   f32x16 half = select(turns < 0.f, splat(-0.5f), splat(0.5f));
   i32x16 n = __builtin_convertvector(turns + half, i32x16);

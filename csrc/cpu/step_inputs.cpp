@@ -1,4 +1,4 @@
-// What a step's rows are fed, and where their keys and values go. See kernels/reference.py.
+// The token ids, positions and cache slots of a step. See kernels/reference.py.
 #include <algorithm>
 #include <numeric>
 

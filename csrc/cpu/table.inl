@@ -1,4 +1,4 @@
-// This instruction set's functions, as kernels.h lists them.
+// The table of this instruction set's functions, declared in kernels.h.
 #pragma once
 
 #include "attention.inl"

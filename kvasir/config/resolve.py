@@ -443,7 +443,7 @@ def _not_through_transformers(name: str, value: str, asked_impl: str, hf: dict[s
     if asked_impl == "transformers":
         return f"{needs}, and model_impl='transformers' has transformers run it; leave one of the two unset."
     architecture = ", ".join(hf.get("architectures") or ["this model"])
-    return f"{needs}, and {architecture} is not one, so transformers runs it; leave {name} unset."
+    return f"{needs}, and {architecture} has no spec here, so it runs through transformers; leave {name} unset."
 
 
 def _quantization(asked: str | None, load: LoadConfig, device: DeviceConfig) -> str | None:

@@ -387,8 +387,7 @@ class Scheduler:
         fed = r.fed_by_host(rows)
         token_ids = r.input_tokens(rows, grants, fed)
         self._register_planned(rows, grants, fed)
-        samples, drafts = r.advance(rows, grants)
-        lengths = r.num_computed[rows]
+        lengths, samples, drafts = r.advance(rows, grants)
         table_index, table_block, copies = self.cache.take_changes()
         to_host, from_host = self.cache.tier.take_copies()
         new_rows, self._new_rows = self._new_rows, []
@@ -462,7 +461,8 @@ class Scheduler:
         reasons, counts = r.extend(rows, tokens, counts)
         if self._no_token_yet:
             self._record_first_tokens()
-        output = self._output(step, result, lines[r.stream[rows]], counts[r.stream[rows]])
+        streamed = np.flatnonzero(r.stream[rows])
+        output = self._output(step, result, lines[streamed], counts[streamed])
         ended = np.flatnonzero(reasons)
         if len(ended):
             self._finish(rows[ended].tolist(), reasons[ended].tolist(), output)

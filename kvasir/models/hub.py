@@ -1,7 +1,7 @@
 """Finds a model's directory: a local one, or one fetched by name from the Hugging Face hub.
 
-The process that builds the engine. huggingface_hub reads HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE. Reads no
-file of the model itself.
+The process that builds the engine. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to
+huggingface_hub. Reads no file of the model itself.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ NOT_NEEDED = ["*/*", "consolidated*"]
 
 
 def find_model(model: ModelConfig, load: LoadConfig) -> Path:
-    """The model's directory or GGUF file; a name on the hub is fetched first."""
+    """The model's directory; fetched first if it has a hub name."""
     files = SMALL_FILES if load.load_format == "dummy" else [*SMALL_FILES, "*.safetensors"]
     return _find("model", model.model, model.revision, files, model, load)
 
 
 def find_tokenizer(model: ModelConfig, load: LoadConfig) -> Path:
-    """The tokenizer's directory, for a tokenizer that is not in the model's."""
+    """The tokenizer's directory, where it is not the model's."""
     return _find("tokenizer", model.tokenizer or model.model, model.tokenizer_revision, SMALL_FILES, model, load)
 
 
@@ -43,7 +43,7 @@ def _find(what: str, name: str, revision: str | None, files: list[str], model: M
     if path.is_file() and (name.endswith(".gguf") or _begins_like_gguf(path)):
         return path.resolve()
     if path.exists():
-        raise ModelError(f"{what}={name!r} is a file, but not a GGUF file; give one, or a directory with safetensors.")
+        raise ModelError(f"{what}={name!r} is a file, but no GGUF file; give one, or a directory with safetensors.")
     if name.endswith(".gguf"):
         raise ModelError(f"{what}={name!r}: there is no such file.{_neighbours(path)}")
     if not HUB_NAME.fullmatch(name) or name.startswith("."):
@@ -57,7 +57,7 @@ def _begins_like_gguf(path: Path) -> bool:
 
 
 def _neighbours(path: Path) -> str:
-    """What else the directory of `path` holds: similar names, or the first few."""
+    """What else lies where `path` was looked for, the nearest names if any are near."""
     parent = path.parent
     if not parent.is_dir():
         return f" Nor is there {parent}."
@@ -75,7 +75,7 @@ def _download(
     wanted: dict[str, Any] = {"revision": revision, "allow_patterns": files, "ignore_patterns": NOT_NEEDED}
     try:
         found = huggingface_hub.snapshot_download(name, cache_dir=load.download_dir, token=model.hf_token, **wanted)
-    except Exception as error:  # errors of the client, of its HTTP library and of the system
+    except Exception as error:  # the client raises its own, its HTTP library's and the system's errors
         near = did_you_mean(name, _cached_names(load.download_dir) - {name})
         raise ModelError(f"{what}={name!r}: {_reason(error, name, revision)}{near or _local_hint(name)}") from error
     logger.info("%s %s is at %s", what, name, found)
@@ -104,7 +104,7 @@ def _reason(error: Exception, name: str, revision: str | None) -> str:
 
 
 def _cached_names(cache_dir: str | None) -> set[str]:
-    """Names of models that were fetched before."""
+    """Models that were fetched before."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folders = {
@@ -114,7 +114,7 @@ def _cached_names(cache_dir: str | None) -> set[str]:
 
 
 def _local_hint(name: str) -> str:
-    """A hint for names whose first part is a directory here, so that a path was probably meant."""
+    """If the first part of the name is a directory here, a path was probably meant."""
     path = Path(name)
     return (
         f" As a directory it does not exist either.{_neighbours(path)}" if "/" in name and path.parent.is_dir() else ""

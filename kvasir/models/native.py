@@ -153,9 +153,9 @@ def _not_covered(model: Transformer) -> str | None:
     for layer in model.layers:
         if type(layer) not in _ARRANGEMENTS:
             return f"its layers are of the kind {type(layer).__name__}"
-        if not isinstance(layer.mlp, GatedMLP | MLP):
+        if type(layer.mlp) not in (GatedMLP, MLP):
             return f"a feed-forward network is of the kind {type(layer.mlp).__name__}"
-        if not isinstance(layer.attention, Attention):
+        if type(layer.attention) is not Attention:
             return f"its attention is of the kind {type(layer.attention).__name__}"
         if not isinstance(layer.attention.backend, CpuAttention):
             return "another attention backend was chosen"

@@ -51,12 +51,12 @@ def pre_norm(norm: NormSpec, attention: AttentionSpec, mlp: FeedForwardSpec, **o
     return LayerSpec(attention, mlp, attention_norm=norm, mlp_norm=norm, **options)
 
 
-def post_norm(norm: NormSpec, attention: AttentionSpec, mlp: FeedForwardSpec) -> LayerSpec:
+def output_norm(norm: NormSpec, attention: AttentionSpec, mlp: FeedForwardSpec) -> LayerSpec:
     """A layer with a norm after attention and one after feed-forward, before the residual is added."""
     return LayerSpec(attention, mlp, attention_post_norm=norm, mlp_post_norm=norm)
 
 
-def around_norm(norm: NormSpec, attention: AttentionSpec, mlp: FeedForwardSpec) -> LayerSpec:
+def sandwich_norm(norm: NormSpec, attention: AttentionSpec, mlp: FeedForwardSpec) -> LayerSpec:
     """A layer with norms before and after both."""
     return LayerSpec(attention, mlp, norm, norm, norm, norm)
 

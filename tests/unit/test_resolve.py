@@ -272,7 +272,7 @@ def test_a_missing_directory_names_its_neighbours(model: Path) -> None:
 def test_files_are_refused(model: Path) -> None:
     with pytest.raises(ModelError, match="there is no such file"):
         settle(model / "model.gguf")
-    with pytest.raises(ModelError, match="is a file, but not a GGUF file"):
+    with pytest.raises(ModelError, match="is a file, but no GGUF file"):
         settle(model / "config.json")
 
 
@@ -568,7 +568,9 @@ def test_what_transformers_would_ignore_is_refused(
     phi = {"architectures": ["PhiForCausalLM"]}
     with pytest.raises(ConfigError) as error:
         settle(model, phi, **options, **wish)
-    assert str(error.value) == said + (f"PhiForCausalLM is not one, so transformers runs it; leave {name} unset.")
+    assert str(error.value) == said + (
+        f"PhiForCausalLM has no spec here, so it runs through transformers; leave {name} unset."
+    )
     assert settle(model, phi, **options).model.model_impl == "transformers"
     assert settle(model, phi, quantization="none", **options).model.quantization is None
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from kvasir.layers.spec import AttentionSpec, GatedMLPSpec, RMSNormSpec, RopeSpec
 from kvasir.models.architectures import llama
 from kvasir.models.config_reader import Config, flag, integer, mapping, optional_real, real
-from kvasir.models.spec import Architecture, DecoderSpec, LayerSpec, around_norm, pre_norm, vary_attention
+from kvasir.models.spec import Architecture, DecoderSpec, LayerSpec, pre_norm, sandwich_norm, vary_attention
 from kvasir.models.spec_reader import (
     head_dim_of,
     read_activation,
@@ -44,7 +44,7 @@ def read_gemma2(config: Config) -> DecoderSpec:
     scores and logits."""
     capped = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}  # a null means none
     attention, mlp, norm = _parts(config)
-    layer = around_norm(norm, attention, mlp).with_attention(
+    layer = sandwich_norm(norm, attention, mlp).with_attention(
         scale=real(config, "query_pre_attn_scalar", 256) ** -0.5,
         softcap=optional_real(capped, "attn_logit_softcapping"),
     )
@@ -58,7 +58,7 @@ def read_gemma3(config: Config) -> DecoderSpec:
     window to one without, and a different rotation for each of the two kinds."""
     near, far = _ropes(config)
     attention, mlp, norm = _parts(config, rope=near)
-    layer = around_norm(norm, attention, mlp).with_attention(
+    layer = sandwich_norm(norm, attention, mlp).with_attention(
         qk_norm=norm,
         scale=real(config, "query_pre_attn_scalar", 256) ** -0.5,
         softcap=optional_real(config, "attn_logit_softcapping"),
