@@ -1,4 +1,4 @@
-"""Engines in processes of their own, over fake devices; and what tests of processes need to look at."""
+"""Engines in processes of their own, over fake devices, and what tests of processes need to look at."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def is_idle(llm: AsyncLLM) -> bool:
 
 
 def engine_pids(llm: AsyncLLM) -> list[int]:
-    return [link.process.pid for link in llm._client.engines.links if link.process is not None]
+    return [link.process.pid for link in llm._client.connections if link.process is not None]
 
 
 def gone(pid: int, seconds: float = PATIENCE) -> bool:

@@ -11,7 +11,7 @@ from kvasir.engine.admission import Admission, QueueLimits
 from kvasir.engine.deadlines import Overdue
 from kvasir.engine.request_groups import Families
 from kvasir.engine.scheduler import Scheduler
-from kvasir.engine.snapshot import StepLog, Unwatched, take_snapshot
+from kvasir.engine.snapshot import NullStepLog, StepLog, take_snapshot
 from kvasir.engine.step_size import StepSize
 from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError
 from kvasir.executor.base import Executor
@@ -33,7 +33,7 @@ class EngineCore:
         self.step_size = StepSize(scheduler)
         self.memory = executor.memory()  # now: while a step is in flight, others may not ask the executor
         self.block_bytes = executor.kv_spec().block_bytes
-        self.watch: StepLog | Unwatched = Unwatched()
+        self.step_log: StepLog | NullStepLog = NullStepLog()
         self.graphs = GraphUse()  # as the last result says
         self.results: deque[StepFuture] = deque()
         self._failure: BaseException | None = None
@@ -52,7 +52,7 @@ class EngineCore:
                 self._start_over()
                 return replace(NO_OUTPUT, finished=late)
             self.step_size.fitted()
-            self.watch.planned(plan)
+            self.step_log.record(plan)
             if several:
                 self.families.planned()
         if self.results and (plan is None or len(self.results) > self.lookahead):

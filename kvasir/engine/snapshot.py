@@ -1,4 +1,4 @@
-"""A picture of the core, made only when somebody asks: who runs and waits, and which block is whose. Core process."""
+"""A snapshot of the core for the engine page: running and waiting requests, blocks, recent steps. Core process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvasir.messages import NULL_BLOCK, Int32Array, RequestPicture, Snapshot, St
 if TYPE_CHECKING:
     from kvasir.engine.core import EngineCore
 
-MOST_WAITING = 100  # that are described one by one
+MAX_WAITING = 100  # waiting requests described in a snapshot
 
 
 def take_snapshot(core: EngineCore, since_step: int = 0) -> Snapshot:
-    """`since_step`: steps up to that number are known to whoever asks."""
+    """Describe the core now. Steps up to number `since_step` are left out of the log."""
     rows, cache = core.scheduler.rows, core.scheduler.cache
     held, num_held = _held_blocks(cache, rows)
     return Snapshot(
@@ -32,16 +32,16 @@ def take_snapshot(core: EngineCore, since_step: int = 0) -> Snapshot:
         block_size=cache.block_size,
         block_bytes=core.block_bytes,
         running=[_running(rows, row) for row in rows.order.tolist()],
-        waiting=[_picture(request) for request in islice(core.scheduler.waiting, MOST_WAITING)],
+        waiting=[_picture(request) for request in islice(core.scheduler.waiting, MAX_WAITING)],
         held=held,
         num_held=num_held,
         cached=cache.pool.cached_blocks(),
-        steps=steps_for_a_watcher(core, since_step),
+        steps=recent_steps(core, since_step),
     )
 
 
 def _held_blocks(cache: KVCacheManager, rows: Rows) -> tuple[Int32Array, Int32Array]:
-    """Every running row's blocks, those of all groups of layers together."""
+    """The blocks of every running row in all KV groups, concatenated, and their number per row."""
     order = rows.order
     columns = np.arange(int(cache.num_blocks[order].max(initial=0)))
     tables = [cache.tables[group * cache.max_rows + order, : len(columns)] for group in range(cache.num_groups)]
@@ -52,7 +52,7 @@ def _held_blocks(cache: KVCacheManager, rows: Rows) -> tuple[Int32Array, Int32Ar
 
 def _running(rows: Rows, row: int) -> RequestPicture:
     request = rows.requests[row]
-    assert request is not None, f"row {row} has no tenant"
+    assert request is not None, f"row {row} has no request"
     return _picture(request, int(rows.num_computed[row]), int(rows.num_known[row]))
 
 
@@ -71,18 +71,17 @@ def _picture(request: Request, num_computed: int = 0, num_known: int | None = No
     )
 
 
-# ----------------------------------------------------------------
-# Whether anybody watches the steps. Core process.
+# ---------------------------------------------------------------- the log of steps
 #
-# Nobody, usually: then a step costs one call of a method that does nothing. Whoever asks for a snapshot turns the log
-# on, and it turns itself off when nobody has asked for some seconds.
+# Usually off: then a step costs one call of an empty method. A snapshot turns it on, and it turns itself off when no
+# snapshot was taken for some seconds.
 
-NUM_STEPS = 600  # that are remembered
-PATIENCE = 10.0  # seconds without a question after which nobody is watching
+MAX_STEPS = 600  # steps the log keeps
+IDLE_SECONDS = 10.0  # time without a snapshot after which the log turns itself off
 
 
-class Unwatched:
-    def planned(self, plan: StepPlan) -> None:
+class NullStepLog:
+    def record(self, plan: StepPlan) -> None:
         pass
 
     def steps_since(self, step: int) -> list[StepPicture]:
@@ -90,17 +89,17 @@ class Unwatched:
 
 
 class StepLog:
-    """Remembers the last steps. `asked` is when somebody last looked."""
+    """Keeps the last steps. `last_read` is the time of the last snapshot."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._steps: deque[StepPicture] = deque(maxlen=NUM_STEPS)
+        self._steps: deque[StepPicture] = deque(maxlen=MAX_STEPS)
         self._preemptions = core.scheduler.stats.preemptions
-        self.asked = time.monotonic()
+        self.last_read = time.monotonic()
 
-    def planned(self, plan: StepPlan) -> None:
-        if time.monotonic() - self.asked > PATIENCE:
-            self._core.watch = Unwatched()
+    def record(self, plan: StepPlan) -> None:
+        if time.monotonic() - self.last_read > IDLE_SECONDS:
+            self._core.step_log = NullStepLog()
             return
         scheduler = self._core.scheduler
         total = scheduler.stats.preemptions
@@ -122,9 +121,9 @@ class StepLog:
         return [picture for picture in self._steps if picture.step > step]
 
 
-def steps_for_a_watcher(core: EngineCore, since: int) -> list[StepPicture]:
-    """The steps after number `since`; from now on they are remembered."""
-    if not isinstance(core.watch, StepLog):
-        core.watch = StepLog(core)
-    core.watch.asked = time.monotonic()
-    return core.watch.steps_since(since)
+def recent_steps(core: EngineCore, since: int) -> list[StepPicture]:
+    """The logged steps after number `since`. Turns the log on if it is off."""
+    if not isinstance(core.step_log, StepLog):
+        core.step_log = StepLog(core)
+    core.step_log.last_read = time.monotonic()
+    return core.step_log.steps_since(since)

@@ -98,7 +98,7 @@ def test_an_engine_that_is_quicker_than_its_client_does_not_keep_readers_waiting
     async def work(llm: AsyncLLM) -> None:
         readers = [asyncio.create_task(outputs(llm, tokens(i), deltas(300))) for i in range(32)]
         await asyncio.sleep(0)  # they have asked
-        while llm._client.engines.links[0].progress.num_steps < 300:
+        while llm._client.connections[0].progress.num_steps < 300:
             time.sleep(0.01)  # without a turn of the event loop
         for some in await asyncio.gather(*readers):
             assert sum(len(output.outputs[0].token_ids) for output in some) == 300
@@ -316,7 +316,7 @@ def test_any_mix_of_readers_leaves_the_others_text_alone(size: int) -> None:
     async def work(llm: AsyncLLM) -> None:
         await asyncio.gather(*(one(llm, number) for number in range(200)))
         await until(lambda: is_idle(llm))
-        assert len(llm.output_processor) == 0 and not llm._streams and not llm._client.engines.num_unfinished
+        assert len(llm.output_processor) == 0 and not llm._streams and not llm._client.num_unfinished
         assert (await llm.stats()).preemptions > 0
 
     tight = {"block_size": 4, "num_gpu_blocks_override": 24, "max_num_batched_tokens": 24}

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.config.args import EngineArgs
-from kvasir.entrypoints import interrupts
 from kvasir.entrypoints.cli.chat_backend import Message, Piece, Usage
+from kvasir.entrypoints.interrupts import delay_interrupts
 from kvasir.entrypoints.llm_engine import LLMEngine
 from kvasir.errors import RequestError
 from kvasir.frontend.requests.input import PromptType, TokensPrompt, default_sampling_params
@@ -33,7 +33,7 @@ class LocalModel:
         request_id = f"chat-{next(self._ids)}"
         self.engine.add_request(request_id, prompt, self._sampling(params))
         try:
-            with interrupts.held_back() as check:
+            with delay_interrupts() as check:
                 yield from self._run(check)
         finally:
             self.engine.abort_request(request_id)  # which does nothing to one that has ended

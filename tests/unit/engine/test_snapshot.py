@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from kvasir.engine import snapshot
-from kvasir.engine.snapshot import StepLog, Unwatched
+from kvasir.engine.snapshot import NullStepLog, StepLog
 from kvasir.messages import Snapshot
 from tests.builders import make_core, request, run
 
@@ -70,7 +70,7 @@ def test_steps_are_remembered_only_while_somebody_watches(monkeypatch: pytest.Mo
     core = make_core()
     core.add(request(1, PROMPT, max_tokens=40))
     core.run_step()
-    assert isinstance(core.watch, Unwatched)
+    assert isinstance(core.step_log, NullStepLog)
     assert core.snapshot().steps == [], "none from before somebody began to watch"
     core.add(request(2, PROMPT, max_tokens=3))
     core.run_step()
@@ -81,12 +81,12 @@ def test_steps_are_remembered_only_while_somebody_watches(monkeypatch: pytest.Mo
         (3, 0, 2, 2),
     ]
     assert core.snapshot(since_step=2).steps == steps[1:]
-    clock += snapshot.PATIENCE / 2
+    clock += snapshot.IDLE_SECONDS / 2
     core.run_step()
-    assert isinstance(core.watch, StepLog)
-    clock += snapshot.PATIENCE
+    assert isinstance(core.step_log, StepLog)
+    clock += snapshot.IDLE_SECONDS
     core.run_step()
-    assert isinstance(core.watch, Unwatched)
+    assert isinstance(core.step_log, NullStepLog)
 
 
 def test_preemptions_are_seen_in_the_step_that_made_them() -> None:
