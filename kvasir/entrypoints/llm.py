@@ -190,7 +190,7 @@ class LLM(MissingVllmMethods):
             raise RequestError(f"sampling_params must be SamplingParams, not {type(wrong).__name__}", "sampling_params")
         if len(params) != len(prompts):
             raise RequestError(
-                f"there are {len(prompts)} prompts but {len(params)} sampling_params; give one for all, or one for each",
+                f"there are {len(prompts)} prompts but {len(params)} sampling_params; give one, or one for each",
                 "sampling_params",
             )
         final: dict[int, SamplingParams] = {}  # an object given for many prompts is copied once
