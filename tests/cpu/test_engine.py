@@ -283,7 +283,7 @@ def test_bad_parameters_are_refused_by_name(make: Callable[[], SamplingParams]) 
 
 
 def test_mismatched_parameters_and_too_many_logprobs(llm: LLM, qwen: Model) -> None:
-    with pytest.raises(RequestError, match="16 prompts came with 2 sampling_params"):
+    with pytest.raises(RequestError, match="16 prompts but 2 sampling_params"):
         generate(llm, qwen.prompts, [GREEDY, GREEDY])
     with pytest.raises(RequestError, match="20"):
         generate(llm, qwen.prompts, SamplingParams(logprobs=21))

@@ -170,8 +170,8 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
 def test_older_name_works_with_one_warning(log_lines: list[str]) -> None:
     for _ in range(2):
         assert SamplingParams(stop_strings=["END"]).stop == ["END"]  # type: ignore[call-arg]
-    assert log_lines == ["WARNING SamplingParams(stop_strings=...) is an older name; use stop instead."]
-    with pytest.raises(RequestError, match="older name of stop"):
+    assert log_lines == ["WARNING SamplingParams(stop_strings=...) is deprecated; use stop."]
+    with pytest.raises(RequestError, match="stop_strings and stop were both given"):
         SamplingParams(stop_strings="a", stop="b")  # type: ignore[call-arg]
 
 

@@ -81,7 +81,7 @@ def test_no_model_package() -> None:
 
 def test_no_memory(starter_model: Path) -> None:
     said = serve(str(starter_model), "--port", "0", "--kv-cache-memory-bytes", "1M")
-    assert re.search(r"max_model_len=8192 needs .* of KV cache, .* is there for it; ", said)
+    assert re.search(r"max_model_len=8192 needs .* of KV cache, but .* is available; ", said)
     said = serve(str(starter_model), "--port", "0", "--kv-cache-memory-bytes", "90000G")
     assert re.search(r"\(90000.0 GiB\) is more than the [\d.]+ GiB of memory that are free beside the weights; ", said)
 
