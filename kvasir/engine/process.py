@@ -20,7 +20,7 @@ from kvasir.engine.transport import FAILED, READY, RESOLVED, Address, EngineStar
 from kvasir.errors import ConfigError, EngineError, KvasirError
 from kvasir.log import get_logger
 from kvasir.sampling.startup_processors import StartupProcessors
-from kvasir.startup import note_entry
+from kvasir.startup import record_imports
 from kvasir.startup import seconds as startup_seconds
 
 logger = get_logger(__name__)
@@ -31,7 +31,7 @@ def main(handle: int) -> None:
     # A terminal or a service manager signals all processes, but only the owner decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    note_entry()
+    record_imports()
     owner = Connection(handle)
     try:
         start: EngineStart = owner.recv()

@@ -123,7 +123,7 @@ def test_the_file_as_it_should_be(good: GGUFFile, tmp_path: Path) -> None:
         ("llama.attention.key_length", 7, "rotary embeddings turn pairs of numbers"),
         ("tokenizer.ggml.tokens", [*TOKENS[:7], b"\xff", *TOKENS[8:]], "entry 7 of tokenizer.ggml.tokens is not UTF-8"),
         ("tokenizer.ggml.tokens", TOKENS * 50, "it names 1550 tokens, and token_embd.weight has"),
-        ("tokenizer.ggml.merges", ["a b", "nospace"], "no tokenizer can be made of its tokens and merges"),
+        ("tokenizer.ggml.merges", ["a b", "nospace"], "its tokens and merges do not make a tokenizer"),
         ("tokenizer.ggml.eos_token_id", "x", "tokenizer.ggml.eos_token_id must be the number of a token, but is 'x'"),
         ("tokenizer.ggml.pre", 5, "tokenizer.ggml.pre is no text"),
         ("tokenizer.ggml.add_bos_token", "no", "tokenizer.ggml.add_bos_token is no yes or no"),

@@ -181,5 +181,5 @@ def test_a_traceback_only_for_debugging() -> None:
 def test_log_level_under_vllms_name() -> None:
     ran = in_a_process("--version", VLLM_LOGGING_LEVEL="debug")
     assert ran.returncode == 0
-    assert ran.stderr.count("VLLM_LOGGING_LEVEL is vLLM's name; Kvasir's is KVASIR_LOG_LEVEL.") == 1
+    assert ran.stderr.count("VLLM_LOGGING_LEVEL is vLLM's name; use KVASIR_LOG_LEVEL.") == 1
     assert in_a_process("--version", VLLM_LOGGING_LEVEL="debug", KVASIR_LOG_LEVEL="info").stderr == ""
