@@ -138,7 +138,7 @@ def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
 
 def with_starter_model(namespace: argparse.Namespace, config: ServerConfig) -> ServerConfig:
     """If no model was named, name the starter model, under its own name instead of a path."""
-    if not starter.use_if_none_is_named(namespace):
+    if not starter.use_as_default(namespace):
         return config
     return replace(config, served_model_name=config.served_model_name or [starter.NAME])
 

@@ -106,7 +106,7 @@ def test_a_subcommands_help_shows_every_setting(command: ModuleType, capsys: pyt
         (["trial", "m", "--hf-overrides", "[]"], "takes a mapping"),
         (["trial", "m", "--dtype", "int3"], "Possible: auto"),
         (["trial", "m", "--trust-remote-code"], "trust_remote_code=True is not available"),
-        (["trial", "m", "other"], "'other' is one word too many"),
+        (["trial", "m", "other"], "'other' is one too many"),
         (["trial", "m", "--no-such-flag"], "--no-such-flag is not a flag of this command."),
         (["trial", "--modle", "m"], "--modle is not a flag of this command. Did you mean --model"),
         (["trial", "m", "--max-loras", "4"], "--max-loras is a flag of vLLM that Kvasir does not have yet.\n"),

@@ -262,32 +262,32 @@ def test_without_chunks_a_prompt_must_fit(model: Path) -> None:
 def test_a_missing_directory_names_its_neighbours(model: Path) -> None:
     with pytest.raises(ModelError, match="there is no such directory. Did you mean tiny"):
         settle(model.parent / "tinny")
-    with pytest.raises(ModelError, match="holds: tiny"):
+    with pytest.raises(ModelError, match="contains: tiny"):
         settle(model.parent / "something-else")
-    with pytest.raises(ModelError, match="Nor is there"):
+    with pytest.raises(ModelError, match="does not exist either"):
         settle(model.parent / "no" / "such")
 
 
 def test_files_are_refused(model: Path) -> None:
     with pytest.raises(ModelError, match="there is no such file"):
         settle(model / "model.gguf")
-    with pytest.raises(ModelError, match="is a file, but no GGUF file"):
+    with pytest.raises(ModelError, match="is a file, but not a GGUF file"):
         settle(model / "config.json")
 
 
 def test_a_directory_has_no_revisions(model: Path) -> None:
-    with pytest.raises(ConfigError, match="only the hub has revisions"):
+    with pytest.raises(ConfigError, match="only the Hub has revisions"):
         settle(model, revision="v1")
 
 
 @pytest.mark.parametrize(
     ("raised", "message"),
     [
-        (errors.RepositoryNotFoundError, "the hub knows no such model"),
-        (errors.GatedRepoError, "access to it must be granted"),
+        (errors.RepositoryNotFoundError, "the Hub has no such model"),
+        (errors.GatedRepoError, "you must request access to it"),
         (errors.RevisionNotFoundError, "it has no revision 'v9'"),
         (errors.LocalEntryNotFoundError, "not in the local cache, and HF_HUB_OFFLINE is set"),
-        (ConnectionResetError, r"could not be fetched from the hub \(ConnectionResetError: gone\)"),
+        (ConnectionResetError, r"could not be downloaded from the Hub \(ConnectionResetError: gone\)"),
     ],
 )
 def test_what_the_hub_answers_is_said_plainly(
@@ -311,7 +311,7 @@ def test_a_hub_name_that_may_have_been_a_path(monkeypatch: pytest.MonkeyPatch, m
 
     monkeypatch.chdir(model.parent.parent)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ModelError, match="As a directory it does not exist either. Did you mean tiny"):
+    with pytest.raises(ModelError, match="There is no such directory either. Did you mean tiny"):
         resolve(EngineArgs("models/tinyy"))
 
 

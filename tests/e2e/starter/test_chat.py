@@ -44,7 +44,7 @@ def test_a_server_that_wants_a_key(starter_model: Path) -> None:
     with LiveServer.fake(starter_model, server={"api_key": ["sesame"]}) as server:
         url = f"{server.wait_until_ready().url}/v1"
         ran = chat("--url", url, "-q", "hello")
-        assert ran.returncode == 2 and "The server wants an API key" in ran.stderr
+        assert ran.returncode == 2 and "The server needs an API key" in ran.stderr
         assert chat("--url", url, "--api-key", "sesame", "-q", "hello").returncode == 0
         assert chat("--url", url, "-q", "hello", KVASIR_API_KEY="sesame").returncode == 0
         ran = chat("--url", url, "--api-key", "sesame", "--model-name", "other", "-q", "hello")
