@@ -115,5 +115,5 @@ def test_a_bad_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         named(str(tmp_path / "nothing"), VOCAB)
     (tmp_path / "empty").write_text("\n")
-    with pytest.raises(ConfigError, match="holds no request"):
+    with pytest.raises(ConfigError, match="has no request"):
         named(str(tmp_path / "empty"), VOCAB)
