@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from kvasir.config import env
 from kvasir.config.engine import EngineConfig, SettingField, all_settings, did_you_mean
-from kvasir.config.vllm_settings import not_yet
+from kvasir.config.vllm_settings import vllm_only
 from kvasir.errors import ConfigError
 from kvasir.log import get_logger, warn_once
 
@@ -63,7 +63,7 @@ class EngineArgs:
             value = given.pop(name) if name in given else known.default
             setattr(self, name, from_python(name, known, value))
         for name in given:
-            wrong = not_yet(name, "setting") or f"{name} is not a setting.{did_you_mean(name, all_settings())}"
+            wrong = vllm_only(name, "setting") or f"{name} is not a setting.{did_you_mean(name, all_settings())}"
             raise ConfigError(wrong)
         self.create_engine_config()  # checks all values now
 
@@ -224,7 +224,7 @@ class _ConfigFile(argparse.Action):
         for key, value in read_config_file(values).items():
             action = actions.get(key.replace("-", "_"))
             if action is None or action is self:
-                wrong = not_yet(key, "setting") or f"{key} is not a setting.{did_you_mean(key, map(flag, actions))}"
+                wrong = vllm_only(key, "setting") or f"{key} is not a setting.{did_you_mean(key, map(flag, actions))}"
                 raise ConfigError(f"{values}: {wrong}")
             if getattr(namespace, action.dest, action.default) == action.default:
                 setattr(namespace, action.dest, self._read(action, value))

@@ -27,8 +27,8 @@ BIAS_LIMIT = 100.0  # larger biases are cut to it, as in vLLM; it forces or bans
 
 @dataclass(slots=True)
 class RepetitionDetectionParams:
-    """End a request once a pattern of min_pattern_size to max_pattern_size tokens stands min_count times in a row at
-    the end of its output."""
+    """End a request once its output ends with min_count repetitions of a pattern of min_pattern_size to
+    max_pattern_size tokens."""
 
     max_pattern_size: int = 0  # 0: off
     min_pattern_size: int = 1

@@ -57,7 +57,7 @@ _SHORT = "-O -ac -cc -dcp -dpa -dpb -dph -dpl -dpn -dpp -dpr -ep -n -pcp -r -sc"
 SHORT_FLAGS = frozenset(_SHORT.split())
 
 
-def not_yet(name: str, noun: str) -> str | None:
+def vllm_only(name: str, noun: str) -> str | None:
     """An error message for a setting or flag that only vLLM has; None for an unknown name."""
     plain = name.removeprefix("--").replace("-", "_").partition(".")[0]  # vLLM: --compilation-config.mode 3
     short = re.sub(r"^-O\d$", "-O", name)

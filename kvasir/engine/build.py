@@ -86,14 +86,14 @@ def count_blocks(config: EngineConfig, executor: Executor) -> int:
     """Number of KV cache blocks, with the null block. They must hold one request of max_model_len tokens."""
     spec = executor.kv_spec()
     longest = -(-config.model.max_model_len // spec.block_size) * len(spec.windows)
-    most = longest * config.scheduler.max_num_seqs + 1
+    limit = longest * config.scheduler.max_num_seqs + 1
     override = config.cache.num_gpu_blocks_override
     if override is not None:
         available = override * spec.block_bytes
         num_blocks = override
     else:
         available = executor.available_kv_bytes()
-        num_blocks = min(available // spec.block_bytes, most)
+        num_blocks = min(available // spec.block_bytes, limit)
     if num_blocks < longest + 1:
         raise ConfigError(_too_small(config, spec, available, num_blocks))
     tokens = (num_blocks - 1) // len(spec.windows) * spec.block_size

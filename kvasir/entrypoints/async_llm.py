@@ -20,7 +20,7 @@ from kvasir.config.engine import EngineConfig
 from kvasir.entrypoints.vllm_methods import MissingVllmMethods
 from kvasir.errors import ConfigError, EngineDeadError, KvasirError, RequestError
 from kvasir.frontend.clients.engine_client import EngineClient
-from kvasir.frontend.clients.launch import Executor
+from kvasir.frontend.clients.launch import ExecutorFactory
 from kvasir.frontend.clients.stream import Stream
 from kvasir.frontend.requests.choices import BeamState, process_all
 from kvasir.frontend.requests.input import InputProcessor, PromptType, default_sampling_params, make_terms
@@ -41,7 +41,9 @@ _LONG_TEXT = 1 << 14  # characters; tokenizing more in the event loop would bloc
 class AsyncLLM(MissingVllmMethods):
     """Belongs to one event loop at a time: the one it is first used in."""
 
-    def __init__(self, config: EngineConfig, executor: Executor = None, *, client: EngineClient | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, executor: ExecutorFactory = None, *, client: EngineClient | None = None
+    ) -> None:
         """`executor` replaces the model: a 'module:name' or picklable callable that makes an executor from the config.
 
         `client` is one that was started or attached before; the engine of `config` is started otherwise.

@@ -1,8 +1,9 @@
-"""AsyncLLM over an engine process with a fake device: what comes out, and in what pieces."""
+"""AsyncLLM over an engine process with a fake device: its outputs, and how they are split."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
 import subprocess
 import sys
@@ -243,7 +244,29 @@ def test_names_of_vllm(llm: AsyncLLM) -> None:
     run(work())
 
 
-def test_questions_to_the_core(llm: AsyncLLM) -> None:
+def test_add_request_has_all_parameters_of_generate(llm: AsyncLLM) -> None:
+    own, generate = (inspect.signature(each).parameters for each in (AsyncLLM.add_request, AsyncLLM.generate))
+    assert own.keys() - {"params"} == generate.keys() - {"sampling_params"}
+
+    async def work() -> None:
+        stream = await llm.add_request(None, tokens(9), greedy(4), timeout=60, data_parallel_rank=0)
+        assert stream.request_id and not stream.finished
+        while (output := await stream.next()) is not None:
+            last_output = output
+        assert stream.finished and last_output.outputs[0].token_ids == expected([9], 4)
+        for name, value in {"data_parallel_rank": 1, "timeout": -1, "weight": 0, "lora_request": "an adapter"}.items():
+            with pytest.raises(RequestError, match=name):
+                await llm.add_request("wrong", tokens(9), greedy(4), **{name: value})  # type: ignore[arg-type]
+        stream = await llm.add_request("aborted", tokens(9), deltas(100))
+        await llm.abort(stream.request_id)
+        aborted = await stream.next()
+        assert aborted is not None and aborted.outputs[0].finish_reason == "abort" and await stream.next() is None
+        await until(lambda: is_idle(llm))
+
+    run(work())
+
+
+def test_calls_of_the_core(llm: AsyncLLM) -> None:
     async def work() -> None:
         assert await llm.call("has_work") is False
         assert await llm.reset_prefix_cache() is True

@@ -1,4 +1,4 @@
-"""Several engines behind one client: where requests go, and that it makes no difference to what they say."""
+"""Several engines behind one client: how requests are routed, and that outputs do not depend on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever dies, everybody is told, at once, and nothing is left running."""
+"""When a process dies, all callers get an error at once, and no process is left running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses a process boundary comes out as it went in."""
+"""Messages between processes are decoded to what was encoded; addresses, errors and progress."""
 
 from __future__ import annotations
 

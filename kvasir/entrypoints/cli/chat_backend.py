@@ -146,10 +146,10 @@ def _check(reply: httpx.Response) -> None:
     if reply.status_code == httpx.codes.UNAUTHORIZED:
         raise ConfigError("The server needs an API key; set --api-key or KVASIR_API_KEY.")
     try:
-        said = _message(reply.json())
+        message = _message(reply.json())
     except (ValueError, LookupError, TypeError):
-        said = f"HTTP {reply.status_code} {reply.reason_phrase}".strip()
-    raise RequestError(said) if reply.is_client_error else EngineError(said)
+        message = f"HTTP {reply.status_code} {reply.reason_phrase}".strip()
+    raise RequestError(message) if reply.is_client_error else EngineError(message)
 
 
 def _message(body: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from kvasir.config.engine import did_you_mean
-from kvasir.config.vllm_settings import not_yet
+from kvasir.config.vllm_settings import vllm_only
 
 HELP = "show help; =listgroup lists the groups of flags, =GROUP shows one group, =WORD shows flags with that word"
 MAX_USAGE_FLAGS = 12  # a usage line with more is hard to read
@@ -90,7 +90,7 @@ def _flags(sections: Sections) -> Iterator[str]:
 
 
 def _unknown(parser: argparse.ArgumentParser, asked: str, word: str, sections: Sections) -> str:
-    if missing := not_yet(f"--{word}", "flag"):
+    if missing := vllm_only(f"--{word}", "flag"):
         return missing
     near = did_you_mean(word, [*(_name(title) for title, _ in sections), *(flag[2:] for flag in _flags(sections))])
     message = f"{parser.prog} has no group {asked!r} and no flag with that word.{near}"

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from kvasir import __version__
 from kvasir.config import env
 from kvasir.config.engine import did_you_mean
-from kvasir.config.vllm_settings import not_yet
+from kvasir.config.vllm_settings import vllm_only
 from kvasir.entrypoints.cli.help import HELP, help_on, short_usage
 from kvasir.errors import ConfigError, KvasirError
 from kvasir.log import get_logger
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not name.startswith("-"):
                 raise ConfigError(f"The argument {name!r} is one too many; only flags may follow.")
             raise ConfigError(
-                not_yet(name, "flag") or f"{name} is not a flag of this command.{did_you_mean(name, _flags(parser))}"
+                vllm_only(name, "flag") or f"{name} is not a flag of this command.{did_you_mean(name, _flags(parser))}"
             )
         return int(import_module(COMMANDS[namespace.command][0]).run(namespace))
     except KvasirError as error:

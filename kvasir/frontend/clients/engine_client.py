@@ -23,7 +23,7 @@ from kvasir.config.engine import EngineConfig
 from kvasir.engine import transport
 from kvasir.engine.transport import KEYS_PER_CLIENT, Address, Progress, Registration, make_directory, remove_directory
 from kvasir.errors import ConfigError, EngineDeadError, EngineError, KvasirError, RequestError
-from kvasir.frontend.clients.launch import EngineProcess, Executor, close_all, launch, wait_for_all
+from kvasir.frontend.clients.launch import EngineProcess, ExecutorFactory, close_all, launch, wait_for_all
 from kvasir.frontend.clients.router import Router
 from kvasir.messages import EngineOutput, EngineRequest
 
@@ -72,7 +72,7 @@ class EngineClient:
     # ------------------------------------------------------------ start and end
 
     @classmethod
-    def start(cls, asked: EngineConfig, executor: Executor = None) -> Self:
+    def start(cls, asked: EngineConfig, executor: ExecutorFactory = None) -> Self:
         """Start the processes. Returns once their settings are resolved, while the model is still loading."""
         size = asked.parallel.data_parallel_size
         directory = make_directory(size)

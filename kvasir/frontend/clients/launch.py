@@ -17,7 +17,7 @@ from kvasir.engine.transport import FAILED, EngineStart
 from kvasir.errors import ConfigError, EngineError, KvasirError
 from kvasir.platforms.limits import parse_cpus, share, usable_cpus
 
-Executor = str | Callable[[EngineConfig], Any] | None  # replaces the model's executor: "module:name" or a callable
+ExecutorFactory = str | Callable[[EngineConfig], Any] | None  # "module:name" or a callable; None runs the model
 CLOSE_SECONDS = 15.0  # how long an engine may take to end before it is killed
 _MAIN = "import sys; from kvasir.engine.process import main; main(int(sys.argv[1]))"
 
@@ -62,7 +62,7 @@ class EngineProcess:
         return value
 
 
-def launch(asked: EngineConfig, executor: Executor, directory: str) -> list[EngineProcess]:
+def launch(asked: EngineConfig, executor: ExecutorFactory, directory: str) -> list[EngineProcess]:
     """Start all engine processes of a configuration, without waiting for them."""
     size, device = asked.parallel.data_parallel_size, asked.device.device
     if size > 1 and ":" in device:

@@ -14,7 +14,7 @@ from kvasir.frontend.requests.metrics import sum_stats
 from kvasir.messages import EngineOutput, EngineRequest, EngineStats
 
 if TYPE_CHECKING:
-    from kvasir.frontend.clients.launch import Executor
+    from kvasir.frontend.clients.launch import ExecutorFactory
 
 _POLL_MS = 100  # Ctrl-C is noticed between two polls
 
@@ -95,7 +95,7 @@ class ProcessClient:
 
     remote = True
 
-    def __init__(self, asked: EngineConfig, executor: Executor = None) -> None:
+    def __init__(self, asked: EngineConfig, executor: ExecutorFactory = None) -> None:
         # Imported here: an engine in the caller's process needs neither ZeroMQ nor msgspec.
         from kvasir.frontend.clients.engine_client import EngineClient
 

@@ -1,4 +1,4 @@
-"""The engine's loop over real sockets, with a core made of lists: who is told what."""
+"""The loop of an engine process over real sockets, with a fake core: which client gets which message."""
 
 from __future__ import annotations
 
