@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from kvasir.bench.serve import load
-from kvasir.bench.serve.client import Client, Target
+from kvasir.bench.serve.client import LoadClient, Target
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 BODY = json.dumps({"prompt": "x", "stream": True}).encode()
@@ -61,10 +61,10 @@ def serve(pipe: Connection, chunks: int) -> None:
 
 
 async def measure(port: int, clients: int, requests: int) -> load.Outcome:
-    client = Client(Target(f"http://127.0.0.1:{port}/v1/completions", {}))
+    client = LoadClient(Target(f"http://127.0.0.1:{port}/v1/completions", {}))
     try:
         count = clients * requests
-        return await load.run(client, load.Load([BODY] * count, [0.0] * count, clients))
+        return await load.run(client, load.LoadPlan([BODY] * count, [0.0] * count, clients))
     finally:
         client.close()
 

@@ -29,11 +29,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run it from a checkout 
 from kvasir.bench.report import commit, hardware, table
 from kvasir.engine.build import build_core
 from kvasir.engine.core import EngineCore
-from kvasir.engine.liveness import Lifelines
-from kvasir.engine.service import Service
+from kvasir.engine.liveness import ClientLiveness
+from kvasir.engine.service import EngineService
 from kvasir.engine.transport import Address, Progress, make_directory
+from kvasir.errors import KvasirError
 from kvasir.executor.fake import delayed, fake_config
-from kvasir.frontend.clients.engines import Engines
+from kvasir.frontend.clients.engine_client import EngineClient
 from kvasir.messages import EngineOutput, EngineRequest
 from kvasir.sampling.startup_processors import StartupProcessors
 
@@ -42,7 +43,7 @@ PROMPT = 128
 WARM_UP_STEPS = 64
 STEP_SECONDS = 0.002  # of the device, where it takes time
 LIMIT_US = 100.0  # added to a step of 256
-OWNERS: list[object] = []  # other ends of lifelines: an engine ends when its owner's is closed
+OWNERS: list[object] = []  # the owners' ends of liveness sockets; closing one would end its engine
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,11 @@ def measure(running: int, delay: float, num_steps: int) -> Figure:
     address = Address(directory, 0)
     owner, kept = Pipe()
     OWNERS.append(kept)
-    lifelines = Lifelines(owner, os.getppid(), address)
-    lifelines.config = fake_config()
-    lifelines.start()
+    liveness = ClientLiveness(owner, os.getppid(), address)
+    liveness.config = fake_config()
+    liveness.start()
     core = make_core(running, delay, num_steps)
-    service = Service(core, StartupProcessors(None), address.messages, lifelines, Progress(address.progress, True))
+    service = EngineService(core, StartupProcessors(None), address.messages, liveness, Progress(address.progress, True))
     command = [sys.executable, __file__, "--client", directory, "--running", str(running), "--steps", str(num_steps)]
     client = subprocess.Popen(command, stdout=subprocess.PIPE)
     steps: list[float] = []
@@ -124,14 +125,14 @@ def measure(running: int, delay: float, num_steps: int) -> Figure:
 
     core.run_step = timed_step  # type: ignore[method-assign]
     while core.stats().num_running < running:
-        service.turn()
+        service.run_once()
     for _ in range(WARM_UP_STEPS):
-        service.turn()
+        service.run_once()
     steps.clear()
-    turns = np.array([timed(service.turn) for _ in range(num_steps)])
+    turns = np.array([timed(service.run_once) for _ in range(num_steps)])
     measured = np.array(steps)
     while core.has_work():
-        service.turn()
+        service.run_once()
     came, decoded = (np.array(each) for each in pickle.load(client.stdout))  # type: ignore[arg-type]
     client.wait()
     service.close()
@@ -155,22 +156,36 @@ def conditions(figures: Sequence[Figure]) -> list[tuple[str, bool]]:
 
 def run_client(directory: str, running: int, num_steps: int) -> None:
     """Adds the requests, reads until they end, and says when each step's output was there."""
-    engines = Engines.attach(directory)
-    (link,) = engines.links
-    for request in requests(running, partial(next, engines.keys), num_steps):
-        engines.add(request)
+    client = EngineClient.attach(directory)
+    client.listener = Ignore()
+    (connection,) = client.connections
+    for request in requests(running, partial(next, client.keys), num_steps):
+        client.add(request)
     came: list[float] = []
     decoded: list[float] = []
-    while engines.num_unfinished:
-        link.socket.poll()
-        while link.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+    while client.num_unfinished:
+        connection.socket.poll()
+        while connection.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             started = time.perf_counter()
-            next(engines.receive())
+            client.receive(limit=1)
             decoded.append(time.perf_counter() - started)
             came.append(time.monotonic())
     pickle.dump((came, decoded), sys.stdout.buffer)
     sys.stdout.flush()
-    engines.close()
+    client.close()
+
+
+class Ignore:
+    """A listener that drops the outputs: only their arrival is measured."""
+
+    def on_output(self, output: EngineOutput) -> None:
+        pass
+
+    def on_refusal(self, key: int, error: KvasirError) -> None:
+        raise error
+
+    def on_death(self, error: KvasirError) -> None:
+        pass
 
 
 def main() -> int:

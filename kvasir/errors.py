@@ -1,34 +1,34 @@
-"""The error tree. Everything Kvasir raises on purpose is one of these.
+"""All error classes of Kvasir. Any process.
 
 KvasirError
-├── ConfigError      the engine cannot be built as asked: a setting, a file or the machine is wrong
-│   └── ModelError   the model's own files are missing, corrupt, or of a kind we do not run
-├── RequestError     one request is wrong; the engine goes on (HTTP 4xx)
-│   └── OverloadedError   nothing is wrong with it, but the queue is full (HTTP 429)
-└── EngineError      the engine itself failed (HTTP 5xx)
-    ├── DeviceMemoryError   a step did not fit the device's memory
-    └── EngineDeadError   it failed earlier and takes no more work
+├── ConfigError      the engine cannot be built: a setting, a file or the machine is wrong
+│   └── ModelError   the model's files are missing, corrupt or not supported
+├── RequestError     one request is wrong; the engine continues (HTTP 4xx)
+│   └── OverloadedError   the request is valid, but the queue is full (HTTP 429)
+└── EngineError      the engine failed (HTTP 5xx)
+    ├── DeviceMemoryError   a step did not fit into device memory
+    └── EngineDeadError   the engine failed earlier and accepts no more requests
 
 A message says what was asked, what is possible and what to change.
 """
 
 
 class KvasirError(Exception):
-    """Base of every error raised on purpose."""
+    """Base class of all errors that Kvasir raises on purpose."""
 
-    request_id: str | None = None  # of the request at fault, where it is told later than that was added
+    request_id: str | None = None  # of the wrong request, if the error is raised after it was added
 
 
 class ConfigError(KvasirError, ValueError):
-    """The engine cannot be built as asked."""
+    """The engine cannot be built with these settings."""
 
 
 class ModelError(ConfigError):
-    """A model's files are missing, corrupt, or of a kind Kvasir does not run."""
+    """A model's files are missing, corrupt or not supported."""
 
 
 class RequestError(KvasirError, ValueError):
-    """One request is wrong. `parameter` names the field at fault where there is one."""
+    """One request is wrong. `parameter` is the name of the wrong field, if there is one."""
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class RequestError(KvasirError, ValueError):
 
 
 class OverloadedError(RequestError):
-    """The queue is full. `retry_after`: seconds after which another try makes sense."""
+    """The queue is full. `retry_after` is the number of seconds to wait before trying again."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -48,8 +48,8 @@ class EngineError(KvasirError, RuntimeError):
 
 
 class DeviceMemoryError(EngineError):
-    """A step did not fit the device's memory. Nothing is known of what it computed."""
+    """A step did not fit into device memory. Its results are undefined."""
 
 
 class EngineDeadError(EngineError):
-    """The engine failed earlier and takes no more work."""
+    """The engine failed earlier and accepts no more requests."""

@@ -1,7 +1,7 @@
 """Logging: one line per event on standard error, as text or JSON. Any process.
 
-The level comes from KVASIR_LOG_LEVEL, the form from KVASIR_LOG_FORMAT. What a caller adds as `extra={"fields": {...}}`
-is a JSON line's further entries. Importing this never fails: a bad level is reported by `env.validate()`.
+KVASIR_LOG_LEVEL sets the level and KVASIR_LOG_FORMAT the format. Callers add entries to a JSON line with
+`extra={"fields": {...}}`. Importing this never fails: `env.validate()` reports a wrong level.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _warned: set[str] = set()
 
 
 class _Stderr(logging.Handler):
-    """Writes to whatever sys.stderr is at the moment, so that redirecting it works."""
+    """Writes to the current sys.stderr, so that redirecting it works."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -28,7 +28,7 @@ class _Stderr(logging.Handler):
 
 
 class _Json(logging.Formatter):
-    """A line that programs read."""
+    """Formats a record as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -49,14 +49,14 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def warn_once(logger: logging.Logger, message: str) -> None:
-    """Log a warning unless this very one was logged before in this process."""
+    """Log a warning unless the same one was logged before in this process."""
     if message not in _warned:
         _warned.add(message)
         logger.warning(message)
 
 
 def handler() -> logging.Handler:
-    """What writes log lines in the form that KVASIR_LOG_FORMAT asks for."""
+    """A handler that writes log lines in the format of KVASIR_LOG_FORMAT."""
     made = _Stderr()
     if env.LOG_FORMAT.read_text().upper() == "JSON":
         made.setFormatter(_Json())
@@ -66,7 +66,7 @@ def handler() -> logging.Handler:
 
 
 def configure() -> None:
-    """Set logging up from the environment; a second call reads it anew."""
+    """Set up logging from the environment. A second call reads it again."""
     root = logging.getLogger("kvasir")
     for old in [each for each in root.handlers if isinstance(each, _Stderr)]:
         root.removeHandler(old)
@@ -78,7 +78,7 @@ def configure() -> None:
         level, name = "INFO", env.LOG_LEVEL.name
     root.setLevel(level)
     if name != env.LOG_LEVEL.name:
-        warn_once(root, f"{name} is vLLM's name; Kvasir's is {env.LOG_LEVEL.name}.")
+        warn_once(root, f"{name} is vLLM's name; use {env.LOG_LEVEL.name}.")
 
 
 configure()

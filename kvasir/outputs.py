@@ -1,6 +1,6 @@
-"""What callers get back, with vLLM's names: RequestOutput, its CompletionOutput, Logprob and RequestMetrics.
+"""Output classes with vLLM's names: RequestOutput, CompletionOutput, Logprob and RequestMetrics. Any process.
 
-Plain data. Under RequestOutputKind.CUMULATIVE the lists of one request's outputs are one and the same, growing list.
+With RequestOutputKind.CUMULATIVE, all outputs of a request share the same growing lists.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from typing import Any, overload
 
 @dataclass(slots=True)
 class Logprob:
-    """One token's log-probability at one position."""
+    """The log-probability of one token at one position."""
 
     logprob: float
-    rank: int | None = None  # 1: the likeliest
+    rank: int | None = None  # 1 is the most likely token
     decoded_token: str | None = None
 
 
 class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
-    """Log-probabilities of many positions in a few flat lists: far fewer objects than a dict for each position.
+    """Log-probabilities of many positions in a few flat lists, with far fewer objects than a dict per position.
 
-    Reads like the list of dicts it stands for; position i's entries are those
-    from `start_indices[i]` to `end_indices[i]`.
+    It behaves like a list of dicts. The entries of position i are those from `start_indices[i]` to `end_indices[i]`.
     """
 
     __slots__ = ("decoded_tokens", "end_indices", "logprobs", "ranks", "start_indices", "token_ids")
@@ -37,7 +36,7 @@ class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
         self.decoded_tokens: list[str | None] = []
 
     def append(self, entry: Iterable[tuple[int, float, int | None, str | None]] | None) -> None:
-        """The next position: (token id, value, rank, text) for each of its tokens; None: it has none."""
+        """Add a position: (token id, value, rank, text) for each of its tokens, or None for no tokens."""
         self.start_indices.append(len(self.token_ids))
         for token, value, rank, text in entry or ():
             self.token_ids.append(token)
@@ -75,23 +74,23 @@ class FlatLogprobs(Sequence[dict[int, Logprob] | None]):
         return list(zip(*columns, strict=True))
 
 
-# One dict per position: the token itself first, then the likeliest ones in order.
+# One dict per position: first the token itself, then the most likely ones in order.
 SampleLogprobs = list[dict[int, Logprob]] | FlatLogprobs
-PromptLogprobs = list[dict[int, Logprob] | None] | FlatLogprobs  # nothing predicts the first token: None
+PromptLogprobs = list[dict[int, Logprob] | None] | FlatLogprobs  # None for the first token, which has no prediction
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request, in seconds on the clock that the caller's `arrival_time` is on."""
+    """Times and counts of one request. Times are in seconds on the same clock as `arrival_time`."""
 
     arrival_time: float
-    first_scheduled_time: float | None = None  # None unless it has run
-    first_token_time: float | None = None  # None unless there was one
+    first_scheduled_time: float | None = None  # None before the request is scheduled
+    first_token_time: float | None = None  # None before the first token
     last_token_time: float | None = None
     finished_time: float | None = None
     num_generation_tokens: int = 0
-    max_num_generation_tokens: int = 0  # of the longest of its completions
-    num_unreturned_tokens: int = 0  # generated for completions that were not among the best; known at the end
+    max_num_generation_tokens: int = 0  # of its longest completion
+    num_unreturned_tokens: int = 0  # of completions that are not returned (best_of); known at the end
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -103,7 +102,7 @@ class RequestMetrics:
 
     @property
     def latency(self) -> float | None:
-        """From arrival to finish."""
+        """Seconds from arrival to finish."""
         return None if self.finished_time is None else self.finished_time - self.arrival_time
 
 
@@ -116,8 +115,8 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: SampleLogprobs | None = None
-    finish_reason: str | None = None  # "stop", "length", "repetition", "error", "abort"; None: it runs
-    stop_reason: int | str | None = None  # stop string or token id, or the error; None for the model's own end token
+    finish_reason: str | None = None  # "stop", "length", "repetition", "error", "timeout", "abort"; None while it runs
+    stop_reason: int | str | None = None  # stop string, token id or error message; None for the model's end token
     lora_request: Any = None
 
     def finished(self) -> bool:
@@ -126,7 +125,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and what has been generated for it."""
+    """A request and its completions."""
 
     request_id: str
     prompt: str | None
@@ -136,24 +135,24 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics | None = None
     lora_request: Any = None
-    num_cached_tokens: int | None = None  # of the prompt, known once the request has run
+    num_cached_tokens: int | None = None  # of the prompt; None before the request is scheduled
     kv_transfer_params: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One text of a beam search."""
+    """One sequence of a beam search."""
 
-    tokens: list[int]  # the prompt's and the text's; a token that ended it only with include_stop_str_in_output
+    tokens: list[int]  # prompt and output; the stop token only with include_stop_str_in_output
     cum_logprob: float
-    text: str  # of all these tokens, special ones included
+    text: str  # of all tokens, with special tokens
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    score: float = 0.0  # log-probability / length ** length_penalty: texts are ranked by it, less diversity penalties
+    score: float = 0.0  # log-probability / length ** length_penalty; the ranking also subtracts diversity penalties
 
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The texts that a beam search found for one prompt, best first."""
+    """The sequences that a beam search found for one prompt, best first."""
 
     sequences: list[BeamSearchSequence]

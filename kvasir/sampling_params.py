@@ -1,7 +1,7 @@
-"""What a caller asks of one request: `SamplingParams`, with vLLM's names, order and defaults.
+"""SamplingParams and BeamSearchParams: the parameters of a request, with vLLM's names, order and defaults. Any process.
 
-Plain data with complete validation; knows nothing of models, tokenizers or devices. What depends on those
-(vocabulary size, context length, the model's end tokens) is checked in frontend/input.py.
+They check their values but know nothing of models and tokenizers. frontend/requests/input.py checks values that depend
+on those, such as token ids and lengths.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from kvasir.config import checks as check
 from kvasir.errors import RequestError
 
-# Fields that exist by name only, with the values that ask for nothing. Any other value is refused by name until the
-# feature is there; turning one on means deleting its line here and reading the field where it takes effect.
-NOT_YET: Mapping[str, tuple[object, ...]] = {
+# Fields of features that are not supported yet, with the values that turn the feature off. Other values are refused. To
+# add a feature, delete its line here and read the field where it takes effect.
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "structured_outputs": (None,),
     "guided_decoding": (None,),
     "truncate_prompt_tokens": (None,),
@@ -29,7 +29,7 @@ NOT_YET: Mapping[str, tuple[object, ...]] = {
 
 OLDER_NAMES: Mapping[str, str] = {"stop_strings": "stop"}
 
-MOST_BRANCHES = 16384
+MAX_COMPLETIONS = 16384
 _SEARCH = ("use_beam_search", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
 _FLAGS = (
     "ignore_eos",
@@ -42,7 +42,7 @@ _FLAGS = (
 
 
 class RequestOutputKind(Enum):
-    """What a step's output holds: all so far, only what is new, or nothing until the request has ended."""
+    """Content of an output: everything so far, only new tokens, or only one output when the request has ended."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -52,52 +52,52 @@ class RequestOutputKind(Enum):
 @check.accepts_older_names(OLDER_NAMES)
 @dataclass(slots=True, repr=False)
 class SamplingParams:
-    """How to sample one request. `SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64)`."""
+    """Sampling parameters of one request: `SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64)`."""
 
-    n: int = 1  # completions of the prompt
-    presence_penalty: float = 0.0  # taken off the logits of tokens that were generated already
-    frequency_penalty: float = 0.0  # the same, times how often they were generated
+    n: int = 1  # number of completions
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
+    frequency_penalty: float = 0.0  # the same, multiplied by their number in the output
     repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt or output, multiplies negative ones
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # keep the smallest set of tokens with this much probability; 1: all
-    top_k: int = 0  # keep the k likeliest tokens; 0 or -1: all
-    min_p: float = 0.0  # keep tokens at least this likely, as a share of the likeliest one's probability
-    seed: int | None = None  # None: derived from the engine's seed, different for each request
-    stop: str | list[str] | None = None  # text that ends the request; a list after construction
-    stop_token_ids: list[int] | None = None  # tokens that end the request, besides the model's own
-    ignore_eos: bool = False  # the model's own end tokens do not end the request
-    max_tokens: int | None = 16  # None: as many as fit the model
-    min_tokens: int = 0  # nothing but max_tokens ends the request before so many tokens
-    logprobs: int | None = None  # log-probabilities of the sampled token and of so many likeliest ones; -1: of all
-    prompt_logprobs: int | None = None  # the same for every token of the prompt but the first
-    logprob_token_ids: list[int] | None = None  # log-probabilities of these tokens, in place of the likeliest
-    flat_logprobs: bool = False  # as one FlatLogprobs in place of a list of dicts
-    detokenize: bool = True  # False: token ids only, no text
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # keep the smallest set of tokens with this total probability
+    top_k: int = 0  # keep the k most likely tokens; 0 or -1 keeps all
+    min_p: float = 0.0  # minimum probability, as a fraction of that of the most likely token
+    seed: int | None = None  # None derives a different one for each request from the engine's seed
+    stop: str | list[str] | None = None  # stop strings; always a list after construction
+    stop_token_ids: list[int] | None = None  # tokens that end the request, besides the model's end tokens
+    ignore_eos: bool = False  # the model's end tokens do not end the request
+    max_tokens: int | None = 16  # None allows as many as max_model_len does
+    min_tokens: int = 0  # no end token or stop string ends the request before
+    logprobs: int | None = None  # of the sampled token and this many most likely ones; -1 is all
+    prompt_logprobs: int | None = None  # the same for every prompt token but the first
+    logprob_token_ids: list[int] | None = None  # for these tokens instead of the most likely ones
+    flat_logprobs: bool = False  # return FlatLogprobs instead of lists of dicts
+    detokenize: bool = True  # False returns token ids without text
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    stream_interval: int | None = None  # tokens between two outputs; None: the engine's setting
+    stream_interval: int | None = None  # tokens between two outputs; None uses the engine's setting
     structured_outputs: Any = None
-    logit_bias: dict[int, float] | None = None  # added to these tokens' logits, cut to [-100, 100]
-    allowed_token_ids: list[int] | None = None  # no other can be sampled
-    bad_words: list[str] | None = None  # texts that cannot be completed
-    extra_args: dict[str, Any] | None = None  # for the engine's start-up logits processors
-    skip_reading_prefix_cache: bool | None = None  # compute the whole prompt; implied by prompt_logprobs
+    logit_bias: dict[int, float] | None = None  # token id -> value added to its logit, cut to [-100, 100]
+    allowed_token_ids: list[int] | None = None  # only these can be sampled
+    bad_words: list[str] | None = None  # texts that must not appear in the output
+    extra_args: dict[str, Any] | None = None  # input of the logits processors in the settings
+    skip_reading_prefix_cache: bool | None = None  # compute the whole prompt; prompt_logprobs does it too
     thinking_token_budget: int | None = None
     repetition_detection: Any = None  # RepetitionDetectionParams or a dict of its fields
     routed_experts_prompt_start: int | None = None
     trace_decode_token_ids: list[int] | None = None
-    # Names of older vLLM versions and of other engines, kept apart from the positional order above.
-    best_of: int | None = field(default=None, kw_only=True)  # sample so many, return the n likeliest
+    # Names of older vLLM versions and other engines; keyword-only, to keep the positional order above.
+    best_of: int | None = field(default=None, kw_only=True)  # sample this many and return the n most likely
     guided_decoding: Any = field(default=None, kw_only=True)
     forbidden_token_ids: list[int] | None = field(default=None, kw_only=True)  # cannot be sampled
     # callables (output ids, logits) or (prompt ids, output ids, logits), each returning logits
     logits_processors: list[Any] | None = field(default=None, kw_only=True)
-    top_ema_p: float = field(default=0.0, kw_only=True)  # Top-EMA, see docs/sampling.md; 0: off
+    top_ema_p: float = field(default=0.0, kw_only=True)  # Top-EMA, see docs/sampling.md; 0 turns it off
     top_ema_d: int = field(default=0, kw_only=True)
-    use_beam_search: bool = field(default=False, kw_only=True)  # search best_of (or n) beams in place of sampling
-    length_penalty: float = field(default=1.0, kw_only=True)  # these four: see BeamSearchParams
+    use_beam_search: bool = field(default=False, kw_only=True)  # search with best_of (or n) beams instead of sampling
+    length_penalty: float = field(default=1.0, kw_only=True)  # for this and the next three see BeamSearchParams
     early_stopping: bool | str = field(default=False, kw_only=True)
     num_beam_groups: int = field(default=1, kw_only=True)
     diversity_penalty: float = field(default=0.0, kw_only=True)
@@ -107,15 +107,15 @@ class SamplingParams:
         self.verify()
 
     def verify(self) -> None:
-        """Bring every field to its plain type and raise RequestError for the first that is wrong.
+        """Convert every field to a plain type and raise a RequestError for the first wrong one.
 
-        Called by the constructor, and again when a request is made of the parameters, as fields may be assigned.
+        The constructor calls it, and InputProcessor calls it again, because fields may be assigned in between.
         """
-        for name, harmless in NOT_YET.items():
+        for name, off_values in UNSUPPORTED.items():
             if (value := getattr(self, name)) is not _DEFAULTS[name]:
-                _refuse_unless(name, value, harmless)
+                _check_supported(name, value, off_values)
         self._verify_distribution()
-        self._verify_branches()
+        self._verify_completions()
         self._verify_lengths()
         self._verify_stops()
         self._verify_tokens()
@@ -136,16 +136,16 @@ class SamplingParams:
         self.top_ema_d = check.whole("top_ema_d", self.top_ema_d, 0)
         if bool(self.top_ema_p) != bool(self.top_ema_d):  # each is off without the other
             given, missing = ("top_ema_p", "top_ema_d") if self.top_ema_p else ("top_ema_d", "top_ema_p")
-            raise RequestError(f"{given} does nothing without {missing}: set both, or neither.", given)
+            raise RequestError(f"{given} has no effect without {missing}; set both or neither.", given)
         if self.seed is not None:
             self.seed = check.whole("seed", self.seed, -(2**63), 2**64 - 1)
 
-    def _verify_branches(self) -> None:
-        self.n = check.whole("n", self.n, 1, MOST_BRANCHES)
+    def _verify_completions(self) -> None:
+        self.n = check.whole("n", self.n, 1, MAX_COMPLETIONS)
         if self.best_of is not None:
-            self.best_of = check.whole("best_of", self.best_of, 1, MOST_BRANCHES)
+            self.best_of = check.whole("best_of", self.best_of, 1, MAX_COMPLETIONS)
             if self.best_of < self.n:
-                message = f"best_of={self.best_of} is less than n={self.n}: so many must be generated to return n."
+                message = f"best_of={self.best_of} is less than n={self.n}; it must be at least n."
                 raise RequestError(message, "best_of")
         self._verify_search()
         if self.num_branches > 1 and self.temperature == 0 and not self.use_beam_search:
@@ -165,22 +165,21 @@ class SamplingParams:
             raise RequestError(message, "early_stopping")
         for name in _SEARCH[1:]:
             if not self.use_beam_search and getattr(self, name) != _DEFAULTS[name]:
-                raise RequestError(f"{name} is for beam search: set use_beam_search=True or leave it out.", name)
+                raise RequestError(f"{name} is for beam search; set use_beam_search=True or leave it out.", name)
 
     @property
     def num_branches(self) -> int:
-        """How many completions are sampled, or searched."""
+        """Number of completions that are generated."""
         return self.best_of or self.n
 
     def _verify_tokens(self) -> None:
-        """What singles out tokens."""
         if self.logit_bias is not None:
             self.logit_bias = check.logit_bias(self.logit_bias)
         for name in ("allowed_token_ids", "forbidden_token_ids", "logprob_token_ids"):
             if (value := getattr(self, name)) is not None:
                 setattr(self, name, check.token_ids(name, value))
         if self.allowed_token_ids == []:
-            raise RequestError("allowed_token_ids is empty, which allows no token.", "allowed_token_ids")
+            raise RequestError("allowed_token_ids is empty; it must have at least one token.", "allowed_token_ids")
         if self.bad_words is not None:
             self.bad_words = check.texts("bad_words", self.bad_words)
         if self.logits_processors is not None:
@@ -207,7 +206,7 @@ class SamplingParams:
             return
         self.max_tokens = check.whole("max_tokens", self.max_tokens, 1)
         if self.min_tokens > self.max_tokens:
-            message = f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: change one of them."
+            message = f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; change one of them."
             raise RequestError(message, "min_tokens")
 
     def _verify_stops(self) -> None:
@@ -218,10 +217,10 @@ class SamplingParams:
         if not isinstance(self.stop, list | tuple) or not all(isinstance(text, str) for text in self.stop):
             raise RequestError(f"stop must be a string or a list of strings, not {reprlib.repr(self.stop)}.", "stop")
         if "" in self.stop:
-            raise RequestError("stop has an empty string in it, which would match everywhere; remove it.", "stop")
+            raise RequestError("stop contains an empty string, which would match everywhere; remove it.", "stop")
         self.stop = list(self.stop)
         if self.stop and self.detokenize is False:
-            raise RequestError("stop strings are found in text: set detokenize=True or use stop_token_ids.", "stop")
+            raise RequestError("stop needs text; set detokenize=True or use stop_token_ids.", "stop")
         ids = [] if self.stop_token_ids is None else self.stop_token_ids
         self.stop_token_ids = check.token_ids("stop_token_ids", ids)
 
@@ -234,7 +233,7 @@ class SamplingParams:
         return other
 
     def __repr__(self) -> str:
-        """Only what differs from the defaults."""
+        """Shows only values that differ from the defaults."""
         values = ((f.name, f.default, getattr(self, f.name)) for f in fields(self))
         shown = (f"{name}={value!r}" for name, default, value in values if value not in (default, []))
         return f"SamplingParams({', '.join(shown)})"
@@ -245,21 +244,23 @@ _DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}
 
 @dataclass(slots=True)
 class BeamSearchParams:
-    """`LLM.beam_search(prompts, BeamSearchParams(beam_width=4, max_tokens=64))`."""
+    """Parameters of `LLM.beam_search(prompts, BeamSearchParams(beam_width=4, max_tokens=64))`."""
 
-    beam_width: int  # beams, and texts that come back
+    beam_width: int  # number of beams, and of sequences returned
     max_tokens: int
     ignore_eos: bool = False
-    temperature: float = 0.0  # 0 or 1: log-probabilities are the model's own
-    length_penalty: float = 1.0  # a text is ranked by log-probability / length ** length_penalty
+    temperature: float = 0.0  # 0 and 1 both use the model's own log-probabilities
+    length_penalty: float = 1.0  # sequences are ranked by log-probability / length ** length_penalty
     include_stop_str_in_output: bool = False
     structured_outputs: Any = None
-    early_stopping: bool | str = False  # True: end with beam_width texts; "never": only when none can become better
-    num_beam_groups: int = 1  # diverse beam search: beams are dealt to so many groups ...
-    diversity_penalty: float = 0.0  # ... and a group pays this for a token that beams of earlier groups take
+    early_stopping: bool | str = (
+        False  # True ends at beam_width finished sequences; "never" ends when no better one is possible
+    )
+    num_beam_groups: int = 1  # diverse beam search: number of groups that the beams are divided into
+    diversity_penalty: float = 0.0  # subtracted from scores of tokens that earlier groups selected
 
     def to_sampling_params(self) -> SamplingParams:
-        """The same as SamplingParams, which check it."""
+        """Convert to SamplingParams, which check the values."""
         check.whole("beam_width", self.beam_width, 1)
         return SamplingParams(
             n=self.beam_width,
@@ -276,10 +277,10 @@ class BeamSearchParams:
         )
 
 
-def _refuse_unless(name: str, value: object, harmless: tuple[object, ...]) -> None:
-    # `type` apart, because True == 1 and False == 0 in Python.
-    for ok in harmless:
+def _check_supported(name: str, value: object, off_values: tuple[object, ...]) -> None:
+    # Types are compared too, because True == 1 and False == 0 in Python.
+    for ok in off_values:
         if value is ok or (isinstance(value, bool) == isinstance(ok, bool) and type(value) is not str and value == ok):
             return
-    message = f"{name}={reprlib.repr(value)} is not supported yet; leave it at {harmless[0]!r}."
+    message = f"{name}={reprlib.repr(value)} is not supported yet; leave it at {off_values[0]!r}."
     raise RequestError(message, name)

@@ -1,6 +1,6 @@
-"""How long the parts of this process's start took: what `kvasir bench startup` prints and a server's /ready shows.
+"""Measures how long each phase of a process's start takes, for `kvasir bench startup` and the server's /ready.
 
-Any process. A phase within another takes its time off that one, so that the phases add up to no more than the whole.
+Any process. The time of a phase does not include phases within it, so the sum of all phases is at most the total.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ PROFILE = "memory profile"
 KV_CACHE = "KV cache"
 FIRST_TOKEN = "first token"
 
-seconds: dict[str, float] = {}  # by phase, in the order in which they began
-_inner = [0.0]  # seconds that phases within the current one took, by depth
+seconds: dict[str, float] = {}  # phase -> seconds, in the order of their start
+_inner = [0.0]  # seconds of the phases within each open phase, by depth
 
 
-def note_entry() -> None:
-    """Call first in a process: what came before, the interpreter and the imports up to here, is a phase, too."""
+def record_imports() -> None:
+    """Record the time since the process started as the phase of imports. Call it first in a process."""
     if (before := _since_process_start()) is not None:
         seconds[IMPORTS] = before
 
 
 def _since_process_start() -> float | None:
-    """To a hundredth of a second; None where the system does not tell."""
+    """Seconds with a resolution of 0.01; None if the system does not report the start."""
     try:
         with open("/proc/self/stat", encoding="ascii") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])
@@ -47,7 +47,7 @@ def _since_process_start() -> float | None:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Time this block. Phases of one name add up."""
+    """Measure a block. Times of phases with the same name are added up."""
     began = time.perf_counter()
     seconds.setdefault(name, 0.0)
     _inner.append(0.0)
@@ -58,4 +58,4 @@ def phase(name: str) -> Iterator[None]:
         own = whole - _inner.pop()
         _inner[-1] += whole
         seconds[name] += own
-        logger.debug("start-up: %s took %.2f s", name, own)
+        logger.debug("Startup phase %s took %.2f s", name, own)

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the settings themselves. A test compares the page with what this makes.
+"""Write docs/configuration.md from the settings. A test checks that the page is up to date.
 
 usage: configuration_page.py
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from kvasir.config.args import OLD_NAMES, flag
-from kvasir.config.engine import EngineConfig, Known, all_settings
+from kvasir.config.engine import EngineConfig, SettingField, all_settings
 from kvasir.config.env import SETTING_ALIASES, VARIABLES
 from kvasir.server.config import server_settings
 
@@ -21,9 +21,9 @@ HEAD = """\
 <!-- Generated from kvasir/config/engine.py by `make docs`. -->
 
 A setting has one name everywhere: a keyword of `LLM(...)` and `EngineArgs(...)`, a command-line flag, and a key of the
-YAML file given with `--config`. Flags win over the file. Sizes may be written `4096`, `1k` (1000), `1K` (1024) or
-`25.6k`; mappings are JSON on the command line. Yes-or-no settings have two flags: `--enable-prefix-caching` and
-`--no-enable-prefix-caching`. A name, type or value that cannot be is refused, with what is possible.
+YAML file given with `--config`. Flags override the file. Sizes may be written `4096`, `1k` (1000), `1K` (1024) or
+`25.6k`; mappings are JSON on the command line. A boolean setting has two flags: `--enable-prefix-caching` and
+`--no-enable-prefix-caching`. A wrong name, type or value is an error that says what is possible.
 
 ```python
 LLM("path/to/model", max_model_len="32k", enable_prefix_caching=False)
@@ -39,8 +39,8 @@ enable-prefix-caching: false
 SERVER = """\
 ## Server
 
-Flags of `kvasir serve` alone, and keys of its `--config` file; [server.md](server.md) says more. Lists are several
-words (`--api-key A B`) or one JSON list.
+Flags of `kvasir serve`, and keys of its `--config` file; see [server.md](server.md). A list is written as several
+values (`--api-key A B`) or as one JSON list.
 
 | setting | default | meaning |
 |---|---|---|
@@ -55,8 +55,8 @@ ENVIRONMENT = """\
 
 HUB = """\
 
-`HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE` mean what they mean to huggingface_hub. `ONEDNN_MAX_CPU_ISA`
-is set by Kvasir, unless it is set already, on virtual machines whose AMX is announced but not described.
+huggingface_hub reads `HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE`. Kvasir sets `ONEDNN_MAX_CPU_ISA`,
+unless it is set already, on virtual machines that announce AMX but do not describe it.
 """
 
 
@@ -73,7 +73,7 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def row(name: str, known: Known) -> str:
+def row(name: str, known: SettingField) -> str:
     rule = known.setting
     default = rule.auto or ("-" if known.default in (None, {}, [], "") else f"`{known.default}`")
     meaning = rule.help
@@ -94,7 +94,7 @@ def variable_row(name: str, values: tuple[str, ...], help: str, aliases: tuple[s
 def older_names() -> str:
     lines = [f"| `{old}`, `{flag(old)}` | `{new}`, entry `{key}` |\n" for old, (new, key, _) in OLD_NAMES.items()]
     lines += [f"| environment variable `{old}` | `{new}` |\n" for old, new in SETTING_ALIASES.items()]
-    return "## Older vLLM names\n\nTaken, with one warning.\n\n| older name | today |\n|---|---|\n" + "".join(lines)
+    return "## Older vLLM names\n\nAccepted, with a warning.\n\n| older name | setting |\n|---|---|\n" + "".join(lines)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ async def is_idle(llm: AsyncLLM) -> bool:
 
 
 def engine_pids(llm: AsyncLLM) -> list[int]:
-    return [link.process.pid for link in llm._client.engines.links if link.process is not None]
+    return [link.process.pid for link in llm._client.connections if link.process is not None]
 
 
 def gone(pid: int, seconds: float = PATIENCE) -> bool:

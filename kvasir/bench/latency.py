@@ -1,7 +1,7 @@
-"""`kvasir bench latency`: time to the first token, and time per token after it, of a batch that starts together.
+"""`kvasir bench latency`: time to first token, and time per token after it, of a batch that starts together.
 
-The first is the time of a call that asks for one token; the second is the rest of a longer call, per token. The two
-calls have different prompts of the same length, so that neither finds anything of the other.
+Time to first token is that of a call for one token; time per token comes from the rest of a longer call. Both calls
+have different prompts of the same length, so that neither hits the other's prefix cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from kvasir.bench import report
-from kvasir.bench.runners import KvasirRunner, Runner, Timed, make_peer, paired_ratio, take_turns, timed
+from kvasir.bench.runners import KvasirRunner, Runner, Timed, alternate, make_peer, paired_ratio, timed
 from kvasir.bench.workloads import BenchRequest, Span, cut, uniform
 from kvasir.config.args import EngineArgs
 from kvasir.entrypoints.llm import LLM
@@ -32,25 +32,25 @@ class LatencyOptions:
     def __post_init__(self) -> None:
         if self.output_len < 2:
             raise ConfigError(
-                "--output-len must be at least 2: the time per token is that of the tokens after the first."
+                "--output-len must be at least 2, because time per token is measured after the first token."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    first: Timed  # one token
-    whole: Timed  # all of them
+    first: Timed  # for one token
+    whole: Timed  # for all tokens
 
 
 def run(args: EngineArgs, options: LatencyOptions) -> dict[str, Any]:
-    """Measure, and return the record: conditions, sizes, and what each runner did."""
+    """Run the benchmark and return its record: conditions, sizes, and results of each runner."""
     with LLM.from_engine_args(args) as llm:
         config = llm.llm_engine.config
         record = {"benchmark": "latency", **report.conditions(config), "seed": config.model.seed}
         if options.batch_size > config.scheduler.max_num_seqs:
             raise ConfigError(
-                f"--batch-size {options.batch_size} is more than the {config.scheduler.max_num_seqs} requests that run "
-                f"at once; raise --max-num-seqs."
+                f"--batch-size {options.batch_size} is more than max_num_seqs={config.scheduler.max_num_seqs}; raise "
+                f"--max-num-seqs."
             )
         runners: list[Runner] = [KvasirRunner(llm)]
         if options.compare:
@@ -87,7 +87,7 @@ def _measure(
 
     for runner in runners:
         runner.generate(cut(prompts(2 * options.num_iters), WARM_UP_TOKENS))
-    take_turns(runners, options.num_iters, once)
+    alternate(runners, options.num_iters, once)
     return measured
 
 
@@ -97,7 +97,7 @@ def _figures(iterations: Sequence[Iteration], options: LatencyOptions) -> dict[s
     return {
         "ttft_ms": median(first),
         "ms_per_token": median(rest),
-        "out_tok_s": options.batch_size * 1e3 / median(rest),  # while all decode
+        "out_tok_s": options.batch_size * 1e3 / median(rest),  # while all requests decode
         "all_ttft_ms": first,
         "all_ms_per_token": rest,
         "other_load": [one.whole.others for one in iterations],
@@ -117,7 +117,7 @@ def render(record: Mapping[str, Any]) -> str:
         f"median of {record['num_iters']} (seed {record['seed']})",
         report.conditions_line(record),
         "",
-        report.table(["", "TTFT ms", "ms/token", "least", "most", "decode tok/s", "other load"], rows),
+        report.table(["", "TTFT ms", "ms/token", "min", "max", "decode tok/s", "other load"], rows),
     ]
     if "comparison" in record:
         name = list(record["results"])[1]

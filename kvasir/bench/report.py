@@ -1,4 +1,4 @@
-"""What every figure must come with (machine, versions, commit), and tables of plain text."""
+"""Conditions of a benchmark (machine, versions, commit, other load) and plain-text tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def conditions(config: EngineConfig) -> dict[str, Any]:
-    """Everything a figure depends on beside the requests."""
+    """The conditions of a measurement, apart from the requests."""
     import torch
 
     return {
@@ -42,7 +42,7 @@ def conditions(config: EngineConfig) -> dict[str, Any]:
 
 
 def hardware(device: str) -> str:
-    """The device by its maker's name."""
+    """The product name of the device."""
     if device.partition(":")[0] == "cuda":
         import torch
 
@@ -51,7 +51,7 @@ def hardware(device: str) -> str:
 
 
 def cpu_name(path: str = "/proc/cpuinfo") -> str:
-    """The CPU's name; virtual machines often hide it, so family and model stand with it where they are known."""
+    """The name of the CPU with family and model, because virtual machines often hide the name."""
     try:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -63,7 +63,7 @@ def cpu_name(path: str = "/proc/cpuinfo") -> str:
 
 
 def commit(root: Path = ROOT) -> str | None:
-    """The commit this code runs from, with a plus where files were changed; None outside a checkout."""
+    """The commit of this checkout, with a plus if files were changed; None outside a checkout."""
     if not (root / ".git").exists():
         return None
     try:
@@ -88,7 +88,7 @@ def conditions_line(record: Mapping[str, Any]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns under their names, the first one to the left and numbers to the right."""
+    """A table with the first column aligned left and the others right."""
     lines = [list(header), *([_text(cell) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     padded = [
@@ -99,7 +99,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def load(shares: Sequence[float | None]) -> str | None:
-    """How much of the machine other processes had: figures measured beside much of it are worth little."""
+    """The average load by other processes; a high one makes a measurement unreliable."""
     known = [share for share in shares if share is not None]
     return f"{sum(known) / len(known):.0%}" if known else None
 
@@ -124,18 +124,17 @@ def _text(cell: object) -> str:
     return f"{cell:,}" if isinstance(cell, int) else str(cell)
 
 
-# ----------------------------------------------------------------
-# How much of the machine other processes have while something is measured. Linux; elsewhere nobody knows.
+# ---------------------------------------------------------------- load by other processes (Linux only)
 
 
-class Watch:
-    """Begins when it is made."""
+class OtherLoad:
+    """Measures the CPU time of other processes from its construction on."""
 
     def __init__(self) -> None:
         self._busy, self._own, self._started = _busy_seconds(), _own_seconds(), time.perf_counter()
 
-    def others(self) -> float | None:
-        """The share of all cores, 0 to 1, that neither this process had nor children that it has waited for."""
+    def fraction(self) -> float | None:
+        """Fraction of all cores, 0 to 1, used by processes other than this one and its finished children."""
         busy = _busy_seconds()
         if busy is None or self._busy is None:
             return None

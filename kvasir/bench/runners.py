@@ -1,6 +1,6 @@
-"""What is measured: something that takes requests and returns tokens. Here Kvasir itself, and how a call is timed.
+"""Runners of benchmark requests, and their timing. A runner takes requests and returns tokens; here is Kvasir's.
 
-Runners that stand side by side take turns, each time in the other order, so that a machine's moods hit all alike.
+Compared runners alternate, in reversed order each round, so that changes of the machine's load affect both alike.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
 
-from kvasir.bench.report import Watch
+from kvasir.bench.report import OtherLoad
 from kvasir.bench.workloads import BenchRequest
 from kvasir.config.engine import EngineConfig
 from kvasir.entrypoints.llm import LLM
@@ -19,17 +19,17 @@ from kvasir.errors import ConfigError
 from kvasir.frontend.requests.input import PromptType, TokensPrompt
 from kvasir.sampling_params import SamplingParams
 
-Tokens = list[list[int]]  # per request, what followed its prompt
+Tokens = list[list[int]]  # output tokens of each request
 
 
 class Runner(Protocol):
     name: str
 
-    def forget(self) -> None:
-        """Make the next call find nothing of those before it."""
+    def clear_cache(self) -> None:
+        """Clear caches, so that the next call does not depend on earlier ones."""
 
     def generate(self, requests: Sequence[BenchRequest]) -> Tokens:
-        """Greedy, and each request exactly to its max_tokens."""
+        """Generate exactly max_tokens tokens for each request, greedily."""
 
 
 class KvasirRunner:
@@ -38,7 +38,7 @@ class KvasirRunner:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         self.llm.reset_prefix_cache()
 
     def generate(self, requests: Sequence[BenchRequest]) -> Tokens:
@@ -50,14 +50,14 @@ class KvasirRunner:
         return [output.outputs[0].token_ids for output in self.llm.generate(prompts, params, use_tqdm=False)]
 
     def counters(self) -> dict[str, int]:
-        """What the engine has counted since its start, by name without the prefix."""
+        """Counters of the engine since its start, by metric name without prefix."""
         return {metric.name.partition(":")[2]: int(metric.value) for metric in self.llm.get_metrics()}
 
 
 def make_peer(name: str, config: EngineConfig, batch_size: int) -> Runner:
-    """The engine to compare with, on the same model. `batch_size`: how many requests it runs at once."""
+    """The runner to compare with, for the same model, which runs `batch_size` requests at once."""
     if name != "transformers":
-        raise ConfigError(f"--compare {name}: there is only transformers to compare with.")
+        raise ConfigError(f"--compare {name} is not possible. Possible: transformers.")
     from kvasir.bench.transformers_peer import TransformersRunner
 
     return TransformersRunner(config, batch_size)
@@ -65,32 +65,32 @@ def make_peer(name: str, config: EngineConfig, batch_size: int) -> Runner:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One call: how long it took, what came of it, and the share of the machine that other processes had meanwhile."""
+    """The result of one timed call."""
 
     seconds: float
     tokens: Tokens
-    others: float | None  # 0 to 1; None where the system does not say
+    others: float | None  # load by other processes, 0 to 1; None if unknown
 
 
 def timed(runner: Runner, requests: Sequence[BenchRequest]) -> Timed:
-    """Run the requests as if they were the first."""
-    runner.forget()
-    watch, started = Watch(), time.perf_counter()
+    """Clear the caches, run the requests and measure the time."""
+    runner.clear_cache()
+    load, started = OtherLoad(), time.perf_counter()
     tokens = runner.generate(requests)
-    seconds, others = time.perf_counter() - started, watch.others()
+    seconds, others = time.perf_counter() - started, load.fraction()
     for request, answer in zip(requests, tokens, strict=True):
         assert len(answer) == request.max_tokens, f"{runner.name} must run every request to its max_tokens"
     return Timed(seconds, tokens, others)
 
 
-def take_turns(runners: Sequence[Runner], repeat: int, call: Callable[[Runner, int], None]) -> None:
-    """Call `call(runner, round)` for all, `repeat` times, in turning order."""
+def alternate(runners: Sequence[Runner], repeat: int, call: Callable[[Runner, int], None]) -> None:
+    """Call `call(runner, round)` for all runners, `repeat` times, in reversed order every other round."""
     for round in range(repeat):
         for runner in runners if round % 2 == 0 else reversed(runners):
             call(runner, round)
 
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
-    """How many times `above` is `below`, round by round: rounds stand next to each other in time."""
+    """Ratios of `above` to `below`, round by round, because the two calls of a round are close in time."""
     ratios = [a / b for a, b in zip(above, below, strict=True)]
     return {"median": median(ratios), "min": min(ratios), "max": max(ratios)}

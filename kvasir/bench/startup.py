@@ -1,9 +1,8 @@
-"""`kvasir bench startup`: from the start of a process to its first token, in fresh processes, by phases.
+"""`kvasir bench startup`: time from the start of a fresh process to its first token, by phase.
 
-Cold: the caches of compiled kernels are empty, and the model's files are dropped from the system's page cache (where
-the system lets us). Python's own files and shared libraries stay wherever they are: the first run of all, listed like
-the others, may have found them on the disk. Warm: the caches are those that a cold run has filled. Both are
-directories of this benchmark; the user's own are not touched.
+A cold start has empty caches of compiled kernels, and the model's files are dropped from the page cache if the system
+allows it; files of Python and shared libraries may still be in it. A warm start uses the kernel caches that an earlier
+start has filled. These caches are temporary directories; the user's own are not touched.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from statistics import median
 from typing import Any
 
 from kvasir.bench import report
-from kvasir.bench.report import Watch
+from kvasir.bench.report import OtherLoad
 from kvasir.bench.startup_child import NEXT_TOKENS, PROGRAM, PROMPT_TOKENS
 from kvasir.config.args import EngineArgs
 from kvasir.errors import ConfigError, EngineError
 
 REST = "unaccounted"
-# What compilers of kernels keep between runs, by the variable that says where.
+# Environment variables that set the cache directories of kernel compilers.
 CACHES = ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR")
 
 
@@ -38,7 +37,7 @@ class StartupOptions:
 
     def __post_init__(self) -> None:
         if self.num_iters_cold + self.num_iters_warm == 0:
-            raise ConfigError("--num-iters-cold and --num-iters-warm are both 0: nothing is to be measured.")
+            raise ConfigError("--num-iters-cold and --num-iters-warm are both 0; set at least one.")
 
 
 def run(args: EngineArgs, options: StartupOptions) -> dict[str, Any]:
@@ -58,7 +57,7 @@ def run(args: EngineArgs, options: StartupOptions) -> dict[str, Any]:
 
 
 def _once(settings: Mapping[str, Any], caches: Path) -> dict[str, Any]:
-    """One start, with these directories for what compilers keep."""
+    """Start one process with these cache directories."""
     caches.mkdir(exist_ok=True)
     result = caches.parent / "result.json"
     result.unlink(missing_ok=True)
@@ -67,20 +66,20 @@ def _once(settings: Mapping[str, Any], caches: Path) -> dict[str, Any]:
     environment = {**os.environ, **variables, "PYTHONPATH": paths}
     environment.setdefault("KVASIR_LOG_LEVEL", "WARNING")
     command = [sys.executable, "-c", PROGRAM, repr(time.time()), json.dumps(settings), str(result)]
-    watch = Watch()
-    ran = subprocess.run(command, env=environment, stdout=2)  # not to be taken for the result
+    load = OtherLoad()
+    ran = subprocess.run(command, env=environment, stdout=2)  # output goes to stderr, to keep it apart from the result
     record: dict[str, Any] = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else {}
     if "error" in record:
         raise ConfigError(str(record["error"]))
     if ran.returncode != 0 or not record:
-        raise EngineError(f"The process that was to start ended with status {ran.returncode}; its words stand above.")
-    record["other_load"] = watch.others()
+        raise EngineError(f"The measured process ended with status {ran.returncode}; see its output above.")
+    record["other_load"] = load.fraction()
     record["phases"][REST] = record["total"] - sum(record["phases"].values())
     return record
 
 
 def drop_from_page_cache(model: str) -> bool:
-    """Have the next read of a model's files come from the disk. False where that is not possible or not known."""
+    """Drop the model's files from the page cache. Returns False if that is not possible."""
     if not hasattr(os, "posix_fadvise"):
         return False
     files = list(_files(Path(model).expanduser()))
@@ -97,7 +96,7 @@ def _files(model: Path) -> Iterator[Path]:
         yield from (file for file in model.iterdir() if file.is_file())
 
 
-# ---------------------------------------------------------------- the record, and what people read of it
+# ---------------------------------------------------------------- the record and the table
 
 
 def _record(runs: Mapping[str, Sequence[dict[str, Any]]], options: StartupOptions, dropped: bool) -> dict[str, Any]:
@@ -131,14 +130,14 @@ def render(record: Mapping[str, Any]) -> str:
         [name, *(figures["phases"].get(name) for figures in results.values())] for name in names
     ]
     rows.append(["process start to first token", *(figures["total"] for figures in results.values())])
-    rows.append(["least", *(min(figures["all_totals"]) for figures in results.values())])
-    rows.append(["most", *(max(figures["all_totals"]) for figures in results.values())])
+    rows.append(["min", *(min(figures["all_totals"]) for figures in results.values())])
+    rows.append(["max", *(max(figures["all_totals"]) for figures in results.values())])
     rows.append([f"the next {NEXT_TOKENS} tokens", *(figures["next_tokens"] for figures in results.values())])
     rows.append(["other load", *(report.load(figures["other_load"]) for figures in results.values())])
     counts = ", ".join(f"{len(figures['all_totals'])} {kind}" for kind, figures in results.items())
     return "\n".join(
         [
-            f"{record['model']} ({record['load_format']}): {PROMPT_TOKENS} tokens in; medians of {counts} starts",
+            f"{record['model']} ({record['load_format']}): {PROMPT_TOKENS} prompt tokens; medians of {counts} starts",
             report.conditions_line(record),
             "",
             report.table(["seconds", *results], rows),
@@ -151,6 +150,6 @@ def render(record: Mapping[str, Any]) -> str:
 def _notes(record: Mapping[str, Any]) -> Iterator[str]:
     if "cold" in record["results"]:
         files = "dropped from" if record["model_files_dropped_from_page_cache"] else "possibly in"
-        yield f"cold: no compiled kernels; the model's files {files} the page cache, Python and libraries as they were"
+        yield f"cold: empty kernel caches; the model's files {files} the page cache"
     if "warm" in record["results"]:
-        yield "warm: kernels compiled by an earlier start, files in the page cache"
+        yield "warm: kernel caches filled by an earlier start; files in the page cache"

@@ -1,6 +1,6 @@
-"""The process whose start `kvasir bench startup` times: load a model, answer one token, say how long the parts took.
+"""The process that `kvasir bench startup` measures: it loads a model, generates one token and reports the phases.
 
-Run as `python -c PROGRAM`; what runs before `main` is the phase "interpreter".
+It runs as `python -c PROGRAM`. The time before `main` is the phase "interpreter".
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NEXT_TOKENS = 16
 
 
 def main(entered: float, spawned: str, settings: str, result: str) -> None:
-    """`spawned`: when the process was asked for, in seconds since the epoch."""
+    """`spawned` is the time at which the parent started this process, in seconds since the epoch."""
     try:
         record = _measure(entered, float(spawned), json.loads(settings))
     except KvasirError as error:
@@ -37,7 +37,7 @@ def main(entered: float, spawned: str, settings: str, result: str) -> None:
 
 def _measure(entered: float, spawned: float, settings: dict[str, Any]) -> dict[str, Any]:
     startup.seconds[INTERPRETER] = entered - spawned
-    startup.seconds[startup.IMPORTS] = time.time() - entered  # this module's
+    startup.seconds[startup.IMPORTS] = time.time() - entered  # of this module
     with startup.phase(startup.IMPORTS):
         from kvasir.config.args import EngineArgs
         from kvasir.entrypoints.llm import LLM

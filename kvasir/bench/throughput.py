@@ -1,4 +1,4 @@
-"""`kvasir bench throughput`: all requests at once, how many tokens a second come out; beside transformers if asked."""
+"""`kvasir bench throughput`: tokens per second with all requests at once, optionally compared with transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from kvasir.bench import report
-from kvasir.bench.runners import KvasirRunner, Runner, Timed, make_peer, paired_ratio, take_turns, timed
+from kvasir.bench.runners import KvasirRunner, Runner, Timed, alternate, make_peer, paired_ratio, timed
 from kvasir.bench.workloads import BenchRequest, Span, cut, named, uniform
 from kvasir.config.args import EngineArgs
 from kvasir.entrypoints.llm import LLM
@@ -20,13 +20,13 @@ COUNTERS = {"steps": "engine_steps", "prefix_hits": "prefix_cache_hits", "preemp
 
 @dataclass(frozen=True, slots=True)
 class ThroughputOptions:
-    workload: str | None = None  # None: made from the three below
+    workload: str | None = None  # None uses the next three fields
     num_prompts: int = 64
     input_len: Span = DEFAULT_LENGTH
     output_len: Span = DEFAULT_LENGTH
     repeat: int = 1
     compare: str | None = None  # "transformers"
-    compare_batch: int | None = None  # None: all requests in one, up to the engine's max_num_seqs
+    compare_batch: int | None = None  # None means all requests, up to max_num_seqs
 
     @property
     def name(self) -> str:
@@ -39,7 +39,7 @@ class ThroughputOptions:
 
 
 def run(args: EngineArgs, options: ThroughputOptions) -> dict[str, Any]:
-    """Measure, and return the record: conditions, sizes, and what each runner did."""
+    """Run the benchmark and return its record: conditions, sizes, and results of each runner."""
     with LLM.from_engine_args(args) as llm:
         config = llm.llm_engine.config
         record = {"benchmark": "throughput", **report.conditions(config), "seed": config.model.seed}
@@ -62,7 +62,7 @@ def run(args: EngineArgs, options: ThroughputOptions) -> dict[str, Any]:
 def _measure(
     runners: Sequence[Runner], kvasir: KvasirRunner, requests: Sequence[BenchRequest], repeat: int
 ) -> tuple[dict[str, list[Timed]], dict[str, int]]:
-    """All rounds of all runners, and what the engine counted in its last one."""
+    """All rounds of all runners, and the engine's counters of its last round."""
     rounds: dict[str, list[Timed]] = {runner.name: [] for runner in runners}
     counters: dict[str, int] = {}
 
@@ -75,7 +75,7 @@ def _measure(
 
     for runner in runners:
         runner.generate(cut(requests, WARM_UP_TOKENS))
-    take_turns(runners, repeat, once)
+    alternate(runners, repeat, once)
     return rounds, counters
 
 
@@ -120,7 +120,7 @@ def _compare(ours: Sequence[Timed], theirs: Sequence[Timed]) -> dict[str, Any]:
     return {"speed_ratio": speed, "requests_with_same_tokens": same}
 
 
-# ---------------------------------------------------------------- what people read
+# ---------------------------------------------------------------- the table
 
 
 def render(record: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""The same requests through transformers' `generate`, as a static batch: what one would run without an engine.
+"""Runs benchmark requests with `generate` of transformers in static batches, for comparison.
 
-A batch is padded to its longest prompt and runs until its longest answer is done; only the tokens that were asked for
-are counted. Same weights, dtype, device and, being in the same process, the same threads.
+A batch is padded to its longest prompt and runs until its longest output is done; only requested tokens are counted. It
+uses the same weights, dtype, device and threads, in the same process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvasir.bench.workloads import BenchRequest
 from kvasir.config.engine import EngineConfig
 from kvasir.errors import ConfigError
 
-PAD = 0  # masked, so any id will do
+PAD = 0  # any id works, because it is masked
 
 
 class TransformersRunner:
@@ -25,17 +25,17 @@ class TransformersRunner:
     def __init__(self, config: EngineConfig, batch_size: int) -> None:
         if config.load.load_format == "dummy":
             raise ConfigError(
-                "--compare transformers needs weights that both can read, and load_format=dummy makes them up. "
+                "--compare transformers needs weights in files, but load_format is dummy. "
                 "benchmarks/make_model.py writes a random checkpoint."
             )
         if config.model.hf_overrides:
-            raise ConfigError("--compare transformers does not go with hf_overrides: only Kvasir would apply them.")
+            raise ConfigError("--compare transformers cannot be used with hf_overrides, which only Kvasir applies.")
         self.batch_size = batch_size
         self.device = config.device.device
         self._load(config)
 
     def _load(self, config: EngineConfig) -> None:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the files are here already
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the files are local already
         import transformers
         from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -47,8 +47,8 @@ class TransformersRunner:
         self.model.to(self.device).eval()
         self.model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=PAD)
 
-    def forget(self) -> None:
-        return None  # nothing outlives a call
+    def clear_cache(self) -> None:
+        return None  # it has no cache between calls
 
     @torch.inference_mode()
     def generate(self, requests: Sequence[BenchRequest]) -> Tokens:
@@ -72,7 +72,7 @@ class TransformersRunner:
         return [answer[: request.max_tokens] for answer, request in zip(answers, requests, strict=True)]
 
     def padded_tokens(self, requests: Sequence[BenchRequest]) -> int:
-        """Tokens that `generate` computes for these requests, padding included."""
+        """Number of tokens that `generate` computes for these requests, with padding."""
         total = 0
         for start in range(0, len(requests), self.batch_size):
             batch = requests[start : start + self.batch_size]

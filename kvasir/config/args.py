@@ -1,6 +1,6 @@
-"""EngineArgs: every setting of config.py in one flat object, from keywords, command-line flags or a YAML file.
+"""EngineArgs: every setting in one flat object, made from keywords, command-line flags or a YAML file. Any process.
 
-Any process. Turns what people write (strings such as "32k", older names) into values; config.py says which are allowed.
+It converts user input, such as "32k" and older names, to values; engine.py checks them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from kvasir.config import env
-from kvasir.config.engine import EngineConfig, Known, all_settings, did_you_mean
-from kvasir.config.vllm_settings import not_yet
+from kvasir.config.engine import EngineConfig, SettingField, all_settings, did_you_mean
+from kvasir.config.vllm_settings import vllm_only
 from kvasir.errors import ConfigError
 from kvasir.log import get_logger, warn_once
 
 logger = get_logger(__name__)
 
-# Older vLLM names, and the entry of a setting of today that each one became.
+# Older vLLM name -> the setting, the entry of it, and the type that replaced it.
 OLD_NAMES = {
     "rope_scaling": ("hf_overrides", "rope_scaling", dict),
     "rope_theta": ("hf_overrides", "rope_theta", float),
@@ -31,14 +31,14 @@ OLD_NAMES = {
     "num_speculative_tokens": ("speculative_config", "num_speculative_tokens", int),
 }
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
-# vLLM's names of attention backends, in small letters, where ours differ.
+# vLLM's names of attention backends in lower case, where Kvasir's differ.
 BACKEND_NAMES = {"triton_attn": "triton", "torch_sdpa": "torch", "cpu_attn": "cpu"}
-# As vLLM reads them: small letters count by 1000, capitals by 1024.
+# As in vLLM, lower-case units are powers of 1000 and upper-case ones powers of 1024.
 SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def _with_settings(cls: type[EngineArgs]) -> type[EngineArgs]:
-    """Give the class a dataclass field for every setting there is."""
+    """Make the class a dataclass with a field for every setting."""
     cls.__annotations__ = {}
     for name, known in all_settings().items():
         cls.__annotations__[name] = known.field.type
@@ -48,7 +48,7 @@ def _with_settings(cls: type[EngineArgs]) -> type[EngineArgs]:
 
 @_with_settings
 class EngineArgs:
-    """Every setting, by its vLLM name. Wrong names, types and values are refused here, with the nearest right ones."""
+    """Every setting, by its vLLM name. A wrong name, type or value raises a ConfigError that says what is possible."""
 
     if TYPE_CHECKING:
 
@@ -63,12 +63,12 @@ class EngineArgs:
             value = given.pop(name) if name in given else known.default
             setattr(self, name, from_python(name, known, value))
         for name in given:
-            wrong = not_yet(name, "setting") or f"{name} is not a setting.{did_you_mean(name, all_settings())}"
+            wrong = vllm_only(name, "setting") or f"{name} is not a setting.{did_you_mean(name, all_settings())}"
             raise ConfigError(wrong)
-        self.create_engine_config()  # what is wrong should be said now
+        self.create_engine_config()  # checks all values now
 
     def create_engine_config(self) -> EngineConfig:
-        """The settings in their places, checked; what is `auto` is left for resolve.py."""
+        """The settings grouped by section and checked. Settings at `auto` stay open until resolve.py."""
         sections: dict[str, dict[str, Any]] = {}
         for name, known in all_settings().items():
             sections.setdefault(known.section, {})[name] = getattr(self, name)
@@ -77,10 +77,10 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add a flag per setting, MODEL as a positional argument, and --config. Flags left out leave no trace."""
+        """Add MODEL, --config and a flag for each setting. Flags that are not given are left out of the namespace."""
         parser.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="same as --model")
         parser.add_argument(
-            "--config", action=_ConfigFile, metavar="FILE", default=argparse.SUPPRESS, help="YAML file of flags"
+            "--config", action=_ConfigFile, metavar="FILE", default=argparse.SUPPRESS, help="YAML file with settings"
         )
         groups: dict[str, Any] = {}
         for name, known in all_settings().items():
@@ -94,12 +94,12 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, namespace: argparse.Namespace) -> EngineArgs:
-        """The settings among parsed arguments; others (a subcommand's own) are left alone."""
+        """Take the settings from parsed arguments and ignore all others, such as those of a subcommand."""
         names = all_settings().keys() | OLD_NAMES.keys()
         return cls(**{name: value for name, value in vars(namespace).items() if name in names})
 
 
-AsyncEngineArgs = EngineArgs  # vLLM's name for those of an AsyncLLM
+AsyncEngineArgs = EngineArgs  # vLLM's name
 
 
 def flag(name: str) -> str:
@@ -110,8 +110,8 @@ def flag(name: str) -> str:
 # ---------------------------------------------------------------- values
 
 
-def from_python(name: str, known: Known, value: Any) -> Any:
-    """The value a setting stands for, as people may write it in Python or YAML."""
+def from_python(name: str, known: SettingField, value: Any) -> Any:
+    """The value of a setting given in Python or YAML."""
     if known.setting.auto and value == "auto":
         return None
     if isinstance(value, os.PathLike):
@@ -124,18 +124,18 @@ def from_python(name: str, known: Known, value: Any) -> Any:
         value = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
         return DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
     if name == "attention_backend" and isinstance(value, str):
-        small = value.lower()  # vLLM writes FLASH_ATTN
-        return BACKEND_NAMES.get(small, small if small in known.setting.choices else value)
+        lower = value.lower()  # vLLM writes FLASH_ATTN
+        return BACKEND_NAMES.get(lower, lower if lower in known.setting.choices else value)
     return value
 
 
 def from_text(name: str, types: tuple[type, ...], text: str) -> Any:
-    """The value that a flag's text stands for."""
+    """The value of a setting given as a flag."""
     if dict in types or list in types:
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{name} takes JSON, such as '{{\"key\": 1}}'; {text!r} is none ({error}).") from None
+            raise ConfigError(f"{name} takes JSON, such as '{{\"key\": 1}}'; {text!r} is not JSON ({error}).") from None
     if float in types:
         try:
             return float(text)
@@ -165,11 +165,11 @@ def _from_old_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     for old, (new, key, _) in OLD_NAMES.items():
         value = given.pop(old, None)
         if value is None or not isinstance(given.get(new), dict | None):
-            continue  # nothing to move, or nowhere to put it, which the check of `new` will say
-        warn_once(logger, f"{old} is an older name: set {new}={{{key!r}: ...}}.")
+            continue  # nothing to move, or `new` has a wrong type, which its check reports
+        warn_once(logger, f"{old} is deprecated; set {new}={{{key!r}: ...}}.")
         entries = given.get(new) or {}
         if key in entries:
-            raise ConfigError(f"{old} and {new}[{key!r}] were both given. Drop {old}, the older name.")
+            raise ConfigError(f"{old} and {new}[{key!r}] were both given. Remove {old}, the older name.")
         given[new] = {**entries, key: value}
     return given
 
@@ -178,7 +178,7 @@ def _from_environment(given: dict[str, Any]) -> dict[str, Any]:
     for variable, name in env.SETTING_ALIASES.items():
         value = os.environ.get(variable)
         if value and name not in given:
-            warn_once(logger, f"{variable} is an older name: set {name}, or {flag(name)}.")
+            warn_once(logger, f"{variable} is deprecated; set {name} or {flag(name)}.")
             given[name] = value
     return given
 
@@ -187,21 +187,21 @@ def _from_environment(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_argument(convert: Callable[[str], Any], text: str) -> Any:
-    """Argparse replaces the text of a ValueError, which a ConfigError is; its own error keeps it."""
+    """Convert a flag's text. Argparse would replace the message of a ConfigError, which is a ValueError."""
     try:
         return convert(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def flag_options(name: str, known: Known) -> dict[str, Any]:
-    """What argparse is to know of a setting's flag."""
+def flag_options(name: str, known: SettingField) -> dict[str, Any]:
+    """Arguments of `add_argument` for the flag of a setting."""
     shown = known.setting.auto or known.default
     text = f"{known.setting.help} (default: {shown})" if shown not in (None, {}, "") else known.setting.help
     options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
     if known.types == (bool,):
         return options | {"action": argparse.BooleanOptionalAction}
-    if bool in known.types:  # a flag that may come with a value or without one
+    if bool in known.types:  # the flag's value is optional
         options |= {"nargs": "?", "const": True}
     if known.setting.choices:
         options["metavar"] = "{" + ",".join(map(str, known.setting.choices)) + "}"
@@ -211,7 +211,7 @@ def flag_options(name: str, known: Known) -> dict[str, Any]:
 
 
 class _ConfigFile(argparse.Action):
-    """--config FILE: sets what the command line leaves at its default, wherever on it the flag stands."""
+    """--config FILE: sets every flag that the command line does not set, before or after it."""
 
     def __call__(
         self,
@@ -224,14 +224,14 @@ class _ConfigFile(argparse.Action):
         for key, value in read_config_file(values).items():
             action = actions.get(key.replace("-", "_"))
             if action is None or action is self:
-                wrong = not_yet(key, "setting") or f"{key} is not a setting.{did_you_mean(key, map(flag, actions))}"
+                wrong = vllm_only(key, "setting") or f"{key} is not a setting.{did_you_mean(key, map(flag, actions))}"
                 raise ConfigError(f"{values}: {wrong}")
             if getattr(namespace, action.dest, action.default) == action.default:
                 setattr(namespace, action.dest, self._read(action, value))
         setattr(namespace, self.dest, values)
 
     def _read(self, action: argparse.Action, value: Any) -> Any:
-        """Text and numbers mean in the file what they mean on the command line; YAML's mappings and lists stay."""
+        """Read text and numbers as on the command line; keep mappings and lists as YAML has them."""
         try:
             plain = isinstance(value, (str, int, float)) and not isinstance(value, bool)
             return action.type(str(value)) if plain and callable(action.type) else value
@@ -251,5 +251,5 @@ def read_config_file(path: str, what: str = "config file") -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"The {what} {path} is not YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(entries, dict) or not all(isinstance(key, str) for key in entries):
-        raise ConfigError(f"The {what} {path} must hold `setting: value` lines.")
+        raise ConfigError(f"The {what} {path} must be a list of `setting: value` lines.")
     return entries

@@ -1,5 +1,7 @@
-"""Checks of single request parameters: each returns the value in its plain type or raises a RequestError that names
-the parameter. Knows nothing of models or tokenizers."""
+"""Checks of request parameters. Each returns the value in a plain type or raises a RequestError with the name.
+
+Any process; knows nothing of models or tokenizers.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 LARGEST = sys.float_info.max
-BIAS_LIMIT = 100.0  # beyond this a bias decides alone; larger ones are cut, as in vLLM
+BIAS_LIMIT = 100.0  # larger biases are cut to it, as in vLLM; it forces or bans a token already
 
 
 @dataclass(slots=True)
 class RepetitionDetectionParams:
-    """End a request once a pattern of min_pattern_size to max_pattern_size tokens stands min_count times in a row at
-    the end of its output."""
+    """End a request once its output ends with min_count repetitions of a pattern of min_pattern_size to
+    max_pattern_size tokens."""
 
     max_pattern_size: int = 0  # 0: off
     min_pattern_size: int = 1
@@ -38,11 +40,11 @@ class RepetitionDetectionParams:
         self.min_pattern_size = max(1, whole(f"{name}.min_pattern_size", self.min_pattern_size, 0))
         self.min_count = whole(f"{name}.min_count", self.min_count, 2)
         if self.max_pattern_size and self.min_pattern_size > self.max_pattern_size:
-            raise RequestError(f"{name}: min_pattern_size is more than max_pattern_size.", name)
+            raise RequestError(f"{name}: min_pattern_size must not be more than max_pattern_size.", name)
 
 
 def repetition_detection(value: object) -> RepetitionDetectionParams | None:
-    """From its parameters or a dict of them."""
+    """Check repetition_detection, which may be given as a dict."""
     name = "repetition_detection"
     if isinstance(value, Mapping):
         known = [f.name for f in fields(RepetitionDetectionParams)]
@@ -58,8 +60,8 @@ def repetition_detection(value: object) -> RepetitionDetectionParams | None:
 
 
 def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
-    """`value` as a float within [low, high], or (low, high] if `above`. NaN is in no range."""
-    # the exact types first: asking for an abstract one costs more than all the rest
+    """Check for a float within [low, high], or (low, high] if `above`. NaN is always refused."""
+    # the exact type first: the check for an abstract one takes longer than all the rest
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise RequestError(f"{name} must be a number, not {reprlib.repr(value)}.", name)
     found = float(value)
@@ -71,7 +73,7 @@ def number(name: str, value: object, low: float, high: float, *, above: bool = F
 
 
 def whole(name: str, value: object, low: int, high: int | None = None) -> int:
-    """`value` as an int within [low, high]."""
+    """Check for an int within [low, high]."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
         raise RequestError(f"{name} must be an integer, not {reprlib.repr(value)}.", name)
     found = int(value)
@@ -94,16 +96,16 @@ def token_ids(name: str, value: object) -> list[int]:
 
 
 def texts(name: str, value: object) -> list[str]:
-    """Not one of them empty."""
+    """Check for a list of strings that are not blank."""
     if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
         raise RequestError(f"{name} must be a list of strings, not {reprlib.repr(value)}.", name)
     if not all(text.strip() for text in value):
-        raise RequestError(f"{name} has an empty string in it; remove it.", name)
+        raise RequestError(f"{name} contains an empty string; remove it.", name)
     return list(value)
 
 
 def logit_bias(value: object) -> dict[int, float]:
-    """Token ids may be written as strings, as JSON has them."""
+    """Check logit_bias. Token ids may be strings, because JSON has no other keys."""
     name = "logit_bias"
     if not isinstance(value, Mapping):
         raise RequestError(f"{name} must be a dict of token ids and numbers, not {reprlib.repr(value)}.", name)
@@ -124,8 +126,7 @@ def callables(name: str, value: object) -> list[Any]:
 
 
 def accepts_older_names(older: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
-    """Let a dataclass's constructor take older names (one warning each), and answer unknown ones with the nearest that
-    exist."""
+    """Let the constructor of a dataclass accept older names, with a warning, and suggest names for unknown ones."""
     return functools.partial(_with_older_names, older)
 
 
@@ -140,8 +141,8 @@ def _with_older_names(older: Mapping[str, str], cls: type[T]) -> type[T]:
             if newer is None:
                 raise _unknown(name, known, older)
             if newer in kwargs:
-                raise RequestError(f"{name} is an older name of {newer}; give only {newer}.", newer)
-            warn_once(logger, f"SamplingParams({name}=...) is an older name; use {newer} instead.")
+                raise RequestError(f"{name} and {newer} were both given. Remove {name}, the older name.", newer)
+            warn_once(logger, f"SamplingParams({name}=...) is deprecated; use {newer}.")
             kwargs[newer] = kwargs.pop(name)
         if len(args) > len(known):
             raise RequestError(f"SamplingParams takes at most {len(known)} values, but {len(args)} were given.")

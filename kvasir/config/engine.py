@@ -1,8 +1,8 @@
-"""The engine's settings: a few frozen dataclasses, every field written once.
+"""The engine's settings as frozen dataclasses. Any process; knows no files, devices or models.
 
 A field made by `setting()` becomes an EngineArgs field, an `LLM(...)` keyword, a flag, a key of the `--config` file and
-a line of docs/configuration.md. One made by `settled()` is filled in by resolve.py. A setting with `auto` holds None
-until resolve.py has settled it; annotations state the settled type. Any process; knows no files, devices or models.
+a line of docs/configuration.md. resolve.py fills in fields made by `resolved()`, and settings with automatic defaults,
+which are None until then; annotations give the type after that.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from kvasir.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is known of a setting beside its name, type and default."""
+    """Metadata of a setting beside its name, type and default."""
 
     help: str
     choices: tuple[Any, ...] = ()
-    refused: str | None = None  # why nothing but the default is taken
+    refused: str | None = None  # why only the default is accepted
     minimum: float | None = None
     above: float | None = None  # an open lower bound
     maximum: float | None = None
     short: tuple[str, ...] = ()  # short flags
-    auto: str | None = None  # what None (or "auto") is settled to
+    auto: str | None = None  # describes the value that None or "auto" is resolved to
 
 
 def setting(default: Any, help: str, *, secret: bool = False, **metadata: Any) -> Any:
-    """A field that a user may set. `default` may be a class or a function, such as dict, which is then called."""
+    """A field that a user may set. If `default` is callable, such as dict, it is called to make the default."""
     known = {"setting": Setting(help, **metadata)}
     if callable(default):
         return field(default_factory=default, metadata=known, repr=not secret)
     return field(default=default, metadata=known, repr=not secret)
 
 
-def settled(default: Callable[[], Any]) -> Any:
-    """A field that resolve.py fills in; not a setting."""
+def resolved(default: Callable[[], Any]) -> Any:
+    """A field that resolve.py fills in and users cannot set."""
     return field(default_factory=default)
 
 
 class _Checked:
-    """Checks every setting's type, choices and range when an instance is made."""
+    """Checks the type, choices and range of every setting when an instance is made."""
 
     def __post_init__(self) -> None:
         for f in fields(cast(Any, self)):
@@ -58,145 +58,168 @@ class _Checked:
 
 @dataclass(frozen=True)
 class ModelConfig(_Checked):
-    """Which model, and what of its own configuration to change."""
+    """The model, its tokenizer, and changes to the model's own configuration."""
 
-    model: str = setting(None, "The model: a directory, a GGUF file, or a name on the Hugging Face hub.")
-    tokenizer: str = setting(None, "The tokenizer: a directory, a GGUF file or a hub name.", auto="the model's own")
-    skip_tokenizer_init: bool = setting(False, "Load no tokenizer: prompts are token ids, outputs have no text.")
-    revision: str | None = setting(None, "Branch, tag or commit of the model on the hub.")
-    tokenizer_revision: str | None = setting(None, "Branch, tag or commit of the tokenizer on the hub.")
+    model: str = setting(None, "Model to run: a directory, a GGUF file, or a name on the Hugging Face Hub.")
+    tokenizer: str = setting(None, "Tokenizer to use: a directory, a GGUF file or a Hub name.", auto="the model's own")
+    skip_tokenizer_init: bool = setting(
+        False, "Load no tokenizer. Prompts must be token ids, and outputs have no text."
+    )
+    revision: str | None = setting(None, "Branch, tag or commit of the model on the Hub.")
+    tokenizer_revision: str | None = setting(None, "Branch, tag or commit of the tokenizer on the Hub.")
     hf_token: bool | str | None = setting(
-        None, "Token for the hub. True: the stored one. Unset: HF_TOKEN or the stored one.", secret=True
+        None,
+        "Access token for the Hub. True uses the stored one; if unset, HF_TOKEN or the stored one is used.",
+        secret=True,
     )
     trust_remote_code: bool = setting(
-        False, "Run Python code shipped with a model.", refused="Kvasir runs no such code."
+        False, "Run Python code that comes with the model.", refused="Kvasir does not run such code."
     )
     dtype: str = setting(
         "auto",
-        "Type of weights and activations. auto: the checkpoint's own; a float32 one becomes bfloat16 on a GPU.",
+        "Data type of weights and activations. auto uses the checkpoint's, but bfloat16 for float32 checkpoints on a "
+        "GPU.",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )
-    seed: int = setting(0, "Seed of requests that bring none, and of dummy weights.", minimum=0)
+    seed: int = setting(0, "Random seed for requests without a seed of their own, and for dummy weights.", minimum=0)
     max_model_len: int = setting(
-        None, "Longest sequence, prompt and output together.", minimum=1, auto="the most the model was made for"
+        None,
+        "Maximum number of tokens in a sequence, prompt and output together.",
+        minimum=1,
+        auto="the context length in the model's config.json",
     )
     max_logprobs: int = setting(
-        20, "Most log-probabilities a request may ask for per token; -1: the whole vocabulary.", minimum=-1
+        20,
+        "Maximum number of log-probabilities per token that a request may ask for; -1 allows the whole vocabulary.",
+        minimum=-1,
     )
     logprobs_mode: str = setting(
         "raw_logprobs",
-        "What stands in logprobs: of the model's own distribution (raw) or of the one drawn from, after penalties, "
-        "temperature and filters (processed); log-probabilities or logits.",
+        "Values returned in logprobs. raw_* are computed before penalties, temperature and filters, processed_* after "
+        "them; *_logits returns logits instead of log-probabilities.",
         choices=("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     )
     hf_overrides: dict[str, Any] = setting(
-        dict, "Replaces entries of the model's config.json (nested ones are merged)."
+        dict, "Entries that replace those of the model's config.json; nested mappings are merged."
     )
     generation_config: str = setting(
         "auto",
-        "Where default sampling parameters come from. auto: the model's generation_config.json; kvasir (or vllm): "
-        "none; else a directory that holds such a file.",
+        "Source of default sampling parameters. auto reads the model's generation_config.json, kvasir (or vllm) reads "
+        "none, and a path names a directory that holds such a file.",
     )
-    override_generation_config: dict[str, Any] = setting(dict, "Replaces entries of the generation config.")
-    chat_template: str | None = setting(None, "Chat template: a file, or the Jinja text itself.")
+    override_generation_config: dict[str, Any] = setting(dict, "Entries that replace those of the generation config.")
+    chat_template: str | None = setting(
+        None, "Chat template: a file or the Jinja text. If unset, the tokenizer's template is used."
+    )
     model_impl: str = setting(
         "auto",
-        "Whose code runs the model. auto: Kvasir's where it has the architecture, else transformers' with Kvasir's "
-        "attention, scheduling and sampling.",
+        "Implementation of the model. auto uses Kvasir's where it has the architecture, and otherwise that of "
+        "transformers, with Kvasir's attention, scheduling and sampling.",
         choices=("auto", "kvasir", "transformers"),
     )
-    runner: str = setting("auto", "What the model is run for.", choices=("auto", "generate"))
-    convert: str = setting("auto", "Adapter that turns the model into another kind.", choices=("auto", "none"))
+    runner: str = setting("auto", "Task of the model. Only text generation is supported.", choices=("auto", "generate"))
+    convert: str = setting(
+        "auto", "Conversion of the model to another task. None is supported.", choices=("auto", "none")
+    )
     quantization: str | None = setting(
         None,
-        "How weights are kept on the CPU: int8 or int4, quantized while they are loaded; gguf: as a GGUF file has "
-        "them, which is what unset means for such a file; none: expanded to dtype.",
+        "Format of weights in CPU memory. int8 and int4 quantize them while they are loaded; gguf keeps the format of "
+        "a GGUF file, which is the default for such a file; none converts them to dtype.",
         choices=("int8", "int4", "gguf", "none"),
     )
-    enable_lora: bool = setting(False, "Serve LoRA adapters.", refused="LoRA adapters are not served yet.")
+    enable_lora: bool = setting(False, "Serve LoRA adapters.", refused="LoRA adapters are not supported yet.")
     speculative_config: dict[str, Any] | None = setting(
-        None, "Speculative decoding.", refused="Speculative decoding is not there yet."
+        None, "Settings of speculative decoding.", refused="Speculative decoding is not supported yet."
     )
     logits_processors: list[Any] | None = setting(
-        None, "Python callables that change every request's logits, as 'module:name'. See docs/sampling.md."
+        None, "Logits processors to load, each a Python callable as 'module:name'. See docs/sampling.md."
     )
 
-    path: str = settled(str)  # the model's local directory
-    hf: dict[str, Any] = settled(dict)  # config.json after hf_overrides, the text model's part
-    vocab_size: int = settled(int)
-    generation: dict[str, Any] = settled(dict)  # the generation config's entries; at least the end-of-text ids
+    path: str = resolved(str)  # the model's local directory
+    hf: dict[str, Any] = resolved(dict)  # config.json after hf_overrides; only the text model's part
+    vocab_size: int = resolved(int)
+    generation: dict[str, Any] = resolved(dict)  # entries of the generation config; always has the end-of-text ids
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.model:
-            raise ConfigError("No model was given. Pass a directory, a GGUF file or a hub name as `model`.")
+            raise ConfigError("No model was given. Pass a directory, a GGUF file or a Hub name as `model`.")
 
 
 @dataclass(frozen=True)
 class LoadConfig(_Checked):
-    """How weights get into memory."""
+    """How weights are loaded."""
 
     load_format: str = setting(
         "auto",
-        "auto: what the checkpoint is, safetensors or gguf; dummy: random weights, for measuring.",
+        "Format of the checkpoint. auto detects it; dummy uses random weights, for benchmarks.",
         choices=("auto", "safetensors", "gguf", "dummy"),
     )
     download_dir: str | None = setting(
-        None, "Where models from the hub are kept. Unset: the hub's own cache (HF_HOME)."
+        None, "Directory for models downloaded from the Hub. If unset, the Hub's cache (HF_HOME) is used."
     )
     packed_weights_dir: str | None = setting(
-        None, "Where the CPU library's packed weights are kept, so that a checkpoint is quantized once. Unset: nowhere."
+        None,
+        "Directory in which the CPU library keeps packed weights, so that a checkpoint is quantized only once. If "
+        "unset, it is quantized at every start.",
     )
-    use_tqdm_on_load: bool = setting(True, "Show a progress bar while weights load.")
+    use_tqdm_on_load: bool = setting(True, "Show a progress bar while weights are loaded.")
 
 
-# torch's names for types of 8 bits that the KV cache may have.
+# 8-bit floating-point types of the KV cache -> torch's names for them.
 EIGHT_BIT_KV = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 @dataclass(frozen=True)
 class CacheConfig(_Checked):
-    """The KV cache: block size, memory, reuse."""
+    """The KV cache: block size, memory and prefix caching."""
 
     block_size: int = setting(
         None,
-        "Tokens per block of the KV cache.",
+        "Number of tokens in a block of the KV cache.",
         choices=(1, 2, 4, 8, 16, 32, 64, 128, 256),
         auto="64 on CUDA (256 where FlashAttention 2 runs), 16 elsewhere",
     )
     gpu_memory_utilization: float = setting(
-        0.92, "Share of the device's memory the engine may take: weights, activations and KV cache.", above=0, maximum=1
+        0.92,
+        "Fraction of device memory that the engine may use for weights, activations and KV cache.",
+        above=0,
+        maximum=1,
     )
     kv_cache_memory_bytes: int | None = setting(
-        None, "Size of the KV cache in bytes; takes the place of gpu_memory_utilization.", minimum=1
+        None, "Size of the KV cache in bytes for each device; overrides gpu_memory_utilization.", minimum=1
     )
     num_gpu_blocks_override: int | None = setting(
-        None, "Number of KV cache blocks, instead of a measured one.", minimum=1
+        None, "Number of KV cache blocks; overrides the number that fits into memory.", minimum=1
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "Type of keys and values in the cache. auto: the model's. fp8 (which is fp8_e4m3) and fp8_e5m2 take half the "
-        "memory of 16 bits and round more; so does int8, which is the CPU library's.",
+        "Data type of the KV cache. auto uses dtype. fp8 (the same as fp8_e4m3) and fp8_e5m2 need half the memory of a "
+        "16-bit type but are less exact; so is int8, which only the CPU library supports.",
         choices=("auto", "bfloat16", "float16", "int8", *EIGHT_BIT_KV),
     )
-    enable_prefix_caching: bool = setting(True, "Reuse cached blocks of a prompt's beginning across requests.")
+    enable_prefix_caching: bool = setting(True, "Reuse the KV cache of prompt prefixes across requests.")
     swap_space: float = setting(
         0.0,
-        "GiB of host memory for each device in which blocks of preempted requests wait for their return.",
+        "Host memory in GiB for each device, to which KV cache blocks of preempted requests are swapped.",
         minimum=0,
     )
     kv_offloading_size: float = setting(
-        0.0, "GiB of host memory, over all devices, in which evicted blocks of cached prefixes live on.", minimum=0
+        0.0,
+        "Host memory in GiB, for all devices together, that keeps prefix cache blocks evicted from the device.",
+        minimum=0,
     )
     preemption_mode: str = setting(
         "auto",
-        "What becomes of a preempted request's blocks. swap: they wait in swap_space; recompute: they are computed "
-        "again; auto: whichever is quicker, as measured at the start, each time.",
+        "What happens to the blocks of a preempted request. swap moves them to swap_space, recompute computes them "
+        "again later, and auto chooses the faster way for each request, by costs measured at the start.",
         choices=("auto", "swap", "recompute"),
     )
-    cpu_offload_gb: float = setting(0.0, "GiB of weights kept in CPU memory.", refused="Weights are not offloaded yet.")
+    cpu_offload_gb: float = setting(
+        0.0, "Weights to keep in CPU memory, in GiB.", refused="Offloading weights is not supported yet."
+    )
 
-    kv_dtype: str = settled(str)  # kv_cache_dtype as torch names it
+    kv_dtype: str = resolved(str)  # torch's name of kv_cache_dtype
 
     @property
     def is_eight_bit(self) -> bool:
@@ -209,11 +232,11 @@ class CacheConfig(_Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.preemption_mode == "swap" and not self.swap_space:
-            raise ConfigError("preemption_mode='swap' needs room to swap to: set swap_space to some GiB.")
+            raise ConfigError("preemption_mode='swap' needs host memory to swap to. Set swap_space to its size in GiB.")
         if self.kv_offloading_size and not self.enable_prefix_caching:
             raise ConfigError(
-                "kv_offloading_size keeps evicted prefixes, and enable_prefix_caching is off, so there are none. "
-                "Turn it on, or set swap_space for the blocks of preempted requests."
+                "kv_offloading_size keeps evicted prefixes, but enable_prefix_caching is off. Turn it on, or set "
+                "swap_space instead, which keeps the blocks of preempted requests."
             )
 
 
@@ -222,65 +245,77 @@ POLICY_NAMES = ("fcfs", "priority", "wrr", "deadline")
 
 @dataclass(frozen=True)
 class SchedulerConfig(_Checked):
-    """Who runs in a step."""
+    """Batching, queueing and the order of requests."""
 
     max_num_seqs: int = setting(
-        None, "Most requests running at once.", minimum=1, auto="256; 1024 on a GPU of 70 GiB and more"
+        None, "Maximum number of requests that run at once.", minimum=1, auto="256; 1024 on a GPU with 70 GiB or more"
     )
     max_num_batched_tokens: int = setting(
         None,
-        "Most tokens computed in one step.",
+        "Maximum number of tokens in one step.",
         minimum=1,
-        auto="8192; 16896 on a GPU of 70 GiB and more, 2048 on a CPU; never under max_num_seqs",
+        auto="8192; 16896 on a GPU with 70 GiB or more, 2048 on a CPU; at least max_num_seqs",
     )
-    enable_chunked_prefill: bool = setting(True, "Split long prompts over several steps.")
+    enable_chunked_prefill: bool = setting(True, "Split the prefill of long prompts into chunks over several steps.")
     long_prefill_token_threshold: int = setting(
-        0, "Most prompt tokens one request may compute in a step while prefilling; 0: no such limit.", minimum=0
+        0, "Maximum number of prompt tokens that one request may prefill in a step; 0 means no limit.", minimum=0
     )
     scheduling_policy: str = setting(
         "fcfs",
-        "Order of the queue: fcfs, priority, wrr (weighted, by tokens of each tenant), deadline (earliest first), or a "
-        "class of your own as 'module:Class'. See docs/scheduling.md.",
+        "Order in which requests are scheduled: fcfs (first come, first served), priority, wrr (weighted round robin "
+        "over tenants, by tokens), deadline (earliest first), or your own class as 'module:Class'. See "
+        "docs/scheduling.md.",
     )
     priority_aging_seconds: float = setting(
-        0.0, "Under priority: seconds of waiting that raise a request by one; 0: waiting raises nobody.", minimum=0
+        0.0,
+        "With the priority policy: seconds of waiting that improve a request's priority by one; 0 turns aging off.",
+        minimum=0,
     )
     priority_aging_best: int = setting(
-        0, "Under priority: the value to which waiting raises a request at best; lower ones always go before it."
+        0, "With the priority policy: the best (lowest) priority that a request can reach by waiting."
     )
     default_deadline: float = setting(
-        60.0, "Under deadline: seconds after which requests that bring none are ordered as if due.", above=0
+        60.0,
+        "With the deadline policy: deadline in seconds that orders requests without a timeout. It does not end them.",
+        above=0,
     )
     deadline_least_chance: float = setting(
         0.5,
-        "Under deadline: a request that has to wait is ended early if, of those served lately, fewer than this share "
-        "took no longer than it has left; 0: only if it cannot be done in time.",
+        "With the deadline policy: a waiting request is ended early if its chance to meet its deadline is below this "
+        "fraction. The chance is the fraction of recent requests that took no longer than it has left. 0 ends only "
+        "requests that cannot meet it.",
         minimum=0,
         maximum=1,
     )
     max_queued_requests: int = setting(
-        0, "Most requests that may wait while all rows are taken; more are refused. 0: no limit.", minimum=0
+        0,
+        "Maximum number of waiting requests while max_num_seqs requests run; further ones are refused. 0 means no "
+        "limit.",
+        minimum=0,
     )
     max_queued_tokens: int = setting(
-        0, "Most prompt tokens that may wait; requests beyond them are refused. 0: no limit.", minimum=0
+        0,
+        "Maximum number of prompt tokens of waiting requests; further requests are refused. 0 means no limit.",
+        minimum=0,
     )
     watermark: float = setting(
         0.01,
-        "Share of the KV cache that must stay free when a request joins others, so that it is not preempted soon.",
+        "Fraction of KV cache blocks that must stay free when a request is added to the batch, so that it is not "
+        "preempted soon.",
         minimum=0,
         maximum=0.5,
     )
     async_scheduling: bool = setting(
         None,
-        "Schedule the next step while the device runs this one.",
-        auto="on, except on the CPU, which cannot do both",
+        "Schedule the next step while the device runs the current one.",
+        auto="on, except on a CPU",
     )
 
-    stream_interval: int = setting(1, "Tokens between two outputs of a streaming request.", minimum=1)
+    stream_interval: int = setting(1, "Number of tokens between two outputs of a streaming request.", minimum=1)
     stall_timeout: float = setting(
         120.0,
-        "Seconds a step may take, or a request wait for the next one, before an engine in its own process counts as "
-        "stuck (check_health).",
+        "Seconds that a step, or a request's wait for its first step, may take before health checks report the engine "
+        "process as stuck.",
         above=0,
     )
 
@@ -289,43 +324,45 @@ class SchedulerConfig(_Checked):
         if self.scheduling_policy not in POLICY_NAMES and ":" not in self.scheduling_policy:
             raise ConfigError(
                 f"scheduling_policy={self.scheduling_policy!r} is not possible. Possible: {', '.join(POLICY_NAMES)}, "
-                f"or a class of your own as 'module:Class'."
+                f"or your own class as 'module:Class'."
             )
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         if seqs is not None and tokens is not None and tokens < seqs:
             raise ConfigError(
-                f"max_num_batched_tokens={tokens} is less than max_num_seqs={seqs}: every running request needs a "
-                f"token per step. Raise the first or lower the second."
+                f"max_num_batched_tokens={tokens} is less than max_num_seqs={seqs}, but every running request "
+                f"needs a token per step. Raise the first or lower the second."
             )
 
 
 @dataclass(frozen=True)
 class ParallelConfig(_Checked):
-    """How the model is spread over devices."""
+    """How the model is distributed over devices."""
 
     tensor_parallel_size: int = setting(
-        1, "Devices each layer is split over; on the CPU, processes.", minimum=1, short=("-tp",)
+        1, "Number of devices (on a CPU, processes) that each layer is split over.", minimum=1, short=("-tp",)
     )
     pipeline_parallel_size: int = setting(
         1,
-        "Devices the layers are dealt to.",
+        "Number of stages that the layers are divided into.",
         minimum=1,
         short=("-pp",),
-        refused="Every device has a part of each layer so far (tensor_parallel_size).",
+        refused="Pipeline parallelism is not supported yet; tensor_parallel_size is.",
     )
     data_parallel_size: int = setting(
         1,
-        "Copies of the model, an engine process and its devices for each; requests go where their prefix is cached or "
-        "where there is less to do.",
+        "Number of copies of the model, each in an engine process with its own devices. A request goes to the engine "
+        "that has its prefix cached or the least load.",
         minimum=1,
         short=("-dp",),
     )
     enable_expert_parallel: bool = setting(
-        False, "Spread experts over devices.", refused="Experts are split like other layers so far."
+        False,
+        "Distribute whole experts over devices.",
+        refused="Expert parallelism is not supported yet; experts are split like other layers.",
     )
     distributed_executor_backend: str = setting(
         None,
-        "What drives the workers. uni: the engine's own process; mp: a process for each.",
+        "Where workers run: uni in the engine's process, mp in a process for each.",
         choices=("uni", "mp"),
         auto="uni for one device, mp for several",
     )
@@ -333,32 +370,32 @@ class ParallelConfig(_Checked):
 
 @dataclass(frozen=True)
 class DeviceConfig(_Checked):
-    """What the model runs on."""
+    """The device and its kernels."""
 
-    device: str = setting("auto", "cpu, cuda, xpu or mps, or one of several (cuda:1). auto: the best there is.")
+    device: str = setting("auto", "Device: cpu, cuda, xpu, mps, or one of several such as cuda:1. auto prefers a GPU.")
     attention_backend: str = setting(
         "auto",
-        "Attention implementation, and with it who runs the layers. torch: plain torch, on any device; triton: our "
-        "kernels, on a GPU; cpu: our C++ library; flash_attn and flashinfer: those packages, where they are installed, "
-        "on NVIDIA GPUs. vLLM's names (FLASH_ATTN, TRITON_ATTN) mean the same.",
+        "Attention kernels. torch works on any device, triton needs a GPU, cpu is Kvasir's C++ library, which also "
+        "runs the other layers, and flash_attn and flashinfer use these packages, if installed, on NVIDIA GPUs. vLLM's "
+        "names (FLASH_ATTN, TRITON_ATTN) are accepted.",
         choices=("auto", "torch", "triton", "cpu", "flash_attn", "flashinfer"),
     )
     cpu_threads: int | None = setting(
         None,
-        "Threads that compute on the CPU, for each worker. Unset: the CPUs this process may use by affinity, container "
-        "quota and OMP_NUM_THREADS, shared by the workers.",
+        "Number of CPU threads for each worker. If unset, the workers share the CPUs that affinity, container quota "
+        "and OMP_NUM_THREADS allow.",
         minimum=1,
     )
     cpu_bind: str | None = setting(
         None,
-        "CPUs that the threads are bound to, such as 0-3,8, shared by the workers. Unset: those the process may use.",
+        "CPUs to bind threads to, such as 0-3,8, divided among the workers. If unset, all usable CPUs.",
     )
-    enforce_eager: bool = setting(False, "Launch every kernel by itself instead of replaying CUDA graphs.")
+    enforce_eager: bool = setting(False, "Launch kernels one by one instead of replaying CUDA graphs.")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything the engine is built from: plain data, fit to be sent to another process."""
+    """All settings of an engine: plain data that can be sent to another process."""
 
     model: ModelConfig
     load: LoadConfig = field(default_factory=LoadConfig)
@@ -368,14 +405,14 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
 
 
-# ---------------------------------------------------------------- reading the settings back
+# ---------------------------------------------------------------- introspection
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """A setting with its type and default, as found on its class."""
+class SettingField:
+    """A setting with its section, type and default."""
 
-    section: str  # the EngineConfig field it lives in
+    section: str  # its field of EngineConfig
     field: Field[Any]
     setting: Setting
     types: tuple[type, ...]
@@ -386,7 +423,7 @@ class Known:
         return self.field.default if factory is MISSING else factory()
 
     def check(self, name: str, value: Any) -> None:
-        """Raise a ConfigError unless `value` may stand here."""
+        """Raise a ConfigError if the setting cannot have this value."""
         rule = self.setting
         if value is None and (self.default is None or type(None) in self.types):
             return
@@ -410,24 +447,24 @@ class Known:
 
 
 @cache
-def all_settings() -> dict[str, Known]:
+def all_settings() -> dict[str, SettingField]:
     """Every setting of every config class, by name, in order."""
     sections = get_type_hints(EngineConfig).items()
     return {name: known for section, cls in sections for name, known in settings_of(section, cls).items()}
 
 
-def settings_of(section: str, cls: type[Any]) -> dict[str, Known]:
+def settings_of(section: str, cls: type[Any]) -> dict[str, SettingField]:
     """The settings of one config class."""
     hints = get_type_hints(cls)
     return {
-        f.name: Known(section, f, f.metadata["setting"], tuple(_plain_types(hints[f.name])))
+        f.name: SettingField(section, f, f.metadata["setting"], tuple(_plain_types(hints[f.name])))
         for f in fields(cls)
         if "setting" in f.metadata
     }
 
 
 def did_you_mean(name: object, possible: Iterable[object]) -> str:
-    """A sentence with the names nearest to `name`, or nothing."""
+    """A sentence with the most similar names, or an empty string."""
     near = difflib.get_close_matches(str(name), [str(p) for p in possible], n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(near)}?" if near else ""
 

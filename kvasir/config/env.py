@@ -1,6 +1,6 @@
-"""The environment variables Kvasir reads, all of them. What the engine does is set by settings, not here.
+"""All environment variables that Kvasir reads. They set logging and API keys; settings control the engine.
 
-Any process. A bad value is a ConfigError; vLLM's names are taken where they mean the same.
+Any process. A wrong value raises a ConfigError. vLLM's names are accepted where they mean the same.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Variable:
 
     name: str
     help: str
-    values: tuple[str, ...] = ()  # empty: any text
+    values: tuple[str, ...] = ()  # empty allows any text
     aliases: tuple[str, ...] = ()
 
     def read_text(self) -> str:
-        """What it holds, as it is; empty if it is not set."""
+        """The text of the variable; empty if it is not set."""
         return next((text for name in (self.name, *self.aliases) if (text := os.environ.get(name))), "")
 
     def read(self) -> tuple[str, str]:
@@ -36,22 +36,22 @@ class Variable:
 
 LOG_LEVEL = Variable(
     "KVASIR_LOG_LEVEL",
-    "The least important messages to log. DEBUG also shows tracebacks of errors at the command line.",
+    "Minimum level of log messages. DEBUG also shows tracebacks of command-line errors.",
     ("INFO", "DEBUG", "WARNING", "ERROR", "CRITICAL"),
     ("VLLM_LOGGING_LEVEL", "VLLM_LOG_LEVEL"),
 )
 LOG_FORMAT = Variable(
-    "KVASIR_LOG_FORMAT", "How log lines are written; `--log-format` sets it for all processes.", ("TEXT", "JSON")
+    "KVASIR_LOG_FORMAT", "Format of log lines; `--log-format` sets it for all processes.", ("TEXT", "JSON")
 )
-API_KEY = Variable("KVASIR_API_KEY", "API keys that a server asks for, separated by commas.", aliases=("VLLM_API_KEY",))
+API_KEY = Variable("KVASIR_API_KEY", "API keys that a server accepts, separated by commas.", aliases=("VLLM_API_KEY",))
 VARIABLES = (LOG_LEVEL, LOG_FORMAT, API_KEY)
 
-# vLLM once took these settings from the environment.
+# Environment variables of older vLLM versions -> settings.
 SETTING_ALIASES = {"VLLM_ATTENTION_BACKEND": "attention_backend"}
 
 
 def validate() -> None:
-    """Raise a ConfigError if any variable holds a value it cannot have."""
+    """Raise a ConfigError if any variable has a wrong value."""
     for variable in VARIABLES:
         if variable.values:
             variable.read()

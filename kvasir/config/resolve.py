@@ -1,6 +1,7 @@
-"""Settles every `auto`, once: EngineArgs in, an EngineConfig with nothing left open out, the reasons in the log.
+"""Resolves settings: chooses a value for each one left at `auto`, checks that all fit together, and logs the reasons.
 
-The process that builds the engine. Reads a model's JSON files, never its weights; asks the platform what the device is.
+Runs in the process that builds the engine. Reads a model's JSON files but not its weights, and asks the platform about
+the device.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ LENGTH_KEYS = (
     "seq_length",
 )
 LARGE_GPU = 70 * 2**30  # bytes
-LARGE_STEP = 128 * 132  # tokens: as many tiles of 128 rows as an H100 or H200 has multiprocessors, so none idles
+LARGE_STEP = 128 * 132  # tokens: one tile of 128 rows for each multiprocessor of an H100 or H200, so none is idle
 NO_GENERATION_CONFIG = ("kvasir", "vllm")
 END_OF_TEXT = "eos_token_id"
-READS_EIGHT_BIT = ("torch", "triton")  # attention backends
+EIGHT_BIT_BACKENDS = ("torch", "triton")  # attention backends that read an 8-bit KV cache
 
 
 def resolve(asked: EngineArgs | EngineConfig) -> EngineConfig:
-    """The settled configuration. One that is settled already comes back as it is."""
+    """The resolved configuration. A configuration that is resolved already is returned unchanged."""
     env.validate()
     config = asked.create_engine_config() if isinstance(asked, EngineArgs) else asked
     if config.model.path:
@@ -64,19 +65,19 @@ def _resolve(config: EngineConfig) -> EngineConfig:
     prepare_cpu()  # asking the platform may import torch
     with startup.phase(startup.DEVICE):
         platform = platforms.select(config.device.device)
-    model = _settle_model(config.model, path, platform)
+    model = _resolve_model(config.model, path, platform)
     model = replace(model, tokenizer=_tokenizer(config.model, config.load, path))
-    load = _settle_load(config.load, path)
-    device = _settle_device(config.device, model.dtype, config.cache.kv_cache_dtype, platform)
-    device = _settle_threads(device, config.parallel.tensor_parallel_size, platform)
-    package = _settle_package(device.attention_backend, model, platform)
-    _refuse_what_needs_the_library(config, model, device)
+    load = _resolve_load(config.load, path)
+    device = _resolve_device(config.device, model.dtype, config.cache.kv_cache_dtype, platform)
+    device = _resolve_threads(device, config.parallel.tensor_parallel_size, platform)
+    package = _resolve_package(device.attention_backend, model, platform)
+    _check_cpu_library_settings(config, model, device)
     return EngineConfig(
         model=replace(model, quantization=_quantization(model.quantization, load, device)),
         load=load,
-        cache=_settle_cache(config.cache, model.dtype, device.attention_backend, package, platform),
-        scheduler=_settle_scheduler(config.scheduler, model.max_model_len, platform),
-        parallel=_settle_parallel(config.parallel),
+        cache=_resolve_cache(config.cache, model.dtype, device.attention_backend, package, platform),
+        scheduler=_resolve_scheduler(config.scheduler, model.max_model_len, platform),
+        parallel=_resolve_parallel(config.parallel),
         device=device,
     )
 
@@ -84,7 +85,7 @@ def _resolve(config: EngineConfig) -> EngineConfig:
 # ---------------------------------------------------------------- the model
 
 
-def _settle_model(asked: ModelConfig, path: Path, platform: platforms.Platform) -> ModelConfig:
+def _resolve_model(asked: ModelConfig, path: Path, platform: platforms.Platform) -> ModelConfig:
     from kvasir.models import registry
 
     hf = read_hf_config(path, asked.hf_overrides)
@@ -105,7 +106,7 @@ def _settle_model(asked: ModelConfig, path: Path, platform: platforms.Platform) 
 
 
 def read_hf_config(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
-    """config.json with the overrides merged in: the text model's part, RoPE written as `rope_parameters`."""
+    """The text model's part of config.json with the overrides merged in, and RoPE in the form of `rope_parameters`."""
     hf = (
         _read_gguf_config(path)
         if path.is_file()
@@ -125,7 +126,7 @@ def _read_gguf_config(path: Path) -> dict[str, Any]:
 
 
 def _with_rope_parameters(entries: dict[str, Any]) -> dict[str, Any]:
-    """Older configs write rope_theta and rope_scaling, newer ones rope_parameters, which holds both."""
+    """Move rope_theta and rope_scaling, which older configs have, into rope_parameters, which holds both."""
     rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(entries.get(name) or {}, dict):
@@ -156,7 +157,7 @@ def _vocab_size(hf: dict[str, Any], path: Path) -> int:
     size = hf.get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ModelError(
-            f"vocab_size={size!r} in {path / 'config.json'} is not a positive number; is this a text model?"
+            f"vocab_size={size!r} in {path / 'config.json'} is not a positive number. Is this a text model?"
         )
     return size
 
@@ -165,11 +166,11 @@ def _dtype(model: ModelConfig, hf: dict[str, Any], platform: platforms.Platform)
     if model.dtype != "auto":
         return DTYPE_NAMES.get(model.dtype, model.dtype)
     if model.quantization in ("int8", "int4"):
-        _say("dtype", "bfloat16", f"what quantization={model.quantization} computes with")
+        _log_choice("dtype", "bfloat16", f"quantization={model.quantization} computes with it")
         return "bfloat16"
     checkpoint = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
     dtype = platform.default_dtype(checkpoint)
-    _say("dtype", dtype, f"the checkpoint is {checkpoint}, the device {platform.device}")
+    _log_choice("dtype", dtype, f"for a {checkpoint} checkpoint on {platform.device}")
     return dtype
 
 
@@ -177,19 +178,19 @@ def _max_model_len(asked: int | None, hf: dict[str, Any], path: Path) -> int:
     limit = _longest(hf)
     if asked is None:
         if limit is None:
-            raise ModelError(f"{path / 'config.json'} does not say how long a sequence may be. Set max_model_len.")
-        _say("max_model_len", limit, "what the model was made for")
+            raise ModelError(f"{path / 'config.json'} does not give the context length. Set max_model_len.")
+        _log_choice("max_model_len", limit, "the model's context length")
         return limit
     if limit is not None and asked > limit:
         raise ConfigError(
-            f"max_model_len={asked} is more than the {limit} tokens the model was made for. Lower it, or, if you know "
-            f'that the model can do more, set hf_overrides to {{"max_position_embeddings": {asked}}}.'
+            f"max_model_len={asked} is more than the {limit} tokens of the model's context length. Lower it, or, if "
+            f'the model works with longer sequences, set hf_overrides to {{"max_position_embeddings": {asked}}}.'
         )
     return asked
 
 
 def _longest(hf: dict[str, Any]) -> int | None:
-    """The longest sequence by config.json. A sliding window is no limit, nor is the length before llama3 scaling."""
+    """The context length in config.json. A sliding window does not limit it, nor the length before llama3 scaling."""
     lengths = [hf[key] for key in LENGTH_KEYS if isinstance(hf.get(key), int)]
     if not lengths:
         return None
@@ -197,7 +198,7 @@ def _longest(hf: dict[str, Any]) -> int | None:
     factor = rope.get("factor") or 1.0
     kind = rope.get("rope_type", "default")
     if str(hf.get("model_type")).startswith("gemma3"):
-        return int(min(lengths))  # there it is the length after scaling
+        return int(min(lengths))  # its lengths are given after scaling
     if kind in ("linear", "dynamic"):
         return int(min(lengths) * factor)
     if kind == "yarn" and "original_max_position_embeddings" in rope:
@@ -206,14 +207,14 @@ def _longest(hf: dict[str, Any]) -> int | None:
 
 
 def _generation(asked: ModelConfig, path: Path) -> dict[str, Any]:
-    """The generation config. Which tokens end a text belongs to the model: that much is read in any case."""
+    """Entries of the generation config. The end-of-text ids are read even if generation_config turns the rest off."""
     own = asked.generation_config in ("auto", *NO_GENERATION_CONFIG)
     if own and path.is_file():
         return _gguf_end_of_text(path) | asked.override_generation_config
     file = (path if own else Path(asked.generation_config)) / "generation_config.json"
     if not own and not file.is_file():
         raise ConfigError(
-            f"generation_config={asked.generation_config!r}: there is no {file}. Possible: auto, kvasir, a directory."
+            f"generation_config={asked.generation_config!r}: there is no {file}. Possible: auto, kvasir or a directory."
         )
     entries = _read_json(file) if file.is_file() else {}
     if asked.generation_config in NO_GENERATION_CONFIG:
@@ -228,7 +229,7 @@ def _gguf_end_of_text(path: Path) -> dict[str, Any]:
 
 
 def _chat_template(asked: str | None) -> str | None:
-    """The template's text; what has no braces must be a file's name."""
+    """The template's text. A value without braces must be a file name."""
     if asked is None or "{" in asked:
         return asked
     try:
@@ -251,66 +252,68 @@ def _read_json(file: Path, missing: str = "") -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read as JSON ({error}). Is the download complete?") from None
     if not isinstance(entries, dict):
-        raise ModelError(f"{file} holds {type(entries).__name__}, not an object with entries.")
+        raise ModelError(f"{file} must hold a JSON object, not a {type(entries).__name__}.")
     return entries
 
 
-# ---------------------------------------------------------------- the rest
+# ---------------------------------------------------------------- loading, parallelism, scheduler, cache, device
 
 
-def _settle_load(asked: LoadConfig, path: Path) -> LoadConfig:
+def _resolve_load(asked: LoadConfig, path: Path) -> LoadConfig:
     own = "gguf" if path.is_file() else "safetensors"
     if asked.packed_weights_dir is not None and (own == "gguf" or asked.load_format == "dummy"):
-        raise ConfigError("packed_weights_dir is for safetensors checkpoints; leave it unset.")
+        raise ConfigError("packed_weights_dir works only with safetensors checkpoints. Leave it unset.")
     if asked.load_format not in ("auto", "dummy", own):
-        raise ConfigError(f"load_format={asked.load_format!r}: {path} is {own}. Leave it at auto.")
+        raise ConfigError(
+            f"load_format={asked.load_format!r} does not fit: {path} is a {own} checkpoint. Leave it at auto."
+        )
     return replace(asked, load_format=own) if asked.load_format == "auto" else asked
 
 
-def _settle_parallel(asked: ParallelConfig) -> ParallelConfig:
+def _resolve_parallel(asked: ParallelConfig) -> ParallelConfig:
     several, backend = asked.tensor_parallel_size > 1, asked.distributed_executor_backend
     if several and backend == "uni":
         raise ConfigError(
-            f"distributed_executor_backend='uni' is one process, and tensor_parallel_size={asked.tensor_parallel_size} "
-            f"needs as many; leave the first at auto."
+            f"distributed_executor_backend='uni' is one process, but tensor_parallel_size={asked.tensor_parallel_size} "
+            f"needs {asked.tensor_parallel_size}. Leave the first at auto."
         )
     return replace(asked, distributed_executor_backend=backend or ("mp" if several else "uni"))
 
 
-def _settle_scheduler(asked: SchedulerConfig, max_model_len: int, platform: platforms.Platform) -> SchedulerConfig:
+def _resolve_scheduler(asked: SchedulerConfig, max_model_len: int, platform: platforms.Platform) -> SchedulerConfig:
     large = platform.kind != "cpu" and (platform.memory_bytes() or 0) >= LARGE_GPU
     seqs, tokens = asked.max_num_seqs, asked.max_num_batched_tokens
     if seqs is None:
         seqs = min(1024 if large else 256, tokens or 1024)
-        _say("max_num_seqs", seqs, f"the default on {platform.device}, at most max_num_batched_tokens")
+        _log_choice("max_num_seqs", seqs, f"the default on {platform.device}, at most max_num_batched_tokens")
     if tokens is None:
         tokens = max(seqs, 2048 if platform.kind == "cpu" else LARGE_STEP if large else 8192)
         if not asked.enable_chunked_prefill:
             tokens = max(tokens, max_model_len)
-        _say("max_num_batched_tokens", tokens, f"the default on {platform.device}, at least max_num_seqs")
+        _log_choice("max_num_batched_tokens", tokens, f"the default on {platform.device}, at least max_num_seqs")
     if not asked.enable_chunked_prefill and tokens < max_model_len:
         raise ConfigError(
-            f"max_num_batched_tokens={tokens} is less than max_model_len={max_model_len}, and without chunked prefill "
-            f"a prompt must fit into one step. Raise the first, lower the second, or leave enable_chunked_prefill on."
+            f"max_num_batched_tokens={tokens} is less than max_model_len={max_model_len}, but without chunked prefill "
+            f"a prompt must fit into one step. Raise the first, lower the second, or turn enable_chunked_prefill on."
         )
     ahead = platform.kind != "cpu" if asked.async_scheduling is None else asked.async_scheduling
     return replace(asked, max_num_seqs=seqs, max_num_batched_tokens=tokens, async_scheduling=ahead)
 
 
-def _settle_cache(
+def _resolve_cache(
     asked: CacheConfig, dtype: str, backend: str, package: Package | None, platform: platforms.Platform
 ) -> CacheConfig:
     block_size, kv_dtype = _block_size(asked.block_size, package, platform), asked.kv_cache_dtype
     if kv_dtype not in ("auto", dtype, "int8", *EIGHT_BIT_KV):
         raise ConfigError(
-            f"kv_cache_dtype={kv_dtype!r} is not the model's {dtype}, and the cache holds that or 8 bits; "
-            f"choose auto, int8, {', '.join(EIGHT_BIT_KV)}, or dtype={kv_dtype!r}."
+            f"kv_cache_dtype={kv_dtype!r} must be the model's {dtype} or an 8-bit type. "
+            f"Set it to auto, int8 or {', '.join(EIGHT_BIT_KV)}, or set dtype={kv_dtype!r}."
         )
     names = {"int8": "int8", **EIGHT_BIT_KV}
-    settled = replace(asked, block_size=block_size, kv_dtype=names.get(kv_dtype, dtype))
-    if settled.is_eight_bit:
-        _check_eight_bit(settled, backend, platform)
-    return settled
+    cache = replace(asked, block_size=block_size, kv_dtype=names.get(kv_dtype, dtype))
+    if cache.is_eight_bit:
+        _check_eight_bit(cache, backend, platform)
+    return cache
 
 
 def _block_size(asked: int | None, package: Package | None, platform: platforms.Platform) -> int:
@@ -318,49 +321,49 @@ def _block_size(asked: int | None, package: Package | None, platform: platforms.
         only = package.block_size
         if asked not in (None, only):
             raise ConfigError(
-                f"block_size={asked}: attention_backend='flash_attn' is {package.title} here, which takes blocks of "
-                f"{only} tokens; set block_size={only}, or leave it at auto."
+                f"block_size={asked} does not fit: attention_backend='flash_attn' is {package.title} here, which needs "
+                f"blocks of {only} tokens. Set block_size={only}, or leave it at auto."
             )
-        _say("block_size", only, f"the one that {package.title} takes")
+        _log_choice("block_size", only, f"{package.title} needs it")
         return only
     if asked is None:
         asked = platform.default_block_size
-        _say("block_size", asked, f"the default on {platform.device}")
+        _log_choice("block_size", asked, f"the default on {platform.device}")
     return asked
 
 
 def _check_eight_bit(cache: CacheConfig, backend: str, platform: platforms.Platform) -> None:
-    if backend not in READS_EIGHT_BIT:
+    if backend not in EIGHT_BIT_BACKENDS:
         raise ConfigError(
-            f"kv_cache_dtype={cache.kv_cache_dtype!r}: attention_backend={backend!r} reads no 8-bit cache; "
-            f"set attention_backend to one of {', '.join(READS_EIGHT_BIT)}, or kv_cache_dtype='auto'."
+            f"kv_cache_dtype={cache.kv_cache_dtype!r}: attention_backend={backend!r} does not support an 8-bit cache. "
+            f"Set attention_backend to one of {', '.join(EIGHT_BIT_BACKENDS)}, or kv_cache_dtype='auto'."
         )
     if backend == "triton" and cache.kv_dtype == "float8_e4m3fn" and not platform.has_fp8_e4m3:
         raise ConfigError(
-            f"kv_cache_dtype={cache.kv_cache_dtype!r} needs a GPU that converts it (compute capability 8.9), "
-            f"which {platform.device} does not; kv_cache_dtype='fp8_e5m2' is as small."
+            f"kv_cache_dtype={cache.kv_cache_dtype!r} needs a GPU of compute capability 8.9 or more, which "
+            f"{platform.device} is not. kv_cache_dtype='fp8_e5m2' needs as little memory."
         )
 
 
-def _settle_device(asked: DeviceConfig, dtype: str, kv_dtype: str, platform: platforms.Platform) -> DeviceConfig:
+def _resolve_device(asked: DeviceConfig, dtype: str, kv_dtype: str, platform: platforms.Platform) -> DeviceConfig:
     backend = asked.attention_backend
     if backend == "auto":
         backend = _default_attention(dtype, platform)
         if backend == "cpu" and kv_dtype in EIGHT_BIT_KV:
-            backend = "torch"  # which reads 8-bit floats; the library does not
+            backend = "torch"  # the C++ library does not read 8-bit floats
     if backend == "cpu" and _default_attention(dtype, platform) != "cpu":
         raise ConfigError(
-            f"attention_backend='cpu' is our C++ library on the CPU for bfloat16; here are {dtype} on "
-            f"{platform.device}{'' if platform.kind != 'cpu' or dtype != 'bfloat16' else ' and no library'}. "
+            f"attention_backend='cpu' is Kvasir's C++ library, which needs bfloat16 on a CPU; here dtype is {dtype} on "
+            f"{platform.device}{'' if platform.kind != 'cpu' or dtype != 'bfloat16' else ', without the library'}. "
             f"Leave it at auto, or set dtype='bfloat16'."
         )
     if backend == "triton" and platform.kind == "cpu":
-        raise ConfigError("attention_backend='triton' needs a GPU, and device is cpu; leave it at auto, or set torch.")
+        raise ConfigError("attention_backend='triton' needs a GPU, but device is cpu. Leave it at auto.")
     if asked.device == "auto":
-        _say("device", platform.device, "the best there is")
+        _log_choice("device", platform.device, "the preferred one of those available")
     if asked.attention_backend == "auto":
-        floats = ", which reads 8-bit floats" if kv_dtype in EIGHT_BIT_KV else ""
-        _say("attention_backend", backend, f"the default on {platform.device}{floats}")
+        floats = " for 8-bit floats" if kv_dtype in EIGHT_BIT_KV else ""
+        _log_choice("attention_backend", backend, f"the default on {platform.device}{floats}")
     return replace(asked, device=platform.device, attention_backend=backend)
 
 
@@ -374,27 +377,27 @@ def _default_attention(dtype: str, platform: platforms.Platform) -> str:
     return platform.default_attention
 
 
-def _settle_package(backend: str, model: ModelConfig, platform: platforms.Platform) -> Package | None:
-    """The package that computes attention, after seeing that it can for this model; None where that is our code."""
+def _resolve_package(backend: str, model: ModelConfig, platform: platforms.Platform) -> Package | None:
+    """The package that computes attention, checked to support this model; None if Kvasir's own kernels do."""
     if backend not in PACKAGES:
         return None
     package = attention_packages.require(backend, platform)
     if model.dtype not in attention_packages.DTYPES:
         raise ConfigError(
-            f"attention_backend={backend!r} computes in 16 bits, and dtype is {model.dtype}; set dtype to "
+            f"attention_backend={backend!r} supports only 16-bit types, but dtype is {model.dtype}. Set dtype to "
             f"{' or '.join(attention_packages.DTYPES)}, or leave attention_backend at auto."
         )
     if unfit := sorted(_head_dims(model) - package.head_dims):
         raise ConfigError(
-            f"attention_backend={backend!r}: the model's heads have {unfit[0]} numbers, and {package.title} takes "
-            f"{package.head_dims_in_words} on {platform.device}; leave attention_backend at auto."
+            f"attention_backend={backend!r}: the model's head size is {unfit[0]}, but {package.title} supports "
+            f"{package.head_dims_in_words} on {platform.device}. Leave attention_backend at auto."
         )
-    logger.info("attention by %s", package.title)
+    logger.info("Attention is computed by %s", package.title)
     return package
 
 
 def _head_dims(model: ModelConfig) -> frozenset[int]:
-    """The sizes of the model's heads; empty where only the model's own code knows them."""
+    """The head sizes of the model; empty if only the code of the model knows them."""
     from kvasir.models import registry
 
     if model.model_impl == "kvasir":
@@ -403,58 +406,58 @@ def _head_dims(model: ModelConfig) -> frozenset[int]:
     return frozenset((head_dim,)) if isinstance(head_dim, int) else frozenset()
 
 
-def _settle_threads(asked: DeviceConfig, workers: int, platform: platforms.Platform) -> DeviceConfig:
+def _resolve_threads(asked: DeviceConfig, workers: int, platform: platforms.Platform) -> DeviceConfig:
     if platform.kind != "cpu":
         if asked.cpu_threads is not None or asked.cpu_bind is not None:
-            raise ConfigError(f"cpu_threads and cpu_bind are for device='cpu'; the device is {platform.device}.")
+            raise ConfigError(f"cpu_threads and cpu_bind are for device='cpu', but the device is {platform.device}.")
         return asked
     cpus = len(parse_cpus(asked.cpu_bind)) if asked.cpu_bind is not None else usable_cpus()
     if asked.cpu_threads is not None:
         if asked.cpu_bind is not None and asked.cpu_threads * workers > cpus:
             several = f" for each of {workers} workers" if workers > 1 else ""
-            raise ConfigError(f"cpu_threads={asked.cpu_threads}{several} are more than the {cpus} CPUs of cpu_bind.")
+            raise ConfigError(f"cpu_threads={asked.cpu_threads}{several} is more than the {cpus} CPUs of cpu_bind.")
         return asked
     threads = max(1, cpus // workers)
-    _say("cpu_threads", threads, f"{cpus} CPUs for {workers} workers" if workers > 1 else "the CPUs it may use")
+    _log_choice("cpu_threads", threads, f"{cpus} CPUs for {workers} workers" if workers > 1 else "one per usable CPU")
     return replace(asked, cpu_threads=threads)
 
 
-def _refuse_what_needs_the_library(asked: EngineConfig, model: ModelConfig, device: DeviceConfig) -> None:
-    """Quantized weights and caches are the CPU library's."""
-    wishes = {
+def _check_cpu_library_settings(asked: EngineConfig, model: ModelConfig, device: DeviceConfig) -> None:
+    """Only the CPU library supports quantized weights and an int8 cache."""
+    settings = {
         "quantization": asked.model.quantization,
         "kv_cache_dtype": "int8" if asked.cache.kv_cache_dtype == "int8" else None,
         "packed_weights_dir": asked.load.packed_weights_dir,
     }
-    for name, value in wishes.items():
+    for name, value in settings.items():
         if value in (None, "none"):
             continue
         if model.model_impl == "transformers":
             raise ConfigError(_not_through_transformers(name, value, asked.model.model_impl, model.hf))
         if device.attention_backend != "cpu":
             raise ConfigError(
-                f"{name}={value!r} runs on the CPU, in bfloat16, with our C++ library (attention_backend='cpu'); here "
-                f"the device is {device.device} and the backend {device.attention_backend}. Leave {name} unset."
+                f"{name}={value!r} needs a CPU, bfloat16 and Kvasir's C++ library (attention_backend='cpu'), but the "
+                f"device is {device.device} and attention_backend {device.attention_backend}. Leave {name} unset."
             )
 
 
 def _not_through_transformers(name: str, value: str, asked_impl: str, hf: dict[str, Any]) -> str:
-    needs = f"{name}={value!r} needs a model that Kvasir runs itself"
+    needs = f"{name}={value!r} needs Kvasir's own implementation of the model"
     if asked_impl == "transformers":
-        return f"{needs}, and model_impl='transformers' has transformers run it; leave one of the two unset."
+        return f"{needs}, but model_impl is 'transformers'. Leave one of the two unset."
     architecture = ", ".join(hf.get("architectures") or ["this model"])
-    return f"{needs}, and {architecture} has no spec here, so it runs through transformers; leave {name} unset."
+    return f"{needs}, but {architecture} has none and runs through transformers. Leave {name} unset."
 
 
 def _quantization(asked: str | None, load: LoadConfig, device: DeviceConfig) -> str | None:
-    """None where weights are as they are."""
+    """The format of weights; None if they are not quantized."""
     if asked == "gguf" and load.load_format != "gguf":
-        raise ConfigError("quantization='gguf' is for GGUF files; choose int8 or int4, or leave it unset.")
+        raise ConfigError("quantization='gguf' is for GGUF files. Set int8 or int4, or leave it unset.")
     if asked is None and load.load_format == "gguf" and device.attention_backend == "cpu":
-        _say("quantization", "gguf", "as the file has its weights")
+        _log_choice("quantization", "gguf", "the format of the file")
         return "gguf"
     return None if asked == "none" else asked
 
 
-def _say(name: str, value: object, why: str) -> None:
+def _log_choice(name: str, value: object, why: str) -> None:
     logger.info("%s=%s (%s)", name, value, why)

@@ -1,4 +1,4 @@
-"""Names of vLLM's settings that Kvasir does not have: asked for, they are not taken for misspelt ones. Any process."""
+"""Names of vLLM's settings that Kvasir lacks, so that they are not reported as misspelt. Any process."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ _SHORT = "-O -ac -cc -dcp -dpa -dpb -dph -dpl -dpn -dpp -dpr -ep -n -pcp -r -sc"
 SHORT_FLAGS = frozenset(_SHORT.split())
 
 
-def not_yet(name: str, noun: str) -> str | None:
-    """A sentence on a setting (or flag) that vLLM has and Kvasir has not; None where the name is nobody's."""
+def vllm_only(name: str, noun: str) -> str | None:
+    """An error message for a setting or flag that only vLLM has; None for an unknown name."""
     plain = name.removeprefix("--").replace("-", "_").partition(".")[0]  # vLLM: --compilation-config.mode 3
     short = re.sub(r"^-O\d$", "-O", name)
     if plain in NAMES or plain.removeprefix("no_") in NAMES or short in SHORT_FLAGS:

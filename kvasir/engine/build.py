@@ -1,4 +1,4 @@
-"""Puts a core together: executor, KV cache of the right size, scheduler."""
+"""Builds the core: makes the executor, sizes the KV cache, makes the scheduler. Core process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 
 def build_core(config: EngineConfig, executor: Executor | None = None) -> EngineCore:
-    policy = _policy(config)  # first: a mistake there should not wait for the weights
+    policy = _policy(config)  # before the weights are loaded, so that a wrong setting is reported at once
     executor = executor or make_executor(config)
     try:
         with startup.phase(startup.KV_CACHE):
@@ -82,22 +82,22 @@ def make_scheduler(
 
 
 def count_blocks(config: EngineConfig, executor: Executor) -> int:
-    """How many blocks the cache gets, the null block included; at least what one longest request needs."""
+    """Number of KV cache blocks, with the null block. They must hold one request of max_model_len tokens."""
     spec = executor.kv_spec()
     longest = -(-config.model.max_model_len // spec.block_size) * len(spec.windows)
-    most = longest * config.scheduler.max_num_seqs + 1
+    limit = longest * config.scheduler.max_num_seqs + 1
     override = config.cache.num_gpu_blocks_override
     if override is not None:
         available = override * spec.block_bytes
         num_blocks = override
     else:
         available = executor.available_kv_bytes()
-        num_blocks = min(available // spec.block_bytes, most)
+        num_blocks = min(available // spec.block_bytes, limit)
     if num_blocks < longest + 1:
         raise ConfigError(_too_small(config, spec, available, num_blocks))
     tokens = (num_blocks - 1) // len(spec.windows) * spec.block_size
     logger.info(
-        "KV cache: %d blocks of %d tokens, %.2f GiB; %d tokens in all, %.1f requests of max_model_len=%d",
+        "KV cache: %d blocks of %d tokens, %.2f GiB; it holds %d tokens, or %.1f requests of max_model_len=%d",
         num_blocks, spec.block_size, num_blocks * spec.block_bytes / GIB, tokens,
         tokens / config.model.max_model_len, config.model.max_model_len,
     )  # fmt: skip
@@ -114,31 +114,28 @@ def _too_small(config: EngineConfig, spec: KVSpec, available: int, num_blocks: i
     elif config.cache.kv_cache_memory_bytes is not None:
         raise_it = "raise kv_cache_memory_bytes"
     elif config.device.device == "cpu":
-        raise_it = "set kv_cache_memory_bytes to more than that"
+        raise_it = "set kv_cache_memory_bytes to at least that much"
     else:
         raise_it = "raise gpu_memory_utilization, or lower max_num_seqs or max_num_batched_tokens"
     return (
         f"max_model_len={config.model.max_model_len} needs {_size(needed)} of KV cache, "
-        f"{_size(max(available, 0))} is there for it; {lower}{raise_it}"
+        f"but {_size(max(available, 0))} is available; {lower}{raise_it}"
     )
 
 
 def _size(num_bytes: int) -> str:
-    """In the largest unit of which there is one."""
+    """A size in the largest unit that gives at least 1."""
     for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes} bytes"
 
 
-# ----------------------------------------------------------------
-# Sizes the tier in host memory and settles how preemption chooses. Core process.
-
-logger = get_logger(__name__)
+# ---------------------------------------------------------------- the KV cache tier in host memory
 
 
 def host_blocks(config: EngineConfig, spec: KVSpec) -> tuple[int, int]:
-    """Blocks for swapping, and for evicted prefixes. Every device has its share of each block."""
+    """Number of blocks in host memory for swapping and for evicted prefixes. Each device holds its part of a block."""
     cache = config.cache
     share = cache.kv_offloading_size / config.parallel.tensor_parallel_size
     return (
@@ -151,21 +148,21 @@ def _count(name: str, asked: float, per_device: float, spec: KVSpec) -> int:
     count = int(per_device * GIB) // spec.block_bytes
     if asked and not count:
         raise ConfigError(
-            f"{name}={asked:g} GiB is less than one KV block of {spec.block_bytes / GIB:.4f} GiB; raise it, or leave "
-            f"it at 0."
+            f"{name}={asked:g} GiB is less than one KV cache block of {spec.block_bytes / GIB:.4f} GiB; raise it, or "
+            f"set it to 0."
         )
     return count
 
 
 def host_memory_blocks(swap_blocks: int, offload_blocks: int) -> int:
-    """What the worker must hold: the tier's own null block is one of them."""
+    """Number of blocks that a worker allocates, with the null block of the tier."""
     return swap_blocks + offload_blocks + 1 if swap_blocks + offload_blocks else 0
 
 
 def make_tier(config: EngineConfig, swap_blocks: int, offload_blocks: int, executor: Executor) -> Tier:
     if not swap_blocks + offload_blocks:
         return NoTier()
-    logger.info("host memory: %d KV blocks for swapping, %d for evicted prefixes", swap_blocks, offload_blocks)
+    logger.info("Host memory: %d KV cache blocks for swapping, %d for evicted prefixes", swap_blocks, offload_blocks)
     return HostTier(swap_blocks, offload_blocks, _swap_policy(config, swap_blocks, executor))
 
 
@@ -175,7 +172,7 @@ def _swap_policy(config: EngineConfig, swap_blocks: int, executor: Executor) -> 
         return FixedSwapPolicy(mode == "swap")
     costs = executor.measure_costs()
     logger.info(
-        "preemption: moving a block takes %.0f us each way, computing its %d tokens %.0f us",
+        "Preemption: swapping a block takes %.0f us each way, recomputing its %d tokens %.0f us",
         costs.copy_block * 1e6, config.cache.block_size, costs.compute_token * config.cache.block_size * 1e6,
     )  # fmt: skip
     return CostSwapPolicy(costs)

@@ -1,7 +1,7 @@
-"""Who is there: a socket per client, open as long as the client lives, and one to the process that owns the engine.
+"""ClientLiveness: notices when clients connect or end, and ends the engine when its owner ends. Core process.
 
-A closed socket is a dead process, in either direction; the kernel sees to that. Core process, a thread of its own: the
-engine's loop only looks at what is noted here.
+Every client, the owner included, keeps a socket open for as long as it lives; the kernel closes it when the process
+ends. A thread of its own watches these sockets, and the engine's loop reads what the thread has recorded.
 """
 
 from __future__ import annotations
@@ -16,72 +16,73 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from kvasir.config.engine import EngineConfig
-from kvasir.engine.transport import Address
+from kvasir.engine.transport import Address, Registration
 from kvasir.log import get_logger
 
 logger = get_logger(__name__)
-GRACE_SECONDS = 5.0  # for the loop to end by itself once the owner is gone
-_LOOK_SECONDS = 1.0  # how often the owner's process id is looked at
+GRACE_SECONDS = 5.0  # how long the engine's loop may take to end after its owner has ended
+_CHECK_SECONDS = 1.0  # between two checks of the owner's process id
 
 
-class Lifelines(threading.Thread):
+class ClientLiveness(threading.Thread):
     def __init__(self, owner: Connection, owner_pid: int, address: Address) -> None:
-        super().__init__(daemon=True, name="lifelines")
-        self.config: EngineConfig | None = None  # what new clients are told; before it is known none is let in
-        self.startup: dict[str, float] = {}  # and how long each part of the start took
-        self.over = False  # the owner is gone, or done with the engine
-        self.gone: deque[int] = deque()  # clients that have left
-        self.clients: dict[int, Connection] = {0: owner}  # the owner is a client too
-        self.grace_seconds = 0.0  # nothing is running yet that could end by itself
+        super().__init__(daemon=True, name="client-liveness")
+        self.config: EngineConfig | None = None  # clients are registered only once it is known
+        self.startup_seconds: dict[str, float] = {}  # by startup phase
+        self.owner_ended = False  # or has closed its socket, which asks the engine to end
+        self.departed: deque[int] = deque()  # numbers of clients that have ended
+        self.clients: dict[int, Connection] = {0: owner}  # by number; the owner is client 0
+        self.grace_seconds = 0.0  # GRACE_SECONDS once the engine's loop runs
         self._owner, self._owner_pid = owner, owner_pid
         self._address = address
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(address.lifeline)
+        self._listener.bind(address.liveness)
         self._listener.listen()
-        self._new: list[Connection] = []  # connected, and not introduced yet
-        self._next = 1
-        self.wake, self._waker = socket.socketpair()  # readable when something was noted
+        self._new: list[Connection] = []  # connected, not registered yet
+        self._next_number = 1
+        self.wake, self._waker = socket.socketpair()  # readable when something was recorded
         self.wake.setblocking(False)
 
     def run(self) -> None:
         while True:
             try:
-                self._look()
-            except Exception:  # an engine that nobody watches could outlive its owner
-                logger.exception("Looking after clients failed; going on")
-                time.sleep(_LOOK_SECONDS)
-            if self.over or os.getppid() != self._owner_pid:
+                self.check_sockets()
+            except Exception:  # without this thread the engine could outlive its owner
+                logger.exception("Checking the clients' sockets failed; trying again")
+                time.sleep(_CHECK_SECONDS)
+            if self.owner_ended or os.getppid() != self._owner_pid:
                 self._end()
 
-    def _look(self) -> None:
-        everybody: list[Connection | socket.socket] = [self._listener, *self._new, *self.clients.values()]
-        for ready in wait(everybody, _LOOK_SECONDS):
+    def check_sockets(self) -> None:
+        """Wait a moment for a socket to change, and handle every change."""
+        sockets: list[Connection | socket.socket] = [self._listener, *self._new, *self.clients.values()]
+        for ready in wait(sockets, _CHECK_SECONDS):
             if not isinstance(ready, Connection):
                 self._new.append(Connection(self._listener.accept()[0].detach()))
             elif ready in self._new:
-                self._introduce(ready)
+                self._register(ready)
             else:
-                self._hear(ready)
+                self._check_closed(ready)
 
-    def tell_all(self, word: Any) -> None:
+    def broadcast(self, message: Any) -> None:
         for client in list(self.clients.values()):
             with suppress(OSError):
-                client.send(word)
+                client.send(message)
 
-    def hush(self) -> None:
-        """From here on `wake` is readable when something more is noted. Look at the notes after that, not before."""
+    def clear_wake(self) -> None:
+        """Make `wake` unreadable until something new is recorded. Call it before reading the records, not after."""
         with suppress(BlockingIOError):
             self.wake.recv(4096)
 
-    def take_gone(self) -> list[int]:
-        """Clients that have left since the last time."""
-        self.hush()
-        return [self.gone.popleft() for _ in range(len(self.gone))]
+    def take_departed(self) -> list[int]:
+        """Numbers of clients that have ended since the last call."""
+        self.clear_wake()
+        return [self.departed.popleft() for _ in range(len(self.departed))]
 
-    # ------------------------------------------------------------ the thread's own
+    # ------------------------------------------------------------ on the thread
 
-    def _introduce(self, client: Connection) -> None:
-        """A client says which number it has from another engine of this owner, or None to be given one."""
+    def _register(self, client: Connection) -> None:
+        """The client sends the number that another engine of this owner gave it, or None to get one."""
         self._new.remove(client)
         if self.config is None:
             client.close()
@@ -89,41 +90,41 @@ class Lifelines(threading.Thread):
         try:
             number = client.recv()
             if number is None:
-                number, self._next = self._next, self._next + 1
-            self.clients[number] = client  # before it hears of it: its first request may be here at once
-            client.send((number, self.config, self.startup))
+                number, self._next_number = self._next_number, self._next_number + 1
+            self.clients[number] = client  # before the reply: its first request may follow at once
+            client.send(Registration(number, self.config, self.startup_seconds))
         except (EOFError, OSError):
-            self._let_go(client)
+            self._remove(client)
         except Exception:
-            logger.exception("What a client says of itself makes no sense; it is not let in")
-            self._let_go(client)
+            logger.exception("A client could not be registered: its first message is invalid")
+            self._remove(client)
 
-    def _hear(self, client: Connection) -> None:
-        """Nobody speaks here after the introduction: something to read is the end."""
+    def _check_closed(self, client: Connection) -> None:
+        """Registered clients send nothing, so a readable socket has been closed."""
         with suppress(EOFError, OSError):
             client.recv()
             return
         if client is self._owner:
-            self.over = True
+            self.owner_ended = True
             return
-        self.gone += self._let_go(client)
-        self._note()
+        self.departed += self._remove(client)
+        self._wake_loop()
 
-    def _let_go(self, client: Connection) -> list[int]:
-        """Close the socket. Returns the number the client had, if it had one."""
+    def _remove(self, client: Connection) -> list[int]:
+        """Close the socket. Returns the number of the client in a list, or nothing if it was not registered."""
         numbers = [number for number, other in self.clients.items() if other is client]
         for number in numbers:
             del self.clients[number]
         client.close()
         return numbers
 
-    def _note(self) -> None:
+    def _wake_loop(self) -> None:
         self._waker.send(b".")
 
     def _end(self) -> None:
-        """Let the loop end; if it hangs, end the process, and with it the workers, which watch it."""
-        self.over = True
-        self._note()
+        """Let the engine's loop end. If it hangs, end the process; its workers notice that and end too."""
+        self.owner_ended = True
+        self._wake_loop()
         time.sleep(self.grace_seconds)
         self._address.remove()
         os._exit(1)

@@ -1,7 +1,7 @@
-"""The engine's loop in a process of its own: messages in, a step, outputs out. Core process.
+"""EngineService: the loop of an engine process. It receives messages, runs a step and sends the outputs. Core process.
 
-Every client numbers its requests within a range of its own, so that keys never meet and a step's outputs are told apart
-by arithmetic on one array.
+Every client takes its request keys from its own range, so keys never collide, and one shift of the array of keys tells
+which client each output belongs to.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import zmq
 
 from kvasir.engine import transport
 from kvasir.engine.core import EngineCore
-from kvasir.engine.liveness import Lifelines
+from kvasir.engine.liveness import ClientLiveness
 from kvasir.engine.transport import KEYS_PER_CLIENT, Progress, client_of, identity
 from kvasir.errors import KvasirError, RequestError
 from kvasir.log import get_logger
@@ -21,68 +21,68 @@ from kvasir.messages import EngineOutput, select_parts
 from kvasir.sampling.startup_processors import StartupProcessors, with_processors
 
 logger = get_logger(__name__)
-_MOST_MESSAGES = 1024  # taken between two steps, so that a flood of requests does not stop those that run
+_MAX_MESSAGES_PER_STEP = 1024  # so that a flood of new requests does not stall the running ones
 
 
-class Service:
+class EngineService:
     def __init__(
         self,
         core: EngineCore,
         startup: StartupProcessors,
         endpoint: str,
-        lifelines: Lifelines,
+        liveness: ClientLiveness,
         progress: Progress,
     ) -> None:
         self.core = core
         self.startup = startup
-        self.lifelines = lifelines
+        self.liveness = liveness
         self.progress = progress
-        self._running: dict[int, set[int]] = {}  # keys by client
+        self._running: dict[int, set[int]] = {}  # client -> keys of its unfinished requests
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set_hwm(0)  # nothing may be dropped
+        self._socket.set_hwm(0)  # no limit: messages are never dropped
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(endpoint)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(lifelines.wake, zmq.POLLIN)
+        self._poller.register(liveness.wake, zmq.POLLIN)
 
     def run(self) -> None:
-        """Until the owner is gone or done with the engine. What breaks a step is raised."""
-        while not self.lifelines.over:
-            self.turn()
+        """Serve until the owner ends. A failed step raises."""
+        while not self.liveness.owner_ended:
+            self.run_once()
 
-    def turn(self) -> None:
-        """Wait if there is nothing to do; take what has come; one step."""
+    def run_once(self) -> None:
+        """Wait if there is no work, handle the messages that have arrived and run one step."""
         if not self.core.has_work():
-            self.progress.rest()
+            self.progress.set_idle()
             self._poller.poll()
-            self.lifelines.hush()  # what woke us may have been seen before
+            self.liveness.clear_wake()  # the change it signals may be handled already
         self._receive()
         if self.core.has_work():
-            self.progress.step(self._running)
+            self.progress.begin_step(self._running)
             self._send(self.core.run_step())
 
     def close(self) -> None:
         self._socket.close()
         self._context.term()
 
-    # ------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------ from clients
 
     def _receive(self) -> None:
-        if self.lifelines.gone:
-            self._abort_gone()
-        for _ in range(_MOST_MESSAGES):
-            if not self._socket.poll(0):  # half the time of a receive that fails
+        if self.liveness.departed:
+            self._abort_departed()
+        for _ in range(_MAX_MESSAGES_PER_STEP):
+            if not self._socket.poll(0):  # takes half the time of a receive that fails
                 return
             name, kind, data = self._socket.recv_multipart()
             client = client_of(name)
-            if client not in self.lifelines.clients:  # it has left meanwhile
+            if client not in self.liveness.clients:  # it has ended meanwhile
                 continue
             try:
                 self._handle(client, kind, data)
-            except Exception:  # a message that makes no sense is not the end of all other requests
-                logger.exception("A message of a client could not be handled")
+            except Exception:  # an invalid message must not end the other requests
+                logger.exception("A client's message could not be handled")
 
     def _handle(self, client: int, kind: bytes, data: bytes) -> None:
         if kind == transport.ADD:
@@ -91,15 +91,15 @@ class Service:
             for key, num_kept in transport.decode_aborts(data):
                 self.core.abort(key, num_kept)
                 self._running.get(client, set()).discard(key)
-        elif kind == transport.ASK:
-            self._reply(client, transport.ANSWER, self._answer(transport.read(data)))
+        elif kind == transport.CALL:
+            self._reply(client, transport.RESULT, self._call(transport.decode_control(data)))
 
     def _add(self, client: int, data: bytes) -> None:
         try:
             request = transport.decode_request(data)
-            assert request.key >> KEYS_PER_CLIENT == client, "a client keeps to its own range of keys"
+            assert request.key >> KEYS_PER_CLIENT == client, "the key is not in the client's range"
             self.core.add(with_processors(request, self.startup))
-        except Exception as error:  # one request's trouble is not the engine's
+        except Exception as error:  # a bad request must not end the engine
             self._refuse(client, transport.key_of(data), error)
         else:
             self._running.setdefault(client, set()).update((request.key, *(fork.key for fork in request.forks)))
@@ -110,33 +110,33 @@ class Service:
         if key is None:
             return
         self.core.abort(key)
-        refused = transport.Refused(key, transport.as_one_sentence(error, "the request could not be added"))
-        self._reply(client, transport.REFUSED, transport.write(refused))
+        refusal = transport.RequestRefusal(key, transport.portable_error(error, "the request could not be added"))
+        self._reply(client, transport.REFUSAL, transport.encode_control(refusal))
 
-    def _answer(self, question: transport.Question) -> bytes:
-        method = None if question.name.startswith("_") else getattr(self.core, question.name, None)
+    def _call(self, call: transport.CoreCall) -> bytes:
+        method = None if call.method.startswith("_") else getattr(self.core, call.method, None)
         try:
             if not callable(method):
-                raise RequestError(f"the core has no method {question.name!r}")
-            return transport.write(transport.Answer(question.number, method(*question.args)))
+                raise RequestError(f"the core has no method {call.method!r}")
+            return transport.encode_control(transport.CoreResult(call.number, method(*call.args)))
         except Exception as error:
-            said = transport.as_one_sentence(error, f"{question.name} cannot be answered")
-            return transport.write(transport.Answer(question.number, None, said))
+            portable = transport.portable_error(error, f"the call of {call.method} failed")
+            return transport.encode_control(transport.CoreResult(call.number, None, portable))
 
-    def _abort_gone(self) -> None:
-        for client in self.lifelines.take_gone():
+    def _abort_departed(self) -> None:
+        for client in self.liveness.take_departed():
             keys = self._running.pop(client, set())
-            self.progress.forget(client)
+            self.progress.remove_client(client)
             for key in keys:
                 self.core.abort(key)
-            logger.info("A client has left; %d requests of its were aborted", len(keys))
+            logger.info("A client has ended; its %d requests were aborted", len(keys))
 
-    # ------------------------------------------------------------ what goes out
+    # ------------------------------------------------------------ to clients
 
     def _send(self, output: EngineOutput) -> None:
         if is_empty(output):
             return
-        self._forget_ended(output)
+        self._forget_finished(output)
         if len(self._running) == 1:
             (client,) = self._running
             self._reply(client, transport.OUTPUT, transport.encode(output))
@@ -144,7 +144,7 @@ class Service:
         for client, part in split(output):
             self._reply(client, transport.OUTPUT, transport.encode(part))
 
-    def _forget_ended(self, output: EngineOutput) -> None:
+    def _forget_finished(self, output: EngineOutput) -> None:
         ended = [end.key for end in output.finished]
         ended += [beam.key for beam in output.beams if beam.finished]
         for key in ended:
@@ -154,8 +154,7 @@ class Service:
         self._socket.send_multipart([identity(client), kind, data])
 
 
-# ----------------------------------------------------------------
-# A step's output, told apart by client. Core process.
+# ---------------------------------------------------------------- the output of a step, by client
 
 
 def is_empty(output: EngineOutput) -> bool:
@@ -163,12 +162,12 @@ def is_empty(output: EngineOutput) -> bool:
 
 
 def split(output: EngineOutput) -> Iterator[tuple[int, EngineOutput]]:
-    """Each client's part of it. Work is per client, not per request, save for what ended."""
-    of_line = output.keys >> KEYS_PER_CLIENT
+    """Each client's part of the output. The cost is per client, and per request only for those that ended."""
+    client_of_line = output.keys >> KEYS_PER_CLIENT
     others = [one.key for group in (output.finished, output.beams, output.started) for one in group]
-    clients = {*np.unique(of_line).tolist(), *(key >> KEYS_PER_CLIENT for key in others)}
+    clients = {*np.unique(client_of_line).tolist(), *(key >> KEYS_PER_CLIENT for key in others)}
     for client in sorted(clients):
-        lines = np.flatnonzero(of_line == client)
+        lines = np.flatnonzero(client_of_line == client)
         yield (
             client,
             EngineOutput(

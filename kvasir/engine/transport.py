@@ -1,4 +1,7 @@
-"""Where an engine is found: files in one directory that only its owner's user may enter. API and core process."""
+"""What engine processes and their clients share: socket addresses, message encoding, control messages, progress.
+
+API and core process. Both belong to one user and meet in a directory that only this user may enter.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,15 @@ from kvasir.config.engine import EngineConfig
 from kvasir.errors import ConfigError, EngineError, KvasirError
 from kvasir.messages import EngineOutput, EngineRequest
 
-_LONGEST_PATH = 107  # of a socket, by Linux
-KEYS_PER_CLIENT = 40  # bits: a client numbers its requests within a range of its own
+KEYS_PER_CLIENT = 40  # bits; the bits above them in a request's key are the client's number
+_MAX_SOCKET_PATH = 107  # bytes, Linux's limit
+
+# ---------------------------------------------------------------- addresses
 
 
 @dataclass(slots=True, frozen=True)
 class Address:
-    """One of the engines of a directory, in a folder of its own."""
+    """The files of one engine: a folder in the directory that its owner made."""
 
     directory: str
     index: int
@@ -41,32 +46,33 @@ class Address:
 
     @property
     def messages(self) -> str:
-        """The ZeroMQ endpoint that requests go to and outputs come from."""
+        """The ZeroMQ endpoint for requests and outputs."""
         return f"ipc://{self.folder}/messages"
 
     @property
-    def lifeline(self) -> str:
-        """The socket that clients keep open as long as they live."""
-        return f"{self.folder}/lifeline"
+    def liveness(self) -> str:
+        """The socket that every client keeps open for as long as it lives."""
+        return f"{self.folder}/liveness"
 
     @property
     def progress(self) -> str:
+        """The file behind the memory page of `Progress`."""
         return f"{self.folder}/progress"
 
     def remove(self) -> None:
-        """What belongs to this engine, and the directory with the last one."""
+        """Remove this engine's folder, and the directory if it was the last one."""
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):
             os.rmdir(self.directory)
 
 
 def make_directory(num_engines: int) -> str:
-    directory = tempfile.mkdtemp(prefix="kvasir-")  # for this user alone
+    directory = tempfile.mkdtemp(prefix="kvasir-")  # with access for this user only
     for index in range(num_engines):
         os.mkdir(Address(directory, index).folder)
-    if len(Address(directory, num_engines).lifeline) > _LONGEST_PATH:
+    if len(Address(directory, num_engines).liveness) > _MAX_SOCKET_PATH:
         remove_directory(directory, num_engines)
-        raise ConfigError(f"the directory for sockets, {directory}, has too long a name; set TMPDIR to a shorter one")
+        raise ConfigError(f"the directory for sockets, {directory}, has too long a path; set TMPDIR to a shorter one")
     return directory
 
 
@@ -76,19 +82,18 @@ def remove_directory(directory: str, num_engines: int) -> None:
 
 
 def identity(client: int) -> bytes:
-    """A client's name as ZeroMQ knows it."""
-    return b"c" + client.to_bytes(4, "big")  # names that begin with a zero are ZeroMQ's own
+    """A client's ZeroMQ identity."""
+    return b"c" + client.to_bytes(4, "big")  # ZeroMQ reserves identities that begin with a zero
 
 
 def client_of(name: bytes) -> int:
     return int.from_bytes(name[1:], "big")
 
 
-# ----------------------------------------------------------------
-# Messages as bytes: the dataclasses of messages.py in MessagePack. API and core process.
+# ---------------------------------------------------------------- requests and outputs, as MessagePack
 #
-# An array is written as its bytes, with its last dimension before them where it has two; the field's type says the
-# dtype. A step's output is one frame whatever the number of requests in it.
+# A one-dimensional array is written as its bytes, a two-dimensional one as (columns, bytes); the field's type gives the
+# dtype. A step's output is one frame, however many requests it covers.
 
 
 def _from_array(value: Any) -> Any:
@@ -125,68 +130,77 @@ decode_aborts = msgspec.msgpack.Decoder(list[tuple[int, int | None]]).decode  # 
 
 
 def key_of(request: bytes) -> int | None:
-    """The key of a request that cannot be decoded, so that its caller can be told."""
+    """The key of a request that cannot be decoded, so that the engine can refuse it."""
     try:
         return int(msgspec.msgpack.decode(request)["key"])
     except (msgspec.DecodeError, KeyError, TypeError, ValueError):
         return None
 
 
-# ----------------------------------------------------------------
-# What client and engine say to each other beside requests and outputs: rare, so pickled. API and core process.
-#
-# Both processes belong to one user and meet in a directory that nobody else may enter.
+# ---------------------------------------------------------------- control messages, rare and therefore pickled
 
-# First frame of a message, so that its kind is known before it is decoded.
-ADD, ABORT, ASK = b"+", b"-", b"?"  # to the engine: an EngineRequest, [(key, tokens kept)], a Question
-OUTPUT, REFUSED, ANSWER = b"=", b"!", b"."  # from it: an EngineOutput, a Refused, an Answer
+# The first frame of a message is its kind.
+ADD, ABORT, CALL = b"+", b"-", b"?"  # to the engine: EngineRequest, [(key, tokens kept)], CoreCall
+OUTPUT, REFUSAL, RESULT = b"=", b"!", b"."  # from the engine: EngineOutput, RequestRefusal, CoreResult
+
+# Messages of a starting engine on the liveness socket, as (kind, value).
+RESOLVED, READY, FAILED = "resolved", "ready", "failed"  # EngineConfig, startup seconds by phase, KvasirError
 
 
 @dataclass(slots=True)
-class Start:
-    """What an engine process is told when it starts."""
+class EngineStart:
+    """The first message to a new engine process."""
 
-    asked: EngineConfig
-    executor: (
-        str | Callable[[EngineConfig], Any] | None
-    )  # in place of the model's: "module:name", or something picklable
+    asked: EngineConfig  # not resolved yet
+    executor: str | Callable[[EngineConfig], Any] | None  # replaces the model's: "module:name" or a picklable callable
     directory: str
-    index: int
+    index: int  # of this engine in the directory
     owner: int  # process id
 
 
 @dataclass(slots=True)
-class Question:
+class Registration:
+    """An engine's reply to a client that connects to its liveness socket."""
+
+    client: int  # the client's number
+    config: EngineConfig
+    startup_seconds: dict[str, float]  # by startup phase
+
+
+@dataclass(slots=True)
+class CoreCall:
+    """A client calls a method of the core."""
+
     number: int
-    name: str  # a method of the core
+    method: str
     args: tuple[Any, ...]
 
 
 @dataclass(slots=True)
-class Answer:
-    number: int
+class CoreResult:
+    number: int  # of the call
     value: Any
     error: KvasirError | None = None
 
 
 @dataclass(slots=True)
-class Refused:
-    """The core did not take a request."""
+class RequestRefusal:
+    """The core did not accept a request."""
 
     key: int
     error: KvasirError
 
 
-def write(word: Question | Answer | Refused) -> bytes:
-    return pickle.dumps(word, protocol=pickle.HIGHEST_PROTOCOL)
+def encode_control(message: CoreCall | CoreResult | RequestRefusal) -> bytes:
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def read(data: bytes) -> Any:
+def decode_control(data: bytes) -> Any:
     return pickle.loads(data)
 
 
-def as_one_sentence(error: BaseException, what: str) -> KvasirError:
-    """An error as another process is told, on one line: our own with their types, others with their names."""
+def portable_error(error: BaseException, what: str) -> KvasirError:
+    """An error for another process, on one line: KvasirErrors keep their type, others become EngineErrors."""
     if isinstance(error, EngineError):
         return type(error)(" ".join(str(error).split()))
     if isinstance(error, KvasirError):
@@ -194,17 +208,19 @@ def as_one_sentence(error: BaseException, what: str) -> KvasirError:
     return EngineError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}".rstrip(": "))
 
 
-# ----------------------------------------------------------------
-# How an engine gets on, in a page of memory that it shares with its clients: readable even while it hangs.
+# ---------------------------------------------------------------- progress
 
-_CLIENTS = 60  # have a place of their own; later ones share, which only blurs a guess at the load
-_STEP = struct.Struct("=dq")  # when the step that runs began (0: none runs), steps begun
-_COUNTS = struct.Struct(f"={_CLIENTS}q")  # each client's requests
+_CLIENTS = 60  # counters; further clients share one, which makes the router's estimate of the load less exact
+_STEP = struct.Struct("=dq")  # start of the current step (0 while idle), number of steps begun
+_COUNTS = struct.Struct(f"={_CLIENTS}q")  # unfinished requests of each client
 _COUNT = struct.Struct("=q")
 
 
 class Progress:
-    """The engine writes, anybody reads. Times are of `time.monotonic`, which all processes of a machine share."""
+    """A memory page that the engine writes and its clients read, even while the engine hangs.
+
+    Times come from `time.monotonic`, which all processes of a machine share.
+    """
 
     def __init__(self, path: str, create: bool = False) -> None:
         size = _STEP.size + _COUNTS.size
@@ -214,36 +230,35 @@ class Progress:
             self._page = mmap.mmap(file.fileno(), size)
         self._steps = 0
 
-    def step(self, requests: Mapping[int, Sized]) -> None:
-        """A step begins; the engine has these requests, by client."""
+    def begin_step(self, requests: Mapping[int, Sized]) -> None:
+        """Record that a step begins, and each client's unfinished requests."""
         self._steps += 1
         _STEP.pack_into(self._page, 0, time.monotonic(), self._steps)
         for client, some in requests.items():
-            _COUNT.pack_into(self._page, _place(client), len(some))
+            _COUNT.pack_into(self._page, _offset(client), len(some))
 
-    def forget(self, client: int) -> None:
-        """A client has left."""
-        _COUNT.pack_into(self._page, _place(client), 0)
+    def remove_client(self, client: int) -> None:
+        _COUNT.pack_into(self._page, _offset(client), 0)
 
-    def rest(self) -> None:
-        """There is nothing to do."""
+    def set_idle(self) -> None:
+        """Record that no step runs and no request is left."""
         _STEP.pack_into(self._page, 0, 0.0, self._steps)
         _COUNTS.pack_into(self._page, _STEP.size, *(0,) * _CLIENTS)
 
-    def requests_of_others(self, client: int) -> int:
-        """How many requests clients other than this one have there."""
-        own = _COUNT.unpack_from(self._page, _place(client))[0]
+    def num_requests_of_others(self, client: int) -> int:
+        """Number of unfinished requests of all clients but this one."""
+        own = _COUNT.unpack_from(self._page, _offset(client))[0]
         return int(sum(_COUNTS.unpack_from(self._page, _STEP.size)) - own)
 
     @property
     def num_steps(self) -> int:
         return int(_STEP.unpack_from(self._page)[1])
 
-    def busy_for(self) -> float:
-        """Seconds since the step that runs began; 0 while none does."""
+    def seconds_in_step(self) -> float:
+        """Seconds since the current step began; 0 while the engine is idle."""
         since: float = _STEP.unpack_from(self._page)[0]
         return max(0.0, time.monotonic() - since) if since else 0.0
 
 
-def _place(client: int) -> int:
+def _offset(client: int) -> int:
     return _STEP.size + client % _CLIENTS * _COUNT.size

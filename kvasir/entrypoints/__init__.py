@@ -1,1 +1,1 @@
-"""vLLM's module paths, for scripts that start a server by module name."""
+"""LLM, LLMEngine, AsyncLLM and the command line."""

@@ -1,4 +1,4 @@
-"""Ctrl-C between steps. An interrupt in the middle of a step would leave it half planned and half launched."""
+"""Delays Ctrl-C until a step is done: an interrupt in the middle of a step would leave it half launched."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from types import FrameType
 
 
 @contextmanager
-def held_back() -> Iterator[Callable[[], None]]:
-    """While this is open Ctrl-C only leaves a note; what is given raises KeyboardInterrupt if there is one.
+def delay_interrupts() -> Iterator[Callable[[], None]]:
+    """Record Ctrl-C instead of raising. Call the yielded function between steps: it raises a recorded interrupt.
 
-    A second Ctrl-C is not held back. Elsewhere than in the main thread, or where a program handles the signal itself,
-    nothing is changed.
+    A second Ctrl-C raises at once. Outside the main thread, or if the program handles SIGINT itself, signals are left
+    as they are.
     """
     if threading.current_thread() is not threading.main_thread() or (
         signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     ):
         yield lambda: None
         return
-    noted = False
+    pending = False
 
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal noted
-        if noted:
+    def record(number: int, frame: FrameType | None) -> None:
+        nonlocal pending
+        if pending:
             signal.default_int_handler(number, frame)
-        noted = True
+        pending = True
 
     def check() -> None:
-        if noted:
+        if pending:
             raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, record)
     try:
         yield check
     finally:

@@ -1,4 +1,4 @@
-"""LLM: a model, many prompts at once, answers in order. The engine runs in the caller's process.
+"""LLM: completes many prompts at once and returns outputs in order. The engine runs in the caller's process.
 
 from kvasir import LLM, SamplingParams
 
@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
 from kvasir.config.args import EngineArgs
-from kvasir.entrypoints import interrupts
+from kvasir.entrypoints.interrupts import delay_interrupts
 from kvasir.entrypoints.llm_engine import LLMEngine
-from kvasir.entrypoints.vllm_methods import NotYet
+from kvasir.entrypoints.vllm_methods import MissingVllmMethods
 from kvasir.errors import OverloadedError, RequestError
 from kvasir.frontend.requests.input import PromptType, TokensPrompt, default_sampling_params
 from kvasir.frontend.requests.metrics import Metric
@@ -30,12 +30,12 @@ from kvasir.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutpu
 from kvasir.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
-Progress: TypeAlias = bool | Callable[..., Any]  # False: none; a callable is used in place of tqdm
+ProgressBar: TypeAlias = bool | Callable[..., Any]  # False shows none; a callable replaces tqdm
 Message: TypeAlias = Mapping[str, Any]
 
 
-class LLM(NotYet):
-    """Takes every setting of docs/configuration.md as a keyword, by its vLLM name."""
+class LLM(MissingVllmMethods):
+    """Every setting of docs/configuration.md is a keyword argument, under its vLLM name."""
 
     def __init__(self, model: str, **settings: Any) -> None:
         self._start(EngineArgs(model, **settings))
@@ -49,23 +49,23 @@ class LLM(NotYet):
     def _start(self, args: EngineArgs) -> None:
         self.llm_engine = LLMEngine.from_engine_args(args)
         self._ids = count()
-        self._turn = threading.Lock()  # threads that call at once take turns
+        self._lock = threading.Lock()  # concurrent calls run one after another
 
     def generate(
         self,
         prompts: PromptType | Sequence[PromptType],
         sampling_params: Params = None,
         *,
-        use_tqdm: Progress = True,
+        use_tqdm: ProgressBar = True,
         lora_request: None = None,
         priority: int | Sequence[int] | None = None,
         timeout: float | Sequence[float] | None = None,
     ) -> list[RequestOutput]:
-        """Complete one prompt or many; outputs stand in the order of the prompts.
+        """Complete one prompt or many. Returns outputs in the order of the prompts.
 
-        If any prompt or parameter is wrong, a RequestError says which, and none of them runs. `priority` (lower goes
-        first, under scheduling_policy=priority) and `timeout` (seconds, after which a request ends with finish_reason
-        "timeout") are one for all, or one for each prompt.
+        If any prompt or parameter is wrong, a RequestError names it, and none of them runs. `priority` (lower is
+        scheduled first, with scheduling_policy=priority) and `timeout` (in seconds, after which a request ends with
+        finish_reason "timeout") are one value for all prompts, or one for each.
         """
         _refuse(lora_request=lora_request)
         batch = [cast(PromptType, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[PromptType], prompts))
@@ -73,16 +73,14 @@ class LLM(NotYet):
         priorities = _one_each("priority", priority, 0, len(batch))
         timeouts = _one_each("timeout", timeout, None, len(batch))
         terms = [{"priority": p, "timeout": t} for p, t in zip(priorities, timeouts, strict=True)]
-        with self._turn:
+        with self._lock:
             return self._generate(batch, params, terms, use_tqdm)
 
     def _generate(
-        self, batch: list[PromptType], params: list[SamplingParams], terms: list[dict[str, Any]], use_tqdm: Progress
+        self, batch: list[PromptType], params: list[SamplingParams], terms: list[dict[str, Any]], use_tqdm: ProgressBar
     ) -> list[RequestOutput]:
         if self.llm_engine.has_unfinished_requests():
-            raise RequestError(
-                "the engine still runs requests that were added to it by hand; step it until they end, or abort them"
-            )
+            raise RequestError("llm_engine has requests that were added by hand; step it until they end, or abort them")
         ids = [str(next(self._ids)) for _ in batch]
         try:
             batch = self.llm_engine.input_processor.tokenize(batch)
@@ -97,7 +95,7 @@ class LLM(NotYet):
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: Params = None,
-        use_tqdm: Progress = True,
+        use_tqdm: ProgressBar = True,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -124,32 +122,32 @@ class LLM(NotYet):
                 continue_final_message=continue_final_message,
                 **(chat_template_kwargs or {}),
             )
-            ids = tokenizer.encode(text, add_special_tokens=False)  # the template has written them already
+            ids = tokenizer.encode(text, add_special_tokens=False)  # the template has added them already
             prompts.append(TokensPrompt(prompt_token_ids=ids, prompt=text))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def beam_search(
-        self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, *, use_tqdm: Progress = False
+        self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, *, use_tqdm: ProgressBar = False
     ) -> list[BeamSearchOutput]:
-        """Search the likeliest completions of one prompt or many; outputs stand in the order of the prompts."""
+        """Search for the likeliest completions of one prompt or many. Returns outputs in the order of the prompts."""
         outputs = self.generate(prompts, params.to_sampling_params(), use_tqdm=use_tqdm)
         return [BeamSearchOutput([self._sequence(each, text, params) for text in each.outputs]) for each in outputs]
 
     def _sequence(self, output: RequestOutput, text: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
-        total, said = text.cumulative_logprob, text.token_ids
-        assert total is not None, "a search knows its texts' log-probabilities"
-        score = total / len(said) ** params.length_penalty
+        total, token_ids = text.cumulative_logprob, text.token_ids
+        assert total is not None, "beam search always computes cumulative_logprob"
+        score = total / len(token_ids) ** params.length_penalty
         if text.finish_reason == "stop" and not params.include_stop_str_in_output:
-            said = said[:-1]
-        tokens = output.prompt_token_ids + said
+            token_ids = token_ids[:-1]
+        tokens = output.prompt_token_ids + token_ids
         tokenizer = self.llm_engine.tokenizer
         decoded = "" if tokenizer is None else tokenizer.decode(tokens)
         return BeamSearchSequence(tokens, total, decoded, text.finish_reason, text.stop_reason, score)
 
-    # ------------------------------------------------------------ around it
+    # ------------------------------------------------------------ control
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses when it is given none: the model's generation_config.json over our defaults."""
+        """The defaults of `generate`: SamplingParams() with the values of the model's generation_config.json."""
         return default_sampling_params(self.llm_engine.config)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -159,7 +157,7 @@ class LLM(NotYet):
         return self.llm_engine.reset_prefix_cache()
 
     def get_world_size(self, include_dp: bool = True) -> int:
-        """How many workers run the model; `include_dp`: of all its copies together."""
+        """Number of workers of all copies of the model, or of one copy with include_dp=False."""
         parallel = self.llm_engine.config.parallel
         copy = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         return copy * parallel.data_parallel_size if include_dp else copy
@@ -168,7 +166,7 @@ class LLM(NotYet):
         return self.llm_engine.get_metrics()
 
     def close(self) -> None:
-        """Free all memory on the device. The LLM cannot be used afterwards."""
+        """Free all device memory. The LLM cannot be used afterwards."""
         self.llm_engine.close()
 
     def __enter__(self) -> Self:
@@ -179,10 +177,10 @@ class LLM(NotYet):
     ) -> None:
         self.close()
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ internals
 
     def _params_for(self, prompts: list[PromptType], given: Params) -> list[SamplingParams]:
-        """One set of parameters per prompt. Nobody reads a batch while it runs, so tokens come once, at the end."""
+        """One set of parameters per prompt, with output only at the end, because a batch is not streamed."""
         if given is None:
             given = self.get_default_sampling_params()
         if not isinstance(given, (SamplingParams, list, tuple)):
@@ -192,10 +190,10 @@ class LLM(NotYet):
             raise RequestError(f"sampling_params must be SamplingParams, not {type(wrong).__name__}", "sampling_params")
         if len(params) != len(prompts):
             raise RequestError(
-                f"{len(prompts)} prompts came with {len(params)} sampling_params; give one for all, or one each",
+                f"there are {len(prompts)} prompts but {len(params)} sampling_params; give one, or one for each",
                 "sampling_params",
             )
-        final: dict[int, SamplingParams] = {}  # the same object given for many prompts is copied once
+        final: dict[int, SamplingParams] = {}  # an object given for many prompts is copied once
         for each in params:
             if id(each) not in final:
                 final[id(each)] = each.clone()
@@ -212,11 +210,11 @@ class LLM(NotYet):
         except RequestError as error:
             raise RequestError(f"{where}{error}", error.parameter) from error
 
-    def _run(self, ids: list[str], use_tqdm: Progress) -> list[RequestOutput]:
+    def _run(self, ids: list[str], use_tqdm: ProgressBar) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         bar = _progress_bar(len(ids), use_tqdm)
         started, tokens_in, tokens_out = time.perf_counter(), 0, 0
-        with interrupts.held_back() as check, bar or nullcontext():
+        with delay_interrupts() as check, bar or nullcontext():
             while len(outputs) < len(ids):
                 check()
                 for output in self.llm_engine.step():
@@ -231,7 +229,7 @@ class LLM(NotYet):
 
 
 def _refuse(**given: object) -> None:
-    """vLLM's keywords for what is not there yet."""
+    """Raise for a keyword argument of vLLM that is not supported yet."""
     for name in (name for name, value in given.items() if value is not None):
         raise RequestError(f"{name} is not supported yet; leave it out", name)
 
@@ -242,13 +240,14 @@ def _one_each(name: str, given: Any, default: Any, num_prompts: int) -> list[Any
         return [default if given is None else given] * num_prompts
     if len(given) != num_prompts:
         raise RequestError(
-            f"{num_prompts} prompts came with {len(given)} values of {name}; give one, or one each", name
+            f"there are {num_prompts} prompts but {len(given)} values of {name}; give one for all, or one for each",
+            name,
         )
     return list(given)
 
 
 def _is_one_prompt(prompts: object) -> bool:
-    """Text, a dict, or a flat list of token ids; everything else is a batch."""
+    """Whether this is text, a dict or a flat list of token ids; everything else is a batch."""
     if isinstance(prompts, (str, Mapping)):
         return True
     if not isinstance(prompts, Sequence):
@@ -256,7 +255,7 @@ def _is_one_prompt(prompts: object) -> bool:
     return len(prompts) > 0 and isinstance(prompts[0], int)
 
 
-def _progress_bar(total: int, use_tqdm: Progress) -> Any:
+def _progress_bar(total: int, use_tqdm: ProgressBar) -> Any:
     if use_tqdm is False:
         return None
     from tqdm import tqdm

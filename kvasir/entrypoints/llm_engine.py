@@ -1,4 +1,4 @@
-"""LLMEngine: requests in, steps driven by the caller, outputs out. What LLM is built on."""
+"""LLMEngine: the caller adds requests, drives the steps and gets outputs. LLM is built on it. Caller's process."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from kvasir import startup
 from kvasir.config.args import EngineArgs
 from kvasir.config.engine import EngineConfig
 from kvasir.config.resolve import resolve
-from kvasir.entrypoints.vllm_methods import NotYet
+from kvasir.entrypoints.vllm_methods import MissingVllmMethods
 from kvasir.errors import EngineDeadError, EngineError, KvasirError, RequestError
-from kvasir.frontend.clients.inproc_client import EngineClient, InprocClient
+from kvasir.frontend.clients.sync_clients import InprocClient, ProcessClient, SyncClient
 from kvasir.frontend.requests.choices import BeamState, process_all
 from kvasir.frontend.requests.input import InputProcessor, PromptType, make_terms
 from kvasir.frontend.requests.metrics import Metric, read_metrics
@@ -25,34 +25,31 @@ from kvasir.frontend.text.tokenizer_files import tokenizer_of
 from kvasir.outputs import RequestOutput
 from kvasir.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from kvasir.frontend.clients.process_client import ProcessClient
 
-
-class LLMEngine(NotYet):
-    def __init__(self, config: EngineConfig, client: EngineClient | None = None) -> None:
+class LLMEngine(MissingVllmMethods):
+    def __init__(self, config: EngineConfig, client: SyncClient | None = None) -> None:
         self.config = config
-        several = config.parallel.data_parallel_size > 1  # which are processes
-        # the tokenizer first: a mistake there should not wait for the weights
+        several = config.parallel.data_parallel_size > 1  # then each engine is a process
+        # Before the engine, so that a wrong tokenizer is reported before the weights are loaded.
         with startup.phase(startup.TOKENIZER):
             self.tokenizer = tokenizer_of(config.model)
         self.input_processor = InputProcessor(config, self.tokenizer, several if client is None else client.remote)
         self.output_processor = OutputProcessor(self.tokenizer)
         self._keys = count()
-        self._refused: deque[tuple[int, KvasirError]] = deque()  # which the caller has not been told of
-        self._client: EngineClient | None = client or (_processes(config) if several else InprocClient(config))
+        self._refused: deque[tuple[int, KvasirError]] = deque()  # not raised to the caller yet
+        self._client: SyncClient | None = client or (ProcessClient if several else InprocClient)(config)
         try:
-            self._client.wait()
+            self._client.wait_ready()
         except BaseException:
             self.close()
             raise
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """In this process; several copies of the model are a process each."""
+        """The engine runs in this process; with data parallelism each copy of the model runs in its own."""
         if engine_args.data_parallel_size == 1:
             return cls(resolve(engine_args))
-        client = _processes(engine_args.create_engine_config())  # which settle the settings, each for its devices
+        client = ProcessClient(engine_args.create_engine_config())  # each process resolves the settings
         try:
             return cls(client.config, client)
         except BaseException:
@@ -60,7 +57,7 @@ class LLMEngine(NotYet):
             raise
 
     @property
-    def client(self) -> EngineClient:
+    def client(self) -> SyncClient:
         if self._client is None:
             raise EngineDeadError("this engine was closed")
         return self._client
@@ -77,10 +74,10 @@ class LLMEngine(NotYet):
         weight: float = 1.0,
         timeout: float | None = None,
     ) -> None:
-        """Validate and queue a request. Anything wrong with it is a RequestError, and nothing has changed.
+        """Validate and queue a request. A wrong request raises RequestError and changes nothing.
 
-        `priority` (lower goes first), `tenant` and its `weight` count for the scheduling policies that look at them; a
-        request that is not done `timeout` seconds after its arrival ends with finish_reason "timeout".
+        `priority` (lower is scheduled first), `tenant` and its `weight` count for the scheduling policies that use
+        them; a request that is not done `timeout` seconds after its arrival ends with finish_reason "timeout".
         """
         if request_id in self.output_processor:
             raise RequestError(f"request id {request_id!r} is in use by a request that still runs", "request_id")
@@ -97,10 +94,10 @@ class LLMEngine(NotYet):
             self.output_processor.add(*states, num_returned=params.n)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return what it gave: new text of streaming requests, and requests that ended.
+        """Run one step. Returns new outputs of streaming requests, and last outputs of requests that ended.
 
-        Where the core is another process it may raise what that has against a request added before: `request_id` of
-        the error says which; all others go on.
+        If the core is in another process, this also raises its refusal of a request that was added before; the error's
+        `request_id` names the request, and all others continue.
         """
         self._raise_refused()
         if not self.client.has_work():
@@ -108,7 +105,7 @@ class LLMEngine(NotYet):
         try:
             output = self.client.step()
         except EngineError:
-            self.abort_request(self.output_processor.request_ids())  # nobody will answer them any more
+            self.abort_request(self.output_processor.request_ids())  # they will get no further output
             raise
         outputs, stopped = self.output_processor.process(output, time.time())
         for stop in stopped:
@@ -116,13 +113,13 @@ class LLMEngine(NotYet):
         return outputs
 
     def _raise_refused(self) -> None:
-        """In another process the core says only later what it has against a request. One is told at a time."""
-        self._refused += self.client.refused()
+        """Raise the next refusal of a core in another process, which arrives after `add_request` has returned."""
+        self._refused += self.client.take_refused()
         while self._refused:
             key, error = self._refused.popleft()
             error.request_id = self.output_processor.withdraw(key)
-            if error.request_id is not None:  # or it was aborted meanwhile
-                error.add_note(f"This is about request {error.request_id!r}.")
+            if error.request_id is not None:  # None if it was aborted meanwhile
+                error.add_note(f"The request is {error.request_id!r}.")
                 raise error
 
     def abort_request(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
@@ -142,18 +139,18 @@ class LLMEngine(NotYet):
 
     def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RequestError("this engine has no tokenizer: it was made with skip_tokenizer_init=True")
+            raise RequestError("this engine has no tokenizer, because it was made with skip_tokenizer_init=True")
         return self.tokenizer
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes. False, and nothing is forgotten, while requests run."""
+        """Clear the prefix cache. While requests run it is kept, and this returns False."""
         return self.client.reset_prefix_cache()
 
     def get_metrics(self) -> list[Metric]:
         return read_metrics(self.client.stats(), self.output_processor.metrics.snapshot())
 
     def close(self) -> None:
-        """Free the device's memory. Requests that still run are dropped."""
+        """Free the device memory. Unfinished requests are dropped."""
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -165,10 +162,3 @@ class LLMEngine(NotYet):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _processes(config: EngineConfig) -> ProcessClient:
-    # Imported here: who runs in one process needs neither ZeroMQ nor msgspec.
-    from kvasir.frontend.clients.process_client import ProcessClient
-
-    return ProcessClient(config)

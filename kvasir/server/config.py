@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from kvasir.config.args import EngineArgs, flag, flag_options, from_python
-from kvasir.config.engine import Known, setting, settings_of
+from kvasir.config.engine import SettingField, setting, settings_of
 from kvasir.errors import ConfigError
 from kvasir.models import starter
 
@@ -92,7 +92,7 @@ class ServerConfig:
 
 
 @cache
-def server_settings() -> dict[str, Known]:
+def server_settings() -> dict[str, SettingField]:
     return settings_of("server", ServerConfig)
 
 
@@ -104,7 +104,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     EngineArgs.add_cli_args(parser)
 
 
-def _options(name: str, known: Known) -> dict[str, Any]:
+def _options(name: str, known: SettingField) -> dict[str, Any]:
     options = flag_options(name, known)
     if list in known.types:  # several words, or one JSON list as vLLM has it
         options |= {"action": _Words, "nargs": "+", "metavar": name.upper(), "type": str}
@@ -138,12 +138,12 @@ def from_namespace(namespace: argparse.Namespace) -> ServerConfig:
 
 def with_starter_model(namespace: argparse.Namespace, config: ServerConfig) -> ServerConfig:
     """If no model was named, name the starter model, under its own name instead of a path."""
-    if not starter.use_if_none_is_named(namespace):
+    if not starter.use_as_default(namespace):
         return config
     return replace(config, served_model_name=config.served_model_name or [starter.NAME])
 
 
-def _value(name: str, known: Known, value: Any) -> Any:
+def _value(name: str, known: SettingField, value: Any) -> Any:
     if list in known.types and isinstance(value, str):  # one word in a --config file
         return [value]
     return from_python(name, known, value)

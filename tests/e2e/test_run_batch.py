@@ -197,7 +197,7 @@ def test_files_that_cannot_be(batch: Runner, tmp_path: Path, capsys: pytest.Capt
     batch.input.write_text(line("a", prompt="x"))
     given = ["run-batch", "--model", "m", "-i", str(batch.input), "-o"]
     assert main([*given, str(batch.input)]) == 2
-    assert "is the batch itself" in capsys.readouterr().err and batch.input.read_text(), "it was not emptied"
+    assert "is the input file" in capsys.readouterr().err and batch.input.read_text(), "it was not emptied"
     assert main([*given, str(tmp_path / "absent" / "out")]) == 2
     assert "cannot be written" in capsys.readouterr().err
     assert main(["run-batch", "--model", "m", "-i", str(tmp_path / "absent"), "-o", str(batch.output)]) == 2

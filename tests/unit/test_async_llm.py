@@ -1,8 +1,9 @@
-"""AsyncLLM over an engine process with a fake device: what comes out, and in what pieces."""
+"""AsyncLLM over an engine process with a fake device: its outputs, and how they are split."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def test_an_engine_that_is_quicker_than_its_client_does_not_keep_readers_waiting
     async def work(llm: AsyncLLM) -> None:
         readers = [asyncio.create_task(outputs(llm, tokens(i), deltas(300))) for i in range(32)]
         await asyncio.sleep(0)  # they have asked
-        while llm._client.engines.links[0].progress.num_steps < 300:
+        while llm._client.connections[0].progress.num_steps < 300:
             time.sleep(0.01)  # without a turn of the event loop
         for some in await asyncio.gather(*readers):
             assert sum(len(output.outputs[0].token_ids) for output in some) == 300
@@ -243,7 +244,29 @@ def test_names_of_vllm(llm: AsyncLLM) -> None:
     run(work())
 
 
-def test_questions_to_the_core(llm: AsyncLLM) -> None:
+def test_add_request_has_all_parameters_of_generate(llm: AsyncLLM) -> None:
+    own, generate = (inspect.signature(each).parameters for each in (AsyncLLM.add_request, AsyncLLM.generate))
+    assert own.keys() - {"params"} == generate.keys() - {"sampling_params"}
+
+    async def work() -> None:
+        stream = await llm.add_request(None, tokens(9), greedy(4), timeout=60, data_parallel_rank=0)
+        assert stream.request_id and not stream.finished
+        while (output := await stream.next()) is not None:
+            last_output = output
+        assert stream.finished and last_output.outputs[0].token_ids == expected([9], 4)
+        for name, value in {"data_parallel_rank": 1, "timeout": -1, "weight": 0, "lora_request": "an adapter"}.items():
+            with pytest.raises(RequestError, match=name):
+                await llm.add_request("wrong", tokens(9), greedy(4), **{name: value})  # type: ignore[arg-type]
+        stream = await llm.add_request("aborted", tokens(9), deltas(100))
+        await llm.abort(stream.request_id)
+        aborted = await stream.next()
+        assert aborted is not None and aborted.outputs[0].finish_reason == "abort" and await stream.next() is None
+        await until(lambda: is_idle(llm))
+
+    run(work())
+
+
+def test_calls_of_the_core(llm: AsyncLLM) -> None:
     async def work() -> None:
         assert await llm.call("has_work") is False
         assert await llm.reset_prefix_cache() is True
@@ -316,7 +339,7 @@ def test_any_mix_of_readers_leaves_the_others_text_alone(size: int) -> None:
     async def work(llm: AsyncLLM) -> None:
         await asyncio.gather(*(one(llm, number) for number in range(200)))
         await until(lambda: is_idle(llm))
-        assert len(llm.output_processor) == 0 and not llm._streams and not llm._client.engines.num_unfinished
+        assert len(llm.output_processor) == 0 and not llm._streams and not llm._client.num_unfinished
         assert (await llm.stats()).preemptions > 0
 
     tight = {"block_size": 4, "num_gpu_blocks_override": 24, "max_num_batched_tokens": 24}

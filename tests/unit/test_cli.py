@@ -106,7 +106,7 @@ def test_a_subcommands_help_shows_every_setting(command: ModuleType, capsys: pyt
         (["trial", "m", "--hf-overrides", "[]"], "takes a mapping"),
         (["trial", "m", "--dtype", "int3"], "Possible: auto"),
         (["trial", "m", "--trust-remote-code"], "trust_remote_code=True is not available"),
-        (["trial", "m", "other"], "'other' is one word too many"),
+        (["trial", "m", "other"], "'other' is one too many"),
         (["trial", "m", "--no-such-flag"], "--no-such-flag is not a flag of this command."),
         (["trial", "--modle", "m"], "--modle is not a flag of this command. Did you mean --model"),
         (["trial", "m", "--max-loras", "4"], "--max-loras is a flag of vLLM that Kvasir does not have yet.\n"),
@@ -181,5 +181,5 @@ def test_a_traceback_only_for_debugging() -> None:
 def test_log_level_under_vllms_name() -> None:
     ran = in_a_process("--version", VLLM_LOGGING_LEVEL="debug")
     assert ran.returncode == 0
-    assert ran.stderr.count("VLLM_LOGGING_LEVEL is vLLM's name; Kvasir's is KVASIR_LOG_LEVEL.") == 1
+    assert ran.stderr.count("VLLM_LOGGING_LEVEL is vLLM's name; use KVASIR_LOG_LEVEL.") == 1
     assert in_a_process("--version", VLLM_LOGGING_LEVEL="debug", KVASIR_LOG_LEVEL="info").stderr == ""

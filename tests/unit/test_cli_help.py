@@ -38,7 +38,7 @@ def test_a_group(command: list[str], word: str, capsys: pytest.CaptureFixture[st
 
 def test_vllms_other_names_and_titles_with_articles(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--port" in shown(capsys, "serve", "--help=Frontend")
-    assert shown(capsys, "run-batch", "--help=batch").startswith("the batch:\n")
+    assert shown(capsys, "run-batch", "--help=batch").startswith("batch:\n")
     assert "--attention-backend" in shown(capsys, "serve", "--help=AttentionConfig"), "no group here, but a flag"
 
 
@@ -70,9 +70,9 @@ def test_all_is_all(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("schedular", "has no group 'schedular' and no flag with that in its name. Did you mean scheduler"),
+        ("schedular", "has no group 'schedular' and no flag with that word. Did you mean scheduler"),
         ("max-modle-len", "Did you mean max-model-len"),
-        ("qwertzuiop", "--help=listgroup names the groups."),
+        ("qwertzuiop", "--help=listgroup lists the groups."),
         ("", "has no group ''"),
         ("max-loras", "--max-loras is a flag of vLLM that Kvasir does not have yet."),
     ],

@@ -88,7 +88,7 @@ CASES = {
         beside=ON_HUB | {"tokenizer": "org/words"},
     ),
     "hf_token": Case("secret", shows=lambda c, w: w.fetched["org/model"]["token"] == "secret", beside=ON_HUB),
-    "trust_remote_code": Case(True, refused="runs no such code"),
+    "trust_remote_code": Case(True, refused="does not run such code"),
     "dtype": Case("half", shows=lambda c, w: c.model.dtype == "float16"),
     "seed": Case(7, shows=lambda c, w: c.model.seed == 7),
     "max_model_len": Case("1k", shows=lambda c, w: c.model.max_model_len == 1000),
@@ -133,7 +133,7 @@ CASES = {
     "swap_space": Case(4, shows=lambda c, w: c.cache.swap_space == 4),
     "kv_offloading_size": Case(1.5, shows=lambda c, w: c.cache.kv_offloading_size == 1.5),
     "preemption_mode": Case("swap", shows=lambda c, w: c.cache.preemption_mode == "swap", beside={"swap_space": 1}),
-    "cpu_offload_gb": Case(1.5, refused="not offloaded"),
+    "cpu_offload_gb": Case(1.5, refused="Offloading weights is not supported"),
     "max_num_seqs": Case(8, shows=lambda c, w: c.scheduler.max_num_seqs == 8),
     "max_num_batched_tokens": Case(512, shows=lambda c, w: c.scheduler.max_num_batched_tokens == 512),
     # Without chunks a whole prompt must fit into a step: the automatic budget grows.
@@ -149,9 +149,9 @@ CASES = {
     "watermark": Case(0.1, shows=lambda c, w: c.scheduler.watermark == 0.1),
     "async_scheduling": Case(True, shows=lambda c, w: c.scheduler.async_scheduling is True),
     "tensor_parallel_size": Case(2, shows=lambda c, w: c.parallel.distributed_executor_backend == "mp"),
-    "pipeline_parallel_size": Case(2, refused="Every device has a part of each layer"),
+    "pipeline_parallel_size": Case(2, refused="Pipeline parallelism is not supported"),
     "data_parallel_size": Case(2, shows=lambda c, w: c.parallel.data_parallel_size == 2),
-    "enable_expert_parallel": Case(True, refused="Experts are split"),
+    "enable_expert_parallel": Case(True, refused="Expert parallelism is not supported"),
     "distributed_executor_backend": Case("uni", shows=lambda c, w: c.parallel.distributed_executor_backend == "uni"),
     "device": Case("cpu:0", shows=lambda c, w: c.device.device == "cpu:0"),
     "attention_backend": Case("torch", shows=lambda c, w: c.device.attention_backend == "torch"),
@@ -248,7 +248,7 @@ def test_a_model_is_needed() -> None:
         ("model", 3, "takes a string"),
         ("attention_backend", "FLEX_ATTENTION", "Possible: auto, torch, triton, cpu, flash_attn, flashinfer"),
         ("attention_backend", 2, "takes a string"),
-        ("scheduling_policy", "lifo", "Possible: fcfs, priority, wrr, deadline, or a class of your own"),
+        ("scheduling_policy", "lifo", "Possible: fcfs, priority, wrr, deadline, or your own class"),
         ("watermark", 0.6, "at most 0.5"),
     ],
 )
@@ -319,7 +319,7 @@ def test_older_names_warn_once(name: str, log_lines: list[str]) -> None:
         args = EngineArgs("m", hf_overrides={"vocab_size": 9}, **{name: value})
     assert args.hf_overrides == {"vocab_size": 9, name: value}
     assert [line for line in log_lines if name in line] == [
-        f"WARNING {name} is an older name: set hf_overrides={{'{name}': ...}}."
+        f"WARNING {name} is deprecated; set hf_overrides={{'{name}': ...}}."
     ]
     assert from_command_line(["m", flag(name), json.dumps(value)]).hf_overrides == {name: value}
 
@@ -395,7 +395,7 @@ def test_the_file_may_hold_a_subcommands_own_flags(tmp_path: Path) -> None:
     [
         ("max-model-lenn: 1", "max-model-lenn is not a setting. Did you mean --max-model-len"),
         ("config: other.yaml", "config is not a setting"),
-        ("- a\n- b", "must hold `setting: value` lines"),
+        ("- a\n- b", "must be a list of `setting: value` lines"),
         ("a: [", "is not YAML"),
         (None, "cannot be read"),
     ],

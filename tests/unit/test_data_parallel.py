@@ -1,4 +1,4 @@
-"""Several engines behind one client: where requests go, and that it makes no difference to what they say."""
+"""Several engines behind one client: how requests are routed, and that outputs do not depend on it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvasir import LLM, LLMEngine
 from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import ConfigError, EngineDeadError, RequestError
 from kvasir.executor.fake import fake_config
-from kvasir.frontend.clients.process_client import ProcessClient
 from kvasir.frontend.clients.router import Router
+from kvasir.frontend.clients.sync_clients import ProcessClient
 from kvasir.messages import EngineRequest
 from kvasir.sampling_params import BeamSearchParams
 from tests.builders import VOCAB, expected
@@ -46,7 +46,7 @@ def test_idle_engines_take_turns() -> None:
     found = []
     for key in range(6):
         found.append(router.route(asked(key, key, 1, 2), IDLE))
-        router.ended(key)
+        router.remove(key)
     assert found == [0, 1, 2, 0, 1, 2]
 
 
@@ -56,7 +56,7 @@ def test_load_is_shared() -> None:
     assert sorted(found) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert router.stats.requests == [3, 3, 3]
     first = found.index(1)
-    router.ended(first)
+    router.remove(first)
     assert router.route(asked(100, 77), IDLE) == 1, "where one has ended there is room"
 
 
@@ -64,13 +64,13 @@ def test_a_prefix_goes_where_it_is_cached() -> None:
     router = Router(3, 4)
     system = list(range(100))
     home = router.route(asked(0, *system, 1), IDLE)
-    router.ended(0)
+    router.remove(0)
     for key in range(1, 10):
         assert router.route(asked(key, *system, key + 7, 3), IDLE) == home
-        router.ended(key)
+        router.remove(key)
     assert router.stats.prefix_tokens == 9 * 100 and router.stats.diverted == 0
     assert router.route(asked(11, *system, 5, salt=b"other"), IDLE) != home, "another salt shares nothing"
-    router.ended(11)
+    router.remove(11)
     assert router.route(asked(12, *system, 5, reads_cache=False), IDLE) != home, "nor does who does not read the cache"
 
 
@@ -214,9 +214,9 @@ def test_llm_engine_whose_process_dies() -> None:
         engine.add_request("a", tokens(1), greedy(4000))
         engine.step()
         assert isinstance(engine.client, ProcessClient)
-        (link,) = engine.client.engines.links
-        assert link.process is not None
-        link.process.kill()
+        (connection,) = engine.client.engines.connections
+        assert connection.process is not None
+        connection.process.kill()
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             while True:
                 engine.step()

@@ -1,4 +1,4 @@
-"""Whatever dies, everybody is told, at once, and nothing is left running."""
+"""When a process dies, all callers get an error at once, and no process is left running."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_parent_that_ends_without_a_word_leaves_no_engine() -> None:
 
 
 def test_an_engine_that_hangs_ends_with_its_parent() -> None:
-    in_third_step = "llm._client.engines.links[0].progress.num_steps >= 3"
+    in_third_step = "llm._client.connections[0].progress.num_steps >= 3"
     parent, pids, address = start_parent("partial(hangs, until='/nowhere')", in_third_step)
     parent.kill()
     parent.wait()
@@ -184,7 +184,7 @@ def test_a_stuck_step_is_seen_by_check_health(tmp_path: Path) -> None:
 
     async def work(llm: AsyncLLM) -> None:
         request = asyncio.create_task(last(llm, tokens(1), greedy(30)))
-        await until(lambda: llm._client.engines.links[0].progress.num_steps >= 3)  # in the step that hangs
+        await until(lambda: llm._client.connections[0].progress.num_steps >= 3)  # in the step that hangs
         await until(lambda: stuck(llm))
         with pytest.raises(EngineError, match="stall_timeout=0.3"):
             await llm.check_health()
@@ -214,8 +214,8 @@ def test_an_owner_that_dies_while_the_engine_starts() -> None:
     program = (
         "import os\n"
         "from tests.process_builders import *\n"
-        "from kvasir.frontend.clients.engines import Engines\n"
-        "engines = Engines.start(fake_config(), starts_slowly)\n"
+        "from kvasir.frontend.clients.engine_client import EngineClient\n"
+        "engines = EngineClient.start(fake_config(), starts_slowly)\n"
         "print(engines._processes[0].process.pid, engines.directory, flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -232,13 +232,13 @@ def test_a_request_that_nobody_takes_up_is_seen_by_check_health() -> None:
     async def work(llm: AsyncLLM) -> None:
         assert (await last(llm, tokens(1), greedy(3))).finished
         (pid,) = engine_pids(llm)
-        await until(lambda: llm._client.engines.links[0].progress.busy_for() == 0)  # at rest, not in a step
+        await until(lambda: llm._client.connections[0].progress.seconds_in_step() == 0)  # at rest, not in a step
         os.kill(pid, signal.SIGSTOP)
         try:
             await llm.check_health()
             request = asyncio.create_task(last(llm, tokens(2), greedy(3)))
             await until(lambda: stuck(llm))
-            with pytest.raises(EngineError, match="has not taken up a request for .* stall_timeout=0.3"):
+            with pytest.raises(EngineError, match="has not started on a request for .* stall_timeout=0.3"):
                 await llm.check_health()
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -251,10 +251,10 @@ def test_a_request_that_nobody_takes_up_is_seen_by_check_health() -> None:
 
 def test_a_request_waits_from_when_it_was_sent_not_from_one_that_was_refused_before() -> None:
     async def work(llm: AsyncLLM) -> None:
-        (pid,), (link,) = engine_pids(llm), llm._client.engines.links
+        (pid,), (connection,) = engine_pids(llm), llm._client.connections
         with pytest.raises(RequestError, match="beams"):
             await last(llm, tokens(1), BeamSearchParams(beam_width=64, max_tokens=4))
-        link._sent = (link._sent[0] - 1000.0, link._sent[1])  # that was long ago
+        connection._last_sent = (connection._last_sent[0] - 1000.0, connection._last_sent[1])  # that was long ago
         os.kill(pid, signal.SIGSTOP)
         try:
             request = asyncio.create_task(last(llm, tokens(2), greedy(3)))

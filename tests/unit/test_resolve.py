@@ -108,7 +108,7 @@ def test_dtype_follows_checkpoint_and_device(
 ) -> None:
     use(monkeypatch, device, 10)
     assert settle(model, written).model.dtype == settled
-    assert any(line.startswith(f"INFO dtype={settled} (the checkpoint is") for line in log_lines)
+    assert any(line.startswith(f"INFO dtype={settled} (for a ") for line in log_lines)
 
 
 def test_dtype_that_was_asked_for_is_kept(model: Path) -> None:
@@ -177,7 +177,7 @@ def test_the_text_part_of_a_larger_config(model: Path) -> None:
         (None, "holds no config.json"),
         ("{", "cannot be read as JSON"),
         ("", "Is the download complete"),
-        ("[]", "holds list, not an object"),
+        ("[]", "must hold a JSON object, not a list"),
         ("{}", "does not name the model's architecture"),
         ('{"architectures": ["LlamaForCausalLM"]}', "vocab_size=None"),
         ('{"architectures": ["LlamaForCausalLM"], "vocab_size": "many"}', "vocab_size='many'"),
@@ -263,32 +263,32 @@ def test_without_chunks_a_prompt_must_fit(model: Path) -> None:
 def test_a_missing_directory_names_its_neighbours(model: Path) -> None:
     with pytest.raises(ModelError, match="there is no such directory. Did you mean tiny"):
         settle(model.parent / "tinny")
-    with pytest.raises(ModelError, match="holds: tiny"):
+    with pytest.raises(ModelError, match="contains: tiny"):
         settle(model.parent / "something-else")
-    with pytest.raises(ModelError, match="Nor is there"):
+    with pytest.raises(ModelError, match="does not exist either"):
         settle(model.parent / "no" / "such")
 
 
 def test_files_are_refused(model: Path) -> None:
     with pytest.raises(ModelError, match="there is no such file"):
         settle(model / "model.gguf")
-    with pytest.raises(ModelError, match="is a file, but no GGUF file"):
+    with pytest.raises(ModelError, match="is a file, but not a GGUF file"):
         settle(model / "config.json")
 
 
 def test_a_directory_has_no_revisions(model: Path) -> None:
-    with pytest.raises(ConfigError, match="only the hub has revisions"):
+    with pytest.raises(ConfigError, match="only the Hub has revisions"):
         settle(model, revision="v1")
 
 
 @pytest.mark.parametrize(
     ("raised", "message"),
     [
-        (errors.RepositoryNotFoundError, "the hub knows no such model"),
-        (errors.GatedRepoError, "access to it must be granted"),
+        (errors.RepositoryNotFoundError, "the Hub has no such model"),
+        (errors.GatedRepoError, "you must request access to it"),
         (errors.RevisionNotFoundError, "it has no revision 'v9'"),
         (errors.LocalEntryNotFoundError, "not in the local cache, and HF_HUB_OFFLINE is set"),
-        (ConnectionResetError, r"could not be fetched from the hub \(ConnectionResetError: gone\)"),
+        (ConnectionResetError, r"could not be downloaded from the Hub \(ConnectionResetError: gone\)"),
     ],
 )
 def test_what_the_hub_answers_is_said_plainly(
@@ -312,7 +312,7 @@ def test_a_hub_name_that_may_have_been_a_path(monkeypatch: pytest.MonkeyPatch, m
 
     monkeypatch.chdir(model.parent.parent)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ModelError, match="As a directory it does not exist either. Did you mean tiny"):
+    with pytest.raises(ModelError, match="There is no such directory either. Did you mean tiny"):
         resolve(EngineArgs("models/tinyy"))
 
 
@@ -446,7 +446,7 @@ def test_the_best_flash_attention_for_the_device(
     on_nvidia(monkeypatch, capability, *titles)
     config = settle(model, HEADS, attention_backend="FLASH_ATTN")
     assert (config.device.attention_backend, config.cache.block_size) == ("flash_attn", block_size)
-    assert f"INFO attention by {taken}" in log_lines
+    assert f"INFO Attention is computed by {taken}" in log_lines
 
 
 def test_a_package_is_never_the_default(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,11 +468,13 @@ def test_what_packages_cannot_do_is_refused(backend: str, model: Path, monkeypat
     install = {"flash_attn": "pip install flash-attn", "flashinfer": "pip install flashinfer-python"}[backend]
     refused(rf"needs a package that is not installed: .*\({install}\)")
     on_nvidia(monkeypatch, (8, 6), "FlashAttention 2", "FlashInfer")
-    refused("computes in 16 bits, and dtype is float32; set dtype to float16 or bfloat16", dtype="float32")
-    refused("the model's heads have 100 numbers, and .* takes", HEADS | {"head_dim": 100})
-    refused("the model's heads have 512 numbers", HEADS | {"head_dim": 512})
-    refused(f"attention_backend='{backend}' reads no 8-bit cache; set attention_backend", kv_cache_dtype="fp8")
-    refused("kv_cache_dtype='int8' runs on the CPU", kv_cache_dtype="int8")
+    refused("supports only 16-bit types, but dtype is float32. Set dtype to float16 or bfloat16", dtype="float32")
+    refused("the model's head size is 100, but .* supports", HEADS | {"head_dim": 100})
+    refused("the model's head size is 512", HEADS | {"head_dim": 512})
+    refused(
+        f"attention_backend='{backend}' does not support an 8-bit cache. Set attention_backend", kv_cache_dtype="fp8"
+    )
+    refused("kv_cache_dtype='int8' needs a CPU", kv_cache_dtype="int8")
     assert settle(model, HEADS, attention_backend=backend, dtype="float16").model.dtype == "float16"
 
 
@@ -490,7 +492,7 @@ def test_head_sizes_by_package(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
         if is_taken:
             settle(model, hf, attention_backend=backend)
             continue
-        with pytest.raises(ConfigError, match=f"heads have {size} numbers"):
+        with pytest.raises(ConfigError, match=f"head size is {size}"):
             settle(model, hf, attention_backend=backend)
 
 
@@ -498,14 +500,14 @@ def test_heads_that_only_the_models_code_knows_are_not_judged(model: Path, monke
     on_nvidia(monkeypatch, (9, 0), "FlashInfer")
     options = {"attention_backend": "flashinfer", "model_impl": "transformers"}
     assert settle(model, {"n_head": 3}, **options).model.model_impl == "transformers"
-    with pytest.raises(ConfigError, match="heads have 80 numbers"):
+    with pytest.raises(ConfigError, match="head size is 80"):
         settle(model, {"head_dim": 80}, **options)
 
 
 def test_flash_attention_2_takes_large_blocks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_nvidia(monkeypatch, (8, 0), "FlashAttention 2")
     assert settle(model, HEADS, attention_backend="flash_attn", block_size=256).cache.block_size == 256
-    with pytest.raises(ConfigError, match="block_size=64: .*FlashAttention 2 here, which takes blocks of 256 tokens"):
+    with pytest.raises(ConfigError, match="block_size=64 .*FlashAttention 2 here, which needs blocks of 256 tokens"):
         settle(model, HEADS, attention_backend="flash_attn", block_size=64)
     on_nvidia(monkeypatch, (9, 0), "FlashAttention 3")
     assert settle(model, HEADS, attention_backend="flash_attn", block_size=16).cache.block_size == 16
@@ -531,7 +533,7 @@ def test_quantizing_computes_in_bfloat16(model: Path, monkeypatch: pytest.Monkey
     for quantization in ("int8", "int4"):
         config = settle(model, device="cpu", quantization=quantization)
         assert (config.model.dtype, config.model.quantization) == ("bfloat16", quantization)
-    with pytest.raises(ConfigError, match=r"quantization='int8' runs on the CPU, in bfloat16"):
+    with pytest.raises(ConfigError, match=r"quantization='int8' needs a CPU, bfloat16"):
         settle(model, device="cpu", quantization="int8", dtype="float32")
     with pytest.raises(ConfigError, match="quantization='gguf' is for GGUF files"):
         settle(model, device="cpu", dtype="bfloat16", quantization="gguf")
@@ -561,16 +563,14 @@ def test_what_transformers_would_ignore_is_refused(
     with_library(monkeypatch)
     ((name, value),) = wish.items()
     options = {"device": "cpu", "dtype": "bfloat16"}
-    said = f"{name}='{value}' needs a model that Kvasir runs itself, and "
+    said = f"{name}='{value}' needs Kvasir's own implementation of the model, but "
     with pytest.raises(ConfigError) as error:
         settle(model, model_impl="transformers", **options, **wish)
-    assert str(error.value) == said + ("model_impl='transformers' has transformers run it; leave one of the two unset.")
+    assert str(error.value) == said + "model_impl is 'transformers'. Leave one of the two unset."
     phi = {"architectures": ["PhiForCausalLM"]}
     with pytest.raises(ConfigError) as error:
         settle(model, phi, **options, **wish)
-    assert str(error.value) == said + (
-        f"PhiForCausalLM has no spec here, so it runs through transformers; leave {name} unset."
-    )
+    assert str(error.value) == said + f"PhiForCausalLM has none and runs through transformers. Leave {name} unset."
     assert settle(model, phi, **options).model.model_impl == "transformers"
     assert settle(model, phi, quantization="none", **options).model.quantization is None
 
@@ -580,7 +580,7 @@ def test_threads_are_shared_by_workers(model: Path, monkeypatch: pytest.MonkeyPa
     assert settle(model, device="cpu").device.cpu_threads == 7
     assert settle(model, device="cpu", tensor_parallel_size=2).device.cpu_threads == 3
     assert settle(model, device="cpu", cpu_threads=5).device.cpu_threads == 5
-    with pytest.raises(ConfigError, match="cpu_threads=2 are more than the 1 CPUs of cpu_bind"):
+    with pytest.raises(ConfigError, match="cpu_threads=2 is more than the 1 CPUs of cpu_bind"):
         settle(model, device="cpu", cpu_threads=2, cpu_bind="0")
     use(monkeypatch, "cuda", 16)
     with pytest.raises(ConfigError, match="are for device='cpu'"):

@@ -9,7 +9,7 @@ import pytest
 
 from kvasir.config.checks import RepetitionDetectionParams
 from kvasir.errors import RequestError
-from kvasir.sampling_params import NOT_YET, RequestOutputKind, SamplingParams
+from kvasir.sampling_params import UNSUPPORTED, RequestOutputKind, SamplingParams
 
 
 def test_defaults_are_vllms() -> None:
@@ -107,9 +107,9 @@ def test_contradictions_are_refused() -> None:
         SamplingParams(n=2, temperature=0)
     with pytest.raises(RequestError, match="best_of=2 is less than n=3"):
         SamplingParams(n=3, best_of=2)
-    with pytest.raises(RequestError, match="top_ema_p does nothing without top_ema_d: set both, or neither."):
+    with pytest.raises(RequestError, match="top_ema_p has no effect without top_ema_d; set both or neither."):
         SamplingParams(top_ema_p=0.5)
-    with pytest.raises(RequestError, match="top_ema_d does nothing without top_ema_p: set both, or neither."):
+    with pytest.raises(RequestError, match="top_ema_d has no effect without top_ema_p; set both or neither."):
         SamplingParams(top_ema_d=2)
     with pytest.raises(RequestError, match="detokenize=True"):
         SamplingParams(stop="END", detokenize=False)
@@ -126,12 +126,12 @@ ASKING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_YET)
+@pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_is_not_there_yet_is_refused_by_name(name: str) -> None:
     with pytest.raises(RequestError, match=rf"^{name}=.* is not supported yet") as caught:
         SamplingParams(**{name: ASKING[name]})
     assert caught.value.parameter == name
-    for harmless in NOT_YET[name]:
+    for harmless in UNSUPPORTED[name]:
         SamplingParams(**{name: harmless})
 
 
@@ -145,8 +145,8 @@ def test_every_field_either_works_or_is_refused() -> None:
         skip_reading_prefix_cache repetition_detection top_ema_p top_ema_d n best_of
         use_beam_search length_penalty early_stopping num_beam_groups diversity_penalty
     """
-    assert {f.name for f in fields(SamplingParams)} == set(working.split()) | set(NOT_YET)
-    assert not set(working.split()) & set(NOT_YET)
+    assert {f.name for f in fields(SamplingParams)} == set(working.split()) | set(UNSUPPORTED)
+    assert not set(working.split()) & set(UNSUPPORTED)
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ def test_unknown_names_are_answered_with_the_nearest() -> None:
 def test_older_name_works_with_one_warning(log_lines: list[str]) -> None:
     for _ in range(2):
         assert SamplingParams(stop_strings=["END"]).stop == ["END"]  # type: ignore[call-arg]
-    assert log_lines == ["WARNING SamplingParams(stop_strings=...) is an older name; use stop instead."]
-    with pytest.raises(RequestError, match="older name of stop"):
+    assert log_lines == ["WARNING SamplingParams(stop_strings=...) is deprecated; use stop."]
+    with pytest.raises(RequestError, match="stop_strings and stop were both given"):
         SamplingParams(stop_strings="a", stop="b")  # type: ignore[call-arg]
 
 

@@ -35,5 +35,5 @@ def test_a_phase_that_fails_is_counted_and_closed() -> None:
 
 
 def test_what_came_before_the_first_line_is_known() -> None:
-    startup.note_entry()
+    startup.record_imports()
     assert 0 < startup.seconds[startup.IMPORTS] < 86_400

@@ -1,4 +1,4 @@
-"""What crosses a process boundary comes out as it went in."""
+"""Messages between processes are decoded to what was encoded; addresses, errors and progress."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from kvasir.engine import transport
-from kvasir.engine.transport import Address, Progress, as_one_sentence, client_of, identity, make_directory
+from kvasir.engine.transport import Address, Progress, client_of, identity, make_directory, portable_error
 from kvasir.errors import ConfigError, EngineError, ModelError
 from kvasir.executor.fake import fake_config
 from kvasir.frontend.clients.launch import _environment
-from kvasir.frontend.clients.streams import merge
+from kvasir.frontend.clients.stream import merge
 from kvasir.messages import (
     BeamOutput,
     BeamSpec,
@@ -111,15 +111,15 @@ def test_every_field_of_a_request_is_written() -> None:
 def test_progress_is_seen_by_others(tmp_path: Path) -> None:
     writes = Progress(str(tmp_path / "progress"), create=True)
     reads = Progress(str(tmp_path / "progress"))
-    assert reads.busy_for() == 0 and reads.requests_of_others(0) == 0
-    writes.step({0: [1, 2, 3], 4: [1, 2]})
+    assert reads.seconds_in_step() == 0 and reads.num_requests_of_others(0) == 0
+    writes.begin_step({0: [1, 2, 3], 4: [1, 2]})
     time.sleep(0.01)
-    assert reads.busy_for() >= 0.01 and reads.num_steps == 1
-    assert [reads.requests_of_others(client) for client in (0, 4, 7)] == [2, 3, 5]
-    writes.forget(4)
-    assert [reads.requests_of_others(client) for client in (0, 4, 7)] == [0, 3, 3]
-    writes.rest()
-    assert reads.busy_for() == 0 and reads.requests_of_others(7) == 0 and reads.num_steps == 1
+    assert reads.seconds_in_step() >= 0.01 and reads.num_steps == 1
+    assert [reads.num_requests_of_others(client) for client in (0, 4, 7)] == [2, 3, 5]
+    writes.remove_client(4)
+    assert [reads.num_requests_of_others(client) for client in (0, 4, 7)] == [0, 3, 3]
+    writes.set_idle()
+    assert reads.seconds_in_step() == 0 and reads.num_requests_of_others(7) == 0 and reads.num_steps == 1
 
 
 def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +141,11 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_are_one_sentence() -> None:
-    assert str(as_one_sentence(ValueError("a\n  b"), "it failed")) == "it failed: ValueError: a b"
-    assert str(as_one_sentence(MemoryError(), "it failed")) == "it failed: MemoryError"
+    assert str(portable_error(ValueError("a\n  b"), "it failed")) == "it failed: ValueError: a b"
+    assert str(portable_error(MemoryError(), "it failed")) == "it failed: MemoryError"
     error = ModelError("as it is")
-    assert as_one_sentence(error, "it failed") is error
-    assert type(as_one_sentence(EngineError("a\nb"), "it failed")) is EngineError
+    assert portable_error(error, "it failed") is error
+    assert type(portable_error(EngineError("a\nb"), "it failed")) is EngineError
 
 
 def test_an_engines_share_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

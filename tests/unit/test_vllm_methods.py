@@ -1,4 +1,4 @@
-"""Methods of vLLM that are missing: missing indeed, but with a word on what to do."""
+"""Methods of vLLM that are missing raise errors that name an alternative."""
 
 from __future__ import annotations
 

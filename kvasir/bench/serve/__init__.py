@@ -1,1 +1,1 @@
-"""`kvasir bench serve`: load on a server, open or closed loop, and what its clients see of it."""
+"""`kvasir bench serve`: a load test of a server, with open or closed loop, as its clients see it."""

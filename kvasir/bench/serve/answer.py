@@ -1,4 +1,4 @@
-"""One request's answer as it comes over the wire: when its pieces came, how many tokens it had, what went wrong."""
+"""The streamed answer to one request: arrival times of its chunks, token counts and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """Of a chunk, what is looked at: fields that are not named here are skipped, not decoded."""
+    """The fields of a chunk that are used; others are skipped without decoding."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -37,15 +37,15 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Answer:
-    """Times are those of `time.perf_counter`."""
+    """Times are from `time.perf_counter`."""
 
     __slots__ = ("_rest", "done", "ended", "error", "late", "pieces", "started", "status", "text", "times", "usage")
 
     def __init__(self, keep_text: bool = False) -> None:
         self.started = 0.0
         self.ended = 0.0
-        self.late = 0.0  # seconds between the time it was due and the time the client got round to it
-        self.times = array("d")  # when pieces with text came
+        self.late = 0.0  # seconds by which the client sent it too late
+        self.times = array("d")  # arrival times of chunks with text
         self.usage: _Usage | None = None
         self.text: list[str] | None = [] if keep_text else None
         self.status = 0
@@ -53,24 +53,24 @@ class Answer:
         self.done = False
         self._rest = b""
 
-    def take(self, now: float, data: bytes) -> None:
-        """Bytes of the body, cut anywhere."""
+    def feed(self, now: float, data: bytes) -> None:
+        """Add bytes of the body, split at any place."""
         if self.status != 200:
             self._rest += data
             return
         *lines, self._rest = (self._rest + data).split(b"\n") if self._rest else data.split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
-                self._take_event(now, line[5:].strip())
+                self._feed_event(now, line[5:].strip())
 
-    def _take_event(self, now: float, payload: bytes) -> None:
+    def _feed_event(self, now: float, payload: bytes) -> None:
         if payload == _DONE:
             self.done = True
             return
         try:
             event = _decode(payload)
         except msgspec.DecodeError as error:
-            self.error = f"not a chunk of OpenAI's interface: {error}"
+            self.error = f"not a chunk of OpenAI's API: {error}"
             return
         if event.error is not None:
             self.error = _message(event.error)
@@ -91,13 +91,13 @@ class Answer:
         elif not self.done:
             self.error = self.error or "the stream ended before it was complete"
         elif not self.times and not self.error and not self.num_tokens:
-            self.error = "the answer had no token"
+            self.error = "the answer has no tokens"
         self._rest = b""
 
     def fail(self, now: float, error: str) -> None:
         self.ended, self.error = now, self.error or error
 
-    # ------------------------------------------------------------ read when all is over
+    # ------------------------------------------------------------ results
 
     @property
     def ok(self) -> bool:
@@ -105,13 +105,13 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated: as the server counts, or else the pieces."""
+        """Number of generated tokens as the server reports it, or else the number of chunks."""
         counted = None if self.usage is None else self.usage.completion_tokens
         return len(self.times) if counted is None else counted
 
     @property
     def first(self) -> float:
-        """Seconds to the first token. One whose text came last, or not at all, is timed by the end."""
+        """Seconds to the first token; without any text, seconds to the end."""
         return (self.times[0] if self.times else self.ended) - self.started
 
     @property

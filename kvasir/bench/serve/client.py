@@ -1,6 +1,6 @@
-"""A lean HTTP client for one server: kept-alive connections, bytes straight from the socket to an Answer.
+"""A fast HTTP client for one server, with keep-alive connections, and the server's API as an Endpoint.
 
-A client that does more per token than the server would measure itself.
+It does as little as possible per token, so that the server is measured and not the client.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _now = time.perf_counter
 
 
 class Target:
-    """Where requests go: address, path and headers."""
+    """The URL and headers of requests."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         parts = urlsplit(url)
@@ -53,7 +53,7 @@ class Target:
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time."""
+    """A connection that carries one request at a time."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -61,10 +61,10 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._answer: Answer | None = None
         self._done: asyncio.Future[None] | None = None
-        self._at = 0.0  # when the bytes at hand came
+        self._at = 0.0  # arrival time of the current bytes
 
     async def ask(self, request: bytes, answer: Answer) -> None:
-        assert self.transport is not None and self._answer is None, "a connection takes one request at a time"
+        assert self.transport is not None and self._answer is None, "a connection carries one request at a time"
         self._answer, self._done = answer, asyncio.get_running_loop().create_future()
         self.transport.write(request)
         try:
@@ -72,24 +72,24 @@ class _Connection(asyncio.Protocol):
         finally:
             self._answer = None
 
-    # ------------------------------------------------------------ what asyncio calls
+    # ------------------------------------------------------------ asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's has the same methods
 
     def data_received(self, data: bytes) -> None:
         self._at = _now()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(f"the server does not speak HTTP: {error}")
+            self._fail(f"the reply is not HTTP: {error}")
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed = True
         self._fail(f"the connection was closed ({error})" if error else "the connection was closed")
 
-    # ------------------------------------------------------------ what the parser calls
+    # ------------------------------------------------------------ callbacks of the parser
 
     def on_headers_complete(self) -> None:
         if self._answer is not None:
@@ -97,7 +97,7 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         if self._answer is not None:
-            self._answer.take(self._at, body)
+            self._answer.feed(self._at, body)
 
     def on_message_complete(self) -> None:
         if not self._parser.should_keep_alive():
@@ -117,8 +117,8 @@ class _Connection(asyncio.Protocol):
             self._done.set_result(None)
 
 
-class Client:
-    """Opens as many connections as there are requests at once, and keeps them."""
+class LoadClient:
+    """Opens a connection for each concurrent request and reuses them."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -126,7 +126,7 @@ class Client:
         self.num_opened = 0
 
     async def ask(self, body: bytes, answer: Answer) -> None:
-        """The answer is complete, or has its error, when this returns."""
+        """Send a request. The answer is complete or has an error when this returns."""
         answer.started = _now()
         request = self.target.head(len(body)) + body
         kept = self._kept()
@@ -134,7 +134,7 @@ class Client:
             await self._ask_on(kept, request, answer)
             if answer.status or answer.ok:
                 return
-            answer.error = ""  # the server had closed what was kept, which is no failure
+            answer.error = ""  # the server had closed the idle connection; try a new one
         try:
             await self._ask_on(await self._open(), request, answer)
         except OSError as error:
@@ -167,8 +167,7 @@ class Client:
             connection.close()
 
 
-# ----------------------------------------------------------------
-# The server that is measured: what it serves, whether it is ready, how a request to it is written.
+# ---------------------------------------------------------------- the API of the server
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 logger = get_logger(__name__)
@@ -176,9 +175,9 @@ _POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     name: str
-    root: str | None  # where the server has it from
+    root: str | None  # its directory or Hub name on the server
     max_model_len: int | None
 
 
@@ -193,9 +192,9 @@ class Endpoint:
     def target(self) -> Target:
         return Target(self.base_url.rstrip("/") + self.path, self.headers)
 
-    def served(self, patience: float) -> list[Served]:
-        """What /v1/models says, as soon as the server is ready to say it."""
-        end, told = time.monotonic() + patience, False
+    def served(self, patience: float) -> list[ServedModel]:
+        """The models in /v1/models, as soon as the server is ready, at the latest after `patience` seconds."""
+        end, logged = time.monotonic() + patience, False
         while True:
             try:
                 answer = httpx.get(self.base_url.rstrip("/") + "/v1/models", headers=dict(self.headers), timeout=30)
@@ -208,11 +207,11 @@ class Endpoint:
                 problem = str(error) or type(error).__name__
             if time.monotonic() >= end:
                 break
-            if not told:
-                logger.warning("waiting up to %g s for %s (%s)", patience, self.base_url, problem)
-                told = True
+            if not logged:
+                logger.warning("Waiting up to %g s for %s (%s)", patience, self.base_url, problem)
+                logged = True
             time.sleep(_POLL_SECONDS)
-        raise ConfigError(f"{self.base_url}/v1/models does not say what is served ({problem}).")
+        raise ConfigError(f"{self.base_url}/v1/models does not list models ({problem}).")
 
     def body(self, model: str, prompt: Prompt, fields: Mapping[str, Any]) -> bytes:
         made: dict[str, Any] = {"model": model}
@@ -225,16 +224,16 @@ class Endpoint:
         return msgspec.json.encode(made | dict(fields))
 
 
-def _served(entry: Mapping[str, Any]) -> Served:
-    return Served(str(entry["id"]), entry.get("root"), entry.get("max_model_len"))
+def _served(entry: Mapping[str, Any]) -> ServedModel:
+    return ServedModel(str(entry["id"]), entry.get("root"), entry.get("max_model_len"))
 
 
-def find_tokenizer(asked: str | None, model: str | None, served: Served) -> Tokenizer:
-    """The one asked for; else the model's, by the name given here or by the server."""
+def find_tokenizer(asked: str | None, model: str | None, served: ServedModel) -> Tokenizer:
+    """The tokenizer of --tokenizer, or else that of the model, by its name here or on the server."""
     names = [asked] if asked else [name for name in (model, served.root, served.name) if name]
     local = [name for name in names if Path(name).expanduser().exists()]
     try:
         path = hub.find_tokenizer(ModelConfig((local or names)[0]), LoadConfig())
         return load_tokenizer(path)
     except ModelError as error:
-        raise ConfigError(f"No tokenizer to make prompts with: {error} Name one with --tokenizer.") from None
+        raise ConfigError(f"There is no tokenizer for the prompts: {error} Set --tokenizer.") from None

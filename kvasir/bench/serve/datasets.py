@@ -1,4 +1,4 @@
-"""What a load asks: prompts as text or token ids, and how long the answers are to be. Deterministic by seed."""
+"""Datasets of load tests: prompts as text or token ids, with output lengths. Deterministic for a seed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvasir.frontend.text.tokenizer import Tokenizer
 @dataclass(frozen=True, slots=True)
 class Prompt:
     content: str | list[int]
-    num_tokens: int  # the server's own count, which has a chat template's tokens in it, counts for more
+    num_tokens: int  # an estimate; the server's count, with the chat template, takes precedence
     max_tokens: int
-    at: float | None = None  # when a trace has it arrive, in seconds
+    at: float | None = None  # arrival time in a trace, in seconds
 
 
 @dataclass(slots=True)
-class Maker:
-    """Makes prompts of wanted lengths. `as_text` where the interface takes no ids."""
+class PromptMaker:
+    """Makes prompts of given lengths; with `as_text` as text, for APIs that do not accept token ids."""
 
     tokenizer: Tokenizer
     seed: int = 0
@@ -37,7 +37,7 @@ class Maker:
         self.rng = random.Random(self.seed)
 
     def ids(self, count: int, rng: random.Random | None = None) -> list[int]:
-        """Random tokens, none of them special."""
+        """Random tokens without special ones."""
         end = min(END_ID, self.tokenizer.vocab_size)
         first = FIRST_ID if end > 2 * FIRST_ID else 0
         special = set(self.tokenizer.all_special_ids)
@@ -53,7 +53,7 @@ class Maker:
             return Prompt(ids, len(ids), max_tokens, at)
         text = self.tokenizer.decode(ids)
         again = self.tokenizer.encode(text, add_special_tokens=False)
-        if len(again) > len(ids):  # random tokens seldom are how their text is written
+        if len(again) > len(ids):  # the text of random tokens is often tokenized differently
             text = self.tokenizer.decode(again[: len(ids)])
             again = again[: len(ids)]
         return Prompt(text, len(again), max_tokens, at)
@@ -64,7 +64,7 @@ class Maker:
 
 @dataclass(frozen=True, slots=True)
 class Random:
-    """Random tokens after a prefix that all share. With a range ratio r, lengths vary evenly from 1-r to 1+r times."""
+    """Random tokens after a shared prefix. A range ratio r varies lengths uniformly by factors from 1-r to 1+r."""
 
     input_len: int = 1024
     output_len: int = 128
@@ -75,7 +75,7 @@ class Random:
         if not 0 <= self.range_ratio < 1:
             raise ConfigError(f"--random-range-ratio must be at least 0 and below 1, not {self.range_ratio:g}.")
 
-    def prompts(self, maker: Maker, count: int) -> list[Prompt]:
+    def prompts(self, maker: PromptMaker, count: int) -> list[Prompt]:
         prefix = maker.ids(self.prefix_len)
         made = []
         for _ in range(count):
@@ -83,21 +83,21 @@ class Random:
             made.append(maker.of_ids(prefix + maker.ids(length), answer))
         return made
 
-    def _draw(self, maker: Maker, mean: int) -> int:
+    def _draw(self, maker: PromptMaker, mean: int) -> int:
         low, high = int(mean * (1 - self.range_ratio)), int(mean * (1 + self.range_ratio))
         return max(1, maker.rng.randint(low, high))
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixRepetition:
-    """A few prefixes, each with many suffixes, shuffled."""
+    """A few prefixes with many suffixes each, shuffled."""
 
     prefix_len: int = 256
     suffix_len: int = 256
     num_prefixes: int = 10
     output_len: int = 128
 
-    def prompts(self, maker: Maker, count: int) -> list[Prompt]:
+    def prompts(self, maker: PromptMaker, count: int) -> list[Prompt]:
         prefixes = [maker.ids(self.prefix_len) for _ in range(self.num_prefixes)]
         made = [
             maker.of_ids(prefixes[i % self.num_prefixes] + maker.ids(self.suffix_len), self.output_len)
@@ -109,7 +109,7 @@ class PrefixRepetition:
 
 @dataclass(frozen=True, slots=True)
 class Sonnet:
-    """Lines of a text: the first ones, which all prompts share, and then others drawn at random."""
+    """Lines of a text: the first ones as a shared prefix, followed by random ones."""
 
     lines: Sequence[str]
     input_len: int = 550
@@ -117,11 +117,13 @@ class Sonnet:
     prefix_len: int = 200
     intro: str = "Pick as many lines as you can from these poem lines:\n"
 
-    def prompts(self, maker: Maker, count: int) -> list[Prompt]:
+    def prompts(self, maker: PromptMaker, count: int) -> list[Prompt]:
         costs = [len(maker.tokenizer.encode(line + "\n", add_special_tokens=False)) for line in self.lines]
         start = len(maker.tokenizer.encode(self.intro))
         if self.input_len < max(start, self.prefix_len):
-            raise ConfigError(f"--sonnet-input-len {self.input_len} has no room for a prefix of {self.prefix_len}.")
+            raise ConfigError(
+                f"--sonnet-input-len {self.input_len} is too short for a prefix of {self.prefix_len} tokens."
+            )
         head = list(_fill(range(len(self.lines)), costs, self.prefix_len - start))
         used = start + sum(costs[i] for i in head)
         made = []
@@ -134,7 +136,7 @@ class Sonnet:
 
 
 def _fill(order: Sequence[int], costs: Sequence[int], room: int) -> Iterator[int]:
-    """Lines in order as long as they fit."""
+    """Indices of lines in this order, as long as they fit."""
     for i in order:
         room -= costs[i]
         if room < 0:
@@ -143,14 +145,14 @@ def _fill(order: Sequence[int], costs: Sequence[int], room: int) -> Iterator[int
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
-    """Texts with the texts that answered them (None: unknown), as in ShareGPT's files or one's own."""
+class Conversations:
+    """Prompts with their replies (None if unknown), from ShareGPT or a file of prompts."""
 
     pairs: Sequence[tuple[str, str | None]]
-    output_len: int | None = None  # None: as long as the known answer
-    prune: bool = True  # leave out what vLLM's benchmark leaves out, so that figures compare
+    output_len: int | None = None  # None uses the length of the reply
+    prune: bool = True  # leave out the same requests as vLLM's benchmark, for comparable results
 
-    def prompts(self, maker: Maker, count: int) -> list[Prompt]:
+    def prompts(self, maker: PromptMaker, count: int) -> list[Prompt]:
         order = maker.rng.sample(range(len(self.pairs)), len(self.pairs))
         made: list[Prompt] = []
         for i in order:
@@ -164,31 +166,27 @@ class Pairs:
             if length > 0 and (not self.prune or self._is_usual(prompt)):
                 made.append(prompt)
         if not made:
-            raise ConfigError("The dataset has no request of a usable length.")
-        return [made[i % len(made)] for i in range(count)]  # too few are sent again
+            raise ConfigError("The dataset has no prompt of a suitable length.")
+        return [made[i % len(made)] for i in range(count)]  # repeated if there are too few
 
     def _is_usual(self, prompt: Prompt) -> bool:
         short = prompt.num_tokens < 4 or (self.output_len is None and prompt.max_tokens < 4)
         return not short and prompt.num_tokens <= 1024 and prompt.num_tokens + prompt.max_tokens <= 2048
 
 
-# ----------------------------------------------------------------
-# Datasets in files: poems, ShareGPT's conversations, one's own prompts, and traces of real services.
-#
-# Traces have lengths and times only; their prompts are made up. Where a trace says which blocks of its prompts were
-# equal (Mooncake's hash ids), the made-up ones share the same blocks.
+# ---------------------------------------------------------------- datasets in files
 
-MOONCAKE_BLOCK = 512  # tokens that a hash id stands for
+MOONCAKE_BLOCK = 512  # tokens per hash id
 
 
 def sonnet(path: str, **lengths: Any) -> Sonnet:
     lines = [line.rstrip() for line in _read(path).splitlines() if line.strip()]
     if not lines:
-        raise ConfigError(f"{path} holds no line of text.")
+        raise ConfigError(f"{path} has no text.")
     return Sonnet(lines, **lengths)
 
 
-def sharegpt(path: str, output_len: int | None = None) -> Pairs:
+def sharegpt(path: str, output_len: int | None = None) -> Conversations:
     """[{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}, ...]"""
     text = _read(path)
     try:
@@ -198,51 +196,54 @@ def sharegpt(path: str, output_len: int | None = None) -> Pairs:
             if len(turns := entry.get("conversations") or entry.get("conversation") or []) >= 2
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} does not have ShareGPT's form ({error!r}).") from None
+        raise ConfigError(f"{path} is not in the format of ShareGPT ({error!r}).") from None
     if not pairs:
-        raise ConfigError(f"{path} holds no conversation of two turns.")
-    return Pairs(pairs, output_len)
+        raise ConfigError(f"{path} has no conversation of two turns.")
+    return Conversations(pairs, output_len)
 
 
-def custom(path: str, output_len: int = 256) -> Pairs:
+def custom(path: str, output_len: int = 256) -> Conversations:
     """One {"prompt": ...} per line."""
     pairs: list[tuple[str, str | None]] = []
     for where, entry in _json_lines(path):
         if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
-            raise ConfigError(f'{where}: a line is {{"prompt": "..."}}.')
+            raise ConfigError(f'{where}: a line must be {{"prompt": "..."}}.')
         pairs.append((entry["prompt"], None))
-    return Pairs(pairs, output_len, prune=False)
+    return Conversations(pairs, output_len, prune=False)
 
 
-# ---------------------------------------------------------------- traces
+# ---------------------------------------------------------------- traces of real services
+#
+# A trace has only lengths and times, so prompts are random. Where it tells which blocks of prompts were equal
+# (Mooncake's hash ids), random prompts share the same blocks.
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TraceEntry:
     at: float  # seconds
     num_tokens: int
     max_tokens: int
-    blocks: tuple[int, ...] = ()  # names of its blocks; equal names, equal tokens
+    blocks: tuple[int, ...] = ()  # ids of its blocks; equal ids mean equal tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    entries: Sequence[Entry]
-    max_model_len: int | None = None  # None: the server does not say; else what is longer is left out
+    entries: Sequence[TraceEntry]
+    max_model_len: int | None = None  # longer requests are left out; None if the server does not report it
 
     @property
-    def fitting(self) -> list[Entry]:
-        most = self.max_model_len
-        return [each for each in self.entries if most is None or each.num_tokens + each.max_tokens <= most]
+    def fitting(self) -> list[TraceEntry]:
+        limit = self.max_model_len
+        return [each for each in self.entries if limit is None or each.num_tokens + each.max_tokens <= limit]
 
-    def prompts(self, maker: Maker, count: int) -> list[Prompt]:
+    def prompts(self, maker: PromptMaker, count: int) -> list[Prompt]:
         chosen = self.fitting[:count]
         if not chosen:
             raise ConfigError(f"Every request of the trace is longer than the server's {self.max_model_len} tokens.")
         return [maker.of_ids(_tokens(maker, each), each.max_tokens, each.at) for each in chosen]
 
 
-def _tokens(maker: Maker, entry: Entry) -> list[int]:
+def _tokens(maker: PromptMaker, entry: TraceEntry) -> list[int]:
     ids: list[int] = []
     for name in entry.blocks:
         ids += maker.ids(MOONCAKE_BLOCK, random.Random(f"{maker.seed} {name}"))
@@ -250,32 +251,32 @@ def _tokens(maker: Maker, entry: Entry) -> list[int]:
 
 
 def trace(path: str, max_model_len: int | None = None) -> Trace:
-    """Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's lines of JSON, by what is in the file."""
+    """Read a trace: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSON lines."""
     first = next((line for line in _read(path).splitlines() if line.strip()), "")
     entries = list(_mooncake(path) if first.lstrip().startswith("{") else _azure(path))
     if not entries:
-        raise ConfigError(f"The trace {path} holds no request.")
+        raise ConfigError(f"The trace {path} has no request.")
     return Trace(sorted(entries, key=lambda entry: entry.at), max_model_len)
 
 
-def _azure(path: str) -> Iterator[Entry]:
+def _azure(path: str) -> Iterator[TraceEntry]:
     for number, row in enumerate(csv.DictReader(_read(path).splitlines()), 2):
         try:
             stamp = row["TIMESTAMP"]
-            # fractions have seven digits, and Python reads six
+            # fractions have seven digits, but Python reads six
             at = datetime.fromisoformat(stamp[:26]).timestamp()
-            yield Entry(at, max(1, int(row["ContextTokens"])), max(1, int(row["GeneratedTokens"])))
+            yield TraceEntry(at, max(1, int(row["ContextTokens"])), max(1, int(row["GeneratedTokens"])))
         except (KeyError, ValueError, TypeError):
             form = "TIMESTAMP,ContextTokens,GeneratedTokens"
             raise ConfigError(f"{path}, line {number}: not a line of an Azure trace ({form}).") from None
 
 
-def _mooncake(path: str) -> Iterator[Entry]:
+def _mooncake(path: str) -> Iterator[TraceEntry]:
     for where, entry in _json_lines(path):
         try:
             blocks = tuple(int(name) for name in entry.get("hash_ids", ()))
             lengths = max(1, int(entry["input_length"])), max(1, int(entry["output_length"]))
-            yield Entry(float(entry["timestamp"]) / 1e3, *lengths, blocks)
+            yield TraceEntry(float(entry["timestamp"]) / 1e3, *lengths, blocks)
         except (KeyError, ValueError, TypeError, AttributeError):
             form = "timestamp, input_length, output_length, hash_ids"
             raise ConfigError(f"{where}: not a line of a Mooncake trace ({form}).") from None

@@ -1,4 +1,4 @@
-"""Sends requests when they are due, at most so many at once, and waits for all answers."""
+"""Generates the load: sends requests at their arrival times, with limited concurrency, and waits for all answers."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from kvasir.bench.serve.answer import Answer
-from kvasir.bench.serve.client import Client
+from kvasir.bench.serve.client import LoadClient
 from kvasir.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadPlan:
     bodies: Sequence[bytes]
     times: Sequence[float]  # seconds from the start, in order
-    max_concurrency: int | None = None  # None: the server gets every request when it is due
+    max_concurrency: int | None = None  # None means no limit
 
 
 @dataclass(slots=True)
 class Outcome:
     answers: list[Answer]
     seconds: float
-    client_cpu: float  # share of one core that this process used
-    peak: int  # most requests in flight at once
+    client_cpu: float  # fraction of a core that this process used
+    peak: int  # maximum number of concurrent requests
 
 
 async def run(
-    client: Client, load: Load, keep_text: bool = False, on_end: Callable[[Answer], None] = lambda answer: None
+    client: LoadClient, load: LoadPlan, keep_text: bool = False, on_end: Callable[[Answer], None] = lambda answer: None
 ) -> Outcome:
     gate: AbstractAsyncContextManager[object] = (
         nullcontext() if load.max_concurrency is None else asyncio.Semaphore(load.max_concurrency)
     )
     answers = [Answer(keep_text) for _ in load.bodies]
-    flying = peak = 0
+    running = peak = 0
 
     async def one(body: bytes, answer: Answer) -> None:
-        nonlocal flying, peak
+        nonlocal running, peak
         async with gate:
-            flying += 1
-            peak = max(peak, flying)
+            running += 1
+            peak = max(peak, running)
             await client.ask(body, answer)
-            flying -= 1
+            running -= 1
         on_end(answer)
 
     cpu, start = time.process_time(), time.perf_counter()
@@ -61,15 +61,13 @@ async def run(
     return Outcome(answers, seconds, (time.process_time() - cpu) / seconds, peak)
 
 
-# ----------------------------------------------------------------
-# When requests arrive: all at once, at a rate with more or less of a burst in it, at a rate that grows, or as in a
-# trace. Seconds from the start.
+# ---------------------------------------------------------------- arrival times, in seconds from the start
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Gaps between requests follow a gamma distribution: burstiness 1 is a Poisson process, below it comes in bursts,
-    above it is more even."""
+    """Times between requests follow a gamma distribution: burstiness 1 is a Poisson process, a lower value gives bursts
+    and a higher one more even times."""
 
     rate: float = math.inf  # requests per second
     burstiness: float = 1.0
@@ -107,7 +105,7 @@ class Arrivals:
 
 
 def from_trace(stamps: Sequence[float], speedup: float) -> list[float]:
-    """A trace's own times, from its first request on, `speedup` times as fast."""
+    """The times of a trace from its first request on, divided by `speedup`."""
     if not speedup > 0:
         raise ConfigError(f"--trace-speedup must be more than 0, not {speedup:g}.")
     return [(stamp - stamps[0]) / speedup for stamp in stamps]

@@ -1,4 +1,4 @@
-"""From answers to figures, under the names that vLLM's result files have."""
+"""Computes the results of a load test, with the names of vLLM's result files, and prints them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kvasir.errors import ConfigError
 
 METRICS: Mapping[str, tuple[str, Callable[[Answer], Sequence[float]]]] = {
     "ttft": ("time to first token", lambda answer: [answer.first]),
-    "tpot": ("time per token after it", lambda a: [] if a.per_token is None else [a.per_token]),
-    "itl": ("between chunks", lambda answer: answer.gaps),
-    "e2el": ("whole request", lambda answer: [answer.ended - answer.started]),
+    "tpot": ("time per output token", lambda a: [] if a.per_token is None else [a.per_token]),
+    "itl": ("inter-token latency", lambda answer: answer.gaps),
+    "e2el": ("end-to-end latency", lambda answer: [answer.ended - answer.started]),
 }
-LATE_SECONDS = 0.01  # a request sent later than that makes an open loop less than open
-BUSY = 0.85  # of a core: above it the client may be what is measured
+LATE_SECONDS = 0.01  # requests sent later than this distort an open loop
+BUSY = 0.85  # of a core; above it the client may be the bottleneck
 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Limits in milliseconds; a request that keeps all of them is good."""
+    """Limits in milliseconds, all of which a good request meets."""
 
     limits: Mapping[str, float]
 
@@ -37,16 +37,16 @@ class Goodput:
         for word in words:
             name, _, value = word.partition(":")
             if name not in ("ttft", "tpot", "e2el"):
-                raise ConfigError(f"--goodput {word}: limits are for ttft, tpot and e2el, as in ttft:200.")
+                raise ConfigError(f"--goodput {word}: limits are for ttft, tpot and e2el, such as ttft:200.")
             try:
                 limits[name] = float(value)
             except ValueError:
                 raise ConfigError(f"--goodput {word}: {value!r} is not a number of milliseconds.") from None
         return cls(limits)
 
-    def is_kept(self, answer: Answer) -> bool:
+    def is_met(self, answer: Answer) -> bool:
         return all(
-            value * 1e3 <= most for name, most in self.limits.items() for value in METRICS[name][1](answer)
+            value * 1e3 <= limit for name, limit in self.limits.items() for value in METRICS[name][1](answer)
         )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def measure(
         "total_input_tokens": tokens_in,
         "total_output_tokens": tokens_out,
         "request_throughput": len(good) / seconds,
-        "request_goodput": None if goodput is None else sum(map(goodput.is_kept, good)) / seconds,
+        "request_goodput": None if goodput is None else sum(map(goodput.is_met, good)) / seconds,
         "output_throughput": tokens_out / seconds,
         "total_token_throughput": (tokens_in + tokens_out) / seconds,
         "max_concurrent_requests": outcome.peak,
@@ -77,7 +77,7 @@ def measure(
         record |= _summary(name, [value for answer in good for value in METRICS[name][1](answer)], percentiles)
     return (
         record
-        | _honesty(outcome, good)
+        | _client_figures(outcome, good)
         | {"errors_by_kind": dict(Counter(a.error for a in outcome.answers if a.error))}
     )
 
@@ -95,8 +95,8 @@ def _summary(name: str, seconds: Sequence[float], percentiles: Sequence[float]) 
     return {f"{key}_{name}_ms": value for key, value in found.items()}
 
 
-def _honesty(outcome: Outcome, good: Sequence[Answer]) -> dict[str, Any]:
-    """Whether the figures are the server's or the client's."""
+def _client_figures(outcome: Outcome, good: Sequence[Answer]) -> dict[str, Any]:
+    """Figures that show whether the client limited the measurement."""
     chunks = sum(len(answer.times) for answer in good)
     tokens = sum(answer.num_tokens for answer in good)
     late = [answer.late for answer in outcome.answers]
@@ -109,7 +109,7 @@ def _honesty(outcome: Outcome, good: Sequence[Answer]) -> dict[str, Any]:
 
 
 def detailed(outcome: Outcome, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Every request, in order."""
+    """Results of every request, in order."""
     answers = outcome.answers
     start = min((answer.started for answer in answers), default=0.0)
     return {
@@ -124,8 +124,7 @@ def detailed(outcome: Outcome, prompts: Sequence[Prompt]) -> dict[str, Any]:
     }
 
 
-# ----------------------------------------------------------------
-# What people read of a load test.
+# ---------------------------------------------------------------- the table
 
 
 def render(record: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
@@ -144,13 +143,13 @@ def _totals(record: Mapping[str, Any]) -> Iterator[str]:
     rate, limit = record["request_rate"], record["max_concurrency"]
     pace = {"inf": "all at once", "trace": f"as in the trace, {record['trace_speedup'] or 1:g} times as fast"}
     how = pace.get(rate, f"{rate} requests/s, burstiness {record['burstiness']:g}")
-    bound = "" if limit is None else f", at most {limit} at once"
+    bound = "" if limit is None else f", at most {limit} concurrent"
     yield f"{record['model_id']} at {record['url']}: {record['dataset']}, {how}{bound} (seed {record['seed']})"
     answered, failed = record["completed"], record["failed"]
     yield (
         f"{answered} answered, {failed} failed, in {record['duration']:.2f} s; "
         f"{record['total_input_tokens']:,} tokens in, {record['total_output_tokens']:,} out; "
-        f"at most {record['max_concurrent_requests']} in flight; this client used {record['client_cpu']:.0%} of a core"
+        f"at most {record['max_concurrent_requests']} concurrent; this client used {record['client_cpu']:.0%} of a core"
     )
     words = [f"{record['request_throughput']:.2f} requests/s"]
     if record["request_goodput"] is not None:
@@ -163,13 +162,14 @@ def _warnings(record: Mapping[str, Any]) -> Iterator[str]:
     for error, count in sorted(record["errors_by_kind"].items(), key=lambda item: -item[1])[:5]:
         yield f"{count} failed: {error}"
     if record["left_out"]:
-        yield f"{record['left_out']} requests of the trace are longer than the server takes and were left out"
+        yield f"{record['left_out']} requests of the trace are longer than max_model_len and were left out"
     if (record["tokens_per_chunk"] or 0) > 1.05:
-        yield f"a chunk had {record['tokens_per_chunk']:.2f} tokens on average: ITL is between chunks, TPOT per token"
+        tokens = record["tokens_per_chunk"]
+        yield f"a chunk had {tokens:.2f} tokens on average: ITL is the time between chunks, TPOT the time per token"
     if record["tokens_counted_by"] != "server":
-        yield "the server does not count tokens: each chunk is taken for one"
+        yield "the server does not report token counts, so each chunk counts as one token"
     if record["client_cpu"] > BUSY:
-        yield "this client had hardly a moment to spare: it may be the limit, not the server"
+        yield "this client was busy all the time, so it may be the bottleneck instead of the server"
     if record["client_late_ms_p99"] > LATE_SECONDS * 1e3:
         late = record["client_late_ms_p99"]
-        yield f"one request in a hundred was sent {late:.0f} ms late or more: this machine is too busy to send on time"
+        yield f"1 % of the requests were sent at least {late:.0f} ms late: this machine is too busy to send on time"

@@ -1,4 +1,4 @@
-"""A load test from its options to its record."""
+"""Runs a load test: chooses the model, makes the prompts, sends them and returns the record."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from kvasir import __version__
 from kvasir.bench import report
 from kvasir.bench.serve import load, results
 from kvasir.bench.serve.answer import Answer
-from kvasir.bench.serve.client import Client, Endpoint, Served, find_tokenizer
-from kvasir.bench.serve.datasets import Maker, Prompt, Trace
+from kvasir.bench.serve.client import Endpoint, LoadClient, ServedModel, find_tokenizer
+from kvasir.bench.serve.datasets import Prompt, PromptMaker, Trace
 from kvasir.bench.serve.load import Arrivals, from_trace
 from kvasir.errors import ConfigError
 
 
 class Dataset(Protocol):
-    def prompts(self, maker: Maker, count: int) -> list[Prompt]: ...
+    def prompts(self, maker: PromptMaker, count: int) -> list[Prompt]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     endpoint: Endpoint
     dataset_name: str
-    dataset: Callable[[Served], Dataset]
-    model: str | None = None  # its files or hub name, for the tokenizer
+    dataset: Callable[[ServedModel], Dataset]
+    model: str | None = None  # directory or Hub name, for the tokenizer
     served_model_name: str | None = None
     tokenizer: str | None = None
     num_prompts: int = 1000
@@ -36,7 +36,7 @@ class ServeOptions:
     use_trace_times: bool = False
     trace_speedup: float = 1.0
     max_concurrency: int | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)  # of every request's body
+    fields: Mapping[str, Any] = field(default_factory=dict)  # additional fields of every request
     num_warmups: int = 1
     ready_seconds: float = 600.0
     seed: int = 0
@@ -50,11 +50,11 @@ class ServeOptions:
 def run(options: ServeOptions) -> dict[str, Any]:
     served = _choose(options)
     tokenizer = find_tokenizer(options.tokenizer, options.model, served)
-    maker = Maker(tokenizer, options.seed, as_text=options.endpoint.is_chat)
+    maker = PromptMaker(tokenizer, options.seed, as_text=options.endpoint.is_chat)
     dataset = options.dataset(served)
     prompts = dataset.prompts(maker, options.num_prompts)
     bodies = [options.endpoint.body(served.name, prompt, options.fields) for prompt in prompts]
-    planned = load.Load(bodies, _times(options, prompts), options.max_concurrency)
+    planned = load.LoadPlan(bodies, _times(options, prompts), options.max_concurrency)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         outcome = runner.run(_drive(options, planned))
     record = _conditions(options, served, prompts)
@@ -65,14 +65,14 @@ def run(options: ServeOptions) -> dict[str, Any]:
     return record
 
 
-def _choose(options: ServeOptions) -> Served:
-    """The model to ask: by its served name, or the one that the server has from `model`, or its first."""
+def _choose(options: ServeOptions) -> ServedModel:
+    """The model to test: by its served name, by its directory or Hub name, or the first of the server."""
     served = options.endpoint.served(options.ready_seconds)
     wanted = options.served_model_name or options.model
     found = [each for each in served if wanted is None or wanted in (each.name, each.root)]
     if not found:
         names = ", ".join(each.name for each in served)
-        raise ConfigError(f"{options.endpoint.base_url} does not serve {wanted}, but {names}.")
+        raise ConfigError(f"{options.endpoint.base_url} does not serve {wanted}; it serves {names}.")
     return found[0]
 
 
@@ -83,8 +83,8 @@ def _times(options: ServeOptions, prompts: Sequence[Prompt]) -> list[float]:
     return options.arrivals.times(len(prompts), options.seed)
 
 
-async def _drive(options: ServeOptions, planned: load.Load) -> load.Outcome:
-    client = Client(options.endpoint.target)
+async def _drive(options: ServeOptions, planned: load.LoadPlan) -> load.Outcome:
+    client = LoadClient(options.endpoint.target)
     bar = _bar(len(planned.bodies), options.progress)
     try:
         await _warm_up(client, planned.bodies[0], options.num_warmups)
@@ -94,8 +94,8 @@ async def _drive(options: ServeOptions, planned: load.Load) -> load.Outcome:
         client.close()
 
 
-async def _warm_up(client: Client, body: bytes, count: int) -> None:
-    """Also shows, before all of them are sent, that requests are answered at all."""
+async def _warm_up(client: LoadClient, body: bytes, count: int) -> None:
+    """Send warm-up requests, and raise if one of them fails."""
     answers = [Answer() for _ in range(count)]
     await asyncio.gather(*(client.ask(body, answer) for answer in answers))
     for answer in answers:
@@ -103,7 +103,7 @@ async def _warm_up(client: Client, body: bytes, count: int) -> None:
             raise ConfigError(f"The first request to {client.target.url} failed: {answer.error}")
 
 
-def _conditions(options: ServeOptions, served: Served, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def _conditions(options: ServeOptions, served: ServedModel, prompts: Sequence[Prompt]) -> dict[str, Any]:
     rate = options.arrivals.rate
     return {
         "benchmark": "serve",

@@ -1,6 +1,6 @@
-"""`kvasir bench serve`: vLLM's flags in, a load test, a table and JSON out.
+"""`kvasir bench serve`: reads vLLM's flags, runs a load test, prints a table and writes JSON.
 
-Turns flags into kvasir.bench.serve's objects, which are imported only where they are made.
+It makes the objects of kvasir.bench.serve, which are imported only where they are needed, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _options(namespace: argparse.Namespace) -> Any:
 
     detailed = namespace.save_detailed
     if detailed and not (namespace.save_result or namespace.append_result or namespace.json):
-        raise ConfigError("--save-detailed says what to save: add --save-result or --json FILE.")
+        raise ConfigError("--save-detailed needs --save-result or --json FILE.")
     trace = namespace.dataset_name == "trace"
     return ServeOptions(
         endpoint=_endpoint(namespace),
@@ -93,7 +93,7 @@ def _arrivals(namespace: argparse.Namespace) -> Any:
             raise ConfigError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy.")
         return Arrivals(math.inf if namespace.request_rate is None else namespace.request_rate, namespace.burstiness)
     if namespace.request_rate is not None:
-        raise ConfigError("--request-rate is one rate, and --ramp-up-strategy lets it grow: give one of them.")
+        raise ConfigError("--request-rate and --ramp-up-strategy exclude each other; set one of them.")
     return Arrivals(math.inf if start is None else start, namespace.burstiness, namespace.ramp_up_strategy, end)
 
 
@@ -103,7 +103,7 @@ def _dataset(namespace: argparse.Namespace) -> Callable[[Any], Any]:
     path = namespace.dataset_path
     if chosen in ("random", "prefix_repetition"):
         if path is not None:
-            raise ConfigError(f"--dataset-name {chosen} is made up; leave --dataset-path out.")
+            raise ConfigError(f"--dataset-name {chosen} needs no file; leave --dataset-path out.")
     elif path is None:
         raise ConfigError(f"--dataset-name {chosen} needs --dataset-path.")
     from kvasir.bench.serve import datasets
@@ -117,21 +117,21 @@ def _dataset(namespace: argparse.Namespace) -> Callable[[Any], Any]:
         "sharegpt": lambda: datasets.sharegpt(path, **given),
         "custom": lambda: datasets.custom(path, **given),
     }
-    made = makers[chosen]()  # now: what is wrong with a file should not wait for the server
+    made = makers[chosen]()  # now, so that a wrong file is reported before waiting for the server
     return lambda served: made
 
 
 def _lengths(namespace: argparse.Namespace, chosen: str) -> dict[str, Any]:
-    """The flags of the chosen dataset, without its name; any other's are an error."""
+    """The options of the chosen dataset. Flags of other datasets are an error."""
     for dataset, flags in LENGTHS.items():
         for name in flags:
             if dataset != chosen and getattr(namespace, name) is not None:
-                raise ConfigError(f"{flag(name)} is for --dataset-name {dataset}, and this is {chosen}.")
+                raise ConfigError(f"{flag(name)} is for --dataset-name {dataset}, not {chosen}.")
     given = {name.removeprefix(chosen + "_"): getattr(namespace, name) for name in LENGTHS[chosen]}
     for name in ("input_len", "output_len"):
         if (value := getattr(namespace, name)) is not None:
             if name not in given:
-                raise ConfigError(f"{flag(name)} does not go with --dataset-name {chosen}.")
+                raise ConfigError(f"{flag(name)} does not apply to --dataset-name {chosen}.")
             given[name] = value
     return {name: value for name, value in given.items() if value is not None}
 
@@ -163,7 +163,7 @@ def _percentiles(text: str) -> list[float]:
         found = [float(word) for word in text.split(",")]
         assert all(0 <= each <= 100 for each in found)
     except (ValueError, AssertionError):
-        raise ConfigError(f"--metric-percentiles {text}: numbers from 0 to 100, as in 50,95,99.") from None
+        raise ConfigError(f"--metric-percentiles {text} must be numbers from 0 to 100, such as 50,95,99.") from None
     return found
 
 
@@ -193,82 +193,111 @@ def _write(path: Path, record: Mapping[str, Any], append: bool) -> None:
         raise ConfigError(f"{path} cannot be written ({error.strerror}).") from None
 
 
-# ----------------------------------------------------------------
-# The flags of `kvasir bench serve`, under vLLM's names.
+# ---------------------------------------------------------------- flags, under vLLM's names
 
-BACKENDS = ("openai", "openai-chat", "vllm")  # the last means the first
+BACKENDS = ("openai", "openai-chat", "vllm")  # vllm is the same as openai
 METRICS = ("ttft", "tpot", "itl", "e2el")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
-# The datasets' own flags: name, default, help. Those of a dataset that is not chosen are refused.
+# Flags of each dataset: name -> (default, help).
 LENGTHS: Mapping[str, Mapping[str, tuple[Any, str]]] = {
     "random": {
-        "random_input_len": (1024, "tokens of a prompt after the shared prefix"),
-        "random_output_len": (128, "tokens of an answer"),
-        "random_range_ratio": (0.0, "r: lengths vary evenly from (1-r) to (1+r) times those"),
-        "random_prefix_len": (0, "tokens that all prompts begin with"),
+        "random_input_len": (1024, "tokens per prompt after the shared prefix"),
+        "random_output_len": (128, "tokens per output"),
+        "random_range_ratio": (0.0, "r varies the lengths uniformly by factors from 1-r to 1+r"),
+        "random_prefix_len": (0, "tokens of the prefix that all prompts share"),
     },
     "prefix_repetition": {
         "prefix_repetition_prefix_len": (256, "tokens of each shared prefix"),
-        "prefix_repetition_suffix_len": (256, "tokens after it"),
-        "prefix_repetition_num_prefixes": (10, "how many prefixes there are"),
-        "prefix_repetition_output_len": (128, "tokens of an answer"),
+        "prefix_repetition_suffix_len": (256, "tokens after the prefix"),
+        "prefix_repetition_num_prefixes": (10, "number of prefixes"),
+        "prefix_repetition_output_len": (128, "tokens per output"),
     },
     "sonnet": {
-        "sonnet_input_len": (550, "tokens of a prompt"),
-        "sonnet_output_len": (150, "tokens of an answer"),
-        "sonnet_prefix_len": (200, "tokens that all prompts begin with"),
+        "sonnet_input_len": (550, "tokens per prompt"),
+        "sonnet_output_len": (150, "tokens per output"),
+        "sonnet_prefix_len": (200, "tokens of the prefix that all prompts share"),
     },
-    "sharegpt": {"sharegpt_output_len": (None, "tokens of an answer (default: as in the dataset)")},
-    "custom": {"custom_output_len": (256, "tokens of an answer")},
-    "trace": {"trace_speedup": (1.0, "replay the trace so many times as fast")},
+    "sharegpt": {"sharegpt_output_len": (None, "tokens per output (default: as in the dataset)")},
+    "custom": {"custom_output_len": (256, "tokens per output")},
+    "trace": {"trace_speedup": (1.0, "factor by which the trace is replayed faster")},
 }
-SYNTHETIC = ("random", "prefix_repetition", "sonnet", "trace")  # their answers have a length, whatever the model says
+SYNTHETIC = ("random", "prefix_repetition", "sonnet", "trace")  # their outputs have a fixed length
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser.add_argument_group("the server"))
-    _add_load(parser.add_argument_group("the load"))
+    _add_target(parser.add_argument_group("server"))
+    _add_load(parser.add_argument_group("load"))
     _add_datasets(parser.add_argument_group("datasets"))
     _add_requests(parser.add_argument_group("requests"))
     _add_results(parser.add_argument_group("results"))
 
 
 def _add_target(group: Any) -> None:
-    group.add_argument("--backend", "--endpoint-type", choices=BACKENDS, default="openai", help="completions or chat")
-    group.add_argument("--base-url", metavar="URL", help="(default: http://HOST:PORT)")
+    group.add_argument(
+        "--backend",
+        "--endpoint-type",
+        choices=BACKENDS,
+        default="openai",
+        help="completions or chat API (default: %(default)s)",
+    )
+    group.add_argument("--base-url", metavar="URL", help="base URL of the server (default: http://HOST:PORT)")
     group.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
     group.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
-    group.add_argument("--endpoint", metavar="PATH", help="(default: the backend's)")
-    group.add_argument("--model", metavar="MODEL", help="its files or hub name (default: what the server serves)")
-    group.add_argument("--served-model-name", metavar="NAME", help="its name at the server")
-    group.add_argument("--tokenizer", metavar="PATH", help="makes and counts prompts (default: the model's)")
+    group.add_argument("--endpoint", metavar="PATH", help="path of the API (default: that of the backend)")
+    group.add_argument(
+        "--model", metavar="MODEL", help="directory or Hub name of the model (default: the model of the server)"
+    )
+    group.add_argument("--served-model-name", metavar="NAME", help="name of the model on the server")
+    group.add_argument("--tokenizer", metavar="PATH", help="tokenizer for the prompts (default: the model's)")
     group.add_argument("--api-key", metavar="KEY", help=f"(default: ${API_KEY.name}, $OPENAI_API_KEY)")
-    group.add_argument("--header", nargs="+", metavar="NAME=VALUE", help="further headers")
-    group.add_argument("--ready-check-timeout-sec", type=float, default=600, metavar="S", help="(default: %(default)s)")
+    group.add_argument("--header", nargs="+", metavar="NAME=VALUE", help="additional headers")
+    group.add_argument(
+        "--ready-check-timeout-sec",
+        type=float,
+        default=600,
+        metavar="S",
+        help="seconds to wait for the server (default: %(default)s)",
+    )
 
 
 def _add_load(group: Any) -> None:
-    group.add_argument("--num-prompts", type=_count, default=1000, metavar="N", help="(default: %(default)s)")
     group.add_argument(
-        "--request-rate", type=_rate, metavar="R", help="per second (default: inf, all at once; a trace has its own)"
+        "--num-prompts", type=_count, default=1000, metavar="N", help="number of requests (default: %(default)s)"
     )
     group.add_argument(
-        "--burstiness", type=float, default=1.0, metavar="B", help="1: Poisson; less: bursts; more: even (default: 1)"
+        "--request-rate", type=_rate, metavar="R", help="requests per second (default: inf, or the times of a trace)"
     )
-    group.add_argument("--max-concurrency", type=_count, metavar="N", help="most requests at once (default: no limit)")
-    group.add_argument("--ramp-up-strategy", choices=("linear", "exponential"), help="let the rate grow")
-    group.add_argument("--ramp-up-start-rps", type=float, metavar="R", help="from so many requests per second")
-    group.add_argument("--ramp-up-end-rps", type=float, metavar="R", help="to so many")
-    group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="requests before (default: %(default)s)")
-    group.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: %(default)s)")
+    group.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="B",
+        help="1 is a Poisson process, less is burstier, more is more even (default: 1)",
+    )
+    group.add_argument(
+        "--max-concurrency", type=_count, metavar="N", help="maximum number of concurrent requests (default: no limit)"
+    )
+    group.add_argument(
+        "--ramp-up-strategy", choices=("linear", "exponential"), help="increase the request rate over time"
+    )
+    group.add_argument("--ramp-up-start-rps", type=float, metavar="R", help="request rate at the start")
+    group.add_argument("--ramp-up-end-rps", type=float, metavar="R", help="request rate at the end")
+    group.add_argument(
+        "--num-warmups", type=int, default=1, metavar="N", help="number of warm-up requests (default: %(default)s)"
+    )
+    group.add_argument("--seed", type=int, default=0, help="random seed of prompts and arrivals (default: %(default)s)")
 
 
 def _add_datasets(group: Any) -> None:
     group.add_argument("--dataset-name", choices=tuple(LENGTHS), default="random", help="(default: %(default)s)")
-    group.add_argument("--dataset-path", metavar="FILE", help="of sonnet, sharegpt, custom and trace")
-    group.add_argument("--input-len", type=_count, metavar="N", help="short for the dataset's own flag")
-    group.add_argument("--output-len", type=_count, metavar="N", help="short for the dataset's own flag")
+    group.add_argument("--dataset-path", metavar="FILE", help="file of the datasets sonnet, sharegpt, custom and trace")
+    group.add_argument(
+        "--input-len", type=_count, metavar="N", help="same as the input or output length flag of the dataset"
+    )
+    group.add_argument(
+        "--output-len", type=_count, metavar="N", help="same as the input or output length flag of the dataset"
+    )
     for flags in LENGTHS.values():
         for name, (default, text) in flags.items():
             kind = float if isinstance(default, float) else int
@@ -283,28 +312,31 @@ def _add_requests(group: Any) -> None:
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="go on to the wanted length (default: yes where the dataset is made up)",
+        help="generate up to the output length (default: only for synthetic datasets)",
     )
-    group.add_argument("--extra-body", metavar="JSON", help="further fields of every request")
+    group.add_argument("--extra-body", metavar="JSON", help="additional fields of every request")
 
 
 def _add_results(group: Any) -> None:
     group.add_argument(
-        "--goodput", nargs="+", metavar="NAME:MS", help="count requests within all of these, as ttft:200 tpot:50"
+        "--goodput",
+        nargs="+",
+        metavar="NAME:MS",
+        help="count requests that meet all these limits, such as ttft:200 tpot:50",
     )
     group.add_argument(
         "--percentile-metrics", default=",".join(METRICS), metavar="NAMES", help="(default: %(default)s)"
     )
     group.add_argument("--metric-percentiles", default="50,95,99", metavar="P,P", help="(default: %(default)s)")
-    group.add_argument("--json", metavar="FILE", help="write the result there as JSON")
-    group.add_argument("--save-result", action="store_true", help="write it to a file with a name of its own")
-    group.add_argument("--append-result", action="store_true", help="add it to that file as a line")
-    group.add_argument("--save-detailed", action="store_true", help="with every request's times and text")
-    group.add_argument("--result-dir", metavar="DIR", help="(default: here)")
-    group.add_argument("--result-filename", metavar="NAME", help="(default: made of what was measured)")
-    group.add_argument("--metadata", nargs="+", metavar="KEY=VALUE", help="entries to add to the result")
-    group.add_argument("--label", help="an entry of the result, and the beginning of its file's name")
-    group.add_argument("--disable-tqdm", action="store_true", help="show no progress")
+    group.add_argument("--json", metavar="FILE", help="write the result to FILE as JSON")
+    group.add_argument("--save-result", action="store_true", help="write the result to a file with a generated name")
+    group.add_argument("--append-result", action="store_true", help="append the result to that file as a line")
+    group.add_argument("--save-detailed", action="store_true", help="also save the times and text of every request")
+    group.add_argument("--result-dir", metavar="DIR", help="directory of the file (default: the current one)")
+    group.add_argument("--result-filename", metavar="NAME", help="name of the file (default: generated)")
+    group.add_argument("--metadata", nargs="+", metavar="KEY=VALUE", help="additional entries of the result")
+    group.add_argument("--label", help="label in the result and in the generated file name")
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
 
 
 def _count(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Who answers on the command line. Two do: a model in this process (local.py) and a server (remote.py)."""
+"""The models behind `kvasir chat` and `kvasir complete`: the protocol, and a model on a server. See chat_local.py."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ Message = Mapping[str, str]
 
 @dataclass(slots=True, frozen=True)
 class Usage:
-    """What an answer took, in tokens."""
+    """Token counts of a reply."""
 
     prompt: int
-    cached: int  # of the prompt
+    cached: int  # tokens of the prompt
     output: int
     finish_reason: str | None = None
 
 
-Piece = str | Usage  # text as it comes, and in the end what it took
+Piece = str | Usage  # text as it comes, then the token counts
 
 
 class Backend(Protocol):
     name: str  # of the model
 
     def answer(self, messages: Sequence[Message], params: Mapping[str, Any]) -> Iterator[Piece]:
-        """The next message. Closing the iterator ends the request. A KvasirError says in a sentence what is wrong."""
+        """Stream the reply to a chat. Closing the iterator aborts the request. Errors are KvasirErrors."""
 
     def complete(self, prompt: str, params: Mapping[str, Any]) -> Iterator[Piece]:
-        """What follows a text; the same holds."""
+        """Stream the completion of a text, likewise."""
 
     def describe(self) -> list[str]:
         """Lines for /stats."""
@@ -43,16 +43,15 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-# ----------------------------------------------------------------
-# A server answers, Kvasir's or another one with OpenAI's interface.
+# ---------------------------------------------------------------- a model on a server with OpenAI's API
 
 DEFAULT_URL = "http://localhost:8000/v1"
-_TIMEOUT = httpx.Timeout(None, connect=10.0)  # an answer itself may take as long as it likes
+_TIMEOUT = httpx.Timeout(None, connect=10.0)  # no limit for the reply
 _DONE = b"[DONE]"
 
 
 class RemoteModel:
-    """`model`: None takes the first that the server has."""
+    """A model on a server, Kvasir's or another one. Without `model` it is the first of the server."""
 
     def __init__(self, url: str = DEFAULT_URL, api_key: str | None = None, model: str | None = None) -> None:
         self.url = url.rstrip("/")
@@ -65,15 +64,15 @@ class RemoteModel:
             raise
 
     def _first_model(self) -> str:
-        with self._plainly():
+        with self._as_kvasir_errors():
             reply = self.client.get(f"{self.url}/models")
             if reply.status_code == httpx.codes.NOT_FOUND:
-                hint = f"URLs of OpenAI's interface end in /v1, as {DEFAULT_URL} does."
+                hint = f"The base URL of OpenAI's API ends in /v1, such as {DEFAULT_URL}."
                 raise ConfigError(f"There is no {self.url}/models. {hint}")
             _check(reply)
             found = [str(entry["id"]) for entry in reply.json()["data"]]
         if not found:
-            raise EngineError(f"{self.url} serves no model.")
+            raise EngineError(f"{self.url} has no model.")
         return found[0]
 
     def answer(self, messages: Sequence[Message], params: Mapping[str, Any]) -> Iterator[Piece]:
@@ -84,7 +83,7 @@ class RemoteModel:
 
     def _stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Piece]:
         whole = {"model": self.name, **body, "stream": True, "stream_options": {"include_usage": True}}
-        with self._plainly(), self.client.stream("POST", self.url + path, json=whole) as reply:
+        with self._as_kvasir_errors(), self.client.stream("POST", self.url + path, json=whole) as reply:
             if reply.is_error:
                 reply.read()
             _check(reply)
@@ -101,11 +100,11 @@ class RemoteModel:
                         yield text
                 if usage := event.get("usage"):
                     yield _usage(usage, reason)
-            raise EngineError(f"{self.url} ended its answer before it was complete.")
+            raise EngineError(f"{self.url} ended the stream before the reply was complete.")
 
     @contextmanager
-    def _plainly(self) -> Iterator[None]:
-        """What the network and the wire raise, as a sentence."""
+    def _as_kvasir_errors(self) -> Iterator[None]:
+        """Convert errors of the network and the protocol to KvasirErrors."""
         try:
             yield
         except KvasirError:
@@ -113,12 +112,12 @@ class RemoteModel:
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise ConfigError(f"{self.url!r} is not a URL such as {DEFAULT_URL} ({error}).") from error
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            hint = "start a server with `kvasir serve`, or give its --url."
+            hint = "start one with `kvasir serve`, or set --url."
             raise ConfigError(f"No server answers at {self.url} ({error}): {hint}") from error
         except httpx.HTTPError as error:
-            raise EngineError(f"The connection to {self.url} broke off ({type(error).__name__}: {error}).") from error
+            raise EngineError(f"The connection to {self.url} was lost ({type(error).__name__}: {error}).") from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise EngineError(f"{self.url} does not answer as OpenAI's interface does ({error!r}).") from error
+            raise EngineError(f"{self.url} does not reply in the format of OpenAI's API ({error!r}).") from error
 
     def describe(self) -> list[str]:
         return [f"server: {self.url}"]
@@ -128,7 +127,7 @@ class RemoteModel:
 
 
 def events(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The data of server-sent events, from bytes cut anywhere."""
+    """The data of server-sent events, from chunks of bytes of any size."""
     rest, data = b"", []
     for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -145,12 +144,12 @@ def _check(reply: httpx.Response) -> None:
     if reply.is_success:
         return
     if reply.status_code == httpx.codes.UNAUTHORIZED:
-        raise ConfigError("The server wants an API key: give --api-key, or set KVASIR_API_KEY.")
+        raise ConfigError("The server needs an API key; set --api-key or KVASIR_API_KEY.")
     try:
-        said = _message(reply.json())
+        message = _message(reply.json())
     except (ValueError, LookupError, TypeError):
-        said = f"HTTP {reply.status_code} {reply.reason_phrase}".strip()
-    raise RequestError(said) if reply.is_client_error else EngineError(said)
+        message = f"HTTP {reply.status_code} {reply.reason_phrase}".strip()
+    raise RequestError(message) if reply.is_client_error else EngineError(message)
 
 
 def _message(body: Mapping[str, Any]) -> str:

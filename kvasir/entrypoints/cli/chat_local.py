@@ -1,4 +1,4 @@
-"""A model in this process answers."""
+"""LocalModel: a model in this process for `kvasir chat` and `kvasir complete`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.config.args import EngineArgs
-from kvasir.entrypoints import interrupts
 from kvasir.entrypoints.cli.chat_backend import Message, Piece, Usage
+from kvasir.entrypoints.interrupts import delay_interrupts
 from kvasir.entrypoints.llm_engine import LLMEngine
 from kvasir.errors import RequestError
 from kvasir.frontend.requests.input import PromptType, TokensPrompt, default_sampling_params
@@ -33,10 +33,10 @@ class LocalModel:
         request_id = f"chat-{next(self._ids)}"
         self.engine.add_request(request_id, prompt, self._sampling(params))
         try:
-            with interrupts.held_back() as check:
+            with delay_interrupts() as check:
                 yield from self._run(check)
         finally:
-            self.engine.abort_request(request_id)  # which does nothing to one that has ended
+            self.engine.abort_request(request_id)  # does nothing if it has ended
 
     def _run(self, check: Any) -> Iterator[Piece]:
         num_output = 0
@@ -61,7 +61,7 @@ class LocalModel:
             setattr(sampling, name, value)
         sampling.output_kind = RequestOutputKind.DELTA
         try:
-            sampling.__post_init__()  # checks what was set
+            sampling.__post_init__()  # checks the new values
         except TypeError as error:
             raise RequestError(str(error)) from error
         return sampling
@@ -71,8 +71,8 @@ class LocalModel:
         asked, hits = found["prefix_cache_queries"], found["prefix_cache_hits"]
         return [
             f"engine: {found['engine_steps']:.0f} steps, {found['iteration_tokens']:.0f} tokens computed",
-            f"cache: {found['kv_cache_blocks_cached']:.0f} of {found['kv_cache_blocks']:.0f} blocks kept, "
-            f"{100 * hits / asked if asked else 0:.0f} % of prompt tokens were found in it",
+            f"cache: {found['kv_cache_blocks_cached']:.0f} of {found['kv_cache_blocks']:.0f} blocks cached, "
+            f"{100 * hits / asked if asked else 0:.0f} % of prompt tokens were cached",
         ]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A conversation: its messages, its parameters, its commands, its figures. Knows neither terminal nor model."""
+"""A chat: its messages, sampling parameters, commands and statistics. Knows neither terminal nor model."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from kvasir.errors import KvasirError
 from kvasir.sampling_params import SamplingParams
 
 PARAMETERS = {
-    "temperature": "0 always takes the likeliest token",
-    "max_tokens": "longest answer",
-    "top_p": "draw from the likeliest tokens that make up this share",
-    "top_k": "draw from so many",
-    "min_p": "leave out what is less likely than this share of the best",
-    "repetition_penalty": "above 1: avoid what was said",
-    "presence_penalty": "above 0: avoid what was said",
-    "frequency_penalty": "above 0: avoid what was said often",
-    "seed": "the same seed gives the same answer",
-    "stop": 'text that ends the answer, or a list: ["a", "b"]',
+    "temperature": "0 always selects the most likely token",
+    "max_tokens": "maximum number of tokens in a reply",
+    "top_p": "sample from the most likely tokens with this total probability",
+    "top_k": "sample from this many of the most likely tokens",
+    "min_p": "minimum probability, as a fraction of that of the most likely token",
+    "repetition_penalty": "above 1 discourages repeated tokens",
+    "presence_penalty": "above 0 discourages repeated tokens",
+    "frequency_penalty": "above 0 discourages frequent tokens",
+    "seed": "the same seed gives the same reply",
+    "stop": 'stop sequence, or a list of them: ["a", "b"]',
 }
 HELP = """\
-/system TEXT      what the model is told before the chat; alone: show it
-/reset            forget the conversation
-/again            answer the last question once more
+/system TEXT      set the system prompt; without TEXT, show it
+/reset            delete all messages
+/again            generate the last reply again
 /params           show the sampling parameters
-/params NAME=VALUE …   set some; NAME= unsets one
-/stats            tokens and times so far
-/exit             leave; so does Ctrl-D
-End a line with \\ to go on in the next one, or put several between two lines of \"\"\".
-Ctrl-C stops an answer."""
+/params NAME=VALUE …   set some; NAME= resets one
+/stats            show token counts and times
+/exit             exit, like Ctrl-D
+End a line with \\ to continue in the next one, or put several lines between two lines of \"\"\".
+Ctrl-C stops a reply."""
 
 
-class Leave(Exception):
-    """The person is done."""
+class ExitChat(Exception):
+    """The user wants to exit."""
 
 
 @dataclass(slots=True)
-class Figures:
-    """Of the last answer, and of all."""
+class ChatStats:
+    """Statistics of the last reply and of all replies."""
 
     answers: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    seconds: float = 0.0  # of writing, first token to last
+    seconds: float = 0.0  # from first to last token
     last: str = ""
 
     def add(self, usage: Usage, began: float, first: float, ended: float) -> None:
@@ -60,16 +60,16 @@ class Figures:
         self.output_tokens += usage.output
         self.seconds += ended - first
         rate = f", {(usage.output - 1) / (ended - first):.1f} tokens/s" if usage.output > 1 and ended > first else ""
-        cut = ", cut at the limit" if usage.finish_reason == "length" else ""
+        cut = ", cut at max_tokens" if usage.finish_reason == "length" else ""
         self.last = f"{usage.output} tokens, first after {1000 * (first - began):.0f} ms{rate}{cut}"
 
     def lines(self) -> list[str]:
         if not self.answers:
-            return ["nothing was answered yet"]
+            return ["no reply yet"]
         rate = f", {self.output_tokens / self.seconds:.1f} tokens/s" if self.seconds else ""
         return [
-            f"last answer: {self.last}",
-            f"all {self.answers}: {self.output_tokens} tokens said{rate}; {self.prompt_tokens} read, "
+            f"last reply: {self.last}",
+            f"all {self.answers} replies: {self.output_tokens} tokens{rate}; {self.prompt_tokens} prompt tokens, "
             f"{self.cached_tokens} of them cached",
         ]
 
@@ -78,41 +78,41 @@ class Figures:
 class Session:
     backend: Backend
     system: str = ""
-    params: dict[str, Any] = field(default_factory=dict)  # of sampling, by their names in the API
+    params: dict[str, Any] = field(default_factory=dict)  # sampling parameters, by their names in the API
     messages: list[Message] = field(default_factory=list)
-    figures: Figures = field(default_factory=Figures)
+    stats: ChatStats = field(default_factory=ChatStats)
 
-    # ------------------------------------------------------------ talking
+    # ------------------------------------------------------------ messages
 
     def ask(self, text: str) -> Generator[str, None, None]:
-        """The answer's text as it comes. Closed early, what was said so far is the answer; if nothing came, or it
-        failed, the question is taken back."""
+        """Send a message and stream the reply. If the caller stops early, the partial reply is kept; without any
+        text, the message is removed again."""
         self.messages.append({"role": "user", "content": text})
-        said: list[str] = []
+        pieces: list[str] = []
         began, first, usage = time.perf_counter(), 0.0, None
         try:
-            for piece in self.backend.answer(self._whole(), self.params):
+            for piece in self.backend.answer(self._all_messages(), self.params):
                 if isinstance(piece, Usage):
                     usage = piece
                 elif piece:
                     first = first or time.perf_counter()
-                    said.append(piece)
+                    pieces.append(piece)
                     yield piece
         finally:
-            if said:
-                self.messages.append({"role": "assistant", "content": "".join(said)})
+            if pieces:
+                self.messages.append({"role": "assistant", "content": "".join(pieces)})
             else:
                 self.messages.pop()
             if usage is not None and first:
-                self.figures.add(usage, began, first, time.perf_counter())
+                self.stats.add(usage, began, first, time.perf_counter())
 
-    def _whole(self) -> list[Message]:
+    def _all_messages(self) -> list[Message]:
         return [{"role": "system", "content": self.system}, *self.messages] if self.system else list(self.messages)
 
     # ------------------------------------------------------------ commands
 
     def command(self, line: str) -> tuple[str, str | None]:
-        """What to show, and a question to ask, if the command means one."""
+        """Run a command. Returns the text to show, and a message to send if the command asks for one."""
         name, _, rest = line.strip().partition(" ")
         commands: dict[str, Callable[[str], tuple[str, str | None]]] = {
             "/help": lambda _: (HELP, None),
@@ -120,7 +120,7 @@ class Session:
             "/reset": self._reset,
             "/again": self._again,
             "/params": self._params,
-            "/stats": lambda _: ("\n".join([*self.figures.lines(), *self.backend.describe()]), None),
+            "/stats": lambda _: ("\n".join([*self.stats.lines(), *self.backend.describe()]), None),
             "/exit": self._exit,
         }
         aliases = {"/?": "/help", "/quit": "/exit", "/bye": "/exit", "/clear": "/reset", "/regenerate": "/again"}
@@ -137,25 +137,25 @@ class Session:
 
     def _reset(self, _: str) -> tuple[str, str | None]:
         self.messages.clear()
-        return "the conversation is forgotten", None
+        return "all messages deleted", None
 
     def _again(self, _: str) -> tuple[str, str | None]:
         if not self.messages:
-            return "nothing was asked yet", None
+            return "there is no message yet", None
         while self.messages[-1]["role"] == "assistant":
             self.messages.pop()
         return "", self.messages.pop()["content"]
 
     def _params(self, text: str) -> tuple[str, str | None]:
         changed: dict[str, Any] = {}
-        starts = [found.start() for found in re.finditer(r"(?<!\S)\w+=", text)]  # a value may have spaces in it
+        starts = [found.start() for found in re.finditer(r"(?<!\S)\w+=", text)]  # a value may contain spaces
         if text and (not starts or starts[0]):
             name = text.split("=")[0].split()[0]
-            return f"{name} is not a parameter.{did_you_mean(name, PARAMETERS)} They are set as NAME=VALUE.", None
+            return f"{name} is not a parameter.{did_you_mean(name, PARAMETERS)} Set parameters as NAME=VALUE.", None
         for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
             name, _, value = text[start:end].strip().partition("=")
             if name not in PARAMETERS:
-                return f"{name} is not a parameter.{did_you_mean(name, PARAMETERS)} They are set as NAME=VALUE.", None
+                return f"{name} is not a parameter.{did_you_mean(name, PARAMETERS)} Set parameters as NAME=VALUE.", None
             changed[name] = _value(value)
         params = {name: value for name, value in {**self.params, **changed}.items() if value is not None}
         try:
@@ -168,11 +168,11 @@ class Session:
         return "\n".join(shown), None
 
     def _exit(self, _: str) -> tuple[str, str | None]:
-        raise Leave
+        raise ExitChat
 
 
 def _value(text: str) -> Any:
-    """A number or list as JSON has it, else the text; None for nothing."""
+    """Parse a value as JSON, or take it as text; None if it is empty."""
     try:
         return json.loads(text) if text else None
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""The conversation on a terminal: lines in, with history; answers out, as markdown while they come."""
+"""A chat in a terminal: reads lines with history, and renders replies as markdown while they come."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from rich.console import Console
 from rich.live import Live
 from rich.markdown import Markdown
 
-from kvasir.entrypoints.cli.chat_session import Leave, Session
+from kvasir.entrypoints.cli.chat_session import ExitChat, Session
 from kvasir.errors import KvasirError
 
 _FENCE = '"""'
-_MOST_HISTORY = 2000  # lines
-_INTERRUPTED = 130  # what shells expect after Ctrl-C
+_MAX_HISTORY = 2000  # lines
+_INTERRUPTED = 130  # exit status that shells expect after Ctrl-C
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 
 
-def talk(session: Session, console: Console, markdown: bool = True) -> int:
-    """Until the person leaves. The exit status."""
-    console.print(f"[bold]{session.backend.name}[/]  [dim]/help lists commands, Ctrl-D leaves[/]", highlight=False)
+def run_chat(session: Session, console: Console, markdown: bool = True) -> int:
+    """Chat until the user exits. Returns the exit status."""
+    console.print(f"[bold]{session.backend.name}[/]  [dim]/help lists commands, Ctrl-D exits[/]", highlight=False)
     with _history():
         while True:
             try:
                 text = read(console)
                 _handle(session, console, text, markdown)
-            except (EOFError, Leave):
+            except (EOFError, ExitChat):
                 console.print()
                 return 0
             except KeyboardInterrupt:
-                console.print("[dim]Ctrl-D leaves[/]")
+                console.print("[dim]Ctrl-D exits[/]")
 
 
 def _handle(session: Session, console: Console, text: str, markdown: bool) -> None:
@@ -48,7 +48,7 @@ def _handle(session: Session, console: Console, text: str, markdown: bool) -> No
 
 
 def ask(session: Session, console: Console, question: str, markdown: bool) -> int:
-    """The exit status of a program that does only this; what went wrong is shown."""
+    """Send a message and show the reply or the error. Returns an exit status."""
     try:
         with closing(session.ask(question)) as pieces:
             write(console, pieces, markdown)
@@ -61,11 +61,11 @@ def ask(session: Session, console: Console, question: str, markdown: bool) -> in
         return 1
 
 
-# ---------------------------------------------------------------- reading
+# ---------------------------------------------------------------- input
 
 
 def read(console: Console) -> str:
-    """One message: a line, lines that end with a backslash, or lines between fences."""
+    """Read a message: a line, lines that end with a backslash, or lines between fences."""
     line = input("> " if console.is_terminal else "")
     if line.strip() == _FENCE:
         return "\n".join(iter(lambda: input(_more(console)), _FENCE))
@@ -81,7 +81,7 @@ def _more(console: Console) -> str:
 
 
 class _history:
-    """Lines of earlier chats, with the arrow keys. Where there is no readline, there is none."""
+    """Keeps the history of input lines, if readline is available."""
 
     def __enter__(self) -> None:
         try:
@@ -92,24 +92,24 @@ class _history:
         self.file = folder / "chat_history"
         with suppress(OSError):
             readline.read_history_file(self.file)
-        readline.set_history_length(_MOST_HISTORY)
+        readline.set_history_length(_MAX_HISTORY)
 
     def __exit__(self, *_: object) -> None:
         if not sys.stdin.isatty() or not hasattr(self, "file"):
             return
         import readline
 
-        with suppress(OSError):  # a history that cannot be kept is no reason to fail
+        with suppress(OSError):  # the history is optional
             self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             readline.write_history_file(self.file)
             self.file.chmod(0o600)
 
 
-# ---------------------------------------------------------------- writing
+# ---------------------------------------------------------------- output
 
 
 def write(console: Console, pieces: Iterator[str], markdown: bool) -> None:
-    """Text as it comes; on a terminal as markdown, paragraph by paragraph."""
+    """Write text as it comes; in a terminal, render it as markdown paragraph by paragraph."""
     if not (markdown and console.is_terminal):
         for piece in pieces:
             console.file.write(piece)
@@ -132,14 +132,14 @@ def write(console: Console, pieces: Iterator[str], markdown: bool) -> None:
 
 
 def rendered(text: str) -> Markdown:
-    """Markdown with HTML shown as it is written: rich leaves it out, and with it what the model said."""
+    """Render markdown with HTML as plain text, because rich would leave the HTML out."""
     made = Markdown(text)
     made.parsed = _PARSER.parse(text)
     return made
 
 
 def finished_until(text: str) -> int:
-    """How much of the text will look the same whatever follows: up to the last empty line outside of a code block."""
+    """Length of the text whose rendering cannot change: up to the last empty line outside of a code block."""
     cut, at, inside = 0, 0, False
     for line in text.splitlines(keepends=True):
         at += len(line)

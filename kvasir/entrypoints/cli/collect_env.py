@@ -1,6 +1,6 @@
-"""`kvasir collect-env`: what a bug report needs to say about a machine and an installation.
+"""`kvasir collect-env`: describes the machine and the installation for a bug report.
 
-Works where torch is absent, broken or crashes: it is asked in a process of its own. Secrets are not shown.
+torch is queried in a separate process, so this works even if torch is missing or crashes. Secrets are not shown.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PACKAGES = (
     *("msgspec", "pyzmq", "fastapi", "pydantic", "uvicorn", "uvloop", "httptools", "websockets", "httpx"),
     *("prometheus_client", "flashinfer-python", "flash-attn", "vllm"),
 )
-# Instruction sets that kernels are chosen by; Linux's names.
+# Instruction sets that determine the choice of kernels, by Linux's names.
 INSTRUCTION_SETS = (
     *("sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni"),
     *("avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
@@ -36,7 +36,7 @@ VARIABLES = re.compile(r"(KVASIR|VLLM|CUDA|NVIDIA|HIP|ROCR|TRITON|TORCH|PYTORCH|
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 _SECONDS = 120
 
-_ASK_TORCH = """
+_TORCH_QUERY = """
 import json, torch
 found = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip,
          "threads": torch.get_num_threads(), "cuda available": torch.cuda.is_available()}
@@ -49,7 +49,7 @@ print(json.dumps(found))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write it there as JSON, too")
+    parser.add_argument("--json", metavar="FILE", help="also write the result to FILE as JSON")
 
 
 def run(namespace: argparse.Namespace) -> int:
@@ -88,17 +88,17 @@ def render(found: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines).rstrip()
 
 
-# ---------------------------------------------------------------- the parts
+# ---------------------------------------------------------------- sections
 
 
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What steers Kvasir and what it stands on; of secrets only that they are set."""
+    """Environment variables that affect Kvasir and its dependencies, without the values of secrets."""
     chosen = {name: value for name, value in sorted(environment.items()) if VARIABLES.fullmatch(name)}
     return {name: "(set, not shown)" if SECRET.search(name) else _masked(value) for name, value in chosen.items()}
 
 
 def _masked(value: str) -> str:
-    """A password within a URL is a secret whatever the variable is called."""
+    """Hide credentials in URLs."""
     return re.sub(r"://[^/@\s]+@", "://***@", value)
 
 
@@ -130,7 +130,7 @@ def _cpu() -> dict[str, Any]:
         "instruction sets": [name for name in INSTRUCTION_SETS if name in flags],
     }
     if amx_lacks_description(flags, cpuid):
-        found["note"] = "AMX is announced but not described (CPUID leaf 0x1D): oneDNN is kept off it"
+        found["note"] = "AMX is announced but not described (CPUID leaf 0x1D), so oneDNN does not use it"
     return found
 
 
@@ -153,7 +153,7 @@ def _space(path: str) -> str | None:
 
 
 def _gpu() -> dict[str, Any]:
-    """As the drivers tell, whatever torch thinks."""
+    """GPUs as the drivers report them, independently of torch."""
     query = "--query-gpu=name,memory.total,driver_version"
     nvidia = _output(["nvidia-smi", query, "--format=csv,noheader"])
     rocm = _output(["rocm-smi", "--showproductname", "--csv"])
@@ -164,9 +164,9 @@ def _gpu() -> dict[str, Any]:
 
 
 def _torch() -> dict[str, Any]:
-    """Asked elsewhere: a torch that does not match its driver may end the process that imports it."""
+    """Query torch in another process, because a torch that does not match its driver may crash on import."""
     try:
-        ran = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=_SECONDS)
+        ran = subprocess.run([sys.executable, "-c", _TORCH_QUERY], capture_output=True, text=True, timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"problem": str(error)}
     if ran.returncode == 0:
@@ -175,7 +175,7 @@ def _torch() -> dict[str, Any]:
             return answer
         except (ValueError, IndexError):
             pass
-    last = (ran.stderr.strip().splitlines() or ["no word of why"])[-1]
+    last = (ran.stderr.strip().splitlines() or ["no message"])[-1]
     ended = f"signal {-ran.returncode}" if ran.returncode < 0 else f"exit status {ran.returncode}"
     return {"problem": f"cannot be imported ({ended}): {last}"}
 
@@ -194,7 +194,7 @@ def _commit() -> str | None:
 
 
 def _output(command: list[str]) -> str | None:
-    """What a command says; None where it is not there or fails."""
+    """The output of a command; None if it is missing or fails."""
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):

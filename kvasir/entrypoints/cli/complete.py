@@ -1,4 +1,4 @@
-"""`kvasir complete`: goes on with a text, on a server or with a model loaded here, and prints as it comes.
+"""`kvasir complete`: completes a text with a server or a local model, and prints the completion as it comes.
 
 The text is given with -q, on standard input, or line by line at a prompt.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvasir.config.args import EngineArgs, flag
 from kvasir.config.engine import all_settings
 from kvasir.config.env import API_KEY
-from kvasir.entrypoints.cli.main import hush
+from kvasir.entrypoints.cli.main import log_warnings_only
 from kvasir.errors import ConfigError, KvasirError
 
 if TYPE_CHECKING:
@@ -26,39 +26,39 @@ _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_flags(parser)
-    group = parser.add_argument_group("the answer")
+    group = parser.add_argument_group("completion")
     group.add_argument("-q", "--quick", metavar="TEXT", help="complete this text and exit")
-    group.add_argument("--stats", action="store_true", help="say how long the answer took, on standard error")
+    group.add_argument("--stats", action="store_true", help="print token counts and times on standard error")
     add_sampling_flags(group, max_tokens=128)
     EngineArgs.add_cli_args(parser)
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
-    """Whom to ask. Without MODEL a server."""
-    group = parser.add_argument_group("a server (used unless MODEL is given)")
-    group.add_argument("--url", help="where OpenAI's interface is (default: http://localhost:8000/v1)")
+    """Flags that select a server, which is used unless MODEL is given."""
+    group = parser.add_argument_group("server (used unless MODEL is given)")
+    group.add_argument("--url", help="base URL of OpenAI's API (default: http://localhost:8000/v1)")
     group.add_argument("--model-name", metavar="NAME", help="one of the server's models (default: its first)")
     group.add_argument("--api-key", metavar="KEY", help=f"the server's key (default: ${API_KEY.name}, $OPENAI_API_KEY)")
 
 
 def add_sampling_flags(group: Any, max_tokens: int) -> None:
-    """`sampling` reads these."""
+    """Add the flags that `sampling` reads."""
     group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help="(default: %(default)s)")
     group.add_argument("--temperature", type=float, metavar="T", help="(default: the model's)")
     group.add_argument("--top-p", type=float, metavar="P", help="(default: the model's)")
     group.add_argument("--top-k", type=int, metavar="K", help="(default: the model's)")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given repeatedly")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="stop sequence; may be repeated")
 
 
 def run(namespace: argparse.Namespace) -> int:
     prompt = namespace.quick
     if prompt is None and not sys.stdin.isatty():
         prompt = _standard_input()
-    unhush = hush()  # the answer is what one wants to see
+    restore = log_warnings_only()  # log lines would be mixed with the completion
     try:
         return _answer(namespace, prompt)
     finally:
-        unhush()
+        restore()
 
 
 def _answer(namespace: argparse.Namespace, prompt: str | None) -> int:
@@ -86,7 +86,7 @@ def _standard_input() -> str:
 
 
 def _converse(backend: Backend, options: dict[str, Any], stats: bool) -> None:
-    print("Type a text to go on with; Ctrl-C ends an answer, Ctrl-D the program.", file=sys.stderr)
+    print("Type a text to complete. Ctrl-C stops a completion, Ctrl-D exits.", file=sys.stderr)
     while (prompt := _ask()) is not None:
         try:
             _print_answer(backend.complete(prompt, options), stats)
@@ -126,7 +126,7 @@ def server_key(namespace: argparse.Namespace) -> str | None:
 
 
 def _print_answer(pieces: Iterator[Piece], stats: bool) -> None:
-    """As it comes."""
+    """Print pieces of text as they come."""
     started = time.perf_counter()
     first: float | None = None
     usage: Usage | None = None
@@ -143,7 +143,7 @@ def _print_answer(pieces: Iterator[Piece], stats: bool) -> None:
 
 def _stats(started: float, first: float | None, ended: float, usage: Usage | None) -> str:
     if usage is None:
-        return f"[{ended - started:.2f} s; the server does not count tokens]"
+        return f"[{ended - started:.2f} s; the server does not report token counts]"
     words = [f"{usage.prompt} tokens in", f"{usage.output} out", f"{ended - started:.2f} s"]
     if first is not None:
         words.append(f"first after {first - started:.2f} s")

@@ -1,4 +1,4 @@
-"""Help on a part of a command: --help=listgroup, --help=GROUP, --help=WORD, --help=all, as vLLM has them."""
+"""Help on a part of a command, as in vLLM: --help=listgroup, --help=GROUP, --help=WORD, --help=all."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import re
 from collections.abc import Iterator
 
 from kvasir.config.engine import did_you_mean
-from kvasir.config.vllm_settings import not_yet
+from kvasir.config.vllm_settings import vllm_only
 
-HELP = "show this and leave; =listgroup names the groups, =GROUP shows one, =WORD the flags with that in their name"
-MANY = 12  # flags; a usage line that names more is no help
-_VLLM_GROUPS = {"frontend": "server"}  # where its name and ours differ by more than "Config"
+HELP = "show help; =listgroup lists the groups of flags, =GROUP shows one group, =WORD shows flags with that word"
+MAX_USAGE_FLAGS = 12  # a usage line with more is hard to read
+_VLLM_GROUPS = {"frontend": "server"}  # vLLM's name -> ours, where they differ by more than "Config"
 Sections = list[tuple[str, list[argparse.Action]]]
 
 
 def help_on(parser: argparse.ArgumentParser, asked: str) -> tuple[int, str]:
-    """An exit status, and what to print."""
+    """The exit status, and the text to print."""
     word = asked.lower().strip("- ").replace("_", "-")
-    short = word.removesuffix("config").strip("-")  # vLLM's SchedulerConfig is our scheduler
+    short = word.removesuffix("config").strip("-")  # vLLM's group SchedulerConfig is called scheduler here
     if word == "all":
         return 0, parser.format_help()
     if word == "listgroup":
@@ -34,10 +34,10 @@ def help_on(parser: argparse.ArgumentParser, asked: str) -> tuple[int, str]:
 
 
 def short_usage(parser: argparse.ArgumentParser) -> str | None:
-    """A usage line without the flags that may be left out; None where they are few."""
+    """A usage line without optional flags; None if there are few flags."""
     actions = [action for _, actions in _sections(parser) for action in actions]
     flags = [action for action in actions if action.option_strings]
-    if len(flags) <= MANY:
+    if len(flags) <= MAX_USAGE_FLAGS:
         return None
     required = [f"{action.option_strings[0]} {action.metavar}" for action in flags if action.required]
     others = [f"[{action.metavar or action.dest}]" for action in actions if not action.option_strings]
@@ -45,14 +45,14 @@ def short_usage(parser: argparse.ArgumentParser) -> str | None:
 
 
 def _sections(parser: argparse.ArgumentParser) -> Sections:
-    """Every group's title, and what of it is advertised."""
+    """The title of every group, and its arguments that are not hidden."""
     groups = [(group.title or "", group._group_actions) for group in parser._action_groups]
     shown = [(title, [each for each in actions if each.help != argparse.SUPPRESS]) for title, actions in groups]
     return [(title, actions) for title, actions in shown if actions]
 
 
 def _name(title: str) -> str:
-    """What a group is asked for by: its title without an article and remarks."""
+    """The name of a group for --help: its title without article and remarks."""
     return re.sub(r"^(the|a) |\s*\(.*", "", title.lower())
 
 
@@ -74,7 +74,7 @@ def _format(parser: argparse.ArgumentParser, sections: Sections) -> str:
 
 
 def _list_groups(parser: argparse.ArgumentParser) -> str:
-    lines = [f"Groups of {parser.prog}'s flags; --help=NAME shows one, --help=all all of them:"]
+    lines = [f"Groups of {parser.prog}'s flags; --help=NAME shows one group, --help=all shows all:"]
     for title, actions in _sections(parser):
         if flags := list(_flags([(title, actions)])):
             some = ", ".join(flags[:3]) + (", ..." if len(flags) > 3 else "")
@@ -83,15 +83,15 @@ def _list_groups(parser: argparse.ArgumentParser) -> str:
 
 
 def _flags(sections: Sections) -> Iterator[str]:
-    """The long name of each."""
+    """The long name of each flag."""
     for _, actions in sections:
         for action in actions:
             yield from [flag for flag in action.option_strings if flag.startswith("--")][:1]
 
 
 def _unknown(parser: argparse.ArgumentParser, asked: str, word: str, sections: Sections) -> str:
-    if missing := not_yet(f"--{word}", "flag"):
+    if missing := vllm_only(f"--{word}", "flag"):
         return missing
     near = did_you_mean(word, [*(_name(title) for title, _ in sections), *(flag[2:] for flag in _flags(sections))])
-    message = f"{parser.prog} has no group {asked!r} and no flag with that in its name.{near}"
-    return f"{message} --help=listgroup names the groups."
+    message = f"{parser.prog} has no group {asked!r} and no flag with that word.{near}"
+    return f"{message} --help=listgroup lists the groups."

@@ -1,6 +1,6 @@
-"""The command `kvasir`. A subcommand's module is imported only when it is used, so that --help is instant.
+"""The command `kvasir`. The module of a subcommand is imported only when it is used, so that --help is instant.
 
-Such a module defines `add_arguments(parser)` and `run(namespace) -> int`, the exit status.
+Such a module defines `add_arguments(parser)` and `run(namespace)`, which returns the exit status.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Any, NoReturn
 from kvasir import __version__
 from kvasir.config import env
 from kvasir.config.engine import did_you_mean
-from kvasir.config.vllm_settings import not_yet
+from kvasir.config.vllm_settings import vllm_only
 from kvasir.entrypoints.cli.help import HELP, help_on, short_usage
 from kvasir.errors import ConfigError, KvasirError
 from kvasir.log import get_logger
 
 COMMANDS = {
-    "serve": ("kvasir.entrypoints.cli.serve", "answer HTTP requests, as OpenAI and Anthropic do"),
-    "chat": ("kvasir.entrypoints.cli.chat", "talk to a model in the terminal"),
-    "complete": ("kvasir.entrypoints.cli.complete", "go on with a text, on a server or with a model loaded here"),
-    "run-batch": ("kvasir.entrypoints.cli.run_batch", "answer a file of requests in OpenAI's batch format"),
-    "bench": ("kvasir.entrypoints.cli.bench", "measure throughput, latency, a server under load, start-up"),
+    "serve": ("kvasir.entrypoints.cli.serve", "serve a model over HTTP with the APIs of OpenAI and Anthropic"),
+    "chat": ("kvasir.entrypoints.cli.chat", "chat with a model in the terminal"),
+    "complete": ("kvasir.entrypoints.cli.complete", "complete a text, with a server or a local model"),
+    "run-batch": ("kvasir.entrypoints.cli.run_batch", "process a file of requests in OpenAI's batch format"),
+    "bench": ("kvasir.entrypoints.cli.bench", "measure throughput, latency, a server under load, or startup"),
     "collect-env": (
         "kvasir.entrypoints.cli.collect_env",
-        "describe this machine and installation, for a bug report",
+        "describe this machine and installation for a bug report",
     ),
 }
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and takes --max_model_len for --max-model-len and --help=WORD as vLLM does."""
+    """Reports errors in one line, and accepts --max_model_len for --max-model-len and --help=WORD as vLLM does."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, add_help=False)
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(given, namespace)
 
     def _help_word(self, given: Sequence[str]) -> str | None:
-        """What stands after --help=, unless a subcommand stands before it: then that is who is asked."""
+        """The word after --help=; None if a subcommand comes before it, which then handles it."""
         for arg in given:
             if arg.startswith("--help="):
                 return arg.partition("=")[2]
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit status is 0, or 2 for what the user must change."""
+    """Run a command line. Returns the exit status, which is 2 for errors that the user must correct."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         env.validate()
@@ -77,9 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown:
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
-                raise ConfigError(f"{name!r} is one word too many: nothing but flags may come after those before it.")
+                raise ConfigError(f"The argument {name!r} is one too many; only flags may follow.")
             raise ConfigError(
-                not_yet(name, "flag") or f"{name} is not a flag of this command.{did_you_mean(name, _flags(parser))}"
+                vllm_only(name, "flag") or f"{name} is not a flag of this command.{did_you_mean(name, _flags(parser))}"
             )
         return int(import_module(COMMANDS[namespace.command][0]).run(namespace))
     except KvasirError as error:
@@ -89,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who read what we print has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at exit
+    except BrokenPipeError:  # the reader of our output has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports an error at exit
         return 141
 
 
@@ -119,12 +119,8 @@ def _with_dashes(argument: str) -> str:
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
 
-# ----------------------------------------------------------------
-# Fewer log lines while a command shows something else.
-
-
-def hush(name: str = "kvasir") -> Callable[[], None]:
-    """Log warnings only, unless the environment names a level. What is returned undoes it."""
+def log_warnings_only(name: str = "kvasir") -> Callable[[], None]:
+    """Raise the log level to WARNING unless the environment sets one. Returns a function that restores it."""
     logger = logging.getLogger(name)
     before = logger.level
     if not any(os.environ.get(variable) for variable in (env.LOG_LEVEL.name, *env.LOG_LEVEL.aliases)):

@@ -1,4 +1,4 @@
-"""`kvasir run-batch`: a file of requests in OpenAI's batch format, answered by a model loaded here."""
+"""`kvasir run-batch`: runs a file of requests in OpenAI's batch format with a local model."""
 
 from __future__ import annotations
 
@@ -12,30 +12,39 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import httpx
-
 from kvasir.config.args import EngineArgs, flag, flag_options
 from kvasir.config.engine import EngineConfig
-from kvasir.entrypoints.cli.main import hush
+from kvasir.entrypoints.cli.main import log_warnings_only
 from kvasir.errors import ConfigError
 
-# Of the server's settings, those that mean something without a server.
+# Settings of the server that also apply without one.
 SERVER_SETTINGS = ("response_role", "trust_request_chat_template", "max_prompt_tokens", "request_timeout")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from kvasir.server.config import server_settings
 
-    group = parser.add_argument_group("the batch")
-    group.add_argument("-i", "--input-file", required=True, metavar="FILE", help="requests: a file, a URL, or -")
-    group.add_argument("-o", "--output-file", required=True, metavar="FILE", help="results: a file, a URL (PUT), or -")
+    group = parser.add_argument_group("batch")
     group.add_argument(
-        "--max-concurrency", type=int, metavar="N", help="requests at once (default: twice max_num_seqs)"
+        "-i", "--input-file", required=True, metavar="FILE", help="requests: a file, a URL or - (standard input)"
     )
     group.add_argument(
-        "--served-model-name", nargs="+", default=argparse.SUPPRESS, metavar="NAME", help="what requests may call it"
+        "-o", "--output-file", required=True, metavar="FILE", help="results: a file, a URL (PUT) or - (standard output)"
     )
-    group.add_argument("--disable-tqdm", action="store_true", help="show no progress")
+    group.add_argument(
+        "--max-concurrency",
+        type=int,
+        metavar="N",
+        help="maximum number of concurrent requests (default: twice max_num_seqs)",
+    )
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=argparse.SUPPRESS,
+        metavar="NAME",
+        help="names of the model in requests",
+    )
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
     for name in SERVER_SETTINGS:
         known = server_settings()[name]
         group.add_argument(flag(name), **flag_options(name, known))
@@ -49,26 +58,25 @@ def run(namespace: argparse.Namespace) -> int:
         raise ConfigError("--max-concurrency must be at least 1.")
     config = with_starter_model(namespace, from_namespace(namespace))
     asked = EngineArgs.from_cli_args(namespace).create_engine_config()
-    unhush = hush("kvasir.server")  # two lines a request would hide the progress
+    restore = log_warnings_only("kvasir.server")  # its two lines per request would hide the progress bar
     try:
         return run_batch(asked, config, namespace)
     finally:
-        unhush()
+        restore()
 
 
 def run_batch(asked: EngineConfig, config: Any, namespace: argparse.Namespace, executor: Any = None) -> int:
-    """The exit status: 0 if every line has its result, good or bad; 1 if the engine died."""
+    """Returns the exit status: 0 if every line has a result or an error, 1 if the engine died."""
     from kvasir.entrypoints.async_llm import AsyncLLM
-    from kvasir.entrypoints.cli import run_batch as files
     from kvasir.server.batch import Batch
     from kvasir.server.state import ServerState
 
-    files.check_apart(namespace.input_file, namespace.output_file)
-    with files.opened(namespace.input_file) as lines, files.written(namespace.output_file) as output:
+    check_not_same(namespace.input_file, namespace.output_file)
+    with open_input(namespace.input_file) as lines, open_output(namespace.output_file) as output:
         engine = AsyncLLM(asked, executor)
         try:
             batch = Batch(ServerState(config, asked.model.model), engine)
-            counts = _answer(batch, files.each(lines), output, namespace)
+            counts = _answer(batch, iterate_in_thread(lines), output, namespace)
         finally:
             died = engine.dead_error
             engine.shutdown()
@@ -82,7 +90,7 @@ def _answer(batch: Any, lines: AsyncIterator[bytes], output: BinaryIO, namespace
     from kvasir.server.batch import write_line
 
     settings = batch.state.engine.config
-    most = namespace.max_concurrency or 2 * settings.scheduler.max_num_seqs * settings.parallel.data_parallel_size
+    limit = namespace.max_concurrency or 2 * settings.scheduler.max_num_seqs * settings.parallel.data_parallel_size
     with _bar(count_lines(namespace.input_file), namespace.disable_tqdm) as bar:
 
         def write(result: Any) -> None:
@@ -91,8 +99,8 @@ def _answer(batch: Any, lines: AsyncIterator[bytes], output: BinaryIO, namespace
             bar.update(1)
 
         try:
-            return asyncio.run(batch.run(lines, write, most))
-        except BaseExceptionGroup as several:  # the first is why the others were cancelled
+            return asyncio.run(batch.run(lines, write, limit))
+        except BaseExceptionGroup as several:  # the first is the cause; the others were cancelled
             raise several.exceptions[0] from None
 
 
@@ -102,32 +110,34 @@ def _bar(total: int | None, disabled: bool) -> Any:
     return tqdm(total=total, desc="Batch", unit="req", dynamic_ncols=True, disable=disabled)
 
 
-# ----------------------------------------------------------------
-# Where a batch comes from and goes to: a file, standard input and output (-), or a URL.
+# ---------------------------------------------------------------- input and output
 
-_NO_LIMIT = httpx.Timeout(None, connect=30)
+_CONNECT_SECONDS = 30.0  # reading and writing have no limit
 
 
 def is_url(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
-def check_apart(source: str, target: str) -> None:
-    """Opening the results' file empties it."""
+def check_not_same(source: str, target: str) -> None:
+    """Raise if input and output are the same file, which opening the output would empty."""
     if os.path.exists(source) and os.path.exists(target) and os.path.samefile(source, target):
-        raise ConfigError(f"{target} is the batch itself; name another file for the results.")
+        raise ConfigError(f"{target} is the input file; name another file for the results.")
 
 
 @contextmanager
-def opened(name: str) -> Iterator[Iterator[bytes]]:
-    """The lines of the input."""
+def open_input(name: str) -> Iterator[Iterator[bytes]]:
+    """Open the input and give its lines."""
     if is_url(name):
+        import httpx  # here, so that --help is fast
+
+        timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
         try:
-            with httpx.stream("GET", name, timeout=_NO_LIMIT, follow_redirects=True) as answer:
+            with httpx.stream("GET", name, timeout=timeout, follow_redirects=True) as answer:
                 answer.raise_for_status()
                 yield _lines(answer.iter_bytes())
         except httpx.HTTPError as error:
-            raise ConfigError(f"The batch at {name} cannot be fetched: {error}.") from None
+            raise ConfigError(f"The input {name} cannot be fetched: {error}.") from None
         return
     if name == "-":
         yield iter(sys.stdin.buffer)
@@ -152,14 +162,14 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
         yield rest
 
 
-async def each(lines: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Lines of a source that may make one wait, while requests go on."""
+async def iterate_in_thread(lines: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Read lines in a thread, so that waiting for the source does not block running requests."""
     while (line := await asyncio.to_thread(next, lines, None)) is not None:
         yield line
 
 
 def count_lines(name: str) -> int | None:
-    """How many there are, where that can be known beforehand."""
+    """The number of requests; None for a URL or standard input."""
     if is_url(name) or name == "-" or not Path(name).is_file():
         return None
     with open(name, "rb") as file:
@@ -167,8 +177,8 @@ def count_lines(name: str) -> int | None:
 
 
 @contextmanager
-def written(name: str) -> Iterator[BinaryIO]:
-    """A file to write results to. For a URL they are collected, and sent with PUT at the end."""
+def open_output(name: str) -> Iterator[BinaryIO]:
+    """Open a file for the results. For a URL it is a temporary file that is sent with PUT at the end."""
     if name == "-":
         yield sys.stdout.buffer
     elif is_url(name):
@@ -181,9 +191,12 @@ def written(name: str) -> Iterator[BinaryIO]:
 
 
 def _put(url: str, file: BinaryIO) -> None:
+    import httpx
+
+    timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     try:
-        httpx.put(url, content=file, headers={"Content-Length": str(size)}, timeout=_NO_LIMIT).raise_for_status()
+        httpx.put(url, content=file, headers={"Content-Length": str(size)}, timeout=timeout).raise_for_status()
     except httpx.HTTPError as error:
         raise ConfigError(f"The results could not be sent to {url}: {error}.") from None

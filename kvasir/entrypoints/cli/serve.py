@@ -1,4 +1,4 @@
-"""`kvasir serve`: flags in, a server that runs until it is told to stop."""
+"""`kvasir serve`: reads the flags and runs the server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run(namespace: argparse.Namespace) -> int:
     from kvasir.server.config import from_namespace, with_starter_model
 
     config = with_starter_model(namespace, from_namespace(namespace))
-    asked = EngineArgs.from_cli_args(namespace).create_engine_config()  # what is wrong is said before the slow imports
+    asked = EngineArgs.from_cli_args(namespace).create_engine_config()  # reports wrong settings before the slow imports
     from kvasir.server.launch import serve
 
     return serve(asked, config)

@@ -1,1 +1,1 @@
-"""vLLM's module paths, for scripts that start a server by module name."""
+"""vLLM's module path, for scripts that start a server by module name."""

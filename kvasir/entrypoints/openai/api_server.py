@@ -1,4 +1,4 @@
-"""`python -m kvasir.entrypoints.openai.api_server --model MODEL ...` is `kvasir serve MODEL ...`."""
+"""Runs `kvasir serve` as `python -m kvasir.entrypoints.openai.api_server --model MODEL ...`, like vLLM."""
 
 from __future__ import annotations
 

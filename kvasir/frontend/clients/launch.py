@@ -1,4 +1,4 @@
-"""Starts engine processes and waits until they serve. The process that owns them; imports neither torch nor a model."""
+"""Starts engine processes and waits until they are ready. Owner's process; imports neither torch nor a model."""
 
 from __future__ import annotations
 
@@ -13,63 +13,57 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from kvasir.config.engine import EngineConfig
-from kvasir.engine.transport import Start
+from kvasir.engine.transport import FAILED, EngineStart
 from kvasir.errors import ConfigError, EngineError, KvasirError
 from kvasir.platforms.limits import parse_cpus, share, usable_cpus
 
-Executor = str | Callable[[EngineConfig], Any] | None
-CLOSE_SECONDS = 15.0  # for an engine to end by itself
+ExecutorFactory = str | Callable[[EngineConfig], Any] | None  # "module:name" or a callable; None runs the model
+CLOSE_SECONDS = 15.0  # how long an engine may take to end before it is killed
 _MAIN = "import sys; from kvasir.engine.process import main; main(int(sys.argv[1]))"
 
 
 class EngineProcess:
-    """A process of its own, in a fresh interpreter: no second run of the caller's script, no half-copied locks."""
+    """One engine process in a fresh interpreter, so the caller's script is not run again and no lock is copied.
 
-    def __init__(self, start: Start, environment: dict[str, str]) -> None:
+    `liveness` is the socket between owner and engine. Closing it ends the engine.
+    """
+
+    def __init__(self, start: EngineStart, environment: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
         paths = os.pathsep.join(path for path in sys.path if path)
         self.process = subprocess.Popen(
             [sys.executable, "-c", _MAIN, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env={**os.environ, **environment, "PYTHONPATH": paths},
-            start_new_session=True,  # Ctrl-C at a terminal is the owner's to act on
+            start_new_session=True,  # Ctrl-C in a terminal reaches only the owner
         )
         theirs.close()
-        self.lifeline = Connection(ours.detach())
+        self.liveness = Connection(ours.detach())
         try:
-            self.lifeline.send(start)
+            self.liveness.send(start)
         except OSError:
-            pass  # it has ended, and waiting for its first word will say so
+            pass  # the process has ended; `wait_for` reports it
         except Exception as error:
-            self.close()
+            close_all([self])
             message = f"the engine's settings cannot be sent to its process ({error}); callables must be importable"
             raise ConfigError(message) from error
 
-    def wait_for(self, word: str) -> Any:
-        """The value that comes with it. Whatever goes wrong before is raised as the engine's own error."""
+    def wait_for(self, expected: str) -> Any:
+        """The value of the next message, which must be of this kind. A failed start raises the engine's own error."""
         try:
-            kind, value = self.lifeline.recv()
+            kind, value = self.liveness.recv()
         except (EOFError, OSError):
             code = self.process.wait()
             raise EngineError(f"the engine process ended while it started (exit code {code})") from None
-        if kind == "failed":
-            assert isinstance(value, KvasirError), "errors cross as our own"
+        if kind == FAILED:
+            assert isinstance(value, KvasirError), "the engine sends only errors of this package"
             raise value
-        assert kind == word, f"the engine said {kind!r} where {word!r} was to come"
+        assert kind == expected, f"the engine sent {kind!r} instead of {expected!r}"
         return value
 
-    def close(self) -> None:
-        """The closed socket tells the engine to end; one that does not is killed."""
-        self.lifeline.close()
-        try:
-            self.process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
-
-def launch(asked: EngineConfig, executor: Executor, directory: str) -> list[EngineProcess]:
-    """All engines of a configuration, started and not waited for."""
+def launch(asked: EngineConfig, executor: ExecutorFactory, directory: str) -> list[EngineProcess]:
+    """Start all engine processes of a configuration, without waiting for them."""
     size, device = asked.parallel.data_parallel_size, asked.device.device
     if size > 1 and ":" in device:
         kind = device.partition(":")[0]
@@ -77,7 +71,7 @@ def launch(asked: EngineConfig, executor: Executor, directory: str) -> list[Engi
     started: list[EngineProcess] = []
     try:
         for index in range(size):
-            start = Start(_with_own_cpus(asked, index), executor, directory, index, os.getpid())
+            start = EngineStart(_with_own_cpus(asked, index), executor, directory, index, os.getpid())
             started.append(EngineProcess(start, _environment(asked, index)))
     except BaseException:
         close_all(started)
@@ -85,20 +79,21 @@ def launch(asked: EngineConfig, executor: Executor, directory: str) -> list[Engi
     return started
 
 
-def wait_for_all(processes: list[EngineProcess], word: str) -> list[Any]:
-    """What comes with it from each. The first that fails is heard first."""
+def wait_for_all(processes: list[EngineProcess], kind: str) -> list[Any]:
+    """The values of the next message of each process. The first failure is raised as soon as it arrives."""
     values: dict[int, Any] = {}
     while len(values) < len(processes):
-        waiting = {each.lifeline: i for i, each in enumerate(processes) if i not in values}
+        waiting = {each.liveness: i for i, each in enumerate(processes) if i not in values}
         for ready in wait(list(waiting)):
             index = waiting[ready]  # type: ignore[index]
-            values[index] = processes[index].wait_for(word)
+            values[index] = processes[index].wait_for(kind)
     return [values[index] for index in range(len(processes))]
 
 
 def close_all(processes: list[EngineProcess]) -> None:
+    """End the processes in parallel. Those that take longer than CLOSE_SECONDS are killed."""
     for process in processes:
-        process.lifeline.close()  # all at once, so that they end side by side
+        process.liveness.close()
     end = time.monotonic() + CLOSE_SECONDS
     for process in processes:
         try:
@@ -109,27 +104,29 @@ def close_all(processes: list[EngineProcess]) -> None:
 
 
 def _with_own_cpus(asked: EngineConfig, index: int) -> EngineConfig:
-    """Of the CPUs that cpu_bind names each engine gets its own."""
+    """The settings for one engine: each engine gets its own part of the CPUs in cpu_bind."""
     size = asked.parallel.data_parallel_size
     if size == 1 or asked.device.cpu_bind is None:
         return asked
     cpus = parse_cpus(asked.device.cpu_bind)
     if len(cpus) < size:
-        raise ConfigError(f"cpu_bind={asked.device.cpu_bind!r} names {len(cpus)} CPUs for {size} engines.")
+        raise ConfigError(
+            f"cpu_bind={asked.device.cpu_bind!r} names {len(cpus)} CPUs for {size} engines; name at least {size}."
+        )
     own = ",".join(map(str, share(cpus, index, size)))
     return replace(asked, device=replace(asked.device, cpu_bind=own))
 
 
 def _environment(asked: EngineConfig, index: int) -> dict[str, str]:
-    """One engine's share of the machine: its GPUs, or its part of the cores."""
+    """Environment variables that give one engine its GPUs and its part of the CPU cores."""
     size, width = asked.parallel.data_parallel_size, asked.parallel.tensor_parallel_size
     if size == 1:
         return {}
     given: dict[str, str] = {}
     if "OMP_NUM_THREADS" not in os.environ:
-        given["OMP_NUM_THREADS"] = str(max(1, usable_cpus() // size))  # which its workers share in turn
+        given["OMP_NUM_THREADS"] = str(max(1, usable_cpus() // size))  # divided again among its workers
     if asked.device.device != "cpu":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # empty: none of them, which is a choice too
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # an empty value hides all GPUs
         names = [str(number) for number in range(size * width)] if visible is None else visible.split(",")
         given["CUDA_VISIBLE_DEVICES"] = ",".join(names[index * width : (index + 1) * width])
     return given

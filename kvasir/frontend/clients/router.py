@@ -1,7 +1,7 @@
-"""Which of several engines gets a request: the one that will have computed its prompt first. API process.
+"""Router: chooses the engine for a request under data parallelism. API process.
 
-An engine's load is what its unfinished requests ask of it, in tokens; a request adds what the engine has not cached of
-its prompt. So a cached prefix wins unless its engine is busier by more than the prefix saves.
+An engine's load is the number of tokens that its unfinished requests still need; a request adds the part of its prompt
+that the engine has not cached. A cached prefix wins unless its engine is busier by more tokens than the prefix saves.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from dataclasses import dataclass, field
 from kvasir.frontend.requests.metrics import PREFIX, Counter, Metric
 from kvasir.messages import EngineRequest
 
-_TOKENS_TO_COME = 64  # what a request is taken to cost beside its prompt
-_TOKENS_OF_OTHERS = 256  # what a request of another client is taken to cost in all
-_MOST_BLOCKS = 1 << 16  # remembered of each engine
+_TOKENS_PER_OUTPUT = 64  # assumed cost of a request's output
+_TOKENS_PER_OTHER_REQUEST = 256  # assumed cost of a request of another client
+_MAX_BLOCKS = 1 << 16  # remembered for each engine
 
 
 @dataclass(slots=True)
 class _Engine:
-    blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)  # chained hashes, the longest unused first
-    tokens: int = 0  # that unfinished requests of this client ask of it
+    blocks: OrderedDict[int, None] = field(default_factory=OrderedDict)  # block hashes, least recently used first
+    tokens: int = 0  # needed by unfinished requests of this client
 
     def num_cached(self, chain: list[int]) -> int:
-        """Blocks at the beginning that it was sent before."""
+        """Number of leading blocks that were sent to this engine before."""
         return next((i for i, block in enumerate(chain) if block not in self.blocks), len(chain))
 
     def remember(self, chain: list[int]) -> None:
-        for block in reversed(chain):  # a chain's beginning is forgotten last
+        for block in reversed(chain):  # the beginning of a chain is evicted last
             self.blocks[block] = None
             self.blocks.move_to_end(block)
-        while len(self.blocks) > _MOST_BLOCKS:
+        while len(self.blocks) > _MAX_BLOCKS:
             self.blocks.popitem(last=False)
 
 
 @dataclass(slots=True)
 class RouterStats:
-    """Counted since the start."""
+    """Counters since the start."""
 
     requests: list[int]  # sent to each engine
-    prefix_tokens: int = 0  # of prompts, thought to be cached where they were sent
-    diverted: int = 0  # requests that load kept from the engine with their longest prefix
+    prefix_tokens: int = 0  # prompt tokens assumed to be cached at the chosen engine
+    diverted: int = 0  # requests that went elsewhere because the engine with their longest prefix was busy
 
 
 class Router:
@@ -49,30 +49,31 @@ class Router:
         self.stats = RouterStats([0] * num_engines)
         self._engines = [_Engine() for _ in range(num_engines)]
         self._block_size = block_size
-        self._sent: dict[int, tuple[_Engine, int]] = {}  # where a request is, and its tokens, by key
+        self._sent: dict[int, tuple[_Engine, int]] = {}  # request key -> its engine and its cost in tokens
 
-    def route(self, request: EngineRequest, of_others: Sequence[int], engine: int | None = None) -> int:
-        """The engine for a request, unless it is given; `of_others`: requests that other clients have at each."""
+    def route(self, request: EngineRequest, requests_of_others: Sequence[int], engine: int | None = None) -> int:
+        """Choose and record the engine for a request, unless `engine` names it. The counts are per engine."""
         if len(self._engines) == 1:
             return 0
         chain = self._chain(request)
         cached = [each.num_cached(chain) * self._block_size for each in self._engines]
         if engine is None:
-            engine = self._cheapest(cached, of_others)
+            engine = self._cheapest(cached, requests_of_others)
             self.stats.diverted += cached[engine] < max(cached)
-        self._note(request, engine, len(request.prompt_token_ids) - cached[engine])
+        self._record(request, engine, len(request.prompt_token_ids) - cached[engine])
         self._engines[engine].remember(chain)
         self.stats.requests[engine] += 1
         self.stats.prefix_tokens += cached[engine]
         return engine
 
-    def ended(self, key: int) -> None:
+    def remove(self, key: int) -> None:
+        """The request has ended."""
         if key in self._sent:
             engine, tokens = self._sent.pop(key)
             engine.tokens -= tokens
 
     def metrics(self) -> list[Metric]:
-        """None where there is nothing to choose."""
+        """Empty with a single engine."""
         if len(self._engines) == 1:
             return []
         stats = self.stats
@@ -80,25 +81,25 @@ class Router:
         whole = {"router_prefix_tokens": stats.prefix_tokens, "router_diverted": stats.diverted}
         return [*(Counter(*each) for each in sent), *(Counter(PREFIX + name, value) for name, value in whole.items())]
 
-    def _cheapest(self, cached: list[int], of_others: Sequence[int]) -> int:
+    def _cheapest(self, cached: list[int], requests_of_others: Sequence[int]) -> int:
         costs = [
-            engine.tokens + requests * _TOKENS_OF_OTHERS - found
-            for engine, requests, found in zip(self._engines, of_others, cached, strict=True)
+            engine.tokens + requests * _TOKENS_PER_OTHER_REQUEST - found
+            for engine, requests, found in zip(self._engines, requests_of_others, cached, strict=True)
         ]
-        # among equals the one with the fewest requests so far, so that idle engines take turns
+        # on a tie, the engine with the fewest requests so far, so that idle engines alternate
         return min(range(len(costs)), key=lambda index: (costs[index], self.stats.requests[index]))
 
-    def _note(self, request: EngineRequest, index: int, missing: int) -> None:
+    def _record(self, request: EngineRequest, index: int, missing: int) -> None:
         engine = self._engines[index]
         width = 1 if request.beam is None else request.beam.width
-        tokens = {request.key: missing + width * _TOKENS_TO_COME}
-        tokens |= {fork.key: _TOKENS_TO_COME for fork in request.forks}
+        tokens = {request.key: missing + width * _TOKENS_PER_OUTPUT}
+        tokens |= {fork.key: _TOKENS_PER_OUTPUT for fork in request.forks}
         for key, cost in tokens.items():
             self._sent[key] = engine, cost
             engine.tokens += cost
 
     def _chain(self, request: EngineRequest) -> list[int]:
-        """A number for each full block and all before it. The last token is computed in any case."""
+        """A hash for each full block and everything before it, without the last token, which is always computed."""
         if not request.reads_cache:
             return []
         stride = 4 * self._block_size  # bytes

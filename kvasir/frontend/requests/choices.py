@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from kvasir.errors import RequestError
 from kvasir.frontend.requests.input import InputProcessor, PromptType, mix
 from kvasir.frontend.requests.state import Ending, RequestState
-from kvasir.frontend.text.detokenizer import whole
+from kvasir.frontend.text.detokenizer import decode_finished
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.messages import BeamOutput, BeamSpec, EngineRequest, Extras, Hypothesis, Terms
 from kvasir.outputs import CompletionOutput, RequestOutput
@@ -229,7 +229,9 @@ class BeamState:
         said = ""
         if tokenizer is not None and state.detokenize:
             request = (state.prompt_token_ids, ids[: len(ids) - self._num_hidden(text)])
-            (said,) = whole(tokenizer, [request], state.skip_special_tokens, state.spaces_between_special_tokens)
+            (said,) = decode_finished(
+                tokenizer, [request], state.skip_special_tokens, state.spaces_between_special_tokens
+            )
         reason, stop_reason = ending or (None, None)
         total = None if ending is None else text.cumulative_logprob
         return CompletionOutput(index, said, ids, total, None, reason, stop_reason)

@@ -12,7 +12,7 @@ from kvasir.errors import RequestError
 from kvasir.frontend.requests.choices import BeamState, Branches
 from kvasir.frontend.requests.metrics import FrontendMetrics
 from kvasir.frontend.requests.state import Ending, LogprobLine, RequestState, by_line
-from kvasir.frontend.text.detokenizer import whole
+from kvasir.frontend.text.detokenizer import decode_finished
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.messages import LOGPROBS, PROMPT_LOGPROBS, BeamOutput, EngineOutput, Finished, FinishReason
 from kvasir.outputs import RequestOutput
@@ -165,7 +165,7 @@ class OutputProcessor:
                 groups.setdefault(how, []).append((state, end))
         for how, group in groups.items():
             ids = [(s.prompt_token_ids, s.token_ids[: len(s.token_ids) - _hides_last(s, end)]) for s, end in group]
-            for (state, _), text in zip(group, whole(self.tokenizer, ids, *how), strict=True):
+            for (state, _), text in zip(group, decode_finished(self.tokenizer, ids, *how), strict=True):
                 state.pieces = [text]
 
     def _complete_text(self, state: RequestState) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvasir.frontend.text.detokenizer import Detokenizer, incremental
+from kvasir.frontend.text.detokenizer import Detokenizer, make_detokenizer
 from kvasir.frontend.text.stop import Repetitions, StopStrings
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.messages import Part, Started
@@ -68,7 +68,7 @@ class RequestState:
         """Detokenize step by step if somebody follows the text."""
         follows = self.stops is not None or self.kind is not RequestOutputKind.FINAL_ONLY
         if tokenizer is not None and self.detokenize and follows:
-            self.detokenizer = incremental(
+            self.detokenizer = make_detokenizer(
                 tokenizer, self.prompt_token_ids, self.skip_special_tokens, self.spaces_between_special_tokens
             )
 

@@ -1,7 +1,7 @@
-"""Chat templates: messages in, one string out, equal to what transformers renders. API process; no tokenizer, no torch.
+"""Renders chat messages with a Jinja template, with the same result as transformers. API process; needs no tokenizer.
 
-A template is a program from a model's repository, or from a client, so it runs in jinja2's immutable sandbox and sees
-nothing but plain JSON data.
+A template is a program from a model's repository or from a client, so it runs in jinja2's immutable sandbox and gets
+only plain JSON data.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from kvasir.errors import RequestError
 
 Message = dict[str, Any]
 
-# Stands at the end of the message to be continued while rendering; what follows it is cut off. The space shows
-# whether the template trims the message's end.
+# Added to the message to be continued before rendering, so that the text behind it can be cut off. Its trailing space
+# shows whether the template trims messages.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# Names that a message's reasoning goes by. The first is what templates read; gpt-oss reads the second.
+# Fields for the reasoning of a message. Templates read the first; gpt-oss reads the second.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # a template may know others
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # a template may support others
 
 _PROBE = "kvasir probe"
 
 
 class ChatTemplate:
-    """A compiled template. Made by `compile_template`, which keeps those it has made."""
+    """A compiled template. Use `compile_template`, which caches them."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -58,14 +58,14 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The conversation as one string. `variables` are the special tokens and whatever else the template reads."""
+        """Render the conversation. `variables` are the special tokens and other variables of the template."""
         if continue_final_message and add_generation_prompt:
-            message = "continue_final_message goes on with the last message, add_generation_prompt opens one: set one."
+            message = "continue_final_message and add_generation_prompt exclude each other; set only one."
             raise RequestError(message, "continue_final_message")
         given = _checked(messages)
         if continue_final_message and given[-1].get("content") is None:
             raise _nothing_to_continue()
-        chat = [self._as_template_reads(message) for message in given]
+        chat = [self._adapt(message) for message in given]
         arguments = {
             "tools": _plain_mappings("tools", tools),
             "documents": _plain_mappings("documents", documents),
@@ -79,12 +79,12 @@ class ChatTemplate:
     def _render(self, chat: list[Message], arguments: dict[str, Any]) -> str:
         try:
             return self._template.render(messages=chat, **arguments)
-        except Exception as error:  # whatever goes wrong inside a template is about this request
+        except Exception as error:  # a failing template is an error of the request
             reason = str(error) or type(error).__name__
             raise RequestError(f"The chat template cannot render these messages: {reason}", "messages") from error
 
     def _render_open_ended(self, chat: list[Message], arguments: dict[str, Any]) -> str:
-        """Render up to the end of the last message's content, so that the model goes on from there."""
+        """Render up to the end of the last message's content, so that the model continues it."""
         content = _tag_end(chat[-1])
         text = self._render(chat, arguments)
         tag = _CONTINUE_TAG.strip()
@@ -92,26 +92,26 @@ class ChatTemplate:
             message = "continue_final_message is set, but the chat template does not show the final message's content."
             raise RequestError(message, "continue_final_message")
         end = text.rindex(tag)
-        # Without the tag's own space the template has trimmed the message, so its trailing space goes too.
+        # Without the tag's space the template has trimmed the message, so its own trailing space is removed too.
         return text[:end] if text.startswith(_CONTINUE_TAG, end) else text[:end].rstrip()
 
-    def _as_template_reads(self, message: Message) -> Message:
-        """As clients write a message and templates read it are two things."""
+    def _adapt(self, message: Message) -> Message:
+        """Convert a message from the form of OpenAI's API to the form that the template reads."""
         self._check_role(message["role"])
-        message = _with_read_arguments(_with_reasoning_names(self._with_fitting_content(message)))
+        message = _with_parsed_arguments(_with_reasoning_names(self._with_supported_content(message)))
         if message["role"] == "developer" and not self._knows_developer:
-            return {**message, "role": "system"}  # which is what it is called elsewhere
+            return {**message, "role": "system"}  # the older name of this role
         return message
 
     def _check_role(self, role: str) -> None:
-        """Many templates print whatever role there is, and the model would read a misspelt one as it stands."""
+        """Refuse misspelt roles, which many templates would print unchanged."""
         if role in _ROLES or role in self._source:
             return
         if near := did_you_mean(role, _ROLES):
             raise RequestError(f"{role!r} is not a role.{near}", "messages")
 
-    def _with_fitting_content(self, message: Message) -> Message:
-        """Turn content parts into text, or text into parts, if that is all the template can show."""
+    def _with_supported_content(self, message: Message) -> Message:
+        """Convert content parts to text, or text to parts, if the template supports only the other form."""
         content = message.get("content")
         if isinstance(content, list):
             texts = [_part_text(part) for part in content]
@@ -125,7 +125,7 @@ class ChatTemplate:
             return {**message, "content": None if takes_null else ""}
         return message
 
-    # What a template can show is found by trying it.
+    # The forms that a template supports are found by rendering probes.
 
     @cached_property
     def _shows_strings(self) -> bool:
@@ -134,11 +134,13 @@ class ChatTemplate:
     @cached_property
     def _shows_parts(self) -> bool:
         text = self._try(_user([{"type": "text", "text": _PROBE}]))
-        return _PROBE in text and f"{_PROBE}'" not in text and f'{_PROBE}"' not in text  # a quote: the list was printed
+        return (
+            _PROBE in text and f"{_PROBE}'" not in text and f'{_PROBE}"' not in text
+        )  # a quote means that the list itself was printed
 
     @cached_property
     def _takes_null(self) -> bool:
-        """Whether a message without content is shown as such. Some templates fail on it, some write None."""
+        """Whether the template accepts a message without content. Some fail on it, and some print None."""
         return self._shows_null({"role": "assistant"})
 
     @cached_property
@@ -165,28 +167,28 @@ def compile_template(source: str) -> ChatTemplate:
 
 
 def choose_template(own: str | Mapping[str, str] | None, asked: str | None, with_tools: bool) -> str:
-    """The template text: the one asked for (a name or the text itself), or else the model's own."""
+    """The template to use: the requested one, given by name or as text, or else the model's own."""
     if isinstance(own, Mapping):
         if asked is not None:
             return own.get(asked, asked)
         for name in ("tool_use", "default") if with_tools else ("default",):
             if name in own:
                 return own[name]
-        message = f"The model has several chat templates: name one in chat_template ({', '.join(sorted(own))})."
+        message = f"The model has several chat templates; set chat_template to one of {', '.join(sorted(own))}."
         raise RequestError(message, "chat_template")
     template = own if asked is None else asked
     if template is None:
-        message = "The model has no chat template: pass one as chat_template (a Jinja text), or send a plain prompt."
+        message = "The model has no chat template; pass one as chat_template (Jinja text), or send a plain prompt."
         raise RequestError(message, "chat_template")
     return template
 
 
 def check_reads(source: str, messages: Sequence[Mapping[str, Any]], given: Mapping[str, object]) -> None:
-    """What a template never reads would be ignored: refuse it."""
+    """Raise if the template does not read a given input, because it would be ignored."""
     calls = any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages)
     for name, value in {**given, "tool_calls": calls}.items():
         if value and name not in source:
-            raise RequestError(f"{name} is not available: this model's chat template does not read it.", name)
+            raise RequestError(f"{name} is not supported by this model: its chat template does not read it.", name)
 
 
 def _user(content: object) -> Message:
@@ -194,16 +196,16 @@ def _user(content: object) -> Message:
 
 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages as plain data, copied, or a RequestError."""
+    """Check the messages and return a copy as plain data."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise RequestError("messages must be a list with at least one message in it.", "messages")
+        raise RequestError("messages must be a list with at least one message.", "messages")
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(f"A message must be a dict with a role and content, not {message!r}.", "messages")
         if not isinstance(message.get("content"), str | list | tuple | None):
             raise RequestError("A message's content must be a string or a list of content parts.", "messages")
         if message["role"] in ("system", "developer", "user") and message.get("content") is None:
-            raise RequestError(f"A message of the role {message['role']} must have content.", "messages")
+            raise RequestError(f"A message with role {message['role']!r} must have content.", "messages")
     return [_plain(message) for message in messages]
 
 
@@ -214,7 +216,7 @@ def _part_text(part: object) -> str:
         raise RequestError(f"A content part must be a string or a dict, not {part!r}.", "messages")
     kind = part.get("type", "text")
     if kind not in ("text", "input_text", "output_text", "refusal"):
-        message = f"Content parts of type {kind!r} are not supported: this model takes text only."
+        message = f"Content parts of type {kind!r} are not supported; this model accepts only text."
         raise RequestError(message, "messages")
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
@@ -223,7 +225,7 @@ def _part_text(part: object) -> str:
 
 
 def _tag_end(message: Message) -> str:
-    """Put the tag behind the last text of a message and return that text as it was."""
+    """Append the tag to the last text of a message and return the text without it."""
     content = message.get("content")
     if isinstance(content, list) and content:
         text: str = content[-1]["text"]
@@ -245,15 +247,15 @@ def _with_reasoning_names(message: Message) -> Message:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _with_read_arguments(message: Message) -> Message:
-    """OpenAI's interface has a tool call's arguments as JSON text; templates print them as the values they are."""
+def _with_parsed_arguments(message: Message) -> Message:
+    """Parse the arguments of tool calls, which are JSON text in OpenAI's API and objects in templates."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    return {**message, "tool_calls": [_with_values(call) for call in calls]}
+    return {**message, "tool_calls": [_parse_arguments(call) for call in calls]}
 
 
-def _with_values(call: Any) -> Any:
+def _parse_arguments(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -274,7 +276,7 @@ def _plain_mappings(name: str, values: Sequence[Mapping[str, Any]] | None) -> li
 
 
 def _plain(value: Any) -> Any:
-    """A copy made of JSON types alone: other objects have methods that the sandbox does not know to be dangerous."""
+    """Copy a value with JSON types only, because the sandbox cannot tell which methods of other objects are safe."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -287,7 +289,7 @@ def _plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-# ---------------------------------------------------------------- what a template finds in its sandbox
+# ---------------------------------------------------------------- the sandbox
 
 
 @lru_cache(maxsize=1)
@@ -304,7 +306,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant wrote, for training. Here its body is simply rendered."""
+    """`{% generation %}` marks text of the assistant for training. Here its body is rendered as it is."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2's own declaration
 
@@ -319,7 +321,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict(...)` without the class's own attributes."""
+    """`dict(...)` without the attributes of the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -329,9 +331,9 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace(...)` that takes no underscored names, which might reach Python's internals."""
+    """`namespace(...)` that refuses names with an underscore, which could reach Python's internals."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # like jinja2's own, so that a name may be `self`
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as in jinja2, so that a name may be `self`
         self, given = args[0], dict(*args[1:], **kwargs)
         jinja2.utils.Namespace.__init__(self)
         for name, value in given.items():
@@ -358,5 +360,5 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter escapes HTML, which models were not trained on."""
+    """Like jinja2's filter, but without HTML escapes, which models were not trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

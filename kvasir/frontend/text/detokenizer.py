@@ -1,8 +1,8 @@
-"""Token ids to text, token by token or all at once: both give the same text. API process.
+"""Converts token ids to text, incrementally or at the end of a request, with the same result. API process.
 
-Half a character is never given out: its bytes wait for the rest, and become U+FFFD only if the request ends there.
-For most tokenizers a text's bytes are its tokens' bytes, and UTF-8 does the rest. For others (SentencePiece, WordPiece)
-a token's text depends on the one before it, so they decode with a few tokens of context, the prompt's last at first.
+Incomplete characters are kept back until their last byte arrives; at the end of a request they become U+FFFD. With
+byte-level tokenizers the text is the concatenated bytes of the tokens. With others (SentencePiece, WordPiece) a token's
+text depends on the one before it, so a few tokens of context are decoded again, at first the last ones of the prompt.
 """
 
 from __future__ import annotations
@@ -14,43 +14,48 @@ from typing import Protocol
 from kvasir.frontend.text.tokenizer import TokenBytes, Tokenizer
 
 _REPLACEMENT = "\ufffd"
-_MOST_CONTEXT = 16  # prompt tokens
-_MOST_PENDING = 16  # tokens without a whole character; more than any character takes, so they will never make one
+_MAX_CONTEXT = 16  # prompt tokens
+_MAX_PENDING = 16  # tokens without a complete character; more than any character needs, so none will come
 
 
 class Detokenizer(Protocol):
-    """The text of one request, incrementally."""
+    """Decodes the output of one request incrementally."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; may be empty."""
+        """Returns the text that this token completes; it may be empty."""
 
     def flush(self) -> str:
-        """What is left when the request ends."""
+        """Returns the remaining text when the request ends."""
 
 
-def incremental(
+def make_detokenizer(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool, spaces_between: bool = True
 ) -> Detokenizer:
     table = tokenizer.token_bytes(skip_special_tokens)
     if table is not None:
         return BytesDetokenizer(table)
     context = _context(tokenizer, prompt_ids, skip_special_tokens)
-    steps = TextDetokenizer(tokenizer, context, skip_special_tokens)
-    return steps if spaces_between else UnspacedDetokenizer(steps, tokenizer.added_tokens(skip_special_tokens))
+    detokenizer = TextDetokenizer(tokenizer, context, skip_special_tokens)
+    return (
+        detokenizer if spaces_between else UnspacedDetokenizer(detokenizer, tokenizer.added_tokens(skip_special_tokens))
+    )
 
 
-def whole(
+def decode_finished(
     tokenizer: Tokenizer,
     requests: Sequence[tuple[Sequence[int], list[int]]],
     skip_special_tokens: bool,
     spaces_between: bool = True,
 ) -> list[str]:
-    """The texts of requests that have ended: each is a prompt's ids and the output's."""
+    """The texts of finished requests, given as (prompt ids, output ids)."""
     table = tokenizer.token_bytes(skip_special_tokens)
     if table is not None:
         return [b"".join([table[token] for token in ids]).decode("utf-8", "replace") for _, ids in requests]
     if not spaces_between:
-        return [_in_steps(incremental(tokenizer, prompt, skip_special_tokens, False), ids) for prompt, ids in requests]
+        return [
+            _decode_incrementally(make_detokenizer(tokenizer, prompt, skip_special_tokens, False), ids)
+            for prompt, ids in requests
+        ]
     contexts = [_context(tokenizer, prompt_ids, skip_special_tokens) for prompt_ids, _ in requests]
     before = tokenizer.decode_batch(contexts, skip_special_tokens)
     with_context = [context + ids for context, (_, ids) in zip(contexts, requests, strict=True)]
@@ -58,13 +63,15 @@ def whole(
     for i, text in enumerate(texts):
         if _REPLACEMENT not in text:
             texts[i] = text[len(before[i]) :]
-        else:  # bytes that are no UTF-8: what they look like depends on where they are cut, so cut as in streaming
-            texts[i] = _in_steps(TextDetokenizer(tokenizer, contexts[i], skip_special_tokens), requests[i][1])
+        else:  # invalid UTF-8: U+FFFD depends on where the bytes are split, so split them as in streaming
+            texts[i] = _decode_incrementally(
+                TextDetokenizer(tokenizer, contexts[i], skip_special_tokens), requests[i][1]
+            )
     return texts
 
 
-def _in_steps(steps: Detokenizer, ids: Sequence[int]) -> str:
-    return "".join([*map(steps.push, ids), steps.flush()])
+def _decode_incrementally(detokenizer: Detokenizer, ids: Sequence[int]) -> str:
+    return "".join([*map(detokenizer.push, ids), detokenizer.flush()])
 
 
 class BytesDetokenizer:
@@ -87,23 +94,23 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TextDetokenizer:
-    """For tokenizers whose tokens' text depends on what stands before."""
+    """For tokenizers with which a token's text depends on the tokens before it."""
 
     __slots__ = ("_before", "_ids", "_num_context", "_skip", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, context: list[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._ids = list(context)  # context, then tokens whose text has not been given out
+        self._ids = list(context)  # context, then tokens whose text was not returned yet
         self._num_context = len(context)
         self._before = tokenizer.decode(context, skip_special_tokens)  # the context's text
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._tokenizer.decode(self._ids, self._skip)
-        many = len(self._ids) - self._num_context >= _MOST_PENDING
+        many = len(self._ids) - self._num_context >= _MAX_PENDING
         if text == self._before:
-            if many:  # tokens without text, such as skipped ones: the context must not be made of them
+            if many:  # tokens without text, such as skipped ones, are useless as context
                 del self._ids[self._num_context :]
             return ""
         if text.endswith(_REPLACEMENT) and not many:
@@ -119,17 +126,17 @@ class TextDetokenizer:
 
 
 class UnspacedDetokenizer:
-    """Writes added tokens that follow each other as they are, without the space the tokenizer would put between."""
+    """Leaves out the space that the tokenizer writes between two added tokens."""
 
-    __slots__ = ("_added", "_after_added", "_steps")
+    __slots__ = ("_added", "_after_added", "_inner")
 
-    def __init__(self, steps: TextDetokenizer, added: Mapping[int, str]) -> None:
-        self._steps = steps
+    def __init__(self, inner: TextDetokenizer, added: Mapping[int, str]) -> None:
+        self._inner = inner
         self._added = added
         self._after_added = False
 
     def push(self, token_id: int) -> str:
-        text = self._steps.push(token_id)
+        text = self._inner.push(token_id)
         is_added = token_id in self._added
         if is_added and self._after_added:
             text = self._added[token_id]
@@ -137,12 +144,12 @@ class UnspacedDetokenizer:
         return text
 
     def flush(self) -> str:
-        return self._steps.flush()
+        return self._inner.flush()
 
 
 def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
-    """The shortest end of the prompt that has a text of its own, so that a first token keeps its leading space."""
-    for length in range(1, min(len(prompt_ids), _MOST_CONTEXT) + 1):
+    """The shortest end of the prompt that decodes to text, so that the first output token keeps its leading space."""
+    for length in range(1, min(len(prompt_ids), _MAX_CONTEXT) + 1):
         context = [int(token) for token in prompt_ids[-length:]]
         text = tokenizer.decode(context, skip_special_tokens)
         if text and _REPLACEMENT not in text:

@@ -1,8 +1,7 @@
-"""What ends a request besides its tokens' own meaning. API process.
+"""Stop strings and repetition detection: conditions that end a request and that the engine does not check. API process.
 
-Stop strings: finds the first in text that comes piece by piece, and holds back what might be its beginning. "First" is
-the one whose end comes first, so the answer does not depend on how the text was cut into pieces. Of two that end
-together the longer one counts.
+The first stop string is the one that ends first, so the result does not depend on how the text was split into pieces.
+If two end at the same place, the longer one is taken.
 """
 
 from __future__ import annotations
@@ -13,76 +12,76 @@ from kvasir.config.checks import RepetitionDetectionParams
 
 
 class StopStrings:
-    """Looks for stop strings in one request's text."""
+    """Finds stop strings in the text of one request and keeps back text that may be the beginning of one."""
 
-    __slots__ = ("_beginnings", "_held", "_include", "_longest", "_stops")
+    __slots__ = ("_include", "_longest", "_pending", "_prefixes", "_stops")
 
     def __init__(self, stops: Sequence[str], include_in_output: bool) -> None:
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._longest = len(self._stops[0])
-        self._beginnings = frozenset(stop[:length] for stop in self._stops for length in range(1, len(stop)))
+        self._prefixes = frozenset(stop[:length] for stop in self._stops for length in range(1, len(stop)))
         self._include = include_in_output
-        self._held = ""  # the end of the text, which may be the beginning of a stop string
+        self._pending = ""  # end of the text that may be the beginning of a stop string
 
     def feed(self, piece: str, search: bool = True) -> tuple[str, str | None]:
-        """Take the next piece of text; return what may be shown of all so far, and the stop string found in it.
+        """Add a piece of text. Returns the text that can be shown now, and the stop string that was found.
 
-        Without `search` no stop string ends in this piece, but a later one may still begin in it.
+        With search=False no stop string can end in this piece, but one may begin in it.
         """
-        text = self._held + piece
+        text = self._pending + piece
         if search and piece:
             found = self._find(text)
             if found is not None:
                 stop, end = found
                 return text[: end if self._include else end - len(stop)], stop
-        held = self._beginning_at_end(text)
-        self._held = text[len(text) - held :]
+        held = self._partial_stop(text)
+        self._pending = text[len(text) - held :]
         return text[: len(text) - held], None
 
     def flush(self) -> str:
-        """What was held back, when the request has ended otherwise."""
-        held, self._held = self._held, ""
+        """Returns the text kept back, when the request has ended for another reason."""
+        held, self._pending = self._pending, ""
         return held
 
     def _find(self, text: str) -> tuple[str, int] | None:
-        """The stop string that ends first behind what was held, and where it ends."""
+        """The stop string that ends first in the new text, and the position of its end."""
         best: tuple[str, int] | None = None
         for stop in self._stops:  # longest first
-            at = text.find(stop, max(0, len(self._held) - len(stop) + 1))
+            at = text.find(stop, max(0, len(self._pending) - len(stop) + 1))
             if at >= 0 and (best is None or at + len(stop) < best[1]):
                 best = stop, at + len(stop)
         return best
 
-    def _beginning_at_end(self, text: str) -> int:
-        """How many characters at the end of the text begin a stop string."""
+    def _partial_stop(self, text: str) -> int:
+        """Number of characters at the end of the text that are the beginning of a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
-            if text[-length:] in self._beginnings:
+            if text[-length:] in self._prefixes:
                 return length
         return 0
 
 
 class Repetitions:
-    """Notices when a request's tokens end with one pattern several times in a row.
+    """Detects a pattern of tokens that is repeated at the end of a request's output.
 
-    A pattern of length n has stood k times when the last n * (k - 1) tokens equal those n places earlier; that run is
-    kept per length, so that a token costs one comparison for each length.
+    A pattern of length n has occurred k times if each of the last n * (k - 1) tokens equals the one n places before it.
+    The length of that run is kept for each n, so a token costs one comparison per n.
     """
 
-    __slots__ = ("_goals", "_runs", "_tokens")
+    __slots__ = ("_run_lengths", "_runs", "_tokens")
 
     def __init__(self, params: RepetitionDetectionParams) -> None:
         sizes = range(params.min_pattern_size, params.max_pattern_size + 1)
-        self._goals = {size: size * (params.min_count - 1) for size in sizes}
+        self._run_lengths = {size: size * (params.min_count - 1) for size in sizes}
         self._runs = dict.fromkeys(sizes, 0)
         self._tokens: list[int] = []
 
     def feed(self, token: int) -> bool:
-        """Take the next token; whether a pattern has now been repeated often enough."""
+        """Add a token. Returns whether a pattern has now occurred min_count times."""
         tokens = self._tokens
         found = False
-        for size, goal in self._goals.items():
+        for size, length in self._run_lengths.items():
             same = len(tokens) >= size and tokens[-size] == token
             self._runs[size] = self._runs[size] + 1 if same else 0
-            found |= self._runs[size] >= goal
+            found |= self._runs[size] >= length
         tokens.append(token)
         return found

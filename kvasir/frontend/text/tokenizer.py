@@ -1,7 +1,7 @@
-"""Text to token ids and back, with the `tokenizers` library alone. API process; tokenizer_files.py reads the files.
+"""Tokenizer: converts text to token ids and back with the `tokenizers` library. API process.
 
-The surface is the part of a Hugging Face tokenizer that callers use; results equal transformers' AutoTokenizer, save
-that clean_up_tokenization_spaces is never applied: it is meant for WordPiece and would spoil generated text.
+Its methods are those of a Hugging Face tokenizer that callers need, with the same results as transformers, except that
+clean_up_tokenization_spaces is never applied: it is meant for WordPiece and would damage generated text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tokenizers
 from kvasir.errors import RequestError
 from kvasir.frontend.text.chat_template import choose_template, compile_template
 
-# Keywords of Hugging Face's apply_chat_template that are not variables of the template, with what they may be here.
+# Keywords of Hugging Face's apply_chat_template that are not template variables -> the only value supported here.
 _NOT_VARIABLES: Mapping[str, object] = {
     "return_dict": False,
     "return_tensors": None,
@@ -41,7 +41,7 @@ class Tokenizer:
         self._backend = backend
         self.special_tokens_map = dict(special)  # by name, such as "eos_token"
         self.all_special_tokens = list(dict.fromkeys([*special.values(), *extra_special]))
-        self.chat_template = chat_template  # several: by name
+        self.chat_template = chat_template  # a dict if there are several, by name
         self._bytes: dict[bool, TokenBytes] = {}  # by skip_special_tokens
         self._texts: dict[int, str] = {}
 
@@ -51,11 +51,11 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Many texts at once, on as many cores as the library likes."""
+        """Encode many texts at once; the library uses several CPU cores."""
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        except (TypeError, UnicodeError) as error:  # not a string, or one with lone surrogates in it
-            raise RequestError(f"The text cannot be tokenized: {_why_no_text(texts)}.", "prompt") from error
+        except (TypeError, UnicodeError) as error:  # not a string, or a string with lone surrogates
+            raise RequestError(f"The text cannot be tokenized: {_why_not_text(texts)}.", "prompt") from error
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -93,7 +93,7 @@ class Tokenizer:
     # ------------------------------------------------------------ one token at a time
 
     def token_bytes(self, skip_special_tokens: bool) -> TokenBytes | None:
-        """Each token's bytes, where a text's bytes are simply those of its tokens; None for other tokenizers."""
+        """The bytes of each token for byte-level tokenizers; None for other tokenizers."""
         if type(self._backend.decoder).__name__ != "ByteLevel":
             return None
         if skip_special_tokens not in self._bytes:
@@ -103,17 +103,17 @@ class Tokenizer:
 
     @cached_property
     def _skipped_tokens(self) -> frozenset[str]:
-        """Tokens that skip_special_tokens leaves out of a text."""
+        """Tokens that skip_special_tokens removes from text."""
         added = self._backend.get_added_tokens_decoder().values()
         return frozenset(token.content for token in added if token.special)
 
     def added_tokens(self, skip_special_tokens: bool) -> dict[int, str]:
-        """Tokens added to the vocabulary that a text shows, as they are written in it."""
+        """Tokens added to the vocabulary that are visible in text, with their text."""
         added = self._backend.get_added_tokens_decoder().items()
         return {token_id: token.content for token_id, token in added if not (skip_special_tokens and token.special)}
 
     def token_text(self, token_id: int) -> str:
-        """One token's text as it stands inside a longer one: with its leading space, special tokens written out."""
+        """The text of one token inside a longer text: with its leading space, and special tokens visible."""
         found = self._texts.get(token_id)
         if found is None:
             found = self._texts[token_id] = self._token_text(token_id)
@@ -138,10 +138,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> list[int] | str:
-        """A conversation as token ids, or as text. Further keywords are variables of the template."""
+        """Render a conversation as token ids or text. Further keywords are variables of the template."""
         for name, value in _NOT_VARIABLES.items():
             if variables.pop(name, value) != value:
-                raise RequestError(f"apply_chat_template takes no {name} here; leave it at {value!r}.", name)
+                raise RequestError(f"apply_chat_template does not support {name}; leave it at {value!r}.", name)
         text = self.render_chat(
             messages,
             chat_template=chat_template,
@@ -160,7 +160,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> str:
-        """A conversation as text, to be encoded without further special tokens. `options`: see ChatTemplate.render."""
+        """Render a conversation as text, which has its special tokens already. `options`: see ChatTemplate.render."""
         source = choose_template(self.chat_template, chat_template, tools is not None)
         return compile_template(source).render(messages, tools=tools, **{**self.special_tokens_map, **options})
 
@@ -211,7 +211,7 @@ class Tokenizer:
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of a byte-level tokenizer's tokens, looked up when first asked for. Unknown ids have none."""
+    """The bytes of each token of a byte-level tokenizer, computed on first use; empty for unknown ids."""
 
     def __init__(self, backend: tokenizers.Tokenizer, skipped: frozenset[str]) -> None:
         self._backend = backend
@@ -224,14 +224,14 @@ class TokenBytes(dict[int, bytes]):
         else:
             try:
                 found = bytes([_BYTE_OF[character] for character in token])
-            except KeyError:  # an added token, which is written as it is
+            except KeyError:  # an added token, which is plain text
                 found = token.encode()
         self[token_id] = found
         return found
 
 
 def _byte_characters() -> dict[str, int]:
-    """What stands for each byte in byte-level vocabularies: its own character if printable, else one from U+0100 on."""
+    """The character for each byte in byte-level vocabularies: its own if printable, otherwise one from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -240,11 +240,11 @@ def _byte_characters() -> dict[str, int]:
 _BYTE_OF = _byte_characters()
 
 
-def _why_no_text(texts: Sequence[object]) -> str:
+def _why_not_text(texts: Sequence[object]) -> str:
     for text in texts:
         if not isinstance(text, str):
-            return f"a {type(text).__name__} is no string"
+            return f"it is not a string but {type(text).__name__}"
         broken = next((c for c in text if "\ud800" <= c <= "\udfff"), None)
         if broken is not None:
-            return f"{broken!r} is half of a surrogate pair, and no character"
-    return "it is no valid text"
+            return f"{broken!r} is a lone surrogate, not a character"
+    return "it is not valid text"

@@ -1,8 +1,8 @@
-"""Reads a tokenizer from a model directory. API process; no torch.
+"""Loads the tokenizer of a model directory. API process; needs no torch.
 
-tokenizer.json says how to tokenize (also whether bos and eos are added: as in transformers 5, add_bos_token counts for
-nothing beside it), tokenizer_config.json and special_tokens_map.json name the special tokens. Where tokenizer.json is
-missing, transformers is imported and makes a tokenizer of whatever files there are.
+tokenizer.json defines tokenization, including bos and eos (as in transformers 5, add_bos_token is ignored);
+tokenizer_config.json and special_tokens_map.json name the special tokens. Without a tokenizer.json, transformers makes
+a tokenizer from the files that exist.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from kvasir.quantization.gguf_file import read_gguf
 logger = get_logger(__name__)
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_INSTEAD = "Name another tokenizer with tokenizer=..., or set skip_tokenizer_init=True and send token ids."
+_ADVICE = "Set tokenizer=... to another tokenizer, or set skip_tokenizer_init=True and send token ids."
 
 
 def tokenizer_of(model: ModelConfig) -> Tokenizer | None:
-    """A settled model's tokenizer, unless it wants none. A chat template that does not compile is found here, not by
-    the first who chats: the operator's is an error, and a model without its own still completes texts."""
+    """The tokenizer of a model with resolved settings; None if skip_tokenizer_init is set.
+
+    Chat templates are compiled here. A broken chat_template setting is an error; a broken template of the model is only
+    a warning, because the model can still complete prompts.
+    """
     if model.skip_tokenizer_init:
         return None
     tokenizer = load_tokenizer(model.tokenizer)
@@ -39,19 +42,21 @@ def tokenizer_of(model: ModelConfig) -> Tokenizer | None:
         try:
             compile_template(model.chat_template)
         except RequestError as error:
-            raise ConfigError(f"chat_template cannot be used. {error}") from error
+            raise ConfigError(f"The chat_template setting is wrong. {error}") from error
         return tokenizer
     own = tokenizer.chat_template or {}
     for source in [own] if isinstance(own, str) else own.values():
         try:
             compile_template(source)
         except RequestError as error:
-            logger.warning("the model cannot chat: %s. Set chat_template to another one.", str(error).rstrip("."))
+            logger.warning(
+                "The model cannot be used for chat: %s. Set chat_template to another template.", str(error).rstrip(".")
+            )
     return tokenizer
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer of a local model directory or GGUF file, or a ModelError."""
+    """Load the tokenizer of a local model directory or GGUF file, or raise a ModelError."""
     directory = Path(directory)
     if directory.is_file():
         return load_gguf_tokenizer(read_gguf(directory))
@@ -60,8 +65,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         return _through_transformers(directory)
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more particular
-        raise ModelError(f"{file} cannot be read as a tokenizer: {error}. {_INSTEAD}") from error
+    except Exception as error:  # the library raises plain Exceptions
+        raise ModelError(f"{file} cannot be read as a tokenizer: {error}. {_ADVICE}") from error
     backend.no_truncation()
     backend.no_padding()
     config = _read_json(directory / "tokenizer_config.json")
@@ -71,7 +76,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         if isinstance(error, ModelError):
             raise
         message = f"{directory / 'tokenizer_config.json'} does not have the expected form"
-        raise ModelError(f"{message} ({type(error).__name__}: {error}). {_INSTEAD}") from error
+        raise ModelError(f"{message} ({type(error).__name__}: {error}). {_ADVICE}") from error
 
 
 def _configured(backend: tokenizers.Tokenizer, config: Mapping[str, Any], directory: Path) -> Tokenizer:
@@ -88,21 +93,21 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(file.read_text("utf-8"))
-    except ValueError as error:  # both bad UTF-8 and bad JSON
-        raise ModelError(f"{file} is not valid JSON: {error}. {_INSTEAD}") from error
+    except ValueError as error:  # also raised for invalid UTF-8
+        raise ModelError(f"{file} is not valid JSON: {error}. {_ADVICE}") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{file} should hold a JSON object, not a {type(value).__name__}. {_INSTEAD}")
+        raise ModelError(f"{file} must hold a JSON object, not a {type(value).__name__}. {_ADVICE}")
     return value
 
 
 def _special_tokens(config: Mapping[str, Any], directory: Path) -> tuple[dict[str, AddedToken], list[AddedToken]]:
-    """Special tokens that have a name, and further ones."""
+    """Special tokens with a name, and further ones."""
     entries = dict(config)
-    if "added_tokens_decoder" not in config:  # an older layout, in which this file has the last word
+    if "added_tokens_decoder" not in config:  # an older layout, in which this file takes precedence
         entries |= _read_json(directory / "special_tokens_map.json")
     extra = entries.get("extra_special_tokens") or entries.get("additional_special_tokens") or []
     named = {name: _special(entries[name]) for name in _NAMES if entries.get(name) is not None}
-    # Models add names of their own, such as image_token.
+    # Models may define further names, such as image_token.
     named |= {key: _special(t) for key, t in entries.items() if key.endswith("_token") and isinstance(t, str)}
     if isinstance(extra, dict):
         return named | {name: _special(token) for name, token in extra.items()}, []
@@ -110,7 +115,7 @@ def _special_tokens(config: Mapping[str, Any], directory: Path) -> tuple[dict[st
 
 
 def _special(token: str | Mapping[str, Any]) -> AddedToken:
-    """A token is written as a string, or as a dict that also says how to match it."""
+    """Read a token that is a string, or a dict that also defines how it is matched."""
     if isinstance(token, str):
         return AddedToken(token, special=True)
     how = {key: value for key, value in token.items() if key not in ("__type", "content", "special")}
@@ -118,7 +123,7 @@ def _special(token: str | Mapping[str, Any]) -> AddedToken:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, configured: Mapping[str, Any], special: Sequence[AddedToken]) -> None:
-    """Add what the vocabulary lacks; for tokens it has, the configured way of matching them counts."""
+    """Add tokens that the vocabulary lacks, and apply the configured matching options to those that it has."""
     by_id = sorted(configured.items(), key=lambda item: int(item[0]))
     backend.add_tokens([AddedToken(**token) for _, token in by_id])
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -126,7 +131,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, configured: Mapping[str, Any], sp
 
 
 def _chat_template(directory: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """One template, or several by name."""
+    """The chat template, or several by name; None if the model has none."""
     files = {"default": directory / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted(directory.glob("additional_chat_templates/*.jinja"))}
     found: Any = {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
@@ -148,14 +153,14 @@ def _through_transformers(directory: Path) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        message = f"{directory} has no tokenizer.json, and transformers, which might do without, is not installed."
-        raise ModelError(f"{message} {_INSTEAD}") from error
-    logger.info("%s has no tokenizer.json: loading its tokenizer through transformers.", directory)
+        message = f"{directory} has no tokenizer.json, and transformers, which may load it without, is not installed."
+        raise ModelError(f"{message} {_ADVICE}") from error
+    logger.info("%s has no tokenizer.json; loading its tokenizer with transformers.", directory)
     try:
         other = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    except Exception as error:  # whatever its many classes raise
-        message = f"{directory} has no tokenizer.json, and transformers cannot do without ({error})."
-        raise ModelError(f"{message} {_INSTEAD}") from error
+    except Exception as error:  # its classes raise all kinds of errors
+        message = f"{directory} has no tokenizer.json, and transformers cannot load its tokenizer without ({error})."
+        raise ModelError(f"{message} {_ADVICE}") from error
     named = other.special_tokens_map
     extra = [token for token in other.all_special_tokens if token not in named.values()]
     template = _chat_template(directory, {"chat_template": other.chat_template})
@@ -165,7 +170,7 @@ def _through_transformers(directory: Path) -> Tokenizer:
 
 
 class TransformersTokenizer(Tokenizer):
-    """A tokenizer written in Python by transformers, behind the same surface. Slow, and rare."""
+    """A slow tokenizer that transformers implements in Python. Few models need it."""
 
     _backend: Any
 

@@ -1,7 +1,7 @@
-"""A tokenizer from a GGUF file's metadata. API process; no torch, no transformers.
+"""Makes a tokenizer from the metadata of a GGUF file. API process; needs neither torch nor transformers.
 
-A byte-level vocabulary is split before it is merged in a way that the file only names (tokenizer.ggml.pre). They are
-here, as the models' own tokenizer.json have them. A SentencePiece vocabulary has scores, from which merges are made.
+A GGUF file only names the pre-tokenizer of a byte-level vocabulary (tokenizer.ggml.pre); the patterns here are those of
+the models' tokenizer.json. The merges of a SentencePiece vocabulary are derived from its scores.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from kvasir.errors import KvasirError, ModelError
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.quantization.gguf_file import GGUFFile
 
-CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
+CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+_ADVICE = "Set tokenizer=... to another tokenizer, or set skip_tokenizer_init=True and send token ids."
+
+# ---------------------------------------------------------------- pre-tokenizers
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -38,14 +41,14 @@ DEEPSEEK = (
 
 
 @dataclass(frozen=True)
-class Splitting:
-    """How text is cut before its pieces are merged."""
+class PreTokenizer:
+    """How text is split into pieces, within which BPE merges."""
 
-    patterns: tuple[str, ...] = ()  # none: GPT-2's own
-    digits: bool = False  # every digit by itself first
-    whole_words: bool = False  # a piece that is a token is not taken apart
-    compose: bool = False  # characters are composed first (NFC)
-    bos: bool = False  # texts begin with the bos token unless the file says otherwise
+    patterns: tuple[str, ...] = ()  # empty uses GPT-2's
+    digits: bool = False  # first split off every digit
+    whole_words: bool = False  # a piece that is a token is not merged from parts (ignore_merges)
+    compose: bool = False  # normalize to NFC
+    bos: bool = False  # add the bos token unless the file says otherwise
 
     def build(self) -> Any:
         steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if self.digits else []
@@ -54,34 +57,37 @@ class Splitting:
         return pre_tokenizers.Sequence(steps)
 
 
-SPLITTINGS = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2", "jina-es", "jina-de", "olmo", "mpt"), Splitting()),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), Splitting(digits=True)),
+PRE_TOKENIZERS = {
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "jina-es", "jina-de", "olmo", "mpt"), PreTokenizer()),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), PreTokenizer(digits=True)),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), Splitting((LLAMA3,), whole_words=True, bos=True)
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), PreTokenizer((LLAMA3,), whole_words=True, bos=True)
     ),
-    "dbrx": Splitting((LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Splitting((QWEN2,), compose=True)),
-    "stablelm2": Splitting((QWEN2,)),
-    "tekken": Splitting((TEKKEN,), whole_words=True, bos=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), Splitting((GPT4O,))),
-    "deepseek-v3": Splitting(DEEPSEEK, bos=True),
+    "dbrx": PreTokenizer((LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), PreTokenizer((QWEN2,), compose=True)),
+    "stablelm2": PreTokenizer((QWEN2,)),
+    "tekken": PreTokenizer((TEKKEN,), whole_words=True, bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((GPT4O,))),
+    "deepseek-v3": PreTokenizer(DEEPSEEK, bos=True),
 }
+
+
+# ---------------------------------------------------------------- the tokenizer
 
 
 def load_gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     entries = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
     if not entries.get("tokens"):
-        raise ModelError(f"{file.path} has no tokenizer. {_INSTEAD}")
+        raise ModelError(f"{file.path} has no tokenizer. {_ADVICE}")
     check_entries(file)
     try:
         return _load(file, entries)
     except KvasirError:
         raise
-    except Exception as error:  # the library's own are of no narrower kind
+    except Exception as error:  # the library raises plain Exceptions
         why = " ".join(str(error).split())[:200]
         raise ModelError(
-            f"{file.path} is damaged: no tokenizer can be made of its tokens and merges ({why}); download it again."
+            f"{file.path} is damaged: its tokens and merges do not make a tokenizer ({why}); download it again."
         ) from error
 
 
@@ -93,37 +99,34 @@ def _load(file: GGUFFile, entries: dict[str, Any]) -> Tokenizer:
         backend, bos = _sentencepiece(entries), True
     else:
         raise ModelError(
-            f"{file.path} has a tokenizer of the kind {kind!r:.80}; gpt2 and llama can be read. {_INSTEAD}"
+            f"{file.path} has a tokenizer of type {kind!r:.80}; only gpt2 and llama are supported. {_ADVICE}"
         )
     _add_tokens(backend, tokens, entries.get("token_type") or [])
     named = _named_tokens(entries, tokens)
-    _frame(backend, named, entries.get("add_bos_token", bos), entries.get("add_eos_token", False))
+    _add_bos_and_eos(backend, named, entries.get("add_bos_token", bos), entries.get("add_eos_token", False))
     return Tokenizer(backend, named, chat_template=file.metadata.get("tokenizer.chat_template"))
-
-
-_INSTEAD = "Name another tokenizer with tokenizer=..., or set skip_tokenizer_init=True and send token ids."
 
 
 def _byte_level(file: GGUFFile, entries: dict[str, Any]) -> tuple[tokenizers.Tokenizer, bool]:
     pre = entries.get("pre", "default")
-    if pre not in SPLITTINGS:
-        known = ", ".join(SPLITTINGS)
+    if pre not in PRE_TOKENIZERS:
+        known = ", ".join(PRE_TOKENIZERS)
         raise ModelError(
-            f"{file.path} splits text in the way {pre!r:.80}, which is not known; known are {known}. {_INSTEAD}"
+            f"{file.path} needs the pre-tokenizer {pre!r:.80}, which is not supported; supported are {known}. {_ADVICE}"
         )
-    splitting = SPLITTINGS[pre]
+    pre_tokenizer = PRE_TOKENIZERS[pre]
     merges = [_pair(merge) for merge in entries.get("merges") or []]
-    model = models.BPE(_vocabulary(entries["tokens"]), merges, ignore_merges=splitting.whole_words)
+    model = models.BPE(_vocabulary(entries["tokens"]), merges, ignore_merges=pre_tokenizer.whole_words)
     backend = tokenizers.Tokenizer(model)
-    if splitting.compose:
+    if pre_tokenizer.compose:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = splitting.build()
+    backend.pre_tokenizer = pre_tokenizer.build()
     backend.decoder = decoders.ByteLevel()
-    return backend, splitting.bos
+    return backend, pre_tokenizer.bos
 
 
 def _pair(merge: str) -> tuple[str, str]:
-    """Two tokens with a space between; a token may itself begin with one."""
+    """Split a merge at the space between its two tokens; the first token may itself begin with a space."""
     left, right = merge[:1] + merge[1:].split(" ", 1)[0], merge[1:].split(" ", 1)[1]
     return left, right
 
@@ -146,7 +149,7 @@ def _sentencepiece(entries: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, those of the best tokens first."""
+    """Every way to merge two tokens into a third, ordered by the score of the third."""
     numbers = _vocabulary(tokens)
     found = []
     for token, score in zip(tokens, scores, strict=True):
@@ -159,7 +162,7 @@ def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[st
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -> None:
-    """Control tokens are special; tokens that users defined are matched whole, but written out."""
+    """Control tokens become special tokens; user-defined ones are matched as a whole but stay visible in text."""
     marked = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if kind in (CONTROL, USER_DEFINED)]
     backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in marked])
 
@@ -170,8 +173,7 @@ def _named_tokens(entries: dict[str, Any], tokens: list[str]) -> dict[str, str]:
     return {name: tokens[number] for name, number in found.items() if number is not None and number < len(tokens)}
 
 
-def _frame(backend: tokenizers.Tokenizer, named: dict[str, str], bos: bool, eos: bool) -> None:
-    """What stands before and after a text."""
+def _add_bos_and_eos(backend: tokenizers.Tokenizer, named: dict[str, str], bos: bool, eos: bool) -> None:
     first = named.get("bos_token") if bos else None
     last = named.get("eos_token") if eos else None
     used = [token for token in (first, last) if token is not None]
@@ -181,23 +183,22 @@ def _frame(backend: tokenizers.Tokenizer, named: dict[str, str], bos: bool, eos:
         backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=numbers)
 
 
-# ----------------------------------------------------------------
-# Whether a GGUF file's tokenizer entries are what they should be, entry by entry. API process.
+# ---------------------------------------------------------------- checks of the metadata
 
 _PREFIX = "tokenizer.ggml."
 _LISTS = {"tokens": str, "merges": str, "scores": float, "token_type": int}
-_ONES = {
+_SCALARS = {
     "tokenizer.chat_template": str,
     **{_PREFIX + name: str for name in ("model", "pre")},
     **{_PREFIX + name: bool for name in ("add_bos_token", "add_eos_token", "add_space_prefix")},
 }
 _IDS = ("bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id")
-_NAMES = {str: "text", float: "number", int: "whole number", bool: "yes or no"}
-_LONGEST = 1 << 14  # a token's characters; cutting a longer one in every way would take forever
+_TYPE_NAMES = {str: "string", float: "number", int: "integer", bool: "boolean"}
+_MAX_TOKEN_LENGTH = 1 << 14  # characters; deriving the merges of a longer token would take too long
 
 
 def check_entries(file: GGUFFile) -> None:
-    """Raise unless every entry is of its kind and all text is UTF-8."""
+    """Raise a ModelError unless every entry has the right type and all text is UTF-8."""
     for fault in _faults(file.metadata):
         raise ModelError(f"{file.path} is damaged: {fault}; download it again.")
 
@@ -208,25 +209,25 @@ def _faults(metadata: dict[str, Any]) -> Iterator[str]:
         if values is None:
             continue
         if not isinstance(values, list) or not all(type(value) is kind for value in values):
-            yield f"{_PREFIX}{name} is no list of {_NAMES[kind]}s"
+            yield f"{_PREFIX}{name} is not a list of {_TYPE_NAMES[kind]}s"
         elif kind is str:
             yield from _text_faults(_PREFIX + name, values)
-    for name, kind in _ONES.items():
+    for name, kind in _SCALARS.items():
         value = metadata.get(name)
         if value is not None and type(value) is not kind:
-            yield f"{name} is no {_NAMES[kind]}"
+            yield f"{name} is not a {_TYPE_NAMES[kind]}"
         elif isinstance(value, str) and not _is_utf8(value):
             yield f"{name} is not UTF-8"
     for name in _IDS:
         value = metadata.get(_PREFIX + name)
         if value is not None and (type(value) is not int or value < 0):
-            yield f"{_PREFIX}{name} is not the number of a token"
+            yield f"{_PREFIX}{name} is not a token id"
 
 
 def _text_faults(name: str, values: list[str]) -> Iterator[str]:
-    """Text that is not UTF-8 was read with stand-ins for its bytes."""
+    """Invalid UTF-8 was read with surrogate escapes, which cannot be encoded."""
     for number, value in enumerate(values):
-        if len(value) > _LONGEST:
+        if len(value) > _MAX_TOKEN_LENGTH:
             yield f"entry {number} of {name} has {len(value)} characters"
         if not value.isascii() and not _is_utf8(value):
             yield f"entry {number} of {name} is not UTF-8"

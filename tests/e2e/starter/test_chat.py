@@ -36,7 +36,7 @@ def test_a_conversation_with_a_server(real_server: LiveServer) -> None:
     typed = "/params temperature=0 max_tokens=24\nWhat is the capital of France?\n/stats\n/params topp=1\n"
     ran = chat("--url", f"{real_server.url}/v1", typed=typed)
     assert ran.returncode == 0 and "Paris" in ran.stdout, ran.stderr
-    assert "last answer: " in ran.stdout and f"server: {real_server.url}/v1" in ran.stdout
+    assert "last reply: " in ran.stdout and f"server: {real_server.url}/v1" in ran.stdout
     assert "Did you mean top_p" in ran.stdout
 
 
@@ -44,7 +44,7 @@ def test_a_server_that_wants_a_key(starter_model: Path) -> None:
     with LiveServer.fake(starter_model, server={"api_key": ["sesame"]}) as server:
         url = f"{server.wait_until_ready().url}/v1"
         ran = chat("--url", url, "-q", "hello")
-        assert ran.returncode == 2 and "The server wants an API key" in ran.stderr
+        assert ran.returncode == 2 and "The server needs an API key" in ran.stderr
         assert chat("--url", url, "--api-key", "sesame", "-q", "hello").returncode == 0
         assert chat("--url", url, "-q", "hello", KVASIR_API_KEY="sesame").returncode == 0
         ran = chat("--url", url, "--api-key", "sesame", "--model-name", "other", "-q", "hello")
@@ -56,10 +56,10 @@ def test_a_server_that_wants_a_key(starter_model: Path) -> None:
     [
         (
             ["--url", "http://127.0.0.1:9/v1"],
-            "start a server with `kvasir serve`, or give its --url",
+            "start one with `kvasir serve`, or set --url",
         ),
         (["--url", "localhost"], "is not a URL such as http://localhost:8000/v1"),
-        (["--api-key", "k"], "are for a server: add --url"),
+        (["--api-key", "k"], "need a server; add --url"),
         (["nowhere.gguf"], "there is no such file"),
     ],
 )

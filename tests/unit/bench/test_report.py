@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvasir.bench import latency, report, throughput
-from kvasir.bench.runners import Runner, paired_ratio, take_turns, timed
+from kvasir.bench.runners import Runner, alternate, paired_ratio, timed
 from kvasir.bench.workloads import BenchRequest
 from kvasir.errors import ConfigError
 
@@ -28,8 +28,8 @@ class FakeRunner:
         self.missing = missing
         self.calls: list[str] = []
 
-    def forget(self) -> None:
-        self.calls.append("forget")
+    def clear_cache(self) -> None:
+        self.calls.append("clear_cache")
 
     def generate(self, requests: Any) -> list[list[int]]:
         self.calls.append("generate")
@@ -76,7 +76,7 @@ def test_latency_table() -> None:
         "some-model: 1 x 128 in, 64 out, median of 2 (seed 0)",
         "a machine, 2 cores, 2 threads, float32, torch 2.13.0, kvasir 0.1.0 (no checkout)",
         "",
-        "        TTFT ms  ms/token  least   most  decode tok/s  other load",
+        "        TTFT ms  ms/token    min    max  decode tok/s  other load",
         "kvasir    120.0     50.00  49.00  50.00         20.00           -",
     ]
 
@@ -84,7 +84,7 @@ def test_latency_table() -> None:
 def test_a_runner_is_timed_as_if_for_the_first_time() -> None:
     runner = FakeRunner()
     result = timed(runner, [BenchRequest([1], 3)])
-    assert runner.calls == ["forget", "generate"] and result.tokens == [[7, 7, 7]] and result.seconds > 0
+    assert runner.calls == ["clear_cache", "generate"] and result.tokens == [[7, 7, 7]] and result.seconds > 0
 
 
 def test_a_runner_that_stops_early_is_not_measured() -> None:
@@ -95,7 +95,7 @@ def test_a_runner_that_stops_early_is_not_measured() -> None:
 def test_runners_take_turns() -> None:
     one, other = FakeRunner(), FakeRunner()
     order: list[tuple[Runner, int]] = []
-    take_turns([one, other], 3, lambda runner, round: order.append((runner, round)))
+    alternate([one, other], 3, lambda runner, round: order.append((runner, round)))
     assert order == [(one, 0), (other, 0), (other, 1), (one, 1), (one, 2), (other, 2)]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kvasir.bench.serve.answer import Answer
-from kvasir.bench.serve.client import Client, Target
+from kvasir.bench.serve.client import LoadClient, Target
 from kvasir.errors import ConfigError
 
 EVENTS = b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n'
@@ -17,13 +17,13 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def ask(handler: Handler, count: int = 1) -> tuple[list[Answer], Client]:
+def ask(handler: Handler, count: int = 1) -> tuple[list[Answer], LoadClient]:
     """One request after the other."""
 
-    async def run() -> tuple[list[Answer], Client]:
+    async def run() -> tuple[list[Answer], LoadClient]:
         server = await asyncio.start_server(handler, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        client = Client(Target(f"http://127.0.0.1:{port}/v1/completions", {"X-Test": "yes"}))
+        client = LoadClient(Target(f"http://127.0.0.1:{port}/v1/completions", {"X-Test": "yes"}))
         answers = [Answer() for _ in range(count)]
         for answer in answers:
             await asyncio.wait_for(client.ask(b"{}", answer), 30)
@@ -65,7 +65,7 @@ def test_a_kept_connection_that_was_closed_is_no_failure() -> None:
     [
         (b"", "the connection was closed"),
         (CHUNKED[:-20], "the connection was closed"),
-        (b"SMTP ready\r\n\r\n", "does not speak HTTP"),
+        (b"SMTP ready\r\n\r\n", "the reply is not HTTP"),
         (GOOD.replace(b"200 OK", b"503 Busy"), "HTTP 503"),
     ],
 )
@@ -77,7 +77,7 @@ def test_what_goes_wrong_is_the_answers_error(reply: bytes, message: str) -> Non
 def test_nobody_listens() -> None:
     async def run() -> Answer:
         answer = Answer()
-        await Client(Target("http://127.0.0.1:9/x", {})).ask(b"{}", answer)
+        await LoadClient(Target("http://127.0.0.1:9/x", {})).ask(b"{}", answer)
         return answer
 
     assert asyncio.run(run()).error.startswith("no connection: ")

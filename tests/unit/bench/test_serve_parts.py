@@ -13,7 +13,7 @@ import pytest
 
 from kvasir.bench.serve import datasets
 from kvasir.bench.serve.answer import Answer
-from kvasir.bench.serve.datasets import Maker, PrefixRepetition, Prompt, Random
+from kvasir.bench.serve.datasets import PrefixRepetition, Prompt, PromptMaker, Random
 from kvasir.bench.serve.load import Arrivals, Outcome, from_trace
 from kvasir.bench.serve.results import Goodput, measure
 from kvasir.errors import ConfigError
@@ -84,7 +84,7 @@ def test_an_answer_is_the_same_however_its_bytes_are_cut(size: int) -> None:
     answer = Answer(keep_text=True)
     answer.status = 200
     for i in range(0, len(STREAM), size):
-        answer.take(float(i), STREAM[i : i + size])
+        answer.feed(float(i), STREAM[i : i + size])
     answer.end(5000.0)
     assert answer.ok and "".join(answer.text or []) == "Héllo"
     assert (answer.num_tokens, len(answer.times)) == (4, 2)
@@ -98,14 +98,14 @@ def test_an_answer_is_the_same_however_its_bytes_are_cut(size: int) -> None:
         (502, b"<html>gateway</html>", "HTTP 502: <html>gateway</html>"),
         (200, event(choices=[{"text": "a"}]), "ended before it was complete"),
         (200, event(error={"message": "the engine died"}) + b"data: [DONE]\n\n", "the engine died"),
-        (200, b"data: nonsense\n\ndata: [DONE]\n\n", "not a chunk of OpenAI's interface"),
-        (200, event(choices=[]) + b"data: [DONE]\n\n", "the answer had no token"),
+        (200, b"data: nonsense\n\ndata: [DONE]\n\n", "not a chunk of OpenAI's API"),
+        (200, event(choices=[]) + b"data: [DONE]\n\n", "the answer has no tokens"),
     ],
 )
 def test_what_went_wrong_is_told(status: int, body: bytes, message: str) -> None:
     answer = Answer()
     answer.status = status
-    answer.take(1.0, body)
+    answer.feed(1.0, body)
     answer.end(2.0)
     assert not answer.ok and message in answer.error
 
@@ -117,7 +117,7 @@ def timed_answer(times: list[float], tokens: int, ended: float) -> Answer:
     answer = Answer()
     answer.status, answer.done = 200, True
     answer.times.extend(times)
-    answer.take(0.0, event(choices=[], usage={"prompt_tokens": 10, "completion_tokens": tokens}))
+    answer.feed(0.0, event(choices=[], usage={"prompt_tokens": 10, "completion_tokens": tokens}))
     answer.end(ended)
     return answer
 
@@ -161,8 +161,8 @@ def test_a_goodput_limit_that_is_none(word: str) -> None:
 
 def test_random_lengths_stay_in_their_range_and_share_the_prefix(tokenizer: Tokenizer) -> None:
     dataset = Random(input_len=40, output_len=20, range_ratio=0.5, prefix_len=8)
-    made = dataset.prompts(Maker(tokenizer, seed=3), 200)
-    assert made == dataset.prompts(Maker(tokenizer, seed=3), 200)
+    made = dataset.prompts(PromptMaker(tokenizer, seed=3), 200)
+    assert made == dataset.prompts(PromptMaker(tokenizer, seed=3), 200)
     lengths = {prompt.num_tokens - 8 for prompt in made}
     assert min(lengths) >= 20 and max(lengths) <= 60 and len(lengths) > 20
     assert {min(p.max_tokens for p in made) >= 10, max(p.max_tokens for p in made) <= 30} == {True}
@@ -172,14 +172,16 @@ def test_random_lengths_stay_in_their_range_and_share_the_prefix(tokenizer: Toke
 
 
 def test_random_text_has_about_the_length_asked_for(tokenizer: Tokenizer) -> None:
-    made = Random(input_len=64, output_len=1).prompts(Maker(tokenizer, as_text=True), 5)
+    made = Random(input_len=64, output_len=1).prompts(PromptMaker(tokenizer, as_text=True), 5)
     for prompt in made:
         assert isinstance(prompt.content, str)
         assert len(tokenizer.encode(prompt.content)) == pytest.approx(64, abs=12)
 
 
 def test_prefix_repetition_has_so_many_prefixes(tokenizer: Tokenizer) -> None:
-    made = PrefixRepetition(prefix_len=6, suffix_len=4, num_prefixes=3, output_len=5).prompts(Maker(tokenizer), 30)
+    made = PrefixRepetition(prefix_len=6, suffix_len=4, num_prefixes=3, output_len=5).prompts(
+        PromptMaker(tokenizer), 30
+    )
     assert len({tuple(prompt.content[:6]) for prompt in made}) == 3
     assert len({tuple(prompt.content) for prompt in made}) == 30
 
@@ -188,11 +190,11 @@ def test_sonnet_prompts_share_their_first_lines(tokenizer: Tokenizer, tmp_path: 
     poem = tmp_path / "poem.txt"
     poem.write_text("\n".join(f"Line {i}, and what it says of the {i * i} days" for i in range(80)))
     dataset = datasets.sonnet(str(poem), input_len=200, prefix_len=60, output_len=9)
-    made = dataset.prompts(Maker(tokenizer), 10)
+    made = dataset.prompts(PromptMaker(tokenizer), 10)
     assert all(170 <= prompt.num_tokens <= 200 and prompt.max_tokens == 9 for prompt in made)
     assert len({str(prompt.content)[:100] for prompt in made}) == 1 and len({p.content for p in made}) == 10
-    with pytest.raises(ConfigError, match="has no room for a prefix"):
-        datasets.sonnet(str(poem), input_len=50).prompts(Maker(tokenizer), 1)
+    with pytest.raises(ConfigError, match="is too short for a prefix"):
+        datasets.sonnet(str(poem), input_len=50).prompts(PromptMaker(tokenizer), 1)
 
 
 def test_sharegpt_takes_lengths_from_the_known_answers(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -202,12 +204,12 @@ def test_sharegpt_takes_lengths_from_the_known_answers(tokenizer: Tokenizer, tmp
     ]
     file = tmp_path / "chats.json"
     file.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}, {"conversations": []}]))
-    made = datasets.sharegpt(str(file)).prompts(Maker(tokenizer), 3)
+    made = datasets.sharegpt(str(file)).prompts(PromptMaker(tokenizer), 3)
     assert [prompt.content for prompt in made] == ["Tell me of the sea, please."] * 3, "too few are sent again"
     assert made[0].max_tokens == len(tokenizer.encode("It is wide and blue.", add_special_tokens=False))
-    assert datasets.sharegpt(str(file), output_len=4).prompts(Maker(tokenizer), 1)[0].max_tokens == 4
+    assert datasets.sharegpt(str(file), output_len=4).prompts(PromptMaker(tokenizer), 1)[0].max_tokens == 4
     file.write_text("{}")
-    with pytest.raises(ConfigError, match="ShareGPT's form|holds no conversation"):
+    with pytest.raises(ConfigError, match="format of ShareGPT|has no conversation"):
         datasets.sharegpt(str(file))
     with pytest.raises(ConfigError, match=r"^--dataset-path /nope cannot be read"):
         datasets.sharegpt("/nope")
@@ -223,12 +225,12 @@ def test_azure_trace(tokenizer: Tokenizer, tmp_path: Path) -> None:
         "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,30,9\n"
     )
     trace = datasets.trace(str(file))
-    made = trace.prompts(Maker(tokenizer), 10)
+    made = trace.prompts(PromptMaker(tokenizer), 10)
     assert [(prompt.num_tokens, prompt.max_tokens) for prompt in made] == [(374, 44), (30, 9)]
     assert made[1].at - made[0].at == pytest.approx(4.314579)  # type: ignore[operator]
     assert len(datasets.trace(str(file), max_model_len=100).fitting) == 1
     with pytest.raises(ConfigError, match="Every request of the trace is longer"):
-        datasets.trace(str(file), max_model_len=10).prompts(Maker(tokenizer), 1)
+        datasets.trace(str(file), max_model_len=10).prompts(PromptMaker(tokenizer), 1)
     file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n")
     with pytest.raises(ConfigError, match="line 2: not a line of an Azure trace"):
         datasets.trace(str(file))
@@ -241,7 +243,7 @@ def test_mooncake_blocks_of_one_name_are_equal(tokenizer: Tokenizer, tmp_path: P
     ]
     file = tmp_path / "trace.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
-    first, second = datasets.trace(str(file)).prompts(Maker(tokenizer), 2)
+    first, second = datasets.trace(str(file)).prompts(PromptMaker(tokenizer), 2)
     assert (first.at, second.at) == (0.0, 3.0), "in the order of time"
     assert (len(first.content), len(second.content)) == (1100, 1300)
     assert first.content[:512] == second.content[:512] and first.content[512:1024] != second.content[512:1024]

@@ -103,17 +103,17 @@ def test_a_file_of_requests(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text('{"prompt_token_ids": [1], "max_tokens": 1}\n' + line)
-    with pytest.raises(ConfigError, match=r"some.jsonl, line 2: a request is .* ids from 0 to 7"):
+    with pytest.raises(ConfigError, match=r"some.jsonl, line 2: a request must be .* ids from 0 to 7"):
         read_jsonl(file, 8)
 
 
 def test_a_bad_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="as in mixed:64"):
+    with pytest.raises(ConfigError, match="such as mixed:64"):
         named("mixed:many", VOCAB)
-    with pytest.raises(ConfigError, match="as in mixed:64"):
+    with pytest.raises(ConfigError, match="such as mixed:64"):
         named("mixed", VOCAB)
     with pytest.raises(ConfigError, match="cannot be read"):
         named(str(tmp_path / "nothing"), VOCAB)
     (tmp_path / "empty").write_text("\n")
-    with pytest.raises(ConfigError, match="holds no request"):
+    with pytest.raises(ConfigError, match="has no request"):
         named(str(tmp_path / "empty"), VOCAB)

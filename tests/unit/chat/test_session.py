@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvasir.entrypoints.cli import chat_terminal
 from kvasir.entrypoints.cli.chat_backend import Message, Piece, Usage
-from kvasir.entrypoints.cli.chat_session import Leave, Session
+from kvasir.entrypoints.cli.chat_session import ExitChat, Session
 from kvasir.entrypoints.cli.chat_terminal import finished_until, read, write
 from kvasir.errors import RequestError
 
@@ -88,7 +88,7 @@ def test_system_reset_again(session: Session) -> None:
     list(session.ask("one"))
     session.command("/reset")
     assert session.messages == [] and session.system == "Be brief."
-    assert session.command("/again") == ("nothing was asked yet", None)
+    assert session.command("/again") == ("there is no message yet", None)
     session.command("/system none")
     assert session.system == ""
 
@@ -110,16 +110,16 @@ def test_params(session: Session) -> None:
 
 
 def test_stats(session: Session) -> None:
-    assert session.command("/stats")[0].startswith("nothing was answered yet")
+    assert session.command("/stats")[0].startswith("no reply yet")
     list(session.ask("one two three"))
     shown, _ = session.command("/stats")
-    assert "last answer: 3 tokens" in shown and "10 read, 4 of them cached" in shown and "a bird" in shown
+    assert "last reply: 3 tokens" in shown and "10 prompt tokens, 4 of them cached" in shown and "a bird" in shown
 
 
 def test_commands_that_do_not_exist_and_leaving(session: Session) -> None:
     assert "Did you mean /stats?" in session.command("/stat")[0]
     assert "/system TEXT" in session.command("/help")[0]
-    with pytest.raises(Leave):
+    with pytest.raises(ExitChat):
         session.command("/exit")
 
 
@@ -199,7 +199,7 @@ def test_a_whole_conversation(session: Session, monkeypatch: pytest.MonkeyPatch)
     typed = iter(["hello there", "/reset", "", "/again", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
     out = io.StringIO()
-    assert chat_terminal.talk(session, plain_console(out)) == 0
+    assert chat_terminal.run_chat(session, plain_console(out)) == 0
     lines = out.getvalue().splitlines()
     assert lines[0].startswith("parrot") and lines[1] == "hello there "
-    assert lines[2:4] == ["the conversation is forgotten", "nothing was asked yet"]
+    assert lines[2:4] == ["all messages deleted", "there is no message yet"]

@@ -126,7 +126,7 @@ def test_tier_sizes_follow_the_settings() -> None:
     spec = KVSpec(num_layers=2, block_size=16, page_bytes=1 << 20)
     assert host_blocks(config(), spec) == (0, 0)
     assert host_blocks(config(swap_space=1, kv_offloading_size=0.5), spec) == (512, 256)
-    with pytest.raises(ConfigError, match=r"swap_space=0.001 GiB is less than one KV block of 0.0020 GiB"):
+    with pytest.raises(ConfigError, match=r"swap_space=0.001 GiB is less than one KV cache block of 0.0020 GiB"):
         host_blocks(config(swap_space=0.001), spec)
 
 
@@ -143,7 +143,7 @@ def test_swap_policy_follows_the_settings() -> None:
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ConfigError, match="needs room to swap to"):
+    with pytest.raises(ConfigError, match="needs host memory to swap to"):
         config(preemption_mode="swap")
     with pytest.raises(ConfigError, match="enable_prefix_caching is off"):
         config(kv_offloading_size=1, enable_prefix_caching=False)

@@ -1,4 +1,4 @@
-"""The engine's loop over real sockets, with a core made of lists: who is told what."""
+"""The loop of an engine process over real sockets, with a fake core: which client gets which message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from kvasir.engine import transport
-from kvasir.engine.service import Service, split
+from kvasir.engine.service import EngineService, split
 from kvasir.engine.transport import KEYS_PER_CLIENT, Address, Progress, identity, make_directory
 from kvasir.errors import EngineError, OverloadedError, RequestError
 from kvasir.messages import LOGPROBS, PROMPT_LOGPROBS, EngineOutput, EngineRequest, Finished, FinishReason, Part
@@ -55,21 +55,21 @@ class World:
         self.address = Address(self.directory, 0)
         self._wake, self._waker = socket.socketpair()
         self._wake.setblocking(False)
-        self.lifelines: Any = SimpleNamespace(
-            over=False,
-            gone=deque(),
+        self.liveness: Any = SimpleNamespace(
+            owner_ended=False,
+            departed=deque(),
             clients=dict.fromkeys(clients),
             wake=self._wake,
-            hush=lambda: None,
-            take_gone=self._take_gone,
+            clear_wake=lambda: None,
+            take_departed=self._take_departed,
         )
         progress = Progress(self.address.progress, create=True)
-        self.service = Service(self.core, StartupProcessors(None), self.address.messages, self.lifelines, progress)
+        self.service = EngineService(self.core, StartupProcessors(None), self.address.messages, self.liveness, progress)
         self.context = zmq.Context()
         self.clients = {number: self._connect(number) for number in clients}
 
-    def _take_gone(self) -> list[int]:
-        return [self.lifelines.gone.popleft() for _ in range(len(self.lifelines.gone))]
+    def _take_departed(self) -> list[int]:
+        return [self.liveness.departed.popleft() for _ in range(len(self.liveness.departed))]
 
     def _connect(self, number: int) -> zmq.Socket[bytes]:
         client = self.context.socket(zmq.DEALER)
@@ -81,14 +81,14 @@ class World:
 
     def send(self, client: int, kind: bytes, data: bytes) -> None:
         self.clients[client].send_multipart([kind, data])
-        self.service.turn()
+        self.service.run_once()
 
     def add(self, client: int, key: int) -> None:
         self.send(client, transport.ADD, transport.encode(request(client, key)))
 
     def receive(self, client: int) -> Any:
         kind, data = self.clients[client].recv_multipart()
-        return transport.decode_output(data) if kind == transport.OUTPUT else transport.read(data)
+        return transport.decode_output(data) if kind == transport.OUTPUT else transport.decode_control(data)
 
     def close(self) -> None:
         for client in self.clients.values():
@@ -145,7 +145,7 @@ def test_outputs_go_to_those_who_asked(world: World) -> None:
     world.add(2, 7)
     keys = np.array([number(2, 7), number(1, 7)])
     world.core.outputs.append(EngineOutput(keys, np.array([[20], [10]], np.int32), np.ones(2, np.int32)))
-    world.service.turn()
+    world.service.run_once()
     for client, token in ((1, 10), (2, 20)):
         output = world.receive(client)
         assert output.keys.tolist() == [number(client, 7)] and output.token_ids.tolist() == [[token]]
@@ -157,9 +157,9 @@ def test_a_client_that_leaves_has_its_requests_aborted(world: World) -> None:
     ended = Finished(number(1, 0), FinishReason.STOP, None, None)
     world.core.outputs.append(EngineOutput.empty())
     world.core.outputs[-1].finished.append(ended)
-    world.service.turn()
-    del world.lifelines.clients[1]
-    world.lifelines.gone.append(1)
+    world.service.run_once()
+    del world.liveness.clients[1]
+    world.liveness.departed.append(1)
     world.add(1, 9)  # sent before it left, read after
     assert sorted(world.core.aborted) == [number(1, 1), number(1, 2)], "those that run, and of this client alone"
     assert number(1, 9) not in world.core.scheduler
@@ -168,17 +168,17 @@ def test_a_client_that_leaves_has_its_requests_aborted(world: World) -> None:
 def test_aborts_and_questions(world: World) -> None:
     world.send(0, transport.ABORT, transport.encode([(3, None), (4, 2)]))
     assert world.core.aborted == [3, 4]
-    world.send(0, transport.ASK, transport.write(transport.Question(11, "has_work", ())))
+    world.send(0, transport.CALL, transport.encode_control(transport.CoreCall(11, "has_work", ())))
     answer = world.receive(0)
     assert answer.number == 11 and answer.value is False and answer.error is None
-    world.send(0, transport.ASK, transport.write(transport.Question(12, "abort", (1, 2, 3))))
+    world.send(0, transport.CALL, transport.encode_control(transport.CoreCall(12, "abort", (1, 2, 3))))
     assert "TypeError" in str(world.receive(0).error)
     world.core.generator = lambda: (x for x in ())
-    world.send(0, transport.ASK, transport.write(transport.Question(13, "generator", ())))
+    world.send(0, transport.CALL, transport.encode_control(transport.CoreCall(13, "generator", ())))
     answer = world.receive(0)
     assert answer.number == 13 and "cannot" in str(answer.error), "an answer that cannot be sent is said to be one"
-    world.send(0, transport.ASK, b"nonsense")
-    world.send(0, transport.ASK, transport.write(transport.Question(14, "has_work", ())))
+    world.send(0, transport.CALL, b"nonsense")
+    world.send(0, transport.CALL, transport.encode_control(transport.CoreCall(14, "has_work", ())))
     assert world.receive(0).number == 14, "the engine goes on"
 
 

@@ -12,7 +12,7 @@ from kvasir.config.checks import RepetitionDetectionParams
 from kvasir.config.engine import ModelConfig
 from kvasir.errors import ConfigError, RequestError
 from kvasir.frontend.requests.extras import ExtrasBuilder
-from kvasir.frontend.text.detokenizer import incremental, whole
+from kvasir.frontend.text.detokenizer import decode_finished, make_detokenizer
 from kvasir.frontend.text.stop import Repetitions
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.outputs import FlatLogprobs, Logprob
@@ -106,9 +106,9 @@ def test_spaces_between_special_tokens(sentencepiece: Tokenizer) -> None:
     """Added tokens in a row stand without a space; the text is the same in steps and as a whole."""
     added = sentencepiece.added_tokens(skip_special_tokens=False)
     ids = [*list(added)[:2], *sentencepiece.encode("lo", add_special_tokens=False), *list(added)[:2]]
-    steps = incremental(sentencepiece, [], False, spaces_between=False)
+    steps = make_detokenizer(sentencepiece, [], False, spaces_between=False)
     text = "".join([*map(steps.push, ids), steps.flush()])
-    assert [text] == whole(sentencepiece, [([], ids)], False, spaces_between=False)
+    assert [text] == decode_finished(sentencepiece, [([], ids)], False, spaces_between=False)
     first, second = list(added.values())[:2]
     assert text.count(first + second) == 2
 

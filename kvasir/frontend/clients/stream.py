@@ -1,6 +1,6 @@
-"""Outputs on their way to whoever reads them. API process, one event loop.
+"""Stream: the outputs of one request on their way to its reader. API process, one event loop.
 
-A reader that is slower than the engine finds what it has missed merged into one output; nobody waits for it.
+The engine never waits for a reader: a slow one finds the outputs that it missed merged into one.
 """
 
 from __future__ import annotations
@@ -14,33 +14,32 @@ from kvasir.sampling_params import RequestOutputKind
 
 
 class Stream:
-    """The outputs of one request."""
-
     def __init__(self, request_id: str, kind: RequestOutputKind) -> None:
         self.request_id = request_id
-        self.finished = False  # the last output, or the error, is here
+        self.finished = False  # the last output, or the error, has arrived
         self._merges = kind is RequestOutputKind.DELTA
         self._pending: RequestOutput | None = None
         self._error: BaseException | None = None
-        self._reader: asyncio.Future[None] | None = None
-        self._end: asyncio.Future[None] | None = None  # somebody waits for the end alone
+        self._reader: asyncio.Future[None] | None = None  # set while a task waits in `next`
+        self._end: asyncio.Future[None] | None = None  # set while tasks wait in `wait_finished`
 
     def put(self, output: RequestOutput) -> None:
         if self.finished:
             return
-        both = self._pending is not None and self._merges
-        self._pending = merge(self._pending, output) if both and self._pending is not None else output
+        if self._pending is not None and self._merges:
+            output = merge(self._pending, output)
+        self._pending = output
         self.finished = output.finished
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """What came before is still given out."""
+        """The reader gets the outputs that came before, then the error."""
         if not self.finished:
             self._error, self.finished = error, True
             self._wake()
 
     async def next(self) -> RequestOutput | None:
-        """The next output; None after the last."""
+        """The next output; None after the last one."""
         while self._pending is None:
             if self._error is not None:
                 raise self._error
@@ -63,8 +62,8 @@ class Stream:
             raise StopAsyncIteration
         return output
 
-    async def ended(self) -> None:
-        """Wait until the last output is here, read or not."""
+    async def wait_finished(self) -> None:
+        """Wait until the last output has arrived, whether or not anything reads it."""
         if not self.finished:
             self._end = self._end or asyncio.get_running_loop().create_future()
             await asyncio.shield(self._end)
@@ -77,11 +76,11 @@ class Stream:
 
 
 def merge(older: RequestOutput, newer: RequestOutput) -> RequestOutput:
-    """Two deltas of one request as one."""
+    """Merge two deltas of one request."""
     completions = {each.index: each for each in older.outputs}
     for each in newer.outputs:
         before = completions.get(each.index)
-        completions[each.index] = each if before is None else _joined(before, each)
+        completions[each.index] = each if before is None else _merge_completions(before, each)
     return replace(
         newer,
         prompt_logprobs=older.prompt_logprobs if newer.prompt_logprobs is None else newer.prompt_logprobs,
@@ -89,7 +88,7 @@ def merge(older: RequestOutput, newer: RequestOutput) -> RequestOutput:
     )
 
 
-def _joined(older: CompletionOutput, newer: CompletionOutput) -> CompletionOutput:
+def _merge_completions(older: CompletionOutput, newer: CompletionOutput) -> CompletionOutput:
     logprobs = newer.logprobs
     if older.logprobs is not None and logprobs is not None:
         logprobs = older.logprobs + logprobs  # type: ignore[operator]
