@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 Int32Array = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 
-MOST_GROUPS = 16  # of rows that share a prefix, in a step; and ...
-FEWEST_SHARING = 16  # ... rows of a group
+MAX_PREFIX_GROUPS = 16  # groups of rows that share a prefix in one step
+MIN_PREFIX_GROUP_ROWS = 16  # rows of such a group
 NULL_BLOCK = 0  # never handed out: what unused block-table entries and padding point at
 
 
@@ -267,7 +267,7 @@ class EngineStats:
     # CUDA graphs
     num_graphs: int = 0
     graph_bytes: int = 0  # of the device's memory
-    graphs_put_off: int = 0  # because there was no memory for them
+    graphs_deferred: int = 0  # captures postponed because there was no memory
     graphs_dropped: int = 0  # to make way for others
 
 
@@ -293,9 +293,9 @@ class PrefixGroups:
     members: Int32Array  # lines of the plan
 
 
-def most_groups(rows: int) -> int:
-    """That so many rows can be in."""
-    return min(MOST_GROUPS, max(1, rows // FEWEST_SHARING))
+def max_prefix_groups(rows: int) -> int:
+    """Number of prefix groups that a step of this many rows can have."""
+    return min(MAX_PREFIX_GROUPS, max(1, rows // MIN_PREFIX_GROUP_ROWS))
 
 
 @dataclass(slots=True)
@@ -406,7 +406,7 @@ class GraphUse:
 
     count: int = 0
     bytes: int = 0  # of the device's memory, measured as they were captured; of several devices together
-    put_off: int = 0  # since the start: how often there was no memory for one
+    deferred: int = 0  # captures postponed for want of memory, since the start
     dropped: int = 0  # since the start: to make way for others
 
 

@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # run it from a checkout without installing
 
 from kvasir.kernels.triton.draw import draw
-from kvasir.kernels.triton.filter_threshold import logit_floor
+from kvasir.kernels.triton.filter_threshold import filter_threshold
 
 FILTERS = {  # top-k, top-p, min-p
     "top-p 0.95": (0, 0.95, 0.0),
@@ -72,7 +72,7 @@ def time_row(rows: int, kind: str, vocab: int, dtype: torch.dtype) -> list[float
         top_p, min_p = torch.full((rows,), p, device="cuda"), torch.full((rows,), m, device="cuda")
 
         def both(min_p: torch.Tensor = min_p, top_k: torch.Tensor = top_k, top_p: torch.Tensor = top_p) -> None:
-            floor = logit_floor(logits, own, heat, min_p, top_k, top_p)
+            floor = filter_threshold(logits, own, heat, min_p, top_k, top_p)
             draw(logits, own, positions, heat, seeds, next_token, floor)
 
         times.append(microseconds(both))

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvasir.kernels.shared_prefixes import SharedPrefixes
-from kvasir.kernels.tiles import Tiles
+from kvasir.kernels.layout import SharedPrefixes, Tiles
 
 
 @dataclass(slots=True)
@@ -43,12 +42,12 @@ class AttentionBatch:
     # Set where only the device knows which sequences run one token: num_decodes and query_lens then say nothing.
     tiles: Tiles | None = None
     # The step of the other groups of layers, whose blocks are others.
-    others: tuple[AttentionBatch, ...] = ()
+    other_groups: tuple[AttentionBatch, ...] = ()
     # What a backend worked out for this step in one layer and uses again in the others.
-    notes: dict[Hashable, Any] = field(default_factory=dict)
+    step_cache: dict[Hashable, Any] = field(default_factory=dict)
 
     def of_group(self, group: int) -> AttentionBatch:
-        return self.others[group - 1] if group else self
+        return self.other_groups[group - 1] if group else self
 
     def last_tokens(self) -> LastTokens:
         """Each sequence's last token alone."""
@@ -60,19 +59,19 @@ class AttentionBatch:
             query_start=torch.arange(count + 1, dtype=torch.int32, device=tokens.device),
             num_decodes=count,
             query_lens=np.ones(count, np.int32),
-            others=tuple(other.last_tokens().batch for other in self.others),
+            other_groups=tuple(other.last_tokens().batch for other in self.other_groups),
             own_bound=None,  # of chunks it was not told
             order=None,
-            notes={},
+            step_cache={},
         )
         return LastTokens(tokens, batch)
 
     def block_tables(self) -> torch.Tensor:
         """[sequences, blocks]: each sequence's own table, wide enough for the longest."""
-        if "block tables" not in self.notes:
+        if "block tables" not in self.step_cache:
             width = -(-int(self.seq_bounds.max()) // self.block_size)
-            self.notes["block tables"] = self.tables[:, :width].index_select(0, self.rows)
-        tables: torch.Tensor = self.notes["block tables"]
+            self.step_cache["block tables"] = self.tables[:, :width].index_select(0, self.rows)
+        tables: torch.Tensor = self.step_cache["block tables"]
         return tables
 
 

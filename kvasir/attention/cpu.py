@@ -42,9 +42,9 @@ class CpuAttention:
             scale=scale,
             softcap=softcap or 0.0,
         )
-        if "cpu step" not in batch.notes:
-            batch.notes["cpu step"] = StepView(batch)
-        step: StepView = batch.notes["cpu step"]
+        if "cpu step" not in batch.step_cache:
+            batch.step_cache["cpu step"] = StepView(batch)
+        step: StepView = batch.step_cache["cpu step"]
         loaded().kv_attention(
             ctypes.byref(layer),
             ctypes.byref(step.struct),

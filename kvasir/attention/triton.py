@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.attention.base import AttentionBatch
-from kvasir.kernels.tiles import Tiles, find_tiles
+from kvasir.kernels.layout import Tiles, find_tiles
 from kvasir.kernels.triton.paged_decode import Workspace, paged_decode, reads_prefixes
 from kvasir.kernels.triton.paged_mixed import paged_mixed
 from kvasir.kernels.triton.paged_prefill import paged_prefill
@@ -79,8 +79,8 @@ def _differ_much(query_lens: NDArray[np.int32]) -> bool:
 
 def _list_tiles(batch: AttentionBatch) -> Tiles:
     """Listed once per step."""
-    if "tiles" not in batch.notes:
+    if "tiles" not in batch.step_cache:
         counts = batch.query_start[1:] - batch.query_start[:-1]
-        batch.notes["tiles"] = find_tiles(counts, batch.seq_lens, int(batch.query_lens.sum()))
-    tiles: Tiles = batch.notes["tiles"]
+        batch.step_cache["tiles"] = find_tiles(counts, batch.seq_lens, int(batch.query_lens.sum()))
+    tiles: Tiles = batch.step_cache["tiles"]
     return tiles

@@ -139,7 +139,7 @@ class EngineCore:
             host_cache_hits=cache.stats.tier_hits,
             num_graphs=self.graphs.count,
             graph_bytes=self.graphs.bytes,
-            graphs_put_off=self.graphs.put_off,
+            graphs_deferred=self.graphs.deferred,
             graphs_dropped=self.graphs.dropped,
         )
 

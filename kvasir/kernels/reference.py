@@ -243,7 +243,7 @@ def push_tokens(
     recent[own] = torch.cat([recent[own, 1:], tokens[lines, None]], dim=1)
 
 
-def logit_floor(
+def filter_threshold(
     logits: torch.Tensor,  # [lines, vocabulary], any float type
     rows: torch.Tensor,  # [lines]: which entries of the parameters below each line uses
     temperature: torch.Tensor,  # [rows] float32

@@ -19,6 +19,7 @@ from kvasir.attention.base import AttentionBackend, AttentionBatch, LastTokens
 from kvasir.config.engine import EngineConfig
 from kvasir.errors import ModelError
 from kvasir.messages import KVSpec
+from kvasir.models.transformer import module_bytes
 
 NAME = "kvasir"  # of our function among transformers' attention implementations
 # What attention functions are given for models that need more than ours can do.
@@ -46,6 +47,9 @@ class Step:
 
 class TransformersModel(nn.Module):
     """Does what models.transformer.Transformer does."""
+
+    capturable = False  # nobody knows whether other people's code can be captured
+    runs_in_cpu_library = False
 
     def __init__(self, causal: Any, backend: AttentionBackend) -> None:
         super().__init__()
@@ -84,6 +88,13 @@ class TransformersModel(nn.Module):
             self.logits(self.forward(one, one, None))
         if len({(layer.kv_heads, layer.head_dim) for layer in self.step.layers.values()}) != 1:
             raise ModelError("its layers do not all attend, with keys of one shape, through transformers' interface")
+
+    def compile_copy(self) -> None:
+        """Kernels of other people's code may not bear to be compiled without being launched."""
+        return None
+
+    def weight_bytes(self) -> int:
+        return module_bytes(self)
 
     # ------------------------------------------------------------ the KV cache
 

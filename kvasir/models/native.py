@@ -36,6 +36,9 @@ STEPS: Counter[str] = Counter()
 class NativeDecoder(nn.Module):
     """Does what a Transformer does, in the library."""
 
+    capturable = False
+    runs_in_cpu_library = True
+
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.model, self.vocab_size = model, model.vocab_size
@@ -62,6 +65,13 @@ class NativeDecoder(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocabulary]."""
         return self.model.logits(hidden)
+
+    def compile_copy(self) -> None:
+        """The library is compiled already."""
+        return None
+
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes()
 
     # ------------------------------------------------------------ the KV cache
 
@@ -91,6 +101,9 @@ class NativeDecoder(nn.Module):
 class LayerByLayer(nn.Module):
     """A Transformer with something that the library does not run whole: its parts still are the library's."""
 
+    capturable = False
+    runs_in_cpu_library = True
+
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.model, self.vocab_size = model, model.vocab_size
@@ -108,6 +121,13 @@ class LayerByLayer(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.logits(hidden)
+
+    def compile_copy(self) -> None:
+        """The library is compiled already."""
+        return None
+
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes()
 
 
 def on_the_cpu(model: Transformer) -> NativeDecoder | LayerByLayer:

@@ -92,8 +92,19 @@ class Transformer(nn.Module):
         cap = self.spec.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def shortened(self) -> Transformer:
-        """With one layer of each kind, which launch what all the layers do."""
+    @property
+    def capturable(self) -> bool:
+        return self.backend.capturable
+
+    @property
+    def runs_in_cpu_library(self) -> bool:
+        return False
+
+    def weight_bytes(self) -> int:
+        return module_bytes(self)
+
+    def compile_copy(self) -> Transformer:
+        """A copy with one layer of each kind, which launches the kernels that all layers launch."""
         kinds = {}
         for layer, attention in zip(self.layers, self.attentions(), strict=True):
             kinds[attention.window, attention.rotary, *(each.shape for each in layer.parameters())] = layer
@@ -135,3 +146,13 @@ class Transformer(nn.Module):
 
 def _rotary(rotaries: dict[RopeSpec, Rotary], rope: RopeSpec | None) -> Rotary | None:
     return None if rope is None else rotaries[rope]
+
+
+def module_bytes(module: nn.Module) -> int:
+    """Bytes of parameters, buffers and packed matrices; memory that several of them share counts once."""
+    tensors: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
+    packed = [getattr(each, "matrix", None) for each in module.modules()]
+    tensors += [matrix.memory for matrix in packed if matrix is not None]
+    # A tensor in oneDNN's own layout has no address.
+    places = {id(tensor) if tensor.is_mkldnn else tensor.data_ptr(): tensor for tensor in tensors}
+    return sum(tensor.element_size() * tensor.numel() for tensor in places.values())

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.messages import Extras, NewRow
-from kvasir.sampling.stages import SampledRows, Stage
+from kvasir.sampling.features import SampledRows
+from kvasir.sampling.stages import Stage
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +50,7 @@ class Processors(Stage):
             except Exception as error:  # a caller's code may raise anything; only that caller's request ends
                 step.failures[line] = f"a logits processor failed: {type(error).__name__}: {error}"
             # bound to the history, not to the row, which may have another tenant by then
-            step.learners.append(partial(_learn, history.output, line))
+            step.on_host.append(partial(_learn, history.output, line))
 
 
 def _processed(history: History, logits: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from kvasir.messages import Extras, NewRow
-from kvasir.sampling.stages import NEVER, SampledRows, Stage, bits
+from kvasir.sampling.features import SampledRows
+from kvasir.sampling.stages import FORBIDDEN, Stage, bits
 
 BETA = 0.9
 UNSET = -1.0
@@ -98,4 +99,4 @@ class TopEma(Stage):
         goal = torch.minimum(torch.maximum(share * average / mass, share), torch.ones_like(share))
         kept = sums - probs < torch.where(goal < 1, goal, 2.0)[:, None]
         kept[:, 0] = True
-        logits[lines] = logits[lines].masked_fill(~torch.zeros_like(kept).scatter(1, ordered.indices, kept), NEVER)
+        logits[lines] = logits[lines].masked_fill(~torch.zeros_like(kept).scatter(1, ordered.indices, kept), FORBIDDEN)

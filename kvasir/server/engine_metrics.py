@@ -49,7 +49,7 @@ HELP = {
     "kv_blocks_restored": "And back.",
     "host_cache_evictions": "Cached blocks given to others there.",
     "host_cache_hits": "Prompt tokens found there.",
-    "cuda_graphs_put_off": "Times there was no memory to capture one, so that steps ran without.",
+    "cuda_graphs_deferred": "Times there was no memory to capture one, so that steps ran without.",
     "cuda_graphs_dropped": "Graphs not used for long that made way for others.",
     "queue_size": "Requests that wait, by the name that scaling rules ask for.",
 }

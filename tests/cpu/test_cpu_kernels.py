@@ -246,7 +246,7 @@ def test_attention(
     query = randn(len(batch.slots), heads + 2, head_dim)[:, :heads]
     options = {"scale": head_dim**-0.5, "window": window, "softcap": softcap}
     wanted = TorchAttention().forward(query.float(), cache.float(), batch, **options)  # type: ignore[arg-type]
-    batch.notes.clear()
+    batch.step_cache.clear()
     got = CpuAttention().forward(query, cache, batch, **options)  # type: ignore[arg-type]
     close(got, wanted, 8e-3)
 
@@ -263,7 +263,7 @@ def test_attention_of_random_shapes(seed: int) -> None:
     query = randn(len(batch.slots), kv_heads * shared, head_dim)
     window = None if seed % 2 else int(rng.integers(1, 300))
     wanted = TorchAttention().forward(query.float(), cache.float(), batch, scale=head_dim**-0.5, window=window)
-    batch.notes.clear()
+    batch.step_cache.clear()
     close(CpuAttention().forward(query, cache, batch, scale=head_dim**-0.5, window=window), wanted, 8e-3)
 
 
@@ -309,7 +309,7 @@ def test_attention_over_8_bits(work: list[tuple[int, int]], window: int | None, 
     query = randn(len(batch.slots), 14, 64)
     options = {"scale": 0.125, "window": window, "softcap": softcap}
     wanted = TorchAttention().forward(query.float(), meant, batch, **options)  # type: ignore[arg-type]
-    batch.notes.clear()
+    batch.step_cache.clear()
     close(CpuAttention().forward(query, small, batch, **options), wanted, 2e-2)  # type: ignore[arg-type]
 
 
@@ -343,7 +343,7 @@ def test_logit_floor(vocab: int, spread: float, dtype: torch.dtype) -> None:
     logits = (torch.randn(70, vocab) * spread).to(dtype)
     logits[:7, : vocab // 2] = float("-inf")
     args = (rows, temperature, min_p, top_k.int(), top_p)
-    got, wanted = ops.logit_floor(logits, *args), reference.logit_floor(logits, *args)
+    got, wanted = ops.filter_threshold(logits, *args), reference.filter_threshold(logits, *args)
     kept, wanted_kept = ((logits.float() >= floor[:, None]).sum(1) for floor in (got, wanted))
     assert (kept - wanted_kept).abs().max() <= 1, "a sum at the very edge may round either way"
     assert (got == wanted).float().mean() > 0.9
@@ -358,6 +358,6 @@ def test_logit_floor_among_many_equals(dtype: torch.dtype) -> None:
     logits[2:, 35_000:] = float("-inf")
     top_k, top_p = torch.tensor([0, 9000, 0, 25_000, 10, 33_000]), torch.tensor([0.9999999, 1.0, 0.5, 0.999, 0.9, 1.0])
     args = (torch.arange(6), torch.full((6,), 3.0), torch.zeros(6), top_k.int(), top_p)
-    got = ops.logit_floor(logits, *args)
-    assert torch.equal(got, reference.logit_floor(logits, *args))
+    got = ops.filter_threshold(logits, *args)
+    assert torch.equal(got, reference.filter_threshold(logits, *args))
     assert len(set(got.tolist())) >= 4, "they end at different places"

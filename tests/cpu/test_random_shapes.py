@@ -14,10 +14,10 @@ from kvasir.kernels.reference import MASK, uniform
 
 pytest.importorskip("triton")
 
-from kvasir.kernels.tiles import find_tiles
+from kvasir.kernels.layout import find_tiles
 from kvasir.kernels.triton.cache_update import rope_store
 from kvasir.kernels.triton.draw import draw
-from kvasir.kernels.triton.filter_threshold import logit_floor
+from kvasir.kernels.triton.filter_threshold import filter_threshold
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode
 from kvasir.kernels.triton.paged_mixed import paged_mixed
 from kvasir.kernels.triton.paged_prefill import paged_prefill
@@ -222,8 +222,8 @@ def test_sampling(seed: int) -> None:
     heat = torch.tensor(rng.uniform(0.2, 2, lines + 3) * (rng.random(lines + 3) < 0.7), device=DEVICE).float()
     top_k = torch.tensor(rng.integers(1, vocab + 1, lines + 3) * (rng.random(lines + 3) < 0.5), device=DEVICE).int()
     top_p = torch.tensor(rng.uniform(0.3, 1, lines + 3), device=DEVICE).float()
-    floor = logit_floor(logits, rows, heat, torch.zeros_like(heat), top_k, top_p)
-    wanted_floor = reference.logit_floor(logits, rows, heat, torch.zeros_like(heat), top_k, top_p)
+    floor = filter_threshold(logits, rows, heat, torch.zeros_like(heat), top_k, top_p)
+    wanted_floor = reference.filter_threshold(logits, rows, heat, torch.zeros_like(heat), top_k, top_p)
     drawn = heat[rows] > 0  # what a line keeps that draws nothing makes no difference, nor do tokens too light to draw
     possible = logits.float() > (logits.float().amax(1) - 130 * heat[rows])[:, None]
     kept, wanted_kept = ((possible & (logits >= f[:, None])).sum(1) for f in (floor, wanted_floor))

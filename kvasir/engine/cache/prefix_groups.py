@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.messages import FEWEST_SHARING, MOST_GROUPS, Int32Array, PrefixGroups
+from kvasir.messages import MAX_PREFIX_GROUPS, MIN_PREFIX_GROUP_ROWS, Int32Array, PrefixGroups
 
 LEVELS = 8  # of branches that are looked at
 IntArray = NDArray[np.int64]
@@ -31,14 +31,16 @@ class Group:
 
 def pays(sequences: int, tokens: int) -> bool:
     """Measured on an H200: more sequences make a shorter prefix worth a stage of its own."""
-    return sequences >= FEWEST_SHARING and tokens >= (512 if sequences >= 128 else 1024 if sequences >= 32 else 2048)
+    return sequences >= MIN_PREFIX_GROUP_ROWS and tokens >= (
+        512 if sequences >= 128 else 1024 if sequences >= 32 else 2048
+    )
 
 
 def find_groups(tables: list[Int32Array], rows: IntArray, limits: IntArray, block_size: int) -> list[Group]:
     """Those of `rows` that pay, no row in two. `tables` [rows, blocks]: of each group of layers, which must agree;
     `limits` [rows]: how many first blocks of a row count. Both are of all rows there are."""
     groups = _Tree(tables, limits, block_size).groups(rows) if tables else []
-    return sorted(groups, key=lambda group: -group.saved)[:MOST_GROUPS]
+    return sorted(groups, key=lambda group: -group.saved)[:MAX_PREFIX_GROUPS]
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ class _Tree:
 
     def groups(self, rows: IntArray, depth: int = 0, level: int = 0) -> list[Group]:
         """Of rows whose first `depth` blocks are the same."""
-        if len(rows) < FEWEST_SHARING or level == LEVELS:
+        if len(rows) < MIN_PREFIX_GROUP_ROWS or level == LEVELS:
             return []
         depth = self._common_blocks(rows, depth)
         whole = [Group(rows, depth)] if pays(len(rows), depth * self.block_size) else []
@@ -58,7 +60,7 @@ class _Tree:
             return whole
         _, branch = np.unique(self.tables[0][longer, depth], return_inverse=True)
         parts: list[Group] = []
-        for number in np.flatnonzero(np.bincount(branch) >= FEWEST_SHARING).tolist():
+        for number in np.flatnonzero(np.bincount(branch) >= MIN_PREFIX_GROUP_ROWS).tolist():
             parts += self.groups(longer[branch == number], depth, level + 1)
         return max(whole, parts, key=lambda groups: sum(group.saved for group in groups))
 

@@ -102,7 +102,7 @@ def _only_slots(slots: torch.Tensor) -> SimpleNamespace:
         tables=none.view(0, 1),
         rows=number,
         causal=True,
-        others=(),
+        other_groups=(),
     )
 
 
@@ -141,7 +141,7 @@ def takes_logits(logits: torch.Tensor) -> bool:
     return logits.dtype in (torch.bfloat16, torch.float32)
 
 
-def logit_floor(
+def filter_threshold(
     logits: torch.Tensor,
     rows: torch.Tensor,
     temperature: torch.Tensor,

@@ -21,7 +21,7 @@ class Batch(Protocol):
     tables: torch.Tensor
     rows: torch.Tensor
     causal: bool
-    others: tuple[Any, ...]
+    other_groups: tuple[Any, ...]
 
 
 class StepView:
@@ -30,7 +30,7 @@ class StepView:
     def __init__(
         self, batch: Batch, ids: torch.Tensor | None = None, positions: torch.Tensor | None = None, *, tokens: int = 0
     ) -> None:
-        batches: Sequence[Batch] = (batch, *batch.others)
+        batches: Sequence[Batch] = (batch, *batch.other_groups)
         self._kept = [batch.rows, batch.query_start, batch.seq_lens, ids, positions]
         self._kept += [tensor for each in batches for tensor in (each.slots, each.tables)]
         self._groups = (Group * len(batches))(

@@ -192,7 +192,7 @@ def _finish_kernel(
     tl.store(floor_ptr + line, tl.minimum(low, top))
 
 
-def logit_floor(
+def filter_threshold(
     logits: torch.Tensor,  # [lines, vocabulary], contiguous, any float type
     rows: torch.Tensor,  # [lines]: which entries of the parameters below each line uses
     temperature: torch.Tensor,  # [rows] float32
@@ -200,7 +200,7 @@ def logit_floor(
     top_k: torch.Tensor,  # [rows] int32; 0: off
     top_p: torch.Tensor,  # [rows] float32; 1: off
 ) -> torch.Tensor:
-    """See reference.logit_floor."""
+    """See reference.filter_threshold."""
     lines, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
     terms = (logits, rows, temperature, min_p, top_k, top_p)
@@ -241,7 +241,7 @@ def logit_floor(
 
 
 # ----------------------------------------------------------------
-# What logit_floor.py knows of each line's search, and how one round narrows it.
+# What filter_threshold.py knows of each line's search, and how one round narrows it.
 #
 # Every program of a line works this out for itself from what the launch before left: the same numbers added in the same
 # order, so that all agree.

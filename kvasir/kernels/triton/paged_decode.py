@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.shared_prefixes import SharedPrefixes
+from kvasir.kernels.layout import SharedPrefixes
 from kvasir.kernels.triton.overlap import await_previous, early
 from kvasir.kernels.triton.shared_prefix import attend_prefixes, choose_tiling
 

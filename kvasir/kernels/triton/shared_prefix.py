@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.shared_prefixes import SharedPrefixes
+from kvasir.kernels.layout import SharedPrefixes
 from kvasir.kernels.triton.overlap import await_previous, early
 
 ENTRY = 8  # numbers of a tile in its list, of which five are used

@@ -215,7 +215,7 @@ def test_beams_share_their_prompt_again_after_starting_over(budget: int, thresho
 
 def test_what_graphs_take_is_told_with_results() -> None:
     core = make_core(1)
-    sample, use = core.executor.sample, GraphUse(count=3, bytes=5 << 20, put_off=2, dropped=1)
+    sample, use = core.executor.sample, GraphUse(count=3, bytes=5 << 20, deferred=2, dropped=1)
 
     def sample_by_graph() -> StepFuture:
         future = sample()
@@ -227,7 +227,7 @@ def test_what_graphs_take_is_told_with_results() -> None:
     core.add(request(0, [1, 2, 3], 2))
     run(core)
     stats = core.stats()
-    assert (stats.num_graphs, stats.graph_bytes, stats.graphs_put_off, stats.graphs_dropped) == (3, 5 << 20, 2, 1)
+    assert (stats.num_graphs, stats.graph_bytes, stats.graphs_deferred, stats.graphs_dropped) == (3, 5 << 20, 2, 1)
     assert core.snapshot().memory.graphs == 5 << 20
     core.executor.sample = sample  # type: ignore[method-assign]
     core.add(request(1, [1, 2, 3], 2))

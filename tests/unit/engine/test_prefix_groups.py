@@ -9,7 +9,7 @@ import pytest
 
 from kvasir.engine.cache import prefix_groups
 from kvasir.engine.cache.prefix_groups import Group, SharingRows, find_groups
-from kvasir.messages import MOST_GROUPS
+from kvasir.messages import MAX_PREFIX_GROUPS
 
 BLOCK = 64
 
@@ -37,7 +37,7 @@ def found(*texts: str) -> dict[str, list[int]]:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows that share a block are worth it."""
-    monkeypatch.setattr(prefix_groups, "FEWEST_SHARING", 2)
+    monkeypatch.setattr(prefix_groups, "MIN_PREFIX_GROUP_ROWS", 2)
     monkeypatch.setattr(prefix_groups, "pays", lambda sequences, tokens: sequences >= 2 and tokens >= BLOCK)
 
 
@@ -72,7 +72,9 @@ def test_all_groups_of_layers_must_agree(few: None) -> None:
 def test_no_more_groups_than_the_device_is_told_of(few: None) -> None:
     texts = [letter * (2 + i // 3) + str(n) for i, letter in enumerate("abcdefghijklmnopqrst") for n in (1, 2)]
     groups = found(*texts)
-    assert len(groups) == MOST_GROUPS and all(len(name.split()[0]) > 2 for name in groups), "those that save least"
+    assert len(groups) == MAX_PREFIX_GROUPS and all(len(name.split()[0]) > 2 for name in groups), (
+        "those that save least"
+    )
 
 
 def test_a_tree_as_deep_as_it_has_rows(few: None) -> None:

@@ -240,7 +240,7 @@ def test_reset_forgets_prefixes_only_when_idle() -> None:
 
 
 def test_plan_tells_which_rows_share_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_groups, "FEWEST_SHARING", 3)
+    monkeypatch.setattr(prefix_groups, "MIN_PREFIX_GROUP_ROWS", 3)
     monkeypatch.setattr(prefix_groups, "pays", lambda sequences, tokens: sequences >= 3 and tokens >= 4)
     scheduler = make_scheduler(budget=256, max_model_len=64)
     stem = LONG[:20]
