@@ -160,10 +160,7 @@ def run_chunks(runner: ModelRunner, queries: Int32Array) -> None:
         block_size=64,
     )
     if runner.rows.other_tables:
-        batch.other_groups = other_group_batches(
-            runner.rows, batch, torch.zeros(tokens, dtype=torch.int64), batch.slots
-        )
-    zeros = torch.zeros(tokens, dtype=torch.int64)
+        batch.other_groups = other_group_batches(runner.rows, batch, zeros, batch.slots)
     runner.model.forward(zeros, zeros, batch)
 
 
