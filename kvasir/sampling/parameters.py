@@ -86,13 +86,13 @@ class SamplingParameters(RowFeature):
     # ------------------------------------------------------------ a step
 
     def key_for(self, rows: NDArray[np.int32]) -> SamplingKey:
-        return SamplingKey(
-            filters=bool(self._filters[rows].any()), bans=bool(self._bans[rows].any()), stages=self.stages.needed(rows)
-        )
+        filters, bans = bool(self._filters[rows].any()), bool(self._bans[rows].any())
+        stages = self.stages.needed(rows)
+        return SamplingKey(filters, bans, stages) if filters or bans or stages else NO_SAMPLING_KEY
 
     def use(self, sampled: SampledLines) -> FeatureUse | None:
         key = self.key_for(sampled.rows)
-        if key == NO_SAMPLING_KEY:
+        if key is NO_SAMPLING_KEY:
             return None
         capturable = all(stage.capturable for stage in key.stages)
         return FeatureUse(key, capturable, observes=bool(key.stages))

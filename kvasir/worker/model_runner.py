@@ -17,7 +17,6 @@ from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.upload import upload
 from kvasir.messages import SampleInputs, StepPlan
 from kvasir.sampling.features import (
-    NO_COLUMNS,
     FeatureUse,
     HeadLayout,
     HeadWork,
@@ -77,7 +76,6 @@ class ModelRunner:
         settings = FeatureSettings(max_rows + 1, model.vocab_size, device, logprobs_mode)
         self.sampler = make_sampler(settings, self.rows.next_token)
         self.features = self.sampler.features
-        self._no_new_rows = tuple(NO_COLUMNS for _ in self.features)
         self.graphs: StepGraphs | None = None
         if use_graphs:
             from kvasir.worker.graphs.keys import graph_sizes
@@ -93,9 +91,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan, as_graph: bool = True) -> None:
         """Launch the forward pass, kernel by kernel if not `as_graph`."""
         key = self.graphs.forward_key(plan) if self.graphs is not None and as_graph else None
-        packed = self._no_new_rows
-        if plan.new_rows:
-            packed = tuple(feature.pack(plan.new_rows) for feature in self.features)
+        packed = tuple(feature.pack(plan.new_rows) for feature in self.features) if plan.new_rows else ()
         inputs = host_inputs(plan, packed, key, self.rows.padding).to_device(self.device)
         self._update_rows(plan, inputs)
         readers = [
