@@ -61,7 +61,7 @@ def lines_of(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.Tens
 
 
 def time_row(rows: int, kind: str, vocab: int, dtype: torch.dtype) -> list[float]:
-    """Plain draw, then the floor and the filtered draw together for each filter."""
+    """Plain draw, then the threshold and the filtered draw together for each filter."""
     logits = lines_of(kind, rows, vocab, dtype)
     own = positions = torch.arange(rows, device="cuda")
     heat = torch.ones(rows, device="cuda")
@@ -72,8 +72,8 @@ def time_row(rows: int, kind: str, vocab: int, dtype: torch.dtype) -> list[float
         top_p, min_p = torch.full((rows,), p, device="cuda"), torch.full((rows,), m, device="cuda")
 
         def both(min_p: torch.Tensor = min_p, top_k: torch.Tensor = top_k, top_p: torch.Tensor = top_p) -> None:
-            floor = filter_threshold(logits, own, heat, min_p, top_k, top_p)
-            draw(logits, own, positions, heat, seeds, next_token, floor)
+            threshold = filter_threshold(logits, own, heat, min_p, top_k, top_p)
+            draw(logits, own, positions, heat, seeds, next_token, threshold)
 
         times.append(microseconds(both))
     return times

@@ -1,4 +1,4 @@
-"""Paged attention by the CPU library: decodes and chunks in one call, shared out over sequences, heads and keys."""
+"""Paged attention by the CPU library: decodes and chunks in one call, divided over sequences, heads and keys."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Paged attention by FlashInfer: decodes through one of its wrappers, chunks through the other.
 
-A wrapper is told a step's lengths on the host (`plan`), once for all layers alike, and then runs for each of them.
+A wrapper gets a step's lengths on the host (`plan`), once for all layers of a kind, and then runs for each of them.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class _Wrappers:
 
     A step's layers may need several plans at once, and the host may plan the next step before the device has read this
     one's. So a wrapper is lent to a step until its cache is dropped, and to the next one only when the device has its
-    copy of the last plan: if none has, there will be one wrapper more, and nobody waits.
+    copy of the last plan. If none is ready, a further wrapper is made, so that nothing waits.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:

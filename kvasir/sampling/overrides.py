@@ -64,7 +64,7 @@ class SampleOverrides(RowFeature):
         )
 
     def _checked(self, given: SampleInputs) -> Int32Array:
-        """A model's vocabulary may be padded beyond that of its tokenizer: nobody allowed those tokens."""
+        """Masks of the model's whole vocabulary. It may be larger than the tokenizer's; those tokens are forbidden."""
         masks = given.masks
         assert masks.shape[1] <= self.words or not len(masks), f"masks are of {self.vocab_size} tokens at the most"
         missing = self.words - masks.shape[1]

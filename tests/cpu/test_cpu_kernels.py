@@ -334,7 +334,7 @@ def test_draw(vocab: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT], ids=str)
 @pytest.mark.parametrize(("vocab", "spread"), [(50, 2.0), (5000, 2.0), (50_000, 0.3), (50_000, 8.0)])
-def test_logit_floor(vocab: int, spread: float, dtype: torch.dtype) -> None:
+def test_filter_threshold(vocab: int, spread: float, dtype: torch.dtype) -> None:
     """Among few, among many that are nearly alike, and among many of which few count."""
     wishes = [(0.0, 5, 0.5), (0.1, 0, 1.0), (0.0, 7, 1.0), (0.0, 0, 0.8), (0.02, 20, 0.9), (0.0, 0, 1.0), (0.0, 1, 0.1)]
     min_p, top_k, top_p = (torch.tensor(column) for column in zip(*wishes, strict=True))
@@ -344,13 +344,13 @@ def test_logit_floor(vocab: int, spread: float, dtype: torch.dtype) -> None:
     logits[:7, : vocab // 2] = float("-inf")
     args = (rows, temperature, min_p, top_k.int(), top_p)
     got, wanted = ops.filter_threshold(logits, *args), reference.filter_threshold(logits, *args)
-    kept, wanted_kept = ((logits.float() >= floor[:, None]).sum(1) for floor in (got, wanted))
+    kept, wanted_kept = ((logits.float() >= threshold[:, None]).sum(1) for threshold in (got, wanted))
     assert (kept - wanted_kept).abs().max() <= 1, "a sum at the very edge may round either way"
     assert (got == wanted).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT], ids=str)
-def test_logit_floor_among_many_equals(dtype: torch.dtype) -> None:
+def test_filter_threshold_among_many_equals(dtype: torch.dtype) -> None:
     """More of one value than are ever sorted; some tokens are masked by a number, some are impossible."""
     logits = torch.randint(0, 5, (6, 40_000)).to(dtype)
     logits[:, :20] = torch.arange(10, 30)

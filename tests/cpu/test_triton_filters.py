@@ -47,7 +47,7 @@ def asking(some: list[tuple[float, int, float, float]], lines: int) -> tuple[tor
 # more than fit a list, so that a flat line is searched in several rounds, and more than a chunk
 @pytest.mark.parametrize("vocab", [50, 9000, *([151_936] if GPU else [])])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logit_floor(kind: str, vocab: int) -> None:
+def test_filter_threshold(kind: str, vocab: int) -> None:
     """Against the reference, which the sampler's tests check: each filter, and all of them."""
     some = FILTERS if GPU else FILTERS[KINDS.index(kind) :: 5]  # the interpreter takes its time
     logits = lines_of(kind, len(some), vocab)
@@ -70,10 +70,10 @@ def test_logit_floor(kind: str, vocab: int) -> None:
 @pytest.mark.parametrize("top_k", [1000, 1025, 1200, 2990])
 def test_top_p_is_a_share_of_what_a_large_top_k_left(top_k: int, find: Callable[..., torch.Tensor]) -> None:
     logits = torch.randn(1, 3000, device=DEVICE) * 2
-    floor = find(logits, *asking([(1.5, top_k, 0.8, 0.0)], 1))
+    threshold = find(logits, *asking([(1.5, top_k, 0.8, 0.0)], 1))
     best = logits[0].double().sort(descending=True).values[:top_k]
     wanted = int(((best / 1.5).softmax(0).cumsum(0) < 0.8).sum()) + 1
-    assert abs(int((logits >= floor).sum()) - wanted) <= 1
+    assert abs(int((logits >= threshold).sum()) - wanted) <= 1
 
 
 def test_a_line_is_filtered_alike_in_any_batch() -> None:

@@ -247,11 +247,11 @@ def test_draw(vocab: int, dtype: torch.dtype) -> None:
         "only a number at a token's very edge may fall on its neighbour"
     )
     assert torch.isin(next_token, got).all()
-    floor = logits.float().sort(dim=-1).values[:, -7].contiguous()  # the best seven stay
-    got = draw(logits, rows, positions, temperature, seeds, next_token, floor)
-    wanted = reference.draw(logits, rows, positions, temperature, seeds, wanted_next, floor)
+    threshold = logits.float().sort(dim=-1).values[:, -7].contiguous()  # the best seven stay
+    got = draw(logits, rows, positions, temperature, seeds, next_token, threshold)
+    wanted = reference.draw(logits, rows, positions, temperature, seeds, wanted_next, threshold)
     assert (got == wanted)[drawn].float().mean() > 0.95
-    assert (logits.gather(1, got.long()[:, None])[:, 0] >= floor).all()
+    assert (logits.gather(1, got.long()[:, None])[:, 0] >= threshold).all()
 
 
 def test_decode_inputs() -> None:

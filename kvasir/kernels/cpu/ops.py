@@ -150,7 +150,7 @@ def filter_threshold(
     top_p: torch.Tensor,
 ) -> torch.Tensor:
     logits, rows = logits.contiguous(), rows.to(torch.int64).contiguous()
-    floor = torch.empty(len(logits), dtype=torch.float32)
+    threshold = torch.empty(len(logits), dtype=torch.float32)
     sampling = Sampling(
         rows=rows.data_ptr(),
         temperature=address(temperature, torch.float32),
@@ -159,9 +159,9 @@ def filter_threshold(
         top_k=address(top_k, torch.int32),
     )
     loaded().kv_logit_floor(
-        _at(logits), logits.dtype == torch.float32, *logits.shape, ctypes.byref(sampling), _at(floor)
+        _at(logits), logits.dtype == torch.float32, *logits.shape, ctypes.byref(sampling), _at(threshold)
     )
-    return floor
+    return threshold
 
 
 def draw(
@@ -171,10 +171,10 @@ def draw(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     next_token: torch.Tensor,
-    floor: torch.Tensor | None = None,
+    threshold: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if floor is not None:
-        logits = logits.masked_fill(logits < floor[:, None], -torch.inf)
+    if threshold is not None:
+        logits = logits.masked_fill(logits < threshold[:, None], -torch.inf)
     logits, rows = logits.contiguous(), rows.to(torch.int64).contiguous()
     positions = positions.to(torch.int32).contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int32)

@@ -244,7 +244,7 @@ class Parts:
         return self.split.count.bit_length() - 1, self.split.least, self.extra
 
     def merge(self, lengths: torch.Tensor, out: torch.Tensor, shape: dict[str, Any]) -> None:
-        """Once all are there; `shape` is what `attend_part` was told."""
+        """Called when all parts are there; `shape` is what `attend_part` was given."""
         slots = self.extra + self.split.count
         if slots == 1:
             return
