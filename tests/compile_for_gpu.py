@@ -34,9 +34,14 @@ from kvasir.messages import Int32Array
 from kvasir.models import registry
 from kvasir.models.transformer import Transformer
 from kvasir.platforms.cpu_features import prepare_cpu
-from kvasir.worker.graph_shapes import HeadShape, Shape
+from kvasir.sampling.features import Uses
+from kvasir.sampling.logprobs import ScoreKey
+from kvasir.sampling.overrides import OverrideKey
+from kvasir.sampling.parameters import SamplingKey, SamplingParameters
+from kvasir.worker.graphs.keys import ForwardGraphKey, HeadGraphKey
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.model_runner import ModelRunner
+from kvasir.worker.step_inputs import other_group_batches
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 COMMON = {
@@ -63,8 +68,8 @@ MIXTRAL = COMMON | {
     **{"hidden_size": 1024, "intermediate_size": 2048, "head_dim": 128, "num_local_experts": 8},
     **{"num_experts_per_tok": 2, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": False},
 }
-LONE, DECODES, SHARING = Shape(1, 1, 512), Shape(64, 64, 2048), Shape(256, 256, 1 << 30, shares=True)
-MIXED = Shape(512, 128, 1 << 30)
+LONE, DECODES = ForwardGraphKey(1, 1, 512), ForwardGraphKey(64, 64, 2048)
+SHARING, MIXED = ForwardGraphKey(256, 256, 1 << 30, shares=True), ForwardGraphKey(512, 128, 1 << 30)
 # Steps above all graphs, whose sizes and places in memory 16 divides or not.
 CHUNKS = [
     [1, 100, 412],
@@ -111,26 +116,38 @@ def make_runner(hf: dict[str, Any], kv_dtype: torch.dtype) -> ModelRunner:
     return ModelRunner(model, kv, 256, 4096, CPU, use_graphs=True)
 
 
-def run_steps(hf: dict[str, Any], shapes: list[Shape], kv_dtype: torch.dtype = BF16, everything: bool = False) -> None:
+def run_steps(
+    hf: dict[str, Any], keys: list[ForwardGraphKey], kv_dtype: torch.dtype = BF16, everything: bool = False
+) -> None:
     runner = make_runner(hf, kv_dtype)
     graphs = runner.graphs
     assert graphs is not None
-    for shape in shapes:
-        graphs._clear_inputs(shape)
-        rows = 8 if shape.is_mixed else shape.rows
-        head = HeadShape(shape, rows)
-        if everything:
-            stages = tuple(stage for stage in runner.sampling.stages._stages if stage.capturable)
-            head = HeadShape(shape, rows, filters=True, bans=True, stages=stages, scored=1, likeliest=5)
-        graphs._head(graphs._forward(shape, runner.model), head)
+    for key in keys:
+        graphs.buffers.clear(key)
+        rows = 8 if key.is_mixed else key.rows
+        head = HeadGraphKey(key, rows, all_uses(runner) if everything else ())
+        graphs._head(graphs._forward(key, runner.model), head)
     for queries in CHUNKS:
         run_chunks(runner, np.array(queries, np.int32))
+
+
+def all_uses(runner: ModelRunner) -> Uses:
+    """All that a head graph can do. No table has been filled yet."""
+    parameters, overrides, scores, _ = runner.features
+    assert isinstance(parameters, SamplingParameters)
+    stages = tuple(stage for stage in parameters.stages._stages if stage.capturable)
+    return (
+        (parameters, SamplingKey(filters=True, bans=True, stages=stages)),
+        (overrides, OverrideKey(masks=True, forces=True)),
+        (scores, ScoreKey(lines=1, likeliest=5, named=False)),
+    )
 
 
 def run_chunks(runner: ModelRunner, queries: Int32Array) -> None:
     """A step above all graphs; those of one token are decodes."""
     tokens, decodes, count = int(queries.sum()), int((queries == 1).sum()), len(queries)
     lengths = queries + np.arange(count, dtype=np.int32) * 100
+    zeros = torch.zeros(tokens, dtype=torch.int64)
     batch = AttentionBatch(
         slots=torch.zeros(tokens, dtype=torch.int64),
         query_start=torch.from_numpy(np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)),
@@ -143,8 +160,7 @@ def run_chunks(runner: ModelRunner, queries: Int32Array) -> None:
         block_size=64,
     )
     if runner.rows.other_tables:
-        batch.others = runner.rows.batches_of_others(batch, torch.zeros(tokens, dtype=torch.int64), batch.slots)
-    zeros = torch.zeros(tokens, dtype=torch.int64)
+        batch.other_groups = other_group_batches(runner.rows, batch, zeros, batch.slots)
     runner.model.forward(zeros, zeros, batch)
 
 
@@ -161,11 +177,11 @@ def main() -> int:
     pretend()
     wanted: dict[tuple[Any, str], str] = {}
 
-    def put_off(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+    def skip(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         wanted[fn.jit_function, compile["key"]] = compile["specialization_data"]
         return True
 
-    knobs.runtime.jit_cache_hook = put_off
+    knobs.runtime.jit_cache_hook = skip
     with _Zeros(), torch.inference_mode():
         run_steps(QWEN3, [LONE, DECODES, SHARING, MIXED], everything=True)
         run_steps(GEMMA2, [DECODES, MIXED], torch.float8_e4m3fn)

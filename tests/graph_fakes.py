@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from kvasir.kernels.triton import paged_mixed
-from kvasir.worker.graph_memory import GraphMemory
-from kvasir.worker.graph_pool import Captured
+from kvasir.worker.graphs.pool import Captured, GraphMemory
 
 if not torch.cuda.is_available():
     paged_mixed.PROGRAMS = 8  # the interpreter takes one after another, and most would find nothing to do

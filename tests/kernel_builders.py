@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvasir.kernels.shared_prefixes import SharedPrefixes
+from kvasir.kernels.layout import SharedPrefixes
 from kvasir.kernels.triton import paged_mixed
 
 GPU = torch.cuda.is_available()

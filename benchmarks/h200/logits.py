@@ -104,8 +104,8 @@ def _watching(runner: Any) -> Iterator[Logits]:
                 found[prompt_of[row], seen] = line
         return values
 
-    def sample(running: Any, lines: Any) -> Any:
-        return runner._sample_eagerly(running, lines, runner.sampling.needs(running.plan.rows[lines], False))
+    def sample(running: Any, sampled: Any, outputs: Any) -> None:
+        runner._sample_eagerly(running, sampled, [], outputs)
 
     runner.execute, runner.model.logits, runner._sample = watched_execute, watched_logits, sample
     try:

@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # run it from a checkout without installing
 
 from kvasir.kernels.triton.draw import draw
-from kvasir.kernels.triton.filter_threshold import logit_floor
+from kvasir.kernels.triton.filter_threshold import filter_threshold
 
 FILTERS = {  # top-k, top-p, min-p
     "top-p 0.95": (0, 0.95, 0.0),
@@ -61,7 +61,7 @@ def lines_of(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.Tens
 
 
 def time_row(rows: int, kind: str, vocab: int, dtype: torch.dtype) -> list[float]:
-    """Plain draw, then the floor and the filtered draw together for each filter."""
+    """Plain draw, then the threshold and the filtered draw together for each filter."""
     logits = lines_of(kind, rows, vocab, dtype)
     own = positions = torch.arange(rows, device="cuda")
     heat = torch.ones(rows, device="cuda")
@@ -72,8 +72,8 @@ def time_row(rows: int, kind: str, vocab: int, dtype: torch.dtype) -> list[float
         top_p, min_p = torch.full((rows,), p, device="cuda"), torch.full((rows,), m, device="cuda")
 
         def both(min_p: torch.Tensor = min_p, top_k: torch.Tensor = top_k, top_p: torch.Tensor = top_p) -> None:
-            floor = logit_floor(logits, own, heat, min_p, top_k, top_p)
-            draw(logits, own, positions, heat, seeds, next_token, floor)
+            threshold = filter_threshold(logits, own, heat, min_p, top_k, top_p)
+            draw(logits, own, positions, heat, seeds, next_token, threshold)
 
         times.append(microseconds(both))
     return times

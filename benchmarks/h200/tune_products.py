@@ -28,7 +28,7 @@ from product_shapes import KNOWN, Product, parse, products_of  # noqa: E402
 
 from kvasir.kernels.triton import add_rms_norm, gemv, linear_parts, tuned  # noqa: E402
 from kvasir.kernels.triton.linear import COUNTS, tile_linear  # noqa: E402
-from kvasir.kernels.triton.precompile import rehearsal  # noqa: E402
+from kvasir.kernels.triton.precompile import precompile  # noqa: E402
 
 # Rows of the matrix per program, columns per step, warps.
 GEMV = [(1, 512, 1), (1, 1024, 2), (1, 1024, 4), (1, 2048, 4), (2, 512, 2), (2, 1024, 2), (2, 1024, 4), (2, 2048, 4)]
@@ -146,7 +146,7 @@ def times_of(
     run: Callable[[list[int]], Run], candidates: list[tuple[int, ...]], weights: list[torch.Tensor]
 ) -> dict[tuple[int, ...], float]:
     times = {}
-    with suppress(OutOfResources), rehearsal():
+    with suppress(OutOfResources), precompile():
         for blocks in candidates:
             run(list(blocks))(weights[0])
     for blocks in candidates:

@@ -1,6 +1,6 @@
-"""The attention interface: what a step tells a backend, and what a backend must do.
+"""The attention interface: the batch that a backend gets, and what a backend must do.
 
-The step's own keys and values are in the paged cache already when a backend is asked (see kernels.rope_store).
+The step's own keys and values are already in the paged cache when a backend is called (see kernels.rope_store).
 A backend never sees requests.
 """
 
@@ -14,44 +14,44 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvasir.kernels.shared_prefixes import SharedPrefixes
-from kvasir.kernels.tiles import Tiles
+from kvasir.kernels.layout import SharedPrefixes, Tiles
 
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """One step's layout. Tensors live on the device; numpy arrays are host bounds for grids and shapes.
+    """The layout of one step. Tensors are on the device; numpy arrays are host bounds for grids and shapes.
 
-    Sequences stand in plan order: `num_decodes` of one query token each, then the longer chunks.
+    Sequences stand in the plan's order: `num_decodes` with one query token each, then the longer chunks. Worker code
+    builds batches only in worker/step_inputs.py.
     """
 
     slots: torch.Tensor  # [tokens] int64: block * block_size + offset, where each token's K/V goes
     query_start: torch.Tensor  # [sequences + 1] int32
     seq_lens: torch.Tensor  # [sequences] int32, true lengths after this step
     tables: torch.Tensor  # [rows, max_blocks] int32: the block tables of all rows ...
-    rows: torch.Tensor  # [sequences] int64: ... and which one is whose
+    rows: torch.Tensor  # [sequences] int64: ... and the row of each sequence
     num_decodes: int
     query_lens: NDArray[np.int32]  # [sequences], exact
     seq_bounds: NDArray[np.int32]  # [sequences], upper bounds of seq_lens; exact for chunks
     block_size: int
     causal: bool = True
-    # Of sequences of one token, those that begin with the same blocks, where reading these once pays; None: none do.
+    # Groups of decodes that begin with the same blocks, where reading those once is faster; None: there are none.
     shared: SharedPrefixes | None = None
-    own_bound: int | None = None  # no sequence of one token has more that it does not share; None: see seq_bounds
-    # [sequences] int32: those of one token, the longest first, where it pays to begin with them; None: as they stand.
+    own_bound: int | None = None  # upper bound of a decode's tokens outside its shared prefix; None: see seq_bounds
+    # [sequences] int32: decodes by length, the longest first, where starting with those is faster; None: as they stand.
     order: torch.Tensor | None = None
-    # Set where only the device knows which sequences run one token: num_decodes and query_lens then say nothing.
+    # Set where only the device knows which sequences are decodes; num_decodes and query_lens then have no meaning.
     tiles: Tiles | None = None
-    # The step of the other groups of layers, whose blocks are others.
-    others: tuple[AttentionBatch, ...] = ()
-    # What a backend worked out for this step in one layer and uses again in the others.
-    notes: dict[Hashable, Any] = field(default_factory=dict)
+    # The same step for the other groups of layers, which have their own blocks.
+    other_groups: tuple[AttentionBatch, ...] = ()
+    # Values that a backend computes in the first layer of a step and uses again in the others.
+    step_cache: dict[Hashable, Any] = field(default_factory=dict)
 
     def of_group(self, group: int) -> AttentionBatch:
-        return self.others[group - 1] if group else self
+        return self.other_groups[group - 1] if group else self
 
     def last_tokens(self) -> LastTokens:
-        """Each sequence's last token alone."""
+        """The batch of each sequence's last token alone."""
         count = len(self.query_lens)
         tokens = self.query_start[1:].long() - 1
         batch = replace(
@@ -60,39 +60,39 @@ class AttentionBatch:
             query_start=torch.arange(count + 1, dtype=torch.int32, device=tokens.device),
             num_decodes=count,
             query_lens=np.ones(count, np.int32),
-            others=tuple(other.last_tokens().batch for other in self.others),
-            own_bound=None,  # of chunks it was not told
+            other_groups=tuple(other.last_tokens().batch for other in self.other_groups),
+            own_bound=None,  # it was a bound of decodes, and now chunks are decodes too
             order=None,
-            notes={},
+            step_cache={},
         )
         return LastTokens(tokens, batch)
 
     def block_tables(self) -> torch.Tensor:
         """[sequences, blocks]: each sequence's own table, wide enough for the longest."""
-        if "block tables" not in self.notes:
+        if "block tables" not in self.step_cache:
             width = -(-int(self.seq_bounds.max()) // self.block_size)
-            self.notes["block tables"] = self.tables[:, :width].index_select(0, self.rows)
-        tables: torch.Tensor = self.notes["block tables"]
+            self.step_cache["block tables"] = self.tables[:, :width].index_select(0, self.rows)
+        tables: torch.Tensor = self.step_cache["block tables"]
         return tables
 
 
 @dataclass(slots=True)
 class LastTokens:
-    """What is left of a step where only each sequence's last token is asked for."""
+    """A step reduced to each sequence's last token."""
 
     tokens: torch.Tensor  # [sequences] int64: which of the step's tokens they are
     batch: AttentionBatch
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Of [tokens, ...], the lines of those tokens."""
+        """The lines of those tokens in x [tokens, ...]."""
         return x[self.tokens]
 
 
 class AttentionBackend(Protocol):
     """Paged attention of one layer. `kv_cache` is [blocks, 2, block_size, kv_heads, head_dim], any strides."""
 
-    # Whether its steps may become CUDA graphs: what it launches depends on nothing but a batch's shapes and bounds, and
-    # it knows what to do with `tiles`.
+    # Whether its steps may become CUDA graphs: its launches depend only on a batch's shapes and bounds, and it handles
+    # `tiles`.
     capturable: bool
 
     def forward(

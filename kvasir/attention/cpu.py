@@ -1,4 +1,4 @@
-"""Paged attention by the CPU library: decodes and chunks in one call, shared out over sequences, heads and keys."""
+"""Paged attention by the CPU library: decodes and chunks in one call, divided over sequences, heads and keys."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class CpuAttention:
             scale=scale,
             softcap=softcap or 0.0,
         )
-        if "cpu step" not in batch.notes:
-            batch.notes["cpu step"] = StepView(batch)
-        step: StepView = batch.notes["cpu step"]
+        if "cpu step" not in batch.step_cache:
+            batch.step_cache["cpu step"] = StepView(batch)
+        step: StepView = batch.step_cache["cpu step"]
         loaded().kv_attention(
             ctypes.byref(layer),
             ctypes.byref(step.struct),

@@ -38,9 +38,9 @@ class FlashAttention:
         softcap: float | None = None,
     ) -> torch.Tensor:
         assert batch.causal and batch.tiles is None, "FlashAttention runs causal steps that the host has laid out"
-        if "flash_attn" not in batch.notes:
-            batch.notes["flash_attn"] = _Step.of(batch)
-        step: _Step = batch.notes["flash_attn"]
+        if "flash_attn" not in batch.step_cache:
+            batch.step_cache["flash_attn"] = _Step.of(batch)
+        step: _Step = batch.step_cache["flash_attn"]
         keys, values = kv_cache[:, 0], kv_cache[:, 1]  # [blocks, block_size, kv_heads, head_dim], not copied
         found = self._attend(
             query,

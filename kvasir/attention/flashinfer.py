@@ -1,6 +1,6 @@
 """Paged attention by FlashInfer: decodes through one of its wrappers, chunks through the other.
 
-A wrapper is told a step's lengths on the host (`plan`), once for all layers alike, and then runs for each of them.
+A wrapper gets a step's lengths on the host (`plan`), once for all layers of a kind, and then runs for each of them.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class FlashInferAttention:
 
     def _planned(self, batch: AttentionBatch, layer: _Layer, plan: Callable[[AttentionBatch, _Layer], _Lent]) -> Any:
         note = (plan.__name__, layer)
-        if note not in batch.notes:
-            batch.notes[note] = plan(batch, layer)
-        lent: _Lent = batch.notes[note]
+        if note not in batch.step_cache:
+            batch.step_cache[note] = plan(batch, layer)
+        lent: _Lent = batch.step_cache[note]
         return lent.wrapper
 
     def _plan_decodes(self, batch: AttentionBatch, layer: _Layer) -> _Lent:
@@ -132,7 +132,7 @@ def _pages(batch: AttentionBatch, begin: int, end: int) -> _Pages:
     `seq_lens` on the device, past the wrappers' planning, or such a step be planned when its lengths are known.
     """
     note = ("flashinfer pages", begin)
-    if note not in batch.notes:
+    if note not in batch.step_cache:
         bounds, block_size, tables = batch.seq_bounds[begin:end], batch.block_size, batch.block_tables()
         counts = -(-bounds // block_size)
         start, width = _starts(counts), tables.shape[1]
@@ -140,8 +140,8 @@ def _pages(batch: AttentionBatch, begin: int, end: int) -> _Pages:
         (place,) = upload([np.repeat(np.arange(begin, end, dtype=np.int32), counts) * width + column], tables.device)
         indices = tables.view(-1).index_select(0, place)
         last_len = bounds - (counts - 1) * block_size
-        batch.notes[note] = _Pages(_on_host(start, batch), indices, _on_host(last_len, batch))
-    pages: _Pages = batch.notes[note]
+        batch.step_cache[note] = _Pages(_on_host(start, batch), indices, _on_host(last_len, batch))
+    pages: _Pages = batch.step_cache[note]
     return pages
 
 
@@ -176,8 +176,8 @@ class _Wrappers:
     """Wrappers to plan with. Each holds one plan, in buffers of its own on the host and on the device.
 
     A step's layers may need several plans at once, and the host may plan the next step before the device has read this
-    one's. So a wrapper is lent to a step until its notes are dropped, and to the next one only when the device has its
-    copy of the last plan: if none has, there will be one wrapper more, and nobody waits.
+    one's. So a wrapper is lent to a step until its cache is dropped, and to the next one only when the device has its
+    copy of the last plan. If none is ready, a further wrapper is made, so that nothing waits.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""Attention backends by name. Worker process; which name `auto` means is the platform's to say."""
+"""Attention backends by name. Worker process; the platform decides which name `auto` stands for."""
 
 from __future__ import annotations
 

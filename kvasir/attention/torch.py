@@ -97,9 +97,9 @@ def _decode_groups(batch: AttentionBatch, kv_cache: torch.Tensor) -> list[_Decod
     _, _, block_size, kv_heads, head_dim = kv_cache.shape
     page_bytes = block_size * kv_heads * head_dim * kv_cache.element_size()
     note = ("torch decodes", page_bytes)
-    if note not in batch.notes:
-        batch.notes[note] = _group_decodes(batch, page_bytes) if batch.num_decodes else []
-    groups: list[_DecodeGroup] = batch.notes[note]
+    if note not in batch.step_cache:
+        batch.step_cache[note] = _group_decodes(batch, page_bytes) if batch.num_decodes else []
+    groups: list[_DecodeGroup] = batch.step_cache[note]
     return groups
 
 

@@ -1,7 +1,7 @@
 """Paged attention by Triton kernels. Lengths are read on the device.
 
-Steps of single tokens have a launch, mixed steps of fixed size one for both kinds. Above those sizes chunks have a
-launch of their own: nearly all the time is theirs, and their best kernel is not one that knows single tokens.
+A step of decodes is one launch, and so is a mixed step that runs as a graph. In larger mixed steps chunks have their
+own launch: they take nearly all the time, and the best kernel for them does not handle single tokens.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.attention.base import AttentionBatch
-from kvasir.kernels.tiles import Tiles, find_tiles
+from kvasir.kernels.layout import Tiles, find_tiles
 from kvasir.kernels.triton.paged_decode import Workspace, paged_decode, reads_prefixes
 from kvasir.kernels.triton.paged_mixed import paged_mixed
 from kvasir.kernels.triton.paged_prefill import paged_prefill
 
-ROOM = 32  # times as much as chunks fill, a grid may have; estimated, not measured
+ROOM = 32  # a grid may have this many times the programs that chunks need; estimated, not measured
 
 
 class TritonAttention:
@@ -65,22 +65,22 @@ class TritonAttention:
 
 
 def _longest(batch: AttentionBatch, is_read_apart: bool) -> int:
-    """No sequence of one token has more to read, what it shares not counted if that is read apart."""
+    """Upper bound of the tokens that a decode reads, without its shared prefix if that is read apart."""
     if batch.own_bound is not None and (batch.shared is None or is_read_apart):
         return batch.own_bound
     return int(batch.seq_bounds[: len(batch.rows) if batch.tiles is not None else batch.num_decodes].max(initial=0))
 
 
 def _differ_much(query_lens: NDArray[np.int32]) -> bool:
-    """Whether nearly all of a grid with room for the longest chunk, for every chunk, would be empty: each place in it
-    costs a program or a look, so that a long prompt among hundreds of short ones would cost more than it is."""
+    """Whether a grid that has room for the longest chunk in every sequence would be nearly empty. Each place costs a
+    program or a check, so a long prompt among hundreds of short ones would cost too much."""
     return len(query_lens) * int(query_lens.max(initial=0)) > ROOM * int(query_lens.sum())
 
 
 def _list_tiles(batch: AttentionBatch) -> Tiles:
-    """Listed once per step."""
-    if "tiles" not in batch.notes:
+    """The tiles of the batch's chunks, listed once per step."""
+    if "tiles" not in batch.step_cache:
         counts = batch.query_start[1:] - batch.query_start[:-1]
-        batch.notes["tiles"] = find_tiles(counts, batch.seq_lens, int(batch.query_lens.sum()))
-    tiles: Tiles = batch.notes["tiles"]
+        batch.step_cache["tiles"] = find_tiles(counts, batch.seq_lens, int(batch.query_lens.sum()))
+    tiles: Tiles = batch.step_cache["tiles"]
     return tiles

@@ -32,6 +32,7 @@ __all__ = [
     "copy_blocks",
     "count_tokens",
     "draw",
+    "filter_threshold",
     "fused_linear",
     "fuses_one_row",
     "gated_activation",
@@ -39,13 +40,12 @@ __all__ = [
     "is_fit",
     "linear",
     "linear_parts",
-    "logit_floor",
     "mask_logits",
     "pack_weight",
     "penalize",
+    "precompile",
     "push_tokens",
     "reference_only",
-    "rehearsal",
     "rms_norm",
     "rope_store",
     "rotary",
@@ -55,7 +55,7 @@ __all__ = [
 
 @cache
 def _fast() -> Any:
-    """The versions for GPUs. Imported on first use: Triton costs half a second, and few processes have a GPU."""
+    """The versions for GPUs, imported on first use: Triton takes half a second, and few processes have a GPU."""
     if find_spec("triton") is None:
         logger.warning("Triton is not installed: the GPU runs plain torch operations, which is much slower.")
         return reference
@@ -69,11 +69,11 @@ def are_compiled(device: torch.device) -> bool:
     return device.type == "cuda" and _fast() is not reference
 
 
-def rehearsal() -> AbstractContextManager[None]:
-    """See triton.rehearsal; for a device whose kernels `are_compiled`."""
-    from kvasir.kernels.triton.precompile import rehearsal
+def precompile() -> AbstractContextManager[None]:
+    """See triton/precompile.py; for a device whose kernels `are_compiled`."""
+    from kvasir.kernels.triton.precompile import precompile
 
-    return rehearsal()
+    return precompile()
 
 
 _reference_only = False
@@ -81,7 +81,7 @@ _reference_only = False
 
 @contextmanager
 def reference_only() -> Iterator[None]:
-    """Run the plain versions everywhere, to check the others against them."""
+    """Run the reference versions on every device, to check the others against them."""
     global _reference_only
     before, _reference_only = _reference_only, True
     try:
@@ -140,10 +140,10 @@ def step_inputs(rows: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     return inputs
 
 
-def logit_floor(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
-    """See reference.logit_floor."""
-    floor: torch.Tensor = _any_version_for(logits, torch.float32).logit_floor(logits, *args)
-    return floor
+def filter_threshold(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
+    """See reference.filter_threshold."""
+    threshold: torch.Tensor = _any_version_for(logits, torch.float32).filter_threshold(logits, *args)
+    return threshold
 
 
 def penalize(logits: torch.Tensor, *args: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What each operation means, in plain torch, on any device.
+"""The definition of each operation in plain torch, for any device.
 
 Roundings are those of transformers, so that bfloat16 results stay as near to it as the order of sums allows.
 """
@@ -17,7 +17,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-ANY_TOKEN = -1  # where a token is compared: every one will do
+ANY_TOKEN = -1  # matches every token where tokens are compared
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -117,7 +117,7 @@ def rope_store(
     k_scale: float = 1.0,  # see store_kv
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """What stands between the qkv product and attention. Returns the queries [tokens, heads, head_dim]; the keys and
+    """All between the qkv product and attention. Returns the queries [tokens, heads, head_dim]; the keys and
     values are in the cache afterwards."""
     kv_heads, head_dim = kv_cache.shape[3:]
     query, key, value = qkv.view(len(qkv), -1, head_dim).split((heads, kv_heads, kv_heads), dim=1)
@@ -155,7 +155,7 @@ def step_inputs(
 
 
 def _asking(rows: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which lines ask, and their slots. On a GPU this waits for the device to learn how many those are."""
+    """The lines that ask, and their slots. On a GPU this waits for the device, which counts them."""
     held = slots[rows]
     lines = (held >= 0).nonzero().squeeze(1)
     return lines, held[lines].long()
@@ -243,7 +243,7 @@ def push_tokens(
     recent[own] = torch.cat([recent[own, 1:], tokens[lines, None]], dim=1)
 
 
-def logit_floor(
+def filter_threshold(
     logits: torch.Tensor,  # [lines, vocabulary], any float type
     rows: torch.Tensor,  # [lines]: which entries of the parameters below each line uses
     temperature: torch.Tensor,  # [rows] float32
@@ -261,21 +261,21 @@ def logit_floor(
     weights = torch.where(scaled >= least, torch.exp(scaled - best), 0.0)
     limit = torch.where(top_k > 0, top_k, vocab)
     count = min(vocab, 1024)
-    while True:  # the likeliest few nearly always tell; a flat line wants more of them
+    while True:  # the likeliest tokens nearly always suffice; a flat distribution needs more of them
         ordered, places = scaled.topk(count, dim=-1)
         kept = (ordered >= least) & (torch.arange(count, device=logits.device) < limit)
         mass = weights.gather(1, places) * kept
         total = torch.where(limit <= count, mass.sum(dim=-1, keepdim=True), weights.sum(dim=-1, keepdim=True))
         inside = kept & ((mass.cumsum(dim=-1) - mass < top_p * total) | (top_p >= 1))  # a sum may reach 1 by rounding
-        # told once something among them is dropped, or nothing is left; a share needs to know what it is a share of
+        # known once one of them is dropped, or all are kept; top-p also needs the total mass
         known = ~inside[:, -1:] & ((limit <= count) | (limit >= vocab) | (top_p >= 1))
         if count == vocab or bool((known | (heat == 0)).all()):
             break
         count = min(vocab, 8 * count)
     last = inside.sum(dim=-1, keepdim=True).clamp(min=1) - 1  # those inside stand first
-    floor = logits.gather(1, places.gather(1, last)).float().squeeze(1)
+    threshold = logits.gather(1, places.gather(1, last)).float().squeeze(1)
     on = (heat > 0) & ((min_p > 0) | (top_k > 0) | (top_p < 1))
-    return torch.where(on[:, 0], floor, -torch.inf)
+    return torch.where(on[:, 0], threshold, -torch.inf)
 
 
 def draw(
@@ -285,19 +285,19 @@ def draw(
     temperature: torch.Tensor,  # [rows] float32; 0: the best token
     seeds: torch.Tensor,  # [rows] int32
     next_token: torch.Tensor,  # [rows] int32: the token is written here too
-    floor: torch.Tensor | None = None,  # [lines] float32: the lowest logit that each line keeps
+    threshold: torch.Tensor | None = None,  # [lines] float32: the lowest logit that each line keeps
 ) -> torch.Tensor:
     """One token per line, [lines] int32: the best, or where the running sum of probabilities first exceeds a number
     that depends on the row's seed and the position alone."""
-    if floor is not None:
-        logits = logits.masked_fill(logits < floor[:, None], -torch.inf)
+    if threshold is not None:
+        logits = logits.masked_fill(logits < threshold[:, None], -torch.inf)
     heat = temperature[rows]
     best = logits.argmax(dim=-1)
     scaled = logits.float() / torch.where(heat > 0, heat, 1.0)[:, None]
     sums = torch.exp(scaled - scaled.max(dim=-1, keepdim=True).values).cumsum(dim=-1)
     goal = (uniform(seeds[rows].long() & MASK, positions.long()) * sums[:, -1].double()).to(sums.dtype)
     drawn = torch.searchsorted(sums, goal[:, None], right=True).squeeze(1)
-    # rounding may put the goal at the very end, past every token
+    # rounding may put the goal past the last token
     tokens = torch.where((heat > 0) & (drawn < logits.shape[-1]), drawn, best).to(torch.int32)
     next_token[rows] = tokens
     return tokens
@@ -310,7 +310,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """x [rows, in] times each group's own matrix, weight [groups, out, in]; group g has the rows starts[g] up to
-    starts[g + 1]. This version waits for the device to learn how many those are."""
+    starts[g + 1]. This version waits for the device, which has the starts."""
     out = x.new_empty(len(x), weight.shape[1])
     bounds = starts.tolist()
     for matrix, begin, end in zip(weight, bounds, bounds[1:], strict=False):

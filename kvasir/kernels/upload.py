@@ -1,4 +1,4 @@
-"""Small host arrays to the device without waiting: many in one copy."""
+"""Copies many small host arrays to the device at once, without waiting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 def upload(arrays: Sequence[NDArray[np.int32]], device: torch.device) -> list[torch.Tensor]:
     """The arrays on the device, flat, as views of one buffer that travels in one copy."""
     if device.type == "cpu":
-        return [torch.from_numpy(array.reshape(-1).astype(np.int32)) for array in arrays]  # copies: hosts reuse theirs
+        # copies, because the caller may reuse its arrays
+        return [torch.from_numpy(array.reshape(-1).astype(np.int32)) for array in arrays]
     sizes = [array.size for array in arrays]
     # pinned memory comes from torch's caching allocator, which reuses it only after the copy has been made
     packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -1,8 +1,9 @@
-"""Log-probabilities of sampled tokens and of prompt tokens, on the device. Nothing here waits for it."""
+"""Log-probabilities of sampled tokens and of prompt tokens: two features. Nothing here waits for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,21 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.kernels.upload import upload
-from kvasir.messages import Extras, NewRow, Part, StepPlan
-from kvasir.sampling.stages import SampledRows, Stage, Stages, padded, room_for
+from kvasir.messages import LOGPROBS, PROMPT_LOGPROBS, Extras, Int32Array, NewRow, Part, StepPlan
+from kvasir.sampling.features import (
+    Drawn,
+    FeatureUse,
+    Head,
+    HeadLayout,
+    HiddenReader,
+    RowFeature,
+    SampledLines,
+    SampledRows,
+)
+from kvasir.sampling.stages import Stage, Stages, padded, room_for
 
 UNNAMED = -1
+LIKELIEST = (0, 1, 2, 5, 10, 20, 32)  # numbers of tokens that graphs score; more are scored without a graph
 
 
 @dataclass(slots=True)
@@ -32,7 +44,7 @@ def top_logprobs(
 ) -> TopLogprobs:
     """Of logits [lines, vocab]: the tokens' own log-probabilities and ranks, and those of the top `count`.
 
-    `named` [lines, n] int32: tokens asked for in place of the likeliest; UNNAMED where none is.
+    `named` [lines, n] int32: tokens to score in place of the likeliest; UNNAMED where there is none.
     """
     logits, tokens = logits.float(), tokens.long()
     count = min(count, logits.shape[-1])
@@ -80,31 +92,83 @@ class NamedTokens(Stage):
         return self.ids[slots.clamp(min=0)].masked_fill((slots < 0)[:, None], UNNAMED)
 
 
-class TokenScores:
+@dataclass(slots=True, frozen=True)
+class ScoreKey:
+    lines: int  # that get log-probabilities; in a graph padding included
+    likeliest: int  # tokens scored beside the one taken
+    named: bool  # some of the rows name tokens to score
+
+
+@dataclass(slots=True, kw_only=True)
+class ScoreUse(FeatureUse):
+    index: Int32Array  # which of the lines that sample
+    plan_lines: Int32Array  # the same as lines of the plan
+
+    def inputs(self, key: ScoreKey, layout: HeadLayout) -> tuple[Int32Array, ...]:
+        places = layout.places(self.index)
+        return (np.pad(places, (0, key.lines - len(places))),)
+
+    def part(self, arrays: Sequence[NDArray[Any]]) -> Part:
+        ids, values, ranks = arrays
+        if not self.key.named:  # a graph scores a few more than anybody wants; rows that name tokens know their number
+            ids, values = (each[:, : 1 + self.key.likeliest] for each in (ids, values))
+        return Part(self.plan_lines, {"token_ids": ids, "ranks": ranks}, {"values": values})
+
+
+class TokenScores(RowFeature):
     """Log-probabilities of sampled tokens, of the kind the engine was asked for."""
+
+    part_name = LOGPROBS
 
     def __init__(self, mode: str, max_rows: int, device: torch.device) -> None:
         self.is_raw = mode.startswith("raw")
         self.as_logits = mode.endswith("logits")
         self.named = NamedTokens(max_rows, device)
-        self._rows = Stages([self.named])
+        self._named_rows = Stages([self.named])
+        self._counts = np.full(max_rows, -1, np.int32)  # by row: likeliest tokens wanted; -1: no scores
+        self._lines = torch.zeros(max_rows, dtype=torch.int32, device=device)  # for graphs
 
-    def open(self, new_rows: list[NewRow]) -> None:
-        self._rows.open(new_rows)
+    def open(self, new_rows: list[NewRow], rows: torch.Tensor, packed: torch.Tensor) -> None:
+        for new in new_rows:
+            self._counts[new.row] = -1 if new.sampling.logprobs is None else new.sampling.logprobs
+        self._named_rows.open(new_rows)
 
-    def score(
-        self,
-        raw: torch.Tensor,  # [n, vocabulary]
-        processed: Callable[[], torch.Tensor],
-        tokens: torch.Tensor,  # [n]
-        rows: torch.Tensor,  # [n]
-        lines: torch.Tensor,  # [m] int32: which of them to score
-        count: int,  # likeliest tokens wanted
-        named: bool,  # whether some line's row names tokens
-    ) -> TopLogprobs:
-        logits = raw if self.is_raw else processed()
-        names = self.named.of(rows[lines]) if named else None
-        return top_logprobs(logits[lines], tokens[lines], count, names, self.as_logits)
+    def use(self, sampled: SampledLines) -> FeatureUse | None:
+        if not sampled.plan.wants_logprobs:
+            return None
+        counts = self._counts[sampled.rows]
+        index = np.flatnonzero(counts >= 0).astype(np.int32)
+        if not len(index):
+            return None
+        likeliest = int(counts.max())
+        key = ScoreKey(len(index), likeliest, self.named.holds_any(sampled.rows[index]))
+        return ScoreUse(
+            key,
+            capturable=likeliest <= LIKELIEST[-1],
+            num_entries=len(index),
+            index=index,
+            plan_lines=sampled.lines[index],
+        )
+
+    def outputs(self, key: ScoreKey, drawn: Drawn, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        (lines,) = inputs
+        logits = drawn.raw if self.is_raw else drawn.processed()
+        names = self.named.of(drawn.step.rows[lines]) if key.named else None
+        found = top_logprobs(logits[lines], drawn.tokens[lines], key.likeliest, names, self.as_logits)
+        return tuple(found.tensors())
+
+    def graph_key(self, key: ScoreKey, size: int) -> ScoreKey:
+        lines = min(size, 1 << (key.lines - 1).bit_length())
+        return ScoreKey(lines, LIKELIEST[bisect_left(LIKELIEST, key.likeliest)], key.named)
+
+    def versions(self, key: ScoreKey) -> tuple[int, ...]:
+        return (self.named.version,) if key.named else ()
+
+    def buffers(self, key: ScoreKey, size: int) -> tuple[torch.Tensor, ...]:
+        return (self._lines[: key.lines],)
+
+    def labels(self, key: ScoreKey) -> tuple[str, ...]:
+        return ("scores",)
 
 
 @dataclass(slots=True)
@@ -112,22 +176,24 @@ class Chunk:
     """A stretch of a prompt whose tokens get their log-probabilities in this step."""
 
     line: int  # of the plan
-    first: int  # of the step's tokens, the one that predicts the first of the stretch
-    start: int  # position of the first of the stretch
+    first: int  # the step's token that predicts the first token of the stretch
+    start: int  # position of the first token of the stretch
     targets: NDArray[np.int32]
     count: int  # likeliest tokens wanted
 
 
-class PromptScores:
+class PromptScores(RowFeature):
     """Log-probabilities of prompt tokens, computed with the steps that compute the prompt."""
 
-    def __init__(self, most_lines: int, as_logits: bool, device: torch.device) -> None:
-        self.most_lines = most_lines  # of logits at once: no more memory than sampling for all rows takes
+    part_name = PROMPT_LOGPROBS
+
+    def __init__(self, max_lines: int, as_logits: bool, device: torch.device) -> None:
+        self.max_lines = max_lines  # lines of logits at once: no more memory than sampling for all rows takes
         self.as_logits = as_logits
         self.device = device
         self._prompts: dict[int, tuple[NDArray[np.int32], int]] = {}  # by row: prompt, likeliest tokens wanted
 
-    def open(self, new_rows: list[NewRow]) -> None:
+    def open(self, new_rows: list[NewRow], rows: torch.Tensor, packed: torch.Tensor) -> None:
         for new in new_rows:
             self._prompts.pop(new.row, None)
             extras = new.sampling.extras
@@ -135,17 +201,21 @@ class PromptScores:
                 assert new.token_ids is not None, "a row with extras comes with its tokens"
                 self._prompts[new.row] = new.token_ids[: extras.num_prompt_tokens], extras.prompt_logprobs
 
-    def chunks(self, plan: StepPlan) -> list[Chunk]:
-        """What this step computes of prompts that are asked for."""
+    def plan_hidden(self, plan: StepPlan) -> HiddenReader | None:
         if not self._prompts:
-            return []
+            return None
+        chunks = self._chunks(plan)
+        return PromptReader(self, chunks) if chunks else None
+
+    def _chunks(self, plan: StepPlan) -> list[Chunk]:
+        """The stretches of prompts that this step computes."""
         found = []
         firsts = np.cumsum(plan.num_tokens) - plan.num_tokens
         for line, row in enumerate(plan.rows.tolist()):
             if row not in self._prompts:
                 continue
             prompt, count = self._prompts[row]
-            end = int(plan.bounds[line])  # exact: nothing of a prompt is still on the device
+            end = int(plan.bounds[line])  # exact: no token of a prompt is still on the device
             start = end - int(plan.num_tokens[line]) + 1
             targets = prompt[start : end + 1]
             if len(targets):
@@ -154,35 +224,41 @@ class PromptScores:
                 del self._prompts[row]
         return found
 
-    def score(
-        self, chunks: list[Chunk], hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]
-    ) -> list[torch.Tensor]:
+
+@dataclass(slots=True)
+class PromptReader(HiddenReader):
+    scores: PromptScores
+    chunks: list[Chunk]
+
+    def read(self, hidden: torch.Tensor, head: Head) -> list[torch.Tensor]:
         """Three tensors (ids, values, ranks) for each chunk."""
         tensors: list[torch.Tensor] = []
-        for chunk in chunks:
-            (targets,) = upload([chunk.targets], self.device)
+        size = self.scores.max_lines
+        for chunk in self.chunks:
+            (targets,) = upload([chunk.targets], self.scores.device)
             parts = []
-            for at in range(0, len(chunk.targets), self.most_lines):
-                some = targets[at : at + self.most_lines]
+            for at in range(0, len(chunk.targets), size):
+                some = targets[at : at + size]
                 logits = head(hidden[chunk.first + at : chunk.first + at + len(some)])
-                parts.append(top_logprobs(logits, some, chunk.count, as_logits=self.as_logits).tensors())
+                parts.append(top_logprobs(logits, some, chunk.count, as_logits=self.scores.as_logits).tensors())
             tensors += [torch.cat(columns) for columns in zip(*parts, strict=True)]
         return tensors
 
+    def part(self, arrays: Sequence[NDArray[Any]]) -> Part:
+        """Chunks that want fewer log-probabilities than others are padded."""
+        chunks = self.chunks
+        lengths, most = [len(chunk.targets) for chunk in chunks], max(chunk.count for chunk in chunks)
 
-def prompt_part(chunks: list[Chunk], arrays: Sequence[NDArray[Any]]) -> Part:
-    """What `score` gave, once the host has it. Chunks that want fewer log-probabilities than others are padded."""
-    lengths, most = [len(chunk.targets) for chunk in chunks], max(chunk.count for chunk in chunks)
+        def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+            return np.concatenate([np.pad(part, ((0, 0), (0, 1 + most - part.shape[1]))) for part in parts])
 
-    def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        return np.concatenate([np.pad(part, ((0, 0), (0, 1 + most - part.shape[1]))) for part in parts])
-
-    return Part(
-        index=np.repeat(np.array([chunk.line for chunk in chunks], np.int32), lengths),
-        ints={
-            "positions": np.concatenate([np.arange(c.start, c.start + len(c.targets), dtype=np.int32) for c in chunks]),
-            "token_ids": joined(arrays[0 : 3 * len(chunks) : 3]),
-            "ranks": np.concatenate(arrays[2 : 3 * len(chunks) : 3]),
-        },
-        floats={"values": joined(arrays[1 : 3 * len(chunks) : 3])},
-    )
+        positions = [np.arange(c.start, c.start + len(c.targets), dtype=np.int32) for c in chunks]
+        return Part(
+            index=np.repeat(np.array([chunk.line for chunk in chunks], np.int32), lengths),
+            ints={
+                "positions": np.concatenate(positions),
+                "token_ids": joined(arrays[0::3]),
+                "ranks": np.concatenate(arrays[2::3]),
+            },
+            floats={"values": joined(arrays[1::3])},
+        )

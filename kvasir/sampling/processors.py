@@ -1,5 +1,5 @@
-"""Python callables that change one row's logits. They must see the row's tokens, so such a row waits for its last one
-to reach the host; other rows of the same steps do not."""
+"""Python callables that change one row's logits, as a stage of the sampler. They read the row's tokens, so such a row
+waits until its last token is on the host; other rows of the same steps do not wait. Worker process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.messages import Extras, NewRow
-from kvasir.sampling.stages import SampledRows, Stage
+from kvasir.sampling.features import SampledRows
+from kvasir.sampling.stages import Stage
 
 
 @dataclass(slots=True, eq=False)
 class History:
-    """What the processors of one row are told."""
+    """The processors of one row, and the tokens that they are called with."""
 
     processors: tuple[Any, ...]  # called with (prompt, output, logits)
     prompt: list[int]
@@ -46,10 +47,10 @@ class Processors(Stage):
             history = self._histories[int(held[line])]
             try:
                 logits[line] = _processed(history, logits[line])
-            except Exception as error:  # a caller's code may raise anything; only that caller's request ends
+            except Exception as error:  # user code may raise anything; only its own request ends
                 step.failures[line] = f"a logits processor failed: {type(error).__name__}: {error}"
-            # bound to the history, not to the row, which may have another tenant by then
-            step.learners.append(partial(_learn, history.output, line))
+            # bound to the history and not to the row, which another request may have by then
+            step.on_host.append(partial(_append, history.output, line))
 
 
 def _processed(history: History, logits: torch.Tensor) -> torch.Tensor:
@@ -64,5 +65,5 @@ def _processed(history: History, logits: torch.Tensor) -> torch.Tensor:
     return changed
 
 
-def _learn(output: list[int], line: int, tokens: NDArray[np.int32]) -> None:
+def _append(output: list[int], line: int, tokens: NDArray[np.int32]) -> None:
     output.append(int(tokens[line]))

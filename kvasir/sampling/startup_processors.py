@@ -36,7 +36,7 @@ def three_arguments(processor: Callable[..., Any]) -> Callable[..., Any]:
     """Processors may take (output ids, logits) or (prompt ids, output ids, logits)."""
     try:
         kinds = [p.kind for p in inspect.signature(processor).parameters.values()]
-    except (TypeError, ValueError):  # builtins may not tell
+    except (TypeError, ValueError):  # builtins may have no signature
         return processor
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if inspect.Parameter.VAR_POSITIONAL in kinds or sum(kind in positional for kind in kinds) != 2:

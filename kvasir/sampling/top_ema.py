@@ -13,16 +13,17 @@ import numpy as np
 import torch
 
 from kvasir.messages import Extras, NewRow
-from kvasir.sampling.stages import NEVER, SampledRows, Stage, bits
+from kvasir.sampling.features import SampledRows
+from kvasir.sampling.stages import FORBIDDEN, Stage, bits
 
 BETA = 0.9
 UNSET = -1.0
-MOST_DROPPED = 2  # steps of a row at once
+MAX_DROPPED = 2  # steps of a row whose results may be dropped at once
 
 
 class TopEma(Stage):
-    """A slot belongs to a request, not to a row: the average must survive preemption. Those of the least recent
-    requests are given to new ones."""
+    """A slot belongs to a request and not to a row, because the average must survive preemption. New requests take the
+    slots of the least recent ones."""
 
     narrows = True
     tables = ("share", "depth", "averages", "position")
@@ -31,9 +32,9 @@ class TopEma(Stage):
         super().__init__(max_rows, device)
         self.temperature = temperature  # [rows]
         self.share, self.depth = self.table(), self.table(dtype=torch.int32)
-        # The average at `position`, where a token was drawn last, and those before it, which count if tokens are drawn
-        # again: a step in flight is dropped when its request is preempted, and with it one that runs out of memory.
-        self.averages, self.position = self.table(1 + MOST_DROPPED), self.table(dtype=torch.int32)
+        # The average at `position`, where a token was drawn last, and the averages before it. Those count if tokens are
+        # drawn again: steps in flight are dropped when their request is preempted or a step runs out of memory.
+        self.averages, self.position = self.table(1 + MAX_DROPPED), self.table(dtype=torch.int32)
         self._slot_of: OrderedDict[int, int] = OrderedDict()  # by the request's key, least recent first
         self._most = 4 * max_rows
         self._new_slots: set[int] = set()  # taken, and not filled yet
@@ -59,20 +60,20 @@ class TopEma(Stage):
         self.slots[row] = -1
 
     def fill(self, new_rows: Sequence[NewRow], slots: list[int]) -> None:
-        wishes = [extras for new in new_rows if (extras := new.sampling.extras) is not None]
+        asked = [extras for new in new_rows if (extras := new.sampling.extras) is not None]
         own, share, depth = self.upload(
             np.array(slots, np.int32),
-            bits([extras.top_ema_p for extras in wishes]),
-            np.array([extras.top_ema_d for extras in wishes], np.int32),
+            bits([extras.top_ema_p for extras in asked]),
+            np.array([extras.top_ema_d for extras in asked], np.int32),
         )
         self.share[own.long()] = share.view(torch.float32)
         self.depth[own.long()] = depth
         fresh = [
             slot
-            for new, extras, slot in zip(new_rows, wishes, slots, strict=True)
+            for new, extras, slot in zip(new_rows, asked, slots, strict=True)
             if slot in self._new_slots
             or new.token_ids is None
-            or len(new.token_ids) == extras.num_prompt_tokens  # it has said nothing yet
+            or len(new.token_ids) == extras.num_prompt_tokens  # it has no output yet
         ]
         if fresh:
             begins = self.upload(np.array(fresh, np.int32))[0].long()
@@ -88,9 +89,9 @@ class TopEma(Stage):
         sums = probs.cumsum(dim=-1)
         depth = self.depth[slots].clamp(max=logits.shape[-1]).long()
         mass = sums.gather(1, depth[:, None] - 1).squeeze(1)
-        dropped = (self.position[slots] + 1 - position).clamp(0, MOST_DROPPED).long()
-        ages = torch.arange(MOST_DROPPED, device=self.device)
-        past = self.averages[slots].gather(1, (dropped[:, None] + ages).clamp(max=MOST_DROPPED))
+        dropped = (self.position[slots] + 1 - position).clamp(0, MAX_DROPPED).long()
+        ages = torch.arange(MAX_DROPPED, device=self.device)
+        past = self.averages[slots].gather(1, (dropped[:, None] + ages).clamp(max=MAX_DROPPED))
         base = past[:, 0]
         average = torch.where(base < 0, mass, BETA * base + (1 - BETA) * mass)
         self.averages[slots], self.position[slots] = torch.cat([average[:, None], past], dim=1), position
@@ -98,4 +99,4 @@ class TopEma(Stage):
         goal = torch.minimum(torch.maximum(share * average / mass, share), torch.ones_like(share))
         kept = sums - probs < torch.where(goal < 1, goal, 2.0)[:, None]
         kept[:, 0] = True
-        logits[lines] = logits[lines].masked_fill(~torch.zeros_like(kept).scatter(1, ordered.indices, kept), NEVER)
+        logits[lines] = logits[lines].masked_fill(~torch.zeros_like(kept).scatter(1, ordered.indices, kept), FORBIDDEN)

@@ -1,7 +1,7 @@
-"""The threads that compute on the CPU: as many as were asked for, torch's and the library's alike.
+"""Sets the numbers of CPU threads of torch and of the CPU library, and the CPUs that they run on. Worker process.
 
-Worker process. The library's threads are pinned; the calling thread, which works too, stays where the system puts it
-unless cpu_bind says where. torch's threads sleep while the library's work, so both may have as many.
+The library's threads are pinned. The calling thread, which computes too, is pinned only if cpu_bind is set. torch's
+threads sleep while the library's work, so both have as many as were asked for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvasir.platforms.limits import parse_cpus, share
 
 
 def use_threads(config: EngineConfig, mesh: Mesh) -> Callable[[], None]:
-    """What is returned gives the calling thread back the CPUs it had."""
+    """Returns a function that restores the calling thread's CPUs."""
     threads = config.device.cpu_threads
     assert threads is not None, "resolve settles it for the CPU"
     if torch.get_num_threads() != threads:
@@ -34,15 +34,15 @@ def use_threads(config: EngineConfig, mesh: Mesh) -> Callable[[], None]:
         restore = partial(os.sched_setaffinity, 0, before)
     elif mesh.size > 1 and hasattr(os, "sched_getaffinity"):
         cpus = share(sorted(os.sched_getaffinity(0)), mesh.rank, mesh.size)
-    if library.library() is not None:  # which computes norms and samples whatever attention runs on
+    if library.library() is not None:  # it computes norms and samples with every attention backend
         library.configure(threads, cpus)
     return restore
 
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """For steps that the library computes: the trifles left to torch are not worth its other threads, which would spin
-    for a while afterwards, beside the library's, in wait for more."""
+    """For steps that the library computes. torch has little to do in them, and its other threads would spin for a while
+    afterwards and slow down the library's."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

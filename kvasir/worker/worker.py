@@ -1,6 +1,6 @@
 """One device's share of the engine: loads the model, sizes and takes the KV cache, runs steps. See executor/base.py.
 
-Import this module only where the worker runs: it brings torch.
+Imports torch, so only the worker process may import this module.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from kvasir import kernels, startup
@@ -20,19 +19,16 @@ from kvasir.config.engine import EngineConfig
 from kvasir.distributed.mesh import Mesh
 from kvasir.errors import ConfigError, DeviceMemoryError
 from kvasir.log import get_logger
-from kvasir.messages import DeviceMemory, Extras, KVSpec, NewRow, RowSampling, SampleInputs, StepCosts, StepPlan
-from kvasir.models.loader import LoadedModel, load
-from kvasir.models.native import LayerByLayer, NativeDecoder
-from kvasir.models.transformer import Transformer
+from kvasir.messages import DeviceMemory, KVSpec, SampleInputs, StepCosts, StepPlan
+from kvasir.models.loader import load
 from kvasir.platforms import select
 from kvasir.worker.cpu_threads import one_torch_thread, use_threads
-from kvasir.worker.host_memory import staging_bytes
-from kvasir.worker.kv_memory import KVMemory
-from kvasir.worker.measure_costs import measure_costs
-from kvasir.worker.memory_plan import Profile, expected_graphs, kv_share, refuse_more_than_is_free
+from kvasir.worker.kv_memory import KVMemory, staging_bytes
+from kvasir.worker.memory_budget import Profile, expected_graphs, is_out_of_memory, kv_share, refuse_more_than_is_free
+from kvasir.worker.model import Model
 from kvasir.worker.model_runner import ModelRunner
-from kvasir.worker.out_of_memory import is_out_of_memory
-from kvasir.worker.staging import DeviceResult
+from kvasir.worker.profiling import largest_step, measure_costs
+from kvasir.worker.step_result import DeviceResult
 
 logger = get_logger(__name__)
 GIB = 1 << 30
@@ -45,23 +41,22 @@ class Worker:
         self.device = torch.device(config.device.device)
         self.kv_dtype = getattr(torch, config.cache.kv_dtype)
         self._give_cpus_back = use_threads(config, mesh or Mesh()) if self.device.type == "cpu" else None
-        self.platform.release_memory()  # what is cached in pieces could not become a KV cache in one piece
+        self.platform.release_memory()  # torch caches memory in pieces; a KV cache needs one large piece
         started = time.perf_counter()
         self.overlaps = self.device.type != "cpu"
         named = self.device.type == "cuda" and self.device.index is not None
-        # Triton launches, and events are recorded, on the thread's current device, whatever the tensors' is.
+        # Triton launches and events use the thread's current device, whichever device the tensors are on.
         self._here: Callable[[], AbstractContextManager[Any]] = (
             partial(torch.cuda.device, self.device) if named else nullcontext
         )
         with startup.phase(startup.WEIGHTS), self._here():
-            self.model: LoadedModel | None = load(config, self.device, mesh)
-        in_library = isinstance(self.model, NativeDecoder | LayerByLayer)
-        self._step_threads = one_torch_thread if in_library else nullcontext
+            self.model: Model | None = load(config, self.device, mesh)
+        self._step_threads = one_torch_thread if self.model.runs_in_cpu_library else nullcontext
         self.runner: ModelRunner | None = None
-        self._rehearsed = False
+        self._precompiled = False
         self._num_ranks = 1 if mesh is None else mesh.size
-        self._weight_bytes = _weight_bytes(self.model)
-        self._profile: Profile | None = None  # until it is measured, which it is on GPUs
+        self._weight_bytes = self.model.weight_bytes()
+        self._profile: Profile | None = None  # set by _prepare on GPUs
         logger.info(
             "loaded %s (%s, %s) in %.1f s",
             config.model.path, config.model.dtype, config.device.device, time.perf_counter() - started,
@@ -72,28 +67,29 @@ class Worker:
         return self.model.kv_spec(self.config.cache.block_size, self.kv_dtype)
 
     def available_kv_bytes(self) -> int:
-        """What the cache may take: as told, or what is left after weights and the largest step."""
+        """Bytes for the KV cache: those of the settings, or what is left after weights and the largest step."""
         cache = self.config.cache
         with self._here():
             self._prepare()
-            told = cache.kv_cache_memory_bytes
-            if told is not None:
-                self._refuse_a_cache_of(told, "kv_cache_memory_bytes", told)
-                return told
+            wanted = cache.kv_cache_memory_bytes
+            if wanted is not None:
+                self._check_cache_size(wanted, "kv_cache_memory_bytes", wanted)
+                return wanted
             if self._profile is None:
                 return self.platform.default_kv_bytes()
             total = self.platform.memory_bytes()
-            assert total is not None, "memory was measured on a device that does not tell its own"
+            assert total is not None, "memory was measured, so the platform reports its size"
             available = kv_share(total, cache.gpu_memory_utilization, self._profile, self._expected_graphs())
             return available - (staging_bytes(available, self.kv_spec().block_bytes) if cache.has_host_tier else 0)
 
     def _prepare(self) -> None:
-        """What comes before the KV cache is taken, whoever says its size. Does nothing a second time."""
-        self._rehearse()
+        """Compile kernels and measure memory, which must happen before the KV cache is taken. Runs once."""
+        self._precompile()
         if self._profile is None and self.platform.kind in ("cuda", "xpu"):
             self._profile = self._measure()
 
-    def _refuse_a_cache_of(self, size: int, setting: str, value: int) -> None:
+    def _check_cache_size(self, size: int, setting: str, value: int) -> None:
+        """Raise a ConfigError if a cache of this size leaves no room for the largest step."""
         staging = staging_bytes(size, self.kv_spec().block_bytes) if self.config.cache.has_host_tier else 0
         step = 0 if self._profile is None else self._profile.largest_step
         refuse_more_than_is_free(size, setting, value, self.platform.memory_free(), step + staging)
@@ -104,7 +100,7 @@ class Worker:
         return expected_graphs(self._profile.largest_step, int(self._largest_step().num_tokens.sum()))
 
     def _measure(self) -> Profile:
-        """Run the largest step once and see how high memory went."""
+        """Run the largest step once and read the peak of memory."""
         platform = self.platform
         platform.reset_memory_peak()
         with startup.phase(startup.PROFILE):
@@ -114,58 +110,39 @@ class Worker:
         gc.collect()
         platform.release_memory()
         total, free = platform.memory_bytes(), platform.memory_free()
-        assert total is not None and free is not None, f"{platform.device} does not tell its memory"
+        assert total is not None and free is not None, f"{platform.device} does not report its memory"
         others = total - free - platform.memory_used()  # the driver's context, and other processes
         return Profile(peak, max(0, peak - self._weight_bytes), others)
 
-    def _rehearse(self) -> None:
-        """Compile the kernels of the largest step and of a first request's, all at once; not for others' models, whose
-        kernels may not be fit for it."""
-        if self._rehearsed or not (kernels.are_compiled(self.device) and isinstance(self.model, Transformer)):
+    def _precompile(self) -> None:
+        """Compile the kernels of the largest step and of a first request, all at once."""
+        if self._precompiled or not kernels.are_compiled(self.device):
             return
-        self._rehearsed = True
-        with startup.phase(startup.KERNELS), kernels.rehearsal():
+        self._precompiled = True
+        if self.model is None or self.model.compile_copy() is None:
+            return
+        with startup.phase(startup.KERNELS), kernels.precompile():
             runner = self._run_largest_step()
             if runner.graphs is not None:
-                runner.graphs.rehearse(self._largest_step())
+                runner.graphs.precompile(self._largest_step())
         del runner
         gc.collect()
         self.platform.release_memory()
 
     def _run_largest_step(self) -> ModelRunner:
-        """Not as a graph, even if it is small enough for one: in a rehearsal that would be captured without the kernels
-        that were put off, and where memory is measured, what graphs take is no part of a step."""
+        """Runs kernel by kernel, even if the step is small enough for a graph: while kernels are precompiled, a graph
+        would be captured without those that are missing, and a measured step must not include what graphs keep."""
         step = self._largest_step()
         what = f"The largest step, of {int(step.num_tokens.sum())} tokens for {len(step.rows)} requests,"
-        with self._refusing_what_does_not_fit(what, "max_num_batched_tokens or max_num_seqs"):
+        with self._must_fit(what, "max_num_batched_tokens or max_num_seqs"):
             runner = self._make_runner(num_blocks=1)
             runner.execute(step, as_graph=False)
             runner.sample().result()
         return runner
 
     def _largest_step(self) -> StepPlan:
-        """All rows sample with every stage on, and the rest of the token budget is prompt."""
-        scheduler, model_len = self.config.scheduler, self.config.model.max_model_len
-        num_rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        spare = scheduler.max_num_batched_tokens - num_rows
-        lengths = np.ones(num_rows, np.int32)
-        for row in range(num_rows - 1, -1, -1):
-            lengths[row] += min(spare, model_len - 1)
-            spare -= int(lengths[row]) - 1
-        extras = Extras(1, presence_penalty=1.0, top_ema_p=0.9, top_ema_d=1)  # the stages that take most memory
-        sampling = RowSampling(temperature=1.0, top_p=0.9, top_k=10, min_p=0.1, extras=extras)
-        return StepPlan(
-            rows=np.arange(num_rows, dtype=np.int32),
-            num_tokens=lengths,
-            samples=np.ones(num_rows, np.bool_),
-            token_ids=np.zeros(int(lengths.sum()), np.int32),
-            bounds=lengths,
-            num_decodes=int((lengths == 1).sum()),
-            new_rows=[NewRow(row, 0, sampling, np.zeros(1, np.int32)) for row in range(num_rows)],
-            table_index=np.zeros(0, np.int32),
-            table_block=np.zeros(0, np.int32),
-            copies=np.zeros((0, 2), np.int32),
-        )
+        scheduler = self.config.scheduler
+        return largest_step(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.config.model.max_model_len)
 
     def allocate_kv(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         override = self.config.cache.num_gpu_blocks_override
@@ -173,11 +150,11 @@ class Worker:
             self._prepare()
             if override is not None:
                 size = num_blocks * self.kv_spec().block_bytes
-                self._refuse_a_cache_of(size, "num_gpu_blocks_override", override)
+                self._check_cache_size(size, "num_gpu_blocks_override", override)
             self.runner = self._make_runner(num_blocks, num_host_blocks)
-            # Not where other ranks capture the same: none could do without a graph alone.
+            # With several ranks no rank may go without a graph that the others capture.
             if self.runner.graphs is not None and self._profile is not None and self._num_ranks == 1:
-                self.runner.graphs.pool.memory.kept_free = self._profile.largest_step
+                self.runner.graphs.cache.pool.memory.kept_free = self._profile.largest_step
         if self.device.type != "cpu":
             logger.info("memory of %s, %s", self.device, self.memory().describe())
 
@@ -194,16 +171,12 @@ class Worker:
             self.runner.kv_memory.pool.nbytes,
             None if self._profile is None else self._profile.largest_step,
             None if self._profile is None else self._profile.outside,
-            0 if self.runner.graphs is None else self.runner.graphs.pool.memory.taken,
+            0 if self.runner.graphs is None else self.runner.graphs.cache.pool.memory.taken,
             self._expected_graphs(),
         )
 
     def _uses_graphs(self) -> bool:
-        return (
-            not self.config.device.enforce_eager
-            and isinstance(self.model, Transformer)  # nobody knows whether others' code can be captured
-            and self.model.backend.capturable
-        )
+        return not self.config.device.enforce_eager and self.model is not None and self.model.capturable
 
     def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:
         assert self.model is not None, "the worker is closed"
@@ -233,7 +206,8 @@ class Worker:
             return self.runner.sample(inputs)
 
     @contextmanager
-    def _refusing_what_does_not_fit(self, what: str, settings: str) -> Iterator[None]:
+    def _must_fit(self, what: str, settings: str) -> Iterator[None]:
+        """Turn an out-of-memory error into a ConfigError that names the settings to lower."""
         try:
             yield
         except RuntimeError as error:
@@ -248,7 +222,8 @@ class Worker:
 
     @contextmanager
     def _memory_errors(self) -> Iterator[None]:
-        """A step that does not fit can be tried again, smaller; not where other ranks wait in the middle of it."""
+        """Report a step that ran out of memory as DeviceMemoryError, so that the core can retry a smaller one. Not with
+        several ranks, where others wait in the middle of the step."""
         try:
             yield
         except RuntimeError as error:
@@ -266,13 +241,3 @@ class Worker:
             self._give_cpus_back = None
         gc.collect()
         self.platform.release_memory()
-
-
-def _weight_bytes(model: torch.nn.Module) -> int:
-    """Parameters, buffers and packed matrices, each place in memory once."""
-    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
-    packed = [getattr(module, "matrix", None) for module in model.modules()]
-    tensors += [matrix.memory for matrix in packed if matrix is not None]
-    # A tensor in oneDNN's own layout has no address.
-    places = {id(tensor) if tensor.is_mkldnn else tensor.data_ptr(): tensor for tensor in tensors}
-    return sum(tensor.element_size() * tensor.numel() for tensor in places.values())

@@ -95,7 +95,7 @@ def expected(case: Case, window: int | None, softcap: float | None = None) -> to
 def check(case: Case, window: int | None = None, tolerance: float = 1e-5, softcap: float | None = None) -> None:
     attention = select("torch", torch.device("cpu"))
     kernels.store_kv(case.key, case.value, case.kv_cache, case.batch.slots)
-    for _ in range(2):  # a second layer finds the notes of the first
+    for _ in range(2):  # a second layer finds what the first one cached
         options = {"scale": SCALE, "window": window, "softcap": softcap}
         out = attention.forward(case.query, case.kv_cache, case.batch, **options)  # type: ignore[arg-type]
         torch.testing.assert_close(out.double(), expected(case, window, softcap), atol=tolerance, rtol=tolerance)
@@ -127,7 +127,7 @@ def test_decodes_are_grouped_by_length(monkeypatch: pytest.MonkeyPatch, window: 
         monkeypatch.setitem(backend._GROUP_BYTES, "cpu", limit)
         case = make_case([(length, 1) for length in (3, 40, 41, 7, 0, 39, 12, 13)], slack=2)
         check(case, window)
-        (groups,) = (note for key, note in case.batch.notes.items() if key[0] == "torch decodes")
+        (groups,) = (note for key, note in case.batch.step_cache.items() if key[0] == "torch decodes")
         assert (len(groups) == 8) == (limit == 1)
         assert len(groups) > 1
 

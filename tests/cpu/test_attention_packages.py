@@ -73,7 +73,7 @@ def check(backend: AttentionBackend, cache: torch.Tensor, batch: AttentionBatch,
     query = torch.randn(int(batch.query_lens.sum()), heads, cache.shape[-1], dtype=torch.bfloat16)
     options = {"scale": 0.11, "window": None, "softcap": None, **options}
     got = backend.forward(query, cache, batch, **options)
-    batch = AttentionBatch(**{name: getattr(batch, name) for name in batch.__slots__ if name != "notes"})
+    batch = AttentionBatch(**{name: getattr(batch, name) for name in batch.__slots__ if name != "step_cache"})
     wanted = TorchAttention().forward(query.float(), cache.float(), batch, **options)
     assert got.dtype == torch.bfloat16 and got.is_contiguous()
     torch.testing.assert_close(got.float(), wanted, atol=2e-2, rtol=2e-2)
@@ -87,7 +87,7 @@ def test_a_mixed_step_equals_torch(
 ) -> None:
     backend, calls, block_size = make(title, monkeypatch)
     cache, batch = make_step(MIXED, block_size, 2, 64)
-    for _ in range(2):  # a second layer finds the notes of the first
+    for _ in range(2):  # a second layer finds what the first one cached
         check(backend, cache, batch, heads, window=window, softcap=softcap)
     assert not backend.capturable
     assert all(uses(calls, cache)), "the cache was copied"

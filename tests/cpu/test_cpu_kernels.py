@@ -245,7 +245,7 @@ def test_attention(
     query = randn(len(batch.slots), heads + 2, head_dim)[:, :heads]
     options = {"scale": head_dim**-0.5, "window": window, "softcap": softcap}
     wanted = TorchAttention().forward(query.float(), cache.float(), batch, **options)  # type: ignore[arg-type]
-    batch.notes.clear()
+    batch.step_cache.clear()
     got = CpuAttention().forward(query, cache, batch, **options)  # type: ignore[arg-type]
     close(got, wanted, 8e-3)
 
@@ -262,7 +262,7 @@ def test_attention_of_random_shapes(seed: int) -> None:
     query = randn(len(batch.slots), kv_heads * shared, head_dim)
     window = None if seed % 2 else int(rng.integers(1, 300))
     wanted = TorchAttention().forward(query.float(), cache.float(), batch, scale=head_dim**-0.5, window=window)
-    batch.notes.clear()
+    batch.step_cache.clear()
     close(CpuAttention().forward(query, cache, batch, scale=head_dim**-0.5, window=window), wanted, 8e-3)
 
 
@@ -308,7 +308,7 @@ def test_attention_over_8_bits(work: list[tuple[int, int]], window: int | None, 
     query = randn(len(batch.slots), 14, 64)
     options = {"scale": 0.125, "window": window, "softcap": softcap}
     wanted = TorchAttention().forward(query.float(), meant, batch, **options)  # type: ignore[arg-type]
-    batch.notes.clear()
+    batch.step_cache.clear()
     close(CpuAttention().forward(query, small, batch, **options), wanted, 2e-2)  # type: ignore[arg-type]
 
 
@@ -333,7 +333,7 @@ def test_draw(vocab: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT], ids=str)
 @pytest.mark.parametrize(("vocab", "spread"), [(50, 2.0), (5000, 2.0), (50_000, 0.3), (50_000, 8.0)])
-def test_logit_floor(vocab: int, spread: float, dtype: torch.dtype) -> None:
+def test_filter_threshold(vocab: int, spread: float, dtype: torch.dtype) -> None:
     """Among few, among many that are nearly alike, and among many of which few count."""
     wishes = [(0.0, 5, 0.5), (0.1, 0, 1.0), (0.0, 7, 1.0), (0.0, 0, 0.8), (0.02, 20, 0.9), (0.0, 0, 1.0), (0.0, 1, 0.1)]
     min_p, top_k, top_p = (torch.tensor(column) for column in zip(*wishes, strict=True))
@@ -342,14 +342,14 @@ def test_logit_floor(vocab: int, spread: float, dtype: torch.dtype) -> None:
     logits = (torch.randn(70, vocab) * spread).to(dtype)
     logits[:7, : vocab // 2] = float("-inf")
     args = (rows, temperature, min_p, top_k.int(), top_p)
-    got, wanted = ops.logit_floor(logits, *args), reference.logit_floor(logits, *args)
-    kept, wanted_kept = ((logits.float() >= floor[:, None]).sum(1) for floor in (got, wanted))
+    got, wanted = ops.filter_threshold(logits, *args), reference.filter_threshold(logits, *args)
+    kept, wanted_kept = ((logits.float() >= threshold[:, None]).sum(1) for threshold in (got, wanted))
     assert (kept - wanted_kept).abs().max() <= 1, "a sum at the very edge may round either way"
     assert (got == wanted).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT], ids=str)
-def test_logit_floor_among_many_equals(dtype: torch.dtype) -> None:
+def test_filter_threshold_among_many_equals(dtype: torch.dtype) -> None:
     """More of one value than are ever sorted; some tokens are masked by a number, some are impossible."""
     logits = torch.randint(0, 5, (6, 40_000)).to(dtype)
     logits[:, :20] = torch.arange(10, 30)
@@ -357,6 +357,6 @@ def test_logit_floor_among_many_equals(dtype: torch.dtype) -> None:
     logits[2:, 35_000:] = float("-inf")
     top_k, top_p = torch.tensor([0, 9000, 0, 25_000, 10, 33_000]), torch.tensor([0.9999999, 1.0, 0.5, 0.999, 0.9, 1.0])
     args = (torch.arange(6), torch.full((6,), 3.0), torch.zeros(6), top_k.int(), top_p)
-    got = ops.logit_floor(logits, *args)
-    assert torch.equal(got, reference.logit_floor(logits, *args))
+    got = ops.filter_threshold(logits, *args)
+    assert torch.equal(got, reference.filter_threshold(logits, *args))
     assert len(set(got.tolist())) >= 4, "they end at different places"

@@ -12,7 +12,7 @@ import torch
 from kvasir.attention.base import AttentionBatch
 from kvasir.attention.torch import TorchAttention
 from kvasir.kernels import reference
-from kvasir.kernels.tiles import find_tiles
+from kvasir.kernels.layout import find_tiles
 
 pytest.importorskip("triton")
 

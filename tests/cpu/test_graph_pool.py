@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvasir.worker import graph_pool
-from kvasir.worker.graph_memory import GraphMemory
-from kvasir.worker.graph_pool import MIB, GraphPool
+from kvasir.worker.graphs import pool as graph_pool
+from kvasir.worker.graphs.pool import MIB, GraphMemory, GraphPool
 
 GRAPH = 5 * MIB  # what a graph takes of the driver, by itself
 

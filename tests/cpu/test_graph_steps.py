@@ -29,8 +29,9 @@ if torch.cuda.is_available():
 from kvasir import messages
 from kvasir.engine.cache import prefix_groups
 from kvasir.kernels.triton import paged_decode
-from kvasir.worker import graph_shapes, step_graphs
-from kvasir.worker.graph_pool import Captured
+from kvasir.worker.graphs import cache as graph_cache
+from kvasir.worker.graphs import keys, step_graphs
+from kvasir.worker.graphs.pool import Captured
 from tests.graph_fakes import Repeats
 
 
@@ -81,8 +82,8 @@ def test_steps_as_graphs_say_what_plain_steps_say(path: Path, shared: int, reque
     stats = taken.stats
     assert stats.mixed_steps > 0 and stats.ordered_steps > 0 and stats.replays > stats.mixed_steps
     assert (stats.shared_prefix_steps > 0) == (shared > 0)
-    assert taken.use.num_graphs == len(taken._forwards) + len(taken._heads)
-    sizes = {shape.rows for shape in taken._forwards if not shape.is_mixed}
+    assert taken.use.num_graphs == len(taken.cache.forwards) + len(taken.cache.heads)
+    sizes = {key.rows for key in taken.cache.forwards if not key.is_mixed}
     assert len(sizes) > 2, "the batch was to shrink through several graphs"
 
 
@@ -115,7 +116,7 @@ def test_prefixes_that_only_some_share(
     assert found == wanted
     assert max(groups) == 2, "two prefixes in one step"
     assert taken.stats.shared_prefix_steps == sum(count > 0 for count in groups)
-    assert {shape.is_mixed for shape in taken._forwards if shape.shares} == {False, True}
+    assert {key.is_mixed for key in taken.cache.forwards if key.shares} == {False, True}
 
     settings["enforce_eager"] = True
     attend, calls = paged_decode.attend_prefixes, []
@@ -131,11 +132,11 @@ def watched(shared: messages.PrefixGroups | None, groups: list[int]) -> messages
 
 def test_graphs_that_make_way_for_others(path: Path, graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, many = answers_of(path, 16)
-    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 4)
+    monkeypatch.setattr(graph_cache, "MAX_GRAPHS", 4)
     found, few = answers_of(path, 16)
     assert found == wanted
     assert many.use.num_graphs > few.use.num_graphs <= 4 and few.use.graphs_dropped > 0 == many.use.graphs_dropped
-    assert {head.forward for head in few._heads} <= set(few._forwards), "a head without what it reads"
+    assert {head.forward for head in few.cache.heads} <= set(few.cache.forwards), "a head without what it reads"
 
 
 class Full(Repeats):
@@ -166,39 +167,43 @@ def test_steps_whose_graphs_find_no_memory_run_without(
     monkeypatch.setattr(StepSize, "failed", lambda self, num_tokens: failed.append(num_tokens) or True)
     found, taken = answers_of(path, 16)
     assert found == wanted and not failed
-    pool = taken.pool
-    assert pool.released == len(taken._put_off) == taken.use.graphs_deferred == pool.tries - taken.use.num_graphs > 3
-    kinds = {type(shape) for shape in taken._put_off}
-    assert kinds == {graph_shapes.Shape, graph_shapes.HeadShape} and taken.stats.replays > 0
+    pool = taken.cache.pool
+    assert (
+        pool.released == len(taken.cache.deferred) == taken.use.graphs_deferred == pool.tries - taken.use.num_graphs > 3
+    )
+    kinds = {type(key) for key in taken.cache.deferred}
+    assert kinds == {keys.ForwardGraphKey, keys.HeadGraphKey} and taken.stats.replays > 0
 
 
-def test_rehearsing_what_is_captured_changes_nothing(path: Path, graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole budget fits a graph here, so the step rehearsed at the start could be captured, and must not be: each
-    capture is a rehearsal, and there is one at a time."""
+def test_precompiling_what_is_captured_changes_nothing(
+    path: Path, graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole budget fits a graph here, so the step precompiled at the start could be captured, and must not be: each
+    capture precompiles, which cannot be nested."""
     wanted, _ = answers_of(path, 16)
-    rehearsed: list[set[graph_shapes.Shape]] = []
-    real, forward = step_graphs.kernels.rehearsal, step_graphs.StepGraphs._forward
+    compiled: list[set[keys.ForwardGraphKey]] = []
+    real, forward = step_graphs.kernels.precompile, step_graphs.StepGraphs._forward
 
     @contextmanager
-    def rehearsal() -> Iterator[None]:
+    def precompile() -> Iterator[None]:
         with real():
-            rehearsed.append(set())
+            compiled.append(set())
             yield
 
-    def seen(self: step_graphs.StepGraphs, shape: graph_shapes.Shape, model: Any) -> Any:
-        if model is self._short:
-            rehearsed[-1].add(shape)
-        return forward(self, shape, model)
+    def seen(self: step_graphs.StepGraphs, key: keys.ForwardGraphKey, model: Any) -> Any:
+        if model is self._compile_copy:
+            compiled[-1].add(key)
+        return forward(self, key, model)
 
     monkeypatch.setattr(step_graphs.kernels, "are_compiled", lambda device: device.type == "cpu")
-    monkeypatch.setattr(step_graphs.kernels, "rehearsal", rehearsal)
+    monkeypatch.setattr(step_graphs.kernels, "precompile", precompile)
     monkeypatch.setattr(step_graphs.StepGraphs, "_forward", seen)
     with at_most(seconds=120):
         found, taken = answers_of(path, 16)
     assert found == wanted
-    assert len(taken._forwards) > 2 and rehearsed[1:] == [{shape} for shape in taken._forwards]
-    largest = graph_shapes.Shape(tokens=32, rows=8, bound=512)
-    assert rehearsed[0] == {*graph_shapes.FIRST_STEPS, largest}
+    assert len(taken.cache.forwards) > 2 and compiled[1:] == [{key} for key in taken.cache.forwards]
+    largest = keys.ForwardGraphKey(tokens=32, rows=8, bound=512)
+    assert compiled[0] == {*keys.FIRST_STEPS, largest}
 
 
 @contextmanager
@@ -217,15 +222,15 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_rehearsal_within_a_rehearsal_is_refused() -> None:
-    rehearsal, refused = step_graphs.kernels.rehearsal, pytest.raises(AssertionError, match="would wait for itself")
-    with at_most(seconds=10), rehearsal(), refused, rehearsal():
+def test_precompile_within_precompile_is_refused() -> None:
+    precompile, refused = step_graphs.kernels.precompile, pytest.raises(AssertionError, match="would wait for itself")
+    with at_most(seconds=10), precompile(), refused, precompile():
         pass
-    with at_most(seconds=10), rehearsal():
+    with at_most(seconds=10), precompile():
         pass  # the end of the first left everything as it was
 
 
-def test_the_copy_to_compile_has_a_layer_of_each_kind(tmp_path: Path) -> None:
+def test_a_copy_to_compile_has_a_layer_of_each_kind(tmp_path: Path) -> None:
     path = save(make_hf_model("gemma2", num_hidden_layers=4), tmp_path)
     with LLM(
         str(path), skip_tokenizer_init=True, use_tqdm_on_load=False, dtype="float32", device="cpu", max_model_len=64,
@@ -249,6 +254,6 @@ def test_the_check_of_logits_sees_those_of_steps_that_are_graphs(
         found, sequences = check.engine_logits(llm, [[3, 4, 5], [6]], 3)
         taken: Any = llm.llm_engine.client.core.executor.runner.graphs  # type: ignore[attr-defined]
         assert sorted(found) == [(0, 3), (0, 4), (0, 5), (1, 1), (1, 2), (1, 3)]
-        assert [len(each) for each in sequences] == [6, 4] and taken.stats.replays > 0 and not taken._heads
+        assert [len(each) for each in sequences] == [6, 4] and taken.stats.replays > 0 and not taken.cache.heads
         llm.generate([{"prompt_token_ids": [7]}], SamplingParams(max_tokens=2), use_tqdm=False)
-        assert taken._heads, "it is as it was"
+        assert taken.cache.heads, "it is as it was"

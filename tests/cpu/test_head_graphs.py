@@ -19,10 +19,10 @@ import torch
 from kvasir import LLM, SamplingParams, kernels
 from kvasir.attention import select
 from kvasir.frontend.requests.extras import ExtrasBuilder
+from kvasir.sampling.logit_rules import BadWords, Penalties
 from kvasir.sampling.logprobs import NamedTokens
-from kvasir.sampling.penalties import Penalties
+from kvasir.sampling.parameters import NO_SAMPLING_KEY
 from kvasir.sampling.sampler import Sampler
-from kvasir.sampling.tokens import BadWords
 from tests.model_builders import make_hf_model, save
 
 pytest.importorskip("triton")
@@ -31,8 +31,9 @@ if torch.cuda.is_available():
 
 from kvasir.kernels import triton
 from kvasir.kernels.triton import paged_decode
-from kvasir.worker import step_graphs
-from kvasir.worker.graph_pool import Captured
+from kvasir.worker.graphs import cache as graph_cache
+from kvasir.worker.graphs import step_graphs
+from kvasir.worker.graphs.pool import Captured
 from tests.graph_fakes import Repeats
 
 VOCAB = 96
@@ -108,7 +109,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KERNELS:
         monkeypatch.setattr(kernels, name, noted(getattr(triton, name), lambda *args: args[2:]))
     ban, names = Sampler._ban_stop_ids, NamedTokens.of
-    monkeypatch.setattr(Sampler, "_ban_stop_ids", noted(ban, lambda sampler, *_: (sampler.state.stop_ids,)))
+    monkeypatch.setattr(Sampler, "_ban_stop_ids", noted(ban, lambda sampler, *_: (sampler.parameters.stop_ids,)))
     monkeypatch.setattr(NamedTokens, "of", noted(names, lambda named, _: (named.ids,)))
 
 
@@ -122,9 +123,9 @@ def engine(path: Path, **settings: Any) -> Iterator[tuple[LLM, Any, list[int]]]:
         runner: Any = llm.llm_engine.client.core.executor.runner  # type: ignore[attr-defined]
         launch = runner._sample_eagerly
 
-        def counted(running: Any, lines: Any, needs: Any) -> Any:
-            eager.append(len(lines))
-            return launch(running, lines, needs)
+        def counted(running: Any, sampled: Any, uses: Any, outputs: Any) -> None:
+            eager.append(len(sampled.lines))
+            launch(running, sampled, uses, outputs)
 
         runner._sample_eagerly = counted
         yield llm, runner, eager
@@ -180,9 +181,9 @@ def test_each_wish_is_a_graph_and_changes_nothing(path: Path, name: str, request
     runner, eager = both(path, request, [name, "nothing", name])
     stats = runner.graphs.stats
     assert not eager, "a head was launched kernel by kernel"
-    assert (stats.staged_heads > 2) == (name in STAGED)
-    assert (stats.scored_heads > 2) == (name in SCORED)
-    assert (stats.banning_heads > 2) == (name in {"min_tokens", "all"})
+    assert (stats.heads["stages"] > 2) == (name in STAGED)
+    assert (stats.heads["scores"] > 2) == (name in SCORED)
+    assert (stats.heads["bans"] > 2) == (name in {"min_tokens", "all"})
 
 
 def test_all_wishes_at_once_while_tables_grow_and_rows_change_tenants(
@@ -192,11 +193,18 @@ def test_all_wishes_at_once_while_tables_grow_and_rows_change_tenants(
     runner, eager = both(path, request, names)
     stats = runner.graphs.stats
     assert not eager
-    assert stats.staged_heads > 10 and stats.scored_heads > 10 and stats.banning_heads > 4 and stats.filtered_heads > 4
+    assert (
+        stats.heads["stages"] > 10
+        and stats.heads["scores"] > 10
+        and stats.heads["bans"] > 4
+        and stats.heads["filters"] > 4
+    )
     assert stats.stale_heads > 2
-    now = {head for head in runner.graphs._heads if head.versions == runner.graphs._versions(head)}
-    assert len(runner.graphs._heads) - len(now) <= len(now), "heads that cannot be used any more pile up"
-    assert {head.stages for head in now} <= {(), runner.sampling.stages.in_graphs()}
+    now = {head for head in runner.graphs.cache.heads if head.versions == step_graphs.versions_of(head.uses)}
+    assert len(runner.graphs.cache.heads) - len(now) <= len(now), "heads that cannot be used any more pile up"
+    parameters = runner.sampler.parameters
+    stages = {dict(head.uses).get(parameters, NO_SAMPLING_KEY).stages for head in now}
+    assert stages <= {(), parameters.stages.in_graphs()}
 
 
 @pytest.mark.parametrize(
@@ -228,7 +236,7 @@ def test_a_longer_list_than_any_before(
     request.getfixturevalue("graphs")
     found, graphs = answers()
     same(found, wanted)
-    assert graphs.stats.stale_heads > 0 and all(head.versions == graphs._versions(head) for head in graphs._heads)
+    assert graphs.stats.stale_heads > 0 and not any(map(step_graphs.is_stale, graphs.cache.heads))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +250,7 @@ def test_a_longer_list_than_any_before(
 def test_every_kind_of_score(path: Path, mode: str, request: pytest.FixtureRequest) -> None:
     names = ["scored", "all", "named", "penalties", "filtered", "scored most"]
     runner, eager = both(path, request, names, logprobs_mode=mode)
-    assert runner.graphs.stats.scored_heads > 5 and not eager
+    assert runner.graphs.stats.heads["scores"] > 5 and not eager
 
 
 def test_capturing_a_head_is_not_learnt_from(path: Path, graphs: None) -> None:
@@ -251,9 +259,9 @@ def test_capturing_a_head_is_not_learnt_from(path: Path, graphs: None) -> None:
     prompts, params = requests(names, max_tokens=9, ignore_eos=True, min_tokens=9)
     with engine(path) as (llm, runner, eager):
         texts, _ = said(llm.generate(prompts, params, use_tqdm=False))
-        stages: dict[type, Any] = {type(stage): stage for stage in runner.sampling.stages._stages}
+        stages: dict[type, Any] = {type(stage): stage for stage in runner.sampler.parameters.stages._stages}
         counts, recent = stages[Penalties], stages[BadWords]
-        assert len(runner.graphs._heads) > 1 and not eager
+        assert len(runner.graphs.cache.heads) > 1 and not eager
         learnt = [Counter(np.repeat(np.arange(VOCAB), counts.counts[slot])) for slot in counts.slots if slot >= 0]
         assert sorted(map(repr, map(sorted, (each.elements() for each in learnt)))) == sorted(
             repr(sorted(map(np.int64, texts[i]))) for i in (0, 2, 3)
@@ -267,18 +275,18 @@ def test_rows_that_do_not_sample_are_not_learnt_from(
     path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of single tokens, one of which is of a prompt that goes on: its row draws too, and nobody asked for it."""
-    told: list[bool] = []
-    real = step_graphs.StepGraphs.told_head
+    sent: list[bool] = []
+    real = step_graphs.StepGraphs._head_inputs
 
     def noted(self: Any, *args: Any) -> Any:
-        arrays = real(self, *args)
-        told.append(len(arrays[1]) > 0)
-        return arrays
+        arrays, buffers = real(self, *args)
+        sent.append(len(arrays[1]) > 0)
+        return arrays, buffers
 
-    monkeypatch.setattr(step_graphs.StepGraphs, "told_head", noted)
+    monkeypatch.setattr(step_graphs.StepGraphs, "_head_inputs", noted)
     names = ["penalties", "bad words", "all", "penalties"] * 2
     _, eager = both(path, request, names, max_num_batched_tokens=4, max_num_seqs=4)
-    assert any(told) and not eager
+    assert any(sent) and not eager
 
 
 def test_heads_that_find_no_memory_run_without(
@@ -304,11 +312,11 @@ def test_heads_that_find_no_memory_run_without(
         wanted = llm.generate(prompts, params, use_tqdm=False)
     request.getfixturevalue("graphs")
     monkeypatch.setattr(step_graphs, "GraphPool", Full)
-    monkeypatch.setattr(step_graphs, "PUT_OFF", 2)
+    monkeypatch.setattr(graph_cache, "DEFERRED_STEPS", 2)
     with engine(path) as (llm, runner, eager):
         same(llm.generate(prompts, params, use_tqdm=False), wanted)
     stats = runner.graphs.stats
-    assert eager and stats.staged_heads and stats.scored_heads, "both ways were to be taken"
+    assert eager and stats.heads["stages"] and stats.heads["scores"], "both ways were to be taken"
 
 
 def shift(output: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -339,4 +347,4 @@ def test_beams_are_graphs(path: Path, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("graphs")
     with engine(path) as (llm, runner, eager):
         same(llm.generate(prompts, params, use_tqdm=False), wanted)
-    assert runner.graphs.stats.scored_heads > 4 and not eager
+    assert runner.graphs.stats.heads["scores"] > 4 and not eager

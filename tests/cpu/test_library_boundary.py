@@ -103,7 +103,7 @@ def test_heads_of_any_size(head_dim: int) -> None:
     batch = make_batch([(30, 1), (0, 5)], 16)
     cache, query = randn(int(batch.tables.max()) + 1, 2, 16, 1, head_dim), randn(6, 2, head_dim)
     wanted = TorchAttention().forward(query.float(), cache.float(), batch, scale=0.02, window=None)
-    batch.notes.clear()
+    batch.step_cache.clear()
     close(CpuAttention().forward(query, cache, batch, scale=0.02, window=None), wanted, 8e-3)
 
 

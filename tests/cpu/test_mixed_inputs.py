@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from kvasir.kernels.tiles import find_tiles
+from kvasir.kernels.layout import find_tiles
 from kvasir.messages import StepPlan
-from kvasir.worker.mixed_inputs import mixed_inputs
-from kvasir.worker.rows import DeviceRows
+from kvasir.worker.step_inputs import DeviceRows, eager_inputs, host_inputs, mixed_graph_inputs
 
 MAX_ROWS, BLOCK = 12, 4
 
@@ -48,23 +50,18 @@ def test_inputs_equal_those_of_the_step_itself(counts: list[int], groups: int) -
     rows = rng.permutation(MAX_ROWS)[: len(counts)].tolist()
     plan = plan_of(rows, counts, rng)
     own, padded = device_rows(0, groups), device_rows(0, groups)
-    ids, num_tokens = torch.from_numpy(plan.token_ids), torch.from_numpy(plan.num_tokens)
-    wanted = own.build(plan, torch.tensor(rows), num_tokens, ids)
+    cpu = torch.device("cpu")
+    wanted = eager_inputs(own, plan, host_inputs(plan, (), None, own.padding).to_device(cpu))
 
-    size, lines = 32, 8
-    pad = lines - len(rows)
-    got = mixed_inputs(
-        padded,
-        torch.tensor(rows + [padded.padding] * pad),
-        torch.cat([num_tokens, torch.zeros(pad, dtype=torch.int32)]),
-        torch.cat([ids, torch.zeros(size - len(ids), dtype=torch.int32)]),
-        longest=64,
-        bound=64,
-    )
+    key: Any = SimpleNamespace(tokens=32, rows=8, is_mixed=True)
+    given = host_inputs(plan, (), key, padded.padding).to_device(cpu)
+    got = mixed_graph_inputs(padded, given.rows.long(), given.num_tokens, given.token_ids, bound=64)
     count = sum(counts)
     for name in ("input_ids", "positions"):
         assert torch.equal(getattr(got, name)[:count], getattr(wanted, name)), name
-    for ours, theirs in zip((got.batch, *got.batch.others), (wanted.batch, *wanted.batch.others), strict=True):
+    for ours, theirs in zip(
+        (got.batch, *got.batch.other_groups), (wanted.batch, *wanted.batch.other_groups), strict=True
+    ):
         assert torch.equal(ours.slots[:count], theirs.slots) and (ours.slots[count:] == -1).all()
         assert torch.equal(ours.tables, theirs.tables)
     assert torch.equal(got.batch.seq_lens[: len(rows)], wanted.batch.seq_lens)

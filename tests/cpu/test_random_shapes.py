@@ -14,10 +14,10 @@ from kvasir.kernels.reference import MASK, uniform
 
 pytest.importorskip("triton")
 
-from kvasir.kernels.tiles import find_tiles
+from kvasir.kernels.layout import find_tiles
 from kvasir.kernels.triton.cache_update import rope_store
 from kvasir.kernels.triton.draw import draw
-from kvasir.kernels.triton.filter_threshold import logit_floor
+from kvasir.kernels.triton.filter_threshold import filter_threshold
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode
 from kvasir.kernels.triton.paged_mixed import paged_mixed
 from kvasir.kernels.triton.paged_prefill import paged_prefill
@@ -222,24 +222,24 @@ def test_sampling(seed: int) -> None:
     heat = torch.tensor(rng.uniform(0.2, 2, lines + 3) * (rng.random(lines + 3) < 0.7), device=DEVICE).float()
     top_k = torch.tensor(rng.integers(1, vocab + 1, lines + 3) * (rng.random(lines + 3) < 0.5), device=DEVICE).int()
     top_p = torch.tensor(rng.uniform(0.3, 1, lines + 3), device=DEVICE).float()
-    floor = logit_floor(logits, rows, heat, torch.zeros_like(heat), top_k, top_p)
-    wanted_floor = reference.logit_floor(logits, rows, heat, torch.zeros_like(heat), top_k, top_p)
+    threshold = filter_threshold(logits, rows, heat, torch.zeros_like(heat), top_k, top_p)
+    wanted_threshold = reference.filter_threshold(logits, rows, heat, torch.zeros_like(heat), top_k, top_p)
     drawn = heat[rows] > 0  # what a line keeps that draws nothing makes no difference, nor do tokens too light to draw
     possible = logits.float() > (logits.float().amax(1) - 130 * heat[rows])[:, None]
-    kept, wanted_kept = ((possible & (logits >= f[:, None])).sum(1) for f in (floor, wanted_floor))
+    kept, wanted_kept = ((possible & (logits >= f[:, None])).sum(1) for f in (threshold, wanted_threshold))
     ties = torch.stack([line.unique(return_counts=True)[1].max() for line in logits])
     assert ((kept - wanted_kept).abs() <= ties + wanted_kept // 1000)[drawn].all()
     positions = torch.tensor(rng.integers(0, 100_000, lines), device=DEVICE)
     seeds = torch.tensor(rng.integers(-(2**31), 2**31, lines + 3), device=DEVICE).int()
     next_token = torch.zeros(lines + 3, dtype=torch.int32, device=DEVICE)
-    got = draw(logits, rows, positions, heat, seeds, next_token, floor)
+    got = draw(logits, rows, positions, heat, seeds, next_token, threshold)
     chosen = logits.gather(1, got.long()[:, None])[:, 0]
     assert torch.equal(chosen[~drawn], logits.amax(1)[~drawn]), (
         "the best token needs no rounding; equal ones are as good"
     )
-    assert (chosen >= floor).all() and torch.equal(next_token[rows], got)
+    assert (chosen >= threshold).all() and torch.equal(next_token[rows], got)
     # Where the line's number falls, in float64: on the token, or so near that rounding may have moved it there.
-    wide = logits.double().masked_fill(logits < floor[:, None], -torch.inf)
+    wide = logits.double().masked_fill(logits < threshold[:, None], -torch.inf)
     ends = ((wide - wide.amax(1, keepdim=True)) / heat[rows].clamp(min=1e-9)[:, None]).softmax(1).cumsum(1)
     end, weight = (
         x.gather(1, got.long()[:, None])[:, 0] for x in (ends, ends.diff(prepend=torch.zeros_like(ends[:, :1])))

@@ -8,27 +8,29 @@ import torch
 
 from kvasir.kernels.reference import uniform
 from kvasir.messages import NewRow, RowSampling
-from kvasir.sampling.logprobs import TokenScores, top_logprobs
+from kvasir.sampling.features import HeadWork, SampledRows
+from kvasir.sampling.logprobs import top_logprobs
+from kvasir.sampling.parameters import SamplingParameters
 from kvasir.sampling.sampler import Sampler
-from kvasir.sampling.stages import SampledRows
-from kvasir.sampling.state import SamplingState
 
 VOCAB = 40
 
 
-def make_state(*rows: RowSampling) -> SamplingState:
-    state = SamplingState(len(rows), torch.device("cpu"))
-    packed = torch.from_numpy(state.pack([NewRow(i, 0, s) for i, s in enumerate(rows)]))
-    state.write(packed[:, 0].long(), packed)
+def make_state(*rows: RowSampling) -> SamplingParameters:
+    state = SamplingParameters(len(rows), torch.device("cpu"))
+    open_rows(state, [NewRow(i, 0, s) for i, s in enumerate(rows)])
     return state
 
 
-def sample(state: SamplingState, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
-    needs = state.needs(np.array(rows, np.int32), wants_logprobs=False)
+def open_rows(state: SamplingParameters, new_rows: list[NewRow]) -> None:
+    state.open(new_rows, torch.tensor([new.row for new in new_rows]), torch.from_numpy(state.pack(new_rows)))
+
+
+def sample(state: SamplingParameters, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
+    work = [HeadWork(state, state.key_for(np.array(rows, np.int32)))]
     next_token = torch.zeros(len(state.seed), dtype=torch.int32)
     step = SampledRows(np.array(rows, np.int32), torch.tensor(rows), torch.tensor(positions))
-    scores = TokenScores("raw_logprobs", len(state.seed), state.seed.device)
-    (tokens,) = Sampler(state, next_token, scores).sample(logits, step, needs)
+    tokens, _ = Sampler(state, next_token).sample(logits, step, work)
     assert {int(next_token[row]) for row in rows} <= set(tokens.tolist()), "the rows learn their tokens"
     return tokens.tolist()
 
@@ -121,8 +123,7 @@ def test_stop_ids_cannot_be_sampled_before_min_tokens() -> None:
 
 def test_row_reused_with_fewer_stop_ids_forgets_the_old_ones() -> None:
     state = make_state(RowSampling(banned_until=9, stop_token_ids=(1, 2, 3)))
-    packed = torch.from_numpy(state.pack([NewRow(0, 0, RowSampling(banned_until=9, stop_token_ids=(5,)))]))
-    state.write(packed[:, 0].long(), packed)
+    open_rows(state, [NewRow(0, 0, RowSampling(banned_until=9, stop_token_ids=(5,)))])
     logits = torch.zeros(1, VOCAB)
     logits[0, 2], logits[0, 5] = 4, 5
     assert sample(state, logits, [0], [1]) == [2]

@@ -11,11 +11,9 @@ import torch
 
 from kvasir.messages import Extras, NewRow, RowSampling
 from kvasir.sampling import stages
-from kvasir.sampling.logprobs import TokenScores
-from kvasir.sampling.penalties import Penalties
-from kvasir.sampling.sampler import Sampler, make_stages
-from kvasir.sampling.stages import SampledRows
-from kvasir.sampling.state import SamplingState
+from kvasir.sampling.features import HeadWork, SampledRows
+from kvasir.sampling.logit_rules import Penalties
+from kvasir.sampling.registry import FeatureSettings, make_sampler
 from kvasir.sampling.top_ema import BETA
 
 VOCAB = 24
@@ -26,17 +24,14 @@ class Bench:
     """A sampler for a few rows, and the slow and plain way to the same distributions."""
 
     def __init__(self, max_rows: int = 16) -> None:
-        self.state = SamplingState(max_rows, CPU)
-        self.state.stages = make_stages(max_rows, VOCAB, self.state, CPU)
-        self.next_token = torch.zeros(max_rows, dtype=torch.int32)
-        self.sampler = Sampler(self.state, self.next_token, TokenScores("raw_logprobs", max_rows, CPU))
+        self.sampler = make_sampler(FeatureSettings(max_rows, VOCAB, CPU), torch.zeros(max_rows, dtype=torch.int32))
+        self.state = self.sampler.parameters
         self.texts: dict[int, tuple[RowSampling, list[int], list[int]]] = {}
 
     def open(self, *rows: tuple[int, RowSampling, list[int], list[int]]) -> None:
         new = [NewRow(row, 0, s, np.array(prompt + said, np.int32)) for row, s, prompt, said in rows]
         packed = torch.from_numpy(self.state.pack(new))
-        self.state.write(packed[:, 0].long(), packed)
-        self.state.stages.open(new)
+        self.state.open(new, torch.tensor([row for row, *_ in rows]), packed)
         for row, s, prompt, said in rows:
             self.texts[row] = s, prompt, list(said)
 
@@ -44,18 +39,21 @@ class Bench:
         """Tokens drawn, and the logits they were drawn from."""
         positions = [len(self.texts[row][1]) + len(self.texts[row][2]) for row in rows]
         step = SampledRows(np.array(rows, np.int32), torch.tensor(rows), torch.tensor(positions))
-        needs = self.state.needs(np.array(rows, np.int32), wants_logprobs=False)
+        work = self.work(np.array(rows, np.int32))
         for stage in self.state.stages._stages:
             assert not stage.capturable or stage.device_slots.tolist() == stage.slots.tolist(), f"slots of {stage}"
         before = logits.clone()
-        processed = self.sampler.process(logits, step, needs)
-        tokens = self.sampler.draw(processed, step, needs)
+        processed = self.sampler.process(logits, step, work)
+        tokens = self.sampler.draw(processed, step, work)
         assert torch.equal(logits, before), "the model's logits were changed in place"
-        for learn in step.learners:
-            learn(tokens.numpy())
+        for call in step.on_host:
+            call(tokens.numpy())
         for row, token in zip(rows, tokens.tolist(), strict=True):
             self.texts[row][2].append(token)
         return tokens.tolist(), processed.filtered().numpy()
+
+    def work(self, rows: np.ndarray) -> list[HeadWork]:
+        return [HeadWork(self.state, self.state.key_for(rows))]
 
     def wanted(self, row: int, logits: np.ndarray) -> np.ndarray:
         s, prompt, said = self.texts[row]
@@ -187,7 +185,7 @@ def test_memory_that_runs_out_while_rows_open_leaves_nothing_behind(
     np.testing.assert_allclose(bench.step([4, 5, 6], logits)[1], np.array(wanted), atol=1e-5)
 
 
-def test_slots_that_could_not_be_told_for_want_of_memory_are_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_that_could_not_be_sent_for_want_of_memory_are_sent_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next tenant of the row asks for nothing. Bench.step compares what the device knows."""
     bench = Bench()
     bench.open(*((row, sampling("all penalties", 1), [1], [2]) for row in range(3)))
@@ -205,7 +203,7 @@ def test_slots_that_could_not_be_told_for_want_of_memory_are_told_later(monkeypa
     np.testing.assert_allclose(bench.step([0, 1, 2], logits)[1], np.array(wanted), atol=1e-5)
 
 
-def test_slots_of_all_stages_are_told_at_once_and_only_where_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_of_all_stages_are_sent_at_once_and_only_where_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     uploads: list[int] = []
     real = stages.upload
@@ -276,8 +274,7 @@ def test_a_million_draws_follow_the_distribution(mixed: bool) -> None:
             bench.open(*group)  # as if none had drawn yet: the history is part of the distribution
             ids = [row for row, *_ in group] * 50
             step = SampledRows(np.array(ids, np.int32), torch.tensor(ids), torch.arange(len(ids)) + turn * 70_000)
-            needs = bench.state.needs(step.host_rows, wants_logprobs=False)
-            (drawn,) = bench.sampler.sample(logits.expand(len(ids), -1), step, needs)
+            drawn, _ = bench.sampler.sample(logits.expand(len(ids), -1), step, bench.work(step.host_rows))
             np.add.at(counts, (step.host_rows // copies, drawn.numpy()), 1)
     for kind, s in enumerate(rows):
         x = brute_force(logits.numpy(), s, prompt, said)

@@ -12,8 +12,7 @@ import torch
 
 from kvasir import SamplingParams
 from kvasir.messages import KVSpec
-from kvasir.worker.host_memory import PlainMemory, runs, staging_bytes
-from kvasir.worker.kv_memory import KVMemory
+from kvasir.worker.kv_memory import KVMemory, PlainMemory, runs, staging_bytes
 from tests.engine_builders import Model, generate, metric, tokens
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)

@@ -11,7 +11,7 @@ from kvasir.kernels import reference
 
 pytest.importorskip("triton")
 
-from kvasir.kernels.triton.filter_threshold import logit_floor
+from kvasir.kernels.triton.filter_threshold import filter_threshold
 from kvasir.kernels.triton.logit_rules import mask_logits
 from tests.kernel_builders import DEVICE, GPU
 
@@ -47,7 +47,7 @@ def asking(some: list[tuple[float, int, float, float]], lines: int) -> tuple[tor
 # more than fit a list, so that a flat line is searched in several rounds, and more than a chunk
 @pytest.mark.parametrize("vocab", [50, 9000, *([151_936] if GPU else [])])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logit_floor(kind: str, vocab: int) -> None:
+def test_filter_threshold(kind: str, vocab: int) -> None:
     """Against the reference, which the sampler's tests check: each filter, and all of them."""
     some = FILTERS if GPU else FILTERS[KINDS.index(kind) :: 5]  # the interpreter takes its time
     logits = lines_of(kind, len(some), vocab)
@@ -56,7 +56,9 @@ def test_logit_floor(kind: str, vocab: int) -> None:
     heat = arguments[2][:, None]
     possible = logits.float() > logits.float().amax(1, keepdim=True) - torch.where(heat > 0, 130 * heat, torch.inf)
     possible &= logits > float("-inf")
-    kept, wanted = (possible & (logits >= f(*arguments)[:, None]) for f in (logit_floor, reference.logit_floor))
+    kept, wanted = (
+        possible & (logits >= f(*arguments)[:, None]) for f in (filter_threshold, reference.filter_threshold)
+    )
     for line, (ours, theirs) in enumerate(zip(kept.sum(1).tolist(), wanted.sum(1).tolist(), strict=True)):
         # equal logits go together; a sum that is rounded otherwise may move the edge by a token, of the thousands in a
         # flat line by a few
@@ -64,23 +66,23 @@ def test_logit_floor(kind: str, vocab: int) -> None:
         assert abs(ours - theirs) <= ties + theirs // 1000, (some[line], ours, theirs)
 
 
-@pytest.mark.parametrize("find", [logit_floor, reference.logit_floor], ids=["kernel", "reference"])
+@pytest.mark.parametrize("find", [filter_threshold, reference.filter_threshold], ids=["kernel", "reference"])
 @pytest.mark.parametrize("top_k", [1000, 1025, 1200, 2990])
 def test_top_p_is_a_share_of_what_a_large_top_k_left(top_k: int, find: Callable[..., torch.Tensor]) -> None:
     logits = torch.randn(1, 3000, device=DEVICE) * 2
-    floor = find(logits, *asking([(1.5, top_k, 0.8, 0.0)], 1))
+    threshold = find(logits, *asking([(1.5, top_k, 0.8, 0.0)], 1))
     best = logits[0].double().sort(descending=True).values[:top_k]
     wanted = int(((best / 1.5).softmax(0).cumsum(0) < 0.8).sum()) + 1
-    assert abs(int((logits >= floor).sum()) - wanted) <= 1
+    assert abs(int((logits >= threshold).sum()) - wanted) <= 1
 
 
 def test_a_line_is_filtered_alike_in_any_batch() -> None:
     some = [(0.7, 0, 0.9, 0.0), (0.7, 20, 0.9, 0.01)]
     logits = torch.cat([lines_of(kind, 2, 9000) for kind in ("flat", "peaked")])
     rows, *parameters = asking(some, len(logits))
-    together = logit_floor(logits, rows, *parameters)
+    together = filter_threshold(logits, rows, *parameters)
     for line in range(len(logits)):
-        assert logit_floor(logits[line : line + 1], rows[line : line + 1], *parameters) == together[line]
+        assert filter_threshold(logits[line : line + 1], rows[line : line + 1], *parameters) == together[line]
 
 
 @pytest.mark.parametrize("vocab", [31, 2050, *([151_936] if GPU else [])])

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from kvasir.attention import triton as triton_attention
 from kvasir.attention.base import AttentionBatch
 from kvasir.attention.triton import TritonAttention
-from kvasir.kernels.tiles import find_tiles
+from kvasir.kernels.layout import find_tiles
 from kvasir.kernels.triton import linear, shared_prefix
 from kvasir.kernels.triton import paged_decode as paged_decode_module
 from kvasir.kernels.triton import paged_prefill as paged_prefill_module
@@ -219,7 +219,7 @@ def test_a_long_chunk_among_short_ones(
         block_size=16,
     )  # fmt: skip
     out = TritonAttention().forward(query, cache, batch, scale=32**-0.5, window=window)
-    assert ("tiles" in batch.notes) is listed
+    assert ("tiles" in batch.step_cache) is listed
     for i, n in enumerate(lengths):
         part = slice(starts[i], starts[i + 1])
         close(out[part], attend(query[part], cache, tables[rows[i]], n, window), torch.float32)
@@ -247,11 +247,11 @@ def test_draw(vocab: int, dtype: torch.dtype) -> None:
         "only a number at a token's very edge may fall on its neighbour"
     )
     assert torch.isin(next_token, got).all()
-    floor = logits.float().sort(dim=-1).values[:, -7].contiguous()  # the best seven stay
-    got = draw(logits, rows, positions, temperature, seeds, next_token, floor)
-    wanted = reference.draw(logits, rows, positions, temperature, seeds, wanted_next, floor)
+    threshold = logits.float().sort(dim=-1).values[:, -7].contiguous()  # the best seven stay
+    got = draw(logits, rows, positions, temperature, seeds, next_token, threshold)
+    wanted = reference.draw(logits, rows, positions, temperature, seeds, wanted_next, threshold)
     assert (got == wanted)[drawn].float().mean() > 0.95
-    assert (logits.gather(1, got.long()[:, None])[:, 0] >= floor).all()
+    assert (logits.gather(1, got.long()[:, None])[:, 0] >= threshold).all()
 
 
 def test_decode_inputs() -> None:

@@ -11,6 +11,8 @@ import torch
 
 from kvasir import LLM, SamplingParams
 from kvasir.errors import ConfigError, EngineError
+from kvasir.models.native import LayerByLayer, NativeDecoder
+from kvasir.models.transformer import Transformer
 from kvasir.platforms.cpu import CpuPlatform
 from kvasir.worker import worker
 from tests.model_builders import make_hf_model, save
@@ -98,7 +100,8 @@ class MeasuredCpu(CpuPlatform):
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "select", MeasuredCpu)
-    monkeypatch.setattr(worker, "_weight_bytes", lambda model: 1)
+    for kind in (NativeDecoder, LayerByLayer, Transformer):
+        monkeypatch.setattr(kind, "weight_bytes", lambda model: 1)
 
 
 @pytest.mark.parametrize("setting", ["kv_cache_memory_bytes", "num_gpu_blocks_override"])

@@ -86,10 +86,10 @@ def test_random_steps_equal_torch(
         query = torch.randn(len(batch.slots), heads, dim, device=DEVICE).to(dtype)
         if not step:
             got = backend.forward(query, cache, batch, **options)  # may compile
-            batch.notes.clear()
+            batch.step_cache.clear()
         with never_waiting(DEVICE):
             got = backend.forward(query, cache, batch, **options)
-        batch.notes.clear()
+        batch.step_cache.clear()
         wanted = TorchAttention().forward(query.float(), cache.float(), batch, **options)
         torch.testing.assert_close(got.float(), wanted, atol=2e-2, rtol=2e-2)
 

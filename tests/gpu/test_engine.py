@@ -96,7 +96,7 @@ def test_seeded_text_does_not_depend_on_the_way(checkpoint: tuple[Any, Path]) ->
         with make(checkpoint[1], **settings) as llm:
             said[way] = run(llm, params) + run(llm, filtered) + run(llm, scored)
             graphs = llm.llm_engine.client.core.executor.runner.graphs  # type: ignore[attr-defined]
-            assert graphs is None or graphs.stats.filtered_heads > 10
+            assert graphs is None or graphs.stats.heads["filters"] > 10
     first = said["graphs"]
     differ = [(way, i) for way, texts in said.items() for i, text in enumerate(texts) if text != first[i]]
     assert not differ
@@ -170,7 +170,7 @@ def test_heads_that_do_more_are_graphs_and_change_nothing(
             if runner.graphs is not None:
                 stats = runner.graphs.stats
                 assert not launched, "a head was launched kernel by kernel"
-                assert stats.staged_heads > 20 and stats.scored_heads > 20 and stats.banning_heads > 10
+                assert stats.heads["stages"] > 20 and stats.heads["scores"] > 20 and stats.heads["bans"] > 10
                 assert stats.stale_heads > 0
     graph, eager = said
     assert [branch.token_ids for branch in graph] == [branch.token_ids for branch in eager]

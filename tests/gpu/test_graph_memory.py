@@ -39,7 +39,7 @@ def test_what_graphs_take_is_measured(path: Path, wanted: list[list[int]]) -> No
         memory = core.memory
         assert memory.largest_step > 0 and memory.outside > 0 and memory.graphs_expected > 0 == memory.graphs
         assert run(llm, GREEDY) == wanted
-        stats, pool = core.stats(), core.executor.runner.graphs.pool
+        stats, pool = core.stats(), core.executor.runner.graphs.cache.pool
         assert stats.num_graphs > 2 and stats.graph_bytes == pool.memory.taken > 0
         assert 0 <= pool.memory.idle <= pool.memory.taken
         assert stats.graphs_deferred == stats.graphs_dropped == 0
@@ -48,7 +48,7 @@ def test_what_graphs_take_is_measured(path: Path, wanted: list[list[int]]) -> No
 def test_without_memory_for_graphs_the_same_steps_run_without(path: Path, wanted: list[list[int]]) -> None:
     with make(path) as llm:
         core = core_of(llm)
-        core.executor.runner.graphs.pool.memory.kept_free = 1 << 60
+        core.executor.runner.graphs.cache.pool.memory.kept_free = 1 << 60
         assert run(llm, GREEDY) == wanted
         stats = core.stats()
         assert stats.graphs_deferred > 1 and stats.num_graphs == stats.preemptions == 0
@@ -58,9 +58,9 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(
     path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of the recording, every other time."""
-    from kvasir.worker import graph_pool
+    from kvasir.worker.graphs import pool
 
-    record, tries = graph_pool.GraphPool._record, []
+    record, tries = pool.GraphPool._record, []
 
     def failing(self: Any, call: Any) -> Any:
         tries.append(1)
@@ -72,7 +72,7 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(
 
         return record(self, breaks if len(tries) % 2 else call)
 
-    monkeypatch.setattr(graph_pool.GraphPool, "_record", failing)
+    monkeypatch.setattr(pool.GraphPool, "_record", failing)
     with make(path) as llm:
         assert run(llm, GREEDY) == wanted
         stats = core_of(llm).stats()
@@ -80,9 +80,9 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(
 
 
 def test_graphs_that_make_way_for_others(path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvasir.worker import step_graphs
+    from kvasir.worker.graphs import cache
 
-    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(cache, "MAX_GRAPHS", 2)
     with make(path) as llm:
         assert run(llm, GREEDY) == wanted
         stats = core_of(llm).stats()

@@ -38,7 +38,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kvasir.kernels import triton as fast
 from kvasir.kernels.triton import linear
 from kvasir.kernels.triton.linear import COUNTS
-from kvasir.worker.graph_shapes import MIXED_SIZES
+from kvasir.worker.graphs.keys import MIXED_SIZES
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ class Evidence:
     @property
     def decode_sizes(self) -> set[int]:
         """Rows of the graphs in which every row runs one token."""
-        return {shape.rows for shape in self.runner.graphs._forwards if not shape.is_mixed}
+        return {key.rows for key in self.runner.graphs.cache.forwards if not key.is_mixed}
 
     def expects(self, kind: str, rows: int) -> bool:
         """Whether this device's table has o and down in parts, or the head in tiles, for so many rows."""
@@ -178,7 +178,7 @@ def run(
     """What is said without log-probabilities, and with them, by other heads; the path is proven."""
     load = case.load
     with open_llm(path, **load.settings, **settings) as llm:
-        launches.clear()  # of the rehearsal at the start
+        launches.clear()  # of what is precompiled at the start
         steps = watch_steps(llm)
         prompts = load.prompts(vocab_size)
         said = speak(llm, prompts, load.max_tokens, scored=False), speak(llm, prompts, load.max_tokens)

@@ -112,7 +112,7 @@ def _only_slots(slots: torch.Tensor) -> SimpleNamespace:
         tables=none.view(0, 1),
         rows=number,
         causal=True,
-        others=(),
+        other_groups=(),
     )
 
 
@@ -149,7 +149,7 @@ def takes_logits(logits: torch.Tensor) -> bool:
     return logits.dtype in (torch.bfloat16, torch.float32)
 
 
-def logit_floor(
+def filter_threshold(
     logits: torch.Tensor,
     rows: torch.Tensor,
     temperature: torch.Tensor,
@@ -158,7 +158,7 @@ def logit_floor(
     top_p: torch.Tensor,
 ) -> torch.Tensor:
     logits, rows = logits.contiguous(), rows.to(torch.int64).contiguous()
-    floor = torch.empty(len(logits), dtype=torch.float32)
+    threshold = torch.empty(len(logits), dtype=torch.float32)
     sampling = SamplingStruct(
         rows=rows.data_ptr(),
         temperature=address(temperature, torch.float32),
@@ -167,9 +167,9 @@ def logit_floor(
         top_k=address(top_k, torch.int32),
     )
     loaded().kv_logit_floor(
-        _at(logits), logits.dtype == torch.float32, *logits.shape, ctypes.byref(sampling), _at(floor)
+        _at(logits), logits.dtype == torch.float32, *logits.shape, ctypes.byref(sampling), _at(threshold)
     )
-    return floor
+    return threshold
 
 
 def draw(
@@ -179,10 +179,10 @@ def draw(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     next_token: torch.Tensor,
-    floor: torch.Tensor | None = None,
+    threshold: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if floor is not None:
-        logits = logits.masked_fill(logits < floor[:, None], -torch.inf)
+    if threshold is not None:
+        logits = logits.masked_fill(logits < threshold[:, None], -torch.inf)
     logits, rows = logits.contiguous(), rows.to(torch.int64).contiguous()
     positions = positions.to(torch.int32).contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int32)
@@ -216,7 +216,7 @@ class StepBatch(Protocol):
     tables: torch.Tensor
     rows: torch.Tensor
     causal: bool
-    others: tuple[Any, ...]
+    other_groups: tuple[Any, ...]
 
 
 class StepView:
@@ -230,7 +230,7 @@ class StepView:
         *,
         tokens: int = 0,
     ) -> None:
-        batches: Sequence[StepBatch] = (batch, *batch.others)
+        batches: Sequence[StepBatch] = (batch, *batch.other_groups)
         self._kept = [batch.rows, batch.query_start, batch.seq_lens, ids, positions]
         self._kept += [tensor for each in batches for tensor in (each.slots, each.tables)]
         self._groups = (GroupStruct * len(batches))(

@@ -8,7 +8,7 @@ tokens.
 from kvasir.kernels.triton.cache_update import copy_blocks, rope_store
 from kvasir.kernels.triton.draw import draw
 from kvasir.kernels.triton.experts import grouped_linear
-from kvasir.kernels.triton.filter_threshold import logit_floor
+from kvasir.kernels.triton.filter_threshold import filter_threshold
 from kvasir.kernels.triton.linear import blocks_for, gemv, is_fit, linear_parts, parts_for, takes, tile_linear
 from kvasir.kernels.triton.logit_rules import add_bias, ban_words, count_tokens, mask_logits, penalize, push_tokens
 from kvasir.kernels.triton.pointwise import add_rms_norm, gated_activation, rms_norm
@@ -21,12 +21,12 @@ __all__ = [
     "copy_blocks",
     "count_tokens",
     "draw",
+    "filter_threshold",
     "gated_activation",
     "gemv",
     "grouped_linear",
     "is_fit",
     "linear_parts",
-    "logit_floor",
     "mask_logits",
     "parts_for",
     "penalize",

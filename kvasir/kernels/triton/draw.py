@@ -30,25 +30,25 @@ def _uniform(seed, position):
 
 
 @triton.jit
-def _load(logits_ptr, floor_ptr, line, i, vocab, FLOOR: tl.constexpr):
+def _load(logits_ptr, threshold_ptr, line, i, vocab, FILTERED: tl.constexpr):
     """Logits of a line; -inf past its end and where a filter dropped them."""
     x = tl.load(logits_ptr + line * vocab + i, mask=i < vocab, other=-float("inf")).to(tl.float32)
-    if FLOOR:
-        x = tl.where(x >= tl.load(floor_ptr + line), x, -float("inf"))
+    if FILTERED:
+        x = tl.where(x >= tl.load(threshold_ptr + line), x, -float("inf"))
     return x
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_ptr", "sum_ptr"])
 def _weigh_kernel(
-    logits_ptr, floor_ptr, row_ptr, temperature_ptr, best_ptr, top_ptr, sum_ptr, vocab, chunks,
-    FLOOR: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, threshold_ptr, row_ptr, temperature_ptr, best_ptr, top_ptr, sum_ptr, vocab, chunks,
+    FILTERED: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     line = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     temperature = tl.load(temperature_ptr + tl.load(row_ptr + line))
     i = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = _load(logits_ptr, floor_ptr, line, i, vocab, FLOOR)
+    x = _load(logits_ptr, threshold_ptr, line, i, vocab, FILTERED)
     top = tl.max(x, 0)
     tl.store(top_ptr + line * chunks + chunk, top)
     if temperature > 0:
@@ -61,8 +61,8 @@ def _weigh_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["row_ptr", "position_ptr", "sum_ptr"])
 def _pick_kernel(
-    logits_ptr, floor_ptr, row_ptr, temperature_ptr, seed_ptr, position_ptr, best_ptr, top_ptr, sum_ptr, out_ptr,
-    next_ptr, vocab, chunks, FLOOR: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, threshold_ptr, row_ptr, temperature_ptr, seed_ptr, position_ptr, best_ptr, top_ptr, sum_ptr, out_ptr,
+    next_ptr, vocab, chunks, FILTERED: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     line = tl.program_id(0).to(tl.int64)
@@ -83,7 +83,7 @@ def _pick_kernel(
         before = tl.sum(tl.where(c < chunk, share, 0.0), 0)
         i = tl.arange(0, CHUNK)
         at = chunk * CHUNK + i
-        x = _load(logits_ptr, floor_ptr, line, at, vocab, FLOOR)
+        x = _load(logits_ptr, threshold_ptr, line, at, vocab, FILTERED)
         weights = tl.where(x == -float("inf"), 0.0, tl.exp2((x - top) * scale))
         passed = tl.sum((tl.cumsum(weights, 0) <= goal - before).to(tl.int32), 0)
         last = tl.max(tl.where(weights > 0, i, 0), 0)
@@ -102,7 +102,7 @@ def draw(
     temperature: torch.Tensor,  # [rows] float32; 0: the best token
     seeds: torch.Tensor,  # [rows] int32
     next_token: torch.Tensor,  # [rows] int32: the token is written here too
-    floor: torch.Tensor | None = None,  # [lines] float32: the lowest logit that each line keeps
+    threshold: torch.Tensor | None = None,  # [lines] float32: the lowest logit that each line keeps
 ) -> torch.Tensor:
     """See reference.draw."""
     lines, vocab = logits.shape
@@ -110,11 +110,11 @@ def draw(
     tops, sums = torch.empty(2, lines, chunks, dtype=torch.float32, device=logits.device)
     best = torch.empty(lines, chunks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(lines, dtype=torch.int32, device=logits.device)
-    filtered = dict(FLOOR=floor is not None, CHUNK=CHUNK, num_warps=4, **early(logits))
-    floor = logits if floor is None else floor  # not read
-    _weigh_kernel[(lines, chunks)](logits, floor, rows, temperature, best, tops, sums, vocab, chunks, **filtered)
+    filtered = dict(FILTERED=threshold is not None, CHUNK=CHUNK, num_warps=4, **early(logits))
+    threshold = logits if threshold is None else threshold  # not read
+    _weigh_kernel[(lines, chunks)](logits, threshold, rows, temperature, best, tops, sums, vocab, chunks, **filtered)
     _pick_kernel[(lines,)](
-        logits, floor, rows, temperature, seeds, positions, best, tops, sums, tokens, next_token, vocab, chunks,
+        logits, threshold, rows, temperature, seeds, positions, best, tops, sums, tokens, next_token, vocab, chunks,
         CHUNKS=triton.next_power_of_2(chunks), **filtered,
     )  # fmt: skip
     return tokens

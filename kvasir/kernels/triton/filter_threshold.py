@@ -162,7 +162,7 @@ def _bisect_all(logits_ptr, vocab, wanted, low, high, top, scale, counts: tl.con
 
 @triton.jit(do_not_specialize=["lines"])
 def _finish_kernel(
-    logits_ptr, row_ptr, temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, record_ptr, list_ptr, floor_ptr, rounds,
+    logits_ptr, row_ptr, temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, record_ptr, list_ptr, threshold_ptr, rounds,
     vocab, lines, LIST: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
@@ -189,10 +189,10 @@ def _finish_kernel(
                 wanted = top_p * _amount(logits, vocab, low, top, scale, False, CHUNK)
         if top_p < 1.0:
             low = _bisect_all(logits, vocab, wanted, low, high, top, scale, False, CHUNK)
-    tl.store(floor_ptr + line, tl.minimum(low, top))
+    tl.store(threshold_ptr + line, tl.minimum(low, top))
 
 
-def logit_floor(
+def filter_threshold(
     logits: torch.Tensor,  # [lines, vocabulary], contiguous, any float type
     rows: torch.Tensor,  # [lines]: which entries of the parameters below each line uses
     temperature: torch.Tensor,  # [rows] float32
@@ -200,7 +200,7 @@ def logit_floor(
     top_k: torch.Tensor,  # [rows] int32; 0: off
     top_p: torch.Tensor,  # [rows] float32; 1: off
 ) -> torch.Tensor:
-    """See reference.logit_floor."""
+    """See reference.filter_threshold."""
     lines, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
     terms = (logits, rows, temperature, min_p, top_k, top_p)
@@ -208,7 +208,7 @@ def logit_floor(
     def floats(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=logits.device)
 
-    stats, candidates, floor = floats(lines, chunks, 3), floats(lines, LIST), floats(lines)
+    stats, candidates, threshold = floats(lines, chunks, 3), floats(lines, LIST), floats(lines)
     records, marks = floats(ROUNDS + 1, lines, RECORD.value), floats(ROUNDS, lines, MARKS)
     masses = floats(ROUNDS, lines, chunks, MARKS)
     counts = torch.empty(masses.shape, dtype=torch.int32, device=logits.device)
@@ -235,13 +235,13 @@ def logit_floor(
         *terms, records, marks, counts, masses, candidates, ROUNDS, vocab, lines, chunks, num_warps=8, **shape
     )
     _finish_kernel[(lines,)](
-        *terms, records, candidates, floor, ROUNDS, vocab, lines, LIST=LIST, CHUNK=CHUNK, STEPS=STEPS, num_warps=8
+        *terms, records, candidates, threshold, ROUNDS, vocab, lines, LIST=LIST, CHUNK=CHUNK, STEPS=STEPS, num_warps=8
     )
-    return floor
+    return threshold
 
 
 # ----------------------------------------------------------------
-# What logit_floor.py knows of each line's search, and how one round narrows it.
+# What filter_threshold.py knows of each line's search, and how one round narrows it.
 #
 # Every program of a line works this out for itself from what the launch before left: the same numbers added in the same
 # order, so that all agree.

@@ -172,7 +172,7 @@ def push_tokens(tokens: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, r
 # Tokens that a line may not take, from one bit for each: reads the bits, writes only what is forbidden.
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["row_ptr", "slot_ptr", "allowed_ptr"])
 def _mask_logits_kernel(
     logits_ptr, stride, row_ptr, slot_ptr, allowed_ptr,
     VOCAB: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -1,10 +1,10 @@
-"""Programmatic dependent launch: a kernel is put on the device while the one before it still finishes.
+"""Programmatic dependent launch: a kernel is placed on the device while the kernel before it still finishes.
 
-Between two kernels of a graph lies about a microsecond, in which nothing is read. A kernel launched with `early` is
-there already when the one before it ends. It may touch nothing that this one writes until `await_previous`, which must
-be reached by each of its programs: whoever comes next relies on all before being done once this one is. What was there
-before that kernel began, it may read: weights, and what a step is told (lengths, tables), but those past the
-processor's own cache, which may hold what stood there in an earlier step.
+Between two kernels of a graph the device idles for about a microsecond. A kernel launched with `early` is already in
+place when its predecessor ends. Until `await_previous` it must not touch anything that the predecessor writes, and each
+of its programs must reach `await_previous`: the next kernel relies on all earlier ones being done once this one is. It
+may read earlier what was there before the predecessor began: weights, and a step's inputs (lengths, tables). Those
+inputs must be read past the processor's own cache, which may hold the values of an earlier step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def await_previous(PDL: tl.constexpr):
-    """All that earlier kernels wrote is there from here on. The next kernel may come now, and wait in its turn."""
+    """Wait until everything that earlier kernels wrote is visible, and let the next kernel be placed."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

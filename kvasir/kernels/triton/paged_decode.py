@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.shared_prefixes import SharedPrefixes
+from kvasir.kernels.layout import SharedPrefixes
 from kvasir.kernels.triton.overlap import await_previous, early
 from kvasir.kernels.triton.shared_prefix import attend_prefixes, choose_tiling
 
@@ -244,7 +244,7 @@ class Parts:
         return self.split.count.bit_length() - 1, self.split.least, self.extra
 
     def merge(self, lengths: torch.Tensor, out: torch.Tensor, shape: dict[str, Any]) -> None:
-        """Once all are there; `shape` is what `attend_part` was told."""
+        """Called when all parts are there; `shape` is what `attend_part` was given."""
         slots = self.extra + self.split.count
         if slots == 1:
             return

@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.shared_prefixes import SharedPrefixes
-from kvasir.kernels.tiles import Tiles
+from kvasir.kernels.layout import SharedPrefixes, Tiles
 from kvasir.kernels.triton.overlap import await_previous, early
 from kvasir.kernels.triton.paged_decode import (
     LOG2E,

@@ -17,31 +17,30 @@ from triton import knobs
 
 from kvasir.platforms.limits import usable_cpus
 
-THREADS = "compile"  # how their names begin
-_ONE_AT_A_TIME = threading.Lock()  # the hook is the whole process's
-_THIS_THREAD = threading.local()  # whether it rehearses
+THREADS = "compile"  # prefix of the threads' names
+_ONE_AT_A_TIME = threading.Lock()  # the hook is one for the whole process
+_THIS_THREAD = threading.local()  # `precompiles`: whether it is in `precompile`
 _EMPTY: dict[Any, Callable[..., Any]] = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like}
 
 
 class _Zeros(TorchFunctionMode):
-    """What a kernel would have written may be an index into something: let it be one that exists."""
+    """Replaces empty tensors by zeros: a number that a skipped kernel did not write may be used as an index."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _EMPTY.get(func, func)(*args, **(kwargs or {}))
 
 
 @contextmanager
-def rehearsal() -> Iterator[None]:
-    """Within, this thread launches no kernel that is not compiled yet, so that nothing of use is computed.
-
-    On leaving, everything that it would have launched is compiled.
+def precompile() -> Iterator[None]:
+    """Within this context, this thread skips launches of kernels that are not compiled yet, so that its results mean
+    nothing. On leaving, all kernels that it skipped are compiled, in parallel.
     """
-    assert not getattr(_THIS_THREAD, "rehearses", False), "a rehearsal within a rehearsal would wait for itself"
+    assert not getattr(_THIS_THREAD, "precompiles", False), "precompile within precompile would wait for itself"
     here = threading.get_ident()
     missing: dict[tuple[Any, str], str] = {}  # kernel and variant -> how to compile it
 
-    def put_off(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        """Triton asks this before it compiles. True: it shall not, nor launch."""
+    def skip(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        """Triton calls this before it compiles. True: it neither compiles nor launches."""
         if threading.get_ident() != here:
             return False
         missing[fn.jit_function, compile["key"]] = compile["specialization_data"]
@@ -49,14 +48,14 @@ def rehearsal() -> Iterator[None]:
 
     with _ONE_AT_A_TIME:
         before = knobs.runtime.jit_cache_hook
-        knobs.runtime.jit_cache_hook = put_off
-        _THIS_THREAD.rehearses = True
+        knobs.runtime.jit_cache_hook = skip
+        _THIS_THREAD.precompiles = True
         try:
             with _Zeros():
                 yield
         finally:
             knobs.runtime.jit_cache_hook = before
-            _THIS_THREAD.rehearses = False
+            _THIS_THREAD.precompiles = False
     if not missing:
         return
     with ThreadPoolExecutor(usable_cpus(), THREADS, torch.cuda.set_device, (torch.cuda.current_device(),)) as pool:
@@ -65,5 +64,5 @@ def rehearsal() -> Iterator[None]:
 
 
 def _compile(kernel: Any, specialization: str) -> Any:
-    """With what launches it, which is compiled, too."""
+    """Compile a kernel and its launcher."""
     return kernel.preload(specialization).run

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.shared_prefixes import SharedPrefixes
+from kvasir.kernels.layout import SharedPrefixes
 from kvasir.kernels.triton.overlap import await_previous, early
 
 ENTRY = 8  # numbers of a tile in its list, of which five are used
@@ -30,7 +30,7 @@ def _list_kernel(
     LINES: tl.constexpr, HEIGHT: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, ENTRY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Cut each group's lines, LINES for each sequence, into tiles; those that are nobody's have none."""
+    """Cut each group's lines, LINES for each sequence, into tiles; lines of no group have none."""
     await_previous(PDL)
     i = tl.arange(0, GROUPS)
     t = tl.arange(0, TILES)
@@ -64,7 +64,7 @@ def _prefix_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0)
     part = tl.program_id(1)
-    entry = tile_ptr + tl.program_id(2) * ENTRY  # slowest: tiles that are nobody's come last
+    entry = tile_ptr + tl.program_id(2) * ENTRY  # the slowest index: unused tiles come last
     tile = tl.load(entry)
     num_lines = tl.load(entry + 1)
     member_ptr += tl.load(entry + 2)

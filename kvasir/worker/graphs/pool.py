@@ -1,4 +1,4 @@
-"""Captures CUDA graphs into one memory pool. Import this where there is a GPU."""
+"""Captures CUDA graphs into one memory pool, and accounts for the memory that they take. Worker process."""
 
 from __future__ import annotations
 
@@ -10,18 +10,35 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from kvasir.worker.graph_memory import GraphMemory
+
+@dataclass(slots=True)
+class GraphMemory:
+    """Memory of the graphs, in bytes. A failed capture would leave its memory in the graphs' pool, lost to other steps,
+    so `has_room` is asked beforehand."""
+
+    kept_free: int = 0  # for the largest step, which is launched kernel by kernel
+    taken: int = 0  # by all graphs, measured
+    idle: int = 0  # of `taken`, what the next graph can use: graphs run one at a time
+
+    def growth(self, need: int) -> int:
+        """Bytes that another graph takes beyond the idle ones, if its step needs `need` while it runs."""
+        return max(need - self.idle, 0)
+
+    def has_room(self, need: int, free: int) -> bool:
+        """`free` is the device's free memory without the idle part of the pool."""
+        return self.growth(need) <= free - self.kept_free
+
 
 T = TypeVar("T")
 MIB = 1 << 20
-SEGMENTS = 64 * MIB  # torch takes memory in pieces, some of which a graph uses in part
+SEGMENTS = 64 * MIB  # torch takes memory in segments, of which a graph may use a part
 
 
 @dataclass(slots=True)
 class Captured(Generic[T]):
     graph: torch.cuda.CUDAGraph
     outputs: T  # lies in the graph's memory: valid until the next replay of any graph of the pool
-    last_use: int = 0  # as its owner counts
+    last_use: int = 0  # number of the replay, as the owner counts
 
 
 class GraphPool:
@@ -30,10 +47,10 @@ class GraphPool:
         self.memory = GraphMemory()
         self._live = 0
         self._pool: Any = None
-        self._before: tuple[int, int, int] | None = None  # figures from before a capture that is not accounted for
+        self._before: tuple[int, int, int] | None = None  # figures before a capture that is not accounted for yet
 
     def capture(self, run: Callable[[], T]) -> Captured[T]:
-        """Run once, so that kernels are compiled and it is known what they need, then record."""
+        """Run once, which compiles kernels and shows how much memory they need, then record."""
         here, stream = torch.cuda.current_stream(self.device), _capture_stream(self.device)
         stream.wait_stream(here)
         try:
@@ -41,13 +58,13 @@ class GraphPool:
                 self._make_room(self._run(run))
                 captured = self._record(run)
         finally:
-            here.wait_stream(stream)  # also without a graph: the step that goes on reads the same rows
+            here.wait_stream(stream)  # also if there is no graph: the step goes on and reads the same rows
         self._live += 1
         return captured
 
     def drop(self, graphs: list[Captured[Any]]) -> None:
-        """Their memory is the next ones'. Waits for the device, which may be running one of them. The list is emptied:
-        whoever holds a graph holds its memory."""
+        """Free graphs; later ones use their memory. Waits for the device, which may be running one of them. The list is
+        emptied, because a reference to a graph keeps its memory."""
         torch.cuda.synchronize(self.device)
         self._before = self._figures()
         self._live -= len(graphs)
@@ -55,13 +72,13 @@ class GraphPool:
         self._account()
 
     def release(self) -> None:
-        """What a failed capture leaves unused goes back to the device, but for what its pool holds for the next one.
-        To be called when nobody holds anything of that capture any more."""
+        """Return the unused memory of a failed capture to the device, except what the pool keeps. Call it when nothing
+        refers to that capture's tensors any more."""
         self._account()
         torch.cuda.empty_cache()
 
     def _run(self, run: Callable[[], object]) -> int:
-        """The bytes that it took at the most."""
+        """Peak of the bytes that it took."""
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         run()
@@ -71,7 +88,7 @@ class GraphPool:
         left, reserved, allocated = self._figures()
         free = left + reserved - allocated - self.memory.idle
         if left < self.memory.growth(need) + SEGMENTS:
-            torch.cuda.empty_cache()  # within a capture torch gives back nothing of what it holds
+            torch.cuda.empty_cache()  # during a capture torch returns none of its cached memory
         if not self.memory.has_room(need, free):
             raise torch.OutOfMemoryError(
                 f"it needs {need // MIB} MiB, and of {free // MIB} MiB that are free "
@@ -79,7 +96,7 @@ class GraphPool:
             )
 
     def _record(self, run: Callable[[], T]) -> Captured[T]:
-        if self._live == 0:  # a pool that was used, and is no more, cannot be used again
+        if self._live == 0:  # a pool whose graphs are all gone cannot be used again
             self._pool = torch.cuda.graph_pool_handle()
             self.memory.taken = self.memory.idle = 0
         self._before = self._figures()
@@ -88,7 +105,7 @@ class GraphPool:
         try:
             outputs = run()
         except BaseException:
-            with suppress(RuntimeError):  # the capture is broken; left open, it would refuse all that comes after
+            with suppress(RuntimeError):  # the capture is broken; if it stayed open, every later one would fail
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -104,12 +121,12 @@ class GraphPool:
         self._before = None
 
     def _figures(self) -> tuple[int, int, int]:
-        """What the driver has left, what torch took of it, and what of that is in use."""
+        """Bytes that the driver has free, that torch reserved, and that are allocated."""
         free = torch.cuda.mem_get_info(self.device)[0]
         return free, torch.cuda.memory_reserved(self.device), torch.cuda.memory_allocated(self.device)
 
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for the life of the process: the math library keeps a workspace for every stream it ever saw."""
+    """One stream for the whole process: the math library keeps a workspace for every stream it ever saw."""
     return torch.cuda.Stream(device)

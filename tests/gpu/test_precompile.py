@@ -1,4 +1,4 @@
-"""Within a rehearsal nothing new is launched, and everything is compiled afterwards."""
+"""Within `precompile` nothing new is launched, and everything is compiled afterwards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_launches_wait_for_the_premiere(compiled: list[str]) -> None:
     x = torch.zeros(4, device="cuda")
-    with kernels.rehearsal():
+    with kernels.precompile():
         _fill_kernel[(4,)](x, VALUE=1)
         _fill_kernel[(4,)](x, VALUE=2)
         _fill_kernel[(4,)](x, VALUE=1)
@@ -59,7 +59,7 @@ def test_other_threads_launch_what_they_like() -> None:
     def launch() -> None:
         _fill_kernel[(4,)](x, VALUE=3)
 
-    with kernels.rehearsal():
+    with kernels.precompile():
         other = threading.Thread(target=launch)
         other.start()
         other.join()
@@ -68,7 +68,7 @@ def test_other_threads_launch_what_they_like() -> None:
 
 def test_what_the_compiler_says_is_raised() -> None:
     x = torch.zeros(4, device="cuda")
-    with pytest.raises(triton.CompilationError, match="no such value"), kernels.rehearsal():
+    with pytest.raises(triton.CompilationError, match="no such value"), kernels.precompile():
         _broken_kernel[(4,)](x, VALUE=1)
     assert knobs.runtime.jit_cache_hook is None
 

@@ -1,4 +1,7 @@
-"""Stages about single tokens: bias, allowed and forbidden ids, and words that must not be completed."""
+"""Rules about tokens: penalties, bias, allowed and forbidden ids, and bad words. Each is a stage of the sampler.
+
+Histories of rows (counts, recent tokens) are kept on the device and updated there with every token, so that such rows
+run as asynchronously as others. Worker process."""
 
 from __future__ import annotations
 
@@ -11,7 +14,54 @@ from numpy.typing import NDArray
 
 from kvasir import kernels
 from kvasir.messages import Extras, NewRow
-from kvasir.sampling.stages import SampledRows, Stage, bits, padded, room_for
+from kvasir.sampling.features import SampledRows
+from kvasir.sampling.stages import Stage, bits, mark, padded, ragged, room_for
+
+
+class Penalties(Stage):
+    """Presence, frequency and repetition penalties."""
+
+    capturable = True
+    tables = ("counts", "in_prompt", "presence", "frequency", "repetition")
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        super().__init__(max_rows, device)
+        self.counts = self.table(vocab_size, dtype=torch.int32)  # how often each token was generated
+        self.in_prompt = self.table(vocab_size, dtype=torch.bool)
+        self.presence, self.frequency, self.repetition = self.table(), self.table(), self.table()
+
+    def asks(self, extras: Extras) -> bool:
+        return bool(extras.presence_penalty or extras.frequency_penalty or extras.repetition_penalty != 1)
+
+    def fill(self, new_rows: Sequence[NewRow], slots: list[int]) -> None:
+        given, generated, parameters = [], [], []
+        for new in new_rows:
+            extras, tokens = new.sampling.extras, new.token_ids
+            assert extras is not None and tokens is not None, "a row with extras comes with its tokens"
+            given.append(tokens[: extras.num_prompt_tokens])
+            generated.append(tokens[extras.num_prompt_tokens :])
+            parameters += [extras.presence_penalty, extras.frequency_penalty, extras.repetition_penalty]
+        prompt_slots, prompt, output_slots, output, own, floats = self.upload(
+            *ragged(given, slots), *ragged(generated, slots), np.array(slots, np.int32), bits(parameters)
+        )
+        own = own.long()
+        values = floats.view(torch.float32).view(-1, 3)
+        self.presence[own], self.frequency[own], self.repetition[own] = values[:, 0], values[:, 1], values[:, 2]
+        self.counts.index_fill_(0, own, 0)
+        self.in_prompt.index_fill_(0, own, False)
+        mark(self.in_prompt, prompt_slots, prompt, True)
+        ones = torch.ones_like(output)
+        self.counts.index_put_((output_slots.long(), output.long()), ones, accumulate=True)
+
+    def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
+        kernels.penalize(
+            logits, step.rows, self.device_slots, self.counts, self.in_prompt,
+            self.presence, self.frequency, self.repetition,
+        )  # fmt: skip
+
+    def observe(self, tokens: torch.Tensor, step: SampledRows) -> None:
+        kernels.count_tokens(tokens, step.rows, self.device_slots, self.counts)
+
 
 NO_WORD, NO_TOKEN = -2, -3  # beside kernels.ANY_TOKEN in the beginnings of bad words: matches none; no token yet
 
@@ -21,7 +71,7 @@ def _extras(new_rows: Sequence[NewRow]) -> list[Extras]:
 
 
 class Bias(Stage):
-    """Adds a number to some tokens' logits."""
+    """Adds numbers to the logits of some tokens."""
 
     capturable = True
     tables = ("ids", "values")
@@ -52,7 +102,7 @@ class Bias(Stage):
 
 
 class Bans(Stage):
-    """Allowed and forbidden token ids, as one bit for each token."""
+    """Allowed and forbidden token ids, as one bit per token."""
 
     capturable = True
     tables = ("allowed",)
@@ -66,8 +116,8 @@ class Bans(Stage):
 
     def fill(self, new_rows: Sequence[NewRow], slots: list[int]) -> None:
         words = np.stack([self._bits_of(extras) for extras in _extras(new_rows)])
-        own, told = self.upload(np.array(slots, np.int32), words)
-        self.allowed[own.long()] = told.view(words.shape)
+        own, packed = self.upload(np.array(slots, np.int32), words)
+        self.allowed[own.long()] = packed.view(words.shape)
 
     def _bits_of(self, extras: Extras) -> NDArray[np.int32]:
         may: NDArray[np.bool_] = np.full(32 * self.allowed.shape[1], not extras.allowed_token_ids)
@@ -80,7 +130,7 @@ class Bans(Stage):
 
 
 class BadWords(Stage):
-    """Token sequences of which the last token is banned where the generated text ends with the ones before it."""
+    """Token sequences that must not be completed: the last token is banned where the output ends with the others."""
 
     capturable = True
     tables = ("beginnings", "ends", "recent")
@@ -95,18 +145,18 @@ class BadWords(Stage):
         return bool(extras.bad_words)
 
     def fill(self, new_rows: Sequence[NewRow], slots: list[int]) -> None:
-        wishes = _extras(new_rows)
-        words = room_for((len(extras.bad_words) for extras in wishes), self.beginnings.shape[1])
-        lengths = (len(word) - 1 for extras in wishes for word in extras.bad_words)
+        asked = _extras(new_rows)
+        words = room_for((len(extras.bad_words) for extras in asked), self.beginnings.shape[1])
+        lengths = (len(word) - 1 for extras in asked for word in extras.bad_words)
         length = room_for(lengths, self.recent.shape[1])
         self._make_room(words, length)
-        beginnings = np.full((len(wishes), words, length), NO_WORD, np.int32)
-        ends = np.zeros((len(wishes), words), np.int32)
-        recent = np.full((len(wishes), length), NO_TOKEN, np.int32)
-        for line, (new, extras) in enumerate(zip(new_rows, wishes, strict=True)):
+        beginnings = np.full((len(asked), words, length), NO_WORD, np.int32)
+        ends = np.zeros((len(asked), words), np.int32)
+        recent = np.full((len(asked), length), NO_TOKEN, np.int32)
+        for line, (new, extras) in enumerate(zip(new_rows, asked, strict=True)):
             assert new.token_ids is not None, "a row with extras comes with its tokens"
-            said = new.token_ids[extras.num_prompt_tokens :][-length:]
-            recent[line, length - len(said) :] = said
+            output = new.token_ids[extras.num_prompt_tokens :][-length:]
+            recent[line, length - len(output) :] = output
             for i, word in enumerate(extras.bad_words):
                 beginnings[line, i] = kernels.ANY_TOKEN
                 beginnings[line, i, length - len(word) + 1 :] = word[:-1]

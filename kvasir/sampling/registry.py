@@ -1,0 +1,58 @@
+"""The features that rows can ask for. A new one is added here and nowhere else; see sampling/features.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvasir.sampling.features import RowFeature
+from kvasir.sampling.logit_rules import BadWords, Bans, Bias, Penalties
+from kvasir.sampling.logprobs import PromptScores, TokenScores
+from kvasir.sampling.overrides import SampleOverrides
+from kvasir.sampling.parameters import SamplingParameters
+from kvasir.sampling.processors import Processors
+from kvasir.sampling.sampler import Sampler
+from kvasir.sampling.stages import Stages
+from kvasir.sampling.top_ema import TopEma
+
+
+@dataclass(slots=True, frozen=True)
+class FeatureSettings:
+    """What features are made for."""
+
+    max_rows: int  # the padding row included
+    vocab_size: int
+    device: torch.device
+    logprobs_mode: str = "raw_logprobs"
+
+
+def make_features(settings: FeatureSettings, parameters: SamplingParameters) -> list[RowFeature]:
+    rows, vocab, device = settings.max_rows, settings.vocab_size, settings.device
+    return [
+        parameters,
+        SampleOverrides(rows, vocab, device),
+        TokenScores(settings.logprobs_mode, rows, device),
+        PromptScores(rows - 1, settings.logprobs_mode.endswith("logits"), device),
+    ]
+
+
+def make_stages(max_rows: int, vocab_size: int, parameters: SamplingParameters, device: torch.device) -> Stages:
+    """In vLLM's order where it matters: the callers' own processors, bias, penalties, then what is forbidden."""
+    return Stages(
+        [
+            Processors(max_rows, device),
+            Bias(max_rows, device),
+            Penalties(max_rows, vocab_size, device),
+            Bans(max_rows, vocab_size, device),
+            BadWords(max_rows, device),
+            TopEma(max_rows, parameters.temperature, device),
+        ]
+    )
+
+
+def make_sampler(settings: FeatureSettings, next_token: torch.Tensor) -> Sampler:
+    """A sampler with all features. `next_token` [rows] int32 is where the next step finds its inputs."""
+    parameters = SamplingParameters(settings.max_rows, settings.device)
+    parameters.stages = make_stages(settings.max_rows, settings.vocab_size, parameters, settings.device)
+    return Sampler(parameters, next_token, make_features(settings, parameters))
