@@ -104,8 +104,8 @@ def test_prefixes_that_only_some_share(
         groups: list[int] = []
         with LLM(str(path), skip_tokenizer_init=True, use_tqdm_on_load=False, **settings) as llm:
             core: Any = llm.llm_engine.client.core  # type: ignore[attr-defined]
-            among = core.scheduler._sharing.among
-            core.scheduler._sharing.among = lambda rows: watched(among(rows), groups)
+            groups_of = core.scheduler._prefix_groups.groups_of
+            core.scheduler._prefix_groups.groups_of = lambda rows: watched(groups_of(rows), groups)
             said = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
             return said, groups, core.executor.runner.graphs
 
