@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -10,18 +12,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
 
 from kvasir import __version__
 from kvasir.errors import KvasirError
-from kvasir.server.calls import call_of
-from kvasir.server.errors import ApiError, as_api_error, error_response
+from kvasir.server.errors import ApiError, as_api_error, error_response, not_found
+from kvasir.server.event_stream import ClientGone
 from kvasir.server.gate import Gate
-from kvasir.server.no_route import no_route
+from kvasir.server.http import call_of
 from kvasir.server.routes import (
     chat,
     completions,
     engine_view,
-    health,
     messages,
     models,
     operations,
@@ -31,11 +33,10 @@ from kvasir.server.routes import (
     websocket,
 )
 from kvasir.server.schema.base import Reply
-from kvasir.server.sse import ClientGone
 from kvasir.server.state import ServerState, state_of
 
 ROUTERS = [chat.router, websocket.router, completions.router, responses.router, messages.router, models.router]
-ROUTERS += [tokens.router, health.router, operations.router, pages.router, engine_view.router]
+ROUTERS += [tokens.router, operations.router, pages.router, engine_view.router]
 _ABOUT = (
     "OpenAI's and Anthropic's interfaces to a language model. "
     "/v1/chat/completions also takes a WebSocket, and /engine/feed, a WebSocket, tells again and again what "
@@ -137,3 +138,25 @@ def _drop_default_errors(schema: dict[str, Any]) -> None:
             operation.get("responses", {}).pop("422", None)
     for name in ("HTTPValidationError", "ValidationError"):
         schema["components"]["schemas"].pop(name, None)
+
+
+# ----------------------------------------------------------------
+# What is said of a path that nobody serves, and of a method that a path does not have.
+
+
+def no_route(request: Request, status: int, routes: Iterable[BaseRoute], shows_docs: bool) -> ApiError:
+    path, more = request.scope["path"], "; /docs lists all." if shows_docs else "."
+    methods = _methods(request, routes)
+    if status == HTTPStatus.METHOD_NOT_ALLOWED and methods:
+        message = f"{request.method} is not a method of {path}, which takes {' and '.join(methods)}{more}"
+        return ApiError(status, message, "invalid_request", allow=methods)
+    return not_found(f"Nothing is served at {path}{more}")
+
+
+def _methods(request: Request, routes: Iterable[BaseRoute]) -> tuple[str, ...]:
+    """Those of every route at this path: Starlette tells those of the first one that it comes upon."""
+    found: set[str] = set()
+    for route in routes:
+        if route.matches(request.scope)[0] != Match.NONE:
+            found |= getattr(route, "methods", None) or set()
+    return tuple(sorted(found))

@@ -20,16 +20,14 @@ from msgspec import UNSET, UnsetType
 from pydantic import ValidationError
 
 from kvasir.entrypoints.async_llm import AsyncLLM
-from kvasir.server import strict_json
-from kvasir.server.calls import Call, new_id
 from kvasir.server.errors import ApiError, as_api_error, openai_body
-from kvasir.server.phases import READY
+from kvasir.server.http import JSON_ERRORS, Call, json_problem, new_id
 from kvasir.server.routes.chat import ChatJob
 from kvasir.server.routes.completions import CompletionJob
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.chat import ChatRequest
 from kvasir.server.schema.completions import CompletionRequest
-from kvasir.server.state import ServerState
+from kvasir.server.state import READY, ServerState
 
 ROUTES: dict[str, tuple[Any, Any]] = {
     "/v1/chat/completions": (ChatRequest, ChatJob),
@@ -126,8 +124,8 @@ class Batch:
         except msgspec.ValidationError as error:
             message = f"{error}. A line has custom_id, method, url and body."
             return LineError("invalid_request", message, number)
-        except strict_json.ERRORS as error:
-            return LineError("invalid_json_line", f"This line is not JSON: {strict_json.reason(error)}.", number)
+        except JSON_ERRORS as error:
+            return LineError("invalid_json_line", f"This line is not JSON: {json_problem(error)}.", number)
         if line.method != "POST":
             return LineError("invalid_method", f"method must be POST, not {line.method}.", number, "method")
         if line.url not in ROUTES:
@@ -167,7 +165,7 @@ def _custom_id(data: bytes) -> str | None:
     """Of a line that is no request, where it has one."""
     try:
         found = msgspec.json.decode(data)
-    except strict_json.ERRORS:
+    except JSON_ERRORS:
         return None
     name = found.get("custom_id") if isinstance(found, dict) else None
     return name if isinstance(name, str) else None

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
+from fastapi import WebSocket
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvasir.server.calls import GOOD_ID, Call, attach, is_good_id, new_id
+from kvasir.server.api_keys import Key, KeyRing
 from kvasir.server.errors import ApiError, error_response, too_large
-from kvasir.server.keys import Key, KeyRing
+from kvasir.server.http import GOOD_ID, Call, attach, is_good_id, new_id
+from kvasir.server.state import state_of
 
 PROBES = frozenset({"/health", "/ready", "/ping"})  # an orchestrator has no key
 WS_ERROR = 4001
@@ -132,3 +135,15 @@ def _limited(receive: Receive, max_bytes: int) -> Receive:
 
 def _too_long(max_bytes: int) -> str:
     return f"The request's body is longer than the {max_bytes} bytes that this server takes (--max-request-bytes)."
+
+
+# ----------------------------------------------------------------
+# Browsers let any page open a WebSocket to anywhere, and say which page: the rules of CORS are ours to keep.
+
+
+def may_come_from(socket: WebSocket) -> bool:
+    """Whether the page that asks is one of this server, or of an origin that --allowed-origins names."""
+    origin = socket.headers.get("origin")
+    allowed = state_of(socket).config.allowed_origins
+    own = urlsplit(origin or "").netloc == socket.headers.get("host")
+    return origin is None or own or origin in allowed or "*" in allowed

@@ -25,10 +25,9 @@ from kvasir.frontend.clients.engines import Engines
 from kvasir.log import get_logger
 from kvasir.server.app import make_app
 from kvasir.server.config import ServerConfig
-from kvasir.server.life import Life, Starter, one_line
-from kvasir.server.phases import Phases
-from kvasir.server.state import ServerState
-from kvasir.server.tracing import make_tracer
+from kvasir.server.lifecycle import Life, Starter, one_line
+from kvasir.server.request_log import make_tracer
+from kvasir.server.state import Phases, ServerState
 
 logger = get_logger(__name__)
 

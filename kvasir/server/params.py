@@ -7,8 +7,8 @@ from typing import Any
 from kvasir.errors import RequestError
 from kvasir.frontend.requests.input import default_sampling_params
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
-from kvasir.server.calls import GOOD_ID, Call, is_good_id
-from kvasir.server.runs import Terms
+from kvasir.server.api_request import Terms
+from kvasir.server.http import GOOD_ID, Call, is_good_id
 from kvasir.server.schema.base import Body
 from kvasir.server.schema.sampling import SAMPLING_FIELDS, Sampling
 from kvasir.server.state import ServerState

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvasir.server.api_keys import Key
 from kvasir.server.errors import ApiError, not_found
-from kvasir.server.keys import Key
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.chat import Message
 from kvasir.server.schema.responses import ResponseReply
 
 if TYPE_CHECKING:
-    from kvasir.server.runs import Run
+    from kvasir.server.api_request import Run
 
 MOST_BYTES = 256 << 20
 

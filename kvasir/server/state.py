@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,20 +14,19 @@ from starlette.requests import HTTPConnection
 from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import EngineDeadError
 from kvasir.frontend.requests.metrics import sum_stats
+from kvasir.log import get_logger
 from kvasir.messages import EngineStats
 from kvasir.sampling_params import SamplingParams
+from kvasir.server.api_keys import RateLimits, load_keys
 from kvasir.server.config import ServerConfig
 from kvasir.server.device import Probe, probe_for
 from kvasir.server.errors import ApiError, unknown_model
-from kvasir.server.keys import load_keys
-from kvasir.server.limits import RateLimits
 from kvasir.server.metrics import Metrics
-from kvasir.server.phases import DRAINING, FAILED, Phases
+from kvasir.server.request_log import NO_TRACER, Tracer
 from kvasir.server.response_store import ResponseStore
-from kvasir.server.tracing import NO_TRACER, Tracer
 
 if TYPE_CHECKING:
-    from kvasir.server.runs import Run
+    from kvasir.server.api_request import Run
 
 _STATS_SECONDS = 2.0  # that a question to the engine may take before the last answer is used
 
@@ -137,3 +137,50 @@ async def _state(connection: HTTPConnection) -> ServerState:
 
 
 State = Annotated[ServerState, Depends(_state)]
+
+
+# ----------------------------------------------------------------
+# Where the server is in its life, and how long each part of the start took.
+
+logger = get_logger(__name__)
+
+STARTING = ("settings", "model", "first token")  # in order; then it is ready
+READY, DRAINING, FAILED = "ready", "draining", "failed"
+
+
+class Phases:
+    def __init__(self, report: Callable[[str, float], None] = lambda phase, seconds: None) -> None:
+        self.now = STARTING[0]
+        self.seconds: dict[str, float] = {}
+        self.reason = ""  # why it failed
+        self._report = report
+        self._since = self._start = time.monotonic()
+
+    def enter(self, phase: str) -> None:
+        """The phase so far is done."""
+        now = time.monotonic()
+        if self.now in STARTING:
+            took = self.seconds[self.now] = now - self._since
+            self._report(self.now, took)
+            logger.info("start-up: %s took %.2f s", self.now, took)
+            if phase == READY:
+                total = self.seconds["total"] = now - self._start
+                self._report("total", total)
+                logger.info("ready after %.2f s", total)
+        self.now, self._since = phase, now
+
+    def note(self, parts: Mapping[str, float]) -> None:
+        """What the engine's process says of its own start, which is within ours."""
+        for name, took in parts.items():
+            self.seconds[f"engine: {name}"] = took
+            self._report(f"engine: {name}", took)
+        if parts:
+            words = (f"{name} {took:.2f} s" for name, took in parts.items())
+            logger.info("start-up of the engine: %s", ", ".join(words))
+
+    def fail(self, reason: str) -> None:
+        self.now, self.reason = FAILED, reason
+
+    @property
+    def is_ready(self) -> bool:
+        return self.now == READY

@@ -23,13 +23,12 @@ from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import EngineError
 from kvasir.frontend.clients.engines import Engines
 from kvasir.log import get_logger
+from kvasir.server.api_keys import load_keys
 from kvasir.server.config import ServerConfig
-from kvasir.server.keys import load_keys
 from kvasir.server.launch import listen, run, set_up_logging
-from kvasir.server.life import one_line
+from kvasir.server.lifecycle import one_line
 from kvasir.server.metrics import MULTIPROCESS
-from kvasir.server.phases import Phases
-from kvasir.server.state import ServerState
+from kvasir.server.state import Phases, ServerState
 
 logger = get_logger(__name__)
 _MAIN = "import sys; from kvasir.server.supervisor import api_process; api_process(int(sys.argv[1]))"

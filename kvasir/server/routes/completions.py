@@ -13,12 +13,11 @@ from starlette.responses import Response
 from kvasir.frontend.requests.input import TokensPrompt
 from kvasir.outputs import CompletionOutput, RequestOutput
 from kvasir.sampling_params import SamplingParams
-from kvasir.server.answers import FINGERPRINT, StrictRoute, answers, reply, stream, unless_gone
-from kvasir.server.calls import Call, TheCall
+from kvasir.server.api_request import Run
+from kvasir.server.http import FINGERPRINT, Call, StrictRoute, TheCall, answers, reply, stream, unless_gone
 from kvasir.server.logprobs import LogprobWriter, prompt_logprobs
 from kvasir.server.params import default_max_tokens, sampling_params, take_id, terms
 from kvasir.server.prompts import PromptMaker
-from kvasir.server.runs import Run
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.completions import Completion, CompletionChoice, CompletionRequest
 from kvasir.server.state import ServerState, State

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header
 from starlette.responses import Response
 
-from kvasir.server.answers import answers, reply
+from kvasir.server.http import answers, reply
 from kvasir.server.schema.tokens import MessagesModel, MessagesModelList, ModelCard, ModelList
 from kvasir.server.state import ServerState, State
 

@@ -9,14 +9,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvasir.errors import RequestError
-from kvasir.server.answers import StrictRoute, answers, reply, unless_gone
-from kvasir.server.calls import TheCall
 from kvasir.server.errors import ApiError, not_found
-from kvasir.server.response_job import ResponseJob
+from kvasir.server.event_stream import EventStream
+from kvasir.server.http import StrictRoute, TheCall, answers, reply, unless_gone
 from kvasir.server.response_store import Stored
-from kvasir.server.response_stream import ResponseEvents
+from kvasir.server.responses import ResponseEvents, ResponseJob
 from kvasir.server.schema.responses import ResponseReply, ResponsesRequest
-from kvasir.server.sse import EventStream
 from kvasir.server.state import ServerState, State
 
 _PATIENCE = 5.0  # seconds for an abort to be answered

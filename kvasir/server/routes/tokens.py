@@ -8,12 +8,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvasir.errors import RequestError
-from kvasir.server.answers import StrictRoute, answers, reply, unless_gone
-from kvasir.server.calls import TheCall
+from kvasir.server.api_request import Run
 from kvasir.server.errors import as_api_error, openai_body
+from kvasir.server.event_stream import EventStream
+from kvasir.server.http import StrictRoute, TheCall, answers, reply, unless_gone
 from kvasir.server.params import default_max_tokens, sampling_params, take_id, terms
 from kvasir.server.prompts import PromptMaker
-from kvasir.server.runs import Run
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.tokens import (
     DetokenizeReply,
@@ -23,7 +23,6 @@ from kvasir.server.schema.tokens import (
     TokenizeReply,
     TokenizeRequest,
 )
-from kvasir.server.sse import EventStream
 from kvasir.server.state import State
 
 router = APIRouter(route_class=StrictRoute, tags=["text and tokens"])

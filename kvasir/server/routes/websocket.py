@@ -18,11 +18,9 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect
 
-from kvasir.server import strict_json
-from kvasir.server.calls import call_of, new_id
 from kvasir.server.errors import ApiError, as_api_error, openai_body
-from kvasir.server.gate import WS_ERROR
-from kvasir.server.origins import may_come_from
+from kvasir.server.gate import WS_ERROR, may_come_from
+from kvasir.server.http import call_of, decode_json, new_id
 from kvasir.server.routes.chat import ChatJob
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.chat import ChatRequest
@@ -83,7 +81,7 @@ class Conversation:
         if frame["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(frame.get("code", 1000))
         try:
-            return strict_json.decode(frame.get("text") or frame.get("bytes") or b"", "The message")
+            return decode_json(frame.get("text") or frame.get("bytes") or b"", "The message")
         except ValueError as error:
             raise ApiError(400, str(error), "invalid_request") from error
 

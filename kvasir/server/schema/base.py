@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -19,7 +20,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from kvasir.config.engine import did_you_mean
-from kvasir.server.schema.words import WORDS
+from kvasir.server.schema.field_docs import WORDS
 
 
 class Refusal(NamedTuple):
@@ -103,3 +104,29 @@ class Reply(msgspec.Struct):
 
 
 encode = msgspec.json.Encoder().encode
+
+
+# ----------------------------------------------------------------
+# Replies' counts of tokens, and the error body of OpenAI's interface.
+
+
+class PromptTokensDetails(Reply, kw_only=True):
+    cached_tokens: int
+
+
+class Usage(Reply, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+
+
+class ErrorDetail(Reply, kw_only=True):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorReply(Reply, kw_only=True):
+    error: ErrorDetail

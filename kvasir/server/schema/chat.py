@@ -7,10 +7,9 @@ from typing import Any, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from kvasir.server.schema.base import Body, Reply, example, invalid, refused
+from kvasir.server.schema.base import Body, Reply, Usage, example, invalid, refused
+from kvasir.server.schema.field_docs import WORDS
 from kvasir.server.schema.sampling import Sampling, StreamOptions
-from kvasir.server.schema.usage import Usage
-from kvasir.server.schema.words import WORDS
 
 _TEXT_FORMAT = {"type": "text"}
 

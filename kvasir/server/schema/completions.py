@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import Field, model_validator
 
-from kvasir.server.schema.base import Reply, example, invalid, one_complaint, refused
+from kvasir.server.schema.base import Reply, Usage, example, invalid, one_complaint, refused
 from kvasir.server.schema.sampling import Sampling, StreamOptions
-from kvasir.server.schema.usage import Usage
 
 
 class CompletionRequest(Sampling):

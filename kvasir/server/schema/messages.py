@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvasir.server.schema.base import Body, Reply, example, invalid, refused
-from kvasir.server.schema.words import WORDS
+from kvasir.server.schema.field_docs import WORDS
 
 _TOOLS = "tools are not called yet: leave tools out, or set tool_choice to {'type': 'none'}."
 

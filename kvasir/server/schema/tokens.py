@@ -7,10 +7,9 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import Field, model_validator
 
-from kvasir.server.schema.base import Body, Reply, example, invalid, one_complaint, refused
+from kvasir.server.schema.base import Body, Reply, Usage, example, invalid, one_complaint, refused
 from kvasir.server.schema.chat import ChatTemplateFields, Message
 from kvasir.server.schema.sampling import Sampling
-from kvasir.server.schema.usage import Usage
 
 _ELSEWHERE = "log-probabilities are given by /v1/completions."
 

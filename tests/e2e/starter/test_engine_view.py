@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from websockets.exceptions import InvalidStatus
 
-from kvasir.server.engine_state import engine_state, runs
+from kvasir.server.routes.engine_view import engine_state, runs
 from tests import web
 from tests.builders import make_core, request
 from tests.conftest import ROOT

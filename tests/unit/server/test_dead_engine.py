@@ -11,8 +11,7 @@ import pytest
 from kvasir.errors import EngineDeadError
 from kvasir.server.app import make_app
 from kvasir.server.config import ServerConfig
-from kvasir.server.phases import READY
-from kvasir.server.state import ServerState
+from kvasir.server.state import READY, ServerState
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])

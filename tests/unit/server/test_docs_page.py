@@ -11,7 +11,7 @@ import pytest
 from kvasir.server.app import make_app
 from kvasir.server.config import ServerConfig
 from kvasir.server.schema import chat, completions, messages, responses, tokens
-from kvasir.server.schema.words import WORDS
+from kvasir.server.schema.field_docs import WORDS
 from kvasir.server.state import ServerState
 
 

@@ -12,11 +12,10 @@ import yaml
 from kvasir.errors import ConfigError
 from kvasir.outputs import CompletionOutput, RequestOutput
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
-from kvasir.server.charges import Uncounted
+from kvasir.server.api_keys import ANYBODY, Bucket, Key, RateLimits, load_keys
+from kvasir.server.api_request import Uncounted
 from kvasir.server.config import ServerConfig
 from kvasir.server.errors import ApiError
-from kvasir.server.keys import ANYBODY, Key, load_keys
-from kvasir.server.limits import Bucket, RateLimits
 
 
 def key_file(tmp_path: Path, *entries: object, mode: int = 0o600) -> ServerConfig:

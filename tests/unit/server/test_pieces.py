@@ -16,20 +16,20 @@ from starlette.types import Message as AsgiMessage
 from kvasir.entrypoints.cli.main import Parser
 from kvasir.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
 from kvasir.outputs import CompletionOutput, Logprob, RequestOutput
-from kvasir.server.chat_stream import ChatChunks, StreamWishes
+from kvasir.server.api_keys import Key
 from kvasir.server.config import ServerConfig, add_flags, from_namespace, server_settings
 from kvasir.server.device import CpuProbe, visible_devices
 from kvasir.server.errors import ApiError, as_api_error, error_response
-from kvasir.server.keys import Key
+from kvasir.server.event_stream import ClientGone, EventStream, unless_disconnected
 from kvasir.server.logprobs import LEAST, LogprobWriter, prompt_logprobs
 from kvasir.server.metrics import GAPS, Metrics, Tally
 from kvasir.server.response_store import ResponseStore, Stored
+from kvasir.server.routes.chat import ChatChunks, StreamWishes
 from kvasir.server.routes.completions import CompletionJob
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.chat import ChatChunk, ChunkChoice, Delta
 from kvasir.server.schema.completions import CompletionRequest
 from kvasir.server.schema.responses import ResponseReply
-from kvasir.server.sse import ClientGone, EventStream, unless_disconnected
 
 # ---------------------------------------------------------------- settings
 

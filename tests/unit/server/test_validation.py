@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from kvasir.server.errors import complaint
 from kvasir.server.schema.chat import ChatRequest
-from kvasir.server.validation import complaint
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 

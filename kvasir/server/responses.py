@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
 from kvasir.errors import RequestError
 from kvasir.outputs import CompletionOutput
-from kvasir.server.calls import Call, new_id
-from kvasir.server.errors import ApiError
-from kvasir.server.keys import Key
+from kvasir.server.api_keys import Key
+from kvasir.server.api_request import Run, Terms
+from kvasir.server.errors import ApiError, as_api_error
+from kvasir.server.http import Call, new_id
 from kvasir.server.logprobs import LogprobWriter
 from kvasir.server.params import default_max_tokens, sampling_params
 from kvasir.server.prompts import PromptMaker
-from kvasir.server.response_items import messages_of
 from kvasir.server.response_store import ResponseStore, Stored
-from kvasir.server.runs import Run, Terms
+from kvasir.server.schema.base import encode
 from kvasir.server.schema.chat import ChatTemplateFields, Message
 from kvasir.server.schema.responses import (
     LOGPROBS,
@@ -177,3 +178,122 @@ def _begun(body: ResponsesRequest, run: Run, model: str, keeps: bool) -> Respons
         top_p=run.params.top_p,
         user=body.user,
     )
+
+
+# ----------------------------------------------------------------
+# Items of /v1/responses as the messages of a conversation.
+
+
+def messages_of(given: str | list[dict[str, Any]], instructions: str | None, before: list[Message]) -> list[Message]:
+    """`before` is the conversation so far; its instructions do not carry over, as OpenAI has it."""
+    start = [] if instructions is None else [Message(role="system", content=instructions)]
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [*start, *before, *(_message(item) for item in items)]
+
+
+def _message(item: dict[str, Any]) -> Message:
+    kind = item.get("type", "message")
+    if kind == "message":
+        return _plain(item)
+    if kind == "function_call":
+        function = {"name": _text(item, "name"), "arguments": _text(item, "arguments")}
+        call = {"id": _text(item, "call_id"), "type": "function", "function": function}
+        return Message.model_validate({"role": "assistant", "content": None, "tool_calls": [call]})
+    if kind == "function_call_output":
+        return Message.model_validate(
+            {"role": "tool", "content": _output(item), "tool_call_id": _text(item, "call_id")}
+        )
+    message = f"Input items of type {kind!r} are not supported; messages, function_call and function_call_output are."
+    raise RequestError(message, "input")
+
+
+def _plain(item: dict[str, Any]) -> Message:
+    role, content = item.get("role"), item.get("content")
+    if not isinstance(role, str) or not isinstance(content, str | list):
+        raise RequestError("A message in input must have a role and content.", "input")
+    if isinstance(content, list) and not all(isinstance(part, str | dict) for part in content):
+        raise RequestError("A message's content must be a text or a list of content parts.", "input")
+    return Message(role=role, content=content)
+
+
+def _output(item: dict[str, Any]) -> str | list[str | dict[str, Any]]:
+    output = item.get("output")
+    if isinstance(output, str):
+        return output
+    if isinstance(output, list) and all(isinstance(part, str | dict) for part in output):
+        return output
+    raise RequestError("A function_call_output must have output, a text.", "input")
+
+
+def _text(item: dict[str, Any], name: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"An item of type {item['type']!r} must have {name}, a text.", "input")
+    return value
+
+
+# ----------------------------------------------------------------
+# The events of a streamed response, in OpenAI's order.
+
+
+class ResponseEvents:
+    def __init__(self, job: ResponseJob) -> None:
+        self.job = job
+        self._number = 0
+        self._place = {"item_id": job.item_id, "output_index": 0, "content_index": 0}
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        job, source = self.job, self.job.run.outputs()
+        text: list[str] = []
+        logprobs: list[Any] = []
+        opened = False
+        try:
+            async for _, output in source:
+                job.run.check(output)
+                (each,) = output.outputs
+                frames = b"" if opened else self._opening()
+                opened = True
+                if each.text or each.logprobs:
+                    new = job.logprobs(each)
+                    text.append(each.text)
+                    logprobs += new
+                    frames += self._event("response.output_text.delta", **self._place, delta=each.text, logprobs=new)
+                if each.finish_reason is not None:
+                    job.complete("".join(text), logprobs, each.finish_reason)
+                    frames += self._closing()
+                if frames:
+                    yield frames
+        finally:
+            await source.aclose()
+            job.ended()
+
+    def failure(self, error: Exception) -> bytes:
+        """The last event of a stream that fails on its way."""
+        self.job.fail(as_api_error(error))
+        return self._event("response.failed", response=self.job.response)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        body = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + encode(body) + b"\n\n"
+
+    def _opening(self) -> bytes:
+        part = OutputText(text="", annotations=[], logprobs=[])
+        item = {"id": self.job.item_id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+        return (
+            self._event("response.created", response=self.job.response)
+            + self._event("response.in_progress", response=self.job.response)
+            + self._event("response.output_item.added", output_index=0, item=item)
+            + self._event("response.content_part.added", **self._place, part=part)
+        )
+
+    def _closing(self) -> bytes:
+        response = self.job.response
+        (item,) = response.output
+        (part,) = item.content
+        return (
+            self._event("response.output_text.done", **self._place, text=part.text, logprobs=part.logprobs)
+            + self._event("response.content_part.done", **self._place, part=part)
+            + self._event("response.output_item.done", output_index=0, item=item)
+            + self._event(f"response.{response.status}", response=response)
+        )

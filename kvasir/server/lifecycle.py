@@ -15,8 +15,7 @@ from kvasir.errors import KvasirError
 from kvasir.frontend.requests.input import TokensPrompt
 from kvasir.log import get_logger
 from kvasir.sampling_params import SamplingParams
-from kvasir.server.phases import DRAINING, FAILED, READY, STARTING, Phases
-from kvasir.server.state import ServerState
+from kvasir.server.state import DRAINING, FAILED, READY, STARTING, Phases, ServerState
 
 logger = get_logger(__name__)
 T = TypeVar("T")

@@ -1,20 +1,73 @@
-"""What routes share in answering: strict JSON in, encoded structs out, and a watch on the client meanwhile."""
+"""One HTTP request or WebSocket connection as the server sees it: its id, whose it is, when it came."""
 
 from __future__ import annotations
 
+import re
+import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
 
-from fastapi import Request
+import msgspec
+from fastapi import Depends, Request
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 from starlette.responses import Response
+from starlette.types import Scope
 
 from kvasir import __version__
-from kvasir.server import strict_json
+from kvasir.server.api_keys import ANYBODY, Key
 from kvasir.server.errors import as_api_error, openai_body
+from kvasir.server.event_stream import DONE, EventStream, event, unless_disconnected
 from kvasir.server.schema.base import encode
-from kvasir.server.sse import DONE, EventStream, event, unless_disconnected
+
+_ID = re.compile(r"[!-~]{1,128}")  # printable ASCII: it goes into logs and headers
+GOOD_ID = "must be 1 to 128 printable ASCII characters without spaces."
+_PLACE = "kvasir.call"
+
+
+@dataclass(slots=True)
+class Call:
+    id: str
+    path: str
+    key: Key = ANYBODY
+    arrived: float = field(default_factory=time.time)
+    traceparent: str | None = None
+
+    @property
+    def log_name(self) -> str:
+        return self.key.name or "-"
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def is_good_id(text: str) -> bool:
+    return _ID.fullmatch(text) is not None
+
+
+def attach(scope: Scope, call: Call) -> None:
+    scope[_PLACE] = call
+
+
+def call_of(connection: HTTPConnection) -> Call:
+    """What the gate has put there."""
+    found: Call = connection.scope[_PLACE]
+    return found
+
+
+async def _call(connection: HTTPConnection) -> Call:
+    return call_of(connection)  # a coroutine, because FastAPI runs plain functions in threads
+
+
+TheCall = Annotated[Call, Depends(_call)]
+
+
+# ----------------------------------------------------------------
+# What routes share in answering: strict JSON in, encoded structs out, and a watch on the client meanwhile.
 
 T = TypeVar("T")
 FINGERPRINT = f"kvasir-{__version__}"
@@ -26,7 +79,7 @@ class StrictRequest(Request):
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
             try:
-                self._json = strict_json.decode(await self.body(), "The body")
+                self._json = decode_json(await self.body(), "The body")
             except ValueError as error:
                 # an HTTPException, because FastAPI hides what else is raised here
                 raise HTTPException(400, str(error)) from error
@@ -93,3 +146,24 @@ def answers(kind: type[Any], description: str = "The answer.") -> dict[int | str
     """For a route's documentation: what it answers."""
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     return {200: {"description": description, "content": {"application/json": {"schema": schema}}}, **ERRORS}
+
+
+# ----------------------------------------------------------------
+# JSON as the standard has it: no NaN, no bad UTF-8, no nesting that exhausts the stack.
+
+JSON_ERRORS = (msgspec.DecodeError, RecursionError, UnicodeError)  # of whatever is no JSON
+
+
+def decode_json(data: bytes | str, what: str) -> Any:
+    """A ValueError with one sentence for whatever is wrong. `what`: the body, or the message."""
+    try:
+        return msgspec.json.decode(data)
+    except JSON_ERRORS as error:
+        raise ValueError(f"{what} is not valid JSON: {json_problem(error)}.") from error
+
+
+def json_problem(error: Exception) -> str:
+    """What is wrong, without a codec's own words."""
+    if isinstance(error, UnicodeError) or "utf-8" in str(error).lower():
+        return "it is not UTF-8"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)

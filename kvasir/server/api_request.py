@@ -16,12 +16,10 @@ from kvasir.errors import RequestError
 from kvasir.frontend.requests.input import TokensPrompt
 from kvasir.outputs import RequestOutput
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
-from kvasir.server import run_log
-from kvasir.server.calls import Call
-from kvasir.server.charges import Uncounted
+from kvasir.server import request_log
 from kvasir.server.errors import ApiError, as_api_error, timed_out
-from kvasir.server.fair_sizes import check_sizes
-from kvasir.server.schema.usage import PromptTokensDetails, Usage
+from kvasir.server.http import Call
+from kvasir.server.schema.base import PromptTokensDetails, Usage
 from kvasir.server.state import ServerState
 
 _numbers = itertools.count()
@@ -77,7 +75,7 @@ class Run:
         self._check()
         self.state.limits.admit(self.call.key, self.num_prompt_tokens, len(self.prompts))
         self.state.began(self)
-        run_log.arrived(self)
+        request_log.arrived(self)
         error: ApiError | None = None
         source = self._source()
         try:
@@ -209,7 +207,7 @@ class Run:
         if error is not None and not (is_disconnect and self.reasons):  # who leaves after the end fails nothing
             self.state.metrics.failed(error.cause)
             error.counted = True
-        run_log.ended(self, error)
+        request_log.ended(self, error)
 
     def usage(self) -> Usage:
         returned = self.num_generated - self.num_unreturned  # which is what OpenAI counts
@@ -263,3 +261,78 @@ async def _abandon(futures: Collection[asyncio.Future[RequestOutput | None]]) ->
     for future in futures:
         if not future.cancelled():
             future.exception()  # somebody has looked at it
+
+
+# ----------------------------------------------------------------
+# What a request is charged for tokens that nobody has counted.
+#
+# A client that goes away ends its request before the engine has said how much it made of it; were that free, a key's
+# tokens_per_minute would bind only those who wait for the answer.
+
+
+class Uncounted:
+    """Of one request with its prompts: tokens that it may generate and that no output has told of."""
+
+    def __init__(self, params: SamplingParams, prompt_lengths: list[int], max_model_len: int, interval: int) -> None:
+        self._params = params
+        self._max_model_len = max_model_len
+        self._interval = params.stream_interval or interval
+        self._num_open = len(prompt_lengths)  # prompts whose completions have not ended
+        self._most = sum(map(self._most_of, prompt_lengths))
+
+    def ended(self, output: RequestOutput) -> None:
+        """All completions of a prompt have ended. One that was aborted is not told of unless it streams."""
+        if self._streams or all(each.finish_reason != "abort" for each in output.outputs):
+            self._num_open -= 1
+            self._most -= self._most_of(len(output.prompt_token_ids))
+
+    @property
+    def num_tokens(self) -> int:
+        """All that was asked for; of a stream only what can have come since its last output."""
+        if not self._streams:
+            return self._most
+        return min(self._most, (self._interval - 1) * self._params.num_branches * self._num_open)
+
+    @property
+    def _streams(self) -> bool:
+        """Whether its tokens are told of as they come; a search tells only of those that are settled."""
+        return self._params.output_kind is RequestOutputKind.DELTA and not self._params.use_beam_search
+
+    def _most_of(self, prompt_length: int) -> int:
+        room = max(0, self._max_model_len - prompt_length)
+        asked = room if self._params.max_tokens is None else min(room, self._params.max_tokens)
+        return asked * self._params.num_branches
+
+
+# ----------------------------------------------------------------
+# How much of the event loop's time and memory one request may take by its parameters alone.
+#
+# Stop strings are looked for in every piece of text, and every beginning of one is kept; a pattern of repetitions costs
+# a comparison for each of its lengths at every token, and every log-probability asked for is written at every token.
+# Offline that is the caller's own affair; here others wait.
+
+MOST_STOPS = 64
+LONGEST_STOP = 1024  # characters
+MOST_BAD_WORDS = 1024
+LONGEST_BAD_WORD = 1024
+LONGEST_PATTERN = 256  # tokens
+MOST_NAMED_LOGPROBS = 1024  # written for every token
+
+
+def check_sizes(params: SamplingParams) -> None:
+    _check_texts("stop", params.stop, MOST_STOPS, LONGEST_STOP)
+    _check_texts("bad_words", params.bad_words, MOST_BAD_WORDS, LONGEST_BAD_WORD)
+    if len(params.logprob_token_ids or ()) > MOST_NAMED_LOGPROBS:
+        message = f"logprob_token_ids may have at most {MOST_NAMED_LOGPROBS} entries on a server."
+        raise RequestError(message, "logprob_token_ids")
+    detection = params.repetition_detection
+    if detection is not None and detection.max_pattern_size > LONGEST_PATTERN:
+        message = f"repetition_detection.max_pattern_size may be at most {LONGEST_PATTERN} on a server."
+        raise RequestError(message, "repetition_detection")
+
+
+def _check_texts(name: str, texts: str | list[str] | None, most: int, longest: int) -> None:
+    if len(texts or ()) > most:
+        raise RequestError(f"{name} may have at most {most} entries on a server.", name)
+    if any(len(text) > longest for text in texts or ()):
+        raise RequestError(f"An entry of {name} may have at most {longest} characters on a server.", name)
