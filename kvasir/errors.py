@@ -4,6 +4,7 @@ KvasirError
 ├── ConfigError      the engine cannot be built as asked: a setting, a file or the machine is wrong
 │   └── ModelError   the model's own files are missing, corrupt, or of a kind we do not run
 ├── RequestError     one request is wrong; the engine goes on (HTTP 4xx)
+│   ├── PromptTooLongError   its prompt leaves no room in the model's context
 │   └── OverloadedError   nothing is wrong with it, but the queue is full (HTTP 429)
 └── EngineError      the engine itself failed (HTTP 5xx)
     ├── DeviceMemoryError   a step did not fit the device's memory
@@ -33,6 +34,14 @@ class RequestError(KvasirError, ValueError):
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+class PromptTooLongError(RequestError):
+    """The prompt leaves no room for an answer. `num_tokens`: its length, unless it was too long to be tokenized."""
+
+    def __init__(self, message: str, parameter: str | None = None, num_tokens: int | None = None) -> None:
+        super().__init__(message, parameter)
+        self.num_tokens = num_tokens
 
 
 class OverloadedError(RequestError):

@@ -94,8 +94,8 @@ async def _serve(folder: Path, recorder: Recorder) -> int:
     engine = AsyncLLM(config, "request_path:traced_echo")
     try:
         state = ServerState(ServerConfig(), "fake")
-        state.engine_is_here(engine)
-        state.phases.enter(READY)
+        state.set_engine(engine)
+        state.phase.enter(READY)
         app = make_app(state)
         await _ask(app)  # compiles the chat template, builds FastAPI's middleware
         recorder.flag[0] = 1

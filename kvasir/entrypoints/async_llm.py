@@ -24,9 +24,10 @@ from kvasir.frontend.clients.engines import Engines
 from kvasir.frontend.clients.launch import Executor
 from kvasir.frontend.clients.streams import Stream
 from kvasir.frontend.requests.choices import BeamState, process_all
-from kvasir.frontend.requests.input import InputProcessor, PromptType, default_sampling_params, make_terms
+from kvasir.frontend.requests.input import InputProcessor, default_sampling_params, make_terms
 from kvasir.frontend.requests.metrics import Metric, read_metrics, sum_stats
 from kvasir.frontend.requests.output import OutputProcessor
+from kvasir.frontend.requests.prompts import PromptType, off_loop
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.frontend.text.tokenizer_files import tokenizer_of
 from kvasir.log import get_logger
@@ -36,7 +37,6 @@ from kvasir.sampling_params import BeamSearchParams, SamplingParams
 
 logger = get_logger(__name__)
 Params = SamplingParams | BeamSearchParams | None
-_LONG_TEXT = 1 << 14  # characters; tokenizing more would keep the event loop for milliseconds
 
 
 class AsyncLLM(NotYet):
@@ -115,11 +115,21 @@ class AsyncLLM(NotYet):
                 self._abort([stream.request_id])
 
     async def add_request(
-        self, request_id: str, prompt: PromptType, params: Params = None, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: Params = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
+        timeout: float | None = None,
+        data_parallel_rank: int | None = None,
     ) -> Stream:
         """The same in two parts, as in vLLM: the request is on its way when this returns; iterate over the result."""
-        terms = make_terms(self.config.scheduler.scheduling_policy, priority=priority)
-        return await self._start(prompt, params, request_id, terms, None)
+        policy = self.config.scheduler.scheduling_policy
+        terms = make_terms(policy, priority=priority, tenant=tenant, weight=weight, timeout=timeout)
+        return await self._start(prompt, params, request_id, terms, data_parallel_rank)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; their generators give out a last output with finish_reason "abort"."""
@@ -129,8 +139,8 @@ class AsyncLLM(NotYet):
         self, prompt: PromptType, params: Params, request_id: str | None, terms: Terms, engine: int | None
     ) -> Stream:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if isinstance(text, str) and len(text) > _LONG_TEXT:
-            (prompt,) = await asyncio.to_thread(self.input_processor.tokenize, [prompt])
+        if isinstance(text, str):
+            (prompt,) = await off_loop(len(text), lambda: self.input_processor.prompts.tokenize([prompt]))
         while self._resumed is not None:
             await self._resumed.wait()
         return self._add(prompt, params, request_id, terms, engine)

@@ -17,9 +17,10 @@ from kvasir.entrypoints.vllm_methods import NotYet
 from kvasir.errors import EngineDeadError, EngineError, KvasirError, RequestError
 from kvasir.frontend.clients.inproc_client import EngineClient, InprocClient
 from kvasir.frontend.requests.choices import BeamState, process_all
-from kvasir.frontend.requests.input import InputProcessor, PromptType, make_terms
+from kvasir.frontend.requests.input import InputProcessor, make_terms
 from kvasir.frontend.requests.metrics import Metric, read_metrics
 from kvasir.frontend.requests.output import OutputProcessor
+from kvasir.frontend.requests.prompts import PromptType
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.frontend.text.tokenizer_files import tokenizer_of
 from kvasir.outputs import RequestOutput

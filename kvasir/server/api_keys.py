@@ -1,6 +1,6 @@
-"""API keys: who may ask, by what name they are logged, which share and how much they get.
+"""API keys and their limits: who may send requests, the name in the log, the share of the engine, the rate.
 
-Keys are kept as digests and compared in constant time; a key file may hold digests in place of keys.
+Keys are kept as digests and compared in constant time; a key file may hold digests instead of keys.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _NUMBERS = ("weight", "requests_per_minute", "tokens_per_minute", "max_concurren
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
-    """One client. The limits that are None do not hold."""
+class ApiKey:
+    """One API key. A limit of None does not apply."""
 
     name: str
     digest: bytes = b""
@@ -41,28 +41,28 @@ class Key:
     max_concurrent: float | None = None
 
 
-ANYBODY = Key("")
+ANYBODY = ApiKey("")
 
 
 class KeyRing:
-    """The keys that are taken; with none, everybody may ask."""
+    """The valid keys; without any, no key is needed."""
 
-    def __init__(self, keys: Sequence[Key]) -> None:
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
         self.keys = list(keys)
 
     @property
     def is_open(self) -> bool:
         return not self.keys
 
-    def find(self, presented: str | None) -> Key | None:
-        """Whose key it is. Takes as long for a wrong key as for a right one."""
+    def find(self, presented: str | None) -> ApiKey | None:
+        """The key that a client presents, or None. A wrong key takes as long as a right one."""
         if self.is_open:
             return ANYBODY
         if not presented:
             return None
         digest = _digest(presented)
         found = None
-        for key in self.keys:  # all of them, whichever is right
+        for key in self.keys:  # compares all of them, for constant time
             if hmac.compare_digest(key.digest, digest):
                 found = key
         return found
@@ -72,8 +72,8 @@ def load_keys(config: ServerConfig) -> KeyRing:
     """The keys of --api-key (or KVASIR_API_KEY) and of the key file."""
     given = config.api_key or _words(env.API_KEY.read_text())
     if not all(given):
-        raise ConfigError("--api-key is given, but empty: anybody could use the server. Set a key, or leave it out.")
-    keys = [Key(f"key-{i}", _digest(word)) for i, word in enumerate(given, start=1)]
+        raise ConfigError("--api-key is empty, so everyone could use the server: set a key, or leave it out.")
+    keys = [ApiKey(f"key-{i}", _digest(word)) for i, word in enumerate(given, start=1)]
     if config.api_key_file is not None:
         keys += _read_file(config.api_key_file)
     _no_duplicates("name", [key.name for key in keys])
@@ -82,32 +82,32 @@ def load_keys(config: ServerConfig) -> KeyRing:
 
 
 def _words(text: str) -> list[str]:
-    """Of a variable that names several keys."""
+    """The keys in an environment variable, separated by commas."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if text and not words:
-        raise ConfigError(f"{env.API_KEY.name} is set, but holds no key. Set one, or unset it.")
+        raise ConfigError(f"{env.API_KEY.name} is set, but has no key in it: set one, or unset it.")
     return words
 
 
-def _read_file(path: str) -> Iterable[Key]:
+def _read_file(path: str) -> Iterable[ApiKey]:
     entries = read_config_file(path, "key file").get("keys")
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path} must have `keys:`, a list of entries with name and key.")
     if os.stat(path).st_mode & 0o004 and any("key" in entry for entry in entries if isinstance(entry, dict)):
-        logger.warning("everybody on this machine can read the keys in %s: chmod o-r it, or write sha256", path)
+        logger.warning("every user of this machine can read the keys in %s: chmod o-r it, or write sha256", path)
     return [_read_key(f"{path}, entry {i}", entry) for i, entry in enumerate(entries, start=1)]
 
 
-def _read_key(where: str, entry: object) -> Key:
+def _read_key(where: str, entry: object) -> ApiKey:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where}: an entry is a mapping with name and key.")
     for name in entry.keys() - set(_FIELDS):
         raise ConfigError(f"{where}: {name} is not known.{did_you_mean(name, _FIELDS)}")
     name = entry.get("name")
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where}: a key needs a name, which stands in logs.")
+        raise ConfigError(f"{where}: a key needs a name, which the log shows.")
     numbers = {field: _number(f"{where} ({name})", field, entry[field]) for field in _NUMBERS if field in entry}
-    return Key(name, _key_digest(f"{where} ({name})", entry), **numbers)
+    return ApiKey(name, _key_digest(f"{where} ({name})", entry), **numbers)
 
 
 def _key_digest(where: str, entry: Mapping[Any, Any]) -> bytes:
@@ -137,12 +137,11 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-# ----------------------------------------------------------------
-# What each API key may ask for: requests and tokens per minute, requests at once. One API process's share of it.
+# ---------------------------------------------------------------- limits
 
 
 class Bucket:
-    """Fills at a steady rate up to a minute's worth; what is taken may leave it owing."""
+    """A token bucket: it fills at a steady rate up to one minute's amount, and its level may fall below zero."""
 
     def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
         self.rate = per_minute / 60
@@ -152,7 +151,7 @@ class Bucket:
         self._at = clock()
 
     def wait(self, amount: float) -> float:
-        """Seconds until so much is there; more than the capacity is never there, and a full bucket will do."""
+        """Seconds until the bucket holds `amount`, or is full if that is more than its capacity."""
         now = self._clock()
         self.level = min(self.capacity, self.level + (now - self._at) * self.rate)
         self._at = now
@@ -166,22 +165,22 @@ class Bucket:
 class _Account:
     requests: Bucket | None
     tokens: Bucket | None
-    most_at_once: float | None
+    max_running: float | None
     running: int = 0
 
 
 class RateLimits:
-    """All keys' accounts in this process. With several API processes each keeps its share of every limit."""
+    """The use of all keys in this process. Each of several API processes allows its share of every limit."""
 
     def __init__(self, num_processes: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self.share = 1 / num_processes
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
 
-    def admit(self, key: Key, num_tokens: int, num_requests: int = 1) -> None:
-        """Take what a request needs, or raise a 429 that says when to come back. Call `release` when it has ended."""
+    def admit(self, key: ApiKey, num_tokens: int, num_requests: int = 1) -> None:
+        """Take what a request needs, or raise a 429 with the time to wait. `release` must follow when it has ended."""
         account = self._account(key)
-        if account.most_at_once is not None and account.running + 1 > account.most_at_once:
+        if account.max_running is not None and account.running + 1 > account.max_running:
             raise _limited(key, f"max_concurrent={key.max_concurrent:g}", 1.0)
         for bucket, amount, name in (
             (account.requests, num_requests, f"requests_per_minute={key.requests_per_minute}"),
@@ -194,14 +193,14 @@ class RateLimits:
                 bucket.take(amount)
         account.running += 1
 
-    def release(self, key: Key, num_generated: int) -> None:
-        """A request has ended; its generated tokens count, too, returned or not."""
+    def release(self, key: ApiKey, num_generated: int) -> None:
+        """End a request and charge its generated tokens, returned or not."""
         account = self._account(key)
         account.running -= 1
         if account.tokens is not None:
             account.tokens.take(num_generated)
 
-    def _account(self, key: Key) -> _Account:
+    def _account(self, key: ApiKey) -> _Account:
         found = self._accounts.get(key.name)
         if found is None:
             found = self._accounts[key.name] = _Account(
@@ -215,6 +214,6 @@ class RateLimits:
         return None if per_minute is None else Bucket(per_minute * self.share, self._clock)
 
 
-def _limited(key: Key, limit: str, wait: float) -> ApiError:
+def _limited(key: ApiKey, limit: str, wait: float) -> ApiError:
     message = f"The key {key.name!r} has reached its limit {limit}; try again in {wait:.1f} s."
     return ApiError(429, message, "rate_limit", code="rate_limit_exceeded", retry_after=wait)

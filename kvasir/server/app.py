@@ -1,4 +1,4 @@
-"""The ASGI application: routes, errors, the gate, documentation."""
+"""The ASGI application: routes, error handlers, middleware, and the API's description."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from starlette.routing import BaseRoute, Match
 from kvasir import __version__
 from kvasir.errors import KvasirError
 from kvasir.server.errors import ApiError, as_api_error, error_response, not_found
-from kvasir.server.event_stream import ClientGone
 from kvasir.server.gate import Gate
-from kvasir.server.http import call_of
+from kvasir.server.http import ClientGone, call_of
 from kvasir.server.routes import (
     chat,
     completions,
@@ -39,8 +38,8 @@ ROUTERS = [chat.router, websocket.router, completions.router, responses.router, 
 ROUTERS += [tokens.router, operations.router, pages.router, engine_view.router]
 _ABOUT = (
     "OpenAI's and Anthropic's interfaces to a language model. "
-    "/v1/chat/completions also takes a WebSocket, and /engine/feed, a WebSocket, tells again and again what "
-    "/engine/state tells once."
+    "/v1/chat/completions also takes a WebSocket; the WebSocket /engine/feed sends the content of /engine/state "
+    "again and again."
 )
 _NO_ROUTE = (404, 405)
 _HANDLED = (ApiError, KvasirError, RequestValidationError, HTTPException, ClientGone, Exception)
@@ -53,7 +52,7 @@ def make_app(state: ServerState) -> FastAPI:
         version=__version__,
         description=_ABOUT,
         openapi_url=shown,
-        docs_url=None,  # pages.py has our own, which asks for nothing from elsewhere
+        docs_url=None,  # pages.py has our own, which loads nothing from other hosts
         redoc_url=None,
         root_path=state.config.root_path,
     )
@@ -69,7 +68,7 @@ def make_app(state: ServerState) -> FastAPI:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientGone):
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has disconnected
     call = call_of(request)
     if isinstance(error, HTTPException) and error.status_code in _NO_ROUTE:
         routers = [*ROUTERS, pages.docs_router]
@@ -82,7 +81,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def _add_layers(app: FastAPI, state: ServerState) -> None:
-    """The last one added is the outermost."""
+    """Add middleware; the last one added is the outermost."""
     config = state.config
     app.add_middleware(
         Gate,
@@ -105,7 +104,7 @@ def _add_layers(app: FastAPI, state: ServerState) -> None:
 
 
 def _describe(app: FastAPI) -> None:
-    """Put the replies' types, which are not pydantic's, into the documentation."""
+    """Add the replies' types to the API's description: FastAPI knows pydantic models only."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -132,7 +131,7 @@ def _all_replies() -> list[type[Reply]]:
 
 
 def _drop_default_errors(schema: dict[str, Any]) -> None:
-    """FastAPI documents its own 422, which this server never sends."""
+    """Remove FastAPI's 422 from the description: this server never sends it."""
     for path in schema.get("paths", {}).values():
         for operation in path.values():
             operation.get("responses", {}).pop("422", None)
@@ -140,21 +139,20 @@ def _drop_default_errors(schema: dict[str, Any]) -> None:
         schema["components"]["schemas"].pop(name, None)
 
 
-# ----------------------------------------------------------------
-# What is said of a path that nobody serves, and of a method that a path does not have.
+# ---------------------------------------------------------------- unknown paths and methods
 
 
 def no_route(request: Request, status: int, routes: Iterable[BaseRoute], shows_docs: bool) -> ApiError:
     path, more = request.scope["path"], "; /docs lists all." if shows_docs else "."
     methods = _methods(request, routes)
     if status == HTTPStatus.METHOD_NOT_ALLOWED and methods:
-        message = f"{request.method} is not a method of {path}, which takes {' and '.join(methods)}{more}"
+        message = f"{path} does not take {request.method}, only {' and '.join(methods)}{more}"
         return ApiError(status, message, "invalid_request", allow=methods)
     return not_found(f"Nothing is served at {path}{more}")
 
 
 def _methods(request: Request, routes: Iterable[BaseRoute]) -> tuple[str, ...]:
-    """Those of every route at this path: Starlette tells those of the first one that it comes upon."""
+    """Methods of all routes at this path: Starlette reports those of the first route that it finds."""
     found: set[str] = set()
     for route in routes:
         if route.matches(request.scope)[0] != Match.NONE:

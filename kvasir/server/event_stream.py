@@ -1,101 +1,132 @@
-"""Streams of server-sent events, straight to ASGI: no layer that a token need not pass.
+"""Streamed replies: server-sent events, or lines of JSON, straight to ASGI.
 
-A client that goes away cancels what was made for it, whether it streams or waits for one answer.
+The loop in EventStream awaits the engine's stream; everything between an output and its bytes is synchronous. A client
+that disconnects ends its request.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvasir.outputs import RequestOutput
+from kvasir.server.api_request import ApiRequest
+from kvasir.server.errors import as_api_error, openai_body
+from kvasir.server.http import ClientGone, unless_disconnected
+from kvasir.server.schema.base import encode
+
 DONE = b"data: [DONE]\n\n"
-# Errors found within this time get a status of their own; a stream that starts later reports them as an event.
+# An error found within this many seconds becomes the response's status; later ones are reported as an event.
 PATIENCE = 2.0
 
 
-class ClientGone(Exception):
-    """Nobody is left to answer."""
+class StreamWriter(Protocol):
+    """Writes one reply, frame by frame."""
+
+    def write(self, output: RequestOutput) -> bytes:
+        """The frames of an output; empty if it has nothing to show yet."""
+
+    def finish(self) -> bytes:
+        """The frames after the last output."""
+
+    def fail(self, error: Exception) -> bytes:
+        """The last frame of a stream that fails after its start."""
 
 
-@asynccontextmanager
-async def unless_disconnected(receive: Receive) -> AsyncIterator[None]:
-    """Cancel this block when the client goes away, and raise ClientGone. The request must have been read."""
-    task = asyncio.current_task()
-    assert task is not None, "requests run in tasks"
-    watcher = asyncio.create_task(_until_disconnected(receive))
-    watcher.add_done_callback(lambda done: None if done.cancelled() else task.cancel("client gone"))
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not watcher.done() or watcher.cancelled() or task.uncancel() > 0:
-            raise  # somebody else's
-        raise ClientGone from None
-    finally:
-        watcher.cancel()
+class EventStream(Response):
+    """Runs a request and sends each output as soon as it comes."""
+
+    def __init__(self, request: ApiRequest, writer: StreamWriter, media_type: str = "text/event-stream") -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=media_type)
+        del self.headers["content-length"]
+        self.request = request
+        self.writer = writer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def start() -> None:
+            nonlocal started
+            started = True
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+        try:
+            async with unless_disconnected(receive):
+                async with self.request.ending():
+                    await self._run(start, send)
+                await send({"type": "http.response.body", "body": self.writer.finish()})
+        except ClientGone:
+            if not started:
+                raise
+        except Exception as error:
+            if not started:
+                raise
+            await send({"type": "http.response.body", "body": self.writer.fail(error)})
+
+    async def _run(self, start: Callable[[], Awaitable[None]], send: Send) -> None:
+        first = asyncio.ensure_future(self._first_frame())
+        try:
+            await asyncio.wait([first], timeout=PATIENCE)
+            if first.done():
+                first.result()  # raises before the response has started, which makes it a status
+            await start()
+            frame = await first
+        finally:
+            if not first.done():
+                first.cancel()
+                await asyncio.wait([first])
+        request, write = self.request, self.writer.write
+        take, next_output = request.take, request.stream.next
+        await send({"type": "http.response.body", "body": frame, "more_body": True})
+        while (output := await next_output()) is not None:
+            take(output)
+            if frame := write(output):
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+
+    async def _first_frame(self) -> bytes:
+        """Start the request; return its first frame that is not empty."""
+        await self.request.start()
+        while (output := await self.request.stream.next()) is not None:
+            self.request.take(output)
+            if frame := self.writer.write(output):
+                return frame
+        return b""
 
 
-async def _until_disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+# ---------------------------------------------------------------- OpenAI's format
 
 
 def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
-class EventStream(Response):
-    """Sends what a generator gives, as it comes; closes it when the client goes away."""
+class PayloadWriter(Protocol):
+    """Writes a reply as JSON objects, for events and for WebSocket messages."""
 
-    media_type = "text/event-stream"
+    def payloads(self, output: RequestOutput) -> Sequence[bytes]:
+        """The objects of an output."""
 
-    def __init__(
-        self,
-        frames: AsyncGenerator[bytes, None],
-        on_error: Callable[[Exception], bytes],
-        media_type: str = "text/event-stream",
-    ) -> None:
-        """`on_error` makes the last frame of a stream that fails after it has begun."""
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=media_type)
-        del self.headers["content-length"]
-        self.frames = frames
-        self.on_error = on_error
-        self._first: asyncio.Future[bytes] | None = None
+    def last_payloads(self) -> Sequence[bytes]:
+        """The objects after the last output."""
 
-    async def prime(self, receive: Receive) -> EventStream:
-        """Wait for the first frame, but not for ever: what it raises can still become a status."""
-        self._first = asyncio.ensure_future(anext(self.frames, b""))
-        try:
-            async with unless_disconnected(receive):
-                await asyncio.wait([self._first], timeout=PATIENCE)
-                if self._first.done():
-                    self._first.result()
-        except BaseException:
-            await self._close()
-            raise
-        return self
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            async with unless_disconnected(receive):
-                if self._first is not None:
-                    await send({"type": "http.response.body", "body": await self._first, "more_body": True})
-                async for frame in self.frames:
-                    await send({"type": "http.response.body", "body": frame, "more_body": True})
-                await send({"type": "http.response.body", "body": b""})
-        except ClientGone:
-            pass
-        except Exception as error:
-            await send({"type": "http.response.body", "body": self.on_error(error)})
-        finally:
-            await self._close()
+class OpenAIEvents:
+    """One event for each JSON object, then [DONE]."""
 
-    async def _close(self) -> None:
-        if self._first is not None and not self._first.done():
-            self._first.cancel()
-            await asyncio.wait([self._first])
-        await self.frames.aclose()
+    def __init__(self, writer: PayloadWriter) -> None:
+        self._payloads = writer.payloads
+        self._last_payloads = writer.last_payloads
+
+    def write(self, output: RequestOutput) -> bytes:
+        payloads = self._payloads(output)
+        return event(payloads[0]) if len(payloads) == 1 else b"".join(map(event, payloads))
+
+    def finish(self) -> bytes:
+        return b"".join(map(event, self._last_payloads())) + DONE
+
+    def fail(self, error: Exception) -> bytes:
+        return event(encode(openai_body(as_api_error(error)))) + DONE

@@ -1,4 +1,4 @@
-"""The two lines that the log has of each request, and its span in a trace."""
+"""The two log lines of each request, and its OpenTelemetry span (--otlp-traces-endpoint, with the extra `otel`)."""
 
 from __future__ import annotations
 
@@ -12,71 +12,71 @@ from kvasir.log import get_logger
 from kvasir.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from kvasir.server.api_request import Run
+    from kvasir.server.api_request import ApiRequest
 
 logger = get_logger("kvasir.server.requests")
-MOST_OF_USER = 128  # characters
+MAX_USER_LENGTH = 128  # characters of the user's name that are logged
 
 
-def arrived(run: Run) -> None:
-    metrics, params, call = run.state.metrics, run.params, run.call
+def arrived(request: ApiRequest) -> None:
+    metrics, params, call = request.state.metrics, request.params, request.call
     metrics.params_n.observe(params.n)
     if params.max_tokens is not None:
-        metrics.params_max_tokens.observe(min(params.max_tokens, run.engine.config.model.max_model_len))
-    facts = {
+        metrics.params_max_tokens.observe(min(params.max_tokens, request.engine.config.model.max_model_len))
+    fields = {
         "request_id": call.id,
         "path": call.path,
         "key": call.log_name,
-        "prompt_tokens": run.num_prompt_tokens,
-        "user": run.terms.user,
+        "prompt_tokens": request.tokens.num_prompt,
+        "user": request.user,
     }
     logger.info(
         "%s arrived: %s, %d prompt tokens, key %s%s",
-        *(call.id, call.path, run.num_prompt_tokens, _who(run), _request_text(run)),
-        extra={"fields": facts},
+        *(call.id, call.path, request.tokens.num_prompt, _client(request), _contents(request)),
+        extra={"fields": fields},
     )
 
 
-def _who(run: Run) -> str:
-    """The key, and the user that its client names: a text from outside, so it is quoted, and cut."""
-    user = run.terms.user
-    return run.call.log_name if user is None else f"{run.call.log_name}, user {user[:MOST_OF_USER]!r}"
-
-
-def _request_text(run: Run) -> str:
-    config = run.state.config
-    if not config.enable_log_requests:
-        return ""
-    prompts = [prompt.get("prompt") or prompt["prompt_token_ids"] for prompt in run.prompts]
-    return f" {run.params}, prompts: {str(prompts)[: config.max_log_len]}"
-
-
-def ended(run: Run, error: ApiError | None) -> None:
+def ended(request: ApiRequest, error: ApiError | None) -> None:
     now = time.time()
-    facts = _facts(run, error, now - run.call.arrived)
+    fields = _fields(request, error, now - request.call.arrived)
     logger.info(
         "%s ended: %s, %d tokens in, %d out, %.3f s, first token after %s s, %s s per token, key %s%s",
-        *(run.call.id, facts["finish_reason"], run.num_prompt_tokens, run.num_generated, facts["seconds"]),
-        *(facts["time_to_first_token"] or "-", facts["time_per_token"] or "-", _who(run)),
+        *(request.call.id, fields["finish_reason"], request.tokens.num_prompt, request.tokens.num_generated),
+        *(fields["seconds"], fields["time_to_first_token"] or "-", fields["time_per_token"] or "-", _client(request)),
         "" if error is None else f": {error.message}",
-        extra={"fields": facts},
+        extra={"fields": fields},
     )
-    _trace(run, now, facts)
+    _trace(request, now, fields)
 
 
-def _facts(run: Run, error: ApiError | None, took: float) -> dict[str, Any]:
-    first, per_token = run.first_token, None
-    if first is not None and run.num_generated > 1:
-        per_token = round((took - first) / (run.num_generated - 1), 5)
+def _client(request: ApiRequest) -> str:
+    """The key's name, and the user that the client names: quoted and cut, as it is text from outside."""
+    name, user = request.call.log_name, request.user
+    return name if user is None else f"{name}, user {user[:MAX_USER_LENGTH]!r}"
+
+
+def _contents(request: ApiRequest) -> str:
+    config = request.state.config
+    if not config.enable_log_requests:
+        return ""
+    prompts = [prompt.text or prompt.token_ids for prompt in request.prompts]
+    return f" {request.params}, prompts: {str(prompts)[: config.max_log_len]}"
+
+
+def _fields(request: ApiRequest, error: ApiError | None, took: float) -> dict[str, Any]:
+    first, tokens, per_token = request.first_token, request.tokens, None
+    if first is not None and tokens.num_generated > 1:
+        per_token = round((took - first) / (tokens.num_generated - 1), 5)
     return {
-        "request_id": run.call.id,
-        "path": run.call.path,
-        "key": run.call.log_name,
-        "user": run.terms.user,
-        "finish_reason": ",".join(sorted(set(run.reasons))) if error is None else error.cause,
-        "prompt_tokens": run.num_prompt_tokens,
-        "cached_tokens": run.num_cached,
-        "completion_tokens": run.num_generated,
+        "request_id": request.call.id,
+        "path": request.call.path,
+        "key": request.call.log_name,
+        "user": request.user,
+        "finish_reason": ",".join(sorted(set(request.reasons))) if error is None else error.cause,
+        "prompt_tokens": tokens.num_prompt,
+        "cached_tokens": tokens.num_cached,
+        "completion_tokens": tokens.num_generated,
         "seconds": round(took, 4),
         "time_to_first_token": None if first is None else round(first, 4),
         "time_per_token": per_token,
@@ -84,26 +84,26 @@ def _facts(run: Run, error: ApiError | None, took: float) -> dict[str, Any]:
     }
 
 
-def _trace(run: Run, now: float, facts: dict[str, Any]) -> None:
-    """By the names of OpenTelemetry's conventions for language models."""
+# ---------------------------------------------------------------- tracing
+
+
+def _trace(request: ApiRequest, now: float, fields: dict[str, Any]) -> None:
+    """Report a span, with the names of OpenTelemetry's conventions for language models."""
+    call, params = request.call, request.params
     attributes = {
-        "gen_ai.request.model": run.state.model_names[0],
-        "gen_ai.request.id": run.call.id,
-        "gen_ai.request.max_tokens": run.params.max_tokens,
-        "gen_ai.request.temperature": run.params.temperature,
-        "gen_ai.request.top_p": run.params.top_p,
-        "gen_ai.request.n": run.params.n,
-        "gen_ai.usage.prompt_tokens": run.num_prompt_tokens,
-        "gen_ai.usage.completion_tokens": run.num_generated,
-        "gen_ai.latency.time_to_first_token": run.first_token,
-        "gen_ai.latency.e2e": now - run.call.arrived,
-        "gen_ai.response.finish_reasons": facts["finish_reason"],
+        "gen_ai.request.model": request.state.model_names[0],
+        "gen_ai.request.id": call.id,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.n": params.n,
+        "gen_ai.usage.prompt_tokens": request.tokens.num_prompt,
+        "gen_ai.usage.completion_tokens": request.tokens.num_generated,
+        "gen_ai.latency.time_to_first_token": request.first_token,
+        "gen_ai.latency.e2e": now - call.arrived,
+        "gen_ai.response.finish_reasons": fields["finish_reason"],
     }
-    run.state.tracer.request(run.call.path, run.call.traceparent, run.call.arrived, now, attributes, facts["error"])
-
-
-# ----------------------------------------------------------------
-# OpenTelemetry: a span for each request, if --otlp-traces-endpoint is set and the extra `otel` is installed.
+    request.state.tracer.request(call.path, call.traceparent, call.arrived, now, attributes, fields["error"])
 
 
 class Tracer(Protocol):
@@ -113,10 +113,10 @@ class Tracer(Protocol):
         traceparent: str | None,
         began: float,
         ended: float,
-        facts: Mapping[str, Any],
+        attributes: Mapping[str, Any],
         error: str | None,
     ) -> None:
-        """A request has ended. Times are of `time.time`."""
+        """Report a request that has ended. Times are of `time.time`."""
 
     def close(self) -> None: ...
 
@@ -155,7 +155,7 @@ class OtlpTracer:
         traceparent: str | None,
         began: float,
         ended: float,
-        facts: Mapping[str, Any],
+        attributes: Mapping[str, Any],
         error: str | None,
     ) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -163,7 +163,7 @@ class OtlpTracer:
 
         parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent}) if traceparent else None
         span = self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=int(began * 1e9))
-        span.set_attributes({key: value for key, value in facts.items() if value is not None})
+        span.set_attributes({key: value for key, value in attributes.items() if value is not None})
         if error is not None:
             span.set_status(Status(StatusCode.ERROR, error))
         span.end(int(ended * 1e9))

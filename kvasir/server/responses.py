@@ -1,22 +1,23 @@
-"""One response of /v1/responses: how it runs, what it says of itself, whether it is kept."""
+"""One response of /v1/responses: its input as a conversation, how it runs, its events, whether it is stored."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.types import Receive, Scope, Send
+
 from kvasir.errors import RequestError
-from kvasir.outputs import CompletionOutput
-from kvasir.server.api_keys import Key
-from kvasir.server.api_request import Run, Terms
+from kvasir.outputs import CompletionOutput, RequestOutput
+from kvasir.parsers import content_of
+from kvasir.server.api_keys import ApiKey
+from kvasir.server.api_request import ApiRequest, read_chat
 from kvasir.server.errors import ApiError, as_api_error
+from kvasir.server.event_stream import EventStream
 from kvasir.server.http import Call, new_id
 from kvasir.server.logprobs import LogprobWriter
-from kvasir.server.params import default_max_tokens, sampling_params
-from kvasir.server.prompts import PromptMaker
-from kvasir.server.response_store import ResponseStore, Stored
+from kvasir.server.response_store import ResponseStore, StoredResponse
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.chat import ChatTemplateFields, Message
 from kvasir.server.schema.responses import (
@@ -30,46 +31,49 @@ from kvasir.server.schema.responses import (
     ResponsesRequest,
     ResponseUsage,
 )
+from kvasir.server.schema.sampling import sampling_params
 from kvasir.server.state import ServerState
 
 _STATUS = {"length": "incomplete", "timeout": "incomplete", "abort": "cancelled"}
 _INCOMPLETE = {"length": "max_output_tokens", "timeout": "timeout"}
-
-_NAMES_HERE = {"messages": "input", "reasoning_effort": "reasoning"}  # of what a chat template may refuse
+# This interface's names of what the chat template and the engine may refuse.
+_FIELD_NAMES = {"messages": "input", "reasoning_effort": "reasoning", "logprobs": "top_logprobs"}
 
 
 @dataclass(slots=True)
 class ResponseJob:
-    run: Run
+    """A request, ready to run, and the response that it becomes."""
+
+    request: ApiRequest
     response: ResponseReply
     item_id: str
     num_logprobs: int | None
-    stored: Stored | None
+    stored: StoredResponse | None
     store: ResponseStore
 
     @classmethod
     async def make(cls, state: ServerState, call: Call, body: ResponsesRequest) -> ResponseJob:
         store = state.responses
         model = state.check_model(body.model)
-        keeps = _keeps(state, body)
-        before = _conversation(state, body, call.key)
-        messages = messages_of(body.input, None, before)
-        run = await _run(state, call, body, messages)
-        response = _begun(body, run, model, keeps)
-        stored = Stored(response, messages, call.key.name, run) if keeps else None
+        stores = _stores(state, body)
+        messages = [*_conversation(state, body, call.key), *messages_of(body.input)]
+        request = await _request(state, call, body, messages)
+        response = _first_state(body, request, model, stores)
+        stored = StoredResponse(response, messages, call.key.name, request) if stores else None
         if stored is not None:
-            store.keep(stored)
+            store.add(stored)
         wants_logprobs = LOGPROBS in (body.include or [])
         number = (body.top_logprobs or 0) if wants_logprobs else None
-        return cls(run, response, f"msg_{new_id()}", number, stored, store)
+        return cls(request, response, f"msg_{new_id()}", number, stored, store)
 
     async def whole(self) -> ResponseReply:
         """Run to the end."""
         try:
-            (output,) = await self.run.whole()
-            self.run.check(output)
+            (output,) = await self.request.whole()
+            self.request.check(output)
             (each,) = output.outputs
-            self.complete(each.text, self.logprobs(each), each.finish_reason or "stop")
+            text = content_of(self.request.parts.read(0, each))
+            self.complete(text, self.logprobs(each), each.finish_reason or "stop")
         except Exception as error:
             if isinstance(error, ApiError):
                 self.fail(error)
@@ -81,22 +85,22 @@ class ResponseJob:
     def logprobs(self, each: CompletionOutput) -> list[Any]:
         if self.num_logprobs is None or each.logprobs is None:
             return []
-        writer = LogprobWriter(self.run.engine.tokenizer)
+        writer = LogprobWriter(self.request.engine.tokenizer)
         return list(writer.chat(each.token_ids, each.logprobs, self.num_logprobs).content)
 
-    # ------------------------------------------------------------ how it ends
+    # ------------------------------------------------------------ its end
 
     def complete(self, text: str, logprobs: list[Any], reason: str) -> None:
         status = _STATUS.get(reason, "completed")
         part = OutputText(text=text, annotations=[], logprobs=logprobs)
         done = "completed" if status == "completed" else "incomplete"
-        response, usage = self.response, self.run.usage()
+        response, usage = self.response, self.request.usage()
         response.output = [OutputMessage(id=self.item_id, status=done, content=[part])]
         response.status = status
         response.incomplete_details = {"reason": _INCOMPLETE[reason]} if reason in _INCOMPLETE else None
         response.usage = ResponseUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=InputDetails(cached_tokens=self.run.num_cached),
+            input_tokens_details=InputDetails(cached_tokens=self.request.tokens.num_cached),
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputDetails(),
             total_tokens=usage.total_tokens,
@@ -109,53 +113,58 @@ class ResponseJob:
         self.response.error = ResponseError(code=error.code or error.cause, message=error.message)
 
     def ended(self) -> None:
-        """It runs no more, however that came."""
+        """The request has ended, with an answer or without."""
         if self.response.status in ("queued", "in_progress"):
             self.response.status = "cancelled"
         if self.stored is not None:
-            self.stored.run = None
+            self.stored.request = None
             self.store.update(self.stored)
 
 
-async def _run(state: ServerState, call: Call, body: ResponsesRequest, messages: list[Message]) -> Run:
-    maker = PromptMaker(state, salt=body.cache_salt)
+async def _request(state: ServerState, call: Call, body: ResponsesRequest, messages: list[Message]) -> ApiRequest:
     effort = None if body.reasoning is None else body.reasoning.effort
     shown = messages if body.instructions is None else [Message(role="system", content=body.instructions), *messages]
     tools = None if state.config.exclude_tools_when_tool_choice_none else body.tools
     fields = ChatTemplateFields(messages=shown, tools=tools, chat_template_kwargs=body.chat_template_kwargs)
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     try:
-        prompt = await maker.chat(fields, **({} if effort is None else {"reasoning_effort": effort}))
+        prompt = await read_chat(state, fields, salt=body.cache_salt, **variables)
     except RequestError as error:
-        if error.parameter not in _NAMES_HERE:
-            raise
-        raise RequestError(str(error), _NAMES_HERE[error.parameter]) from error
-    logprobs = (body.top_logprobs or 0) if LOGPROBS in (body.include or []) else None
-    max_tokens = body.max_output_tokens or default_max_tokens(state, None)
-    params = sampling_params(state, body, max_tokens=max_tokens, logprobs=logprobs, stream=bool(body.stream))
-    terms = Terms(body.priority or 0, body.timeout, body.user or body.safety_identifier)
-    return Run(state, call, [prompt], params, terms)
+        raise as_api_error(error, _FIELD_NAMES) from error
+    params = sampling_params(
+        body,
+        state.default_params,
+        max_tokens=body.max_output_tokens or state.default_max_tokens(None),
+        logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or []) else None,
+        stream=bool(body.stream),
+    )
+    user = body.user or body.safety_identifier
+    return ApiRequest(state, call, [prompt], params, body.priority or 0, body.timeout, user, _FIELD_NAMES)
 
 
-def _keeps(state: ServerState, body: ResponsesRequest) -> bool:
-    """Whether this response is stored. It is not where nobody could find it again."""
-    if state.keeps_responses:
+def _stores(state: ServerState, body: ResponsesRequest) -> bool:
+    """Whether this response is stored: if it is to be, and the server stores any."""
+    if state.stores_responses:
         return body.store is not False
     for name in ("background", "previous_response_id"):
         if getattr(body, name):
-            raise RequestError(f"{name} needs stored responses: {state.why_nothing_is_kept}", name)
+            raise RequestError(f"{name} needs stored responses: {state.why_nothing_is_stored}", name)
     return False
 
 
-def _conversation(state: ServerState, body: ResponsesRequest, key: Key) -> list[Message]:
+def _conversation(state: ServerState, body: ResponsesRequest, key: ApiKey) -> list[Message]:
+    """The messages up to the previous response. Its instructions do not carry over, as OpenAI defines it."""
     if body.previous_response_id is None:
         return []
     found = state.responses.find(body.previous_response_id, key)
-    if found.run is not None:
-        raise RequestError("The previous response is still running: wait for it.", "previous_response_id")
+    if found.request is not None:
+        message = "The previous response is still running: wait until it is completed."
+        raise RequestError(message, "previous_response_id")
     return list(found.messages)
 
 
-def _begun(body: ResponsesRequest, run: Run, model: str, keeps: bool) -> ResponseReply:
+def _first_state(body: ResponsesRequest, request: ApiRequest, model: str, stores: bool) -> ResponseReply:
+    """The response before it has any output."""
     return ResponseReply(
         id=f"resp_{new_id()}",
         created_at=time.time(),
@@ -169,26 +178,24 @@ def _begun(body: ResponsesRequest, run: Run, model: str, keeps: bool) -> Respons
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
         reasoning={"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
-        store=keeps,
-        temperature=run.params.temperature,
+        store=stores,
+        temperature=request.params.temperature,
         text={"format": {"type": "text"}},
         tool_choice=body.tool_choice or "auto",
         tools=body.tools or [],
         top_logprobs=body.top_logprobs or 0,
-        top_p=run.params.top_p,
+        top_p=request.params.top_p,
         user=body.user,
     )
 
 
-# ----------------------------------------------------------------
-# Items of /v1/responses as the messages of a conversation.
+# ---------------------------------------------------------------- items of the input
 
 
-def messages_of(given: str | list[dict[str, Any]], instructions: str | None, before: list[Message]) -> list[Message]:
-    """`before` is the conversation so far; its instructions do not carry over, as OpenAI has it."""
-    start = [] if instructions is None else [Message(role="system", content=instructions)]
+def messages_of(given: str | list[dict[str, Any]]) -> list[Message]:
+    """The input's items as messages."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return [*start, *before, *(_message(item) for item in items)]
+    return [_message(item) for item in items]
 
 
 def _message(item: dict[str, Any]) -> Message:
@@ -232,43 +239,56 @@ def _text(item: dict[str, Any], name: str) -> str:
     return value
 
 
-# ----------------------------------------------------------------
-# The events of a streamed response, in OpenAI's order.
+# ---------------------------------------------------------------- the stream
+
+
+class ResponseStream(EventStream):
+    """Sends a response's events; notes in the response that its request has ended, however it did."""
+
+    def __init__(self, job: ResponseJob) -> None:
+        super().__init__(job.request, ResponseEvents(job))
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._job.ended()
 
 
 class ResponseEvents:
+    """Writes the events of a response in OpenAI's order."""
+
     def __init__(self, job: ResponseJob) -> None:
         self.job = job
         self._number = 0
         self._place = {"item_id": job.item_id, "output_index": 0, "content_index": 0}
+        self._is_open = False  # the first events are written
+        self._text: list[str] = []
+        self._logprobs: list[Any] = []
 
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        job, source = self.job, self.job.run.outputs()
-        text: list[str] = []
-        logprobs: list[Any] = []
-        opened = False
-        try:
-            async for _, output in source:
-                job.run.check(output)
-                (each,) = output.outputs
-                frames = b"" if opened else self._opening()
-                opened = True
-                if each.text or each.logprobs:
-                    new = job.logprobs(each)
-                    text.append(each.text)
-                    logprobs += new
-                    frames += self._event("response.output_text.delta", **self._place, delta=each.text, logprobs=new)
-                if each.finish_reason is not None:
-                    job.complete("".join(text), logprobs, each.finish_reason)
-                    frames += self._closing()
-                if frames:
-                    yield frames
-        finally:
-            await source.aclose()
+    def write(self, output: RequestOutput) -> bytes:
+        job = self.job
+        job.request.check(output)
+        (each,) = output.outputs
+        frames = b"" if self._is_open else self._opening()
+        self._is_open = True
+        text = content_of(job.request.parts.read(0, each))
+        if text or each.logprobs:
+            new = job.logprobs(each)
+            self._text.append(text)
+            self._logprobs += new
+            frames += self._event("response.output_text.delta", **self._place, delta=text, logprobs=new)
+        if each.finish_reason is not None:
+            job.complete("".join(self._text), self._logprobs, each.finish_reason)
             job.ended()
+            frames += self._closing()
+        return frames
 
-    def failure(self, error: Exception) -> bytes:
-        """The last event of a stream that fails on its way."""
+    def finish(self) -> bytes:
+        return b""
+
+    def fail(self, error: Exception) -> bytes:
         self.job.fail(as_api_error(error))
         return self._event("response.failed", response=self.job.response)
 

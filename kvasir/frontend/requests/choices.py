@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 
 from kvasir.errors import RequestError
-from kvasir.frontend.requests.input import InputProcessor, PromptType, mix
+from kvasir.frontend.requests.input import InputProcessor, mix
+from kvasir.frontend.requests.prompts import PromptType
 from kvasir.frontend.requests.state import Ending, RequestState
 from kvasir.frontend.text.detokenizer import whole
 from kvasir.frontend.text.tokenizer import Tokenizer

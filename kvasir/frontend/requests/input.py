@@ -6,21 +6,18 @@ API process. Tokenizes, settles what depends on the model (end tokens, lengths, 
 from __future__ import annotations
 
 import math
-import reprlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
-from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict
-
-import numpy as np
+from collections.abc import Iterable
+from typing import Any
 
 from kvasir.config.engine import EngineConfig
 from kvasir.errors import ModelError, RequestError
 from kvasir.frontend.requests.extras import ExtrasBuilder
+from kvasir.frontend.requests.prompts import PromptProcessor, PromptType
 from kvasir.frontend.requests.state import RequestState
 from kvasir.frontend.text.stop import Repetitions, StopStrings
 from kvasir.frontend.text.tokenizer import Tokenizer
-from kvasir.messages import EngineRequest, Int32Array, RowSampling, Terms
+from kvasir.messages import EngineRequest, RowSampling, Terms
 from kvasir.outputs import RequestMetrics
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 
@@ -37,19 +34,6 @@ _GENERATION_NAMES = {
 }
 
 
-class _Ids(NamedTuple):
-    """Token ids twice: for outputs, and for the core."""
-
-    plain: list[int]
-    array: Int32Array
-
-
-class _Prompt(NamedTuple):
-    text: str | None
-    ids: _Ids
-    salt: bytes
-
-
 class InputProcessor:
     """Checks and translates requests for one engine."""
 
@@ -58,6 +42,7 @@ class InputProcessor:
         self.config = config.model
         self.stream_interval = config.scheduler.stream_interval
         self.tokenizer = tokenizer
+        self.prompts = PromptProcessor(config.model, tokenizer)
         self.extras = ExtrasBuilder(config.model, tokenizer, config.parallel.tensor_parallel_size, remote)
         self.eos_token_ids = self._find_eos_token_ids()
 
@@ -68,7 +53,10 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"Sampling parameters must be SamplingParams, not {type(params).__name__}.")
         params.verify()
-        text, (ids, array), salt = self._read_prompt(prompt)
+        tokenized = self.prompts.read(prompt)
+        ids = tokenized.token_ids
+        if not ids:
+            raise RequestError("The prompt is empty: it must have at least one token.", "prompt")
         max_tokens = self._max_tokens(len(ids), params)
         stop_ids = self._stop_token_ids(params)
         self._check_needs(params, stop_ids)
@@ -77,16 +65,16 @@ class InputProcessor:
         watched = bool(params.stop) or params.repetition_detection is not None
         request = EngineRequest(
             key,
-            array,
+            tokenized.array,
             max_tokens,
             sampling,
             stream=followed or watched or sampling.logprobs is not None,
-            cache_salt=salt,
+            cache_salt=tokenized.salt,
             needs_last_token=sampling.extras is not None and bool(sampling.extras.processors),
             reads_cache=not params.skip_reading_prefix_cache and params.prompt_logprobs is None,
             least_tokens=max(1, params.min_tokens) if stop_ids or watched else max_tokens,
         )
-        return request, self.state(key, request_id, text, ids, params, arrival_time)
+        return request, self.state(key, request_id, tokenized.text, ids, params, arrival_time)
 
     def state(
         self, key: int, request_id: str, text: str | None, ids: list[int], params: SamplingParams, arrival_time: float
@@ -116,87 +104,10 @@ class InputProcessor:
             eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
         )
 
-    def tokenize(self, prompts: Sequence[PromptType]) -> list[PromptType]:
-        """Texts tokenized all at once, which uses every core; other prompts as they are. Checks nothing."""
-        texts = {i: text for i, prompt in enumerate(prompts) if (text := _text_of(prompt)) is not None}
-        # what has other entries is left to `process`, which refuses them
-        texts = {i: text for i, text in texts.items() if not _other_entries(prompts[i])}
-        if self.tokenizer is None or not texts:
-            return list(prompts)
-        ready = list(prompts)
-        for (i, text), ids in zip(texts.items(), self.tokenizer.encode_batch(list(texts.values())), strict=True):
-            done = TokensPrompt(prompt=text, prompt_token_ids=ids)
-            given = prompts[i]
-            if isinstance(given, dict) and "cache_salt" in given:
-                done["cache_salt"] = given["cache_salt"]
-            ready[i] = done
-        return ready
-
-    # ------------------------------------------------------------ prompts
-
-    def _read_prompt(self, prompt: PromptType) -> _Prompt:
-        given: dict[str, Any]
-        if isinstance(prompt, Mapping):
-            given = {**prompt}
-        else:
-            given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        unknown = given.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
-        if unknown:
-            names = ", ".join(sorted(map(str, unknown)))
-            raise RequestError(f"A prompt takes prompt, prompt_token_ids and cache_salt, not {names}.", "prompt")
-        text, salt = given.get("prompt"), _salt(given.get("cache_salt", ""))
-        if not isinstance(text, str | None):
-            raise RequestError(f"A prompt's text must be a string, not {reprlib.repr(text)}.", "prompt")
-        if "prompt_token_ids" in given:
-            return _Prompt(text, self._check_ids(given["prompt_token_ids"]), salt)
-        if text is None:
-            raise RequestError("A prompt must have prompt (a text) or prompt_token_ids.", "prompt")
-        return _Prompt(text, self._encode(text), salt)
-
-    def _encode(self, text: str) -> _Ids:
-        if self.tokenizer is None:
-            message = "A text prompt needs a tokenizer, and skip_tokenizer_init=True loads none: send prompt_token_ids."
-            raise RequestError(message, "prompt")
-        return self._check_ids(self.tokenizer.encode(text))
-
-    def _check_ids(self, ids: Any) -> _Ids:
-        """New, of plain ints, all of them in the vocabulary."""
-        if isinstance(ids, np.ndarray):
-            ids = ids.tolist()
-        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-            message = f"prompt_token_ids must be a list of integers, not {reprlib.repr(ids)}."
-            raise RequestError(message, "prompt_token_ids")
-        if not ids:
-            raise RequestError("The prompt is empty: it must have at least one token.", "prompt")
-        kinds = set(map(type, ids))
-        for kind in kinds:
-            if issubclass(kind, bool) or not issubclass(kind, Integral):
-                message = f"prompt_token_ids must be integers, but there is a {kind.__name__} among them."
-                raise RequestError(message, "prompt_token_ids")
-        plain = list(ids) if kinds == {int} else list(map(int, ids))
-        try:
-            array = np.array(plain, np.int32)
-            ends = int(array.min()), int(array.max())
-        except OverflowError:
-            ends = min(plain), max(plain)
-        outside = next((token for token in ends if not 0 <= token < self.config.vocab_size), None)
-        if outside is not None:
-            most = self.config.vocab_size - 1
-            message = f"Token id {reprlib.repr(outside)} is not in the model's vocabulary, which goes from 0 to {most}."
-            raise RequestError(message, "prompt_token_ids")
-        return _Ids(plain, array)
-
     # ------------------------------------------------------------ parameters
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        longest = self.config.max_model_len
-        room = longest - num_prompt_tokens
-        if room < 1:
-            message = (
-                f"The prompt has {num_prompt_tokens} tokens, but max_model_len={longest} leaves room for {longest - 1} "
-                f"and one to generate: shorten the prompt or raise max_model_len."
-            )
-            raise RequestError(message, "prompt")
+        room = self.config.max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > max_tokens:
             message = f"min_tokens={params.min_tokens} cannot be reached: this prompt leaves room for {room} tokens."
@@ -266,25 +177,6 @@ def default_sampling_params(config: EngineConfig) -> SamplingParams:
         raise ModelError(f"The model's generation config has a wrong value: {error}") from error
 
 
-def _other_entries(prompt: PromptType) -> bool:
-    return isinstance(prompt, Mapping) and bool(prompt.keys() - {"prompt", "cache_salt"})
-
-
-def _text_of(prompt: PromptType) -> str | None:
-    """The text that has still to be tokenized."""
-    if isinstance(prompt, Mapping):
-        text = None if "prompt_token_ids" in prompt else prompt.get("prompt")
-        return text if isinstance(text, str) else None
-    return prompt if isinstance(prompt, str) else None
-
-
-def _salt(given: object) -> bytes:
-    try:
-        return str.encode(given)  # type: ignore[arg-type]  # raises what is caught
-    except (TypeError, UnicodeError):
-        raise RequestError(f"cache_salt must be a string, not {reprlib.repr(given)}.", "cache_salt") from None
-
-
 def _fold(number: int) -> int:
     """64 bits to 32. Numbers below 2**32 stay what they are."""
     return (number & _MASK32) ^ mix((number >> 32) & _MASK32)
@@ -342,25 +234,3 @@ def _weight(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise RequestError(f"weight must be a number from {least:g} to {most:g}, not {value!r}.", "weight")
     return float(value)
-
-
-# ----------------------------------------------------------------
-# What a prompt may be: text, token ids, or a dict of either. Types only; frontend/requests/input.py does the checking.
-
-
-class TextPrompt(TypedDict):
-    """Text to be tokenized."""
-
-    prompt: str
-    cache_salt: NotRequired[str]  # requests share cached prefixes only with those of the same salt
-
-
-class TokensPrompt(TypedDict):
-    """Token ids, ready for the model. `prompt` is only repeated in the output."""
-
-    prompt_token_ids: Sequence[int]
-    prompt: NotRequired[str]
-    cache_salt: NotRequired[str]
-
-
-PromptType: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt

@@ -1,4 +1,4 @@
-"""For operators: metrics, settings, the prefix cache."""
+"""For operators: metrics, settings, the prefix cache, and the probes of orchestrators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvasir.server.state import FAILED, ServerState, State
 router = APIRouter(tags=["operations"])
 
 
-@router.get("/metrics", summary="For Prometheus")
+@router.get("/metrics", summary="Metrics in Prometheus' text format")
 async def metrics(state: State) -> Response:
     further = engine_metrics(await state.engine_stats(), state.model_names[0])
     further += device_metrics(state.probe_device(), state.model_names[0])
@@ -39,15 +39,14 @@ async def server_info(state: State) -> Response:
     return reply({"version": __version__, "server": server, "engine": engine})
 
 
-@router.post("/reset_prefix_cache", responses=ERRORS, summary="Forget cached prefixes")
+@router.post("/reset_prefix_cache", responses=ERRORS, summary="Empty the prefix cache")
 async def reset_prefix_cache(state: State) -> Response:
     if not await state.engine.reset_prefix_cache():
-        raise ApiError(409, "Requests are running: the prefix cache can be reset only when none is.", "conflict")
+        raise ApiError(409, "The prefix cache can be reset only while no request runs: try again later.", "conflict")
     return reply({"reset": True})
 
 
-# ----------------------------------------------------------------
-# Probes: is the process alive, is it ready, what does it carry.
+# ---------------------------------------------------------------- probes
 
 
 @router.head("/health", include_in_schema=False)
@@ -67,13 +66,13 @@ async def ping(state: State) -> Response:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", summary="200 when requests are answered; else 503 with the phase and the reason")
 async def ready(state: State) -> Response:
-    """Loaded, not draining, and the engine makes progress."""
+    """Ready: the model is loaded, the server does not drain, the engine makes progress."""
     body: dict[str, Any] = {
-        "status": state.phases.now,
+        "status": state.phase.now,
         "reason": _death(state),
-        "startup_seconds": state.phases.seconds,
+        "startup_seconds": state.phase.seconds,
     }
-    if state.phases.is_ready and body["reason"] is None:
+    if state.phase.is_ready and body["reason"] is None:
         try:
             await state.engine.check_health()
         except EngineError as error:
@@ -91,7 +90,7 @@ async def load(state: State) -> Response:
     stats = await state.stats()
     return reply(
         {
-            "server_load": len(state.runs),
+            "server_load": len(state.requests),
             "running": None if stats is None else stats.num_running,
             "waiting": None if stats is None else stats.num_waiting,
         }
@@ -102,4 +101,4 @@ def _death(state: ServerState) -> str | None:
     engine = state.engine_or_none
     if engine is not None and engine.errored:
         return str(engine.dead_error)
-    return state.phases.reason if state.phases.now == FAILED else None
+    return state.phase.reason if state.phase.now == FAILED else None

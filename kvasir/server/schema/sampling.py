@@ -1,17 +1,23 @@
-"""Parameters of generation that chat, completions and /generate share: vLLM's and OpenAI's names, null means unset."""
+"""Parameters of generation that chat, completions and /generate share, and how a body's become SamplingParams.
+
+Names are vLLM's and OpenAI's; null means unset.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from kvasir.server.schema.base import Body, refused
+from kvasir.sampling_params import RequestOutputKind, SamplingParams
+from kvasir.server.schema.base import Body, invalid, refused
 
 TokenIds = Annotated[list[int], Field(max_length=1 << 18)]  # no vocabulary is larger
 _NO_GRAMMAR = "output cannot be constrained to a grammar yet."
 
-# Of these fields of a body SamplingParams has ones of the same name and meaning.
+_DEFAULTED = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")  # by a generation config
+
+# Fields that SamplingParams has with the same name and meaning.
 SAMPLING_FIELDS = (
     *("n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k"),
     *("min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "logprob_token_ids"),
@@ -23,7 +29,7 @@ SAMPLING_FIELDS = (
 
 
 class Sampling(Body):
-    """Every one of these works as docs/sampling.md says, or is refused with its name."""
+    """Every field works as docs/sampling.md describes, or is refused by name."""
 
     n: int | None = Field(default=None, ge=1, description="Completions of each prompt.")
     best_of: int | None = Field(
@@ -93,6 +99,35 @@ class Sampling(Body):
     routed_experts_prompt_start: Any = refused("the experts chosen are not returned.", 0)
     trace_decode_token_ids: Any = refused("decoding is not traced.", [])
     logits_processors: Any = refused("a server runs no code of clients; use --logits-processors.", [])
+
+    @model_validator(mode="after")
+    def _fits_stream(self) -> Sampling:
+        stream = bool(getattr(self, "stream", None))
+        if self.stream_interval is not None and not stream:
+            message = "stream_interval is for streams: set stream to true or leave it out."
+            raise invalid("stream_interval", message)
+        if stream and (self.best_of or 1) > (self.n or 1) and not self.use_beam_search:
+            message = (
+                "best_of more than n does not go with stream, as the best are known at the end: leave one of them out."
+            )
+            raise invalid("best_of", message)
+        return self
+
+
+def sampling_params(
+    body: Body, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None, stream: bool
+) -> SamplingParams:
+    """Parameters from a body, which need not have all fields; `defaults` stand in for some. Errors name the field."""
+    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name, None)) is not None}
+    if not given.get("use_beam_search"):  # a beam search samples nothing
+        given = {**{name: getattr(defaults, name) for name in _DEFAULTED}, **given}
+    return SamplingParams(
+        **given,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        extra_args=getattr(body, "vllm_xargs", None),
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+    )
 
 
 class StreamOptions(Body):

@@ -25,7 +25,7 @@ def test_probes(path: str) -> None:
         )
         state = ServerState(ServerConfig(), "m")
         state._engine = engine  # type: ignore[assignment]
-        state.phases.enter(READY)
+        state.phase.enter(READY)
         transport = httpx.ASGITransport(make_app(state))
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             return await client.get(path)

@@ -47,7 +47,7 @@ def test_fields(body: dict[str, Any], message: str, param: str) -> None:
     ("given", "message"),
     [
         (None, "The request has no body, or null; it must be a JSON object."),
-        (b"{}", "Send the body with Content-Type: application/json."),
+        (b"{}", "Send the body as JSON, with Content-Type: application/json."),
         ([1], "The body must be a JSON object, not a list."),
     ],
 )
