@@ -95,7 +95,7 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
         "kv_blocks_restored": stats.restored_blocks,
         "host_cache_evictions": stats.host_evictions,
         "host_cache_hits": stats.host_cache_hits,
-        "cuda_graphs_put_off": stats.graphs_put_off,
+        "cuda_graphs_deferred": stats.graphs_put_off,
         "cuda_graphs_dropped": stats.graphs_dropped,
         **frontend,
     }

@@ -25,7 +25,9 @@ async def metrics(state: State) -> Response:
     further += device_metrics(state.probe_device(), state.model_names[0])
     if (engine := state.engine_or_none) is not None:
         cache = {name: str(value) for name, value in asdict(engine.config.cache).items()}
-        further.append(info_metric("cache_config_info", "Settings of the KV cache.", {**cache, "engine": "0"}))
+        further.append(
+            info_metric("cache_config_info", "Settings of the KV cache as labels.", {**cache, "engine": "0"})
+        )
     page = state.metrics.page(further, state.config.vllm_metric_names)
     return Response(page, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
