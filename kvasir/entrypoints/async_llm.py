@@ -23,8 +23,8 @@ from kvasir.frontend.clients.async_client import AsyncClient
 from kvasir.frontend.clients.engines import Engines
 from kvasir.frontend.clients.launch import Executor
 from kvasir.frontend.clients.streams import Stream
-from kvasir.frontend.requests.choices import BeamState, process_all
-from kvasir.frontend.requests.input import InputProcessor, default_sampling_params, make_terms
+from kvasir.frontend.requests.choices import BeamState
+from kvasir.frontend.requests.input import InputProcessor, default_sampling_params, make_terms, process_all
 from kvasir.frontend.requests.metrics import Metric, read_metrics, sum_stats
 from kvasir.frontend.requests.output import OutputProcessor
 from kvasir.frontend.requests.prompts import PromptType, off_loop

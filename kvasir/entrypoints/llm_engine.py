@@ -16,8 +16,8 @@ from kvasir.config.resolve import resolve
 from kvasir.entrypoints.vllm_methods import NotYet
 from kvasir.errors import EngineDeadError, EngineError, KvasirError, RequestError
 from kvasir.frontend.clients.inproc_client import EngineClient, InprocClient
-from kvasir.frontend.requests.choices import BeamState, process_all
-from kvasir.frontend.requests.input import InputProcessor, make_terms
+from kvasir.frontend.requests.choices import BeamState
+from kvasir.frontend.requests.input import InputProcessor, make_terms, process_all
 from kvasir.frontend.requests.metrics import Metric, read_metrics
 from kvasir.frontend.requests.output import OutputProcessor
 from kvasir.frontend.requests.prompts import PromptType

@@ -26,8 +26,8 @@ from kvasir.log import get_logger
 from kvasir.server.app import make_app
 from kvasir.server.config import ServerConfig
 from kvasir.server.lifecycle import ServerLifecycle, Starter, one_line
-from kvasir.server.request_log import make_tracer
 from kvasir.server.state import ServerPhase, ServerState
+from kvasir.server.tracing import Tracer
 
 logger = get_logger(__name__)
 
@@ -63,14 +63,16 @@ def run(state: ServerState, start: Starter, sock: socket.socket, owns_socket: bo
 
     `owns_socket`: no other process serves on it, so this one removes it and prints the error.
     """
-    state.tracer = make_tracer(state.config.otlp_traces_endpoint)
+    if state.config.otlp_traces_endpoint is not None:
+        state.tracer = Tracer(state.config.otlp_traces_endpoint)
     server = Server(_uvicorn_config(state))
     lifecycle = ServerLifecycle(state, start, server.stop)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve(server, lifecycle, sock))
     finally:
-        state.tracer.close()
+        if state.tracer is not None:
+            state.tracer.close()
         if (engine := state.engine_or_none) is not None:
             engine.shutdown()
         if state.config.uds is not None and owns_socket:

@@ -1,13 +1,10 @@
-"""The two log lines of each request, and its OpenTelemetry span (--otlp-traces-endpoint, with the extra `otel`)."""
+"""The two log lines of each request, and the report of its end to the tracer."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvasir import __version__
-from kvasir.errors import ConfigError
 from kvasir.log import get_logger
 from kvasir.server.errors import ApiError
 
@@ -47,7 +44,8 @@ def ended(request: ApiRequest, error: ApiError | None) -> None:
         "" if error is None else f": {error.message}",
         extra={"fields": fields},
     )
-    _trace(request, now, fields)
+    if request.state.tracer is not None:
+        request.state.tracer.report(request, now, fields)
 
 
 def _client(request: ApiRequest) -> str:
@@ -82,95 +80,3 @@ def _fields(request: ApiRequest, error: ApiError | None, took: float) -> dict[st
         "time_per_token": per_token,
         "error": None if error is None else error.message,
     }
-
-
-# ---------------------------------------------------------------- tracing
-
-
-def _trace(request: ApiRequest, now: float, fields: dict[str, Any]) -> None:
-    """Report a span, with the names of OpenTelemetry's conventions for language models."""
-    call, params = request.call, request.params
-    attributes = {
-        "gen_ai.request.model": request.state.model_names[0],
-        "gen_ai.request.id": call.id,
-        "gen_ai.request.max_tokens": params.max_tokens,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
-        "gen_ai.request.n": params.n,
-        "gen_ai.usage.prompt_tokens": request.tokens.num_prompt,
-        "gen_ai.usage.completion_tokens": request.tokens.num_generated,
-        "gen_ai.latency.time_to_first_token": request.first_token,
-        "gen_ai.latency.e2e": now - call.arrived,
-        "gen_ai.response.finish_reasons": fields["finish_reason"],
-    }
-    request.state.tracer.request(call.path, call.traceparent, call.arrived, now, attributes, fields["error"])
-
-
-class Tracer(Protocol):
-    def request(
-        self,
-        name: str,
-        traceparent: str | None,
-        began: float,
-        ended: float,
-        attributes: Mapping[str, Any],
-        error: str | None,
-    ) -> None:
-        """Report a request that has ended. Times are of `time.time`."""
-
-    def close(self) -> None: ...
-
-
-class _NoTracer:
-    def request(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-NO_TRACER: Tracer = _NoTracer()
-
-
-class OtlpTracer:
-    """Sends spans in the background, in batches."""
-
-    def __init__(self, endpoint: str) -> None:
-        try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        except ImportError as error:
-            message = "--otlp-traces-endpoint needs OpenTelemetry: pip install 'kvasir-llm[otel]'"
-            raise ConfigError(f"{message} ({error}).") from error
-        resource = Resource.create({"service.name": "kvasir", "service.version": __version__})
-        self._provider = TracerProvider(resource=resource)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
-        self._tracer = self._provider.get_tracer("kvasir")
-
-    def request(
-        self,
-        name: str,
-        traceparent: str | None,
-        began: float,
-        ended: float,
-        attributes: Mapping[str, Any],
-        error: str | None,
-    ) -> None:
-        from opentelemetry.trace import SpanKind, Status, StatusCode
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent}) if traceparent else None
-        span = self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=int(began * 1e9))
-        span.set_attributes({key: value for key, value in attributes.items() if value is not None})
-        if error is not None:
-            span.set_status(Status(StatusCode.ERROR, error))
-        span.end(int(ended * 1e9))
-
-    def close(self) -> None:
-        self._provider.shutdown()
-
-
-def make_tracer(endpoint: str | None) -> Tracer:
-    return NO_TRACER if endpoint is None else OtlpTracer(endpoint)

@@ -24,8 +24,8 @@ from kvasir.server.config import ServerConfig
 from kvasir.server.device import Probe, probe_for
 from kvasir.server.errors import ApiError, unknown_model
 from kvasir.server.metrics import Metrics
-from kvasir.server.request_log import NO_TRACER, Tracer
 from kvasir.server.response_store import ResponseStore
+from kvasir.server.tracing import Tracer
 
 if TYPE_CHECKING:
     from kvasir.server.api_request import ApiRequest
@@ -89,7 +89,7 @@ class ServerState:
         self.phase = ServerPhase(
             lambda phase, took: self.metrics.startup.labels(**self.metrics.labels, phase=phase).set(took)
         )
-        self.tracer: Tracer = NO_TRACER
+        self.tracer: Tracer | None = None  # set if spans are sent
         self.requests: set[ApiRequest] = set()  # in flight
         self.idle = asyncio.Event()  # set while there are none
         self.idle.set()

@@ -1,18 +1,21 @@
-"""What a caller asks becomes an EngineRequest here, or a RequestError: the core gets nothing that is wrong.
+"""Turns what a caller asks for into an EngineRequest, or raises a RequestError: the core gets only valid requests.
 
-API process. Tokenizes, settles what depends on the model (end tokens, lengths, seeds) and checks everything.
+API process. Settles what depends on the model (end tokens, lengths, seeds) and checks all parameters; prompts.py does
+the same for prompts. LLM, AsyncLLM and the server share it.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from kvasir.config.engine import EngineConfig
 from kvasir.errors import ModelError, RequestError
-from kvasir.frontend.requests.extras import ExtrasBuilder
+from kvasir.frontend.requests.choices import BeamState, as_beam_search, fork
+from kvasir.frontend.requests.extras import ExtrasBuilder, fold, mix
 from kvasir.frontend.requests.prompts import PromptProcessor, PromptType
 from kvasir.frontend.requests.state import RequestState
 from kvasir.frontend.text.stop import Repetitions, StopStrings
@@ -21,9 +24,8 @@ from kvasir.messages import EngineRequest, RowSampling, Terms
 from kvasir.outputs import RequestMetrics
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 
-_GREEDY_BELOW = 1e-5  # a temperature under this leaves no other token a chance, but could overflow
-_MASK32 = 0xFFFFFFFF
-# Entries of a generation config that are sampling parameters, with our names for them.
+_GREEDY_BELOW = 1e-5  # smaller temperatures select the likeliest token, and could overflow
+# Sampling parameters in a generation config, with our names.
 _GENERATION_NAMES = {
     "repetition_penalty": "repetition_penalty",
     "temperature": "temperature",
@@ -35,7 +37,7 @@ _GENERATION_NAMES = {
 
 
 class InputProcessor:
-    """Checks and translates requests for one engine."""
+    """Validates requests for one engine."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, remote: bool = False) -> None:
         """`remote`: the core is in another process."""
@@ -49,7 +51,7 @@ class InputProcessor:
     def process(
         self, request_id: str, prompt: PromptType, params: SamplingParams, key: int, arrival_time: float
     ) -> tuple[EngineRequest, RequestState]:
-        """The request for the core, and what OutputProcessor must know of it."""
+        """The request for the core, and its state for OutputProcessor."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"Sampling parameters must be SamplingParams, not {type(params).__name__}.")
         params.verify()
@@ -79,7 +81,7 @@ class InputProcessor:
     def state(
         self, key: int, request_id: str, text: str | None, ids: list[int], params: SamplingParams, arrival_time: float
     ) -> RequestState:
-        """What OutputProcessor must know of a request."""
+        """The state of a request for OutputProcessor."""
         named = params.logprob_token_ids
         detection = params.repetition_detection
         return RequestState(
@@ -132,11 +134,11 @@ class InputProcessor:
     def _row_sampling(
         self, params: SamplingParams, key: int, num_prompt_tokens: int, stop_ids: tuple[int, ...]
     ) -> RowSampling:
-        # min_tokens forbids what would end the request: under ignore_eos the model's end tokens do not, so they stay.
+        # min_tokens forbids the tokens that would end the request; under ignore_eos the model's end tokens do not.
         banned_until = num_prompt_tokens + params.min_tokens if params.min_tokens else 0
         extras = self.extras.build(params, key, num_prompt_tokens)
         logprobs = 0 if params.logprob_token_ids else self.extras.count("logprobs", params.logprobs)
-        if params.temperature < _GREEDY_BELOW:  # the other settings could not change the likeliest token
+        if params.temperature < _GREEDY_BELOW:  # the other settings do not change the likeliest token
             return RowSampling(logprobs=logprobs, banned_until=banned_until, stop_token_ids=stop_ids, extras=extras)
         return RowSampling(
             temperature=params.temperature,
@@ -151,13 +153,13 @@ class InputProcessor:
         )
 
     def _seed(self, asked: int | None, key: int) -> int:
-        """32 bits: the request's own seed folded, or one made of the engine's seed and the request's number."""
+        """A 32-bit seed: the request's own, or one made of the engine's seed and the request's key."""
         if asked is not None and asked != -1:  # -1 means unset, as in vLLM
-            return _fold(asked)
-        return mix(_fold(key) ^ mix(_fold(self.config.seed)))
+            return fold(asked)
+        return mix(fold(key) ^ mix(fold(self.config.seed)))
 
     def _find_eos_token_ids(self) -> frozenset[int]:
-        """The tokens at which the model ends a text."""
+        """The model's end tokens."""
         found = self.config.generation.get("eos_token_id", self.config.hf.get("eos_token_id"))
         ids = set(found if isinstance(found, list | tuple) else [] if found is None else [found])
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
@@ -168,7 +170,7 @@ class InputProcessor:
 
 
 def default_sampling_params(config: EngineConfig) -> SamplingParams:
-    """What a request gets that asks for nothing: the model's generation config over our defaults."""
+    """The parameters of a request that gives none: the model's generation config over our defaults."""
     given = {ours: config.model.generation.get(theirs) for theirs, ours in _GENERATION_NAMES.items()}
     asked = {name: value for name, value in given.items() if value is not None}
     try:
@@ -177,36 +179,42 @@ def default_sampling_params(config: EngineConfig) -> SamplingParams:
         raise ModelError(f"The model's generation config has a wrong value: {error}") from error
 
 
-def _fold(number: int) -> int:
-    """64 bits to 32. Numbers below 2**32 stay what they are."""
-    return (number & _MASK32) ^ mix((number >> 32) & _MASK32)
+def process_all(
+    processor: InputProcessor,
+    request_id: str,
+    prompt: PromptType,
+    params: SamplingParams,
+    keys: Iterator[int],
+    arrival_time: float,
+    terms: Terms | None = None,
+) -> tuple[EngineRequest, list[RequestState] | BeamState]:
+    """Process a request with all completions that it asks for."""
+    request, state = processor.process(request_id, prompt, params, next(keys), arrival_time)
+    request = request if terms is None else replace(request, terms=terms)
+    if params.use_beam_search:
+        return as_beam_search(processor, request, params), BeamState(state, params.n, params.num_branches)
+    if params.num_branches > 1:
+        return fork(processor, request, state, params, keys, arrival_time)
+    return request, [state]
 
 
-def mix(number: int) -> int:
-    """A one-to-one scramble of 32 bits (murmur3's last step): neighbours get unlike results; 0 stays 0."""
-    number = ((number ^ (number >> 16)) * 0x85EBCA6B) & _MASK32
-    number = ((number ^ (number >> 13)) * 0xC2B2AE35) & _MASK32
-    return number ^ (number >> 16)
-
-
-# ----------------------------------------------------------------
-# On what terms a caller wants a request served: checked here, for all faces alike. API process.
+# ---------------------------------------------------------------- priority, tenant, deadline
 
 _WITHOUT_PRIORITIES = ("fcfs", "wrr", "deadline")
-WEIGHTS = 1e-3, 1e3  # the least and the most: further apart, what tenants were served could no longer be added up
-_LARGEST_PRIORITY = 2**53  # beyond it, numbers that differ would be the same to the queue
+WEIGHTS = 1e-3, 1e3  # smallest and largest: with others, the tokens served to tenants would lose precision
+_LARGEST_PRIORITY = 2**53  # the queue compares priorities as floats
 
 
 def make_terms(
     policy: str,
     *,
-    arrival_time: float | None = None,  # of time.time, as callers know it; None: now
+    arrival_time: float | None = None,  # of time.time; None: now
     priority: int = 0,
     tenant: str = "",
     weight: float = 1.0,
     timeout: float | None = None,  # seconds from its arrival
 ) -> Terms:
-    """`policy`: the engine's scheduling_policy. A request that asks for what has no effect there is refused."""
+    """Check how a request is to be scheduled. What has no effect under the engine's `policy` is refused."""
     if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > _LARGEST_PRIORITY:
         raise RequestError(f"priority must be a whole number of at most 53 bits, not {priority!r}.", "priority")
     if priority and policy in _WITHOUT_PRIORITIES:

@@ -5,17 +5,17 @@ Runs for every streamed token, so a step touches only the requests that are in i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvasir.errors import RequestError
 from kvasir.frontend.requests.choices import BeamState, Branches
-from kvasir.frontend.requests.metrics import FrontendMetrics
 from kvasir.frontend.requests.state import Ending, LogprobLine, RequestState, by_line
 from kvasir.frontend.text.detokenizer import whole
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.messages import LOGPROBS, PROMPT_LOGPROBS, BeamOutput, EngineOutput, Finished, FinishReason
-from kvasir.outputs import RequestOutput
+from kvasir.outputs import RequestMetrics, RequestOutput
 from kvasir.sampling_params import RequestOutputKind
 
 
@@ -245,3 +245,48 @@ def _stop_reason(state: RequestState, end: Finished) -> int | str | None:
     if end.error is not None:
         return end.error
     return None if end.stop_token_id in state.eos_token_ids else end.stop_token_id
+
+
+# ---------------------------------------------------------------- totals
+
+
+@dataclass(slots=True)
+class FrontendMetrics:
+    """What the API process counts of finished requests since its start; `snapshot` has vLLM's names."""
+
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    generation_tokens: int = 0
+    finished: Counter[str] = field(default_factory=Counter)  # by finish reason
+    first_token: tuple[int, float] = (0, 0.0)  # number of requests, total seconds
+    queue: tuple[int, float] = (0, 0.0)
+    latency: tuple[int, float] = (0, 0.0)
+
+    def observe(self, metrics: RequestMetrics, num_prompt_tokens: int, num_cached_tokens: int, reason: str) -> None:
+        """Add a finished request."""
+        self.prompt_tokens += num_prompt_tokens
+        self.prompt_tokens_cached += num_cached_tokens
+        self.generation_tokens += metrics.num_generation_tokens
+        self.finished[reason] += 1
+        self.first_token = _plus(self.first_token, metrics.time_to_first_token)
+        self.queue = _plus(self.queue, metrics.time_in_queue)
+        self.latency = _plus(self.latency, metrics.latency)
+
+    def snapshot(self) -> dict[str, float]:
+        counts = {f"request_success_{reason}": float(count) for reason, count in sorted(self.finished.items())}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens_cached": self.prompt_tokens_cached,
+            "generation_tokens": self.generation_tokens,
+            **counts,
+            "time_to_first_token_seconds_count": self.first_token[0],
+            "time_to_first_token_seconds_sum": self.first_token[1],
+            "request_queue_time_seconds_count": self.queue[0],
+            "request_queue_time_seconds_sum": self.queue[1],
+            "e2e_request_latency_seconds_count": self.latency[0],
+            "e2e_request_latency_seconds_sum": self.latency[1],
+        }
+
+
+def _plus(total: tuple[int, float], seconds: float | None) -> tuple[int, float]:
+    return total if seconds is None else (total[0] + 1, total[1] + seconds)
