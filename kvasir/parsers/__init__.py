@@ -20,31 +20,31 @@ class Content:
     text: str
 
 
-Part: TypeAlias = Content
+OutputPart: TypeAlias = Content
 
 
-class Parser(Protocol):
+class OutputParser(Protocol):
     """Reads one completion."""
 
-    def feed(self, text: str) -> Sequence[Part]:
+    def feed(self, text: str) -> Sequence[OutputPart]:
         """Parts of the new text. Text that may turn out to be of another kind is held back."""
 
-    def finish(self) -> Sequence[Part]:
+    def finish(self) -> Sequence[OutputPart]:
         """Parts of the text that was held back; the completion has ended."""
 
 
 class PlainTextParser:
     """All text is content."""
 
-    def feed(self, text: str) -> Sequence[Part]:
+    def feed(self, text: str) -> Sequence[OutputPart]:
         return (Content(text),) if text else ()
 
-    def finish(self) -> Sequence[Part]:
+    def finish(self) -> Sequence[OutputPart]:
         return ()
 
 
 PLAIN_TEXT = "plain_text"
-PARSERS: dict[str, Callable[[], Parser]] = {PLAIN_TEXT: PlainTextParser}
+PARSERS: dict[str, Callable[[], OutputParser]] = {PLAIN_TEXT: PlainTextParser}
 
 
 class PartReader:
@@ -52,9 +52,9 @@ class PartReader:
 
     def __init__(self, parser: str = PLAIN_TEXT) -> None:
         self._make = PARSERS[parser]
-        self._parsers: dict[int, Parser] = {}
+        self._parsers: dict[int, OutputParser] = {}
 
-    def read(self, choice: int, completion: CompletionOutput) -> Sequence[Part]:
+    def read(self, choice: int, completion: CompletionOutput) -> Sequence[OutputPart]:
         """Parts of what is new in a completion, which is the `choice`-th of the reply."""
         parser = self._parsers.get(choice)
         if parser is None:
@@ -63,6 +63,6 @@ class PartReader:
         return parts if completion.finish_reason is None else (*parts, *parser.finish())
 
 
-def content_of(parts: Iterable[Part]) -> str:
+def content_of(parts: Iterable[OutputPart]) -> str:
     """The text of all content among these parts."""
     return "".join(part.text for part in parts if isinstance(part, Content))

@@ -71,7 +71,7 @@ class Counts:
     failed: int = 0
 
 
-class Batch:
+class BatchRunner:
     """Answers lines with an engine, several at once."""
 
     def __init__(self, state: ServerState, engine: AsyncLLM) -> None:

@@ -60,14 +60,14 @@ def run_batch(asked: EngineConfig, config: Any, namespace: argparse.Namespace, e
     """The exit status: 0 if every line has its result, good or bad; 1 if the engine died."""
     from kvasir.entrypoints.async_llm import AsyncLLM
     from kvasir.entrypoints.cli import run_batch as files
-    from kvasir.server.batch import Batch
+    from kvasir.server.batch import BatchRunner
     from kvasir.server.state import ServerState
 
     files.check_apart(namespace.input_file, namespace.output_file)
     with files.opened(namespace.input_file) as lines, files.written(namespace.output_file) as output:
         engine = AsyncLLM(asked, executor)
         try:
-            batch = Batch(ServerState(config, asked.model.model), engine)
+            batch = BatchRunner(ServerState(config, asked.model.model), engine)
             counts = _answer(batch, files.each(lines), output, namespace)
         finally:
             died = engine.dead_error

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from kvasir.errors import RequestError
 from kvasir.outputs import CompletionOutput, RequestOutput
-from kvasir.parsers import Content, Part, content_of
+from kvasir.parsers import Content, OutputPart, content_of
 from kvasir.server.api_request import ApiRequest, read_chat
 from kvasir.server.event_stream import EventStream, OpenAIEvents
 from kvasir.server.http import FINGERPRINT, Call, StrictRoute, TheCall, answers, reply, unless_gone
@@ -233,7 +233,7 @@ class ChatChunks:
         before, after = whole.split(encode(mark))
         self._around[index] = before, after
 
-    def _choice(self, each: CompletionOutput, parts: Sequence[Part]) -> ChunkChoice:
+    def _choice(self, each: CompletionOutput, parts: Sequence[OutputPart]) -> ChunkChoice:
         choice = ChunkChoice(index=each.index, delta=_delta(parts))
         if self.options.token_ids:
             choice.token_ids = each.token_ids
@@ -253,5 +253,5 @@ class ChatChunks:
         return chunk
 
 
-def _delta(parts: Sequence[Part]) -> Delta:
+def _delta(parts: Sequence[OutputPart]) -> Delta:
     return Delta(content=content_of(parts))

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvasir.server.schema.base import Body, Reply, Usage, example, invalid, refused
 from kvasir.server.schema.field_docs import FIELD_DOCS
-from kvasir.server.schema.sampling import Sampling, StreamOptions
+from kvasir.server.schema.sampling import SamplingBody, StreamOptions
 
 _TEXT_FORMAT = {"type": "text"}
 
@@ -42,7 +42,7 @@ class ChatTemplateFields(Body):
     tools: list[dict[str, Any]] | None = None
 
 
-class ChatRequest(Sampling, ChatTemplateFields):
+class ChatRequest(SamplingBody, ChatTemplateFields):
     model_config = example(messages=[{"role": "user", "content": "What is the capital of France?"}], max_tokens=32)
 
     model: str | None = Field(default=None, description="A name from /v1/models. Unset: the served model.")

@@ -8,10 +8,10 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field, model_validator
 
 from kvasir.server.schema.base import Reply, Usage, example, invalid, one_complaint, refused
-from kvasir.server.schema.sampling import Sampling, StreamOptions
+from kvasir.server.schema.sampling import SamplingBody, StreamOptions
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingBody):
     model_config = example(prompt="Once upon a time", max_tokens=32)
 
     model: str | None = Field(default=None, description="A name from /v1/models. Unset: the served model.")

@@ -28,7 +28,7 @@ SAMPLING_FIELDS = (
 )
 
 
-class Sampling(Body):
+class SamplingBody(Body):
     """Every field works as docs/sampling.md describes, or is refused by name."""
 
     n: int | None = Field(default=None, ge=1, description="Number of completions per prompt.")
@@ -113,7 +113,7 @@ class Sampling(Body):
     logits_processors: Any = refused("the server runs no code of clients; start it with --logits-processors.", [])
 
     @model_validator(mode="after")
-    def _fits_stream(self) -> Sampling:
+    def _fits_stream(self) -> SamplingBody:
         stream = bool(getattr(self, "stream", None))
         if self.stream_interval is not None and not stream:
             message = "stream_interval is for streams: set stream to true or leave it out."

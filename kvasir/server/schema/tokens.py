@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from kvasir.server.schema.base import Body, Reply, Usage, example, invalid, one_complaint, refused
 from kvasir.server.schema.chat import ChatTemplateFields, Message
-from kvasir.server.schema.sampling import Sampling
+from kvasir.server.schema.sampling import SamplingBody
 
 _ELSEWHERE = "use /v1/completions for log-probabilities."
 
@@ -49,7 +49,7 @@ class DetokenizeReply(Reply, kw_only=True):
     prompt: str
 
 
-class GenerateRequest(Sampling):
+class GenerateRequest(SamplingBody):
     """The plain interface: one prompt in, texts out."""
 
     model_config = example(prompt="Once upon a time", max_tokens=32)

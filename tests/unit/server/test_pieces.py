@@ -17,7 +17,7 @@ from starlette.types import Message as AsgiMessage
 from kvasir.entrypoints.cli.main import Parser
 from kvasir.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
 from kvasir.outputs import CompletionOutput, Logprob, RequestOutput
-from kvasir.parsers import PARSERS, PLAIN_TEXT, Content, Part, PartReader
+from kvasir.parsers import PARSERS, PLAIN_TEXT, Content, OutputPart, PartReader
 from kvasir.server.api_keys import ApiKey
 from kvasir.server.config import ServerConfig, add_flags, from_namespace, server_settings
 from kvasir.server.device import CpuProbe, visible_devices
@@ -159,11 +159,11 @@ class WordParser:
     def __init__(self) -> None:
         self.held = ""
 
-    def feed(self, text: str) -> Sequence[Part]:
+    def feed(self, text: str) -> Sequence[OutputPart]:
         *words, self.held = (self.held + text).split(" ")
         return [Content(word.upper()) for word in words]
 
-    def finish(self) -> Sequence[Part]:
+    def finish(self) -> Sequence[OutputPart]:
         return [Content(self.held.upper())]
 
 
