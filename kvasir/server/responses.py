@@ -67,7 +67,7 @@ class ResponseJob:
         return cls(request, response, f"msg_{new_id()}", number, stored, store)
 
     async def whole(self) -> ResponseReply:
-        """Run to the end."""
+        """Run to the end and return the response."""
         try:
             (output,) = await self.request.whole()
             self.request.check(output)
@@ -143,7 +143,7 @@ async def _request(state: ServerState, call: Call, body: ResponsesRequest, messa
 
 
 def _stores(state: ServerState, body: ResponsesRequest) -> bool:
-    """Whether this response is stored: if it is to be, and the server stores any."""
+    """Whether this response is stored: the server stores any, and the body does not refuse."""
     if state.stores_responses:
         return body.store is not False
     for name in ("background", "previous_response_id"):
@@ -210,7 +210,7 @@ def _message(item: dict[str, Any]) -> Message:
         return Message.model_validate(
             {"role": "tool", "content": _output(item), "tool_call_id": _text(item, "call_id")}
         )
-    message = f"Input items of type {kind!r} are not supported; messages, function_call and function_call_output are."
+    message = f"Input items of type {kind!r} are not supported; use message, function_call or function_call_output."
     raise RequestError(message, "input")
 
 
@@ -219,7 +219,7 @@ def _plain(item: dict[str, Any]) -> Message:
     if not isinstance(role, str) or not isinstance(content, str | list):
         raise RequestError("A message in input must have a role and content.", "input")
     if isinstance(content, list) and not all(isinstance(part, str | dict) for part in content):
-        raise RequestError("A message's content must be a text or a list of content parts.", "input")
+        raise RequestError("A message's content must be a string or a list of content parts.", "input")
     return Message(role=role, content=content)
 
 
@@ -229,13 +229,13 @@ def _output(item: dict[str, Any]) -> str | list[str | dict[str, Any]]:
         return output
     if isinstance(output, list) and all(isinstance(part, str | dict) for part in output):
         return output
-    raise RequestError("A function_call_output must have output, a text.", "input")
+    raise RequestError("A function_call_output must have output, a string.", "input")
 
 
 def _text(item: dict[str, Any], name: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise RequestError(f"An item of type {item['type']!r} must have {name}, a text.", "input")
+        raise RequestError(f"An item of type {item['type']!r} must have {name}, a string.", "input")
     return value
 
 
@@ -243,7 +243,7 @@ def _text(item: dict[str, Any], name: str) -> str:
 
 
 class ResponseStream(EventStream):
-    """Sends a response's events; notes in the response that its request has ended, however it did."""
+    """Sends a response's events, and updates the stored response when the stream ends, in whatever way."""
 
     def __init__(self, job: ResponseJob) -> None:
         super().__init__(job.request, ResponseEvents(job))

@@ -293,7 +293,7 @@ def test_what_is_wrong_is_named(fake_server: LiveServer, wrong: dict[str, object
         ({"logit_bias": {"x": 1}}, "logit_bias must have token ids as keys, not 'x'."),
         (
             {"best_of": 3, "stream": True},
-            "best_of more than n does not go with stream, as the best are known at the end: leave one of them out.",
+            "best_of larger than n cannot be streamed, as the best are known at the end: leave one of them out.",
         ),
         (
             {"prompt_logprobs": -1},

@@ -1,4 +1,4 @@
-"""The engine's figures as a caller reads them, with vLLM's names under our prefix."""
+"""The engine's metrics as callers read them: vLLM's names under our prefix."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Metric:
 
 
 class Gauge(Metric):
-    """Goes up and down."""
+    """A value that goes up and down."""
 
 
 class Counter(Metric):
-    """Only grows."""
+    """A value that only grows."""
 
 
 @dataclass(slots=True, frozen=True)
 class Histogram(Metric):
-    """How often values were seen; `value` is their sum."""
+    """A distribution of values; `value` is their sum."""
 
-    buckets: dict[str, int] = field(default_factory=dict)  # how many were at most so large, by that bound; "+Inf": all
+    buckets: dict[str, int] = field(default_factory=dict)  # cumulative counts by upper bound; "+Inf": all
 
     @property
     def sum(self) -> float:
@@ -43,17 +43,17 @@ class Histogram(Metric):
 
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """Of several engines as if they were one."""
+    """Add up the figures of several engines."""
     return EngineStats(**{f.name: _sum([getattr(each, f.name) for each in stats]) for f in fields(EngineStats)})
 
 
 def _sum(values: list[Any]) -> Any:
-    """Of numbers, or of lists place by place."""
+    """The sum of numbers, or of lists element by element."""
     return [sum(place) for place in zip(*values, strict=True)] if isinstance(values[0], list) else sum(values)
 
 
 def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]:
-    """`frontend` are the API process's own counters by name."""
+    """Metrics of an engine; `frontend` are the API process's own counters by name."""
     gauges = {
         "num_requests_running": stats.num_running,
         "num_requests_waiting": stats.num_waiting,
@@ -103,7 +103,7 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
 
 
 def step_histogram(stats: EngineStats) -> Histogram:
-    """Tokens of a step, under vLLM's name, which ends as a counter's does."""
+    """Tokens per step, under vLLM's name, although it ends like a counter's."""
     bounds = [*(f"{size}.0" for size in STEP_SIZES), "+Inf"]
     buckets = dict(zip(bounds, accumulate(stats.step_sizes), strict=True))
     return Histogram(f"{PREFIX}iteration_tokens_total", stats.scheduled_tokens, {}, buckets)

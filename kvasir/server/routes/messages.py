@@ -170,10 +170,9 @@ def _params(state: ServerState, body: MessagesRequest) -> SamplingParams:
     return params
 
 
-# ----------------------------------------------------------------
-# Anthropic's conversations as those that chat templates know.
+# ---------------------------------------------------------------- conversations as chat templates read them
 
-# What a block of each kind may have. cache_control asks for what is done anyway.
+# Allowed entries of blocks by type. cache_control needs no action: all prefixes are cached.
 _KEYS = {
     "text": {"type", "text", "cache_control"},
     "tool_use": {"type", "id", "name", "input", "cache_control"},
@@ -182,7 +181,7 @@ _KEYS = {
 
 
 def conversation(body: CountTokensRequest) -> tuple[list[Message], bool]:
-    """The messages, and whether the last one is an assistant's that the model is to go on with."""
+    """The messages for the chat template, and whether the model continues the last one, an assistant's."""
     found: list[Message] = []
     if body.system:
         found.append(Message(role="system", content=_text(body.system, "system")))
@@ -213,7 +212,7 @@ def _result(part: dict[str, Any]) -> Message:
     if not isinstance(failed, bool | None):
         raise RequestError("is_error of a tool_result must be true or false.", "messages")
     if failed:
-        text = f"Error: {text}"  # templates know results only, so the text has to say it
+        text = f"Error: {text}"  # templates have no place for the flag, so the text shows it
     made = {"role": "tool", "content": text, "tool_call_id": str(part.get("tool_use_id", ""))}
     return Message.model_validate(made)
 
@@ -225,11 +224,11 @@ def _call(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(content: object, where: str) -> str:
-    """The text of content blocks."""
+    """The text of content: a string, or blocks of text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError("Content must be a text or a list of blocks.", where)
+        raise RequestError("content must be a string or a list of content blocks.", where)
     texts = []
     for block in content:
         if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
@@ -241,7 +240,7 @@ def _text(content: object, where: str) -> str:
 
 
 def _check_keys(block: dict[str, Any], where: str) -> None:
-    """Nothing in a block is overlooked. Null and an empty list ask for nothing."""
+    """Refuse entries of a block that would be ignored, unless they are null or an empty list."""
     for name, value in block.items():
         if name not in _KEYS[block["type"]] and value not in (None, []):
-            raise RequestError(f"A {block['type']} block cannot have {name} here.", where)
+            raise RequestError(f"{name} is not supported in a content block of type {block['type']!r}.", where)

@@ -1,4 +1,4 @@
-"""/v1/models: what is served."""
+"""/v1/models: the served models, for OpenAI's and Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvasir.server.state import ServerState, State
 
 router = APIRouter(tags=["OpenAI"])
 
-# Anthropic's clients ask at the same addresses; this header, which they always send, tells them from OpenAI's.
+# Both interfaces use the same paths. Anthropic's clients always send this header.
 Version = Annotated[str | None, Header(alias="anthropic-version")]
 
 

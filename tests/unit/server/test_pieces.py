@@ -24,7 +24,7 @@ from kvasir.server.device import CpuProbe, visible_devices
 from kvasir.server.errors import ApiError, as_api_error, error_response
 from kvasir.server.event_stream import EventStream, PayloadWriter
 from kvasir.server.http import ClientGone, unless_disconnected
-from kvasir.server.logprobs import LEAST, LogprobWriter, prompt_logprobs
+from kvasir.server.logprobs import MIN_LOGPROB, LogprobWriter, prompt_logprobs
 from kvasir.server.metrics import GAPS, Metrics, Tally
 from kvasir.server.response_store import ResponseStore, StoredResponse
 from kvasir.server.routes.chat import ChatChunks, ChunkOptions
@@ -200,7 +200,7 @@ def test_chat_logprobs_have_exact_bytes() -> None:
     positions = [{1: Logprob(-0.1, 1), 0: Logprob(float("-inf"), 2)}, {2: Logprob(-0.2, 1), 1: Logprob(-3.0, 2)}]
     content = writer.chat([1, 2], positions, 2).content
     assert bytes(b for each in content for b in each.bytes or []).decode() == "é"
-    assert [top.logprob for top in content[0].top_logprobs] == [-0.1, LEAST], "JSON has no infinity"
+    assert [top.logprob for top in content[0].top_logprobs] == [-0.1, MIN_LOGPROB], "JSON has no infinity"
     ids = LogprobWriter(Tokens(), as_ids=True).completion([1], positions[:1], 1, 5)  # type: ignore[arg-type]
     assert ids.tokens == ["token_id:1"] and ids.text_offset == [5] and ids.token_logprobs == [-0.1]
     assert prompt_logprobs([None, {0: Logprob(-1.0, 1, "a")}]) == [
