@@ -40,6 +40,8 @@ class OutputStream(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ApiRequest:
+    """Routes make it of a body, run it by `start` and `stream` inside `ending`, and `take` every output."""
+
     state: ServerState
     call: Call
     prompts: Sequence[TokenizedPrompt]
@@ -49,7 +51,7 @@ class ApiRequest:
     user: str | None = None  # for the log
     names: Mapping[str, str] = field(default_factory=dict)  # this interface's names of the engine's parameters
 
-    parts: PartReader = field(default_factory=PartReader)
+    parts: PartReader = field(default_factory=PartReader)  # reads the text with the parser chosen for this request
     engine: AsyncLLM = field(init=False)  # kept, because ServerState.engine refuses it while the server drains
     tokens: TokenAccount = field(init=False)
     stream: OutputStream = field(init=False)  # the outputs of all prompts, once it has started
@@ -58,12 +60,12 @@ class ApiRequest:
     cancelled: bool = False  # by its client
     ids: list[str] = field(default_factory=list)  # of the engine's requests
     _streams: list[Stream] = field(default_factory=list)
+    _merged: MergedStream | None = None
     _last_token: float = 0.0
     _is_admitted: bool = False
 
     def __post_init__(self) -> None:
         self.engine = self.state.engine
-        self.stream = MergedStream([])
         config = self.engine.config
         lengths = [len(prompt.token_ids) for prompt in self.prompts]
         self.tokens = TokenAccount(self.params, lengths, config.model.max_model_len, config.scheduler.stream_interval)
@@ -87,7 +89,9 @@ class ApiRequest:
         for prompt, request_id in zip(self.prompts, self.ids, strict=True):
             added = await self.engine.add_request(request_id, prompt, self.params, timeout=self.timeout, **terms)
             self._streams.append(added)
-        self.stream = self._streams[0] if len(self._streams) == 1 else MergedStream(self._streams)
+        if len(self._streams) > 1:
+            self._merged = MergedStream(self._streams)
+        self.stream = self._merged or self._streams[0]
 
     @asynccontextmanager
     async def ending(self) -> AsyncIterator[None]:
@@ -102,8 +106,8 @@ class ApiRequest:
             error = as_api_error(raised, self.names)
             raise error from raised
         finally:
-            if isinstance(self.stream, MergedStream):
-                self.stream.close()
+            if self._merged is not None:
+                self._merged.close()
             running = [stream.request_id for stream in self._streams if not stream.finished]
             if running:
                 await self.engine.abort(running)
