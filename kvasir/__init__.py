@@ -21,9 +21,9 @@ _EXPORTS = {
     "BeamSearchParams": "kvasir.sampling_params",
     "RequestOutput": "kvasir.outputs",
     "CompletionOutput": "kvasir.outputs",
-    "TextPrompt": "kvasir.frontend.requests.input",
-    "TokensPrompt": "kvasir.frontend.requests.input",
-    "PromptType": "kvasir.frontend.requests.input",
+    "TextPrompt": "kvasir.frontend.requests.prompts",
+    "TokensPrompt": "kvasir.frontend.requests.prompts",
+    "PromptType": "kvasir.frontend.requests.prompts",
     "ModelRegistry": "kvasir.models.registry",
 }
 __all__ = ["__version__", "__version_tuple__", *_EXPORTS]
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from kvasir.entrypoints.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from kvasir.entrypoints.llm import LLM as LLM
     from kvasir.entrypoints.llm_engine import LLMEngine as LLMEngine
-    from kvasir.frontend.requests.input import PromptType as PromptType
-    from kvasir.frontend.requests.input import TextPrompt as TextPrompt
-    from kvasir.frontend.requests.input import TokensPrompt as TokensPrompt
+    from kvasir.frontend.requests.prompts import PromptType as PromptType
+    from kvasir.frontend.requests.prompts import TextPrompt as TextPrompt
+    from kvasir.frontend.requests.prompts import TokensPrompt as TokensPrompt
     from kvasir.models.registry import ModelRegistry as ModelRegistry
     from kvasir.outputs import CompletionOutput as CompletionOutput
     from kvasir.outputs import RequestOutput as RequestOutput

@@ -4,6 +4,7 @@ KvasirError
 ├── ConfigError      the engine cannot be built: a setting, a file or the machine is wrong
 │   └── ModelError   the model's files are missing, corrupt or not supported
 ├── RequestError     one request is wrong; the engine continues (HTTP 4xx)
+│   ├── PromptTooLongError   the prompt leaves no room in the model's context
 │   └── OverloadedError   the request is valid, but the queue is full (HTTP 429)
 └── EngineError      the engine failed (HTTP 5xx)
     ├── DeviceMemoryError   a step did not fit into device memory
@@ -33,6 +34,14 @@ class RequestError(KvasirError, ValueError):
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
         self.parameter = parameter
+
+
+class PromptTooLongError(RequestError):
+    """The prompt leaves no room for an answer. `num_tokens`: its length, unless it was too long to be tokenized."""
+
+    def __init__(self, message: str, parameter: str | None = None, num_tokens: int | None = None) -> None:
+        super().__init__(message, parameter)
+        self.num_tokens = num_tokens
 
 
 class OverloadedError(RequestError):

@@ -48,7 +48,7 @@ def page() -> str:
     metrics = Metrics("MODEL")
     stats = EngineStats(**{each.name: 1 for each in fields(EngineStats) if each.type == "int"})  # type: ignore[arg-type]
     found = [*metrics.registry.collect(), *engine_metrics([stats], "MODEL"), *device_metrics([], "MODEL")]
-    found.append(info_metric("cache_config_info", "Settings of the KV cache, as labels.", {}))
+    found.append(info_metric("cache_config_info", "Settings of the KV cache as labels.", {}))
     labels = {name: made._labelnames for made, names in metrics.registry._collector_to_names.items() for name in names}
     labels |= {metric.name: ("device",) for metric in device_metrics([], "MODEL")}
     return HEAD + "".join(_rows(found, labels)) + TAIL

@@ -16,7 +16,7 @@ from kvasir.bench.workloads import BenchRequest
 from kvasir.config.engine import EngineConfig
 from kvasir.entrypoints.llm import LLM
 from kvasir.errors import ConfigError
-from kvasir.frontend.requests.input import PromptType, TokensPrompt
+from kvasir.frontend.requests.prompts import PromptType, TokensPrompt
 from kvasir.sampling_params import SamplingParams
 
 Tokens = list[list[int]]  # output tokens of each request

@@ -61,7 +61,7 @@ def _measure(entered: float, spawned: float, settings: dict[str, Any]) -> dict[s
 
 
 def _generate(llm: Any, count: int, vocab_size: int) -> None:
-    from kvasir.frontend.requests.input import TokensPrompt
+    from kvasir.frontend.requests.prompts import TokensPrompt
     from kvasir.sampling_params import SamplingParams
 
     prompt = TokensPrompt(prompt_token_ids=[token % vocab_size for token in range(1, PROMPT_TOKENS + 1)])

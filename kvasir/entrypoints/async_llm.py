@@ -22,10 +22,11 @@ from kvasir.errors import ConfigError, EngineDeadError, KvasirError, RequestErro
 from kvasir.frontend.clients.engine_client import EngineClient
 from kvasir.frontend.clients.launch import ExecutorFactory
 from kvasir.frontend.clients.stream import Stream
-from kvasir.frontend.requests.choices import BeamState, process_all
-from kvasir.frontend.requests.input import InputProcessor, PromptType, default_sampling_params, make_terms
+from kvasir.frontend.requests.choices import BeamState
+from kvasir.frontend.requests.input import InputProcessor, default_sampling_params, make_terms, process_all
 from kvasir.frontend.requests.metrics import Metric, read_metrics, sum_stats
 from kvasir.frontend.requests.output import OutputProcessor
+from kvasir.frontend.requests.prompts import PromptType, off_loop
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.frontend.text.tokenizer_files import tokenizer_of
 from kvasir.log import get_logger
@@ -35,7 +36,6 @@ from kvasir.sampling_params import BeamSearchParams, SamplingParams
 
 logger = get_logger(__name__)
 Params = SamplingParams | BeamSearchParams | None
-_LONG_TEXT = 1 << 14  # characters; tokenizing more in the event loop would block it for milliseconds
 
 
 class AsyncLLM(MissingVllmMethods):
@@ -147,8 +147,8 @@ class AsyncLLM(MissingVllmMethods):
         policy = self.config.scheduler.scheduling_policy
         terms = make_terms(policy, priority=priority, tenant=tenant, weight=weight, timeout=timeout)
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if isinstance(text, str) and len(text) > _LONG_TEXT:
-            (prompt,) = await asyncio.to_thread(self.input_processor.tokenize, [prompt])
+        if isinstance(text, str):
+            (prompt,) = await off_loop(len(text), lambda: self.input_processor.prompts.tokenize([prompt]))
         while self._resumed is not None:
             await self._resumed.wait()
         return self._add(prompt, params, request_id, terms, data_parallel_rank)

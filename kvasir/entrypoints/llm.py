@@ -22,9 +22,9 @@ from kvasir.entrypoints.interrupts import delay_interrupts
 from kvasir.entrypoints.llm_engine import LLMEngine
 from kvasir.entrypoints.vllm_methods import MissingVllmMethods
 from kvasir.errors import OverloadedError, RequestError
-from kvasir.frontend.requests.input import PromptType, TokensPrompt, default_sampling_params
+from kvasir.frontend.requests.input import default_sampling_params
 from kvasir.frontend.requests.metrics import Metric
-from kvasir.frontend.text.chat_template import check_reads, choose_template
+from kvasir.frontend.requests.prompts import PromptType, TextPrompt
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 from kvasir.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -83,7 +83,7 @@ class LLM(MissingVllmMethods):
             raise RequestError("llm_engine has requests that were added by hand; step it until they end, or abort them")
         ids = [str(next(self._ids)) for _ in batch]
         try:
-            batch = self.llm_engine.input_processor.tokenize(batch)
+            batch = self.llm_engine.input_processor.prompts.tokenize(batch)
             for i, (request_id, prompt, each) in enumerate(zip(ids, batch, params, strict=True)):
                 self._add(request_id, prompt, each, terms[i], f"prompt {i}: " if len(batch) > 1 else "")
             return self._run(ids, use_tqdm)
@@ -104,27 +104,26 @@ class LLM(MissingVllmMethods):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, each a list of {"role": ..., "content": ...}."""
-        tokenizer = self.get_tokenizer()
         if not messages:
             raise RequestError("messages is empty; give at least one message", "messages")
         is_one = isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if is_one else messages)
         prompts: list[PromptType] = []
-        template = chat_template or self.llm_engine.config.model.chat_template
-        source = choose_template(tokenizer.chat_template, template, tools is not None)
+        processor, variables = self.llm_engine.input_processor.prompts, dict(chat_template_kwargs or {})
+        documents = variables.pop("documents", None)
         for conversation in conversations:
-            check_reads(source, conversation, {"tools": tools})
-            text = tokenizer.render_chat(
+            text = processor.render(
                 conversation,
-                chat_template=template,
+                chat_template=chat_template or None,
                 tools=tools,
+                documents=documents,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),
+                chat_template_kwargs=variables,
             )
-            ids = tokenizer.encode(text, add_special_tokens=False)  # the template has added them already
-            prompts.append(TokensPrompt(prompt_token_ids=ids, prompt=text))
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+            prompts.append(TextPrompt(prompt=text))
+        # the template has written the special tokens already
+        return self.generate(processor.tokenize(prompts, add_special_tokens=False), sampling_params, use_tqdm=use_tqdm)
 
     def beam_search(
         self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, *, use_tqdm: ProgressBar = False

@@ -16,10 +16,11 @@ from kvasir.config.resolve import resolve
 from kvasir.entrypoints.vllm_methods import MissingVllmMethods
 from kvasir.errors import EngineDeadError, EngineError, KvasirError, RequestError
 from kvasir.frontend.clients.sync_clients import InprocClient, ProcessClient, SyncClient
-from kvasir.frontend.requests.choices import BeamState, process_all
-from kvasir.frontend.requests.input import InputProcessor, PromptType, make_terms
+from kvasir.frontend.requests.choices import BeamState
+from kvasir.frontend.requests.input import InputProcessor, make_terms, process_all
 from kvasir.frontend.requests.metrics import Metric, read_metrics
 from kvasir.frontend.requests.output import OutputProcessor
+from kvasir.frontend.requests.prompts import PromptType
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.frontend.text.tokenizer_files import tokenizer_of
 from kvasir.outputs import RequestOutput

@@ -1,6 +1,6 @@
 """The HTTP server: OpenAI's and Anthropic's interfaces over AsyncLLM. API process; the engine runs in its own.
 
-routes/ speaks HTTP, schema/ says what bodies look like, the files here are what routes share: who may ask (auth), how a
-request runs (runs), how it becomes a prompt and parameters (prompts, params), what is counted (metrics), how the
-process starts and ends (life, launch).
+routes/ has the HTTP routes and writes replies, schema/ has the bodies. A request passes gate (id, key, size), its
+route, api_request (prompts, limits, accounting) and event_stream (a streamed reply). app puts them together; launch,
+lifecycle and supervisor run the process.
 """

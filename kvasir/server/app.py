@@ -1,7 +1,9 @@
-"""The ASGI application: routes, errors, the gate, documentation."""
+"""The ASGI application: routes, error handlers, middleware, and the API's description."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -10,18 +12,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
 
 from kvasir import __version__
 from kvasir.errors import KvasirError
-from kvasir.server.calls import call_of
-from kvasir.server.errors import ApiError, as_api_error, error_response
+from kvasir.server.errors import ApiError, as_api_error, error_response, not_found
 from kvasir.server.gate import Gate
-from kvasir.server.no_route import no_route
+from kvasir.server.http import ClientGone, call_of
 from kvasir.server.routes import (
     chat,
     completions,
     engine_view,
-    health,
     messages,
     models,
     operations,
@@ -31,15 +32,14 @@ from kvasir.server.routes import (
     websocket,
 )
 from kvasir.server.schema.base import Reply
-from kvasir.server.sse import ClientGone
 from kvasir.server.state import ServerState, state_of
 
 ROUTERS = [chat.router, websocket.router, completions.router, responses.router, messages.router, models.router]
-ROUTERS += [tokens.router, health.router, operations.router, pages.router, engine_view.router]
+ROUTERS += [tokens.router, operations.router, pages.router, engine_view.router]
 _ABOUT = (
     "OpenAI's and Anthropic's interfaces to a language model. "
-    "/v1/chat/completions also takes a WebSocket, and /engine/feed, a WebSocket, tells again and again what "
-    "/engine/state tells once."
+    "/v1/chat/completions also takes a WebSocket; the WebSocket /engine/feed sends the content of /engine/state "
+    "again and again."
 )
 _NO_ROUTE = (404, 405)
 _HANDLED = (ApiError, KvasirError, RequestValidationError, HTTPException, ClientGone, Exception)
@@ -52,7 +52,7 @@ def make_app(state: ServerState) -> FastAPI:
         version=__version__,
         description=_ABOUT,
         openapi_url=shown,
-        docs_url=None,  # pages.py has our own, which asks for nothing from elsewhere
+        docs_url=None,  # pages.py has our own, which loads nothing from other hosts
         redoc_url=None,
         root_path=state.config.root_path,
     )
@@ -68,7 +68,7 @@ def make_app(state: ServerState) -> FastAPI:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientGone):
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has disconnected
     call = call_of(request)
     if isinstance(error, HTTPException) and error.status_code in _NO_ROUTE:
         routers = [*ROUTERS, pages.docs_router]
@@ -81,7 +81,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def _add_layers(app: FastAPI, state: ServerState) -> None:
-    """The last one added is the outermost."""
+    """Add middleware; the last one added is the outermost."""
     config = state.config
     app.add_middleware(
         Gate,
@@ -104,7 +104,7 @@ def _add_layers(app: FastAPI, state: ServerState) -> None:
 
 
 def _describe(app: FastAPI) -> None:
-    """Put the replies' types, which are not pydantic's, into the documentation."""
+    """Add the replies' types to the API's description: FastAPI knows pydantic models only."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -131,9 +131,30 @@ def _all_replies() -> list[type[Reply]]:
 
 
 def _drop_default_errors(schema: dict[str, Any]) -> None:
-    """FastAPI documents its own 422, which this server never sends."""
+    """Remove FastAPI's 422 from the description: this server never sends it."""
     for path in schema.get("paths", {}).values():
         for operation in path.values():
             operation.get("responses", {}).pop("422", None)
     for name in ("HTTPValidationError", "ValidationError"):
         schema["components"]["schemas"].pop(name, None)
+
+
+# ---------------------------------------------------------------- unknown paths and methods
+
+
+def no_route(request: Request, status: int, routes: Iterable[BaseRoute], shows_docs: bool) -> ApiError:
+    path, more = request.scope["path"], "; /docs lists all." if shows_docs else "."
+    methods = _methods(request, routes)
+    if status == HTTPStatus.METHOD_NOT_ALLOWED and methods:
+        message = f"{path} does not take {request.method}, only {' and '.join(methods)}{more}"
+        return ApiError(status, message, "invalid_request", allow=methods)
+    return not_found(f"Nothing is served at {path}{more}")
+
+
+def _methods(request: Request, routes: Iterable[BaseRoute]) -> tuple[str, ...]:
+    """Methods of all routes at this path: Starlette reports those of the first route that it finds."""
+    found: set[str] = set()
+    for route in routes:
+        if route.matches(request.scope)[0] != Match.NONE:
+            found |= getattr(route, "methods", None) or set()
+    return tuple(sorted(found))

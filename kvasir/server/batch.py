@@ -1,9 +1,8 @@
-"""OpenAI's batch format without HTTP: each line is checked and answered by what the server does with such a request.
+"""OpenAI's batch format without HTTP: each line is validated and answered as the server does with such a request.
 
 A line in: {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 A line out: {"id", "custom_id", "response": {"status_code": 200, "request_id", "body": {...}}, "error": null}
-A request that the server refuses has a response with its status and error body; a line that is no request has none, and
-its `error` says why.
+A refused request has a response with its status and error body; a line that is not a request has an `error` instead.
 """
 
 from __future__ import annotations
@@ -20,16 +19,14 @@ from msgspec import UNSET, UnsetType
 from pydantic import ValidationError
 
 from kvasir.entrypoints.async_llm import AsyncLLM
-from kvasir.server import strict_json
-from kvasir.server.calls import Call, new_id
 from kvasir.server.errors import ApiError, as_api_error, openai_body
-from kvasir.server.phases import READY
+from kvasir.server.http import JSON_ERRORS, Call, json_problem, new_id
 from kvasir.server.routes.chat import ChatJob
 from kvasir.server.routes.completions import CompletionJob
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.chat import ChatRequest
 from kvasir.server.schema.completions import CompletionRequest
-from kvasir.server.state import ServerState
+from kvasir.server.state import READY, ServerState
 
 ROUTES: dict[str, tuple[Any, Any]] = {
     "/v1/chat/completions": (ChatRequest, ChatJob),
@@ -37,7 +34,7 @@ ROUTES: dict[str, tuple[Any, Any]] = {
 }
 
 
-class Line(msgspec.Struct):
+class BatchLine(msgspec.Struct):
     custom_id: str
     url: str
     body: dict[str, Any]
@@ -74,19 +71,19 @@ class Counts:
     failed: int = 0
 
 
-class Batch:
-    """Answers lines with an engine, so many at once; `state` gets the engine."""
+class BatchRunner:
+    """Answers lines with an engine, several at once."""
 
     def __init__(self, state: ServerState, engine: AsyncLLM) -> None:
         self.state = state
-        state.engine_is_here(engine)
-        state.phases.enter(READY)
+        state.set_engine(engine)
+        state.phase.enter(READY)
         self._seen: set[str] = set()
 
     async def run(
         self, lines: AsyncIterator[bytes], write: Callable[[LineResult], None], max_concurrency: int
     ) -> Counts:
-        """Results are written as they come, not in the order of the lines."""
+        """Answer all lines. Results are written as they come, not in the order of the lines."""
         counts, gate, number = Counts(), asyncio.Semaphore(max_concurrency), 0
 
         async def one(coming: Awaitable[LineResult]) -> None:
@@ -107,7 +104,7 @@ class Batch:
         return counts
 
     async def answer(self, data: bytes, number: int) -> LineResult:
-        """Whatever is wrong with a line becomes its result."""
+        """Answer one line; an error becomes its result."""
         line_id = f"batch_req_{new_id()}"
         read = self._read(data, number)
         if isinstance(read, LineError):
@@ -120,26 +117,26 @@ class Batch:
             status, body = error.status, openai_body(error)
         return LineResult(line_id, read.custom_id, LineResponse(status, call.id, body))
 
-    def _read(self, data: bytes, number: int) -> Line | LineError:
+    def _read(self, data: bytes, number: int) -> BatchLine | LineError:
         try:
-            line = msgspec.json.decode(data, type=Line)
+            line = msgspec.json.decode(data, type=BatchLine)
         except msgspec.ValidationError as error:
             message = f"{error}. A line has custom_id, method, url and body."
             return LineError("invalid_request", message, number)
-        except strict_json.ERRORS as error:
-            return LineError("invalid_json_line", f"This line is not JSON: {strict_json.reason(error)}.", number)
+        except JSON_ERRORS as error:
+            return LineError("invalid_json_line", f"This line is not JSON: {json_problem(error)}.", number)
         if line.method != "POST":
             return LineError("invalid_method", f"method must be POST, not {line.method}.", number, "method")
         if line.url not in ROUTES:
-            message = f"url {line.url} cannot be asked in a batch. Possible: {', '.join(ROUTES)}."
+            message = f"url {line.url} cannot be used in a batch. Possible: {', '.join(ROUTES)}."
             return LineError("invalid_url", message, number, "url")
         if line.custom_id in self._seen:
-            message = f"custom_id {line.custom_id} stands in an earlier line."
+            message = f"custom_id {line.custom_id} is already used by an earlier line."
             return LineError("duplicate_custom_id", message, number, "custom_id")
         self._seen.add(line.custom_id)
         return line
 
-    async def _ask(self, line: Line, call: Call) -> Any:
+    async def _ask(self, line: BatchLine, call: Call) -> Any:
         schema, job = ROUTES[line.url]
         while True:
             try:
@@ -149,12 +146,12 @@ class Batch:
                 error = as_api_error(raised)
                 if error.cause != "queue_full":
                     raise error from raised
-                await asyncio.sleep(error.retry_after or 1.0)  # nobody else waits for this line
+                await asyncio.sleep(error.retry_after or 1.0)  # a batch can wait; a server's client is told to retry
 
 
 def _checked(schema: Any, body: dict[str, Any]) -> Any:
     if body.get("stream"):
-        message = "stream cannot be true in a batch, whose answers are whole."
+        message = "stream cannot be true in a batch: leave it out."
         raise ApiError(400, message, "invalid_request", "stream")
     try:
         return schema.model_validate(body)
@@ -164,10 +161,10 @@ def _checked(schema: Any, body: dict[str, Any]) -> Any:
 
 
 def _custom_id(data: bytes) -> str | None:
-    """Of a line that is no request, where it has one."""
+    """The custom_id of a line that is not a request, if it has one."""
     try:
         found = msgspec.json.decode(data)
-    except strict_json.ERRORS:
+    except JSON_ERRORS:
         return None
     name = found.get("custom_id") if isinstance(found, dict) else None
     return name if isinstance(name, str) else None

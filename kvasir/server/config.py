@@ -1,4 +1,4 @@
-"""The server's own settings, written once like the engine's (kvasir/config/engine.py), and the flags made from them.
+"""The server's settings, and the flags made from them as from the engine's (kvasir/config/engine.py).
 
 Imported by the command line before anything else, so it imports nothing heavy.
 """
@@ -20,65 +20,67 @@ from kvasir.models import starter
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """How the server listens, whom it answers, what it counts."""
+    """Settings of the HTTP server: address, access, limits, logs."""
 
     host: str = setting("0.0.0.0", "Address to listen on.")
     port: int = setting(8000, "Port to listen on; 0: any free one.", minimum=0, maximum=65535)
     uds: str | None = setting(None, "Listen on this Unix socket instead of host and port.")
-    root_path: str = setting("", "Path under which a proxy shows the server.")
+    root_path: str = setting("", "Path prefix under which a proxy exposes the server.")
     api_server_count: int = setting(
         1, "API processes that share the engine and the port.", minimum=1, maximum=64, short=("-asc",)
     )
     served_model_name: list[str] = setting(
-        list, "Names the model goes by in requests; replies use the first. Unset: what was given as model."
+        list, "Names of the model in requests; replies use the first. Unset: the value of model."
     )
 
     api_key: list[str] = setting(
-        list, "Keys that clients must send one of. Unset: KVASIR_API_KEY, or nobody is asked for one.", secret=True
+        list, "API keys; clients must send one of them. Unset: KVASIR_API_KEY, or no key is needed.", secret=True
     )
     api_key_file: str | None = setting(None, "YAML file of keys with names, weights and limits (docs/server.md).")
-    allowed_origins: list[str] = setting(list, "Web origins that browsers let use the server (CORS); * for all.")
-    allowed_methods: list[str] = setting(lambda: ["*"], "Methods allowed to them.")
-    allowed_headers: list[str] = setting(lambda: ["*"], "Headers allowed to them.")
-    allow_credentials: bool = setting(False, "Whether they may send cookies and credentials.")
-    ssl_keyfile: str | None = setting(None, "The TLS key's file.")
-    ssl_certfile: str | None = setting(None, "The TLS certificate's file.")
-    ssl_ca_certs: str | None = setting(None, "File of certificate authorities that clients' certificates are from.")
+    allowed_origins: list[str] = setting(list, "Web origins that may use the server from a browser (CORS); * for all.")
+    allowed_methods: list[str] = setting(lambda: ["*"], "HTTP methods that allowed origins may use.")
+    allowed_headers: list[str] = setting(lambda: ["*"], "HTTP headers that allowed origins may send.")
+    allow_credentials: bool = setting(False, "Whether allowed origins may send cookies and credentials.")
+    ssl_keyfile: str | None = setting(None, "File of the TLS key.")
+    ssl_certfile: str | None = setting(None, "File of the TLS certificate.")
+    ssl_ca_certs: str | None = setting(None, "File of certificate authorities for clients' certificates.")
     ssl_cert_reqs: int = setting(
         int(ssl.CERT_NONE), "Clients' certificates: 0 none, 1 optional, 2 required.", choices=(0, 1, 2)
     )
-    ssl_ciphers: str | None = setting(None, "TLS ciphers, as OpenSSL writes them.")
+    ssl_ciphers: str | None = setting(None, "TLS ciphers in OpenSSL's format.")
 
-    max_request_bytes: int = setting(16 << 20, "Longest request body; longer ones get 413.", minimum=1)
-    max_prompt_tokens: int | None = setting(None, "Longest prompt; longer ones get 413.", minimum=1)
-    max_choices: int = setting(4096, "Most completions one request may ask for (prompts times n).", minimum=1)
+    max_request_bytes: int = setting(16 << 20, "Maximum size of a request body; larger ones get 413.", minimum=1)
+    max_prompt_tokens: int | None = setting(None, "Maximum number of prompt tokens; longer prompts get 413.", minimum=1)
+    max_choices: int = setting(4096, "Maximum number of completions of a request (prompts times n).", minimum=1)
     request_timeout: float | None = setting(
-        None, "Seconds a request may take; one that asks for a shorter timeout gets that.", above=0
+        None, "Seconds after which requests time out; a request may set a shorter timeout.", above=0
     )
-    shutdown_timeout: float = setting(30.0, "Seconds that running requests get to finish after SIGTERM.", minimum=0)
-    max_stored_responses: int = setting(1000, "Responses of /v1/responses that are kept; 0: none.", minimum=0)
+    shutdown_timeout: float = setting(30.0, "Seconds for running requests to finish after SIGTERM.", minimum=0)
+    max_stored_responses: int = setting(
+        1000, "Number of responses of /v1/responses that are stored; 0: none.", minimum=0
+    )
 
-    response_role: str = setting("assistant", "Role of replies where a generation prompt is added.")
-    trust_request_chat_template: bool = setting(False, "Let requests bring a chat template of their own.")
+    response_role: str = setting("assistant", "Role of replies to a generation prompt.")
+    trust_request_chat_template: bool = setting(False, "Accept chat templates in requests.")
     exclude_tools_when_tool_choice_none: bool = setting(
-        False, "Do not show tools to the chat template when tool_choice is none."
+        False, "Leave tools out of the chat template when tool_choice is none."
     )
-    enable_force_include_usage: bool = setting(False, "Every stream ends with a usage chunk, asked for or not.")
-    enable_prompt_tokens_details: bool = setting(True, "Usage says how many prompt tokens were cached.")
-    enable_request_id_headers: bool = setting(True, "Answers carry X-Request-Id.")
+    enable_force_include_usage: bool = setting(False, "End every stream with a usage chunk, requested or not.")
+    enable_prompt_tokens_details: bool = setting(True, "Return the number of cached prompt tokens in usage.")
+    enable_request_id_headers: bool = setting(True, "Return the header X-Request-Id.")
 
-    enable_log_requests: bool = setting(False, "Log prompts and parameters, too.")
-    max_log_len: int | None = setting(None, "Most characters of a prompt in the log.", minimum=0)
-    log_format: str = setting("text", "How log lines are written.", choices=("text", "json"))
+    enable_log_requests: bool = setting(False, "Also log prompts and parameters.")
+    max_log_len: int | None = setting(None, "Maximum number of logged characters of a prompt.", minimum=0)
+    log_format: str = setting("text", "Format of log lines.", choices=("text", "json"))
     uvicorn_log_level: str = setting(
         "warning",
-        "Least important messages of the web server to log.",
+        "Log level of the web server.",
         choices=("debug", "info", "warning", "error", "critical"),
     )
-    disable_log_stats: bool = setting(False, "Do not log a line of figures every ten seconds of work.")
+    disable_log_stats: bool = setting(False, "Do not log statistics every ten seconds.")
     disable_fastapi_docs: bool = setting(False, "Serve no /docs and no /openapi.json.")
-    vllm_metric_names: bool = setting(False, "Export every metric under vLLM's prefix, too.")
-    otlp_traces_endpoint: str | None = setting(None, "Where OpenTelemetry traces are sent (needs the extra otel).")
+    vllm_metric_names: bool = setting(False, "Also export every metric under vLLM's prefix.")
+    otlp_traces_endpoint: str | None = setting(None, "Endpoint for OpenTelemetry traces (needs the extra otel).")
 
     def __post_init__(self) -> None:
         for name, known in server_settings().items():
@@ -88,7 +90,7 @@ class ServerConfig:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile.")
         if self.port == 0 and self.api_server_count > 1:
-            raise ConfigError("Several API processes need a port that is known: set port.")
+            raise ConfigError("api_server_count above 1 needs a fixed port: set port.")
 
 
 @cache
@@ -97,7 +99,7 @@ def server_settings() -> dict[str, SettingField]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags for the server's settings and the engine's."""
+    """Add flags for the server's settings and the engine's."""
     group = parser.add_argument_group("server")
     for name, known in server_settings().items():
         group.add_argument(*known.setting.short, flag(name), **_options(name, known))
@@ -106,7 +108,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _options(name: str, known: SettingField) -> dict[str, Any]:
     options = flag_options(name, known)
-    if list in known.types:  # several words, or one JSON list as vLLM has it
+    if list in known.types:  # several words, or one JSON list as in vLLM
         options |= {"action": _Words, "nargs": "+", "metavar": name.upper(), "type": str}
     return options
 

@@ -1,5 +1,6 @@
-"""How busy and how full the device is, for the metrics. Asked of NVML through its C library where the engine runs on
-NVIDIA GPUs, of /proc where it runs on the CPU; elsewhere there are no such figures. No torch: this is the API process.
+"""Utilization and memory of the engine's device, for the metrics: from NVML on NVIDIA GPUs, from /proc on the CPU.
+
+API process, so without torch: NVML is called through its C library. Other devices have no such figures.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ Probe = Callable[[], list[DeviceUse]]
 
 
 def probe_for(device: str) -> Probe:
-    """What asks the device that the engine runs on (its setting `device`, settled)."""
+    """The probe of the device that the engine runs on; `device` is its resolved setting."""
     if device.startswith("cuda"):
         try:
             return NvmlProbe(visible_devices(device, os.environ.get("CUDA_VISIBLE_DEVICES")))
         except OSError as error:
-            logger.warning("no figures of the GPU: %s", error)
+            logger.warning("the metrics have no GPU figures: %s", error)
     elif device == "cpu" and Path("/proc/stat").exists():
         return CpuProbe()
     return list
 
 
 def visible_devices(device: str, variable: str | None) -> list[str] | None:
-    """Numbers (or UUIDs) of the GPUs that the engine may use; None: all there are."""
+    """Numbers or UUIDs of the GPUs that the engine may use; None: all."""
     names = None if variable is None else [name.strip() for name in variable.split(",") if name.strip()]
     _, _, number = device.partition(":")
     if not number:
@@ -48,7 +49,7 @@ def visible_devices(device: str, variable: str | None) -> list[str] | None:
 
 
 class CpuProbe:
-    """The whole machine: share of CPU time used since the last look, memory that is not available."""
+    """The whole machine: share of CPU time since the last call, memory that is not available."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
@@ -68,7 +69,7 @@ class CpuProbe:
 
     def _times(self) -> tuple[int, int]:
         fields = [int(field) for field in (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:9]]
-        idle = fields[3] + fields[4]  # and waiting for a disk
+        idle = fields[3] + fields[4]  # idle, and waiting for a disk
         return sum(fields) - idle, sum(fields)
 
 
@@ -81,7 +82,7 @@ class _Memory(ctypes.Structure):
 
 
 class NvmlProbe:
-    """Raises OSError where the library is missing or does not start."""
+    """Raises OSError if the library is missing or does not start."""
 
     def __init__(self, devices: list[str] | None) -> None:
         self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -89,7 +90,7 @@ class NvmlProbe:
         self._handles = [(name, self._handle(name)) for name in (self._all() if devices is None else devices)]
 
     def __call__(self) -> list[DeviceUse]:
-        return [self._look(name, handle) for name, handle in self._handles]
+        return [self._probe(name, handle) for name, handle in self._handles]
 
     def _all(self) -> list[str]:
         count = ctypes.c_uint()
@@ -104,7 +105,7 @@ class NvmlProbe:
             self._check(self._nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)))
         return handle
 
-    def _look(self, name: str, handle: ctypes.c_void_p) -> DeviceUse:
+    def _probe(self, name: str, handle: ctypes.c_void_p) -> DeviceUse:
         use, memory = _Utilization(), _Memory()
         self._check(self._nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(use)))
         self._check(self._nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)))

@@ -1,19 +1,22 @@
-"""What every request passes first, as plain ASGI: an id, a key, a limit on the body, a count of how it ended."""
+"""The outermost ASGI layer: gives every request an id, checks its API key and body size, counts how it ended."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
+from fastapi import WebSocket
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvasir.server.calls import GOOD_ID, Call, attach, is_good_id, new_id
+from kvasir.server.api_keys import ApiKey, KeyRing
 from kvasir.server.errors import ApiError, error_response, too_large
-from kvasir.server.keys import Key, KeyRing
+from kvasir.server.http import GOOD_ID, Call, attach, is_good_id, new_id
+from kvasir.server.state import state_of
 
-PROBES = frozenset({"/health", "/ready", "/ping"})  # an orchestrator has no key
+PROBES = frozenset({"/health", "/ready", "/ping"})  # they need no key: orchestrators have none
 WS_ERROR = 4001
 
 Counted = Callable[[str, str, int, float], None]  # method, route, status, seconds
@@ -21,7 +24,7 @@ Failed = Callable[[str], None]  # cause
 
 
 class Gate:
-    """The outermost layer but CORS."""
+    """Plain ASGI middleware; only CORS is further out."""
 
     def __init__(
         self,
@@ -33,7 +36,7 @@ class Gate:
         echo_ids: bool = True,
         public: frozenset[str] = frozenset(),
     ) -> None:
-        """`public`: paths of static pages, which a browser loads before it can send a key."""
+        """`public`: paths that need no key: static pages, which a browser loads before it can send one."""
         self.app = app
         self.keys = keys
         self.max_bytes = max_bytes
@@ -102,9 +105,9 @@ class Gate:
         if length.isdecimal() and int(length) > self.max_bytes:
             raise too_large(_too_long(self.max_bytes))
 
-    def _key(self, headers: Headers) -> Key:
+    def _key(self, headers: Headers) -> ApiKey:
         if self.keys.is_open:
-            return self.keys.find(None) or Key("")
+            return self.keys.find(None) or ApiKey("")
         kind, _, presented = headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer":
             presented = headers.get("x-api-key", "")
@@ -116,7 +119,7 @@ class Gate:
 
 
 def _limited(receive: Receive, max_bytes: int) -> Receive:
-    """Bodies whose length was not told, or was a lie."""
+    """Count the bytes received: Content-Length may be missing or wrong."""
     total = 0
 
     async def receive_some() -> Message:
@@ -124,11 +127,22 @@ def _limited(receive: Receive, max_bytes: int) -> Receive:
         message = await receive()
         total += len(message.get("body", b""))
         if total > max_bytes:
-            raise HTTPException(413, _too_long(max_bytes))  # which FastAPI lets through
+            raise HTTPException(413, _too_long(max_bytes))  # FastAPI would turn other exceptions into a 400
         return message
 
     return receive_some
 
 
 def _too_long(max_bytes: int) -> str:
-    return f"The request's body is longer than the {max_bytes} bytes that this server takes (--max-request-bytes)."
+    return f"The body is longer than the {max_bytes} bytes that this server takes (--max-request-bytes)."
+
+
+def may_connect(socket: WebSocket) -> bool:
+    """Whether a WebSocket comes from a page of this server or of an origin in --allowed-origins.
+
+    Browsers apply CORS to HTTP alone, so a WebSocket's origin is checked here.
+    """
+    origin = socket.headers.get("origin")
+    allowed = state_of(socket).config.allowed_origins
+    own = urlsplit(origin or "").netloc == socket.headers.get("host")
+    return origin is None or own or origin in allowed or "*" in allowed

@@ -1,4 +1,4 @@
-"""Runs a server in this process until it is told to stop; supervisor.py runs several."""
+"""Runs a server in this process until it gets a signal; supervisor.py runs several API processes."""
 
 from __future__ import annotations
 
@@ -25,77 +25,78 @@ from kvasir.frontend.clients.engine_client import EngineClient
 from kvasir.log import get_logger
 from kvasir.server.app import make_app
 from kvasir.server.config import ServerConfig
-from kvasir.server.life import Life, Starter, one_line
-from kvasir.server.phases import Phases
-from kvasir.server.state import ServerState
-from kvasir.server.tracing import make_tracer
+from kvasir.server.lifecycle import ServerLifecycle, Starter, one_line
+from kvasir.server.state import ServerPhase, ServerState
+from kvasir.server.tracing import Tracer
 
 logger = get_logger(__name__)
 
 _KEEP_ALIVE_SECONDS = 30
-_CLOSE_SECONDS = 5  # for connections, once nothing runs any more
+_CLOSE_SECONDS = 5  # for open connections to close, once no request runs
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(asked: EngineConfig, config: ServerConfig, executor: Any = None) -> int:
-    """The exit status: 0 after a drain, 1 if the engine died. What cannot start raises a ConfigError.
+    """Serve until a signal. Returns the exit status: 0 after a drain, 1 if the engine died.
 
-    `executor` stands in for the model, as AsyncLLM takes it.
+    Settings that cannot work raise a ConfigError. `executor` replaces the model's, as in AsyncLLM.
     """
     set_up_logging(config)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # until there is something to drain
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # until there is a server to drain
     if config.api_server_count > 1:
         from kvasir.server.supervisor import supervise
 
         return supervise(asked, config, executor)
-    state = ServerState(config, asked.model.model)  # before anything is started: its files may be wrong
+    state = ServerState(config, asked.model.model)  # first, because the files it reads may be wrong
     sock = listen(config)
 
-    def start(phases: Phases) -> AsyncLLM:
+    def start(phase: ServerPhase) -> AsyncLLM:
         client = EngineClient.start(asked, executor)
-        phases.enter("model")
+        phase.enter("model")
         return AsyncLLM(client.config, client=client)
 
     return run(state, start, sock)
 
 
 def run(state: ServerState, start: Starter, sock: socket.socket, owns_socket: bool = True) -> int:
-    """Serve on a socket until the end; the engine, if there is one by then, is shut down.
+    """Serve on a socket until the end, then shut the engine down.
 
-    `owns_socket`: nobody else serves on it, so that the last words are ours to say.
+    `owns_socket`: no other process serves on it, so this one removes it and prints the error.
     """
-    state.tracer = make_tracer(state.config.otlp_traces_endpoint)
+    if state.config.otlp_traces_endpoint is not None:
+        state.tracer = Tracer(state.config.otlp_traces_endpoint)
     server = Server(_uvicorn_config(state))
-    life = Life(state, start, server.stop)
+    lifecycle = ServerLifecycle(state, start, server.stop)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(server, life, sock))
+            runner.run(_serve(server, lifecycle, sock))
     finally:
-        state.tracer.close()
+        if state.tracer is not None:
+            state.tracer.close()
         if (engine := state.engine_or_none) is not None:
             engine.shutdown()
         if state.config.uds is not None and owns_socket:
             Path(state.config.uds).unlink(missing_ok=True)
-    if life.error is None:
+    if lifecycle.error is None:
         return 0
     if not owns_socket:
         return 1
-    if isinstance(life.error, ConfigError):
-        raise life.error
-    print(f"kvasir: error: {one_line(life.error)}", file=sys.stderr)
+    if isinstance(lifecycle.error, ConfigError):
+        raise lifecycle.error
+    print(f"kvasir: error: {one_line(lifecycle.error)}", file=sys.stderr)
     return 1
 
 
-async def _serve(server: Server, life: Life, sock: socket.socket) -> None:
+async def _serve(server: Server, lifecycle: ServerLifecycle, sock: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, life.drain)
-    life.begin()
+        loop.add_signal_handler(number, lifecycle.drain)
+    lifecycle.begin()
     await server.serve(sockets=[sock])
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with signals left to us: it would stop listening before the drain."""
+    """uvicorn without its signal handlers, which would stop listening before the drain."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -136,13 +137,13 @@ def _loop_factory() -> Any:
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """The socket, before anything slow is started: an address in use is found out at once."""
+    """Open the socket before anything slow starts, so that an address in use is an error at once."""
     for file in (config.ssl_keyfile, config.ssl_certfile, config.ssl_ca_certs):
         if file is not None and not os.access(file, os.R_OK):
             raise ConfigError(f"The TLS file {file} cannot be read.")
     sock = _listen_on_file(config.uds) if config.uds is not None else _listen_on_port(config.host, config.port)
     sock.setblocking(False)
-    _tell_address(config, sock)
+    _log_address(config, sock)
     return sock
 
 
@@ -150,7 +151,7 @@ def _listen_on_file(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     try:
         if Path(path).is_socket() and not _answers(path):
-            os.unlink(path)  # left over from a server that was killed
+            os.unlink(path)  # a server that was killed has left it
         sock.bind(path)
     except OSError as error:
         sock.close()
@@ -174,13 +175,13 @@ def _listen_on_port(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        # Names that do not resolve come with numbers of their own, below zero.
+        # Names that do not resolve have error numbers below zero.
         number = error.errno or 0
-        why = os.strerror(number) if number > 0 else "nothing is known by that name"
+        why = os.strerror(number) if number > 0 else "the name cannot be resolved"
         raise ConfigError(f"Cannot listen on {host}:{port}: {why}. Set another --port or --host.") from error
 
 
-def _tell_address(config: ServerConfig, sock: socket.socket) -> None:
+def _log_address(config: ServerConfig, sock: socket.socket) -> None:
     if config.uds is not None:
         logger.info("listening on %s", config.uds)
         return
@@ -188,15 +189,15 @@ def _tell_address(config: ServerConfig, sock: socket.socket) -> None:
     where = f"{'https' if config.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     logger.info("listening on %s", where)
     page = where.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
-    logger.info("talk to it at %s/ and watch it at %s/engine", page, page)
+    logger.info("playground at %s/, engine view at %s/engine", page, page)
     open_to_all = config.host not in _LOCAL
     if open_to_all and not config.api_key and not config.api_key_file and not env.API_KEY.read_text():
-        logger.warning("anybody who reaches %s may use this server: set --api-key, or --host 127.0.0.1", where)
+        logger.warning("everyone who can reach %s may use this server: set --api-key, or --host 127.0.0.1", where)
 
 
 def set_up_logging(config: ServerConfig) -> None:
     if config.log_format != "text":
-        os.environ[LOG_FORMAT.name] = config.log_format.upper()  # the engine's process reads it, too
+        os.environ[LOG_FORMAT.name] = config.log_format.upper()  # the engine's process reads it too
         log.configure()
     web = logging.getLogger("uvicorn")
     web.handlers = [log.handler()]

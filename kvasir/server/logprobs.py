@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of both interfaces."""
+"""Log-probabilities in the formats of chat, completions and vLLM's prompt_logprobs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvasir.outputs import Logprob
 from kvasir.server.schema.chat import ChatLogprobs, TokenLogprob, TopLogprob
 from kvasir.server.schema.completions import CompletionLogprobs
 
-LEAST = -9999.0  # stands for minus infinity, which JSON has not
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express
 Position = dict[int, Logprob] | None
 
 
 class LogprobWriter:
-    """`as_ids`: tokens are written "token_id:7" instead of as text. `named`: tokens that were asked for; they are the
-    alternatives at every position, in place of the likeliest."""
+    """`as_ids`: write tokens as "token_id:7" instead of their text. `named`: the request's logprob_token_ids, which are
+    written at every position instead of the likeliest tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool = False, named: Sequence[int] | None = None) -> None:
         self.as_ids = as_ids
@@ -30,14 +30,14 @@ class LogprobWriter:
             found = position or {}
             own = found.get(token)
             top = [self._top(other, each) for other, each in self._alternatives(found, num_top)]
-            first = self._top(token, own or Logprob(LEAST))
+            first = self._top(token, own or Logprob(MIN_LOGPROB))
             content.append(TokenLogprob(token=first.token, logprob=first.logprob, bytes=first.bytes, top_logprobs=top))
         return ChatLogprobs(content=content)
 
     def completion(
         self, token_ids: list[int], positions: Iterable[Position], num_top: int, offset: int
     ) -> CompletionLogprobs:
-        """`offset` is where the first token's text begins in the reply's."""
+        """`offset`: position of the first token's text in the reply's text."""
         made = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
         for token, position in zip(token_ids, positions, strict=True):
             own = (position or {}).get(token)
@@ -50,13 +50,13 @@ class LogprobWriter:
         return made
 
     def _top_dict(self, token: int, position: dict[int, Logprob], num_top: int) -> dict[str, float]:
-        """The alternatives, and the token itself, as OpenAI has it."""
+        """The alternatives and the sampled token, as in OpenAI's interface."""
         chosen = dict(self._alternatives(position, num_top))
         chosen[token] = position[token]
         return {self._text(other): _number(each.logprob) for other, each in chosen.items()}
 
     def _alternatives(self, position: dict[int, Logprob], num: int) -> list[tuple[int, Logprob]]:
-        """The likeliest first."""
+        """Alternatives at a position, the likeliest first."""
         ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
         return [item for item in ranked if item[0] in self._named] if self._named else ranked[:num]
 
@@ -70,14 +70,14 @@ class LogprobWriter:
         return self._tokenizer.token_text(token)
 
     def _token_bytes(self, token: int, text: str) -> list[int]:
-        """Of a token that is part of a character, which its text cannot show."""
+        """The token's bytes. A token may be part of a character, which its text cannot show."""
         if self._bytes is not None and not self.as_ids:
             return list(self._bytes[token])
         return list(text.encode())
 
 
 def prompt_logprobs(positions: Iterable[Position]) -> list[Any]:
-    """As vLLM writes them: a mapping of token ids for each position, null for the first."""
+    """vLLM's format: a mapping of token ids for each position, null for the first."""
     return [
         None
         if position is None
@@ -90,4 +90,4 @@ def prompt_logprobs(positions: Iterable[Position]) -> list[Any]:
 
 
 def _number(value: float) -> float:
-    return max(value, LEAST)
+    return max(value, MIN_LOGPROB)

@@ -1,8 +1,8 @@
-"""What is counted, under vLLM's names with the prefix `kvasir:`, and how Prometheus is told.
+"""Prometheus metrics of the API process, under vLLM's names with the prefix `kvasir:`.
 
-What happens for every token only touches a Tally; it is added to the Prometheus objects once a second, and when
-somebody asks. With several API processes the objects are files that whoever is asked adds up (Prometheus' multiprocess
-mode). The engine's own figures are read from it when asked for, by whichever process is asked.
+Every token only touches a Tally of plain numbers; the lifecycle adds it to the Prometheus objects once a second, and
+/metrics when it is read. Several API processes write files that the process that is asked adds up (Prometheus'
+multiprocess mode). The engine's own figures are read from it on demand (engine_metrics.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from kvasir.frontend.requests.metrics import PREFIX
 from kvasir.outputs import RequestMetrics
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each, which nobody reads
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series for each metric that no dashboard uses
 
 VLLM_PREFIX = "vllm:"
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
@@ -44,15 +44,15 @@ _COUNTS = (1, 2, 5, 10, 20)
 
 
 class Tally:
-    """What every token touches: plain numbers."""
+    """Plain numbers that every token updates."""
 
     def __init__(self) -> None:
         self.generated = 0
-        self.gaps = [0] * (len(GAPS) + 1)  # between tokens, by bucket
+        self.gaps = [0] * (len(GAPS) + 1)  # tokens by the bucket of their inter-token latency
         self.gap_seconds = 0.0
 
     def gap(self, seconds: float, count: int) -> None:
-        """So many tokens came `seconds` after the one before them."""
+        """Count `count` tokens that came `seconds` after the previous output."""
         each = seconds / count
         self.gaps[bisect_left(GAPS, each)] += count
         self.gap_seconds += seconds
@@ -65,42 +65,64 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.labels = {"model_name": model_name, "engine": "0"}
         self.tally = Tally()
-        self.num_live = 0  # requests inside this process
+        self.num_live = 0  # requests in flight in this process
         tokens = _one_two_five(max_model_len)
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended.")
-        self.prompt_tokens_cached = self._counter("prompt_tokens_cached", "Those that were found in the prefix cache.")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self.success = self._counter("request_success", "Requests that ended, by how.", ["finished_reason"])
-        self.errors = self._counter("request_errors", "Requests that failed, by cause.", ["cause"])
-        self.first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN)
-        self.gap = self._histogram("inter_token_latency_seconds", "Between one token and the next.", GAPS)
-        self.per_token = self._histogram(
-            "request_time_per_output_token_seconds", "A request's mean time per token after the first.", GAPS
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self.prompt_tokens_cached = self._counter(
+            "prompt_tokens_cached", "Prompt tokens of finished requests that were found in the prefix cache."
         )
-        self.latency = self._histogram("e2e_request_latency_seconds", "Arrival to end.", _LATENCY)
-        self.queue_time = self._histogram("request_queue_time_seconds", "Arrival to the first step it is in.", _LATENCY)
-        self.prefill_time = self._histogram("request_prefill_time_seconds", "That step to the first token.", _LATENCY)
-        self.decode_time = self._histogram("request_decode_time_seconds", "First to last token.", _LATENCY)
-        self.inference_time = self._histogram("request_inference_time_seconds", "First step to last token.", _LATENCY)
-        self.request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", tokens)
-        self.request_generation = self._histogram("request_generation_tokens", "Tokens generated for one.", tokens)
+        self.generation_tokens = self._counter("generation_tokens", "Generated tokens.")
+        self.success = self._counter("request_success", "Finished requests by finish reason.", ["finished_reason"])
+        self.errors = self._counter("request_errors", "Failed requests by cause.", ["cause"])
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", _FIRST_TOKEN
+        )
+        self.gap = self._histogram("inter_token_latency_seconds", "Seconds between two tokens of a request.", GAPS)
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Mean seconds per token of a request, without the first.", GAPS
+        )
+        self.latency = self._histogram(
+            "e2e_request_latency_seconds", "Seconds from a request's arrival to its end.", _LATENCY
+        )
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "Seconds from a request's arrival to its first step.", _LATENCY
+        )
+        self.prefill_time = self._histogram(
+            "request_prefill_time_seconds", "Seconds from a request's first step to its first token.", _LATENCY
+        )
+        self.decode_time = self._histogram(
+            "request_decode_time_seconds", "Seconds from a request's first token to its last.", _LATENCY
+        )
+        self.inference_time = self._histogram(
+            "request_inference_time_seconds", "Seconds from a request's first step to its last token.", _LATENCY
+        )
+        self.request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens per request.", tokens)
+        self.request_generation = self._histogram("request_generation_tokens", "Generated tokens per request.", tokens)
         self.request_longest = self._histogram(
-            "request_max_num_generation_tokens", "Tokens of the longest completion of one.", tokens
+            "request_max_num_generation_tokens", "Tokens of a request's longest completion.", tokens
         )
         self.request_computed = self._histogram(
-            "request_prefill_kv_computed_tokens", "Prompt tokens of one that were not found in the cache.", tokens
+            "request_prefill_kv_computed_tokens", "Prompt tokens per request that were not in the prefix cache.", tokens
         )
-        self.params_n = self._histogram("request_params_n", "The parameter n.", _COUNTS)
-        self.params_max_tokens = self._histogram("request_params_max_tokens", "The parameter max_tokens.", tokens)
-        self.tokens_per_second = self._gauge("tokens_per_second", "Tokens generated in the last seconds.")
-        self.live = self._gauge("api_requests_in_flight", "Requests inside the API processes.")
-        self.startup = self._gauge("startup_seconds", "How long each phase of the start took.", ["phase"], "max")
-        self.http = self._counter("http_requests", "HTTP requests.", ["method", "handler", "status"])
-        self.http_seconds = self._histogram("http_request_duration_seconds", "Of HTTP requests.", _LATENCY, ["handler"])
+        self.params_n = self._histogram("request_params_n", "The parameter n of requests.", _COUNTS)
+        self.params_max_tokens = self._histogram(
+            "request_params_max_tokens", "The parameter max_tokens of requests.", tokens
+        )
+        self.tokens_per_second = self._gauge(
+            "tokens_per_second", "Generated tokens per second, over the last few seconds."
+        )
+        self.live = self._gauge("api_requests_in_flight", "Requests in flight in the API processes.")
+        self.startup = self._gauge("startup_seconds", "Seconds that each phase of the start took.", ["phase"], "max")
+        self.http = self._counter(
+            "http_requests", "HTTP requests by method, route and status.", ["method", "handler", "status"]
+        )
+        self.http_seconds = self._histogram(
+            "http_request_duration_seconds", "Seconds that HTTP requests took.", _LATENCY, ["handler"]
+        )
         for cause in ("invalid_request", "auth", "rate_limit", "queue_full", "too_large", "timeout", "engine"):
-            self.errors.labels(**self.labels, cause=cause)  # so that they are there, as 0, before the first error
+            self.errors.labels(**self.labels, cause=cause)  # exported as 0 before the first error
 
-    # ------------------------------------------------------------ making them
+    # ------------------------------------------------------------ making metrics
 
     def _counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Any:
         return self._labelled(Counter(PREFIX + name, help, [*self.labels, *labels], registry=self.registry), labels)
@@ -120,7 +142,7 @@ class Metrics:
     # ------------------------------------------------------------ counting
 
     def flush(self) -> None:
-        """Add what was tallied."""
+        """Add the tally to the Prometheus objects and start a new one."""
         tally, self.tally = self.tally, Tally()
         self.live.set(self.num_live)
         if tally.generated:
@@ -132,7 +154,7 @@ class Metrics:
                     bucket.inc(count)
 
     def ended(self, times: RequestMetrics | None, num_prompt: int, num_cached: int, num_generated: int) -> None:
-        """One prompt's request ended as it should."""
+        """Observe a request of the engine that has finished."""
         self.prompt_tokens.inc(num_prompt)
         self.prompt_tokens_cached.inc(num_cached)
         self.request_prompt.observe(num_prompt)
@@ -167,10 +189,10 @@ class Metrics:
         self.http.labels(**self.labels, method=method, handler=route, status=str(status)).inc()
         self.http_seconds.labels(**self.labels, handler=route).observe(seconds)
 
-    # ------------------------------------------------------------ telling
+    # ------------------------------------------------------------ reading
 
     def collect(self) -> Iterable[Metric]:
-        """Of all API processes together."""
+        """The metrics of all API processes together."""
         self.flush()
         if MULTIPROCESS not in os.environ:
             return list(self.registry.collect())
@@ -179,7 +201,7 @@ class Metrics:
         return list(registry.collect())
 
     def page(self, further: Iterable[Metric], vllm_names: bool) -> bytes:
-        """The text that Prometheus reads."""
+        """The page that Prometheus reads; `further` metrics are added to our own."""
         self.flush()
         registry = self.registry
         if MULTIPROCESS in os.environ:
@@ -190,7 +212,7 @@ class Metrics:
 
 
 class _Fixed:
-    """Stands for a registry that holds these."""
+    """Looks like a registry to Prometheus' writer."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self.metrics = metrics
@@ -200,7 +222,7 @@ class _Fixed:
 
 
 def _one_two_five(most: int) -> list[float]:
-    """1, 2, 5, 10, ... up to `most`."""
+    """Buckets 1, 2, 5, 10, ... up to `most`."""
     found: list[float] = []
     power = 1
     while power <= most:

@@ -1,7 +1,7 @@
-"""Several API processes before one engine: this process owns the engine and the socket, they accept from it.
+"""Several API processes in front of one engine: this process owns the engine and the socket, and they accept from it.
 
-Each is a fresh interpreter with a client of its own to the engine. One that ends unasked ends them all: whoever runs
-the server is to start it anew.
+Each is a fresh interpreter with its own client of the engine. If one ends unasked, all are ended, so that a service
+manager restarts the server.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import EngineError
 from kvasir.frontend.clients.engine_client import EngineClient
 from kvasir.log import get_logger
+from kvasir.server.api_keys import load_keys
 from kvasir.server.config import ServerConfig
-from kvasir.server.keys import load_keys
 from kvasir.server.launch import listen, run, set_up_logging
-from kvasir.server.life import one_line
+from kvasir.server.lifecycle import one_line
 from kvasir.server.metrics import MULTIPROCESS
-from kvasir.server.phases import Phases
-from kvasir.server.state import ServerState
+from kvasir.server.state import ServerPhase, ServerState
 
 logger = get_logger(__name__)
 _MAIN = "import sys; from kvasir.server.supervisor import api_process; api_process(int(sys.argv[1]))"
-_LOOK_SECONDS = 0.1
-_SPARE_SECONDS = 15.0  # beyond the drain's limit, before a process is killed
+_WATCH_SECONDS = 0.1
+_KILL_SECONDS = 15.0  # beyond the drain's limit, until a process is killed
 
 
 @dataclass(slots=True)
 class _Start:
-    """What an API process is told first."""
+    """The first message to an API process."""
 
     config: ServerConfig
     model: str
@@ -51,21 +50,21 @@ class _Stopped(BaseException):
 
 
 def supervise(asked: EngineConfig, config: ServerConfig, executor: Any = None) -> int:
-    load_keys(config)  # what is wrong with them is said here, once
+    load_keys(config)  # reports wrong keys once, instead of in every process
     sock = listen(config)
     with tempfile.TemporaryDirectory(prefix="kvasir-metrics-") as directory:
         start = _Start(config, asked.model.model, sock.fileno())
-        family = _Family([_Child(start, directory) for _ in range(config.api_server_count)])
+        processes = _ApiProcesses([_ApiProcess(start, directory) for _ in range(config.api_server_count)])
         try:
-            return family.run(asked, executor, config.shutdown_timeout)
+            return processes.run(asked, executor, config.shutdown_timeout)
         finally:
-            family.kill()
+            processes.kill()
             sock.close()
-            if family.last_words:
-                print(f"kvasir: error: {family.last_words}", file=sys.stderr)
+            if processes.error:
+                print(f"kvasir: error: {processes.error}", file=sys.stderr)
 
 
-class _Child:
+class _ApiProcess:
     def __init__(self, start: _Start, metrics: str) -> None:
         ours, theirs = socket.socketpair()
         paths = os.pathsep.join(path for path in sys.path if path)
@@ -73,46 +72,46 @@ class _Child:
             [sys.executable, "-c", _MAIN, str(theirs.fileno())],
             pass_fds=[theirs.fileno(), start.socket],
             env={**os.environ, "PYTHONPATH": paths, MULTIPROCESS: metrics},
-            start_new_session=True,  # Ctrl-C is passed on by us
+            start_new_session=True,  # this process passes Ctrl-C on
         )
         theirs.close()
         self.link = Connection(ours.detach())
         self.link.send(start)
 
-    def tell(self, word: str, value: Any) -> None:
+    def send(self, word: str, value: Any) -> None:
         try:
             self.link.send((word, value))
         except OSError:
             logger.warning("an API process has ended early")
 
 
-class _Family:
-    def __init__(self, children: list[_Child]) -> None:
+class _ApiProcesses:
+    def __init__(self, children: list[_ApiProcess]) -> None:
         self.children = children
         self.stopping = False
-        self.last_words = ""  # why it ended, if not because it was told to
+        self.error = ""  # why it ended, unless by a signal
 
     def run(self, asked: EngineConfig, executor: Any, limit: float) -> int:
         engines: EngineClient | None = None
         self._on_signals(self._interrupt_start)
         try:
             engines = EngineClient.start(asked, executor)
-            self._tell("phase", "model")
+            self._send_all("phase", "model")
             engines.wait_ready()
             self._on_signals(self._pass_on)
-            self._tell("engine", engines.directory)
+            self._send_all("engine", engines.directory)
             return self._wait(engines, limit)
         except _Stopped:
             return 0
         except Exception as error:
-            self._tell("failed", EngineError(one_line(error)))
+            self._send_all("failed", EngineError(one_line(error)))
             raise
         finally:
             if engines is not None:
                 engines.close()
 
     def _wait(self, engines: EngineClient, limit: float) -> int:
-        """Until all have ended as they were told to, or one has not."""
+        """Wait until all have ended after a signal, or one ends without."""
         until = None
         while True:
             codes = [child.process.poll() for child in self.children]
@@ -120,13 +119,13 @@ class _Family:
                 return 0 if not any(codes) else 1
             if not self.stopping and any(code is not None for code in codes):
                 cause = engines.check_death()
-                self.last_words = "an API process ended unasked" if cause is None else one_line(cause)
+                self.error = "an API process ended unasked" if cause is None else one_line(cause)
                 return 1
             if self.stopping:
-                until = until or time.monotonic() + limit + _SPARE_SECONDS
+                until = until or time.monotonic() + limit + _KILL_SECONDS
                 if time.monotonic() > until:
                     return 1
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_WATCH_SECONDS)
 
     # ------------------------------------------------------------ signals
 
@@ -143,38 +142,38 @@ class _Family:
             if child.process.poll() is None:
                 child.process.send_signal(signal.SIGTERM)
 
-    def _tell(self, word: str, value: Any) -> None:
+    def _send_all(self, word: str, value: Any) -> None:
         for child in self.children:
-            child.tell(word, value)
+            child.send(word, value)
 
     def kill(self) -> None:
-        """Those that still run: gently, then not."""
+        """End those that still run, by SIGTERM and then by SIGKILL."""
         for child in self.children:
             if child.process.poll() is None:
                 child.process.terminate()
         for child in self.children:
             try:
-                child.process.wait(_SPARE_SECONDS)
+                child.process.wait(_KILL_SECONDS)
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()
 
 
 def api_process(handle: int) -> None:
-    """One of them."""
+    """The main function of an API process. `handle` is its connection to the supervisor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = Connection(handle)
     start: _Start = link.recv()
     set_up_logging(start.config)
     state = ServerState(start.config, start.model, start.config.api_server_count)
 
-    def attach(phases: Phases) -> AsyncLLM:
+    def attach(phase: ServerPhase) -> AsyncLLM:
         while True:
             word, value = link.recv()
             if word == "failed":
                 raise value
             if word == "engine":
                 return AsyncLLM.attach(value)
-            phases.enter(value)
+            phase.enter(value)
 
     sys.exit(run(state, attach, socket.socket(fileno=start.socket), owns_socket=False))

@@ -1,41 +1,17 @@
-"""OpenTelemetry: a span for each request, if --otlp-traces-endpoint is set and the extra `otel` is installed."""
+"""OpenTelemetry: a span for each request, with --otlp-traces-endpoint and the extra `otel`. API process."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvasir import __version__
 from kvasir.errors import ConfigError
 
-
-class Tracer(Protocol):
-    def request(
-        self,
-        name: str,
-        traceparent: str | None,
-        began: float,
-        ended: float,
-        facts: Mapping[str, Any],
-        error: str | None,
-    ) -> None:
-        """A request has ended. Times are of `time.time`."""
-
-    def close(self) -> None: ...
+if TYPE_CHECKING:
+    from kvasir.server.api_request import ApiRequest
 
 
-class _NoTracer:
-    def request(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-NO_TRACER: Tracer = _NoTracer()
-
-
-class OtlpTracer:
+class Tracer:
     """Sends spans in the background, in batches."""
 
     def __init__(self, endpoint: str) -> None:
@@ -52,28 +28,38 @@ class OtlpTracer:
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
         self._tracer = self._provider.get_tracer("kvasir")
 
-    def request(
-        self,
-        name: str,
-        traceparent: str | None,
-        began: float,
-        ended: float,
-        facts: Mapping[str, Any],
-        error: str | None,
-    ) -> None:
+    def report(self, request: ApiRequest, now: float, fields: dict[str, Any]) -> None:
+        """Send the span of a request that has ended; `fields` are those of its log line."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent}) if traceparent else None
-        span = self._tracer.start_span(name, parent, SpanKind.SERVER, start_time=int(began * 1e9))
-        span.set_attributes({key: value for key, value in facts.items() if value is not None})
-        if error is not None:
-            span.set_status(Status(StatusCode.ERROR, error))
-        span.end(int(ended * 1e9))
+        call = request.call
+        parent = None
+        if call.traceparent:
+            parent = TraceContextTextMapPropagator().extract({"traceparent": call.traceparent})
+        span = self._tracer.start_span(call.path, parent, SpanKind.SERVER, start_time=int(call.arrived * 1e9))
+        attributes = _attributes(request, now, fields)
+        span.set_attributes({key: value for key, value in attributes.items() if value is not None})
+        if fields["error"] is not None:
+            span.set_status(Status(StatusCode.ERROR, fields["error"]))
+        span.end(int(now * 1e9))
 
     def close(self) -> None:
         self._provider.shutdown()
 
 
-def make_tracer(endpoint: str | None) -> Tracer:
-    return NO_TRACER if endpoint is None else OtlpTracer(endpoint)
+def _attributes(request: ApiRequest, now: float, fields: dict[str, Any]) -> dict[str, Any]:
+    """Attributes under the names of OpenTelemetry's conventions for language models."""
+    return {
+        "gen_ai.request.model": request.state.model_names[0],
+        "gen_ai.request.id": request.call.id,
+        "gen_ai.request.max_tokens": request.params.max_tokens,
+        "gen_ai.request.temperature": request.params.temperature,
+        "gen_ai.request.top_p": request.params.top_p,
+        "gen_ai.request.n": request.params.n,
+        "gen_ai.usage.prompt_tokens": request.tokens.num_prompt,
+        "gen_ai.usage.completion_tokens": request.tokens.num_generated,
+        "gen_ai.latency.time_to_first_token": request.first_token,
+        "gen_ai.latency.e2e": now - request.call.arrived,
+        "gen_ai.response.finish_reasons": fields["finish_reason"],
+    }

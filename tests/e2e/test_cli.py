@@ -67,7 +67,7 @@ def test_standard_input_that_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--url", "{url}/v1", "--model-name", "other"], "The model 'other' does not exist here. Served: fake."),
+        (["--url", "{url}/v1", "--model-name", "other"], "The model 'other' does not exist here. Available: fake."),
         (["--url", "{url}"], "/models. The base URL of OpenAI's API ends in /v1"),
         (["--url", "http://127.0.0.1:9/v1"], "No server answers at http://127.0.0.1:9/v1"),
         (["--url", "localhost"], "is not a URL such as"),

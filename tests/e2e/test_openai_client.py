@@ -40,7 +40,7 @@ def chat_ids(tokenizer: Tokenizer) -> list[int]:
 def test_models(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, client.models.retrieve("fake").id) == ("fake", "fake")
-    with pytest.raises(openai.NotFoundError, match="does not exist here. Served: fake"):
+    with pytest.raises(openai.NotFoundError, match="does not exist here. Available: fake"):
         client.models.retrieve("other/model")
 
 
@@ -293,7 +293,7 @@ def test_what_is_wrong_is_named(fake_server: LiveServer, wrong: dict[str, object
         ({"logit_bias": {"x": 1}}, "logit_bias must have token ids as keys, not 'x'."),
         (
             {"best_of": 3, "stream": True},
-            "best_of more than n does not go with stream, as the best are known at the end: leave one of them out.",
+            "best_of larger than n cannot be streamed, as the best are known at the end: leave one of them out.",
         ),
         (
             {"prompt_logprobs": -1},
@@ -385,7 +385,7 @@ def test_a_chats_number_of_alternatives_goes_by_its_name(fake_server: LiveServer
     reply = web.post(f"{fake_server.url}/v1/chat/completions", json=body)
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["param"] == "top_logprobs"
-    assert error["message"] == "top_logprobs=21 is more than this server gives: --max-logprobs is 20."
+    assert error["message"] == "top_logprobs=21 is more than the engine's max_logprobs=20."
 
 
 def test_paths_that_nobody_serves(fake_server: LiveServer) -> None:
@@ -394,9 +394,7 @@ def test_paths_that_nobody_serves(fake_server: LiveServer) -> None:
     assert reply.json()["error"]["message"] == "Nothing is served at /v1/embeddings; /docs lists all."
     reply = web.get(f"{fake_server.url}/v1/chat/completions")
     assert reply.status_code == 405
-    assert reply.json()["error"]["message"] == (
-        "GET is not a method of /v1/chat/completions, which takes POST; /docs lists all."
-    )
+    assert reply.json()["error"]["message"] == ("/v1/chat/completions does not take GET, only POST; /docs lists all.")
 
 
 def test_too_long_a_prompt(fake_server: LiveServer) -> None:

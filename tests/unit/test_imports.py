@@ -37,7 +37,7 @@ ORDER = {
     "entrypoints.cli": Line(("entrypoints", "frontend", "models.starter"), by_name=("anything",)),
     "bench": Line(("entrypoints", "frontend", "models.hub")),
     "server": Line(("entrypoints.async_llm", "parsers", "frontend", "engine.transport", "models.starter")),
-    "server.routes": Line(("server", "entrypoints.async_llm", "parsers", "frontend")),
+    "server.routes": Line(("server", "entrypoints.async_llm", "parsers", "frontend", "engine.transport")),
     "server.schema": Line(),
     "entrypoints": Line(("config.resolve", "frontend", "engine.transport")),
     "engine.process": Line(("config.resolve", "engine", "sampling.startup_processors")),

@@ -12,7 +12,8 @@ from kvasir.entrypoints.cli.chat_backend import Message, Piece, Usage
 from kvasir.entrypoints.interrupts import delay_interrupts
 from kvasir.entrypoints.llm_engine import LLMEngine
 from kvasir.errors import RequestError
-from kvasir.frontend.requests.input import PromptType, TokensPrompt, default_sampling_params
+from kvasir.frontend.requests.input import default_sampling_params
+from kvasir.frontend.requests.prompts import PromptType, TokensPrompt
 from kvasir.outputs import RequestOutput
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 

@@ -68,14 +68,14 @@ def run(namespace: argparse.Namespace) -> int:
 def run_batch(asked: EngineConfig, config: Any, namespace: argparse.Namespace, executor: Any = None) -> int:
     """Returns the exit status: 0 if every line has a result or an error, 1 if the engine died."""
     from kvasir.entrypoints.async_llm import AsyncLLM
-    from kvasir.server.batch import Batch
+    from kvasir.server.batch import BatchRunner
     from kvasir.server.state import ServerState
 
     check_not_same(namespace.input_file, namespace.output_file)
     with open_input(namespace.input_file) as lines, open_output(namespace.output_file) as output:
         engine = AsyncLLM(asked, executor)
         try:
-            batch = Batch(ServerState(config, asked.model.model), engine)
+            batch = BatchRunner(ServerState(config, asked.model.model), engine)
             counts = _answer(batch, iterate_in_thread(lines), output, namespace)
         finally:
             died = engine.dead_error

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from typing import TYPE_CHECKING
 
 from kvasir.errors import RequestError
-from kvasir.frontend.requests.input import InputProcessor, PromptType, mix
+from kvasir.frontend.requests.extras import mix
 from kvasir.frontend.requests.state import Ending, RequestState
 from kvasir.frontend.text.detokenizer import decode_finished
 from kvasir.frontend.text.tokenizer import Tokenizer
-from kvasir.messages import BeamOutput, BeamSpec, EngineRequest, Extras, Hypothesis, Terms
+from kvasir.messages import BeamOutput, BeamSpec, EngineRequest, Extras, Hypothesis
 from kvasir.outputs import CompletionOutput, RequestOutput
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 
-# What sampling parameters may say of a search; all others must be left alone.
+if TYPE_CHECKING:
+    from kvasir.frontend.requests.input import InputProcessor
+
+# Sampling parameters that a beam search supports; all others must have their defaults.
 _MAY_BE_SET = {
     *("n", "best_of", "max_tokens", "ignore_eos", "stop_token_ids", "detokenize", "skip_special_tokens"),
     *("spaces_between_special_tokens", "include_stop_str_in_output", "output_kind", "stream_interval", "temperature"),
@@ -23,36 +27,31 @@ _MAY_BE_SET = {
 }
 
 
-def process_all(
+def fork(
     processor: InputProcessor,
-    request_id: str,
-    prompt: PromptType,
+    request: EngineRequest,
+    state: RequestState,
     params: SamplingParams,
     keys: Iterator[int],
     arrival_time: float,
-    terms: Terms | None = None,
-) -> tuple[EngineRequest, list[RequestState] | BeamState]:
-    """As InputProcessor.process, for all completions that are asked for."""
-    request, state = processor.process(request_id, prompt, params, next(keys), arrival_time)
-    request = request if terms is None else replace(request, terms=terms)
-    if params.use_beam_search:
-        return _searched(processor, request, params), BeamState(state, params.n, params.num_branches)
-    if params.num_branches == 1:
-        return request, [state]
+) -> tuple[EngineRequest, list[RequestState]]:
+    """Add the other completions to a request for several."""
     if params.num_branches > params.n:
         request = _ranked(processor, request, params)
     others = params.clone()
-    others.prompt_logprobs = None  # the first one has them
+    others.prompt_logprobs = None  # the first completion returns them
     states, forks = [state], []
     for index in range(1, params.num_branches):
         key = next(keys)
-        states.append(processor.state(key, request_id, state.prompt, state.prompt_token_ids, others, arrival_time))
+        states.append(
+            processor.state(key, state.request_id, state.prompt, state.prompt_token_ids, others, arrival_time)
+        )
         forks.append(_fork(request, key, index))
     return replace(request, forks=tuple(forks)), states
 
 
 def _fork(request: EngineRequest, key: int, index: int) -> EngineRequest:
-    """Another completion of the same prompt, with a random stream of its own."""
+    """Another completion of the same prompt, with its own seed."""
     sampling = request.sampling
     extras = sampling.extras
     if extras is not None:
@@ -62,16 +61,17 @@ def _fork(request: EngineRequest, key: int, index: int) -> EngineRequest:
 
 
 def _ranked(processor: InputProcessor, request: EngineRequest, params: SamplingParams) -> EngineRequest:
-    """With the log-probabilities that the best are found by."""
+    """Request the log-probabilities by which the best completions are chosen."""
     if params.output_kind is not RequestOutputKind.FINAL_ONLY:
-        message = "best_of more than n cannot be streamed, as the best are known at the end: use FINAL_ONLY."
+        message = "best_of larger than n cannot be streamed, as the best are known at the end: use FINAL_ONLY."
         raise RequestError(message, "best_of")
     _need_logprobs(processor, "best_of")
     sampling = replace(request.sampling, logprobs=request.sampling.logprobs or 0)
     return replace(request, sampling=sampling, stream=True)
 
 
-def _searched(processor: InputProcessor, request: EngineRequest, params: SamplingParams) -> EngineRequest:
+def as_beam_search(processor: InputProcessor, request: EngineRequest, params: SamplingParams) -> EngineRequest:
+    """Make a request a beam search."""
     _check_search(params)
     _need_logprobs(processor, "use_beam_search")
     beam = BeamSpec(
@@ -92,11 +92,11 @@ def _need_logprobs(processor: InputProcessor, name: str) -> None:
 
 
 def _check_search(params: SamplingParams) -> None:
-    """Refuse, by name, what a beam search cannot do."""
+    """Refuse parameters that a beam search does not support."""
     for f in fields(params):
         value = getattr(params, f.name)
         if f.name not in _MAY_BE_SET and value not in (f.default, []):
-            raise RequestError(f"{f.name}={value!r} does not go with use_beam_search; leave it out.", f.name)
+            raise RequestError(f"{f.name}={value!r} cannot be combined with use_beam_search; leave it out.", f.name)
     if params.temperature not in (0, 1):
         raise RequestError("temperature must be 0 or 1 with use_beam_search: a search samples nothing.", "temperature")
     if params.num_branches % params.num_beam_groups:
@@ -104,18 +104,17 @@ def _check_search(params: SamplingParams) -> None:
         raise RequestError(message, "num_beam_groups")
 
 
-# ----------------------------------------------------------------
-# Several completions of one prompt, given out as one request. API process.
+# ---------------------------------------------------------------- several completions as one output
 
 
 class Branches:
-    """The branches of a request, in the order of their indices; at the end the best `num_returned` are given out."""
+    """The completions of one request, in order of their indices; the best `num_returned` are returned at the end."""
 
     def __init__(self, states: Sequence[RequestState], num_returned: int) -> None:
         self.states = list(states)
         self.num_returned = num_returned
         self._endings: dict[int, Ending] = {}  # by key
-        self._told: set[int] = set()  # keys whose end was given out
+        self._reported: set[int] = set()  # keys whose end was returned
 
     @property
     def finished(self) -> bool:
@@ -126,11 +125,11 @@ class Branches:
 
     def end(self, state: RequestState, ending: Ending) -> None:
         self._endings[state.key] = ending
-        times = self.states[0].metrics  # what is given out with all of them
+        times = self.states[0].metrics  # the metrics that are returned for all of them
         times.max_num_generation_tokens = max(times.max_num_generation_tokens, len(state.token_ids))
 
     def output(self) -> RequestOutput | None:
-        """What there is to give out now. With deltas, the branches in which something is new; else all of them."""
+        """The output to return now, if any. Deltas have only the completions in which something is new."""
         first = self.states[0]
         if first.kind is RequestOutputKind.FINAL_ONLY and not self.finished:
             return None
@@ -138,23 +137,25 @@ class Branches:
         if len(self.states) > self.num_returned:
             shown = self._best()
             first.metrics.num_unreturned_tokens = _num_tokens(self.states) - _num_tokens(shown)
-        completions = [self._completion(index, state) for index, state in enumerate(shown) if self._has_news(state)]
+        completions = [self._completion(index, state) for index, state in enumerate(shown) if self._has_output(state)]
         return first.output(completions, self.finished) if completions else None
 
     def _best(self) -> list[RequestState]:
         ranked = sorted(self.states, key=lambda state: state.cumulative_logprob or 0.0, reverse=True)
         return ranked[: self.num_returned]
 
-    def _has_news(self, state: RequestState) -> bool:
+    def _has_output(self, state: RequestState) -> bool:
         if state.kind is not RequestOutputKind.DELTA:
             return True
         ended = state.key in self._endings
-        return state.key not in self._told and (ended or (state.num_emitted < len(state.token_ids) and state.is_due))
+        return state.key not in self._reported and (
+            ended or (state.num_emitted < len(state.token_ids) and state.is_due)
+        )
 
     def _completion(self, index: int, state: RequestState) -> CompletionOutput:
         ending = self._endings.get(state.key)
         if ending is not None:
-            self._told.add(state.key)
+            self._reported.add(state.key)
         return state.completion(index, ending)
 
 
@@ -162,21 +163,21 @@ def _num_tokens(states: Sequence[RequestState]) -> int:
     return sum(len(state.token_ids) for state in states)
 
 
-# ----------------------------------------------------------------
-# A beam search as its caller sees it: the best text while it runs, all texts when it is done. API process.
+# ---------------------------------------------------------------- beam search
 
 
 class BeamState:
-    """Cumulative outputs hold the best text so far, which may change; deltas hold what cannot change any more."""
+    """A beam search as its caller sees it. Cumulative outputs have the best text so far, which may change; deltas have
+    text that cannot change any more."""
 
     def __init__(self, state: RequestState, num_returned: int, width: int) -> None:
         self.state = state
         self.num_returned = num_returned
         self.width = width
-        self._num_steps = 0  # each generates a token for every beam
+        self._num_steps = 0  # each step generates a token for every beam
 
     def take(self, beam: BeamOutput, tokenizer: Tokenizer | None, now: float) -> RequestOutput | None:
-        """What there is to give out."""
+        """The output to return, if any."""
         state = self.state
         if state.metrics.first_token_time is None:
             state.metrics.first_token_time = now
@@ -211,7 +212,7 @@ class BeamState:
         return state.output(shown, True)
 
     def end(self, ending: Ending) -> RequestOutput:
-        """The last output of a search that was broken off: what cannot change any more of its best text."""
+        """The last output of an aborted search: the part of its best text that cannot change any more."""
         self._note_unreturned([len(self.state.token_ids)])
         return self.state.output([self.state.completion(0, ending)], True)
 
@@ -219,7 +220,7 @@ class BeamState:
         self.state.metrics.num_unreturned_tokens = max(0, self._num_steps * self.width - sum(returned))
 
     def _num_hidden(self, text: Hypothesis) -> int:
-        """A token that ends the text has no place in it."""
+        """Number of last tokens without text: a stop token is not shown."""
         return int(text.stop_token_id is not None and not self.state.include_stop)
 
     def _whole(

@@ -1,7 +1,6 @@
-"""What a request asks of sampling beyond temperature and its kin, for one model: `Extras`, or None. API process.
+"""Sampling settings beyond temperature, top-k and top-p, for one model: `Extras`, or None if a request has none.
 
-The engine's start-up logits processors become some of each request's own: here, or, where the core is in another
-process, there.
+API process. The engine's start-up logits processors become processors of each request: here, or in the core's process.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvasir.messages import Extras
 from kvasir.sampling.startup_processors import StartupProcessors, three_arguments
 from kvasir.sampling_params import SamplingParams
 
-# Fields that make Extras, with the values that ask for nothing; found without making any.
+# Fields that need Extras, with the values that do not: most requests are recognized without building any.
 _UNSET: tuple[tuple[str, tuple[object, ...]], ...] = (
     *((name, (0,)) for name in ("presence_penalty", "frequency_penalty", "top_ema_p")),
     ("repetition_penalty", (1,)),
@@ -28,7 +27,7 @@ _UNSET: tuple[tuple[str, tuple[object, ...]], ...] = (
 
 
 class ExtrasBuilder:
-    """`remote`: the core is in another process, which has the start-up processors and can be sent no others."""
+    """`remote`: the core is in another process, which has the start-up processors; callables cannot be sent to it."""
 
     def __init__(
         self, config: ModelConfig, tokenizer: Tokenizer | None, num_workers: int = 1, remote: bool = False
@@ -42,7 +41,7 @@ class ExtrasBuilder:
         self.startup = StartupProcessors(None if remote else config.logits_processors)
 
     def build(self, params: SamplingParams, key: int, num_prompt_tokens: int) -> Extras | None:
-        """None for the many that ask for nothing of the kind."""
+        """Extras of a request; None for the many that need none."""
         if not self.has_startup and all(getattr(params, name) in unset for name, unset in _UNSET):
             return None
         extras = Extras(
@@ -63,10 +62,10 @@ class ExtrasBuilder:
         )
         if extras == Extras(num_prompt_tokens):
             return None
-        return replace(extras, ema_key=key) if extras.top_ema_p else extras  # only there does a row's identity matter
+        return replace(extras, ema_key=key) if extras.top_ema_p else extras  # Top-EMA alone keeps state by request
 
     def count(self, name: str, asked: int | None) -> int | None:
-        """How many log-probabilities: -1 means the whole vocabulary."""
+        """Number of log-probabilities; -1 means the whole vocabulary."""
         if asked is None:
             return None
         wanted = self.vocab_size if asked == -1 else min(asked, self.vocab_size)
@@ -77,7 +76,7 @@ class ExtrasBuilder:
         return wanted
 
     def check_possible(self, params: SamplingParams, stop_ids: tuple[int, ...]) -> None:
-        """Something must be left to sample."""
+        """Check that at least one token can be sampled."""
         banned = {*(params.forbidden_token_ids or ()), *(stop_ids if params.min_tokens else ())}
         if params.allowed_token_ids is not None:
             banned |= {word[0] for word in self._bad_words(params) if len(word) == 1}
@@ -104,7 +103,7 @@ class ExtrasBuilder:
         return tuple(bias.items())
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word as it is tokenized at the beginning of a text and after a space, as vLLM does it."""
+        """Tokens of each word at the beginning of a text and after a space, as in vLLM."""
         if not params.bad_words:
             return ()
         if self.tokenizer is None:
@@ -131,7 +130,7 @@ class ExtrasBuilder:
                 "when the engine starts, as logits_processors=['module:name'], and pass extra_args."
             )
             raise RequestError(message, "logits_processors")
-        if (own or self.has_startup) and self.num_workers > 1:  # each would run its own copy, on what it alone has seen
+        if (own or self.has_startup) and self.num_workers > 1:  # every worker would run its own copy
             message = f"Logits processors run in one process, but tensor_parallel_size={self.num_workers}."
             raise RequestError(message, "logits_processors")
         if self.remote:
@@ -141,3 +140,20 @@ class ExtrasBuilder:
     def _extra_args(self, params: SamplingParams) -> dict[str, Any] | None:
         asked = params.extra_args or {}
         return asked if self.remote and (asked or self.has_startup) else None
+
+
+# ---------------------------------------------------------------- seeds
+
+_MASK32 = 0xFFFFFFFF
+
+
+def fold(number: int) -> int:
+    """Fold 64 bits to 32. Numbers below 2**32 stay as they are."""
+    return (number & _MASK32) ^ mix((number >> 32) & _MASK32)
+
+
+def mix(number: int) -> int:
+    """A bijection of 32 bits (the last step of murmur3) that separates neighbours; 0 stays 0."""
+    number = ((number ^ (number >> 16)) * 0x85EBCA6B) & _MASK32
+    number = ((number ^ (number >> 13)) * 0xC2B2AE35) & _MASK32
+    return number ^ (number >> 16)

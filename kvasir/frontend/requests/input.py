@@ -1,32 +1,31 @@
-"""What a caller asks becomes an EngineRequest here, or a RequestError: the core gets nothing that is wrong.
+"""Turns what a caller asks for into an EngineRequest, or raises a RequestError: the core gets only valid requests.
 
-API process. Tokenizes, settles what depends on the model (end tokens, lengths, seeds) and checks everything.
+API process. Settles what depends on the model (end tokens, lengths, seeds) and checks all parameters; prompts.py does
+the same for prompts. LLM, AsyncLLM and the server share it.
 """
 
 from __future__ import annotations
 
 import math
-import reprlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
-from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict
-
-import numpy as np
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from kvasir.config.engine import EngineConfig
 from kvasir.errors import ModelError, RequestError
-from kvasir.frontend.requests.extras import ExtrasBuilder
+from kvasir.frontend.requests.choices import BeamState, as_beam_search, fork
+from kvasir.frontend.requests.extras import ExtrasBuilder, fold, mix
+from kvasir.frontend.requests.prompts import PromptProcessor, PromptType
 from kvasir.frontend.requests.state import RequestState
 from kvasir.frontend.text.stop import Repetitions, StopStrings
 from kvasir.frontend.text.tokenizer import Tokenizer
-from kvasir.messages import EngineRequest, Int32Array, RowSampling, Terms
+from kvasir.messages import EngineRequest, RowSampling, Terms
 from kvasir.outputs import RequestMetrics
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
 
-_GREEDY_BELOW = 1e-5  # a temperature under this leaves no other token a chance, but could overflow
-_MASK32 = 0xFFFFFFFF
-# Entries of a generation config that are sampling parameters, with our names for them.
+_GREEDY_BELOW = 1e-5  # smaller temperatures select the likeliest token, and could overflow
+# Sampling parameters in a generation config, with our names.
 _GENERATION_NAMES = {
     "repetition_penalty": "repetition_penalty",
     "temperature": "temperature",
@@ -37,38 +36,29 @@ _GENERATION_NAMES = {
 }
 
 
-class _Ids(NamedTuple):
-    """Token ids twice: for outputs, and for the core."""
-
-    plain: list[int]
-    array: Int32Array
-
-
-class _Prompt(NamedTuple):
-    text: str | None
-    ids: _Ids
-    salt: bytes
-
-
 class InputProcessor:
-    """Checks and translates requests for one engine."""
+    """Validates requests for one engine."""
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, remote: bool = False) -> None:
         """`remote`: the core is in another process."""
         self.config = config.model
         self.stream_interval = config.scheduler.stream_interval
         self.tokenizer = tokenizer
+        self.prompts = PromptProcessor(config.model, tokenizer)
         self.extras = ExtrasBuilder(config.model, tokenizer, config.parallel.tensor_parallel_size, remote)
         self.eos_token_ids = self._find_eos_token_ids()
 
     def process(
         self, request_id: str, prompt: PromptType, params: SamplingParams, key: int, arrival_time: float
     ) -> tuple[EngineRequest, RequestState]:
-        """The request for the core, and what OutputProcessor must know of it."""
+        """The request for the core, and its state for OutputProcessor."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"Sampling parameters must be SamplingParams, not {type(params).__name__}.")
         params.verify()
-        text, (ids, array), salt = self._read_prompt(prompt)
+        tokenized = self.prompts.read(prompt)
+        ids = tokenized.token_ids
+        if not ids:
+            raise RequestError("The prompt is empty: it must have at least one token.", "prompt")
         max_tokens = self._max_tokens(len(ids), params)
         stop_ids = self._stop_token_ids(params)
         self._check_needs(params, stop_ids)
@@ -77,21 +67,21 @@ class InputProcessor:
         watched = bool(params.stop) or params.repetition_detection is not None
         request = EngineRequest(
             key,
-            array,
+            tokenized.array,
             max_tokens,
             sampling,
             stream=followed or watched or sampling.logprobs is not None,
-            cache_salt=salt,
+            cache_salt=tokenized.salt,
             needs_last_token=sampling.extras is not None and bool(sampling.extras.processors),
             reads_cache=not params.skip_reading_prefix_cache and params.prompt_logprobs is None,
             min_tokens=max(1, params.min_tokens) if stop_ids or watched else max_tokens,
         )
-        return request, self.state(key, request_id, text, ids, params, arrival_time)
+        return request, self.state(key, request_id, tokenized.text, ids, params, arrival_time)
 
     def state(
         self, key: int, request_id: str, text: str | None, ids: list[int], params: SamplingParams, arrival_time: float
     ) -> RequestState:
-        """What OutputProcessor must know of a request."""
+        """The state of a request for OutputProcessor."""
         named = params.logprob_token_ids
         detection = params.repetition_detection
         return RequestState(
@@ -116,87 +106,10 @@ class InputProcessor:
             eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
         )
 
-    def tokenize(self, prompts: Sequence[PromptType]) -> list[PromptType]:
-        """Texts tokenized all at once, which uses every core; other prompts as they are. Checks nothing."""
-        texts = {i: text for i, prompt in enumerate(prompts) if (text := _text_of(prompt)) is not None}
-        # what has other entries is left to `process`, which refuses them
-        texts = {i: text for i, text in texts.items() if not _other_entries(prompts[i])}
-        if self.tokenizer is None or not texts:
-            return list(prompts)
-        ready = list(prompts)
-        for (i, text), ids in zip(texts.items(), self.tokenizer.encode_batch(list(texts.values())), strict=True):
-            done = TokensPrompt(prompt=text, prompt_token_ids=ids)
-            given = prompts[i]
-            if isinstance(given, dict) and "cache_salt" in given:
-                done["cache_salt"] = given["cache_salt"]
-            ready[i] = done
-        return ready
-
-    # ------------------------------------------------------------ prompts
-
-    def _read_prompt(self, prompt: PromptType) -> _Prompt:
-        given: dict[str, Any]
-        if isinstance(prompt, Mapping):
-            given = {**prompt}
-        else:
-            given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        unknown = given.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
-        if unknown:
-            names = ", ".join(sorted(map(str, unknown)))
-            raise RequestError(f"A prompt takes prompt, prompt_token_ids and cache_salt, not {names}.", "prompt")
-        text, salt = given.get("prompt"), _salt(given.get("cache_salt", ""))
-        if not isinstance(text, str | None):
-            raise RequestError(f"A prompt's text must be a string, not {reprlib.repr(text)}.", "prompt")
-        if "prompt_token_ids" in given:
-            return _Prompt(text, self._check_ids(given["prompt_token_ids"]), salt)
-        if text is None:
-            raise RequestError("A prompt must have prompt (a text) or prompt_token_ids.", "prompt")
-        return _Prompt(text, self._encode(text), salt)
-
-    def _encode(self, text: str) -> _Ids:
-        if self.tokenizer is None:
-            message = "A text prompt needs a tokenizer, and skip_tokenizer_init=True loads none: send prompt_token_ids."
-            raise RequestError(message, "prompt")
-        return self._check_ids(self.tokenizer.encode(text))
-
-    def _check_ids(self, ids: Any) -> _Ids:
-        """New, of plain ints, all of them in the vocabulary."""
-        if isinstance(ids, np.ndarray):
-            ids = ids.tolist()
-        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
-            message = f"prompt_token_ids must be a list of integers, not {reprlib.repr(ids)}."
-            raise RequestError(message, "prompt_token_ids")
-        if not ids:
-            raise RequestError("The prompt is empty: it must have at least one token.", "prompt")
-        kinds = set(map(type, ids))
-        for kind in kinds:
-            if issubclass(kind, bool) or not issubclass(kind, Integral):
-                message = f"prompt_token_ids must be integers, but there is a {kind.__name__} among them."
-                raise RequestError(message, "prompt_token_ids")
-        plain = list(ids) if kinds == {int} else list(map(int, ids))
-        try:
-            array = np.array(plain, np.int32)
-            ends = int(array.min()), int(array.max())
-        except OverflowError:
-            ends = min(plain), max(plain)
-        outside = next((token for token in ends if not 0 <= token < self.config.vocab_size), None)
-        if outside is not None:
-            most = self.config.vocab_size - 1
-            message = f"Token id {reprlib.repr(outside)} is not in the model's vocabulary, which goes from 0 to {most}."
-            raise RequestError(message, "prompt_token_ids")
-        return _Ids(plain, array)
-
     # ------------------------------------------------------------ parameters
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        longest = self.config.max_model_len
-        room = longest - num_prompt_tokens
-        if room < 1:
-            message = (
-                f"The prompt has {num_prompt_tokens} tokens, but max_model_len={longest} leaves room for {longest - 1} "
-                f"and one to generate: shorten the prompt or raise max_model_len."
-            )
-            raise RequestError(message, "prompt")
+        room = self.config.max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > max_tokens:
             message = f"min_tokens={params.min_tokens} cannot be reached: this prompt leaves room for {room} tokens."
@@ -221,11 +134,11 @@ class InputProcessor:
     def _row_sampling(
         self, params: SamplingParams, key: int, num_prompt_tokens: int, stop_ids: tuple[int, ...]
     ) -> RowSampling:
-        # min_tokens forbids what would end the request: under ignore_eos the model's end tokens do not, so they stay.
+        # min_tokens forbids the tokens that would end the request; under ignore_eos the model's end tokens do not.
         banned_until = num_prompt_tokens + params.min_tokens if params.min_tokens else 0
         extras = self.extras.build(params, key, num_prompt_tokens)
         logprobs = 0 if params.logprob_token_ids else self.extras.count("logprobs", params.logprobs)
-        if params.temperature < _GREEDY_BELOW:  # the other settings could not change the likeliest token
+        if params.temperature < _GREEDY_BELOW:  # the other settings do not change the likeliest token
             return RowSampling(logprobs=logprobs, banned_until=banned_until, stop_token_ids=stop_ids, extras=extras)
         return RowSampling(
             temperature=params.temperature,
@@ -240,13 +153,13 @@ class InputProcessor:
         )
 
     def _seed(self, asked: int | None, key: int) -> int:
-        """32 bits: the request's own seed folded, or one made of the engine's seed and the request's number."""
+        """A 32-bit seed: the request's own, or one made of the engine's seed and the request's key."""
         if asked is not None and asked != -1:  # -1 means unset, as in vLLM
-            return _fold(asked)
-        return mix(_fold(key) ^ mix(_fold(self.config.seed)))
+            return fold(asked)
+        return mix(fold(key) ^ mix(fold(self.config.seed)))
 
     def _find_eos_token_ids(self) -> frozenset[int]:
-        """The tokens at which the model ends a text."""
+        """The model's end tokens."""
         found = self.config.generation.get("eos_token_id", self.config.hf.get("eos_token_id"))
         ids = set(found if isinstance(found, list | tuple) else [] if found is None else [found])
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
@@ -257,7 +170,7 @@ class InputProcessor:
 
 
 def default_sampling_params(config: EngineConfig) -> SamplingParams:
-    """What a request gets that asks for nothing: the model's generation config over our defaults."""
+    """The parameters of a request that gives none: the model's generation config over our defaults."""
     given = {ours: config.model.generation.get(theirs) for theirs, ours in _GENERATION_NAMES.items()}
     asked = {name: value for name, value in given.items() if value is not None}
     try:
@@ -266,55 +179,42 @@ def default_sampling_params(config: EngineConfig) -> SamplingParams:
         raise ModelError(f"The model's generation config has a wrong value: {error}") from error
 
 
-def _other_entries(prompt: PromptType) -> bool:
-    return isinstance(prompt, Mapping) and bool(prompt.keys() - {"prompt", "cache_salt"})
+def process_all(
+    processor: InputProcessor,
+    request_id: str,
+    prompt: PromptType,
+    params: SamplingParams,
+    keys: Iterator[int],
+    arrival_time: float,
+    terms: Terms | None = None,
+) -> tuple[EngineRequest, list[RequestState] | BeamState]:
+    """Process a request with all completions that it asks for."""
+    request, state = processor.process(request_id, prompt, params, next(keys), arrival_time)
+    request = request if terms is None else replace(request, terms=terms)
+    if params.use_beam_search:
+        return as_beam_search(processor, request, params), BeamState(state, params.n, params.num_branches)
+    if params.num_branches > 1:
+        return fork(processor, request, state, params, keys, arrival_time)
+    return request, [state]
 
 
-def _text_of(prompt: PromptType) -> str | None:
-    """The text that has still to be tokenized."""
-    if isinstance(prompt, Mapping):
-        text = None if "prompt_token_ids" in prompt else prompt.get("prompt")
-        return text if isinstance(text, str) else None
-    return prompt if isinstance(prompt, str) else None
-
-
-def _salt(given: object) -> bytes:
-    try:
-        return str.encode(given)  # type: ignore[arg-type]  # raises what is caught
-    except (TypeError, UnicodeError):
-        raise RequestError(f"cache_salt must be a string, not {reprlib.repr(given)}.", "cache_salt") from None
-
-
-def _fold(number: int) -> int:
-    """64 bits to 32. Numbers below 2**32 stay what they are."""
-    return (number & _MASK32) ^ mix((number >> 32) & _MASK32)
-
-
-def mix(number: int) -> int:
-    """A one-to-one scramble of 32 bits (murmur3's last step): neighbours get unlike results; 0 stays 0."""
-    number = ((number ^ (number >> 16)) * 0x85EBCA6B) & _MASK32
-    number = ((number ^ (number >> 13)) * 0xC2B2AE35) & _MASK32
-    return number ^ (number >> 16)
-
-
-# ----------------------------------------------------------------
-# On what terms a caller wants a request served: checked here, for all faces alike. API process.
+# ---------------------------------------------------------------- priority, tenant, deadline
 
 _WITHOUT_PRIORITIES = ("fcfs", "wrr", "deadline")
-WEIGHTS = 1e-3, 1e3  # the least and the most: further apart, what tenants were served could no longer be added up
-_LARGEST_PRIORITY = 2**53  # beyond it, numbers that differ would be the same to the queue
+WEIGHTS = 1e-3, 1e3  # smallest and largest: with others, the tokens served to tenants would lose precision
+_LARGEST_PRIORITY = 2**53  # the queue compares priorities as floats
 
 
 def make_terms(
     policy: str,
     *,
-    arrival_time: float | None = None,  # of time.time, as callers know it; None: now
+    arrival_time: float | None = None,  # of time.time; None: now
     priority: int = 0,
     tenant: str = "",
     weight: float = 1.0,
     timeout: float | None = None,  # seconds from its arrival
 ) -> Terms:
-    """`policy`: the engine's scheduling_policy. A request that asks for what has no effect there is refused."""
+    """Check how a request is to be scheduled. What has no effect under the engine's `policy` is refused."""
     if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > _LARGEST_PRIORITY:
         raise RequestError(f"priority must be a whole number of at most 53 bits, not {priority!r}.", "priority")
     if priority and policy in _WITHOUT_PRIORITIES:
@@ -342,25 +242,3 @@ def _weight(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise RequestError(f"weight must be a number from {least:g} to {most:g}, not {value!r}.", "weight")
     return float(value)
-
-
-# ----------------------------------------------------------------
-# What a prompt may be: text, token ids, or a dict of either. Types only; frontend/requests/input.py does the checking.
-
-
-class TextPrompt(TypedDict):
-    """Text to be tokenized."""
-
-    prompt: str
-    cache_salt: NotRequired[str]  # requests share cached prefixes only with those of the same salt
-
-
-class TokensPrompt(TypedDict):
-    """Token ids, ready for the model. `prompt` is only repeated in the output."""
-
-    prompt_token_ids: Sequence[int]
-    prompt: NotRequired[str]
-    cache_salt: NotRequired[str]
-
-
-PromptType: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt

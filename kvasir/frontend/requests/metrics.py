@@ -1,15 +1,13 @@
-"""The engine's figures as a caller reads them, with vLLM's names under our prefix."""
+"""The engine's metrics as callers read them: vLLM's names under our prefix."""
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import Any
 
 from kvasir.messages import STEP_SIZES, EngineStats
-from kvasir.outputs import RequestMetrics
 
 PREFIX = "kvasir:"
 
@@ -22,18 +20,18 @@ class Metric:
 
 
 class Gauge(Metric):
-    """Goes up and down."""
+    """A value that goes up and down."""
 
 
 class Counter(Metric):
-    """Only grows."""
+    """A value that only grows."""
 
 
 @dataclass(slots=True, frozen=True)
 class Histogram(Metric):
-    """How often values were seen; `value` is their sum."""
+    """A distribution of values; `value` is their sum."""
 
-    buckets: dict[str, int] = field(default_factory=dict)  # how many were at most so large, by that bound; "+Inf": all
+    buckets: dict[str, int] = field(default_factory=dict)  # cumulative counts by upper bound; "+Inf": all
 
     @property
     def sum(self) -> float:
@@ -45,17 +43,17 @@ class Histogram(Metric):
 
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """Of several engines as if they were one."""
+    """Add up the figures of several engines."""
     return EngineStats(**{f.name: _sum([getattr(each, f.name) for each in stats]) for f in fields(EngineStats)})
 
 
 def _sum(values: list[Any]) -> Any:
-    """Of numbers, or of lists place by place."""
+    """The sum of numbers, or of lists element by element."""
     return [sum(place) for place in zip(*values, strict=True)] if isinstance(values[0], list) else sum(values)
 
 
 def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]:
-    """`frontend` are the API process's own counters by name."""
+    """Metrics of an engine; `frontend` are the API process's own counters by name."""
     gauges = {
         "num_requests_running": stats.num_running,
         "num_requests_waiting": stats.num_waiting,
@@ -105,53 +103,7 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
 
 
 def step_histogram(stats: EngineStats) -> Histogram:
-    """Tokens of a step, under vLLM's name, which ends as a counter's does."""
+    """Tokens per step, under vLLM's name, although it ends like a counter's."""
     bounds = [*(f"{size}.0" for size in STEP_SIZES), "+Inf"]
     buckets = dict(zip(bounds, accumulate(stats.step_sizes), strict=True))
     return Histogram(f"{PREFIX}iteration_tokens_total", stats.scheduled_tokens, {}, buckets)
-
-
-# ----------------------------------------------------------------
-# Counts what the API process sees of requests: tokens, finishes, latencies. Touched once per finished request.
-
-
-@dataclass(slots=True)
-class FrontendMetrics:
-    """Totals since the start. `snapshot` gives them under vLLM's names."""
-
-    prompt_tokens: int = 0
-    prompt_tokens_cached: int = 0
-    generation_tokens: int = 0
-    finished: collections.Counter[str] = field(default_factory=collections.Counter)  # by finish reason
-    first_token: tuple[int, float] = (0, 0.0)  # how many requests, seconds in all
-    queue: tuple[int, float] = (0, 0.0)
-    latency: tuple[int, float] = (0, 0.0)
-
-    def observe(self, metrics: RequestMetrics, num_prompt_tokens: int, num_cached_tokens: int, reason: str) -> None:
-        """One request has ended."""
-        self.prompt_tokens += num_prompt_tokens
-        self.prompt_tokens_cached += num_cached_tokens
-        self.generation_tokens += metrics.num_generation_tokens
-        self.finished[reason] += 1
-        self.first_token = _plus(self.first_token, metrics.time_to_first_token)
-        self.queue = _plus(self.queue, metrics.time_in_queue)
-        self.latency = _plus(self.latency, metrics.latency)
-
-    def snapshot(self) -> dict[str, float]:
-        counts = {f"request_success_{reason}": float(count) for reason, count in sorted(self.finished.items())}
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "prompt_tokens_cached": self.prompt_tokens_cached,
-            "generation_tokens": self.generation_tokens,
-            **counts,
-            "time_to_first_token_seconds_count": self.first_token[0],
-            "time_to_first_token_seconds_sum": self.first_token[1],
-            "request_queue_time_seconds_count": self.queue[0],
-            "request_queue_time_seconds_sum": self.queue[1],
-            "e2e_request_latency_seconds_count": self.latency[0],
-            "e2e_request_latency_seconds_sum": self.latency[1],
-        }
-
-
-def _plus(total: tuple[int, float], seconds: float | None) -> tuple[int, float]:
-    return total if seconds is None else (total[0] + 1, total[1] + seconds)

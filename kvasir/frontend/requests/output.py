@@ -1,27 +1,27 @@
-"""What a step of the engine becomes for callers: text, stop strings, logprobs, finish reasons. API process.
+"""Turns the engine's outputs into callers' outputs: text, stop strings, log-probabilities, finish reasons. API process.
 
-Runs for every streamed token, so a step touches only the requests that are in it, and outputs share the growing lists.
+Runs for every streamed token, so a step touches only the requests in it, and outputs share the growing lists.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvasir.errors import RequestError
 from kvasir.frontend.requests.choices import BeamState, Branches
-from kvasir.frontend.requests.metrics import FrontendMetrics
 from kvasir.frontend.requests.state import Ending, LogprobLine, RequestState, by_line
 from kvasir.frontend.text.detokenizer import decode_finished
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.messages import LOGPROBS, PROMPT_LOGPROBS, BeamOutput, EngineOutput, Finished, FinishReason
-from kvasir.outputs import RequestOutput
+from kvasir.outputs import RequestMetrics, RequestOutput
 from kvasir.sampling_params import RequestOutputKind
 
 
 @dataclass(slots=True, frozen=True)
 class StopAbort:
-    """A stop string ended a request: the core is to abort it and keep so many of its output tokens."""
+    """A stop string has ended a request: the core must abort it and keep this many output tokens."""
 
     key: int
     num_tokens_kept: int
@@ -34,12 +34,12 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self.metrics = FrontendMetrics()
         self._states: dict[int, RequestState] = {}
-        self._branches: dict[int, Branches] = {}  # of requests that have several, by the key of each
+        self._branches: dict[int, Branches] = {}  # of requests with several completions, by the key of each
         self._searches: dict[int, BeamState] = {}
         self._requests: dict[str, RequestState | Branches | BeamState] = {}  # by request id
 
     def add(self, *states: RequestState, num_returned: int = 1) -> None:
-        """Expect output of this request, which may have several branches. Call before the core gets it."""
+        """Register a request, which may have several completions, before the core gets it."""
         first = states[0]
         if first.request_id in self._requests:
             raise RequestError(f"A request with the id {first.request_id!r} is running already.", "request_id")
@@ -53,7 +53,7 @@ class OutputProcessor:
             self._branches.update((state.key, branches) for state in states)
 
     def add_search(self, search: BeamState) -> None:
-        """Expect output of a beam search."""
+        """Register a beam search."""
         state = search.state
         if state.kind is RequestOutputKind.DELTA:
             state.attach(self.tokenizer)
@@ -69,7 +69,7 @@ class OutputProcessor:
         return request_id in self._requests
 
     def process(self, output: EngineOutput, now: float) -> tuple[list[RequestOutput], list[StopAbort]]:
-        """Everything to give out after a step, and the requests that the core must abort because of a stop string."""
+        """The outputs of a step, and the requests that the core must abort because of a stop string."""
         step = _Step()
         aborts: list[StopAbort] = []
         for start in output.started:
@@ -80,7 +80,7 @@ class OutputProcessor:
         tokens, counts = output.token_ids.tolist(), output.counts.tolist()
         for line, key in enumerate(output.keys.tolist()):
             state = self._states.get(key)
-            if state is None:  # ended here, and the core had not heard of it yet
+            if state is None:  # it has ended here, and the core does not know yet
                 continue
             if line in prompt_lines:
                 state.add_prompt_logprobs(prompt_lines[line], self.tokenizer)
@@ -91,7 +91,7 @@ class OutputProcessor:
             if ending is not None:
                 if ended.pop(key, None) is None:
                     aborts.append(StopAbort(key, len(state.token_ids)))
-                if ending.reason != "stop":  # a stop string has cut the text where it ends
+                if ending.reason != "stop":  # a stop string has already cut the text
                     self._complete_text(state)
                 self._finish(state, ending, now, step)
             elif end is None and state.is_due:
@@ -101,7 +101,7 @@ class OutputProcessor:
                     step.touch(self._branches[key])
         self._finish_all(list(ended.values()), now, step)
         self._take_beams(output.beams, now, step)
-        for end in (end for end in output.finished if end.key in self._searches):  # at its deadline
+        for end in (end for end in output.finished if end.key in self._searches):  # ended by its deadline
             search = self._searches[end.key]
             step.results.append(search.end(Ending(str(end.reason), end.error)))
             self._close_search(search, str(end.reason), now)
@@ -131,7 +131,7 @@ class OutputProcessor:
     def _take(
         self, state: RequestState, tokens: list[int], lines: list[LogprobLine], end: Finished | None, now: float
     ) -> Ending | None:
-        """Give a request its new tokens; return how they end it, if they do."""
+        """Add new tokens to a request; return its ending if they end it."""
         if state.metrics.first_token_time is None:
             state.metrics.first_token_time = now
         state.metrics.last_token_time = now
@@ -142,13 +142,13 @@ class OutputProcessor:
         return ending
 
     def _finish_all(self, ended: Sequence[Finished], now: float, step: _Step) -> None:
-        """The last outputs of requests that the core has ended. Texts nobody followed are made here, all at once."""
+        """The last outputs of requests that the core has ended. Unstreamed text is detokenized here, in one batch."""
         pairs = [(self._states[end.key], end) for end in ended]
         for state, end in pairs:
             if end.token_ids is not None:
                 state.token_ids = end.token_ids.tolist()
             if end.first_token is not None:
-                state.came_silently(end.first_token, now)
+                state.set_token_times(end.first_token, now)
         self._detokenize(pairs)
         for state, end in pairs:
             stop = state.flush()
@@ -178,7 +178,9 @@ class OutputProcessor:
         is_first = branches is None or state is branches.states[0]
         state.metrics.finished_time = now
         state.metrics.num_generation_tokens = len(state.token_ids)
-        num_prompt_tokens = len(state.prompt_token_ids) if is_first else 0  # of several branches they count once
+        num_prompt_tokens = (
+            len(state.prompt_token_ids) if is_first else 0
+        )  # several completions count their prompt once
         self.metrics.observe(state.metrics, num_prompt_tokens, (state.num_cached or 0) * is_first, ending.reason)
         if branches is None:
             del self._requests[state.request_id]
@@ -190,7 +192,7 @@ class OutputProcessor:
         step.touch(branches)
 
     def withdraw(self, key: int) -> str | None:
-        """Forget a request that the core has not taken, by the key of any branch: its id, if it was running."""
+        """Remove a request that the core refused, by the key of any completion; return its id if it was running."""
         state = self._of_key(key)
         if state is None:
             return None
@@ -203,7 +205,7 @@ class OutputProcessor:
         return state.request_id
 
     def abort(self, request_ids: Iterable[str], now: float) -> list[tuple[list[int], RequestOutput]]:
-        """End requests here: the keys that the core is to abort, and the last output, for each that was running."""
+        """End requests: for each that was running, the keys that the core must abort and the last output."""
         aborted = []
         for request_id in dict.fromkeys(request_ids):
             request = self._requests.get(request_id)
@@ -222,7 +224,7 @@ class OutputProcessor:
 
 
 class _Step:
-    """What a step gives out, as it comes together: requests with several branches give one output for all."""
+    """Collects the outputs of a step. A request with several completions has one output for all of them."""
 
     def __init__(self) -> None:
         self.results: list[RequestOutput] = []
@@ -237,7 +239,7 @@ class _Step:
 
 
 def _hides_last(state: RequestState, end: Finished | None) -> bool:
-    """Whether the last token is a stop token, which has no place in the text."""
+    """Whether the last token is a stop token, which the text does not show."""
     return end is not None and end.stop_token_id is not None and not state.include_stop
 
 
@@ -245,3 +247,48 @@ def _stop_reason(state: RequestState, end: Finished) -> int | str | None:
     if end.error is not None:
         return end.error
     return None if end.stop_token_id in state.eos_token_ids else end.stop_token_id
+
+
+# ---------------------------------------------------------------- totals
+
+
+@dataclass(slots=True)
+class FrontendMetrics:
+    """What the API process counts of finished requests since its start; `snapshot` has vLLM's names."""
+
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    generation_tokens: int = 0
+    finished: Counter[str] = field(default_factory=Counter)  # by finish reason
+    first_token: tuple[int, float] = (0, 0.0)  # number of requests, total seconds
+    queue: tuple[int, float] = (0, 0.0)
+    latency: tuple[int, float] = (0, 0.0)
+
+    def observe(self, metrics: RequestMetrics, num_prompt_tokens: int, num_cached_tokens: int, reason: str) -> None:
+        """Add a finished request."""
+        self.prompt_tokens += num_prompt_tokens
+        self.prompt_tokens_cached += num_cached_tokens
+        self.generation_tokens += metrics.num_generation_tokens
+        self.finished[reason] += 1
+        self.first_token = _plus(self.first_token, metrics.time_to_first_token)
+        self.queue = _plus(self.queue, metrics.time_in_queue)
+        self.latency = _plus(self.latency, metrics.latency)
+
+    def snapshot(self) -> dict[str, float]:
+        counts = {f"request_success_{reason}": float(count) for reason, count in sorted(self.finished.items())}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens_cached": self.prompt_tokens_cached,
+            "generation_tokens": self.generation_tokens,
+            **counts,
+            "time_to_first_token_seconds_count": self.first_token[0],
+            "time_to_first_token_seconds_sum": self.first_token[1],
+            "request_queue_time_seconds_count": self.queue[0],
+            "request_queue_time_seconds_sum": self.queue[1],
+            "e2e_request_latency_seconds_count": self.latency[0],
+            "e2e_request_latency_seconds_sum": self.latency[1],
+        }
+
+
+def _plus(total: tuple[int, float], seconds: float | None) -> tuple[int, float]:
+    return total if seconds is None else (total[0] + 1, total[1] + seconds)

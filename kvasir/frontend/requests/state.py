@@ -1,4 +1,4 @@
-"""One running request (or one branch of it) as the API process knows it: its tokens, text and log-probabilities."""
+"""The state of a running completion in the API process: its tokens, text and log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvasir.sampling_params import RequestOutputKind
 
 
 class Ending(NamedTuple):
-    """Why a request ended, as callers are told."""
+    """The finish reason and stop reason of a completion."""
 
     reason: str
     stop_reason: int | str | None
@@ -26,7 +26,7 @@ NO_ENDING = (None, None)
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """Made by InputProcessor, kept by OutputProcessor."""
+    """One completion. InputProcessor makes it, OutputProcessor updates it."""
 
     key: int
     request_id: str
@@ -36,26 +36,26 @@ class RequestState:
     kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     min_tokens: int = 0
     num_logprobs: int | None = None
-    named_logprobs: bool = False  # they are of tokens asked for, not of the likeliest
+    named_logprobs: bool = False  # of logprob_token_ids, not of the likeliest tokens
     num_prompt_logprobs: int | None = None
     flat_logprobs: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    include_stop: bool = False  # in the text
+    include_stop: bool = False  # keep the stop sequence in the text
     stops: StopStrings | None = None
     repetitions: Repetitions | None = None
     stream_interval: int = 1
-    eos_token_ids: frozenset[int] = frozenset()  # tokens at which it ends without a stop_reason
+    eos_token_ids: frozenset[int] = frozenset()  # end tokens, which are no stop_reason
 
     token_ids: list[int] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)  # text not given out yet; all of it unless outputs are deltas
+    pieces: list[str] = field(default_factory=list)  # text not returned yet; all text unless outputs are deltas
     logprobs: LogprobLists | None = None
     prompt_logprobs: LogprobLists | None = None
     cumulative_logprob: float | None = None
-    num_emitted: int = 0  # tokens already given out
-    num_cached: int | None = None  # tokens of the prompt found in the cache, once it has run
-    detokenizer: Detokenizer | None = None  # None: no text, or all of it at the end
+    num_emitted: int = 0  # tokens already returned
+    num_cached: int | None = None  # prompt tokens found in the prefix cache, once it is scheduled
+    detokenizer: Detokenizer | None = None  # None: no text, or all text at the end
 
     def __post_init__(self) -> None:
         if self.num_logprobs is not None:
@@ -65,7 +65,7 @@ class RequestState:
             self.prompt_logprobs.add_nothing()
 
     def attach(self, tokenizer: Tokenizer | None) -> None:
-        """Detokenize step by step if somebody follows the text."""
+        """Detokenize incrementally if text is needed before the end: for outputs, or for stop strings."""
         follows = self.stops is not None or self.kind is not RequestOutputKind.FINAL_ONLY
         if tokenizer is not None and self.detokenize and follows:
             self.detokenizer = make_detokenizer(
@@ -73,7 +73,7 @@ class RequestState:
             )
 
     def take(self, token_ids: Sequence[int], num_with_text: int) -> Ending | None:
-        """Append sampled tokens, of which the last may have no text, up to one that ends the request here."""
+        """Append sampled tokens, up to one that ends the completion. Tokens after `num_with_text` have no text."""
         if self.detokenizer is None and self.repetitions is None:
             self.token_ids.extend(token_ids)
             return None
@@ -96,7 +96,7 @@ class RequestState:
         return stop
 
     def flush(self) -> str | None:
-        """Show what was waiting for more text. That may complete a stop string, too."""
+        """Add the text that was held back. It may complete a stop string, which is returned."""
         if self.detokenizer is None:
             return None
         stop = self._show(self.detokenizer.flush())
@@ -112,9 +112,9 @@ class RequestState:
                 self.logprobs.add(line, text)
 
     def add_prompt_logprobs(self, lines: Iterable[LogprobLine], tokenizer: Tokenizer | None) -> None:
-        """A request that was preempted may bring some a second time."""
+        """Add log-probabilities of prompt tokens. After a preemption some come twice."""
         found = self.prompt_logprobs
-        if found is None:  # given out already, with the first delta
+        if found is None:  # already returned with the first delta
             return
         text = self._token_text(tokenizer)
         for line in lines:
@@ -126,7 +126,7 @@ class RequestState:
 
     @property
     def is_due(self) -> bool:
-        """Whether enough is new to be given out before the end."""
+        """Whether there are enough new tokens for an output before the end."""
         if self.kind is RequestOutputKind.FINAL_ONLY:
             return False
         if self.stream_interval == 1 or self.num_emitted == 0:
@@ -134,7 +134,7 @@ class RequestState:
         return len(self.token_ids) - self.num_emitted >= self.stream_interval
 
     def completion(self, index: int, ending: Ending | None) -> CompletionOutput:
-        """What there is to give out now."""
+        """The completion's part of an output."""
         text, token_ids, logprobs, total = "".join(self.pieces), self.token_ids, None, self.cumulative_logprob
         if self.logprobs is not None:
             logprobs, total = self.logprobs.entries, total or 0.0
@@ -152,15 +152,15 @@ class RequestState:
         self.num_cached = started.num_cached_tokens
         self.metrics.first_scheduled_time = self.metrics.arrival_time + started.waited
 
-    def came_silently(self, first_token: float, now: float) -> None:
-        """All tokens came with the end, the first of them made so many seconds after the arrival."""
+    def set_token_times(self, first_token: float, now: float) -> None:
+        """Set the times of an unstreamed request, whose first token came `first_token` seconds after arrival."""
         self.metrics.first_token_time = self.metrics.arrival_time + first_token
         self.metrics.last_token_time = now
 
     def output(self, completions: list[CompletionOutput], finished: bool) -> RequestOutput:
         prompt_logprobs = self.prompt_logprobs
         if self.kind is RequestOutputKind.DELTA:
-            self.prompt_logprobs = None  # with the first output only
+            self.prompt_logprobs = None  # only the first output has them
         if finished:
             longest = self.metrics.max_num_generation_tokens
             self.metrics.max_num_generation_tokens = max(longest, len(self.token_ids))
@@ -176,12 +176,11 @@ class RequestState:
         )
 
 
-# ----------------------------------------------------------------
-# Log-probabilities as callers get them: a list of dicts, or one flat object. API process.
+# ---------------------------------------------------------------- log-probabilities
 
 
 class LogprobLine(NamedTuple):
-    """One token's log-probabilities: its own comes first."""
+    """Log-probabilities at one position, the token itself first."""
 
     token_ids: list[int]
     values: list[float]
@@ -194,7 +193,7 @@ Entry = tuple[int, float, int | None, str | None]
 
 
 def by_line(part: Part | None) -> dict[int, list[LogprobLine]]:
-    """A step's log-probabilities by the line of the output they belong to, in token order."""
+    """A step's log-probabilities by their line of the output, in token order."""
     lines: dict[int, list[LogprobLine]] = {}
     if part is not None:
         ints = part.ints
@@ -205,7 +204,7 @@ def by_line(part: Part | None) -> dict[int, list[LogprobLine]]:
 
 
 class LogprobLists:
-    """Grows by one position per token, with `count` tokens beside the token itself; `named`: not the likeliest."""
+    """One entry per position, with `count` tokens besides the token itself; `named`: not the likeliest."""
 
     __slots__ = ("count", "entries", "named")
 
@@ -218,8 +217,8 @@ class LogprobLists:
         return len(self.entries)
 
     def add_nothing(self) -> None:
-        """A position without a prediction: a prompt's first token."""
-        self.entries.append(None)  # type: ignore[arg-type]  # only lists of prompts have such
+        """Add a position without log-probabilities: a prompt's first token."""
+        self.entries.append(None)  # type: ignore[arg-type]  # only prompts have such positions
 
     def add(self, line: LogprobLine, text: TokenText) -> None:
         if isinstance(self.entries, FlatLogprobs):

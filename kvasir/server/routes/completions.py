@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import APIRouter, Request
 from msgspec import UNSET
 from starlette.responses import Response
 
-from kvasir.frontend.requests.input import TokensPrompt
+from kvasir.frontend.requests.prompts import TokenizedPrompt
 from kvasir.outputs import CompletionOutput, RequestOutput
+from kvasir.parsers import content_of
 from kvasir.sampling_params import SamplingParams
-from kvasir.server.answers import FINGERPRINT, StrictRoute, answers, reply, stream, unless_gone
-from kvasir.server.calls import Call, TheCall
+from kvasir.server.api_request import ApiRequest, read_prompts
+from kvasir.server.event_stream import EventStream, OpenAIEvents
+from kvasir.server.http import FINGERPRINT, Call, StrictRoute, TheCall, answers, reply, unless_gone
 from kvasir.server.logprobs import LogprobWriter, prompt_logprobs
-from kvasir.server.params import default_max_tokens, sampling_params, take_id, terms
-from kvasir.server.prompts import PromptMaker
-from kvasir.server.runs import Run
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.completions import Completion, CompletionChoice, CompletionRequest
+from kvasir.server.schema.sampling import sampling_params
 from kvasir.server.state import ServerState, State
 
 router = APIRouter(route_class=StrictRoute, tags=["OpenAI"])
@@ -31,87 +32,92 @@ async def create_completion(body: CompletionRequest, request: Request, state: St
     """Complete a text."""
     job = await unless_gone(request, CompletionJob.make(state, call, body))
     if body.stream:
-        return await stream(request, job.payloads())
+        return EventStream(job.request, OpenAIEvents(job))
     return reply(await unless_gone(request, job.whole()))
 
 
 @dataclass(slots=True)
 class CompletionJob:
-    """A request, ready to run."""
+    """A completion request, ready to run; it writes the reply, whole or in chunks."""
 
     body: CompletionRequest
-    run: Run
+    request: ApiRequest
     model: str
     id: str
     created: int
-    scores_only: bool  # max_tokens=0: the token that had to be generated is dropped
+    scores_only: bool  # max_tokens=0: the one token that was generated is dropped
     offsets: dict[int, int] = field(default_factory=dict)  # characters written so far, by choice
-    parts: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # a plain chunk around its text, by choice
+    around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # bytes before and after a chunk's text
 
     @classmethod
     async def make(cls, state: ServerState, call: Call, body: CompletionRequest) -> CompletionJob:
-        take_id(call, body)
+        call.take_id(body.request_id)
         model = state.check_model(body.model)
         prompts = await _prompts(state, body)
         params = _params(state, body)
-        run = Run(state, call, prompts, params, terms(body, body.user))
-        return cls(body, run, model, f"cmpl-{call.id}", int(time.time()), body.max_tokens == 0)
+        request = ApiRequest(state, call, prompts, params, body.priority or 0, body.timeout, body.user)
+        return cls(body, request, model, f"cmpl-{call.id}", int(time.time()), body.max_tokens == 0)
 
     def _writer(self, named: Sequence[int] | None = None) -> LogprobWriter:
-        return LogprobWriter(self.run.engine.tokenizer, bool(self.body.return_tokens_as_token_ids), named)
+        return LogprobWriter(self.request.engine.tokenizer, bool(self.body.return_tokens_as_token_ids), named)
 
     async def whole(self) -> Completion:
-        outputs = await self.run.whole()
+        outputs = await self.request.whole()
         choices = []
-        for number, output in enumerate(outputs):
-            self.run.check(output)
-            choices += [self._choice(number, output, each, True) for each in output.outputs]
+        for output in outputs:
+            self.request.check(output)
+            choices += [self._choice(output, each, True) for each in output.outputs]
         return self._reply(choices, final=True)
 
     # ------------------------------------------------------------ the stream
 
-    async def payloads(self) -> AsyncGenerator[list[bytes], None]:
-        options = self.body.stream_options
-        wants_usage = self.run.state.config.enable_force_include_usage or bool(options and options.include_usage)
-        continuous = bool(options and options.continuous_usage_stats)
-        plain = not (continuous or self.body.return_token_ids or self.body.logprobs is not None or self.scores_only)
-        source, width, parts = self.run.outputs(), self.run.params.n, self.parts
-        try:
-            async for number, output in source:
-                each = output.outputs[0]
-                at = number * width + each.index
-                if plain and len(output.outputs) == 1 and each.finish_reason is None and at in parts:
-                    if each.text:
-                        before, after = parts[at]
-                        yield [before + encode(each.text) + after]
-                    continue
-                if some := self._chunks(number, output, wants_usage, continuous):
-                    yield some
-            if wants_usage:
-                yield [encode(self._reply([], final=True))]
-        finally:
-            await source.aclose()
+    def payloads(self, output: RequestOutput) -> Sequence[bytes]:
+        each = output.outputs[0]
+        at = self.request.choice_of(output, each.index)
+        around = self.around.get(at)
+        if around is None or not self._text_only or len(output.outputs) > 1 or each.finish_reason is not None:
+            return self._chunks(output)
+        text = content_of(self.request.parts.read(at, each))
+        return (around[0] + encode(text) + around[1],) if text else ()
 
-    def _chunks(self, number: int, output: RequestOutput, wants_usage: bool, continuous: bool) -> list[bytes]:
-        self.run.check(output)
+    def last_payloads(self) -> Sequence[bytes]:
+        return (encode(self._reply([], final=True)),) if self._wants_usage else ()
+
+    @property
+    def _text_only(self) -> bool:
+        asked = self.body.return_token_ids or self.body.logprobs is not None or self.scores_only
+        return not (asked or self._continuous_usage)
+
+    @property
+    def _wants_usage(self) -> bool:
+        options = self.body.stream_options
+        return self.request.state.config.enable_force_include_usage or bool(options and options.include_usage)
+
+    @property
+    def _continuous_usage(self) -> bool:
+        options = self.body.stream_options
+        return bool(options and options.continuous_usage_stats)
+
+    def _chunks(self, output: RequestOutput) -> list[bytes]:
+        self.request.check(output)
         made = []
         for each in output.outputs:
-            at = number * self.run.params.n + each.index
-            choice = self._choice(number, output, each, at not in self.parts)
-            if at not in self.parts:
-                self._prepare(at, wants_usage)
-            if _says_something(choice):
-                chunk = self._reply([choice], final=continuous)
-                chunk.usage = chunk.usage if continuous else None if wants_usage else UNSET
+            at = self.request.choice_of(output, each.index)
+            choice = self._choice(output, each, at not in self.around)
+            if at not in self.around:
+                self._prepare(at)
+            if _shows_something(choice):
+                chunk = self._reply([choice], final=self._continuous_usage)
+                chunk.usage = chunk.usage if self._continuous_usage else None if self._wants_usage else UNSET
                 made.append(encode(chunk))
         return made
 
-    def _prepare(self, at: int, wants_usage: bool) -> None:
+    def _prepare(self, at: int) -> None:
         mark = "\x00"
         chunk = self._reply([CompletionChoice(index=at, text=mark)], final=False)
-        chunk.usage = None if wants_usage else UNSET
+        chunk.usage = None if self._wants_usage else UNSET
         before, after = encode(chunk).split(encode(mark))
-        self.parts[at] = before, after
+        self.around[at] = before, after
 
     # ------------------------------------------------------------ choices
 
@@ -122,14 +128,15 @@ class CompletionJob:
             model=self.model,
             system_fingerprint=FINGERPRINT,
             choices=choices,
-            usage=self.run.usage() if final else UNSET,
+            usage=self.request.usage() if final else UNSET,
         )
 
-    def _choice(self, number: int, output: RequestOutput, each: CompletionOutput, first: bool) -> CompletionChoice:
-        """`first`: this is the beginning of the choice's text, where an echo stands."""
+    def _choice(self, output: RequestOutput, each: CompletionOutput, first: bool) -> CompletionChoice:
+        """`first`: the choice begins here, so an echo of the prompt comes before its text."""
         body = self.body
-        at = number * self.run.params.n + each.index
-        text, ids = ("", []) if self.scores_only else (each.text, each.token_ids)
+        at = self.request.choice_of(output, each.index)
+        content = content_of(self.request.parts.read(at, each))
+        text, ids = ("", []) if self.scores_only else (content, each.token_ids)
         choice = CompletionChoice(index=at, text=text, finish_reason=each.finish_reason, stop_reason=each.stop_reason)
         if self.scores_only and each.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = "length", None
@@ -167,33 +174,30 @@ class CompletionJob:
     def _echo(self, output: RequestOutput) -> str:
         if output.prompt is not None and self.body.truncate_prompt_tokens is None:
             return output.prompt
-        tokenizer = self.run.engine.tokenizer
+        tokenizer = self.request.engine.tokenizer
         return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids, skip_special_tokens=True)
 
 
-def _says_something(choice: CompletionChoice) -> bool:
-    """Some deltas have nothing to show: half a character, or what may be the beginning of a stop string. What the first
-    one says of the prompt is said only there."""
+def _shows_something(choice: CompletionChoice) -> bool:
+    """Whether a delta is worth a chunk: half a character, or what may begin a stop string, has no text yet. The first
+    delta alone has what was asked about the prompt."""
     of_prompt = choice.prompt_logprobs is not UNSET or choice.prompt_token_ids is not UNSET
     of_text = bool(choice.text or choice.token_ids) or choice.logprobs is not None
     return of_text or of_prompt or choice.finish_reason is not None
 
 
-async def _prompts(state: ServerState, body: CompletionRequest) -> Sequence[TokensPrompt]:
-    maker = PromptMaker(state, body.truncate_prompt_tokens, body.cache_salt)
+async def _prompts(state: ServerState, body: CompletionRequest) -> Sequence[TokenizedPrompt]:
     given = body.prompt
-    if isinstance(given, str):
-        return await maker.texts([given], body.add_special_tokens is not False)
-    if isinstance(given[0], str):
-        return await maker.texts(given, body.add_special_tokens is not False)
-    if isinstance(given[0], int):
-        return [maker.ids(given)]
-    return [maker.ids(ids) for ids in given]
+    several: Any = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    special, truncate = body.add_special_tokens is not False, body.truncate_prompt_tokens
+    return await read_prompts(state, several, special, truncate, body.cache_salt)
 
 
 def _params(state: ServerState, body: CompletionRequest) -> SamplingParams:
-    max_tokens = default_max_tokens(state, 16) if body.max_tokens is None else max(1, body.max_tokens)
-    params = sampling_params(state, body, max_tokens=max_tokens, logprobs=body.logprobs, stream=bool(body.stream))
+    max_tokens = state.default_max_tokens(16) if body.max_tokens is None else max(1, body.max_tokens)
+    params = sampling_params(
+        body, state.default_params, max_tokens=max_tokens, logprobs=body.logprobs, stream=bool(body.stream)
+    )
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = body.logprobs
     return params

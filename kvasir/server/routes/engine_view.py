@@ -1,21 +1,27 @@
-"""What the engine does, for people who watch: GET /engine/state once, WebSocket /engine/feed as it goes on.
+"""The engine's state for people who watch it: GET /engine/state once, WebSocket /engine/feed again and again.
 
-The core makes a snapshot only when one of these asks (engine/snapshot.py). docs/engine_view.md describes the answer.
+The core makes a snapshot only when one of these asks (engine/snapshot.py). docs/engine_view.md describes the JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Query, WebSocket
+from prometheus_client.core import Metric
 from starlette.responses import Response
 from starlette.websockets import WebSocketDisconnect
 
+from kvasir.engine.transport import KEYS_PER_CLIENT
 from kvasir.errors import KvasirError
-from kvasir.server.engine_state import distributions, engine_state
+from kvasir.frontend.requests.metrics import PREFIX
+from kvasir.messages import Int32Array, RequestSnapshot, Snapshot
 from kvasir.server.errors import ApiError
-from kvasir.server.origins import may_come_from
+from kvasir.server.gate import may_connect
 from kvasir.server.schema.base import encode
 from kvasir.server.state import ServerState, State, state_of
 
@@ -28,16 +34,16 @@ Since = Annotated[int, Query(ge=0, description="leave out steps up to this numbe
 Interval = Annotated[float, Query(ge=0.05, le=60, description="seconds between two messages")]
 
 
-@router.get("/engine/state", summary="What the engine does at this moment")
+@router.get("/engine/state", summary="The engine's requests, blocks and steps at this moment")
 async def engine_state_now(state: State, since: Since = 0, engine: Engine = 0) -> Response:
     return Response(encode(await _look(state, since, engine)), media_type="application/json")
 
 
 @router.websocket("/engine/feed")
 async def engine_feed(socket: WebSocket, interval: Interval = 0.25, engine: Engine = 0) -> None:
-    """The state again and again; a message has only the steps that came since the one before."""
-    if not may_come_from(socket):
-        await socket.close(_POLICY_VIOLATION, "Pages of other origins may not watch: see --allowed-origins.")
+    """Send the state again and again; each message has only the steps since the one before."""
+    if not may_connect(socket):
+        await socket.close(_POLICY_VIOLATION, "This page's origin is not allowed: see --allowed-origins.")
         return
     await socket.accept()
     closed = asyncio.ensure_future(_until_closed(socket))
@@ -46,7 +52,7 @@ async def engine_feed(socket: WebSocket, interval: Interval = 0.25, engine: Engi
     except (ApiError, KvasirError) as error:
         await socket.close(_TRY_AGAIN, str(error)[:120])
     except (WebSocketDisconnect, RuntimeError):
-        pass  # it went away while we were sending
+        pass  # it disconnected while a message was being sent
     finally:
         closed.cancel()
 
@@ -63,7 +69,12 @@ async def _tell(socket: WebSocket, closed: asyncio.Future[None], interval: float
 async def _look(state: ServerState, since: int, engine: int) -> dict[str, Any]:
     number = state.engine.config.parallel.data_parallel_size
     if engine >= number:
-        raise ApiError(404, f"There is no engine {engine}: {number} run here.", "not_found", "engine")
+        raise ApiError(
+            404,
+            f"Engine {engine} does not exist: {number} run here, from 0 on.",
+            "not_found",
+            "engine",
+        )
     snapshot = await state.engine.call("snapshot", since, engine=engine)
     seen = engine_state(snapshot, state.model_names[0], distributions(state.metrics.collect()))
     return {**seen, "engine": engine, "engines": number}
@@ -72,3 +83,89 @@ async def _look(state: ServerState, since: int, engine: int) -> dict[str, Any]:
 async def _until_closed(socket: WebSocket) -> None:
     while (await socket.receive())["type"] != "websocket.disconnect":
         pass
+
+
+# ---------------------------------------------------------------- a snapshot as JSON
+
+# Names in the JSON, and the histograms they are read from.
+LATENCIES = {"ttft": PREFIX + "time_to_first_token_seconds", "itl": PREFIX + "inter_token_latency_seconds"}
+
+BlockRange = tuple[int, int]  # first block, number of blocks
+
+
+def engine_state(snapshot: Snapshot, model: str, latency: dict[str, Any]) -> dict[str, Any]:
+    ends = np.cumsum(snapshot.num_held)
+    tables = np.split(snapshot.held, ends[:-1]) if len(ends) else []
+    running = [
+        _request(picture, "running", block_ranges(table))
+        for picture, table in zip(snapshot.running, tables, strict=True)
+    ]
+    return {
+        "time": snapshot.time,
+        "model": model,
+        "blocks": {
+            "total": snapshot.stats.num_blocks,
+            "used": snapshot.stats.num_used_blocks,
+            "cached": snapshot.stats.num_cached_blocks,
+            "size": snapshot.block_size,
+            "bytes": snapshot.block_bytes,
+            "cached_runs": block_ranges(np.sort(snapshot.cached)),
+        },
+        "requests": [*running, *(_request(picture, "waiting", []) for picture in snapshot.waiting)],
+        "steps": [asdict(step) for step in snapshot.steps],
+        "totals": asdict(snapshot.stats),
+        "memory": asdict(snapshot.memory),
+        "latency": latency,
+    }
+
+
+def _request(picture: RequestSnapshot, state: str, blocks: list[BlockRange]) -> dict[str, Any]:
+    return {
+        "key": picture.key,
+        "id": request_name(picture.key),
+        "state": state,
+        "prompt_tokens": picture.num_prompt,
+        "computed_tokens": picture.num_computed,
+        "output_tokens": picture.num_output,
+        "max_tokens": picture.max_output,
+        "cached_tokens": picture.num_cached,
+        "preemptions": picture.num_preemptions,
+        "age": picture.waited,
+        "blocks": blocks,
+    }
+
+
+def request_name(key: int) -> str:
+    """A short name. Clients' own ids may be secret, and one of them may stand for several requests of the engine."""
+    client, number = divmod(key, 1 << KEYS_PER_CLIENT)
+    return f"request {number}" if client == 0 else f"request {client}.{number}"
+
+
+def block_ranges(blocks: Int32Array) -> list[BlockRange]:
+    """Blocks, in order, as ranges of consecutive ones: [4, 5, 6, 9] -> [(4, 3), (9, 1)]."""
+    if not len(blocks):
+        return []
+    starts = np.flatnonzero(np.diff(blocks, prepend=blocks[0] - 2) != 1)
+    counts = np.diff(starts, append=len(blocks))
+    return list(zip(blocks[starts].tolist(), counts.tolist(), strict=True))
+
+
+def distributions(metrics: Iterable[Metric]) -> dict[str, Any]:
+    """The histograms of LATENCIES: upper bounds in seconds, and counts; the last count has no bound."""
+    found: dict[str, Any] = {name: {"bounds": [], "counts": []} for name in LATENCIES}
+    for metric in metrics:
+        for name, family in LATENCIES.items():
+            if metric.name == family:
+                found[name] = _distribution(metric)
+    return found
+
+
+def _distribution(metric: Metric) -> dict[str, Any]:
+    below: dict[float, float] = {}
+    for sample in metric.samples:
+        if sample.name.endswith("_bucket"):
+            bound = float(sample.labels["le"])
+            below[bound] = below.get(bound, 0) + sample.value
+    bounds = sorted(below)
+    counts = np.diff([below[bound] for bound in bounds], prepend=0).astype(int).tolist()
+    return {"bounds": [bound for bound in bounds if bound != float("inf")], "counts": counts}

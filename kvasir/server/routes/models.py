@@ -1,4 +1,4 @@
-"""/v1/models: what is served."""
+"""/v1/models: the served models, for OpenAI's and Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Annotated
 from fastapi import APIRouter, Header
 from starlette.responses import Response
 
-from kvasir.server.answers import answers, reply
+from kvasir.server.http import answers, reply
 from kvasir.server.schema.tokens import MessagesModel, MessagesModelList, ModelCard, ModelList
 from kvasir.server.state import ServerState, State
 
 router = APIRouter(tags=["OpenAI"])
 
-# Anthropic's clients ask at the same addresses; this header, which they always send, tells them from OpenAI's.
+# Both interfaces use the same paths. Anthropic's clients always send this header.
 Version = Annotated[str | None, Header(alias="anthropic-version")]
 
 

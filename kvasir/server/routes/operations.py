@@ -1,29 +1,33 @@
-"""For operators: metrics, settings, the prefix cache."""
+"""For operators: metrics, settings, the prefix cache, and the probes of orchestrators."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.responses import Response
 
 from kvasir import __version__
-from kvasir.server.answers import ERRORS, reply
+from kvasir.errors import EngineError
 from kvasir.server.engine_metrics import device_metrics, engine_metrics, info_metric
 from kvasir.server.errors import ApiError
-from kvasir.server.state import State
+from kvasir.server.http import ERRORS, reply
+from kvasir.server.state import FAILED, ServerState, State
 
 router = APIRouter(tags=["operations"])
 
 
-@router.get("/metrics", summary="For Prometheus")
+@router.get("/metrics", summary="Metrics in Prometheus' text format")
 async def metrics(state: State) -> Response:
     further = engine_metrics(await state.engine_stats(), state.model_names[0])
     further += device_metrics(state.probe_device(), state.model_names[0])
     if (engine := state.engine_or_none) is not None:
         cache = {name: str(value) for name, value in asdict(engine.config.cache).items()}
-        further.append(info_metric("cache_config_info", "Settings of the KV cache.", {**cache, "engine": "0"}))
+        further.append(
+            info_metric("cache_config_info", "Settings of the KV cache as labels.", {**cache, "engine": "0"})
+        )
     page = state.metrics.page(further, state.config.vllm_metric_names)
     return Response(page, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
@@ -37,8 +41,66 @@ async def server_info(state: State) -> Response:
     return reply({"version": __version__, "server": server, "engine": engine})
 
 
-@router.post("/reset_prefix_cache", responses=ERRORS, summary="Forget cached prefixes")
+@router.post("/reset_prefix_cache", responses=ERRORS, summary="Empty the prefix cache")
 async def reset_prefix_cache(state: State) -> Response:
     if not await state.engine.reset_prefix_cache():
-        raise ApiError(409, "Requests are running: the prefix cache can be reset only when none is.", "conflict")
+        raise ApiError(409, "The prefix cache can be reset only while no request runs: try again later.", "conflict")
     return reply({"reset": True})
+
+
+# ---------------------------------------------------------------- probes
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health", summary="200 unless the engine has died")
+async def health(state: State) -> Response:
+    problem = _death(state)
+    return reply({"status": "ok" if problem is None else "dead", "reason": problem}, 200 if problem is None else 503)
+
+
+@router.head("/ping", include_in_schema=False)
+@router.get("/ping", summary="The same as /health")
+@router.post("/ping", include_in_schema=False)
+async def ping(state: State) -> Response:
+    return await health(state)
+
+
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready", summary="200 when requests are answered; else 503 with the phase and the reason")
+async def ready(state: State) -> Response:
+    """Ready: the model is loaded, the server does not drain, the engine makes progress."""
+    body: dict[str, Any] = {
+        "status": state.phase.now,
+        "reason": _death(state),
+        "startup_seconds": state.phase.seconds,
+    }
+    if state.phase.is_ready and body["reason"] is None:
+        try:
+            await state.engine.check_health()
+        except EngineError as error:
+            body |= {"status": "stalled", "reason": str(error)}
+    return reply(body, 200 if body["status"] == "ready" and body["reason"] is None else 503)
+
+
+@router.get("/version")
+async def version() -> Response:
+    return reply({"version": __version__})
+
+
+@router.get("/load", summary="How many requests this process has in flight, and the engine's queue")
+async def load(state: State) -> Response:
+    stats = await state.stats()
+    return reply(
+        {
+            "server_load": len(state.requests),
+            "running": None if stats is None else stats.num_running,
+            "waiting": None if stats is None else stats.num_waiting,
+        }
+    )
+
+
+def _death(state: ServerState) -> str | None:
+    engine = state.engine_or_none
+    if engine is not None and engine.errored:
+        return str(engine.dead_error)
+    return state.phase.reason if state.phase.now == FAILED else None

@@ -1,6 +1,6 @@
-"""The playground, the engine view and the API page: files from kvasir/server/pages, under a strict policy.
+"""The playground, the engine view and the API page: static files from kvasir/server/pages.
 
-They ask for nothing from elsewhere and bring no inline script or style; what models say is set as text.
+A strict content security policy applies: they load nothing from other hosts and have no inline script or style.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # ask each time whether it has changed
+    "Cache-Control": "no-cache",  # revalidate every time
 }
 FILES = frozenset(file.name for file in FOLDER.iterdir() if file.suffix in _KINDS)
 PUBLIC = frozenset({"/", "/engine", "/docs", *(f"/pages/{name}" for name in FILES)})  # nothing in them is secret

@@ -9,14 +9,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvasir.errors import RequestError
-from kvasir.server.answers import StrictRoute, answers, reply, unless_gone
-from kvasir.server.calls import TheCall
 from kvasir.server.errors import ApiError, not_found
-from kvasir.server.response_job import ResponseJob
-from kvasir.server.response_store import Stored
-from kvasir.server.response_stream import ResponseEvents
+from kvasir.server.http import StrictRoute, TheCall, answers, reply, unless_gone
+from kvasir.server.response_store import StoredResponse
+from kvasir.server.responses import ResponseJob, ResponseStream
 from kvasir.server.schema.responses import ResponseReply, ResponsesRequest
-from kvasir.server.sse import EventStream
 from kvasir.server.state import ServerState, State
 
 _PATIENCE = 5.0  # seconds for an abort to be answered
@@ -26,11 +23,10 @@ router = APIRouter(route_class=StrictRoute, tags=["OpenAI"])
 
 @router.post("/v1/responses", responses=answers(ResponseReply, "The response; with `stream`, events."))
 async def create_response(body: ResponsesRequest, request: Request, state: State, call: TheCall) -> Response:
-    """Answer a text or a conversation, and keep the answer."""
+    """Answer a text or a conversation, and store the answer."""
     job = await unless_gone(request, ResponseJob.make(state, call, body))
     if body.stream:
-        events = ResponseEvents(job)
-        return await EventStream(events.frames(), events.failure).prime(request.receive)
+        return ResponseStream(job)
     if body.background and job.stored is not None:
         job.stored.task = asyncio.create_task(_in_background(job))
         return reply(job.response)
@@ -40,7 +36,7 @@ async def create_response(body: ResponsesRequest, request: Request, state: State
 @router.get("/v1/responses/{response_id}", responses=answers(ResponseReply))
 async def retrieve_response(response_id: str, request: Request, state: State, call: TheCall) -> Response:
     for name, value in request.query_params.items():
-        if (name, value) != ("stream", "false"):  # which asks for nothing
+        if (name, value) != ("stream", "false"):  # the default
             raise _unknown_query(name.removesuffix("[]"))  # as clients write lists
     return reply(_find(state, response_id, call).response)
 
@@ -50,7 +46,7 @@ async def cancel_response(response_id: str, state: State, call: TheCall) -> Resp
     """End a response that runs in the background."""
     found = _find(state, response_id, call)
     if not found.response.background:
-        message = "Only background responses are cancelled so; close the connection to end this one."
+        message = "Only background responses can be cancelled; close the connection to end this one."
         raise ApiError(400, message, "invalid_request", "response_id")
     await _end(found)
     return reply(found.response)
@@ -58,17 +54,17 @@ async def cancel_response(response_id: str, state: State, call: TheCall) -> Resp
 
 @router.delete("/v1/responses/{response_id}", responses=answers(ResponseReply))
 async def delete_response(response_id: str, state: State, call: TheCall) -> Response:
-    """Forget a response; one that runs is ended, too."""
+    """Delete a response; one that is running ends."""
     found = _find(state, response_id, call)
     state.responses.delete(response_id, call.key)
     await _end(found)
     return reply({"id": response_id, "object": "response.deleted", "deleted": True})
 
 
-async def _end(stored: Stored) -> None:
-    """End it if it runs. The engine may not have got it yet (while it is paused), and then hears of no abort."""
-    if stored.run is not None:
-        await stored.run.cancel()
+async def _end(stored: StoredResponse) -> None:
+    """End a running response. A paused engine has not taken the request yet, so its task may have to be cancelled."""
+    if stored.request is not None:
+        await stored.request.cancel()
     if stored.task is not None and not stored.task.done():
         await asyncio.wait([stored.task], timeout=_PATIENCE)
         stored.task.cancel()
@@ -77,7 +73,7 @@ async def _end(stored: Stored) -> None:
 
 async def _in_background(job: ResponseJob) -> None:
     job.response.status = "in_progress"
-    with suppress(ApiError):  # the response says what went wrong
+    with suppress(ApiError):  # which the response reports
         await job.whole()
 
 
@@ -85,12 +81,12 @@ def _unknown_query(name: str) -> RequestError:
     why = {
         "stream": "Stored responses are not streamed: leave stream out.",
         "starting_after": "Stored responses are not streamed: leave starting_after out.",
-        "include": "A stored response is given as it was made: set include when you create it.",
+        "include": "A stored response is returned as it was created: set include when you create it.",
     }
-    return RequestError(why.get(name, f"Stored responses are asked for by their id alone, without {name}."), name)
+    return RequestError(why.get(name, f"Stored responses are retrieved by their id alone: leave {name} out."), name)
 
 
-def _find(state: ServerState, response_id: str, call: TheCall) -> Stored:
-    if not state.keeps_responses:
-        raise not_found(f"Responses are not stored: {state.why_nothing_is_kept}")
+def _find(state: ServerState, response_id: str, call: TheCall) -> StoredResponse:
+    if not state.stores_responses:
+        raise not_found(f"Responses are not stored: {state.why_nothing_is_stored}")
     return state.responses.find(response_id, call.key)

@@ -1,8 +1,8 @@
 """Chat over a WebSocket at /v1/chat/completions.
 
-A request is one JSON message, the body of the HTTP route. What comes back are the messages that would be the data of
-its event stream, [DONE] the last; then the next request may be sent. {"type": "cancel"} ends the one that runs. Any
-error is sent as an error body and closes the connection with 4001 and its text.
+A request is one JSON message, the body of the HTTP route. The replies are the messages that would be the data of its
+event stream, [DONE] the last; then the next request may be sent. {"type": "cancel"} ends the running request. An error
+is sent as an error body and closes the connection with code 4001 and its text.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect
 
-from kvasir.server import strict_json
-from kvasir.server.calls import call_of, new_id
 from kvasir.server.errors import ApiError, as_api_error, openai_body
-from kvasir.server.gate import WS_ERROR
-from kvasir.server.origins import may_come_from
+from kvasir.server.gate import WS_ERROR, may_connect
+from kvasir.server.http import call_of, decode_json, new_id
 from kvasir.server.routes.chat import ChatJob
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.chat import ChatRequest
@@ -34,27 +32,27 @@ router = APIRouter()
 @router.websocket("/v1/chat/completions")
 async def chat(socket: WebSocket) -> None:
     await socket.accept()
-    if not may_come_from(socket):
-        await socket.close(WS_ERROR, "Pages of other origins may not ask: see --allowed-origins.")
+    if not may_connect(socket):
+        await socket.close(WS_ERROR, "This page's origin is not allowed: see --allowed-origins.")
         return
     with suppress(WebSocketDisconnect):
         await Conversation(socket).run()
 
 
 class Conversation:
-    """One connection: requests in turn."""
+    """One connection, which runs one request at a time."""
 
     def __init__(self, socket: WebSocket) -> None:
         self.socket = socket
         self.state = state_of(socket)
         self.call = call_of(socket)
-        self._next: asyncio.Task[Any] | None = None  # the message that is awaited
+        self._next: asyncio.Task[Any] | None = None  # the next message, being read
 
     async def run(self) -> None:
         try:
             while True:
                 message = await self._receive()
-                if not _is_cancel(message):  # one that comes too late finds nothing to end
+                if not _is_cancel(message):  # a cancel that comes too late ends nothing
                     await self._answer(message)
         except WebSocketDisconnect:
             raise
@@ -83,7 +81,7 @@ class Conversation:
         if frame["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(frame.get("code", 1000))
         try:
-            return strict_json.decode(frame.get("text") or frame.get("bytes") or b"", "The message")
+            return decode_json(frame.get("text") or frame.get("bytes") or b"", "The message")
         except ValueError as error:
             raise ApiError(400, str(error), "invalid_request") from error
 
@@ -111,17 +109,19 @@ class Conversation:
     async def _interrupt(self, job: ChatJob, message: Any) -> None:
         if not _is_cancel(message):
             raise ApiError(400, "A request is running: wait for its [DONE], or cancel it.", "invalid_request")
-        await job.run.cancel()
+        await job.request.cancel()
 
     async def _send(self, job: ChatJob) -> None:
-        payloads = job.chunks().payloads()
-        try:
-            async for some in payloads:
-                for payload in some:
+        request, chunks = job.request, job.chunks()
+        async with request.ending():
+            await request.start()
+            while (output := await request.stream.next()) is not None:
+                request.take(output)
+                for payload in chunks.payloads(output):
                     await self.socket.send_text(payload.decode())
-            await self.socket.send_text("[DONE]")
-        finally:
-            await payloads.aclose()
+        for payload in chunks.last_payloads():
+            await self.socket.send_text(payload.decode())
+        await self.socket.send_text("[DONE]")
 
 
 def _is_cancel(message: Any) -> bool:
@@ -134,9 +134,9 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.wait(tasks)
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # somebody has looked at it
+            task.exception()  # marks it as retrieved
 
 
 def _reason(message: str) -> str:
-    """At most 123 bytes, which is what a close frame can hold."""
+    """The text cut to the 123 bytes that a close frame can hold."""
     return message.encode()[:123].decode(errors="ignore")

@@ -1,2 +1,2 @@
-"""What goes over the wire. Requests are pydantic models, which check and document them; replies are msgspec structs,
-which are quick to write. Types only: what they mean is the routes' business."""
+"""Bodies of requests and replies. Requests are pydantic models, which validate and document them; replies are msgspec
+structs, which are fast to encode. The routes decide what the fields mean."""

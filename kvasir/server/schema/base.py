@@ -1,4 +1,4 @@
-"""What all bodies have in common: strict types, no unknown fields, and fields that are known but refused."""
+"""The base of all bodies: strict types, errors for unknown fields and for fields that the server cannot honour."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -19,37 +20,37 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from kvasir.config.engine import did_you_mean
-from kvasir.server.schema.words import WORDS
+from kvasir.server.schema.field_docs import FIELD_DOCS
 
 
 class Refusal(NamedTuple):
-    """Stands in a field's metadata."""
+    """Metadata of a field that is known but not available."""
 
     why: str
     harmless: tuple[object, ...]
 
 
 def refused(why: str, *harmless: object) -> Any:
-    """A field that clients know and this server cannot honour: only null and values that ask for nothing are taken."""
+    """A field that clients know and this server cannot honour. Only null and `harmless` values are accepted."""
     field: Any = Field(default=None, description=f"Not available: {why}")
     field.metadata.append(Refusal(why, harmless))
     return field
 
 
 class Body(BaseModel):
-    """A request's body. A field that is not there is an error, with the nearest that are: a misspelt parameter must not
-    be a silent default."""
+    """A request's body. An unknown field is an error that names similar ones: a misspelt parameter must not silently
+    get its default."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-    hints: ClassVar[Mapping[str, str]] = {}  # for fields of other interfaces: what to do instead
+    hints: ClassVar[Mapping[str, str]] = {}  # for fields of other interfaces: the field to use instead
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """With words for fields that have none of their own."""
+        """Add descriptions to fields that have none of their own."""
         schema = handler(core_schema)
         for name, field in handler.resolve_ref_schema(schema).get("properties", {}).items():
-            if name in WORDS:
-                field.setdefault("description", WORDS[name])
+            if name in FIELD_DOCS:
+                field.setdefault("description", FIELD_DOCS[name])
         return schema
 
     @model_validator(mode="before")
@@ -72,22 +73,22 @@ class Body(BaseModel):
 
 
 def example(**body: Any) -> ConfigDict:
-    """For a body's `model_config`: what /docs shows a request to be."""
+    """A `model_config` with an example of the body for /docs."""
     return ConfigDict(json_schema_extra={"examples": [body]})
 
 
 def _asks_nothing(value: object, harmless: tuple[object, ...]) -> bool:
-    # the types, too, because True == 1 in Python
+    # compares types too, because True == 1 in Python
     return value is None or any(type(value) is type(ok) and value == ok for ok in harmless)
 
 
 def invalid(name: str, message: str) -> PydanticCustomError:
-    """An error of the field `name`, wherever in the body it is raised."""
+    """An error about the field `name`, wherever in the body it is raised."""
     return PydanticCustomError("invalid", "{message}", {"message": message, "param": name})
 
 
 def one_complaint(name: str, message: str) -> WrapValidator:
-    """For a field of many shapes: what is wrong with each of them would not help anybody."""
+    """For a field of several types: one error instead of pydantic's error for each type."""
 
     def validated(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -103,3 +104,28 @@ class Reply(msgspec.Struct):
 
 
 encode = msgspec.json.Encoder().encode
+
+
+# ---------------------------------------------------------------- replies that several routes share
+
+
+class PromptTokensDetails(Reply, kw_only=True):
+    cached_tokens: int
+
+
+class Usage(Reply, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+
+
+class ErrorDetail(Reply, kw_only=True):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorReply(Reply, kw_only=True):
+    error: ErrorDetail

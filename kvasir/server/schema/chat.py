@@ -7,73 +7,76 @@ from typing import Any, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from kvasir.server.schema.base import Body, Reply, example, invalid, refused
-from kvasir.server.schema.sampling import Sampling, StreamOptions
-from kvasir.server.schema.usage import Usage
-from kvasir.server.schema.words import WORDS
+from kvasir.server.schema.base import Body, Reply, Usage, example, invalid, refused
+from kvasir.server.schema.field_docs import FIELD_DOCS
+from kvasir.server.schema.sampling import SamplingBody, StreamOptions
 
 _TEXT_FORMAT = {"type": "text"}
 
 
 class Message(BaseModel):
-    """One message. Further entries (name, tool_calls, tool_call_id, reasoning_content) go to the chat template."""
+    """One message. Other entries (name, tool_calls, tool_call_id, reasoning_content) go to the chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    role: str = Field(description="system, developer, user, assistant, tool, or what the template knows.")
-    content: str | list[str | dict[str, Any]] | None = Field(default=None, description=WORDS["content"])
+    role: str = Field(description="system, developer, user, assistant, tool, or another role of the chat template.")
+    content: str | list[str | dict[str, Any]] | None = Field(default=None, description=FIELD_DOCS["content"])
 
 
 class ChatTemplateFields(Body):
-    """How a conversation becomes a prompt."""
+    """A conversation, and how the chat template renders it."""
 
     messages: list[Message] = Field(min_length=1)
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = Field(default=None, description="The last message is open: go on with it.")
+    continue_final_message: bool | None = Field(
+        default=None, description="Continue the last message instead of answering it."
+    )
     add_special_tokens: bool | None = Field(
-        default=None, description="Add them to what the template wrote (default: no)."
+        default=None, description="Add special tokens to the rendered text (default: no, the template writes them)."
     )
     chat_template: str | None = Field(default=None, description="Needs --trust-request-chat-template.")
-    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Further variables of the template.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        default=None, description="Further variables of the chat template."
+    )
     documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
-class ChatRequest(Sampling, ChatTemplateFields):
+class ChatRequest(SamplingBody, ChatTemplateFields):
     model_config = example(messages=[{"role": "user", "content": "What is the capital of France?"}], max_tokens=32)
 
-    model: str | None = Field(default=None, description="One of the names of /v1/models. Unset: the served model.")
-    max_tokens: int | None = Field(default=None, ge=1, description="The older name of max_completion_tokens.")
+    model: str | None = Field(default=None, description="A name from /v1/models. Unset: the served model.")
+    max_tokens: int | None = Field(default=None, ge=1, description="Older name of max_completion_tokens.")
     max_completion_tokens: int | None = Field(default=None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0)
     echo: bool | None = Field(
-        default=None, description="Begin with the last message, which must be of the reply's role."
+        default=None, description="Begin the reply with the last message, which must have the reply's role."
     )
-    reasoning_effort: str | None = Field(
-        default=None, description="A variable of the chat template, for those that read it."
-    )
-    user: str | None = Field(default=None, description="Stands in the server's log.")
-    safety_identifier: str | None = Field(default=None, description="Stands in the server's log.")
+    reasoning_effort: str | None = Field(default=None, description="Passed to chat templates that read it.")
+    user: str | None = Field(default=None, description="Shown in the server's log.")
+    safety_identifier: str | None = Field(default=None, description="Shown in the server's log.")
     prompt_cache_key: str | None = Field(
-        default=None, description="Nothing to do: all requests share one prefix cache."
+        default=None, description="Accepted without effect: all requests share one prefix cache."
     )
-    parallel_tool_calls: bool | None = Field(default=None, description="Nothing to do where no tool is called.")
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="Accepted without effect: tools are not called yet."
+    )
     tool_choice: str | dict[str, Any] | None = None
     response_format: Any = refused("output cannot be constrained to a format yet.", _TEXT_FORMAT)
-    service_tier: Any = refused("there is one tier; priority orders requests.", "auto", "default")
-    modalities: Any = refused("this model writes text only.", ["text"])
-    include_reasoning: Any = refused("reasoning is not told apart from the answer yet.", True)
-    functions: Any = refused("an older name of tools, which are not called yet.", [])
-    function_call: Any = refused("an older name of tool_choice; tools are not called yet.", "none")
-    store: Any = refused("chat completions are not stored; /v1/responses stores.", False)
-    metadata: Any = refused("it belongs to stored completions, and chat completions are not stored.", {})
-    audio: Any = refused("this model writes text only.")
+    service_tier: Any = refused("there is only one tier; use priority to order requests.", "auto", "default")
+    modalities: Any = refused("the model writes only text.", ["text"])
+    include_reasoning: Any = refused("reasoning is not separated from the answer yet.", True)
+    functions: Any = refused("it is the older name of tools, which are not called yet.", [])
+    function_call: Any = refused("it is the older name of tool_choice, and tools are not called yet.", "none")
+    store: Any = refused("chat completions are not stored; use /v1/responses.", False)
+    metadata: Any = refused("it is kept with stored completions, and chat completions are not stored.", {})
+    audio: Any = refused("the model writes only text.")
     prediction: Any = refused("predicted outputs are not used.")
-    web_search_options: Any = refused("the server searches nothing.")
-    verbosity: Any = refused("models have no such setting here.", "medium")
+    web_search_options: Any = refused("the server does not search the web.")
+    verbosity: Any = refused("the model has no such setting.", "medium")
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
@@ -83,7 +86,9 @@ class ChatRequest(Sampling, ChatTemplateFields):
         if self.tool_choice not in (None, "none", "auto"):
             raise invalid("tool_choice", "tool_choice must be 'none' for now: tools are not called yet.")
         if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options", "stream_options is for streams: set stream to true or leave it out.")
+            raise invalid(
+                "stream_options", "stream_options needs stream: set stream to true, or leave stream_options out."
+            )
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true.")
         if self.logprob_token_ids and not self.logprobs:

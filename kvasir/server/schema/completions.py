@@ -7,37 +7,42 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import Field, model_validator
 
-from kvasir.server.schema.base import Reply, example, invalid, one_complaint, refused
-from kvasir.server.schema.sampling import Sampling, StreamOptions
-from kvasir.server.schema.usage import Usage
+from kvasir.server.schema.base import Reply, Usage, example, invalid, one_complaint, refused
+from kvasir.server.schema.sampling import SamplingBody, StreamOptions
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingBody):
     model_config = example(prompt="Once upon a time", max_tokens=32)
 
-    model: str | None = Field(default=None, description="One of the names of /v1/models. Unset: the served model.")
+    model: str | None = Field(default=None, description="A name from /v1/models. Unset: the served model.")
     prompt: Annotated[
         str | list[str] | list[int] | list[list[int]],
         one_complaint(
             "prompt", "prompt must be a string, a list of strings, a list of token ids or a list of such lists."
         ),
-    ] = Field(description="Text or token ids, one prompt or many.")
-    max_tokens: int | None = Field(default=None, ge=0, description="Default 16; 0 only with echo, to score a text.")
+    ] = Field(description="Text or token ids; one prompt or a list of prompts.")
+    max_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="Maximum number of output tokens (default 16). 0 only with echo, to score the prompt.",
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: int | None = Field(default=None, ge=0)
-    echo: bool | None = Field(default=None, description="Begin with the prompt.")
+    echo: bool | None = Field(default=None, description="Begin the text with the prompt.")
     add_special_tokens: bool | None = Field(
-        default=None, description="As the model's tokenizer adds them (default: yes)."
+        default=None, description="Add the tokenizer's special tokens (default: yes)."
     )
-    user: str | None = Field(default=None, description="Stands in the server's log.")
-    suffix: Any = refused("text is completed at its end only; put what follows into the prompt.", "")
+    user: str | None = Field(default=None, description="Shown in the server's log.")
+    suffix: Any = refused("text is completed only at its end.", "")
     response_format: Any = refused("output cannot be constrained to a format yet.", {"type": "text"})
 
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
         if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options", "stream_options is for streams: set stream to true or leave it out.")
+            raise invalid(
+                "stream_options", "stream_options needs stream: set stream to true, or leave stream_options out."
+            )
         if self.logprob_token_ids and self.logprobs is None:
             raise invalid("logprob_token_ids", "logprob_token_ids needs logprobs: set it to 0 or more.")
         if self.max_tokens == 0 and not self.echo:

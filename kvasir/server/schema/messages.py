@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvasir.server.schema.base import Body, Reply, example, invalid, refused
-from kvasir.server.schema.words import WORDS
+from kvasir.server.schema.field_docs import FIELD_DOCS
 
 _TOOLS = "tools are not called yet: leave tools out, or set tool_choice to {'type': 'none'}."
 
@@ -15,8 +15,8 @@ _TOOLS = "tools are not called yet: leave tools out, or set tool_choice to {'typ
 class AnthropicMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    role: Literal["user", "assistant", "system"] = Field(description=WORDS["role"])
-    content: str | list[dict[str, Any]] = Field(description=WORDS["content"])
+    role: Literal["user", "assistant", "system"] = Field(description=FIELD_DOCS["role"])
+    content: str | list[dict[str, Any]] = Field(description=FIELD_DOCS["content"])
 
 
 class CountTokensRequest(Body):
@@ -27,12 +27,12 @@ class CountTokensRequest(Body):
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
-    thinking: Any = refused("reasoning is not told apart from the answer yet.", {"type": "disabled"})
+    thinking: Any = refused("reasoning is not separated from the answer yet.", {"type": "disabled"})
     output_config: Any = refused("output cannot be constrained to a format yet.", {})
     output_format: Any = refused("output cannot be constrained to a format yet.")
-    cache_control: Any = refused("the prefix cache needs no marks.", {"type": "ephemeral"})
-    context_management: Any = refused("the conversation is not edited.")
-    mcp_servers: Any = refused("the server calls no others.", [])
+    cache_control: Any = refused("prefixes are cached without marks.", {"type": "ephemeral"})
+    context_management: Any = refused("the server does not edit conversations.")
+    mcp_servers: Any = refused("the server calls no other servers.", [])
 
     @model_validator(mode="after")
     def _no_tools(self) -> CountTokensRequest:
@@ -55,12 +55,12 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = None
     top_k: int | None = None
-    metadata: dict[str, Any] | None = Field(default=None, description="user_id stands in the server's log.")
-    service_tier: Any = refused("there is one tier.", "auto", "standard_only")
+    metadata: dict[str, Any] | None = Field(default=None, description="user_id is shown in the server's log.")
+    service_tier: Any = refused("there is only one tier.", "auto", "standard_only")
     container: Any = refused("the server runs no code.")
-    inference_geo: Any = refused("the server is where it is.")
-    speed: Any = refused("there is one speed.", "standard")
-    # beyond Anthropic's
+    inference_geo: Any = refused("the server runs in one place.")
+    speed: Any = refused("there is only one speed.", "standard")
+    # not in Anthropic's interface
     timeout: float | None = Field(default=None, gt=0)
     priority: int | None = None
     cache_salt: str | None = None

@@ -12,14 +12,14 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class Reasoning(Body):
-    effort: str | None = Field(default=None, description="A variable of the chat template, for those that read it.")
-    summary: Any = refused("reasoning is not told apart from the answer yet.")
-    generate_summary: Any = refused("reasoning is not told apart from the answer yet.")
+    effort: str | None = Field(default=None, description="Passed to chat templates that read it.")
+    summary: Any = refused("reasoning is not separated from the answer yet.")
+    generate_summary: Any = refused("reasoning is not separated from the answer yet.")
 
 
 class TextOptions(Body):
     format: Any = refused("output cannot be constrained to a format yet.", {"type": "text"})
-    verbosity: Any = refused("models have no such setting here.", "medium")
+    verbosity: Any = refused("the model has no such setting.", "medium")
 
 
 class ResponseStreamOptions(Body):
@@ -29,27 +29,37 @@ class ResponseStreamOptions(Body):
 class ResponsesRequest(Body):
     model_config = example(input="What is the capital of France?", max_output_tokens=32)
 
-    model: str | None = Field(default=None, description="One of the names of /v1/models. Unset: the served model.")
-    input: str | list[dict[str, Any]] = Field(description="A text, or messages and results of tools.")
+    model: str | None = Field(default=None, description="A name from /v1/models. Unset: the served model.")
+    input: str | list[dict[str, Any]] = Field(
+        description="A text, or a list of messages, tool calls and their outputs."
+    )
     instructions: str | None = Field(default=None, description="A system message before the input.")
-    previous_response_id: str | None = Field(default=None, description="Go on from that response, if it is stored.")
+    previous_response_id: str | None = Field(
+        default=None, description="Continue the conversation of this response, which must be stored."
+    )
     max_output_tokens: int | None = Field(default=None, ge=1)
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    store: bool | None = Field(default=None, description="Keep the response (default: yes, if the server keeps any).")
-    background: bool | None = Field(default=None, description="Answer at once, run on; poll with GET. Needs store.")
-    metadata: dict[str, str] | None = Field(default=None, description="Kept with the response and given back.")
-    include: list[str] | None = Field(default=None, description=f"Only {LOGPROBS!r}.")
-    top_logprobs: int | None = Field(default=None, ge=0, description=f"How many, with include {LOGPROBS!r}.")
+    store: bool | None = Field(default=None, description="Store the response (default: yes, if the server stores any).")
+    background: bool | None = Field(
+        default=None, description="Reply at once and run in the background; poll with GET. Needs store."
+    )
+    metadata: dict[str, str] | None = Field(default=None, description="Stored with the response and returned with it.")
+    include: list[str] | None = Field(default=None, description=f"Further output to return: only {LOGPROBS!r}.")
+    top_logprobs: int | None = Field(
+        default=None, ge=0, description=f"Number of likeliest tokens at each position, with include {LOGPROBS!r}."
+    )
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = Field(default=None, description="Nothing to do where no tool is called.")
-    user: str | None = Field(default=None, description="Stands in the server's log.")
-    safety_identifier: str | None = Field(default=None, description="Stands in the server's log.")
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="Accepted without effect: tools are not called yet."
+    )
+    user: str | None = Field(default=None, description="Shown in the server's log.")
+    safety_identifier: str | None = Field(default=None, description="Shown in the server's log.")
     prompt_cache_key: str | None = Field(
-        default=None, description="Nothing to do: all requests share one prefix cache."
+        default=None, description="Accepted without effect: all requests share one prefix cache."
     )
 
     temperature: float | None = None
@@ -67,13 +77,13 @@ class ResponsesRequest(Body):
     timeout: float | None = Field(default=None, gt=0)
     cache_salt: str | None = None
 
-    service_tier: Any = refused("there is one tier; priority orders requests.", "auto", "default")
+    service_tier: Any = refused("there is only one tier; use priority to order requests.", "auto", "default")
     truncation: Any = refused("items are not dropped; shorten the input.", "disabled")
     max_tool_calls: Any = refused("tools are not called yet.")
     conversation: Any = refused("conversations are not stored; use previous_response_id.")
     context_management: Any = refused("input is not compacted.")
     prompt: Any = refused("prompts are not stored.")
-    prompt_cache_retention: Any = refused("the prefix cache keeps what is used, as long as it can.")
+    prompt_cache_retention: Any = refused("the prefix cache keeps prefixes as long as there is room.")
 
     @model_validator(mode="after")
     def _consistent(self) -> ResponsesRequest:
@@ -87,7 +97,7 @@ class ResponsesRequest(Body):
         if self.top_logprobs and LOGPROBS not in (self.include or []):
             raise invalid("top_logprobs", f"top_logprobs needs include to have {LOGPROBS!r}.")
         if self.background and self.store is False:
-            raise invalid("background", "background needs store: nobody could ask for the response.")
+            raise invalid("background", "background needs store: the response could not be retrieved otherwise.")
         if self.background and self.stream:
             raise invalid("background", "background responses are not streamed: poll with GET.")
         if self.input == []:

@@ -1,17 +1,23 @@
-"""Parameters of generation that chat, completions and /generate share: vLLM's and OpenAI's names, null means unset."""
+"""Parameters of generation that chat, completions and /generate share, and how a body's become SamplingParams.
+
+Names are vLLM's and OpenAI's; null means unset.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from kvasir.server.schema.base import Body, refused
+from kvasir.sampling_params import RequestOutputKind, SamplingParams
+from kvasir.server.schema.base import Body, invalid, refused
 
-TokenIds = Annotated[list[int], Field(max_length=1 << 18)]  # no vocabulary is larger
+TokenIds = Annotated[list[int], Field(max_length=1 << 18)]  # larger than any vocabulary
 _NO_GRAMMAR = "output cannot be constrained to a grammar yet."
 
-# Of these fields of a body SamplingParams has ones of the same name and meaning.
+_DEFAULTED = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")  # by a generation config
+
+# Fields that SamplingParams has with the same name and meaning.
 SAMPLING_FIELDS = (
     *("n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k"),
     *("min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "logprob_token_ids"),
@@ -22,12 +28,12 @@ SAMPLING_FIELDS = (
 )
 
 
-class Sampling(Body):
-    """Every one of these works as docs/sampling.md says, or is refused with its name."""
+class SamplingBody(Body):
+    """Every field works as docs/sampling.md describes, or is refused by name."""
 
-    n: int | None = Field(default=None, ge=1, description="Completions of each prompt.")
+    n: int | None = Field(default=None, ge=1, description="Number of completions per prompt.")
     best_of: int | None = Field(
-        default=None, ge=1, description="Sample so many, return the n likeliest. Not with stream."
+        default=None, ge=1, description="Sample this many completions and return the n likeliest. Not with stream."
     )
     temperature: float | None = None
     top_p: float | None = None
@@ -47,7 +53,7 @@ class Sampling(Body):
     forbidden_token_ids: TokenIds | None = None
     bad_words: list[str] | None = None
     logprob_token_ids: TokenIds | None = Field(
-        default=None, description="With logprobs: these tokens are the alternatives, in place of the likeliest."
+        default=None, description="With logprobs: return these tokens at each position instead of the likeliest."
     )
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
@@ -56,26 +62,38 @@ class Sampling(Body):
     repetition_detection: dict[str, Any] | None = None
     top_ema_p: float | None = None
     top_ema_d: int | None = None
-    use_beam_search: bool | None = Field(default=None, description="Search n beams in place of sampling.")
+    use_beam_search: bool | None = Field(
+        default=None, description="Run a beam search over n beams instead of sampling."
+    )
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
     num_beam_groups: int | None = None
     diversity_penalty: float | None = None
-    stream_interval: int | None = Field(default=None, ge=1, description="Tokens between two chunks of a stream.")
+    stream_interval: int | None = Field(
+        default=None, ge=1, description="Number of tokens between two chunks of a stream."
+    )
 
-    # beyond sampling
+    # other parameters
     truncate_prompt_tokens: int | None = Field(
-        default=None, ge=-1, description="Keep only so many last tokens of the prompt; -1: as many as the model takes."
+        default=None,
+        ge=-1,
+        description="Keep only this many last tokens of the prompt; -1: as many as the model takes.",
     )
     priority: int | None = Field(default=None, description="Lower goes first; needs --scheduling-policy priority.")
-    timeout: float | None = Field(default=None, gt=0, description="Seconds after which the request ends, done or not.")
-    request_id: str | None = Field(default=None, description="The request's id, as the header X-Request-Id gives it.")
-    cache_salt: str | None = Field(default=None, description="Cached prefixes are shared only within one salt.")
-    return_token_ids: bool | None = Field(default=None, description="Replies have prompt_token_ids and token_ids.")
-    return_tokens_as_token_ids: bool | None = Field(
-        default=None, description="Log-probabilities name tokens 'token_id:7'."
+    timeout: float | None = Field(
+        default=None, gt=0, description="Seconds after which the request ends, finished or not."
     )
-    vllm_xargs: dict[str, Any] | None = Field(default=None, description="For the engine's start-up logits processors.")
+    request_id: str | None = Field(default=None, description="The request's id, like the header X-Request-Id.")
+    cache_salt: str | None = Field(
+        default=None, description="Requests share cached prefixes only with requests of the same salt."
+    )
+    return_token_ids: bool | None = Field(default=None, description="Return prompt_token_ids and token_ids.")
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description="Write tokens as 'token_id:7' in log-probabilities."
+    )
+    vllm_xargs: dict[str, Any] | None = Field(
+        default=None, description="Arguments of the logits processors that the engine was started with."
+    )
 
     structured_outputs: Any = refused(_NO_GRAMMAR)
     guided_json: Any = refused(_NO_GRAMMAR)
@@ -85,17 +103,46 @@ class Sampling(Body):
     guided_decoding_backend: Any = refused(_NO_GRAMMAR)
     guided_whitespace_pattern: Any = refused(_NO_GRAMMAR)
     structural_tag: Any = refused(_NO_GRAMMAR)
-    thinking_token_budget: Any = refused("reasoning is not told apart from the answer yet.")
-    prompt_embeds: Any = refused("prompts are text or token ids.")
+    thinking_token_budget: Any = refused("reasoning is not separated from the answer yet.")
+    prompt_embeds: Any = refused("prompts must be text or token ids.")
     mm_processor_kwargs: Any = refused("this model takes text only.")
-    kv_transfer_params: Any = refused("the KV cache is not moved between engines.")
-    session_id: Any = refused("requests have no sessions; cache_salt separates what is cached.")
-    routed_experts_prompt_start: Any = refused("the experts chosen are not returned.", 0)
+    kv_transfer_params: Any = refused("KV caches are not transferred between engines.")
+    session_id: Any = refused("requests have no sessions; use cache_salt to separate cached prefixes.")
+    routed_experts_prompt_start: Any = refused("the chosen experts are not returned.", 0)
     trace_decode_token_ids: Any = refused("decoding is not traced.", [])
-    logits_processors: Any = refused("a server runs no code of clients; use --logits-processors.", [])
+    logits_processors: Any = refused("the server runs no code of clients; start it with --logits-processors.", [])
+
+    @model_validator(mode="after")
+    def _fits_stream(self) -> SamplingBody:
+        stream = bool(getattr(self, "stream", None))
+        if self.stream_interval is not None and not stream:
+            message = "stream_interval is for streams: set stream to true or leave it out."
+            raise invalid("stream_interval", message)
+        if stream and (self.best_of or 1) > (self.n or 1) and not self.use_beam_search:
+            message = (
+                "best_of larger than n cannot be streamed, as the best are known at the end: leave one of them out."
+            )
+            raise invalid("best_of", message)
+        return self
+
+
+def sampling_params(
+    body: Body, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None, stream: bool
+) -> SamplingParams:
+    """Parameters from a body, which need not have all fields; `defaults` stand in for some. Errors name the field."""
+    given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name, None)) is not None}
+    if not given.get("use_beam_search"):  # a beam search samples nothing
+        given = {**{name: getattr(defaults, name) for name in _DEFAULTED}, **given}
+    return SamplingParams(
+        **given,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        extra_args=getattr(body, "vllm_xargs", None),
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+    )
 
 
 class StreamOptions(Body):
-    include_usage: bool = Field(default=False, description="One more chunk, with usage, before the end.")
-    continuous_usage_stats: bool = Field(default=False, description="Usage so far in every chunk.")
+    include_usage: bool = Field(default=False, description="Send a last chunk with usage.")
+    continuous_usage_stats: bool = Field(default=False, description="Send the usage so far in every chunk.")
     include_obfuscation: Any = refused("chunks are not padded.", False)

@@ -7,16 +7,15 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import Field, model_validator
 
-from kvasir.server.schema.base import Body, Reply, example, invalid, one_complaint, refused
+from kvasir.server.schema.base import Body, Reply, Usage, example, invalid, one_complaint, refused
 from kvasir.server.schema.chat import ChatTemplateFields, Message
-from kvasir.server.schema.sampling import Sampling
-from kvasir.server.schema.usage import Usage
+from kvasir.server.schema.sampling import SamplingBody
 
-_ELSEWHERE = "log-probabilities are given by /v1/completions."
+_ELSEWHERE = "use /v1/completions for log-probabilities."
 
 
 class TokenizeRequest(ChatTemplateFields):
-    """A prompt, or a conversation's messages."""
+    """A prompt, or the messages of a conversation."""
 
     model_config = example(prompt="Once upon a time")
 
@@ -28,7 +27,7 @@ class TokenizeRequest(ChatTemplateFields):
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeRequest:
         if (self.prompt is None) == (not self.messages):
-            raise invalid("prompt", "Give prompt, or messages: one of them.")
+            raise invalid("prompt", "Give either prompt or messages.")
         return self
 
 
@@ -50,7 +49,7 @@ class DetokenizeReply(Reply, kw_only=True):
     prompt: str
 
 
-class GenerateRequest(Sampling):
+class GenerateRequest(SamplingBody):
     """The plain interface: one prompt in, texts out."""
 
     model_config = example(prompt="Once upon a time", max_tokens=32)
@@ -58,7 +57,7 @@ class GenerateRequest(Sampling):
     prompt: Annotated[str | list[int], one_complaint("prompt", "prompt must be a string or a list of token ids.")]
     max_tokens: int | None = Field(default=None, ge=1)
     stream: bool | None = Field(
-        default=None, description="A JSON line for each new piece of text, in place of one object."
+        default=None, description="Send a line of JSON for each new piece of text, instead of one object."
     )
     logprobs: Any = refused(_ELSEWHERE)
     prompt_logprobs: Any = refused(_ELSEWHERE)

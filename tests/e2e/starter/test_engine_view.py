@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from websockets.exceptions import InvalidStatus
 
-from kvasir.server.engine_state import engine_state, runs
+from kvasir.server.routes.engine_view import block_ranges, engine_state
 from tests import web
 from tests.builders import make_core, request
 from tests.conftest import ROOT
@@ -137,12 +137,12 @@ def test_watching_ends_with_the_connection(scripted_server: LiveServer) -> None:
     assert "Traceback" not in scripted_server.log
 
 
-def test_runs() -> None:
+def test_block_ranges() -> None:
     import numpy as np
 
-    assert runs(np.array([4, 5, 6, 9, 3, 2], np.int32)) == [(4, 3), (9, 1), (3, 1), (2, 1)]
-    assert runs(np.array([], np.int32)) == []
-    assert runs(np.array([1], np.int32)) == [(1, 1)]
+    assert block_ranges(np.array([4, 5, 6, 9, 3, 2], np.int32)) == [(4, 3), (9, 1), (3, 1), (2, 1)]
+    assert block_ranges(np.array([], np.int32)) == []
+    assert block_ranges(np.array([1], np.int32)) == [(1, 1)]
 
 
 def test_the_page_of_the_docs_describes_what_is_sent() -> None:

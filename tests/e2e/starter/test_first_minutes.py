@@ -40,7 +40,7 @@ def test_the_starter_model_answers_without_being_named(starter_model: Path) -> N
         body = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
         reply = web.post(f"{server.url}/v1/chat/completions", json=body).json()
         spent = server.cpu_seconds()
-        assert f"talk to it at {server.url}/ and watch it at {server.url}/engine" in server.log
+        assert f"playground at {server.url}/, engine view at {server.url}/engine" in server.log
     assert "Paris" in reply["choices"][0]["message"]["content"]
     assert reply["model"] == "SmolLM2-135M-Instruct"
     # Of all processes from their start to the answer; about two and a half times as much as importing torch.

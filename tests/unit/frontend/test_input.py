@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from kvasir.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from kvasir.errors import ModelError, RequestError
-from kvasir.frontend.requests.input import InputProcessor, PromptType, default_sampling_params
+from kvasir.frontend.requests.input import InputProcessor, default_sampling_params
 from kvasir.frontend.requests.output import RequestState
+from kvasir.frontend.requests.prompts import PromptType
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.messages import EngineRequest
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
@@ -119,13 +120,13 @@ def test_tokenize_many_at_once(sentencepiece: Tokenizer) -> None:
         {"prompt": "lo", "cache_salt": "s"},
         {"prompt_token_ids": [5], "prompt": "x"},
     ]
-    ready = processor.tokenize(prompts)
+    ready = processor.prompts.tokenize(prompts)
     assert ready[1] == [1, 2] and ready[3] is prompts[3]
     for prompt, done in zip(prompts, ready, strict=True):
         one, two = (processor.process("a", p, SamplingParams(), 0, 0.0) for p in (prompt, done))
         assert one[0].prompt_token_ids.tolist() == two[0].prompt_token_ids.tolist()
         assert (one[0].cache_salt, one[1].prompt) == (two[0].cache_salt, two[1].prompt)
-    assert InputProcessor(make_config(), None).tokenize(prompts) == prompts
+    assert InputProcessor(make_config(), None).prompts.tokenize(prompts) == prompts
 
 
 # ---------------------------------------------------------------- lengths
@@ -294,7 +295,7 @@ def test_wrong_defaults_are_the_models_fault() -> None:
 @pytest.mark.parametrize("extra", ["foo", "cache_slat", "multi_modal_data"])
 def test_texts_tokenized_at_once_keep_what_must_be_refused(extra: str, sentencepiece: Tokenizer) -> None:
     processor = InputProcessor(make_config(), sentencepiece)
-    good, bad = processor.tokenize(["hello", {"prompt": "hello", extra: 1}])  # type: ignore[list-item]
+    good, bad = processor.prompts.tokenize(["hello", {"prompt": "hello", extra: 1}])  # type: ignore[list-item]
     assert isinstance(good, dict) and good["prompt_token_ids"] == sentencepiece.encode("hello")
     with pytest.raises(RequestError, match=extra):
         processor.process("request", bad, SamplingParams(), 7, 1.5)

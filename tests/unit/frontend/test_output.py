@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kvasir.config.engine import EngineConfig, ModelConfig
 from kvasir.errors import RequestError
-from kvasir.frontend.requests.choices import process_all
-from kvasir.frontend.requests.input import InputProcessor
+from kvasir.frontend.requests.input import InputProcessor, process_all
 from kvasir.frontend.requests.output import OutputProcessor, StopAbort
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.messages import LOGPROBS, EngineOutput, Finished, FinishReason, Part, Started

@@ -11,8 +11,7 @@ import pytest
 from kvasir.errors import EngineDeadError
 from kvasir.server.app import make_app
 from kvasir.server.config import ServerConfig
-from kvasir.server.phases import READY
-from kvasir.server.state import ServerState
+from kvasir.server.state import READY, ServerState
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])
@@ -26,7 +25,7 @@ def test_probes(path: str) -> None:
         )
         state = ServerState(ServerConfig(), "m")
         state._engine = engine  # type: ignore[assignment]
-        state.phases.enter(READY)
+        state.phase.enter(READY)
         transport = httpx.ASGITransport(make_app(state))
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             return await client.get(path)

@@ -11,7 +11,7 @@ import pytest
 from kvasir.server.app import make_app
 from kvasir.server.config import ServerConfig
 from kvasir.server.schema import chat, completions, messages, responses, tokens
-from kvasir.server.schema.words import WORDS
+from kvasir.server.schema.field_docs import FIELD_DOCS
 from kvasir.server.state import ServerState
 
 
@@ -76,7 +76,7 @@ def test_every_field_says_what_it_does(body: Any) -> None:
 
 def test_no_words_are_for_fields_that_are_gone() -> None:
     fields = {name for body in BODIES for name in body.model_json_schema()["properties"]}
-    assert set(WORDS) <= fields | {"content", "role"}
+    assert set(FIELD_DOCS) <= fields | {"content", "role"}
 
 
 @pytest.mark.parametrize("body", BODIES)

@@ -12,11 +12,10 @@ import yaml
 from kvasir.errors import ConfigError
 from kvasir.outputs import CompletionOutput, RequestOutput
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
-from kvasir.server.charges import Uncounted
+from kvasir.server.api_keys import ANYBODY, ApiKey, Bucket, RateLimits, load_keys
+from kvasir.server.api_request import TokenAccount
 from kvasir.server.config import ServerConfig
 from kvasir.server.errors import ApiError
-from kvasir.server.keys import ANYBODY, Key, load_keys
-from kvasir.server.limits import Bucket, RateLimits
 
 
 def key_file(tmp_path: Path, *entries: object, mode: int = 0o600) -> ServerConfig:
@@ -45,10 +44,10 @@ def test_keys_of_flags_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_empty_key_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in ([""], ["sk-real", ""]):
-        with pytest.raises(ConfigError, match="--api-key is given, but empty"):
+        with pytest.raises(ConfigError, match="--api-key is empty"):
             load_keys(ServerConfig(api_key=given))
     monkeypatch.setenv("KVASIR_API_KEY", " , ")
-    with pytest.raises(ConfigError, match="KVASIR_API_KEY is set, but holds no key"):
+    with pytest.raises(ConfigError, match="KVASIR_API_KEY is set, but has no key in it"):
         load_keys(ServerConfig())
     monkeypatch.setenv("KVASIR_API_KEY", "x, y,")
     ring = load_keys(ServerConfig())
@@ -125,7 +124,7 @@ def test_a_bucket_fills_steadily() -> None:
     assert bucket.wait(10_000) == 0.0, "a full bucket will do for what is larger than it"
 
 
-def refused(limits: RateLimits, key: Key, tokens: int = 1) -> float | None:
+def refused(limits: RateLimits, key: ApiKey, tokens: int = 1) -> float | None:
     try:
         limits.admit(key, tokens)
     except ApiError as error:
@@ -137,41 +136,41 @@ def refused(limits: RateLimits, key: Key, tokens: int = 1) -> float | None:
 def test_limits_of_a_key() -> None:
     clock = Clock()
     limits = RateLimits(clock=clock)
-    key = Key("a", requests_per_minute=2, tokens_per_minute=100)
+    key = ApiKey("a", requests_per_minute=2, tokens_per_minute=100)
     assert refused(limits, key, 30) is None and refused(limits, key, 30) is None
     assert refused(limits, key) == pytest.approx(30.0), "a third request in half a minute"
     limits.release(key, 100)
     clock.now = 30
     assert refused(limits, key, 60) == pytest.approx(42.0), "10 tokens are owed, 60 are asked for"
-    assert refused(limits, Key("b"), 10**9) is None, "a key without limits"
+    assert refused(limits, ApiKey("b"), 10**9) is None, "a key without limits"
 
 
 def test_requests_at_once_and_shares_of_processes() -> None:
     limits = RateLimits(num_processes=2)
-    key = Key("a", max_concurrent=4)
+    key = ApiKey("a", max_concurrent=4)
     assert [refused(limits, key) is None for _ in range(3)] == [True, True, False]
     limits.release(key, 0)
     assert refused(limits, key) is None
 
 
-# ---------------------------------------------------------------- tokens that nobody has counted
+# ---------------------------------------------------------------- token accounting
 
 
-def uncounted(kind: RequestOutputKind, *prompts: int, interval: int = 1, **params: Any) -> Uncounted:
-    return Uncounted(SamplingParams(output_kind=kind, **params), list(prompts), max_model_len=100, interval=interval)
+def account(kind: RequestOutputKind, *prompts: int, interval: int = 1, **params: Any) -> TokenAccount:
+    return TokenAccount(SamplingParams(output_kind=kind, **params), list(prompts), max_model_len=100, interval=interval)
 
 
-def test_what_was_asked_for_is_charged_until_it_is_counted() -> None:
+def test_a_client_that_leaves_early_is_charged_what_is_not_reported() -> None:
     final, delta = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
-    assert uncounted(final, 10, max_tokens=50, n=2, best_of=4).num_tokens == 200
-    assert uncounted(final, 10, max_tokens=None).num_tokens == 90, "what the context has room for"
-    two = uncounted(final, 10, 30, max_tokens=80)
-    assert two.num_tokens == 80 + 70
-    two.ended(RequestOutput("r", None, [1] * 30, None, [CompletionOutput(0, "", [], finish_reason="stop")], True))
-    assert two.num_tokens == 80
-    two.ended(RequestOutput("r", None, [1] * 10, None, [CompletionOutput(0, "", [], finish_reason="abort")], True))
-    assert two.num_tokens == 80, "an abort tells of no tokens"
-    assert uncounted(delta, 10, max_tokens=50).num_tokens == 0, "a stream tells of all"
-    assert uncounted(delta, 10, max_tokens=50, n=2, stream_interval=8).num_tokens == 14
-    assert uncounted(delta, 10, max_tokens=50, n=2, interval=1000).num_tokens == 100
-    assert uncounted(delta, 10, max_tokens=50, n=2, use_beam_search=True).num_tokens == 100
+    assert account(final, 10, max_tokens=50, n=2, best_of=4).num_charged(left_early=True) == 200
+    assert account(final, 10, max_tokens=None).num_charged(left_early=True) == 90, "what the context has room for"
+    two = account(final, 10, 30, max_tokens=80)
+    assert two.num_charged(left_early=True) == 80 + 70
+    two.close(RequestOutput("r", None, [1] * 30, None, [CompletionOutput(0, "", [], finish_reason="stop")], True))
+    assert two.num_charged(left_early=True) == 80
+    two.close(RequestOutput("r", None, [1] * 10, None, [CompletionOutput(0, "", [], finish_reason="abort")], True))
+    assert two.num_charged(left_early=True) == 80, "an abort reports no tokens"
+    assert account(delta, 10, max_tokens=50).num_charged(left_early=True) == 0, "a stream reports all of them"
+    assert account(delta, 10, max_tokens=50, n=2, stream_interval=8).num_charged(left_early=True) == 14
+    assert account(delta, 10, max_tokens=50, n=2, interval=1000).num_charged(left_early=True) == 100
+    assert account(delta, 10, max_tokens=50, n=2, use_beam_search=True).num_charged(left_early=True) == 100

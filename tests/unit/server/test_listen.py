@@ -15,7 +15,7 @@ SOCKET_PATH_LIMIT = 107  # bytes, of Linux
 
 
 def test_a_name_that_nobody_knows() -> None:
-    with pytest.raises(ConfigError, match=r"Cannot listen on no such host:0: nothing is known by that name\."):
+    with pytest.raises(ConfigError, match=r"Cannot listen on no such host:0: the name cannot be resolved\."):
         listen(ServerConfig(host="no such host", port=0))
 
 
@@ -61,4 +61,4 @@ def test_the_page_is_told_as_a_browser_takes_it(host: str, told: str, monkeypatc
     monkeypatch.setattr("kvasir.server.launch.logger.info", lambda text, *values: said.append(text % values))
     with listen(ServerConfig(host=host, port=0)) as sock:
         port = sock.getsockname()[1]
-    assert said[-1] == f"talk to it at {told}:{port}/ and watch it at {told}:{port}/engine"
+    assert said[-1] == f"playground at {told}:{port}/, engine view at {told}:{port}/engine"

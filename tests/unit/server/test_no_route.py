@@ -35,7 +35,7 @@ def ask(method: str, path: str, **settings: Any) -> httpx.Response:
 def test_a_wrong_method_is_told_the_right_ones(method: str, path: str, allowed: str) -> None:
     reply = ask(method, path)
     assert reply.status_code == 405 and reply.headers["allow"] == allowed
-    said = f"{method} is not a method of {path}, which takes {allowed.replace(', ', ' and ')}; /docs lists all."
+    said = f"{path} does not take {method}, only {allowed.replace(', ', ' and ')}; /docs lists all."
     assert reply.json()["error"]["message"] == said
 
 
@@ -44,7 +44,7 @@ def test_documentation_that_is_off_is_not_pointed_to() -> None:
     off = {"disable_fastapi_docs": True}
     assert ask("GET", "/nothing", **off).json()["error"]["message"] == "Nothing is served at /nothing."
     said = ask("GET", "/v1/messages", **off).json()["error"]["message"]
-    assert said == "GET is not a method of /v1/messages, which takes POST."
+    assert said == "/v1/messages does not take GET, only POST."
 
 
 def test_behind_a_proxy_that_adds_a_path() -> None:

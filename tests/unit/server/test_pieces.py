@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,20 +17,22 @@ from starlette.types import Message as AsgiMessage
 from kvasir.entrypoints.cli.main import Parser
 from kvasir.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
 from kvasir.outputs import CompletionOutput, Logprob, RequestOutput
-from kvasir.server.chat_stream import ChatChunks, StreamWishes
+from kvasir.parsers import PARSERS, PLAIN_TEXT, Content, OutputPart, PartReader
+from kvasir.server.api_keys import ApiKey
 from kvasir.server.config import ServerConfig, add_flags, from_namespace, server_settings
 from kvasir.server.device import CpuProbe, visible_devices
 from kvasir.server.errors import ApiError, as_api_error, error_response
-from kvasir.server.keys import Key
-from kvasir.server.logprobs import LEAST, LogprobWriter, prompt_logprobs
+from kvasir.server.event_stream import EventStream, PayloadWriter
+from kvasir.server.http import ClientGone, unless_disconnected
+from kvasir.server.logprobs import MIN_LOGPROB, LogprobWriter, prompt_logprobs
 from kvasir.server.metrics import GAPS, Metrics, Tally
-from kvasir.server.response_store import ResponseStore, Stored
+from kvasir.server.response_store import ResponseStore, StoredResponse
+from kvasir.server.routes.chat import ChatChunks, ChunkOptions
 from kvasir.server.routes.completions import CompletionJob
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.chat import ChatChunk, ChunkChoice, Delta
 from kvasir.server.schema.completions import CompletionRequest
 from kvasir.server.schema.responses import ResponseReply
-from kvasir.server.sse import ClientGone, EventStream, unless_disconnected
 
 # ---------------------------------------------------------------- settings
 
@@ -84,28 +87,39 @@ def test_wrong_settings() -> None:
 # ---------------------------------------------------------------- chunks
 
 
-class FakeRun:
-    def __init__(self, *texts: str) -> None:
-        self.texts = texts
+class FakeRequest:
+    """Stands in for an ApiRequest whose engine says these texts."""
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        for i, text in enumerate(self.texts):
-            last = i == len(self.texts) - 1
+    params = SimpleNamespace(n=1)
+    state = SimpleNamespace(config=SimpleNamespace(enable_force_include_usage=False))
+
+    def __init__(self, *texts: str, parser: str = PLAIN_TEXT) -> None:
+        self.parts = PartReader(parser)
+        self.outputs = []
+        for i, text in enumerate(texts):
+            last = i == len(texts) - 1
             completion = CompletionOutput(0, text, [i], finish_reason="stop" if last else None)
-            yield 0, RequestOutput("r", None, [1], None, [completion], last)
+            self.outputs.append(RequestOutput("r", None, [1], None, [completion], last))
 
     def check(self, output: RequestOutput) -> None:
         pass
 
+    def choice_of(self, output: RequestOutput, index: int) -> int:
+        return index
+
+    def written(self, writer: PayloadWriter) -> list[bytes]:
+        payloads = [payload for output in self.outputs for payload in writer.payloads(output)]
+        return [*payloads, *writer.last_payloads()]
+
+
+def chat_payloads(request: FakeRequest, **options: Any) -> list[bytes]:
+    chunks = ChatChunks(request, "id-1", 17, 'mo"del', "assistant", ChunkOptions(**options))  # type: ignore[arg-type]
+    return request.written(chunks)
+
 
 def test_quick_chunks_equal_what_the_struct_gives() -> None:
     texts = ("a", 'quote " and \\ back', "line\nbreak", "é 日本 🙂", "\x00\x01", "", "</s>", "end")
-
-    async def collect() -> list[bytes]:
-        chunks = ChatChunks(FakeRun(*texts), "id-1", 17, 'mo"del', "assistant", StreamWishes())  # type: ignore[arg-type]
-        return [payload async for some in chunks.payloads() for payload in some]
-
-    payloads = asyncio.run(collect())
+    payloads = chat_payloads(FakeRequest(*texts))
     base: dict[str, Any] = {"id": "id-1", "created": 17, "model": 'mo"del'}
     decoded = [msgspec.json.decode(payload, type=ChatChunk) for payload in payloads]
     for payload, chunk in zip(payloads, decoded, strict=True):
@@ -122,26 +136,48 @@ def test_quick_chunks_equal_what_the_struct_gives() -> None:
     assert decoded[-1].choices[0].finish_reason == "stop"
 
 
+def completion_choices(body: CompletionRequest, request: FakeRequest) -> list[Any]:
+    job = CompletionJob(body, request, "m", "id-1", 17, False)  # type: ignore[arg-type]
+    return [msgspec.json.decode(payload)["choices"][0] for payload in request.written(job)]
+
+
 def test_what_is_said_of_the_prompt_is_not_lost_with_a_delta_that_has_no_text() -> None:
-    scores = [None, {1: Logprob(-1.0, 1)}]
-
-    class Run(FakeRun):
-        params = SimpleNamespace(n=1)
-        state = SimpleNamespace(config=SimpleNamespace(enable_force_include_usage=False))
-
-        async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-            async for index, output in super().outputs():
-                output.prompt_logprobs = scores if output.outputs[0].token_ids == [0] else None
-                yield index, output
-
-    async def collect(body: CompletionRequest) -> list[Any]:
-        job = CompletionJob(body, Run("", "", "text", "end"), "m", "id-1", 17, False)  # type: ignore[arg-type]
-        return [msgspec.json.decode(payload)["choices"][0] async for some in job.payloads() for payload in some]
-
-    first, second, last = asyncio.run(collect(CompletionRequest(prompt="a", stream=True, prompt_logprobs=0)))
+    request = FakeRequest("", "", "text", "end")
+    request.outputs[0].prompt_logprobs = [None, {1: Logprob(-1.0, 1)}]
+    first, second, last = completion_choices(CompletionRequest(prompt="a", stream=True, prompt_logprobs=0), request)
     assert first["text"] == "" and first["prompt_logprobs"][1]["1"]["logprob"] == -1.0
     assert (second["text"], last["text"]) == ("text", "end") and "prompt_logprobs" not in second
-    assert len(asyncio.run(collect(CompletionRequest(prompt="a", stream=True)))) == 2, "nothing is said of nothing"
+    request = FakeRequest("", "", "text", "end")
+    assert len(completion_choices(CompletionRequest(prompt="a", stream=True), request)) == 2, (
+        "empty deltas are left out"
+    )
+
+
+class WordParser:
+    """Gives whole words, in capitals: a parser that holds text back and changes it."""
+
+    def __init__(self) -> None:
+        self.held = ""
+
+    def feed(self, text: str) -> Sequence[OutputPart]:
+        *words, self.held = (self.held + text).split(" ")
+        return [Content(word.upper()) for word in words]
+
+    def finish(self) -> Sequence[OutputPart]:
+        return [Content(self.held.upper())]
+
+
+@pytest.mark.parametrize("options", [{}, {"token_ids": True}], ids=["quick", "with ids"])
+def test_writers_write_what_a_registered_parser_gives(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
+) -> None:
+    monkeypatch.setitem(PARSERS, "words", WordParser)
+    texts = ("one tw", "o", " three four", " fi", "ve")
+    chunks = [msgspec.json.decode(each) for each in chat_payloads(FakeRequest(*texts, parser="words"), **options)]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "ONETWOTHREEFOURFIVE"
+    body = CompletionRequest(prompt="a", stream=True, return_token_ids=bool(options))
+    choices = completion_choices(body, FakeRequest(*texts, parser="words"))
+    assert "".join(choice["text"] for choice in choices) == "ONETWOTHREEFOURFIVE"
 
 
 # ---------------------------------------------------------------- log-probabilities
@@ -164,7 +200,7 @@ def test_chat_logprobs_have_exact_bytes() -> None:
     positions = [{1: Logprob(-0.1, 1), 0: Logprob(float("-inf"), 2)}, {2: Logprob(-0.2, 1), 1: Logprob(-3.0, 2)}]
     content = writer.chat([1, 2], positions, 2).content
     assert bytes(b for each in content for b in each.bytes or []).decode() == "é"
-    assert [top.logprob for top in content[0].top_logprobs] == [-0.1, LEAST], "JSON has no infinity"
+    assert [top.logprob for top in content[0].top_logprobs] == [-0.1, MIN_LOGPROB], "JSON has no infinity"
     ids = LogprobWriter(Tokens(), as_ids=True).completion([1], positions[:1], 1, 5)  # type: ignore[arg-type]
     assert ids.tokens == ["token_id:1"] and ids.text_offset == [5] and ids.token_logprobs == [-0.1]
     assert prompt_logprobs([None, {0: Logprob(-1.0, 1, "a")}]) == [
@@ -185,41 +221,41 @@ def test_named_tokens_are_the_alternatives_in_place_of_the_likeliest() -> None:
 # ---------------------------------------------------------------- stored responses
 
 
-def stored(number: int, text: str = "", running: bool = False) -> Stored:
+def stored(number: int, text: str = "", running: bool = False) -> StoredResponse:
     settings: dict[str, Any] = {"reasoning": {}, "text": {}, "tools": [], "output": [], "metadata": {}}
     settings |= {"temperature": 1, "top_p": 1, "top_logprobs": 0, "tool_choice": "auto", "parallel_tool_calls": True}
     settings |= {"max_output_tokens": None, "previous_response_id": None, "store": True, "background": False}
     reply = ResponseReply(id=f"r{number}", created_at=0, status="completed", model="m", instructions=text, **settings)
-    return Stored(reply, [], "alice", run=SimpleNamespace() if running else None)  # type: ignore[arg-type]
+    return StoredResponse(reply, [], "alice", request=SimpleNamespace() if running else None)  # type: ignore[arg-type]
 
 
 def test_the_store_is_bounded_by_number_and_bytes() -> None:
-    alice = Key("alice")
+    alice = ApiKey("alice")
     store = ResponseStore(2)
-    store.keep(stored(0, running=True))
+    store.add(stored(0, running=True))
     for number in range(1, 4):
-        store.keep(stored(number))
+        store.add(stored(number))
     assert len(store) == 2
     assert store.find("r0", alice), "one that runs is kept"
     assert store.find("r3", alice)
     with pytest.raises(ApiError, match="not stored here"):
         store.find("r1", alice)
     with pytest.raises(ApiError):
-        store.find("r3", Key("bob"))
-    small = ResponseStore(100, most_bytes=3000)
+        store.find("r3", ApiKey("bob"))
+    small = ResponseStore(100, max_bytes=3000)
     for number in range(5):
-        small.keep(stored(number, "x" * 1000))
+        small.add(stored(number, "x" * 1000))
     assert len(small) < 3 and small.num_bytes <= 3000
     small.delete("r4", alice)
-    small.keep(stored(5, "y" * 5000))
+    small.add(stored(5, "y" * 5000))
     assert len(small) == 0 and small.num_bytes == 0
 
 
 def test_what_was_deleted_while_it_ran_does_not_come_back() -> None:
     store, running = ResponseStore(2), stored(0, running=True)
-    store.keep(running)
-    store.delete("r0", Key("alice"))
-    running.run = None
+    store.add(running)
+    store.delete("r0", ApiKey("alice"))
+    running.request = None
     store.update(running)
     assert len(store) == 0 and store.num_bytes == 0
 
@@ -227,15 +263,15 @@ def test_what_was_deleted_while_it_ran_does_not_come_back() -> None:
 def test_a_store_full_of_running_ones_takes_no_more_into_the_background() -> None:
     store, more = ResponseStore(1), stored(1, running=True)
     first = stored(0, running=True)
-    store.keep(first)
+    store.add(first)
     more.response.background = True
     with pytest.raises(ApiError, match="--max-stored-responses") as caught:
-        store.keep(more)
+        store.add(more)
     assert caught.value.status == 429 and len(store) == 1
-    first.run = None
+    first.request = None
     store.update(first)
-    store.keep(more)
-    assert store.find("r1", Key("alice")) is more and len(store) == 1
+    store.add(more)
+    assert store.find("r1", ApiKey("alice")) is more and len(store) == 1
 
 
 # ---------------------------------------------------------------- streams
@@ -280,18 +316,54 @@ def test_somebody_elses_cancel_is_not_a_disconnect() -> None:
     assert asyncio.run(go())
 
 
+class FailingRequest:
+    """An ApiRequest that fails before its first output or after it."""
+
+    def __init__(self, early: bool) -> None:
+        self.early = early
+        self.ended = False
+        self.stream = self
+        self.num_outputs = 0
+
+    @asynccontextmanager
+    async def ending(self) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            self.ended = True
+
+    async def start(self) -> None:
+        if self.early:
+            raise RequestError("wrong", "x")
+
+    async def next(self) -> RequestOutput:
+        self.num_outputs += 1
+        if self.num_outputs > 2:
+            raise RequestError("wrong", "x")
+        return RequestOutput("r", None, [1], None, [], False)
+
+    def take(self, output: RequestOutput) -> None:
+        pass
+
+
+class CountingWriter:
+    """The first output has nothing to show."""
+
+    count = -1
+
+    def write(self, output: RequestOutput) -> bytes:
+        self.count += 1
+        return b"one" * self.count
+
+    def finish(self) -> bytes:
+        raise AssertionError("the stream fails")
+
+    def fail(self, error: Exception) -> bytes:
+        return str(error).encode()
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_errors_before_and_after_the_first_frame(early: bool) -> None:
-    closed = []
-
-    async def frames() -> AsyncGenerator[bytes, None]:
-        try:
-            if not early:
-                yield b"one"
-            raise RequestError("wrong", "x")
-        finally:
-            closed.append(True)
-
     async def never() -> AsgiMessage:
         await asyncio.sleep(60)
         raise AssertionError
@@ -301,18 +373,16 @@ def test_errors_before_and_after_the_first_frame(early: bool) -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async def go() -> None:
-        stream = await EventStream(frames(), lambda error: str(error).encode()).prime(never)
-        await stream({"type": "http"}, never, send)
-
+    request = FailingRequest(early)
+    stream = EventStream(request, CountingWriter())  # type: ignore[arg-type]
     if early:
         with pytest.raises(RequestError):
-            asyncio.run(go())
+            asyncio.run(stream({"type": "http"}, never, send))
         assert not sent
     else:
-        asyncio.run(go())
+        asyncio.run(stream({"type": "http"}, never, send))
         assert [message.get("body") for message in sent] == [None, b"one", b"wrong"]
-    assert closed
+    assert request.ended
 
 
 # ---------------------------------------------------------------- errors

@@ -14,7 +14,7 @@ from kvasir.server.schema.chat import ChatRequest
 from kvasir.server.schema.completions import CompletionRequest
 from kvasir.server.schema.messages import MessagesRequest
 from kvasir.server.schema.responses import ResponsesRequest
-from kvasir.server.schema.sampling import SAMPLING_FIELDS, Sampling
+from kvasir.server.schema.sampling import SAMPLING_FIELDS, SamplingBody
 from kvasir.server.schema.tokens import GenerateRequest, TokenizeRequest
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -66,7 +66,7 @@ def test_what_sampling_takes_reaches_it_or_is_refused() -> None:
     """A field of the shared body is a sampling parameter, is read elsewhere by name, or is refused."""
     elsewhere = {"truncate_prompt_tokens", "priority", "timeout", "request_id", "cache_salt", "return_token_ids"}
     elsewhere |= {"return_tokens_as_token_ids", "vllm_xargs"}
-    for name, field in Sampling.model_fields.items():
+    for name, field in SamplingBody.model_fields.items():
         refused = any(isinstance(note, Refusal) for note in field.metadata)
         assert (name in SAMPLING_FIELDS) + (name in elsewhere) + refused == 1, name
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from kvasir.server.errors import complaint
 from kvasir.server.schema.chat import ChatRequest
-from kvasir.server.validation import complaint
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -47,7 +47,7 @@ def test_fields(body: dict[str, Any], message: str, param: str) -> None:
     ("given", "message"),
     [
         (None, "The request has no body, or null; it must be a JSON object."),
-        (b"{}", "Send the body with Content-Type: application/json."),
+        (b"{}", "Send the body as JSON, with Content-Type: application/json."),
         ([1], "The body must be a JSON object, not a list."),
     ],
 )

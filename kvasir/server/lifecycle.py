@@ -1,5 +1,5 @@
-"""From the first moment of an API process to its last: start the engine while probes are answered already, watch it,
-drain when told to stop, say why if it dies."""
+"""The lifecycle of an API process: it starts the engine while probes are answered, watches it, drains on a signal, and
+reports why the engine died."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from typing import TypeVar
 
 from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import KvasirError
-from kvasir.frontend.requests.input import TokensPrompt
+from kvasir.frontend.requests.prompts import TokensPrompt
 from kvasir.log import get_logger
 from kvasir.sampling_params import SamplingParams
-from kvasir.server.phases import DRAINING, FAILED, READY, STARTING, Phases
-from kvasir.server.state import ServerState
+from kvasir.server.state import DRAINING, FAILED, READY, STARTING, ServerPhase, ServerState
 
 logger = get_logger(__name__)
 T = TypeVar("T")
 
-_LOOK_SECONDS = 0.1  # how often the engine's death is looked for
-_FLUSH_LOOKS = 10  # looks between two flushes of the metrics
+_WATCH_SECONDS = 0.1  # between two checks that the engine lives
+_CHECKS_PER_FLUSH = 10  # the metrics are flushed at every tenth check
 _LOG_SECONDS = 10.0
-_LAST_WORDS_SECONDS = 2.0  # for open requests to be told that the engine has died
+_FAIL_SECONDS = 2.0  # for open requests to be answered after the engine has died
 
-Starter = Callable[[Phases], AsyncLLM]  # blocks until the engine serves, entering phases on the way
+Starter = Callable[[ServerPhase], AsyncLLM]  # blocks until the engine serves; enters phases on the way
 
 
-class Life:
-    """`start` makes the engine, in a thread; `stop` makes the web server end. `error` is why, if not because it was
+class ServerLifecycle:
+    """`start` makes the engine, in a thread; `stop` ends the web server. `error`: why the server ended, unless it was
     asked to."""
 
     def __init__(self, state: ServerState, start: Starter, stop: Callable[[], None]) -> None:
@@ -43,45 +42,45 @@ class Life:
         self._logged = 0.0
 
     def begin(self) -> None:
-        """Call in the event loop."""
-        self._spawn(self._live())
+        """Start the engine in the background. Called in the event loop."""
+        self._spawn(self._start_and_watch())
 
     def _spawn(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[call-overload]
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _live(self) -> None:
+    async def _start_and_watch(self) -> None:
         try:
-            engine = await _in_daemon_thread(lambda: self._start(self.state.phases))
-            self.state.engine_is_here(engine)
-            self.state.phases.enter(STARTING[-1])
-            self.state.phases.note(engine.startup_seconds)
+            engine = await _in_daemon_thread(lambda: self._start(self.state.phase))
+            self.state.set_engine(engine)
+            self.state.phase.enter(STARTING[-1])
+            self.state.phase.add_engine_seconds(engine.startup_seconds)
             await _first_token(engine)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             self._end_with(error)
             return
-        if self.state.phases.now in STARTING:
-            self.state.phases.enter(READY)
+        if self.state.phase.now in STARTING:
+            self.state.phase.enter(READY)
         await self._watch(engine)
 
-    # ------------------------------------------------------------ while it lives
+    # ------------------------------------------------------------ while the engine runs
 
     async def _watch(self, engine: AsyncLLM) -> None:
-        looks = 0
+        checks = 0
         while not engine.errored:
-            await asyncio.sleep(_LOOK_SECONDS)
-            looks += 1
-            if looks % _FLUSH_LOOKS == 0:
+            await asyncio.sleep(_WATCH_SECONDS)
+            checks += 1
+            if checks % _CHECKS_PER_FLUSH == 0:
                 await self._flush()
-        if self.state.phases.now == FAILED:
+        if self.state.phase.now == FAILED:
             return
         assert engine.dead_error is not None
-        self.state.phases.fail(f"The engine died: {engine.dead_error}")
+        self.state.phase.fail(f"The engine died: {engine.dead_error}")
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.state.idle.wait(), _LAST_WORDS_SECONDS)
+            await asyncio.wait_for(self.state.idle.wait(), _FAIL_SECONDS)
         self._end_with(engine.dead_error)
 
     async def _flush(self) -> None:
@@ -89,10 +88,10 @@ class Life:
         new = metrics.tally.generated
         metrics.flush()
         now, (then, smoothed) = time.monotonic(), self._generated
-        rate = 0.5 * smoothed + 0.5 * new / (now - then)  # a few seconds' mean
+        rate = 0.5 * smoothed + 0.5 * new / (now - then)  # smoothed over a few seconds
         self._generated = now, rate if rate > 0.01 else 0.0
         metrics.tokens_per_second.set(self._generated[1])
-        if now - self._logged >= _LOG_SECONDS and not self.state.config.disable_log_stats and self.state.runs:
+        if now - self._logged >= _LOG_SECONDS and not self.state.config.disable_log_stats and self.state.requests:
             self._logged = now
             await self._log_stats()
 
@@ -117,46 +116,46 @@ class Life:
     # ------------------------------------------------------------ the end
 
     def drain(self) -> None:
-        """Take no new requests, let those that run finish, then end. A second call ends at once."""
-        phases = self.state.phases
-        if not phases.is_ready:
+        """Refuse new requests, let running ones finish, then end. A second call ends at once."""
+        phase = self.state.phase
+        if not phase.is_ready:
             self._spawn(self._end_now())
             return
-        phases.enter(DRAINING)
+        phase.enter(DRAINING)
         self._spawn(self._drain())
 
     async def _drain(self) -> None:
         limit = self.state.config.shutdown_timeout
-        running = len(self.state.runs)
+        running = len(self.state.requests)
         logger.info("shutting down: %d requests may finish within %g s; a second signal ends them now", running, limit)
         try:
             await asyncio.wait_for(self.state.idle.wait(), limit)
         except TimeoutError:
-            logger.warning("%d requests did not finish in time and are aborted", len(self.state.runs))
+            logger.warning("%d requests did not finish in time and are aborted", len(self.state.requests))
         await self._end_now()
 
     async def _end_now(self) -> None:
-        """Requests that still run are told so: the web server waits for them."""
-        for run in list(self.state.runs):
-            await run.abort()
+        """Abort the requests that still run: the web server waits until they are answered."""
+        for request in list(self.state.requests):
+            await request.abort()
         self._stop()
 
     def _end_with(self, error: BaseException) -> None:
         if self.error is None:
             self.error = error
-            self.state.phases.fail(str(error))
+            self.state.phase.fail(str(error))
         self._stop()
 
 
 async def _first_token(engine: AsyncLLM) -> None:
-    """The model answers."""
+    """Generate one token, which shows that the model works."""
     params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
     async for _ in engine.generate(TokensPrompt(prompt_token_ids=[0]), params):
         pass
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:
-    """A thread that does not keep the process from ending."""
+    """Run `work` in a thread that does not keep the process from ending."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 

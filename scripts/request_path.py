@@ -1,0 +1,187 @@
+"""Trace one streamed chat request through the server and the engine, and list the files it runs through.
+
+The ASGI application runs in this process and the engine in its own, with an executor that has no model. Both processes
+record which modules' code is called while the request is served; start-up and the server's own background tasks do not
+count. The list is in the order of each file's first call, with the lines a reader has to open.
+
+usage: request_path.py [--max-files N] [--max-lines N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import mmap
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # run it from a checkout; the engine imports this file too
+
+FLAG = "KVASIR_REQUEST_PATH"  # names the folder in which both processes leave what they recorded
+BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "ignore_eos": True, "stream": True}
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+BACKGROUND = {"_watch", "_flush", "_log_stats"}  # the server's own tasks, which run whether or not a request does
+
+
+class Recorder:
+    """Notes when each module of kvasir is first called while the flag, a byte shared by both processes, is set."""
+
+    def __init__(self, folder: Path) -> None:
+        with open(folder / "flag", "r+b") as file:
+            self.flag = mmap.mmap(file.fileno(), 1)
+        self.first: dict[str, float] = {}
+
+    def start(self) -> None:
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        # By the module's name, because the methods that dataclasses generate have no file.
+        name = frame.f_globals.get("__name__", "")
+        if event != "call" or not self.flag[0] or name in self.first or not name.startswith("kvasir."):
+            return
+        if not _in_background(frame):
+            self.first[name] = time.time()
+
+    def write(self, file: Path) -> None:
+        file.write_text(json.dumps(self.first))
+
+
+def _in_background(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name in BACKGROUND and frame.f_globals.get("__name__", "").startswith("kvasir.server"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def traced_echo(config: Any) -> Any:
+    """The executor of the engine's process, which begins to record there."""
+    from kvasir.executor.fake import echo
+
+    folder = Path(os.environ[FLAG])
+    recorder = Recorder(folder)
+    executor = echo(config)
+    close = executor.close
+
+    def close_and_write() -> None:
+        sys.setprofile(None)
+        recorder.write(folder / "engine.json")
+        close()
+
+    executor.close = close_and_write  # type: ignore[method-assign]
+    recorder.start()
+    return executor
+
+
+async def _serve(folder: Path, recorder: Recorder) -> int:
+    """Send the request to the application; return how many chunks came back."""
+    from kvasir.entrypoints.async_llm import AsyncLLM
+    from kvasir.executor.fake import fake_config
+    from kvasir.server.app import make_app
+    from kvasir.server.config import ServerConfig
+    from kvasir.server.state import READY, ServerState
+
+    config = fake_config(vocab_size=256, max_model_len=512, tokenizer=str(_make_tokenizer(folder)))
+    engine = AsyncLLM(config, "request_path:traced_echo")
+    try:
+        state = ServerState(ServerConfig(), "fake")
+        state.set_engine(engine)
+        state.phase.enter(READY)
+        app = make_app(state)
+        await _ask(app)  # compiles the chat template, builds FastAPI's middleware
+        recorder.flag[0] = 1
+        recorder.start()
+        chunks = await _ask(app)
+        sys.setprofile(None)
+        recorder.flag[0] = 0
+        return chunks
+    finally:
+        engine.shutdown()
+
+
+async def _ask(app: Any) -> int:
+    """One request, as uvicorn would bring it."""
+    body, sent = json.dumps(BODY).encode(), bytearray()
+    headers = [(b"host", b"x"), (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    scope = {
+        **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http"},
+        **{"path": "/v1/chat/completions", "raw_path": b"/v1/chat/completions", "root_path": "", "query_string": b""},
+        **{"headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000)},
+    }
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()  # the client stays
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        assert message.get("status", 200) == 200, message
+        sent.extend(message.get("body", b""))
+
+    await app(scope, receive, send)
+    assert sent.endswith(b"data: [DONE]\n\n"), bytes(sent)
+    return sent.count(b"data: ")
+
+
+def _make_tokenizer(folder: Path) -> Path:
+    """A tokenizer whose tokens are bytes, with a chat template."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    vocab = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
+
+
+def trace() -> list[tuple[str, int]]:
+    """The files in the order of their first call, with their lines."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "flag").write_bytes(b"\0")
+        os.environ[FLAG] = name
+        os.environ.setdefault("KVASIR_LOG_LEVEL", "WARNING")
+        recorder = Recorder(folder)
+        assert asyncio.run(_serve(folder, recorder)) > 1, "the reply was not streamed"
+        first = recorder.first
+        for module, at in json.loads((folder / "engine.json").read_text()).items():
+            first[module] = min(at, first.get(module, at))
+    files = [_file_of(module) for module in sorted(first, key=first.__getitem__)]
+    return [(str(file.relative_to(ROOT)), len(file.read_text().splitlines())) for file in files]
+
+
+def _file_of(module: str) -> Path:
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max-files", type=int, help="exit with status 1 if there are more")
+    parser.add_argument("--max-lines", type=int, help="exit with status 1 if there are more")
+    options = parser.parse_args()
+    found = trace()
+    for number, (file, lines) in enumerate(found, start=1):
+        print(f"{number:>3}  {file:<45} {lines:>5}")
+    total = sum(lines for _, lines in found)
+    print(f"\n{len(found)} files, {total:,} lines")
+    too_many = options.max_files is not None and len(found) > options.max_files
+    return int(too_many or (options.max_lines is not None and total > options.max_lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

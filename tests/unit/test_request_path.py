@@ -1,0 +1,26 @@
+"""The files that a streamed chat request runs through: as many as a reader can follow, and no more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+MAX_FILES, MAX_LINES = 53, 9_800
+
+
+def test_the_path_of_a_request_stays_short() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "request_path.py")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+    *rows, empty, total = ran.stdout.splitlines()
+    files = [row.split()[1] for row in rows]
+    assert not empty and total.startswith(f"{len(files)} files, ")
+    # both processes are traced, from the gate to the engine and back
+    for expected in ("server/gate.py", "server/routes/chat.py", "engine/scheduler.py", "server/event_stream.py"):
+        assert f"kvasir/{expected}" in files
+    assert files[0] == "kvasir/server/gate.py" and "kvasir/server/lifecycle.py" not in files
+    num_lines = int(total.split(", ")[1].split()[0].replace(",", ""))
+    assert len(files) <= MAX_FILES, ran.stdout
+    assert num_lines <= MAX_LINES, ran.stdout
