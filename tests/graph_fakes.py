@@ -12,6 +12,7 @@ import torch
 from kvasir.kernels.triton import paged_mixed
 from kvasir.worker.graph_memory import GraphMemory
 from kvasir.worker.graph_pool import Captured
+from tests import triton_interpreter  # noqa: F401  # it makes the interpreter quicker
 
 if not torch.cuda.is_available():
     paged_mixed.PROGRAMS = 8  # the interpreter takes one after another, and most would find nothing to do

@@ -11,6 +11,7 @@ import torch
 
 from kvasir.kernels.shared_prefixes import SharedPrefixes
 from kvasir.kernels.triton import paged_mixed
+from tests import triton_interpreter  # noqa: F401  # it makes the interpreter quicker
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -1,0 +1,48 @@
+"""Cases of several parameters: in the fast tests every two values meet once, in the long tests all of them meet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+Pair = tuple[int, int, int, int]
+
+
+def _pairs(case: Sequence[int]) -> set[Pair]:
+    """Which values of which two parameters meet in a case, which is given as the number of each parameter's value."""
+    return {(i, case[i], j, case[j]) for i, j in combinations(range(len(case)), 2)}
+
+
+def _covering(sizes: Sequence[int]) -> set[tuple[int, ...]]:
+    """Few cases in which every two values meet: again and again the one that brings most new pairs."""
+    cases = list(product(*map(range, sizes)))
+    missing: set[Pair] = set().union(*map(_pairs, cases))
+    chosen = set()
+    while missing:
+        best = max(cases, key=lambda case: len(_pairs(case) & missing))
+        chosen.add(best)
+        missing -= _pairs(best)
+    return chosen
+
+
+def pairwise(*parameters: Sequence[Any], every: bool = False) -> list[Any]:
+    """The product of the parameters' values for `parametrize`. `every`: all of them are fast tests.
+
+    A value that is a tuple stands for several arguments.
+    """
+    fast = _covering([len(values) for values in parameters])
+    params = []
+    for case in product(*(range(len(values)) for values in parameters)):
+        chosen = (values[number] for values, number in zip(parameters, case, strict=True))
+        arguments = [part for value in chosen for part in (value if isinstance(value, tuple) else (value,))]
+        params.append(pytest.param(*arguments, marks=() if every or case in fast else pytest.mark.slow))
+    return params
+
+
+def few(values: Sequence[Any], fast: Sequence[Any], every: bool = False) -> list[Any]:
+    """All values for `parametrize`, of which only some are fast tests."""
+    assert all(value in values for value in fast)
+    return [pytest.param(value, marks=() if every or value in fast else pytest.mark.slow) for value in values]
