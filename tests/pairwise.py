@@ -1,4 +1,4 @@
-"""Cases of several parameters: in the fast tests every two values meet once, in the long tests all of them meet."""
+"""Cases of several parameters: in the fast tests every two values meet, in the long tests all of them meet."""
 
 from __future__ import annotations
 
@@ -33,11 +33,20 @@ def pairwise(*parameters: Sequence[Any], every: bool = False) -> list[Any]:
 
     A value that is a tuple stands for several arguments.
     """
-    fast = _covering([len(values) for values in parameters])
+    return _cases(parameters, _covering([len(values) for values in parameters]), every)
+
+
+def each_once(*parameters: Sequence[Any], every: bool = False) -> list[Any]:
+    """As `pairwise`, where the fast tests have each value of each parameter, and not each pair."""
+    sizes = [len(values) for values in parameters]
+    return _cases(parameters, {tuple(number % size for size in sizes) for number in range(max(sizes))}, every)
+
+
+def _cases(parameters: Sequence[Sequence[Any]], fast: set[tuple[int, ...]], every: bool) -> list[Any]:
     params = []
     for case in product(*(range(len(values)) for values in parameters)):
         chosen = (values[number] for values, number in zip(parameters, case, strict=True))
-        arguments = [part for value in chosen for part in (value if isinstance(value, tuple) else (value,))]
+        arguments = [part for value in chosen for part in (value if type(value) is tuple else (value,))]
         params.append(pytest.param(*arguments, marks=() if every or case in fast else pytest.mark.slow))
     return params
 
