@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -43,15 +43,23 @@ def each_once(*parameters: Sequence[Any], every: bool = False) -> list[Any]:
 
 
 def _cases(parameters: Sequence[Sequence[Any]], fast: set[tuple[int, ...]], every: bool) -> list[Any]:
-    params = []
-    for case in product(*(range(len(values)) for values in parameters)):
+    def arguments(case: tuple[int, ...]) -> tuple[Any, ...]:
         chosen = (values[number] for values, number in zip(parameters, case, strict=True))
-        arguments = [part for value in chosen for part in (value if type(value) is tuple else (value,))]
-        params.append(pytest.param(*arguments, marks=() if every or case in fast else pytest.mark.slow))
-    return params
+        return tuple(part for value in chosen for part in _parts(value))
+
+    cases = product(*(range(len(values)) for values in parameters))
+    return _params((arguments(case), every or case in fast) for case in cases)
+
+
+def _params(values: Iterable[tuple[Any, bool]]) -> list[Any]:
+    return [pytest.param(*_parts(value), marks=() if is_fast else pytest.mark.slow) for value, is_fast in values]
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return value if type(value) is tuple else (value,)
 
 
 def few(values: Sequence[Any], fast: Sequence[Any], every: bool = False) -> list[Any]:
     """All values for `parametrize`, of which only some are fast tests."""
     assert all(value in values for value in fast)
-    return [pytest.param(value, marks=() if every or value in fast else pytest.mark.slow) for value in values]
+    return _params((value, every or value in fast) for value in values)

@@ -46,7 +46,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def llm(qwen: Model) -> Iterator[LLM]:
     with qwen.llm() as llm:
         yield llm
