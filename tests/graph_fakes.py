@@ -15,7 +15,7 @@ from kvasir.worker.graph_pool import Captured
 from tests import triton_interpreter  # noqa: F401  # it makes the interpreter quicker
 
 if not torch.cuda.is_available():
-    paged_mixed.PROGRAMS = 8  # the interpreter takes one after another, and most would find nothing to do
+    paged_mixed.PROGRAMS = 3  # the interpreter takes one after another, and most would find nothing to do
 
 
 class Repeats:

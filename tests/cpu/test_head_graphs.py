@@ -60,7 +60,9 @@ SCORED = {"scored", "scored most", "scored alone", "named", "many named", "filte
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(make_hf_model("qwen3", num_hidden_layers=1), tmp_path_factory.mktemp("model"))
+    """Attention is not what is tested here."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return save(make_hf_model("qwen3", **sizes), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

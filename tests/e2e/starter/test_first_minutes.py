@@ -94,8 +94,14 @@ def test_no_memory(starter_model: Path) -> None:
     [
         ("offline_batch.py", r"The capital of France is Paris[\s\S]*tokens for 8 chats"),
         ("chat.py", r"Paris[\s\S]*\d\d of \d+ prompt tokens were cached"),
-        ("prefix_sharing.py", r"without .* 0 found in the cache\nwith .* [1-9]\d+ found in the cache"),
-        ("beam_search.py", r"beam search:\n(  +-\d.*\n){4}diverse:\n(  +-\d.*\n){4}"),
+        pytest.param(
+            "prefix_sharing.py",
+            r"without .* 0 found in the cache\nwith .* [1-9]\d+ found in the cache",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "beam_search.py", r"beam search:\n(  +-\d.*\n){4}diverse:\n(  +-\d.*\n){4}", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_offline_examples(starter_model: Path, name: str, words: str) -> None:
