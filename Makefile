@@ -8,7 +8,9 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
 STARTER := $(if $(MODEL),,.venv/model)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+# One more than there are cores, up to eight: some tests wait for other processes.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : cores)))
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help serve chat test test-long test-all check sanitize run docs docs-site screenshots clean
 help:
