@@ -19,6 +19,7 @@ from kvasir.executor.multiproc import MultiprocExecutor
 from tests.conftest import ROOT
 from tests.cpu.test_engine import GREEDY, TIGHT, Model, check_logprobs, generate, metric
 from tests.cpu.test_fallback import PARAMS
+from tests.pairwise import few
 from tests.process_builders import PATIENCE, gone
 
 
@@ -26,7 +27,7 @@ def processes(llm: LLM) -> list[subprocess.Popen[bytes]]:
     return [rank.process for rank in llm.llm_engine.client.core.executor._ranks]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "olmo2", "gpt2"])
+@pytest.mark.parametrize("name", few(["llama", "mixtral", "olmo2", "gpt2"], fast=["llama", "mixtral"]))
 def test_two_ranks_say_what_transformers_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiproc, "CLOSE_SECONDS", PATIENCE)
     model = Model(name, tmp_path)
@@ -40,7 +41,7 @@ def test_two_ranks_say_what_transformers_says(name: str, tmp_path: Path, monkeyp
     assert [worker.returncode for worker in workers] == [0, 0], "closing ends the workers, and in peace"
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", few([0, 1], fast=[1]))
 def test_a_dead_rank_is_an_error_and_takes_the_others_along(victim: int, tmp_path: Path) -> None:
     model = Model("llama", tmp_path)
     llm = model.llm(tensor_parallel_size=2)

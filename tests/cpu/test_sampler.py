@@ -12,6 +12,7 @@ from kvasir.sampling.logprobs import TokenScores, top_logprobs
 from kvasir.sampling.sampler import Sampler
 from kvasir.sampling.stages import SampledRows
 from kvasir.sampling.state import SamplingState
+from tests.pairwise import few
 
 VOCAB = 40
 
@@ -60,8 +61,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "mixed in one batch"])
-@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize(
+    ("case", "mixed"),
+    few(
+        [(case, mixed) for case in range(len(CASES)) for mixed in (False, True)],
+        fast=[*((case, False) for case in range(len(CASES))), (len(CASES) - 1, True)],
+    ),
+)
 def test_draws_follow_the_distribution(case: int, mixed: bool) -> None:
     torch.manual_seed(case)
     logits = torch.randn(VOCAB) * 2
