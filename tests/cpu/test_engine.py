@@ -36,7 +36,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="module", params=CORE)
+@pytest.fixture(scope="module", params=few(CORE, fast=["mistral_window"]))
 def core_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(request.param, tmp_path_factory.mktemp(request.param))
 

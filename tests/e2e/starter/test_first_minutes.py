@@ -13,6 +13,7 @@ import pytest
 
 from tests import web
 from tests.conftest import ROOT
+from tests.pairwise import few
 from tests.process_builders import seconds_of_torch
 from tests.server_process import LiveServer
 
@@ -139,6 +140,9 @@ def test_no_example_is_forgotten() -> None:
 # ---------------------------------------------------------------- snippets
 
 
+FAST = ("README.md:0", "docs/quick_start.md:0")
+
+
 def snippets() -> list[tuple[str, str]]:
     found = []
     for page in ("README.md", "docs/quick_start.md"):
@@ -147,7 +151,11 @@ def snippets() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("where", "snippet"), snippets(), ids=lambda value: value if len(value) < 40 else "")
+@pytest.mark.parametrize(
+    ("where", "snippet"),
+    few(snippets(), fast=[found for found in snippets() if found[0] in FAST]),
+    ids=lambda value: value if len(value) < 40 else "",
+)
 def test_python_of_readme_and_quick_start_runs(
     where: str, snippet: str, real_server: LiveServer, starter_model: Path, tmp_path: Path
 ) -> None:
