@@ -8,15 +8,18 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
 STARTER := $(if $(MODEL),,.venv/model)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+# One more than there are cores, up to eight: some tests wait for other processes.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : cores)))
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help serve chat test test-all check sanitize run docs docs-site screenshots clean
+.PHONY: help serve chat test test-long test-all check sanitize run docs docs-site screenshots clean
 help:
 	@echo "make serve     a small real model on http://$(HOST):$(PORT), with a page to talk to it; PORT= and MODEL= choose"
 	@echo "make chat      the same model in the terminal; MODEL= chooses another"
 	@echo "make run       an offline batch on a small real model"
 	@echo "make test      the fast tests"
-	@echo "make test-all  all tests, the long ones too"
+	@echo "make test-long the long tests"
+	@echo "make test-all  all tests, the long ones too, with many more random examples"
 	@echo "make check     ruff and mypy"
 	@echo "make sanitize  the CPU library's own tests under the thread and address sanitizers"
 	@echo "make docs      write the generated pages anew"
@@ -31,6 +34,9 @@ chat: .venv/runtime $(STARTER)
 
 test: .venv/dev .venv/model
 	$(PYTEST)
+
+test-long: .venv/dev .venv/model
+	KVASIR_HYPOTHESIS_PROFILE=long $(PYTEST) -m "slow or examples"
 
 test-all: .venv/dev .venv/model
 	KVASIR_HYPOTHESIS_PROFILE=soak $(PYTEST) -m ""

@@ -23,8 +23,8 @@ ROOT = Path(__file__).parent.parent
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The same examples in every run of the fast tests, so that a change is judged by what it changes; new ones in the soak.
-for name, examples in {"fast": 200, "soak": 2000}.items():
+# The same examples in every run of the fast tests, so that a change is judged by what it changes; else new ones.
+for name, examples in {"fast": 60, "long": 400, "soak": 2000}.items():
     settings.register_profile(
         name,
         max_examples=examples,
@@ -34,6 +34,13 @@ for name, examples in {"fast": 200, "soak": 2000}.items():
         print_blob=True,
     )
 settings.load_profile(os.environ.get("KVASIR_HYPOTHESIS_PROFILE", "fast"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests of random examples are also long tests, which try more examples."""
+    if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+        item.add_marker(pytest.mark.examples)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

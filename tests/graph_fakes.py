@@ -11,9 +11,10 @@ import torch
 
 from kvasir.kernels.triton import paged_mixed
 from kvasir.worker.graphs.pool import Captured, GraphMemory
+from tests import triton_interpreter  # noqa: F401  # it makes the interpreter quicker
 
 if not torch.cuda.is_available():
-    paged_mixed.PROGRAMS = 8  # the interpreter takes one after another, and most would find nothing to do
+    paged_mixed.PROGRAMS = 3  # the interpreter takes one after another, and most would find nothing to do
 
 
 class Repeats:

@@ -146,6 +146,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {**MOE, "head_dim": 12, "norm_topk_prob": True, "decoder_sparse_step": 2}),
 }
 
+# Norms before and after, of both kinds; parallel blocks; windows; soft caps; learned, halved and interleaved positions;
+# biases; experts. Tests that take long have these among the fast ones, and the other architectures among the long ones.
+REPRESENTATIVE = ("llama", "qwen3", "gemma2", "gpt2", "falcon", "olmo2", "cohere2", "mixtral")
+
 
 def make_hf_model(name: str, seed: int = 0, **changes: Any) -> Any:
     """transformers' model of one of TINY, every parameter random: fresh ones have biases of zero and gains of one."""

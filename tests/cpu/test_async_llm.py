@@ -131,6 +131,7 @@ def test_a_config_error_of_the_worker_stays_one(model: Model) -> None:
         start(model, kv_cache_memory_bytes=100)
 
 
+@pytest.mark.slow
 def test_a_dead_worker_is_a_dead_engine(model: Model) -> None:
     async def work(llm: AsyncLLM, pid: int) -> None:
         running = asyncio.create_task(last(llm, tokens(*model.prompts[0]), greedy(60)))
@@ -149,6 +150,7 @@ def test_a_dead_worker_is_a_dead_engine(model: Model) -> None:
         llm.shutdown()
 
 
+@pytest.mark.slow
 def test_workers_end_when_the_parent_is_killed(model: Model) -> None:
     program = (
         "import sys, time; from tests.cpu.test_async_llm import *\n"

@@ -20,6 +20,7 @@ from kvasir.models.transformer import Transformer
 from tests.attention_fakes import Calls, allow_float32, install, pretend, uses
 from tests.engine_builders import generate, tokens
 from tests.model_builders import make_hf_model, save
+from tests.pairwise import each_once
 
 CPU = torch.device("cpu")
 # By title: the backend, the capability on which that package is taken, and a block size it has.
@@ -204,10 +205,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save(model, tmp_path_factory.mktemp(name)) for name, model in hf.items()}
 
 
-@pytest.mark.parametrize("title", WAYS)
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("qwen3", Transformer), ("mistral_window", Transformer), ("gemma2", Transformer), ("gemma2", TransformersModel)],
+    ("title", "name", "kind"),
+    each_once(
+        list(WAYS),
+        [
+            ("qwen3", Transformer),
+            ("mistral_window", Transformer),
+            ("gemma2", Transformer),
+            ("gemma2", TransformersModel),
+        ],
+    ),
 )
 def test_an_engine_says_what_it_says_with_torch(
     title: str, name: str, kind: type, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir import BeamSearchParams, SamplingParams
+from kvasir import LLM, BeamSearchParams, SamplingParams
 from kvasir.errors import RequestError
 from kvasir.sampling_params import RequestOutputKind
 from tests.engine_builders import SMALL, TIGHT, Model, generate, metric
+from tests.pairwise import few
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +72,10 @@ def check(output: Any, wanted: list[tuple[list[int], float]], length_penalty: fl
         assert math.isclose(got, score, abs_tol=2e-4), f"{got} is not {score}"
 
 
-@pytest.mark.parametrize("width", [2, 3, 4, 5, 6, 7, 8])
-@pytest.mark.parametrize("stops", [False, True], ids=["no end tokens", "end tokens"])
+@pytest.mark.parametrize(
+    ("width", "stops"),
+    few([(width, stops) for stops in (False, True) for width in range(2, 9)], fast=[(2, False), (4, True), (8, True)]),
+)
 def test_tokens_and_scores_equal_transformers(model: Model, width: int, stops: bool) -> None:
     num_ended = 0
     with model.llm(block_size=4, async_scheduling=True) as llm:
@@ -115,7 +118,12 @@ def test_sequences_are_vllms(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, SMALL, {**TIGHT, "max_num_seqs": 9}, {"enable_prefix_caching": False}], ids=str
+    "settings",
+    few(
+        [{}, SMALL, {**TIGHT, "max_num_seqs": 9}, {"enable_prefix_caching": False}],
+        fast=[{}, {**TIGHT, "max_num_seqs": 9}],
+    ),
+    ids=str,
 )
 def test_searches_and_samples_in_one_batch(model: Model, settings: dict[str, Any]) -> None:
     """Many searches at once, among ordinary requests, with chunks and preemption: the texts of running alone."""
@@ -239,6 +247,12 @@ def test_abort_ends_a_search_and_lets_the_next_begin(model: Model) -> None:
         assert metric(llm, "kv_cache_blocks_used") == 0
 
 
+@pytest.fixture(scope="module")
+def eight_rows(model: Model) -> Iterator[LLM]:
+    with model.llm(max_num_seqs=8) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -254,8 +268,8 @@ def test_abort_ends_a_search_and_lets_the_next_begin(model: Model) -> None:
     ],
 )
 def test_what_a_search_cannot_do_is_refused_by_name(
-    model: Model, make: Callable[[], SamplingParams], said: str
+    model: Model, eight_rows: LLM, make: Callable[[], SamplingParams], said: str
 ) -> None:
-    with model.llm(max_num_seqs=8) as llm, pytest.raises(RequestError) as error:
-        generate(llm, [model.prompts[0]], make())
+    with pytest.raises(RequestError) as error:
+        generate(eight_rows, [model.prompts[0]], make())
     assert error.value.parameter == said

@@ -173,6 +173,7 @@ def all_workloads():
 """
 
 
+@pytest.mark.slow
 def test_the_peers_measure_runs_the_adapter(model: Path, tmp_path: Path) -> None:
     """measure.py as it is, over a tiny model under a name it knows; then the record and the profile."""
     measure = Path(os.environ.get("KVASIR_TEST_DATA") or "nowhere").parent / "peers" / "vllm_h200" / "measure.py"

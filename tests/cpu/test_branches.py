@@ -11,6 +11,7 @@ from kvasir import SamplingParams
 from kvasir.errors import RequestError
 from kvasir.sampling_params import RequestOutputKind
 from tests.engine_builders import SMALL, TIGHT, Model, generate, metric
+from tests.pairwise import few
 
 CUMULATIVE, DELTA = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA
 
@@ -38,7 +39,11 @@ def test_branches_share_the_prompts_blocks(model: Model) -> None:
     assert len(set(texts)) == 8 and all(len(text) == 10 for text in texts)
 
 
-@pytest.mark.parametrize("settings", [{"async_scheduling": True}, SMALL, TIGHT, {"max_num_seqs": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    few([{"async_scheduling": True}, SMALL, TIGHT, {"max_num_seqs": 2}], fast=[TIGHT, {"max_num_seqs": 2}]),
+    ids=str,
+)
 def test_branches_depend_on_seed_and_prompt_alone(model: Model, settings: dict[str, Any]) -> None:
     params = [asked(seed=i, n=1 + i % 5, logprobs=1, prompt_logprobs=0, presence_penalty=0.5) for i in range(8)]
     with model.llm(**settings) as llm:

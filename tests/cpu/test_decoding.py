@@ -16,6 +16,7 @@ from kvasir.errors import ConfigError, RequestError
 from kvasir.outputs import FlatLogprobs, RequestOutput
 from kvasir.sampling_params import RequestOutputKind
 from tests.engine_builders import SMALL, TIGHT, Model, generate, metric, tokens
+from tests.pairwise import few
 
 VOCAB = 96
 
@@ -88,7 +89,7 @@ def test_bias_allowed_and_forbidden_tokens(model: Model) -> None:
             generate(llm, [prompt], greedy(bad_words=["no"]))
 
 
-@pytest.mark.parametrize("settings", [{"async_scheduling": True}, TIGHT], ids=["ahead", "tight"])
+@pytest.mark.parametrize("settings", few([{"async_scheduling": True}, TIGHT], fast=[TIGHT]), ids=["ahead", "tight"])
 def test_seeded_rows_with_every_stage_are_the_same_alone_and_in_a_batch(model: Model, settings: dict[str, Any]) -> None:
     wishes: list[dict[str, Any]] = [
         {"presence_penalty": 1.0},
@@ -125,7 +126,9 @@ def check_prompt_logprobs(model: Model, output: RequestOutput, count: int) -> No
         assert entry[token].rank == int((wanted[at - 1] > wanted[at - 1, token]).sum()) + 1
 
 
-@pytest.mark.parametrize("settings", [{}, SMALL, TIGHT, {**SMALL, "async_scheduling": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", few([{}, SMALL, TIGHT, {**SMALL, "async_scheduling": True}], fast=[{}, TIGHT]), ids=str
+)
 def test_prompt_logprobs_equal_transformers(model: Model, settings: dict[str, Any]) -> None:
     with model.llm(**settings) as llm:
         hits = [generate(llm, [model.prompts[0]], greedy())[0].num_cached_tokens for _ in range(2)]

@@ -21,6 +21,7 @@ from kvasir.kernels.triton.cache_update import rope_store
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode
 from kvasir.kernels.triton.paged_prefill import paged_prefill
 from tests.kernel_builders import DEVICE, DTYPES, GPU, attend, close, paged, randn, share
+from tests.pairwise import each_once
 
 pytestmark = pytest.mark.kernel
 
@@ -61,8 +62,10 @@ def test_store(kind: torch.dtype, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", SOME, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), SHAPES)
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (50, 0.7)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size", "window", "cap"),
+    each_once(SHAPES, [(None, None), (50, 0.7)], every=GPU),
+)
 def test_decode(
     heads: int, kv_heads: int, dim: int, block_size: int, window: int | None, cap: float | None, kind: Any, dtype: Any
 ) -> None:
@@ -78,8 +81,10 @@ def test_decode(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", SOME, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [*SHAPES, (4, 2, 128, 64)])
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (20, 0.7)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size", "window", "cap"),
+    each_once([*SHAPES, (4, 2, 128, 64)], [(None, None), (20, 0.7)], every=GPU),
+)
 def test_prefill(
     heads: int, kv_heads: int, dim: int, block_size: int, window: int | None, cap: float | None, kind: Any, dtype: Any
 ) -> None:

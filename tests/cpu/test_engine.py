@@ -23,19 +23,20 @@ from kvasir import LLM, SamplingParams
 from kvasir.errors import ConfigError, EngineDeadError, KvasirError, ModelError, RequestError
 from kvasir.outputs import RequestOutput
 from tests.engine_builders import SMALL, TIGHT, Model, generate, metric, tokens
-from tests.model_builders import TINY
+from tests.model_builders import REPRESENTATIVE, TINY
+from tests.pairwise import few
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 # Those of which everything is asked; of the others, log-probabilities and text under load.
 CORE = ("llama", "mistral_window", "qwen3")
 
 
-@pytest.fixture(scope="module", params=list(TINY))
+@pytest.fixture(scope="module", params=few(list(TINY), fast=REPRESENTATIVE))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="module", params=CORE)
+@pytest.fixture(scope="module", params=few(CORE, fast=["mistral_window"]))
 def core_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -45,7 +46,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model("qwen3", tmp_path_factory.mktemp("qwen3"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def llm(qwen: Model) -> Iterator[LLM]:
     with qwen.llm() as llm:
         yield llm

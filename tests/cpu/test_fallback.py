@@ -20,6 +20,7 @@ from kvasir.models.transformer import Transformer
 from tests.conftest import ROOT
 from tests.cpu.test_engine import TIGHT, Model, check_logprobs, generate, metric
 from tests.model_builders import TINY
+from tests.pairwise import few
 
 WITHOUT_A_SPEC: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {"pad_token_id": 0}),
@@ -58,7 +59,7 @@ def check_under_load(model: Model, kind: type, **settings: Any) -> None:
     check_logprobs(model, again)
 
 
-@pytest.mark.parametrize("name", WITHOUT_A_SPEC)
+@pytest.mark.parametrize("name", few(list(WITHOUT_A_SPEC), fast=["phi", "olmo"]))
 def test_without_a_spec_it_runs_through_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_lines: list[str]
 ) -> None:
@@ -67,7 +68,8 @@ def test_without_a_spec_it_runs_through_transformers(
     assert any("runs through transformers" in line for line in log_lines)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral_window", "gemma2", "cohere"])  # windows, soft caps, scaled logits
+# windows, soft caps, scaled logits
+@pytest.mark.parametrize("name", few(["qwen3", "mistral_window", "gemma2", "cohere"], fast=["gemma2"]))
 def test_on_request_others_do_as_well(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_under_load(make(name, tmp_path, monkeypatch), TransformersModel, model_impl="transformers")
 

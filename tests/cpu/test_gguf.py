@@ -21,6 +21,7 @@ from kvasir.quantization.gguf_file import read_gguf
 from tests.cpu.test_engine import SMALL, check_logprobs, generate
 from tests.gguf_builders import write_model, write_tokenizer
 from tests.model_builders import TINY, make_hf_model
+from tests.pairwise import few
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=10)
 LARGE_ROWS = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}  # K-quants have blocks of 256
@@ -132,7 +133,7 @@ REAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", few(list(REAL), fast=["qwen2_5", "gpt2"]))
 def test_tokenizers_equal_the_real_ones(name: str, test_data: Path, tmp_path: Path) -> None:
     """A file with a real vocabulary, its way of splitting only named: the same ids as from tokenizer.json."""
     with tarfile.open(test_data / "tokenizers" / f"{name}.tar.gz") as archive:
@@ -180,6 +181,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- a real model
 
 
+@pytest.mark.slow
 def test_smollm2_logits_equal_transformers(starter_model: Path) -> None:
     from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -203,6 +205,7 @@ def test_smollm2_logits_equal_transformers(starter_model: Path) -> None:
     check_logprobs(Reference(), outputs)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_smollm2_tokenizer(starter_model: Path, test_data: Path) -> None:
     """transformers' own conversion, but with digits split as the model's real tokenizer.json has them."""
     from tokenizers import pre_tokenizers

@@ -24,6 +24,7 @@ from kvasir.sampling.logprobs import NamedTokens
 from kvasir.sampling.parameters import NO_SAMPLING_KEY
 from kvasir.sampling.sampler import Sampler
 from tests.model_builders import make_hf_model, save
+from tests.pairwise import few
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -60,7 +61,9 @@ SCORED = {"scored", "scored most", "scored alone", "named", "many named", "filte
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(make_hf_model("qwen3", num_hidden_layers=1), tmp_path_factory.mktemp("model"))
+    """Attention is not what is tested here."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return save(make_hf_model("qwen3", **sizes), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +179,7 @@ def both(path: Path, request: pytest.FixtureRequest, names: list[str], **setting
     return runner, eager
 
 
-@pytest.mark.parametrize("name", WISHES)
+@pytest.mark.parametrize("name", few(list(WISHES), fast=["nothing", "bans", "min_tokens", "all"]))
 def test_each_wish_is_a_graph_and_changes_nothing(path: Path, name: str, request: pytest.FixtureRequest) -> None:
     runner, eager = both(path, request, [name, "nothing", name])
     stats = runner.graphs.stats
@@ -189,7 +192,7 @@ def test_each_wish_is_a_graph_and_changes_nothing(path: Path, name: str, request
 def test_all_wishes_at_once_while_tables_grow_and_rows_change_tenants(
     path: Path, request: pytest.FixtureRequest
 ) -> None:
-    names = list(WISHES)[::-1] + ["penalties", "bias"] * 4 + ["nothing"] * 3  # the longest lists are not first
+    names = list(WISHES)[::-1] + ["penalties", "bias"] * 2 + ["nothing"]  # the longest lists are not first
     runner, eager = both(path, request, names)
     stats = runner.graphs.stats
     assert not eager
@@ -210,13 +213,18 @@ def test_all_wishes_at_once_while_tables_grow_and_rows_change_tenants(
 @pytest.mark.parametrize(
     "wishes",
     [
-        [{"logprob_token_ids": list(range(n))} for n in (2, 9)],
-        [{"min_tokens": 3, "stop_token_ids": list(range(n))} for n in (2, 9)],
-        [{"logit_bias": dict.fromkeys(range(n), 1.0)} for n in (2, 9)],
-        [{"bad_words": [str(i) for i in range(n)]} for n in (2, 9)],
-        [{"bad_words": [words]} for words in ("3 4", "3 4 5 6")],
+        pytest.param([{"logprob_token_ids": list(range(n))} for n in (2, 9)], id="named"),
+        pytest.param(
+            [{"min_tokens": 3, "stop_token_ids": list(range(n))} for n in (2, 9)],
+            id="min_tokens",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param([{"logit_bias": dict.fromkeys(range(n), 1.0)} for n in (2, 9)], id="bias", marks=pytest.mark.slow),
+        pytest.param([{"bad_words": [str(i) for i in range(n)]} for n in (2, 9)], id="bad words"),
+        pytest.param(
+            [{"bad_words": [words]} for words in ("3 4", "3 4 5 6")], id="longer words", marks=pytest.mark.slow
+        ),
     ],
-    ids=["named", "min_tokens", "bias", "bad words", "longer words"],
 )
 def test_a_longer_list_than_any_before(
     path: Path, wishes: list[dict[str, Any]], request: pytest.FixtureRequest
@@ -241,11 +249,7 @@ def test_a_longer_list_than_any_before(
 
 @pytest.mark.parametrize(
     "mode",
-    [
-        "raw_logprobs",
-        "processed_logits",
-        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("raw_logits", "processed_logprobs")),
-    ],
+    few(["raw_logprobs", "processed_logits", "raw_logits", "processed_logprobs"], fast=["processed_logits"]),
 )
 def test_every_kind_of_score(path: Path, mode: str, request: pytest.FixtureRequest) -> None:
     names = ["scored", "all", "named", "penalties", "filtered", "scored most"]
@@ -325,8 +329,12 @@ def shift(output: list[int], logits: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "wish",
-    [{"logprobs": 33}, {"logprobs": -1}, {"logits_processors": [shift]}, {"top_ema_p": 0.5, "top_ema_d": 2}],
-    ids=["33", "all", "processor", "top ema"],
+    [
+        pytest.param({"logprobs": 33}, id="33"),
+        pytest.param({"logprobs": -1}, id="all", marks=pytest.mark.slow),
+        pytest.param({"logits_processors": [shift]}, id="processor"),
+        pytest.param({"top_ema_p": 0.5, "top_ema_d": 2}, id="top ema", marks=pytest.mark.slow),
+    ],
 )
 def test_what_no_graph_can_do_is_launched(path: Path, wish: dict[str, Any], request: pytest.FixtureRequest) -> None:
     prompts, params = requests(["penalties", "scored", "bad words"])

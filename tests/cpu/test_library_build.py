@@ -17,6 +17,7 @@ from tests.native_builders import SETS, require_library
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["thread", "address,undefined"])
 def test_sanitizers(kind: str) -> None:
     require_library()
@@ -52,6 +53,7 @@ def test_an_old_compiler_leaves_out_what_it_does_not_know(
     assert "does not know the instructions of isa_amx.cpp: left out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_amx_in_emulated_tiles(tmp_path: Path) -> None:
     """The AMX code of this library on a CPU that may have none."""
     require_library()
@@ -64,6 +66,7 @@ def test_amx_in_emulated_tiles(tmp_path: Path) -> None:
     assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout
 
 
+@pytest.mark.slow
 def test_it_can_be_installed_without_a_compiler(tmp_path: Path) -> None:
     source, installed = tmp_path / "source", tmp_path / "installed"
     unwanted = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__", "*.so", "tests", "docs")

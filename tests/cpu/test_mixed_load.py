@@ -54,9 +54,10 @@ def some_settings(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def test_texts_are_those_of_running_alone(model: Model, alone: LLM) -> None:
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(20), marks=pytest.mark.slow)], ids=str)
+def test_texts_are_those_of_running_alone(model: Model, alone: LLM, seeds: range) -> None:
     preemptions = 0.0
-    for seed in range(20):
+    for seed in seeds:
         rng = random.Random(seed)
         asked = {
             str(i): ([rng.randrange(2, 96) for _ in range(rng.randint(1, 20))], some_params(rng)) for i in range(10)
@@ -84,4 +85,4 @@ def test_texts_are_those_of_running_alone(model: Model, alone: LLM) -> None:
             prompt, params = asked[name]
             (wanted,) = generate(alone, [prompt], params)
             assert text == [branch.token_ids for branch in wanted.outputs], f"seed {seed}, {params}"
-    assert preemptions > 20
+    assert preemptions > (20 if len(seeds) == 20 else 0)

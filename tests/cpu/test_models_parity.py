@@ -17,7 +17,8 @@ from kvasir.models.decoder_layer import DecoderLayer
 from kvasir.models.loader import load_model
 from kvasir.models.spec import LayerSpec
 from kvasir.models.transformer import Transformer
-from tests.model_builders import TINY, PagedModel, make_config, make_hf_model, save
+from tests.model_builders import REPRESENTATIVE, TINY, PagedModel, make_config, make_hf_model, save
+from tests.pairwise import few
 
 LENGTHS = (41, 23, 6, 1)  # the longest is well past every window
 
@@ -39,9 +40,15 @@ def hf_logits(model: Any, text: list[int]) -> torch.Tensor:
     return logits.float()
 
 
-@pytest.fixture(scope="module", params=list(TINY))
+@pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     yield Pair(request.param, tmp_path_factory.mktemp(request.param))
+
+
+every_architecture = pytest.mark.parametrize("pair", list(TINY), indirect=True, scope="module")
+some_architectures = pytest.mark.parametrize(
+    "pair", few(list(TINY), fast=REPRESENTATIVE), indirect=True, scope="module"
+)
 
 
 def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
@@ -61,23 +68,27 @@ def cut(text: list[int], sizes: list[int]) -> list[list[int]]:
     return [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False) if text[begin:end]]
 
 
+@some_architectures
 def test_prefill(pair: Pair) -> None:
     found = run(pair.ours, [pair.texts])
     for key, expected in pair.expected.items():
         close(found[key], expected)
 
 
+@some_architectures
 @pytest.mark.parametrize("sizes", [[5, 1, 7, 16], [16, 16], [3, 2, 1, 1, 30]], ids=str)
 def test_chunked_prefill(pair: Pair, sizes: list[int]) -> None:
     found = run(pair.ours, [{"41": chunk} for chunk in cut(pair.texts["41"], sizes)])
     close(found["41"], pair.expected["41"])
 
 
+@some_architectures
 def test_decode(pair: Pair) -> None:
     found = run(pair.ours, [{"41": chunk} for chunk in cut(pair.texts["41"], [4, *[1] * 37])])
     close(found["41"], pair.expected["41"])
 
 
+@every_architecture
 def test_one_row_in_fewer_launches(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The short way of layers that have one, which a GPU takes, with the plain operations."""
     counted = []
@@ -104,6 +115,7 @@ def is_plain(layer: LayerSpec) -> bool:
     return type(layer) is LayerSpec and bare and gated and all(isinstance(norm, RMSNormSpec) for norm in norms)
 
 
+@every_architecture
 def test_parts_that_norms_sum(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products whose sums are left to the norm that follows, as on a GPU."""
     counted = []
@@ -130,6 +142,7 @@ def linears(model: Transformer) -> list[Linear]:
     return [module for module in model.modules() if isinstance(module, Linear)]
 
 
+@some_architectures
 def test_only_the_last_tokens_leave(pair: Pair) -> None:
     """Most of the last layer is spared the other tokens, whose keys must be there all the same."""
     paged = PagedModel(pair.ours)
@@ -141,7 +154,8 @@ def test_only_the_last_tokens_leave(pair: Pair) -> None:
             assert len(found[key]) == (1 if end else 3)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@every_architecture
+@pytest.mark.parametrize("seed", few(range(3), fast=[0]))
 def test_mixed_batches(pair: Pair, seed: int) -> None:
     """Decodes and chunks of several sequences in every step, joining and ending at different times."""
     rng = np.random.default_rng(seed)

@@ -15,13 +15,14 @@ from kvasir.kernels.cpu.packed import PackedMatrix
 from kvasir.layers.spec import MoESpec
 from kvasir.models.loader import load
 from kvasir.models.native import STEPS, LayerByLayer, NativeDecoder
-from tests.model_builders import TINY, PagedModel, make_config, make_hf_model, save
+from tests.model_builders import REPRESENTATIVE, TINY, PagedModel, make_config, make_hf_model, save
 from tests.native_builders import SETS, require_library
+from tests.pairwise import few
 
 LENGTHS = (41, 23, 6, 1)
 
 
-@pytest.fixture(scope="module", params=list(TINY))
+@pytest.fixture(scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     require_library()
     yield save(make_hf_model(request.param), tmp_path_factory.mktemp(request.param))
@@ -47,16 +48,33 @@ def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-@pytest.fixture(params=SETS)
+every_architecture = pytest.mark.parametrize("checkpoint", list(TINY), indirect=True, scope="module")
+some_architectures = pytest.mark.parametrize(
+    "checkpoint", few(list(TINY), fast=REPRESENTATIVE), indirect=True, scope="module"
+)
+
+
+@pytest.fixture
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     library.use_instruction_set(request.param)
     yield
     library.use_instruction_set(SETS[0])
 
 
-@pytest.mark.usefixtures("instruction_set")
-def test_logits(checkpoint: Path) -> None:
+@every_architecture
+@pytest.mark.parametrize("instruction_set", SETS[:1], indirect=True)
+def test_logits(checkpoint: Path, instruction_set: None) -> None:
     """As near to float32 as torch's bfloat16 is."""
+    check_logits(checkpoint)
+
+
+@some_architectures
+@pytest.mark.parametrize("instruction_set", SETS[1:], indirect=True)
+def test_logits_by_lesser_instruction_sets(checkpoint: Path, instruction_set: None) -> None:
+    check_logits(checkpoint)
+
+
+def check_logits(checkpoint: Path) -> None:
     config = make_config(checkpoint)
     texts = make_texts(config.model.vocab_size)
     exact = PagedModel(load(config, torch.device("cpu"))).step(texts)
@@ -67,6 +85,7 @@ def test_logits(checkpoint: Path) -> None:
         assert error(ours[key], exact[key]) < 1.5 * error(theirs[key], exact[key]) + 2e-3, key
 
 
+@some_architectures
 def test_only_the_last_tokens_leave(checkpoint: Path) -> None:
     config = make_config(checkpoint, "cpu", dtype="bfloat16")
     model, texts = load(config, torch.device("cpu")), make_texts(config.model.vocab_size)
@@ -75,6 +94,7 @@ def test_only_the_last_tokens_leave(checkpoint: Path) -> None:
         assert error(last[key], whole[key][-1:]) < 1e-2
 
 
+@some_architectures
 def test_8_bit_cache(checkpoint: Path) -> None:
     config = make_config(checkpoint, "cpu", dtype="bfloat16")
     model, texts = load(config, torch.device("cpu")), make_texts(config.model.vocab_size)
@@ -108,6 +128,7 @@ def median_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(np.median([error(one, other) for one, other in zip(got, wanted, strict=True)]))
 
 
+@some_architectures
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantized(checkpoint: Path, quantization: str) -> None:
     """The weights lose what they lose; what is computed with them is right but for activations of 8 bits."""
@@ -123,6 +144,7 @@ def test_quantized(checkpoint: Path, quantization: str) -> None:
         assert error(found[key], unquantized[key]) > 4e-3, "something was rounded"
 
 
+@every_architecture
 def test_what_runs_whole_is_said_and_counted(checkpoint: Path, log_lines: list[str]) -> None:
     config = make_config(checkpoint, "cpu", dtype="bfloat16")
     model = load(config, torch.device("cpu"))

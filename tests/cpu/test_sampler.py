@@ -12,6 +12,7 @@ from kvasir.sampling.features import HeadWork, SampledRows
 from kvasir.sampling.logprobs import top_logprobs
 from kvasir.sampling.parameters import SamplingParameters
 from kvasir.sampling.sampler import Sampler
+from tests.pairwise import few
 
 VOCAB = 40
 
@@ -62,8 +63,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "mixed in one batch"])
-@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize(
+    ("case", "mixed"),
+    few(
+        [(case, mixed) for case in range(len(CASES)) for mixed in (False, True)],
+        fast=[*((case, False) for case in range(len(CASES))), (len(CASES) - 1, True)],
+    ),
+)
 def test_draws_follow_the_distribution(case: int, mixed: bool) -> None:
     torch.manual_seed(case)
     logits = torch.randn(VOCAB) * 2

@@ -15,6 +15,7 @@ from kvasir.sampling.features import HeadWork, SampledRows
 from kvasir.sampling.logit_rules import Penalties
 from kvasir.sampling.registry import FeatureSettings, make_sampler
 from kvasir.sampling.top_ema import BETA
+from tests.pairwise import few
 
 VOCAB = 24
 CPU = torch.device("cpu")
@@ -249,12 +250,15 @@ def chi_square(counts: np.ndarray, probs: np.ndarray, draws: int) -> None:
     assert value < freedom + 5 * np.sqrt(2 * freedom) + 5, f"chi-square {value:.0f} at {freedom} degrees"
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "mixed in one batch"])
-def test_a_million_draws_follow_the_distribution(mixed: bool) -> None:
-    """Rows that differ in everything, 1.2 million draws in all, as many rows of one step."""
+@pytest.mark.parametrize(
+    ("mixed", "each"), few([(True, 20_000), (True, 100_000), (False, 100_000)], fast=[(True, 20_000)])
+)
+def test_a_million_draws_follow_the_distribution(mixed: bool, each: int) -> None:
+    """Rows that differ in everything, alone or mixed in one batch, 1.2 million draws in all, as many rows of one step;
+    a fifth of them in the fast tests."""
     rng = np.random.default_rng(5)
     logits = torch.tensor(rng.normal(0, 1.5, VOCAB), dtype=torch.float32)
-    names, each = list(WISHES), 100_000
+    names = list(WISHES)
     prompt, said = [1, 1, 6, 2], [2, 5, 9]
     rows = [
         replace(sampling(name, 4), temperature=0.7 + 0.1 * (i % 5), top_k=(0, 9)[i % 2], top_p=(1.0, 0.9, 0.8)[i % 3])

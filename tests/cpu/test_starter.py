@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from kvasir import LLM, SamplingParams
 from kvasir.errors import ConfigError, ModelError
 from kvasir.models import starter
 from tests.native_builders import require_library
+from tests.pairwise import few
 from tests.process_builders import run_timed, seconds_of_torch
 
 ROOT = Path(__file__).parent.parent.parent
@@ -51,24 +52,30 @@ def llm(starter_model: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def alone(llm: LLM) -> list[list[int]]:
-    """Prompt and answer of every question, asked by itself with nothing cached."""
-    said = []
-    for question in QUESTIONS:
-        (output,) = llm.chat([{"role": "user", "content": question}], PARAMS, use_tqdm=False)
-        said.append([*output.prompt_token_ids, -1, *output.outputs[0].token_ids])
+def alone(llm: LLM) -> Callable[[int], list[list[int]]]:
+    """Prompt and answer of the first questions, each asked by itself with nothing cached."""
+    said: list[list[int]] = []
+
+    def first(count: int) -> list[list[int]]:
+        for question in QUESTIONS[len(said) : count]:
+            llm.reset_prefix_cache()
+            (output,) = llm.chat([{"role": "user", "content": question}], PARAMS, use_tqdm=False)
+            said.append([*output.prompt_token_ids, -1, *output.outputs[0].token_ids])
         llm.reset_prefix_cache()
-    return said
+        return said[:count]
+
+    return first
 
 
-def test_twenty_greedy_answers_equal_transformers(starter_model: Path, alone: list[list[int]]) -> None:
+@pytest.mark.slow
+def test_twenty_greedy_answers_equal_transformers(starter_model: Path, alone: Callable[[int], list[list[int]]]) -> None:
     """Token by token: what transformers finds likeliest after the same text is what was said."""
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
     options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
     hf = AutoModelForCausalLM.from_pretrained(starter_model.parent, gguf_file=starter_model.name, **options)
-    for question, text in zip(QUESTIONS, alone, strict=True):
+    for question, text in zip(QUESTIONS, alone(20), strict=True):
         cut = text.index(-1)
         prompt, answer = text[:cut], text[cut + 1 :]
         with torch.inference_mode():
@@ -77,16 +84,21 @@ def test_twenty_greedy_answers_equal_transformers(starter_model: Path, alone: li
         assert logits.argmax(-1).tolist() == answer, question  # the second best is never nearer than 0.01
 
 
-def test_sixteen_at_once_say_what_each_says_alone(llm: LLM, alone: list[list[int]]) -> None:
-    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:16]]
+@pytest.mark.parametrize("count", few([4, 16], fast=[4]))
+def test_several_at_once_say_what_each_says_alone(
+    count: int, llm: LLM, alone: Callable[[int], list[list[int]]]
+) -> None:
+    wanted = alone(count)
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:count]]
     together = llm.chat(chats, PARAMS, use_tqdm=False)
     said = [[*output.prompt_token_ids, -1, *output.outputs[0].token_ids] for output in together]
-    assert said == alone[:16]
+    assert said == wanted
 
 
 START = """
 import json, sys
 from kvasir import LLM, SamplingParams
+from tests.pairwise import few
 llm = LLM(sys.argv[1], max_model_len=2048, use_tqdm_on_load=False)
 (output,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}],
                      SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)

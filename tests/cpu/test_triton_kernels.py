@@ -30,6 +30,7 @@ from kvasir.kernels.triton.paged_prefill import paged_prefill
 from kvasir.kernels.triton.pointwise import add_rms_norm, gated_activation, rms_norm
 from kvasir.kernels.triton.shared_prefix import choose_tiling
 from tests.kernel_builders import DEVICE, DTYPES, GPU, attend, close, paged, randn, share
+from tests.pairwise import each_once, few, pairwise
 
 pytestmark = pytest.mark.kernel
 
@@ -54,9 +55,12 @@ def test_gated_activation(dtype: torch.dtype, kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), [(4, 2, 32, 32), (9, 3, 64, 64), (8, 4, 80, 40)])
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("way", ["halves", "neighbours", "not"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary", "norm", "way"),
+    pairwise(
+        [(4, 2, 32, 32), (9, 3, 64, 64), (8, 4, 80, 40)], [False, True], ["halves", "neighbours", "not"], every=GPU
+    ),
+)
 def test_rope_store(heads: int, kv_heads: int, dim: int, rotary: int, norm: bool, way: str, dtype: torch.dtype) -> None:
     tokens, block_size = 6, 16
     qkv = randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
@@ -84,10 +88,14 @@ def test_rope_store(heads: int, kv_heads: int, dim: int, rotary: int, norm: bool
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 16), (14, 2, 64, 16), (8, 2, 80, 64), (4, 2, 32, 256)]
+    ("heads", "kv_heads", "dim", "block_size", "split", "window"),
+    pairwise(
+        [(4, 2, 32, 16), (14, 2, 64, 16), (8, 2, 80, 64), (4, 2, 32, 256)],
+        [Split(1, 1 << 30), Split(8, 32)],
+        [None, 50],
+        every=GPU,
+    ),
 )
-@pytest.mark.parametrize("split", [Split(1, 1 << 30), Split(8, 32)])
-@pytest.mark.parametrize("window", [None, 50])
 def test_paged_decode(
     heads: int, kv_heads: int, dim: int, block_size: int, split: Split, window: int | None, dtype: torch.dtype
 ) -> None:
@@ -140,9 +148,9 @@ def test_grouped_linear(counts: list[int], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 16), (8, 2, 64, 64), (4, 4, 80, 16), (4, 2, 32, 256)]
+    ("heads", "kv_heads", "dim", "block_size", "window"),
+    each_once([(4, 2, 32, 16), (8, 2, 64, 64), (4, 4, 80, 16), (4, 2, 32, 256)], [None, 20, 100], every=GPU),
 )
-@pytest.mark.parametrize("window", [None, 20, 100])
 def test_paged_prefill(
     heads: int, kv_heads: int, dim: int, block_size: int, window: int | None, dtype: torch.dtype
 ) -> None:
@@ -159,10 +167,16 @@ def test_paged_prefill(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(4, 2, 32, 16), (8, 2, 64, 64), (4, 2, 32, 256)])
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("size", [64, 192])
-@pytest.mark.parametrize(("split", "shares"), [(Split(1, 1 << 30), False), (Split(4, 32), True)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "block_size", "window", "size", "split", "shares"),
+    pairwise(
+        [(4, 2, 32, 16), (8, 2, 64, 64), (4, 2, 32, 256)],
+        [None, 20],
+        [64, 192],
+        [(Split(1, 1 << 30), False), (Split(4, 32), True)],
+        every=GPU,
+    ),
+)
 def test_mixed_steps_of_fixed_size(
     split: Split,
     shares: bool,
@@ -226,7 +240,7 @@ def test_a_long_chunk_among_short_ones(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("vocab", [50, 2500])
+@pytest.mark.parametrize("vocab", few([50, 2500], fast=[2500], every=GPU))
 def test_draw(vocab: int, dtype: torch.dtype) -> None:
     """Nothing is multiplied in 16 bits, so the interpreter takes them, too."""
     lines = 60 if GPU else 30  # the interpreter takes its time
@@ -269,9 +283,13 @@ def test_decode_inputs() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("split", [Split(1, 1 << 30), Split(4, 32)])
 @pytest.mark.parametrize(
-    ("shared", "block_size", "programs"), [(16, 16, 128), (128, 16, 128), (192, 16, 5), (192, 16, 1), (256, 256, 128)]
+    ("shared", "block_size", "programs", "split"),
+    each_once(
+        [(16, 16, 128), (128, 16, 128), (192, 16, 5), (192, 16, 1), (256, 256, 128)],
+        [Split(1, 1 << 30), Split(4, 32)],
+        every=GPU,
+    ),
 )
 def test_shared_prefix(
     shared: int, block_size: int, programs: int, split: Split, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -21,3 +21,10 @@ def tokenizer(starter_model: Path) -> Tokenizer:
 def fake_server(starter_model: Path) -> Iterator[LiveServer]:
     with LiveServer.fake(starter_model) as server:
         yield server.wait_until_ready()
+
+
+@pytest.fixture(scope="session")
+def locked_server(starter_model: Path) -> Iterator[LiveServer]:
+    """The same, and its key is "sesame"."""
+    with LiveServer.fake(starter_model, server={"api_key": ["sesame"]}) as server:
+        yield server.wait_until_ready()

@@ -85,17 +85,16 @@ def test_complete_says_what_is_wrong(
 
 
 def test_a_key_is_sent(
-    starter_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    locked_server: LiveServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LiveServer.fake(starter_model, server={"api_key": ["sesame"]}) as server:
-        url = ["--url", f"{server.wait_until_ready().url}/v1", "-q", "x", "--max-tokens", "1"]
-        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-        assert main(["complete", *url]) == 2
-        assert "The server needs an API key" in capsys.readouterr().err
-        assert main(["complete", *url, "--api-key", "sesame"]) == 0
-        assert main(["complete", *url, "--api-key", "wrong"]) == 2
-        monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-        assert main(["complete", *url]) == 0
+    url = ["--url", f"{locked_server.url}/v1", "-q", "x", "--max-tokens", "1"]
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert main(["complete", *url]) == 2
+    assert "The server needs an API key" in capsys.readouterr().err
+    assert main(["complete", *url, "--api-key", "sesame"]) == 0
+    assert main(["complete", *url, "--api-key", "wrong"]) == 2
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    assert main(["complete", *url]) == 0
 
 
 # ---------------------------------------------------------------- bench serve

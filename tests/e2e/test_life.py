@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests import web
+from tests.pairwise import few
 from tests.server_process import ROOT, LiveServer, events, until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True}
@@ -294,7 +295,7 @@ def held(config: Any) -> Any:
     return Held(config.cache.block_size, 0.5, token=42)
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", few([True, False], fast=[True]))
 def test_a_client_that_leaves_frees_its_blocks_within_two_steps(
     starter_model: Path, tmp_path: Path, stream: bool
 ) -> None:

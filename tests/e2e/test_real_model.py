@@ -16,6 +16,7 @@ import pytest
 
 from tests import web
 from tests.e2e.test_load import RawClient, check_memory, check_nothing_is_left, memory
+from tests.pairwise import few
 from tests.server_process import LiveServer, events
 
 
@@ -150,9 +151,10 @@ def test_prompt_logprobs(server: LiveServer) -> None:
         assert all(math.isfinite(each["logprob"]) for each in position.values())
 
 
-def test_32_clients(server: LiveServer) -> None:
+@pytest.mark.parametrize("count", few([8, 32], fast=[8]))
+def test_many_clients(server: LiveServer, count: int) -> None:
     """Greedy texts, all at once, equal those of asking alone; clients that leave leave nothing."""
-    asked = [f"{i + 2} colours are" for i in range(32)]
+    asked = [f"{i + 2} colours are" for i in range(count)]
 
     async def one(prompt: str, leaves: bool = False) -> str:
         async with RawClient(server.url) as client:

@@ -57,6 +57,7 @@ def test_every_kernel_test_is_selected_where_there_is_a_gpu(tmp_path: Path) -> N
     assert taken == files and left == {"test_kernels.py"}  # the last one's device is the CPU in any case
 
 
+@pytest.mark.slow
 def test_none_is_selected_where_there_is_none(tmp_path: Path) -> None:
     assert collect(tmp_path, {"test_block_copy.py"}, available=False) == (set(), {"test_block_copy.py"})
 

@@ -40,15 +40,14 @@ def test_a_conversation_with_a_server(real_server: LiveServer) -> None:
     assert "Did you mean top_p" in ran.stdout
 
 
-def test_a_server_that_wants_a_key(starter_model: Path) -> None:
-    with LiveServer.fake(starter_model, server={"api_key": ["sesame"]}) as server:
-        url = f"{server.wait_until_ready().url}/v1"
-        ran = chat("--url", url, "-q", "hello")
-        assert ran.returncode == 2 and "The server needs an API key" in ran.stderr
-        assert chat("--url", url, "--api-key", "sesame", "-q", "hello").returncode == 0
-        assert chat("--url", url, "-q", "hello", KVASIR_API_KEY="sesame").returncode == 0
-        ran = chat("--url", url, "--api-key", "sesame", "--model-name", "other", "-q", "hello")
-        assert ran.returncode == 1 and "does not exist here" in ran.stdout
+def test_a_server_that_wants_a_key(locked_server: LiveServer) -> None:
+    url = f"{locked_server.url}/v1"
+    ran = chat("--url", url, "-q", "hello")
+    assert ran.returncode == 2 and "The server needs an API key" in ran.stderr
+    assert chat("--url", url, "--api-key", "sesame", "-q", "hello").returncode == 0
+    assert chat("--url", url, "-q", "hello", KVASIR_API_KEY="sesame").returncode == 0
+    ran = chat("--url", url, "--api-key", "sesame", "--model-name", "other", "-q", "hello")
+    assert ran.returncode == 1 and "does not exist here" in ran.stdout
 
 
 @pytest.mark.parametrize(

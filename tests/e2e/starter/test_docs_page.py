@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from pathlib import Path
 from typing import Any
 
 from tests import web
@@ -109,14 +108,13 @@ def test_phone_and_themes(watched: Watched, scripted_server: LiveServer) -> None
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, other
 
 
-def test_a_server_with_a_key(watched: Watched, starter_model: Path) -> None:
-    with LiveServer.fake(starter_model, server={"api_key": ["sesame"]}) as locked:
-        page = watched.open(f"{locked.wait_until_ready().url}/docs")
-        expect(page.locator("#status")).to_contain_text("No API key")
-        page.fill("#key", "sesame")
-        page.press("#key", "Enter")
-        expect(page.locator(".endpoint").first).to_be_visible()
-        expect(page.locator("#key-form")).to_be_hidden()
-        assert "$KVASIR_API_KEY" in page.locator("pre").first.text_content()
-        page.context.close()
+def test_a_server_with_a_key(watched: Watched, locked_server: LiveServer) -> None:
+    page = watched.open(f"{locked_server.url}/docs")
+    expect(page.locator("#status")).to_contain_text("No API key")
+    page.fill("#key", "sesame")
+    page.press("#key", "Enter")
+    expect(page.locator(".endpoint").first).to_be_visible()
+    expect(page.locator("#key-form")).to_be_hidden()
+    assert "$KVASIR_API_KEY" in page.locator("pre").first.text_content()
+    page.context.close()
     watched.errors.clear()  # the browser reports the 401 that was meant

@@ -13,6 +13,7 @@ import pytest
 
 from tests import web
 from tests.conftest import ROOT
+from tests.pairwise import few
 from tests.process_builders import seconds_of_torch
 from tests.server_process import LiveServer
 
@@ -94,8 +95,16 @@ def test_no_memory(starter_model: Path) -> None:
     [
         ("offline_batch.py", r"The capital of France is Paris[\s\S]*tokens for 8 chats"),
         ("chat.py", r"Paris[\s\S]*\d\d of \d+ prompt tokens were cached"),
-        ("prefix_sharing.py", r"without .* 0 found in the cache\nwith .* [1-9]\d+ found in the cache"),
-        ("beam_search.py", r"beam search:\n(  +-\d.*\n){4}diverse beam search:\n(  +-\d.*\n){4}"),
+        pytest.param(
+            "prefix_sharing.py",
+            r"without .* 0 found in the cache\nwith .* [1-9]\d+ found in the cache",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "beam_search.py",
+            r"beam search:\n(  +-\d.*\n){4}diverse beam search:\n(  +-\d.*\n){4}",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_offline_examples(starter_model: Path, name: str, words: str) -> None:
@@ -133,6 +142,9 @@ def test_no_example_is_forgotten() -> None:
 # ---------------------------------------------------------------- snippets
 
 
+FAST = ("README.md:0", "docs/quick_start.md:0")
+
+
 def snippets() -> list[tuple[str, str]]:
     found = []
     for page in ("README.md", "docs/quick_start.md"):
@@ -141,7 +153,11 @@ def snippets() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize(("where", "snippet"), snippets(), ids=lambda value: value if len(value) < 40 else "")
+@pytest.mark.parametrize(
+    ("where", "snippet"),
+    few(snippets(), fast=[found for found in snippets() if found[0] in FAST]),
+    ids=lambda value: value if len(value) < 40 else "",
+)
 def test_python_of_readme_and_quick_start_runs(
     where: str, snippet: str, real_server: LiveServer, starter_model: Path, tmp_path: Path
 ) -> None:

@@ -239,20 +239,17 @@ def test_nothing_comes_from_elsewhere(watched: Watched, scripted_server: LiveSer
     assert watched.requests and all(url.startswith(scripted_server.url) for url in watched.requests)
 
 
-def test_a_server_with_a_key(watched: Watched, starter_model: Any) -> None:
-    server = {"api_key": ["sesame"]}
-    with LiveServer.fake(starter_model, server=server) as locked:
-        locked.wait_until_ready()
-        assert web.get(f"{locked.url}/engine/state").status_code == 401
-        page = watched.open(locked.url)
-        expect(page.locator("#toast")).to_contain_text("No API key")
-        page.fill("#parameter-key", "sesame")
-        page.press("#parameter-key", "Tab")
-        expect(page.locator("#model option")).to_have_count(1)
-        page.fill("#parameter-top_logprobs", "0")  # this engine has no probabilities
-        ask(page, "Hello", max_tokens=4)
-        expect(page.locator(".after .figures")).to_be_visible()
-        page.goto(f"{locked.url}/engine")
-        expect(page.locator("#connection")).to_have_text("live")
-        page.context.close()
+def test_a_server_with_a_key(watched: Watched, locked_server: LiveServer) -> None:
+    assert web.get(f"{locked_server.url}/engine/state").status_code == 401
+    page = watched.open(locked_server.url)
+    expect(page.locator("#toast")).to_contain_text("No API key")
+    page.fill("#parameter-key", "sesame")
+    page.press("#parameter-key", "Tab")
+    expect(page.locator("#model option")).to_have_count(1)
+    page.fill("#parameter-top_logprobs", "0")  # this engine has no probabilities
+    ask(page, "Hello", max_tokens=4)
+    expect(page.locator(".after .figures")).to_be_visible()
+    page.goto(f"{locked_server.url}/engine")
+    expect(page.locator("#connection")).to_have_text("live")
+    page.context.close()
     watched.errors.clear()  # the browser reports the 401 that was meant
