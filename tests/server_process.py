@@ -120,7 +120,7 @@ class LiveServer:
         return metric_in(self.metrics(), name, **labels)
 
     def engine_pid(self) -> int:
-        engines = self.children("engine_process")
+        engines = self.children("engine.process")
         assert len(engines) == 1, f"one engine is expected, not {engines}"
         return engines[0]
 
