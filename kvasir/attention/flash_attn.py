@@ -14,14 +14,14 @@ import torch
 from kvasir.attention.base import AttentionBatch
 from kvasir.platforms.attention_packages import FA2, FA3, FA4_BLACKWELL, FA4_HOPPER, Package, load
 
-# (step, window) -> what one generation calls them
+# (step, window) -> the arguments of one generation's call
 Arguments = Callable[["_Step", int | None], dict[str, Any]]
 
 
 class FlashAttention:
     """See AttentionBackend. Queries and cache are of one type, float16 or bfloat16."""
 
-    capturable = False  # its calls know neither `tiles` nor bounds that are far from the truth
+    capturable = False  # its calls cannot use `tiles`, nor bounds far above the true lengths
 
     def __init__(self, package: Package) -> None:
         name, self._arguments = _GENERATIONS[package]
@@ -51,13 +51,14 @@ class FlashAttention:
             softcap=softcap or 0.0,
             **self._arguments(step, window),
         )
-        out: torch.Tensor = found[0] if isinstance(found, tuple) else found  # the fourth has sums of weights, too
+        # the fourth generation returns sums of weights, too
+        out: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return out
 
 
 @dataclass(slots=True)
 class _Step:
-    """What the calls of all layers have in common."""
+    """Arguments that the calls of all layers share."""
 
     query_start: torch.Tensor  # [sequences + 1] int32
     key_start: torch.Tensor  # [sequences + 1] int32, as if the keys stood in a row

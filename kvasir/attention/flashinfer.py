@@ -20,13 +20,13 @@ from kvasir.kernels.upload import upload
 from kvasir.platforms.attention_packages import FLASHINFER_PYTHON, load
 
 # For the partial results of split sequences: heads to a key head * multiprocessors * 2 blocks * 128 rows * head_dim * 4
-# bytes at most, which for eight heads of 256 on an H200 are 264 MiB. Planning what does not fit is an error of its own.
+# bytes at most, which for eight heads of 256 on an H200 are 264 MiB. FlashInfer refuses plans that need more.
 WORKSPACE_BYTES = 384 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What a plan depends on beside the step: layers that have it in common share a plan."""
+    """All that a plan depends on besides the step; layers for which it is equal share a plan."""
 
     scale: float
     window: int | None
@@ -37,7 +37,7 @@ class _Layer:
     dtype: torch.dtype
 
     def options(self) -> dict[str, Any]:
-        """As both wrappers call it. Their window counts the keys before a query, ours the query, too."""
+        """Arguments of both wrappers. Their window counts the keys before a query, ours also the query."""
         return {
             "window_left": -1 if self.window is None else self.window - 1,
             "logits_soft_cap": self.softcap or 0.0,
@@ -116,7 +116,7 @@ class FlashInferAttention:
 
 @dataclass(slots=True)
 class _Pages:
-    """Which blocks some of a step's sequences have, one after the other."""
+    """The blocks of some of a step's sequences, one sequence after the other."""
 
     start: torch.Tensor  # [sequences + 1] int32, on the host: where a sequence's blocks begin
     indices: torch.Tensor  # [blocks of all] int32, on the device
@@ -124,7 +124,7 @@ class _Pages:
 
 
 def _pages(batch: AttentionBatch, begin: int, end: int) -> _Pages:
-    """Of the sequences from `begin` to `end`, worked out once per step.
+    """The pages of the sequences from `begin` to `end`, computed once per step.
 
     This is where `seq_bounds` must be the true lengths, not just bounds: a bound too high would have keys read that
     were never written. They are: every row's number of tokens is known when a step is planned (StepPlan.bounds). Once
@@ -152,7 +152,7 @@ def _starts(counts: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def _on_host(array: NDArray[np.int32], batch: AttentionBatch) -> torch.Tensor:
-    """FlashInfer reads these on the host, and copies them to the device: only from pinned memory without waiting."""
+    """Pinned host memory: FlashInfer reads these arrays on the host and copies them to the device without waiting."""
     tensor = torch.from_numpy(array.astype(np.int32))
     return tensor.pin_memory() if batch.rows.is_cuda else tensor
 
@@ -191,7 +191,7 @@ class _Wrappers:
         return lent
 
     def _take(self) -> tuple[Any, torch.cuda.Event | None]:
-        """The one given back first: plans reach the device in order, so if its has not, no other has."""
+        """The wrapper that was returned first. Plans reach the device in order: if its plan has not, no other has."""
         if self._spare and (self._spare[0][1] is None or self._spare[0][1].query()):
             return self._spare.popleft()
         wrapper = self._make()

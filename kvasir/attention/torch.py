@@ -75,17 +75,17 @@ class _DecodeGroup:
 
 
 class _Seen:
-    """Which of the gathered keys each row sees: none past its end or before its window."""
+    """The gathered keys that each row sees: none past its end or before its window."""
 
     def __init__(self, hidden: torch.Tensor, dtype: torch.dtype) -> None:  # [n, keys]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
         self.mask = mask[:, None, None]  # [n, 1, 1, keys]
         self._hidden = hidden[:, :, None, None]
-        # On a CPU the few that are hidden are listed, which costs less than looking at all; a GPU would have to wait.
+        # On a CPU the few hidden keys are listed, which is cheaper than a mask; a GPU would have to wait for the list.
         self._slots = hidden.flatten().nonzero().flatten() if hidden.device.type == "cpu" else None
 
     def clear(self, gathered: torch.Tensor) -> None:  # [n, keys, kv_heads, head_dim]
-        """Zeros in place of what is hidden: it may be another request's, and a weight of 0 does not undo a NaN."""
+        """Overwrite hidden keys with zeros: they may be of another request, and a weight of 0 does not undo a NaN."""
         if self._slots is None:
             gathered.masked_fill_(self._hidden, 0)
         elif len(self._slots):
@@ -93,7 +93,7 @@ class _Seen:
 
 
 def _decode_groups(batch: AttentionBatch, kv_cache: torch.Tensor) -> list[_DecodeGroup]:
-    """Decodes of like length, longest first; worked out once per step."""
+    """Groups of decodes of similar length, longest first; computed once per step."""
     _, _, block_size, kv_heads, head_dim = kv_cache.shape
     page_bytes = block_size * kv_heads * head_dim * kv_cache.element_size()
     note = ("torch decodes", page_bytes)
@@ -112,7 +112,7 @@ def _group_decodes(batch: AttentionBatch, page_bytes: int) -> list[_DecodeGroup]
         width = int(blocks.max())
         return [_DecodeGroup(None, tables[:, :width].reshape(-1), lens, width * batch.block_size)]
     rows = torch.from_numpy(order)
-    # Only from pinned memory is the copy sure not to wait for the device.
+    # Only a copy from pinned memory is sure not to wait for the device.
     rows = rows.pin_memory().to(tables.device, non_blocking=True) if tables.is_cuda else rows.to(tables.device)
     groups = []
     for begin, end in cuts:
@@ -123,7 +123,7 @@ def _group_decodes(batch: AttentionBatch, page_bytes: int) -> list[_DecodeGroup]
 
 
 def _cut(blocks: np.ndarray, page_bytes: int, device: str) -> Iterator[tuple[int, int]]:
-    """Ranges of a descending array of block counts that are alike and not too much at once."""
+    """Ranges of a descending array of block counts that are similar and together small enough to gather."""
     like, most = _LIKE_LENGTH.get(device, _LIKE_LENGTH_ELSEWHERE), _GROUP_BYTES.get(device, _GROUP_BYTES_ELSEWHERE)
     begin = 0
     while begin < len(blocks):

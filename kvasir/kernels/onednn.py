@@ -29,7 +29,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 @cache
 def _works(dtype: torch.dtype) -> bool:
-    """Try it: these are operators of torch's own compiler, which a build or a CPU may lack."""
+    """Whether the operators work here. They belong to torch's own compiler, and a build or a CPU may lack them."""
     if dtype not in (torch.float32, torch.bfloat16):
         return False
     x, weight = torch.ones(2, 16, dtype=dtype), torch.ones(16, 16, dtype=dtype)

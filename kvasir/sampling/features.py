@@ -3,8 +3,10 @@ for beyond plain tokens. Worker process; knows rows, plans and tensors. Nothing 
 
 How to add a feature
 --------------------
-Write a subclass of RowFeature in its own file and add it to `make_features` in sampling/registry.py. The runner, the
-graphs and the sampler call it; they know no feature by name. Override only the methods that you need:
+A rule that only changes logits is a Stage (sampling/stages.py), added to `make_stages` in sampling/registry.py. For
+anything else write a subclass of RowFeature in its own file and add it to `make_features` there. The runner, the graphs
+and the sampler call it; they know no feature by name. tests/cpu/test_features.py has a complete example in 50 lines.
+Override only the methods that you need:
 
 1. A request takes a row: `pack` puts its parameters into the step's one upload (int32; floats travel by their bits),
    and `open` writes them into the feature's columns on the device. Columns have one entry per row.

@@ -28,25 +28,29 @@ class TableModel:
     vocab_size = VOCAB
     capturable = True
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.table = torch.randn(STATES, VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+        self._on_device = self.table.to(device)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any, last: Any = None) -> torch.Tensor:
         hidden = ((input_ids * 13 + positions * 7) % STATES).float()[:, None]
         return hidden if last is None else last.of(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.table[hidden[:, 0].long()]
+        return self._on_device[hidden[:, 0].long()]
+
+    def compile_copy(self) -> None:
+        return None
 
 
 class Bench:
     """Steps of a few rows, and what each line should say."""
 
-    def __init__(self, use_graphs: bool, mode: str = "raw_logprobs") -> None:
-        self.model = TableModel()
+    def __init__(self, use_graphs: bool, mode: str = "raw_logprobs", device: torch.device = CPU) -> None:
+        self.model = TableModel(device)
         model: Any = self.model
-        memory = KVMemory(KVSpec(1, 16, 16), 4, CPU)
-        self.runner = ModelRunner(model, memory, 8, 128, CPU, use_graphs, logprobs_mode=mode)
+        memory = KVMemory(KVSpec(1, 16, 16), 4, device)
+        self.runner = ModelRunner(model, memory, 8, 128, device, use_graphs, logprobs_mode=mode)
         self.mode = mode
         self.rows: dict[int, tuple[RowSampling, list[int], list[int]]] = {}  # sampling, prompt, output
         self.computed: dict[int, int] = {}
@@ -147,13 +151,34 @@ def random_inputs(rng: np.random.Generator, lines: np.ndarray) -> SampleInputs |
     return SampleInputs(masked, masks, forced, rng.integers(0, VOCAB, len(forced)).astype(np.int32), dropped)
 
 
-def samplings(names: list[str], num_prompt: int) -> list[RowSampling]:
-    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 1.2, "top_k": 9}]
-    kinds += [{"temperature": 0.8, "top_p": 0.8, "logprobs": 2}, {"temperature": 0.0, "logprobs": 0}]
-    return [
-        RowSampling(seed=i, extras=Extras(num_prompt, **WISHES[name]) if WISHES[name] else None, **kinds[i % 5])
-        for i, name in enumerate(names)
-    ]
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9},
+    {"temperature": 1.2, "top_k": 9},
+    {"temperature": 0.8, "top_p": 0.8, "logprobs": 2},
+    {"temperature": 0.0, "logprobs": 0},
+]
+
+
+def samplings(names: list[str], num_prompt: int, kinds: list[dict[str, Any]] = KINDS) -> list[RowSampling]:
+    found = []
+    for i, name in enumerate(names):
+        extras = Extras(num_prompt, **WISHES[name]) if WISHES[name] else None
+        found.append(RowSampling(seed=i, extras=extras, **kinds[i % len(kinds)]))
+    return found
+
+
+def run_random_steps(bench: Bench, names: list[str], kinds: list[dict[str, Any]] = KINDS) -> None:
+    """Rows that ask for these things, six at a time, with random inputs of the host in every step."""
+    rng = np.random.default_rng(4)
+    for start in range(0, len(names), 6):
+        some = names[start : start + 6]
+        prompts = [rng.integers(0, VOCAB, 3).tolist() for _ in some]
+        new = {row: (s, prompts[row]) for row, s in enumerate(samplings(some, 3, kinds))}
+        bench.rows, bench.computed = {}, {}
+        bench.step(None, new)
+        for _ in range(8):
+            bench.step(random_inputs(rng, np.arange(len(some))), {})
 
 
 @pytest.fixture(autouse=True)
@@ -179,17 +204,9 @@ def use_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_inputs_of_the_host_beside_everything_that_rows_ask_for(use_graphs: bool, mode: str) -> None:
-    rng = np.random.default_rng(4)
     names = [name for name in WISHES if not (use_graphs and "processors" in WISHES[name])]
     bench = Bench(use_graphs, mode)
-    for start in range(0, len(names), 6):
-        some = names[start : start + 6]
-        prompts = [rng.integers(0, VOCAB, 3).tolist() for _ in some]
-        new = {row: (s, prompts[row]) for row, s in enumerate(samplings(some, 3))}
-        bench.rows, bench.computed = {}, {}
-        bench.step(None, new)
-        for _ in range(8):
-            bench.step(random_inputs(rng, np.arange(len(some))), {})
+    run_random_steps(bench, names)
     if use_graphs:
         heads = bench.runner.graphs.stats.heads  # type: ignore[union-attr]
         assert min(heads["masks"], heads["forced"], heads["stages"], heads["scores"], heads["filters"]) > 3

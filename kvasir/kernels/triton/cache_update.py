@@ -1,5 +1,5 @@
-"""What stands between the qkv product and attention, in one launch: optional per-head norm of q and k, rotary
-embedding, and the store of k and v into the paged cache."""
+"""Updates of the paged cache and of a step's inputs: norm, rotary embedding and store of keys and values in one launch,
+copies of blocks, and the inputs of decode steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _rope_store_kernel(
     d = tl.arange(0, PADDED)
     inside = (d < DIM)[None, :]
     HALF: tl.constexpr = ROTARY // 2
-    # which element each is turned against, which angle they turn by, and whether it is the left one of the two
+    # each element's partner in the rotation, their angle, and whether it is the left one of the two
     if INTERLEAVED:
         partner = tl.where(d < ROTARY, d ^ 1, d)
         angle = d // 2
@@ -48,7 +48,7 @@ def _rope_store_kernel(
     row = qkv_ptr + token * (HEADS + 2 * KV_HEADS) * DIM + head[:, None] * DIM
     x = tl.load(row + d[None, :], mask=inside, other=0.0)
     if first < HEADS + KV_HEADS:
-        # the rotation's other half is simply loaded again: it is in the cache
+        # the other half of the rotation is loaded again; it is in the processor's cache
         y = tl.load(row + partner[None, :], mask=inside, other=0.0).to(tl.float32)
         x = x.to(tl.float32)
         if QK_NORM:
@@ -75,7 +75,7 @@ def _rope_store_kernel(
             kv_head = head - HEADS - KV_HEADS
             unit = v_scale
         stored = x
-        if LIMIT > 0:  # 8-bit floats; what is too large becomes the largest
+        if LIMIT > 0:  # 8-bit floats: values that are too large become the largest one
             stored = tl.minimum(tl.maximum(x.to(tl.float32) / unit, -LIMIT), LIMIT).to(cache_ptr.dtype.element_ty)
         tl.store(at + kv_head[:, None] * head_stride + d[None, :], stored, mask=inside)
 

@@ -24,7 +24,7 @@ def _mix(x):
 
 @triton.jit
 def _uniform(seed, position):
-    """In [0, 1), from the same 32 bits as kernels.random.uniform."""
+    """A number in [0, 1) from the same 32 bits as reference.uniform."""
     hashed = _mix(_mix(seed.to(tl.uint32)) + position.to(tl.uint32) * 0x9E3779B1)
     return (hashed >> 8).to(tl.float32) * (1.0 / 16777216.0)
 

@@ -1,4 +1,4 @@
-"""Many matrices, each over its own rows of one batch, in one launch: what experts multiply with.
+"""Products of many matrices, each with its own rows of one batch, in one launch: the experts of a layer.
 
 How many rows a group has is read on the device, so that nothing waits and the launch can sit in a CUDA graph: there are
 as many programs as tiles there can be at most, and each finds its group by counting the tiles before it.
@@ -48,7 +48,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) 
     """See reference.grouped_linear. x and weight must be contiguous."""
     (groups, outputs, inputs), rows = weight.shape, len(x)
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    per_group = rows // groups  # if they fall evenly
+    per_group = rows // groups  # if rows are spread evenly
     block_m = 16 if per_group <= 16 else 64 if per_group <= 128 else 128
     block_n = 64 if block_m == 16 else 128
     counts = starts[1:] - starts[:-1]

@@ -1,15 +1,15 @@
 """Min-p, top-k and top-p without a sort: the lowest logit that each line keeps.
 
-A search for the largest mark over which there is enough: top_k logits, or top_p of the mass. Parallel over the
-vocabulary, in launches that do not depend on data, so that they can sit in a CUDA graph:
+It searches for the largest mark above which enough lies: top_k logits, or top_p of the mass. The search is parallel
+over the vocabulary, in launches that do not depend on data, so that a CUDA graph can hold them:
 
 1. weigh: each chunk's highest and lowest logit and sum of weights. They bound the search.
-2. survey, ROUNDS times: MARKS marks between the bounds; each chunk counts and weighs what is over each. The next launch
-   adds that up and goes on between two neighbouring marks. Chunks that lie under all marks are not read.
+2. survey, ROUNDS times: MARKS marks between the bounds; each chunk counts and weighs the logits above each mark. The
+   next launch adds these up and continues between two neighbouring marks. Chunks below all marks are not read.
 3. fill: once few enough logits lie between the marks (in most lines after the first round), they go into a list, in the
    order of the vocabulary.
-4. finish: one program per line bisects on its list. Only a line with thousands of equal logits at the edge is left over
-   here; it is bisected over the whole vocabulary: slower, and as exact.
+4. finish: one program per line bisects its list. A line with thousands of equal logits at the edge has no list; it is
+   bisected over the whole vocabulary, which is slower and as exact.
 
 All programs of a line add the same numbers in the same order: a line's result depends on that line alone.
 """
@@ -127,7 +127,7 @@ def _fill_kernel(
 
 @triton.jit
 def _bisect(x, amounts, over, wanted, low, high, STEPS: tl.constexpr):
-    """The largest mark over which there is as much as wanted, by the list."""
+    """The largest mark above which as much lies as is wanted, computed from the list."""
     for _ in range(STEPS):
         middle = low + (high - low) * 0.5
         enough = over + tl.sum(tl.where(x >= middle, amounts, 0.0), 0) >= wanted
@@ -138,7 +138,7 @@ def _bisect(x, amounts, over, wanted, low, high, STEPS: tl.constexpr):
 
 @triton.jit
 def _amount(logits_ptr, vocab, mark, top, scale, counts: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a whole line: how many logits are at least `mark`, or their weights' sum."""
+    """The number of logits of a whole line that are at least `mark`, or the sum of their weights."""
     amount = 0.0
     for first in range(0, vocab, BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -150,7 +150,7 @@ def _amount(logits_ptr, vocab, mark, top, scale, counts: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _bisect_all(logits_ptr, vocab, wanted, low, high, top, scale, counts: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest mark over which there is as much as wanted, by the whole line."""
+    """The largest mark above which as much lies as is wanted, computed from the whole line."""
     middle = low + (high - low) * 0.5
     while (middle > low) & (middle < high):
         enough = _amount(logits_ptr, vocab, middle, top, scale, counts, BLOCK) >= wanted
@@ -241,14 +241,14 @@ def filter_threshold(
 
 
 # ----------------------------------------------------------------
-# What filter_threshold.py knows of each line's search, and how one round narrows it.
+# The state of each line's search, and how one round narrows it.
 #
-# Every program of a line works this out for itself from what the launch before left: the same numbers added in the same
-# order, so that all agree.
+# Every program of a line computes the state for itself from the results of the launch before. All add the same numbers
+# in the same order, so they agree.
 
 # A line's search after a round, 8 float32: the highest logit, how much is wanted (negative: a share of what is over
 # `low`), the bounds low <= edge < high, what is over `high`, how many logits lie between, and the state: one of the two
-# below, or 1 + round * MARKS + mark when those between can be listed (the counts of that round tell where).
+# below, or 1 + round * MARKS + mark when those between can be listed (at places given by the counts of that round).
 RECORD: tl.constexpr = tl.constexpr(8)
 SEARCHING: tl.constexpr = tl.constexpr(0.0)
 SETTLED: tl.constexpr = tl.constexpr(-1.0)  # the edge is `low`
@@ -295,7 +295,7 @@ def store_record(record_ptr, at, top, wanted, low, high, over, between, state):
 
 @triton.jit
 def open_search(stats_ptr, line, scale, min_p, top_k, top_p, vocab, chunks, CHUNKS: tl.constexpr):
-    """A search before its first round: top, wanted, low, state."""
+    """The state of a search before its first round: top, wanted, low, state."""
     c = tl.arange(0, CHUNKS)
     stats = stats_ptr + (line * chunks + c) * 3
     tops = tl.load(stats, mask=c < chunks, other=-float("inf"))
@@ -303,7 +303,7 @@ def open_search(stats_ptr, line, scale, min_p, top_k, top_p, vocab, chunks, CHUN
     bottom = tl.min(tl.load(stats + 1, mask=c < chunks, other=float("inf")), 0)
     sums = tl.load(stats + 2, mask=c < chunks, other=0.0)
     total = tl.sum(tl.where(tops == -float("inf"), 0.0, sums * tl.exp2((tops - top) * scale)), 0)
-    low = tl.maximum(bottom, top - 200.0 / scale)  # further down a weight is 0
+    low = tl.maximum(bottom, top - 200.0 / scale)  # below this a weight is 0
     wanted = top_k.to(tl.float32)
     if top_k == 0:
         wanted = tl.where(min_p > 0.0, -top_p, top_p * total)
@@ -320,7 +320,7 @@ def narrow(
     record_ptr, mark_ptr, count_ptr, mass_ptr, line, round, lines, chunks, top_k, top_p,
     CHUNKS: tl.constexpr, MARKS: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
-    """A search after `round`: its record. The pointers are those of the first round."""
+    """The record of a search after `round`. The pointers are those of the first round."""
     at = round * lines + line
     top, wanted, low, high, over, between, state = load_record(record_ptr, at)
     if state == SEARCHING:

@@ -1,4 +1,4 @@
-"""Causal paged attention of chunks for GPUs like the H200, in Gluon: who loads and who computes are different warps.
+"""Causal paged attention of chunks for GPUs like the H200, in Gluon: some warps load, others compute.
 
 A program goes through tiles of 128 query rows, packed as in paged_prefill. One warp group keeps keys, values and the
 next tile's queries coming; two others take 64 rows each. A tile's keys go from the last to the first, so that those
@@ -24,17 +24,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-ROWS = gl.constexpr(64)  # of a computing warp group: what one wgmma takes
-GROUPS = gl.constexpr(2)  # that compute
+ROWS = gl.constexpr(64)  # of a computing warp group: those of one wgmma
+GROUPS = gl.constexpr(2)  # warp groups that compute
 KEYS = gl.constexpr(64)  # in a block; the cache's are multiples of it
-STAGES = gl.constexpr(3)  # blocks under way
+STAGES = gl.constexpr(3)  # blocks being loaded
 
 _copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since Triton 3.9, and before
 
 
 @gluon.jit
 def _find_tile(index, tiles, start_ptr, length_ptr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """A chunk's last tiles, which see most keys, come first: so the end of a launch is short."""
+    """The last tiles of a chunk see most keys and come first, so that the end of a launch is short."""
     rest = index // KV_HEADS
     row = (tiles - 1 - rest % tiles) * (GROUPS * ROWS)
     seq = rest // tiles
@@ -42,7 +42,8 @@ def _find_tile(index, tiles, start_ptr, length_ptr, KV_HEADS: gl.constexpr, GROU
     num_q = gl.load(start_ptr + seq + 1) - start
     length = gl.load(length_ptr + seq)
     end = gl.minimum(length - num_q + (row + GROUPS * ROWS - 1) // GROUP + 1, length)
-    blocks = gl.where(row < num_q * GROUP, (end + KEYS - 1) // KEYS, 0)  # none: shorter chunks have fewer tiles
+    # a shorter chunk has fewer tiles; the others have no blocks
+    blocks = gl.where(row < num_q * GROUP, (end + KEYS - 1) // KEYS, 0)
     return seq, index % KV_HEADS, row, start, num_q, length, blocks
 
 
@@ -84,7 +85,7 @@ def _load(
 
 @gluon.jit
 def _score(q, step, k, k_here, LAYOUT: gl.constexpr):
-    """Begins the product of the queries with a block of keys."""
+    """Start the product of the queries with a block of keys."""
     stage = step % STAGES
     mbarrier.wait(k_here.index(stage), (step // STAGES) & 1)
     s = gl.zeros([ROWS, KEYS], gl.float32, LAYOUT)
@@ -93,7 +94,7 @@ def _score(q, step, k, k_here, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _add_values(p, acc, step, v, v_here):
-    """Begins the product of the weights with their block of values."""
+    """Start the product of the weights with their block of values."""
     stage = step % STAGES
     mbarrier.wait(v_here.index(stage), (step // STAGES) & 1)
     return warpgroup_mma(p, v.index(stage), acc, is_async=True)
@@ -101,7 +102,7 @@ def _add_values(p, acc, step, v, v_here):
 
 @gluon.jit
 def _weigh(s, top, norm, scale, first, position, LAYOUT: gl.constexpr, MASKED: gl.constexpr):
-    """Scores to weights, relative to the largest so far; what came before is to shrink by the last result."""
+    """Turn scores into weights relative to the largest so far. The last result is the factor for earlier sums."""
     if MASKED:
         key = first + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
         s = gl.where(key[None, :] <= position[:, None], s, -float("inf"))
@@ -161,7 +162,7 @@ def _compute(
             weights, top, norm, _shrink = _weigh(s, top, norm, scale, last * KEYS, position, S_LAYOUT, True)
             p = gl.convert_layout(weights.to(out_ptr.dtype.element_ty), gl.DotOperandLayout(0, O_LAYOUT, 2))
             if blocks * KEYS > length:
-                # What lies past the sequence's end may be another request's, and a weight of 0 does not undo a NaN.
+                # Values past the sequence's end may belong to another request, and a weight of 0 does not undo a NaN.
                 # Both groups write the same zeros, each before it reads.
                 mbarrier.wait(v_here.index(step % STAGES), (step // STAGES) & 1)
                 values = v.index(step % STAGES)
@@ -209,8 +210,8 @@ def _hopper_prefill_kernel(
     v = gl.allocate_shared_memory(pages.dtype, [STAGES, KEYS, DIM], pages.layout)
     q_ring = (q, _barriers(GROUPS, 1), _barriers(GROUPS, 1))
     ring = (k, v, _barriers(STAGES, 1), _barriers(STAGES, 1), _barriers(STAGES, GROUPS), _barriers(STAGES, GROUPS))
-    # The last two numbers: registers of a thread that computes, and of one that loads. Within a tuple of its own a
-    # constant would not be one.
+    # The last two numbers are registers of a computing thread and of a loading one. They are written here because a
+    # constant inside a named tuple would not stay a constant.
     gl.warp_specialize([
         (_compute, (0, out_ptr, start_ptr, length_ptr, scale, tiles, total, q_ring, ring, KV_HEADS, GROUP, DIM)),
         (_compute, (1, out_ptr, start_ptr, length_ptr, scale, tiles, total, q_ring, ring, KV_HEADS, GROUP, DIM)),
@@ -220,7 +221,7 @@ def _hopper_prefill_kernel(
 
 
 def takes(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
-    """Whether this kernel is for these, on a device that it is for."""
+    """Whether this kernel can take these tensors on their device."""
     block_size, kv_heads, dim = kv_cache.shape[2:]
     group = query.shape[1] // kv_heads
     return (

@@ -20,12 +20,12 @@ import triton.language as tl
 
 from kvasir.kernels.triton.overlap import await_previous, early
 
-AHEAD = 256  # columns of its rows of the matrix that a program asks for before it waits for x
+AHEAD = 256  # columns of the matrix that a program prefetches before it waits for x
 
 
 @triton.jit
 def _fetch(lines):
-    """Ask for cache lines of 128 bytes, without waiting for them."""
+    """Prefetch cache lines of 128 bytes."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -79,7 +79,7 @@ UNTUNED = [2, 1024, 2]  # rows of the matrix per program, columns per step, warp
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `gemv` is for this product: one row, of a size that its blocks divide."""
+    """Whether `gemv` can take this product: one row, of a size that its blocks divide."""
     return len(x) == 1 and is_fit(weight)
 
 
@@ -117,9 +117,9 @@ def gemv(
 # ----------------------------------------------------------------
 # A few rows times a matrix on the tensor cores, for shapes at which this reads the matrix faster than cuBLAS does.
 #
-# The matrix is on the side of a tensor-core tile that must have 64 rows, x on the short one, so that 2 rows do not pay
-# for 64. Narrow matrices give too few tiles to fill the GPU, so their inner dimension is split, and the sums of the
-# parts are left to the norm that comes next. Which shapes, and with what blocks, is measured: see below.
+# The matrix is on the side of a tensor-core tile that must have 64 rows and x on the short side, so that 2 rows do not
+# cost as much as 64. Narrow matrices give too few tiles to fill the GPU, so their inner dimension is split, and the
+# next norm adds up the parts. Shapes and blocks are measured: see below.
 
 COUNTS = (16, 32, 64, 128, 256)  # rows of x that are measured
 
@@ -153,12 +153,12 @@ def _tile_kernel(
 
 
 def blocks_for(x: torch.Tensor, weight: torch.Tensor) -> list[int] | None:
-    """The blocks to use for this product, if it is one that was measured to gain."""
+    """The blocks for this product, if it was measured to be faster with them."""
     return _find(tile_key, x, weight)
 
 
 def parts_for(x: torch.Tensor, weight: torch.Tensor) -> list[int] | None:
-    """The same where the sums of parts may be left to the next kernel; the last number is how many parts."""
+    """The same for products whose parts the next kernel may add up; the last number is the number of parts."""
     return _find(parts_key, x, weight)
 
 
@@ -214,14 +214,14 @@ def _launch(
 # Which blocks a small product runs with, by device, kind, shape and rows: data, in products.json.
 #
 # benchmarks/h200/tune_products.py measures them anew, for another GPU or another model's shapes. A device or a shape
-# that was never measured gets blocks that are never bad, and tiles only where they were seen to beat cuBLAS.
+# that was never measured gets safe blocks, and cuBLAS in place of tiles.
 
 DATA = Path(__file__).parent / "products.json"
 
 
 @cache
 def table(device_name: str) -> dict[str, list[int]]:
-    """All that is known of a device: "kind rows x inner [x at most so many rows of x]" -> blocks."""
+    """The measured entries of a device: "kind rows x inner [x at most so many rows of x]" -> blocks."""
     measured: dict[str, dict[str, list[int]]] = json.loads(DATA.read_text(encoding="utf-8"))
     return measured.get(device_name, {})
 

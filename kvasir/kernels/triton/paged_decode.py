@@ -22,7 +22,7 @@ from kvasir.kernels.triton.overlap import await_previous, early
 from kvasir.kernels.triton.shared_prefix import attend_prefixes, choose_tiling
 
 LOG2E = 1.4426950408889634
-SHORT = 512  # tokens: with more, reading further ahead is worth the shared memory
+SHORT = 512  # tokens; for longer sequences, reading further ahead is worth the shared memory
 
 
 @triton.jit
@@ -35,8 +35,8 @@ def soft_cap(s, CAP: tl.constexpr):
 def _first_keys(
     length, shared_ptr, WINDOW: tl.constexpr, SHARES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """How many keys of a sequence are in a shared prefix, and where the others begin: there, or at the tile that holds
-    the window's first."""
+    """Number of keys of a sequence in a shared prefix, and where the others begin: after it, or at the tile that holds
+    the window's first key."""
     shared = 0
     if SHARES:
         WHOLE: tl.constexpr = BLOCK_N if BLOCK_SIZE % BLOCK_N == 0 else 16
@@ -49,7 +49,7 @@ def _first_keys(
 
 @triton.jit
 def _part_length(span, log_splits, least, BLOCK_N: tl.constexpr):
-    """Whole tiles, by construction: where they lie within blocks is then known to the compiler."""
+    """Length of a part: always whole tiles, so that the compiler knows where they lie within blocks."""
     each = (span + (1 << log_splits) - 1) >> log_splits
     return tl.cdiv(tl.maximum(each, least), BLOCK_N) * BLOCK_N
 
@@ -59,8 +59,8 @@ def find_part(
     length, part, shared_ptr, log_splits, least,
     WINDOW: tl.constexpr, SHARES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Which keys a part has, and whether those are all that its queries see. Padding rows have length 0; they and parts
-    that a short sequence does not have begin at its end, or later, and cost about half a nanosecond."""
+    """The keys of a part, and whether its queries see no others. Padding rows have length 0. They, and parts that a
+    short sequence does not have, begin at its end or later, and cost about half a nanosecond."""
     shared, origin = _first_keys(length, shared_ptr, WINDOW, SHARES, BLOCK_SIZE, BLOCK_N)
     size = _part_length(length - origin, log_splits, least, BLOCK_N)
     start = origin + part * size
@@ -178,7 +178,7 @@ def _merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Into how many parts a sequence is cut at most, and how long a part is at least."""
+    """The maximum number of parts of a sequence, and the minimum length of a part."""
 
     count: int
     least: int
@@ -189,7 +189,7 @@ class Split:
 
 
 def choose_split(sequences: int, kv_heads: int) -> Split:
-    """From measurements on an H200: few programs want many parts; many want parts only for outliers."""
+    """Measured on an H200: few programs need many parts; many programs need parts only for outliers."""
     programs = sequences * kv_heads
     if programs <= 16:
         return Split(32, 64)
@@ -204,13 +204,14 @@ NO_SPLIT = Split(1, 1 << 30)
 
 
 def order_pays(sequences: int) -> bool:
-    """Whether beginning with the longest makes a step's end shorter. On an H200, a layer of 96 sequences of 800 to 1700
-    tokens takes 118 us, not 137; up to 64 sequences, which are cut into parts, it gains a percent and costs as much."""
+    """Whether starting with the longest sequences shortens the end of a step. On an H200, a layer of 96 sequences of
+    800 to 1700 tokens takes 118 us, not 137; up to 64 sequences, which are cut into parts, it gains a percent and costs
+    as much."""
     return sequences > 64
 
 
 class Workspace:
-    """Memory for partial results, shared by all layers of a model and grown when a larger step comes.
+    """Memory for partial results, shared by all layers of a model. It grows when a larger step comes.
 
     What was outgrown is kept: graphs that were captured with it go on writing there. Each is at least twice as large as
     the one before, so that all together are less than twice the last."""
@@ -256,7 +257,7 @@ class Parts:
 
 
 def reads_prefixes(kv_cache: torch.Tensor, window: int | None, softcap: float | None) -> bool:
-    """Whether there is a first stage for what sequences of such a layer share. A tile of it is a block, or less."""
+    """Whether such a layer attends shared prefixes in a first stage. A tile of it is a block, or less."""
     return window is None and softcap is None and kv_cache.shape[2] >= 16
 
 
@@ -273,7 +274,7 @@ def attend_shared(
     longest: int | None,
     shared: SharedPrefixes | None,
 ) -> Parts:
-    """The first stage, if there is one: what sequences share. Says how the second goes on."""
+    """Attend shared prefixes, if there are any; returns how the second stage continues."""
     sequences, heads, dim = query.shape
     kv_heads = kv_cache.shape[3]
     split = split or choose_split(sequences, kv_heads)
@@ -293,7 +294,7 @@ def attend_shared(
 def part_shape(
     query: torch.Tensor, kv_cache: torch.Tensor, window: int | None, softcap: float | None
 ) -> dict[str, Any]:
-    """What kernels that call `attend_part` are compiled for."""
+    """The compile-time constants of kernels that call `attend_part`."""
     heads, dim, kv_heads = query.shape[1], query.shape[2], kv_cache.shape[3]
     return dict(
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=triton.next_power_of_2(dim),
@@ -315,14 +316,14 @@ def paged_decode(
     softcap: float | None = None,
     *,
     split: Split | None = None,
-    longest: int | None = None,  # no sequence has more tokens, a shared prefix not counted; None: not known
+    longest: int | None = None,  # upper bound of a sequence's tokens outside its shared prefix; None: unknown
     shared: SharedPrefixes | None = None,
-    order: torch.Tensor | None = None,  # [sequences] int32: whose turn comes first; None: as they stand
+    order: torch.Tensor | None = None,  # [sequences] int32: order in which they start; None: as they stand
 ) -> None:
     programs = len(query) * kv_cache.shape[3]
     parts = attend_shared(query, kv_cache, tables, rows, workspace, scale, window, softcap, split, longest, shared)
     short = longest is not None and longest <= SHORT
-    few = programs <= 16  # latency, not bandwidth
+    few = programs <= 16  # then latency is the limit, not bandwidth
     block_n, warps, stages = (32, 4, 4) if few else (64, 2, 3 if short and programs < 1024 else 5)
     shape = part_shape(query, kv_cache, window, softcap) | dict(BLOCK_N=block_n, SHARES=parts.shared is not None)
     _decode_kernel[(kv_cache.shape[3], len(query), parts.split.count)](

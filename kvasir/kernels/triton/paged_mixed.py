@@ -1,8 +1,8 @@
-"""Paged attention of a step that has single tokens and chunks, in one launch that knows neither.
+"""Paged attention of a step of decodes and chunks in one launch, whose grid depends on neither.
 
 The first programs take tiles of chunks, the others parts of sequences that run one token: while the last tiles compute,
-there is already something to read. Which are whose stands in device memory, so that the launch can sit in a CUDA graph.
-On an H200 it takes 63 to 101 % of the time of a launch for each kind.
+there is already something to read. Tiles and parts are listed in device memory, so that a CUDA graph can hold
+the launch. On an H200 it takes 63 to 101 % of the time of a launch for each kind.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kvasir.kernels.triton.paged_decode import (
 )
 from kvasir.kernels.triton.paged_prefill import Reading, attend_tile
 
-PROGRAMS = 256  # that fill a GPU: more tiles than these are taken in turn
-PART_STAGES = 5  # of a loop whose loads wait for the block table's: that is two tiles ahead
+PROGRAMS = 256  # enough to fill a GPU; if there are more tiles, each program takes several
+PART_STAGES = 5  # of a loop whose loads wait for the block table, which amounts to two tiles ahead
 
 
 @triton.jit(
@@ -58,7 +58,7 @@ def _mixed_kernel(
     await_previous(PDL)
     if place < tile_programs:
         for done in range(place, pieces, tile_programs):
-            at = pieces - 1 - done  # a chunk's last tiles see most
+            at = pieces - 1 - done  # the last tiles of a chunk see most keys, so they come first
             attend_tile(
                 q_ptr, cache_ptr, pages, table_ptr, row_ptr, start_ptr, length_ptr, out_ptr, scale, table_stride,
                 block_stride, value_stride, token_stride, head_stride, kv_head, tl.load(tile_seq_ptr + at // PIECES),
@@ -89,7 +89,7 @@ def paged_mixed(
     *,
     split: Split | None = None,
     longest: int | None = None,  # see paged_decode
-    shared: SharedPrefixes | None = None,  # of the single tokens
+    shared: SharedPrefixes | None = None,  # of the decodes
 ) -> None:
     singles, singles_out = query[: len(rows)], out[: len(rows)]
     parts = attend_shared(singles, kv_cache, tables, rows, workspace, scale, window, softcap, split, longest, shared)

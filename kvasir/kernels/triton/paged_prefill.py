@@ -24,7 +24,7 @@ from kvasir.kernels.triton.paged_decode import LOG2E, soft_cap
 from kvasir.log import get_logger
 
 logger = get_logger(__name__)
-NEWEST = (3, 9)  # of Triton, for which hopper_prefill.py was compiled
+NEWEST = (3, 9)  # newest Triton that hopper_prefill.py was compiled with
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _attend_rows(
     first_pos = length - num_q + row // GROUP  # of the first query, and of the last
     last_pos = length - num_q + (row + BLOCK_M - 1) // GROUP
     end = tl.minimum(last_pos + 1, length)
-    factor = scale  # what still multiplies the scores when their exponential is taken
+    factor = scale  # multiplies the scores when their exponential is taken
     if SOFTCAP > 0:
         factor = 1.0
     begin = 0
@@ -167,7 +167,7 @@ def is_hopper(x: torch.Tensor) -> bool:
 
 @cache
 def _gluon_is_known() -> bool:
-    """Unlike Triton, Gluon changes from version to version."""
+    """Whether Gluon is a version that the kernel was written for: unlike Triton, it changes from version to version."""
     if tuple(int(number) for number in triton.__version__.split(".")[:2]) <= NEWEST:
         return True
     logger.warning(
@@ -187,7 +187,7 @@ class Reading:
 
     @classmethod
     def of(cls, query: torch.Tensor, kv_cache: torch.Tensor, most_rows: int) -> Reading:
-        """`most_rows`: no chunk, or no tile of one, has more."""
+        """`most_rows` is an upper bound of the rows of a chunk, or of a tile of one."""
         blocks, _, block_size, kv_heads, dim = kv_cache.shape
         descriptor, pages = reads_by_descriptor(query, kv_cache), kv_cache
         block_m, block_n, stages = (128, 64, 3) if descriptor else (64, 32, 3)
@@ -214,7 +214,7 @@ def paged_prefill(
     rows: torch.Tensor,  # [chunks]: the row of `tables` that belongs to each
     starts: torch.Tensor,  # [chunks + 1] int32: chunk i has the queries starts[i]:starts[i + 1]
     lengths: torch.Tensor,  # [chunks] int32: tokens of each sequence, its chunk included
-    longest: int,  # no chunk has more queries
+    longest: int,  # upper bound of a chunk's queries
     out: torch.Tensor,  # like query
     scale: float,
     window: int | None = None,

@@ -24,7 +24,7 @@ def _rms_norm_kernel(
     for part in tl.static_range(1, PARTS):
         x += tl.load(x_ptr + (part * rows + row) * WIDTH + i, mask=inside, other=0.0)
     if ADD:
-        # the sum is rounded before it is normalised: it is what the next layer adds to
+        # the sum is rounded before it is normalised, because the next layer adds to the rounded sum
         x = (x + tl.load(residual_ptr + row * WIDTH + i, mask=inside, other=0.0).to(tl.float32)).to(
             residual_ptr.dtype.element_ty
         )

@@ -17,9 +17,9 @@ import triton.language as tl
 from kvasir.kernels.layout import SharedPrefixes
 from kvasir.kernels.triton.overlap import await_previous, early
 
-ENTRY = 8  # numbers of a tile in its list, of which five are used
-MOST_PARTS = 4  # into so many the prefix is cut at most
-PROGRAMS = 256  # that fill a GPU
+ENTRY = 8  # numbers of a tile in the list, of which five are used
+MAX_PARTS = 4  # of a prefix
+PROGRAMS = 256  # enough to fill a GPU
 
 
 @triton.jit(
@@ -43,7 +43,7 @@ def _list_kernel(
     begin = tl.sum(tl.where(here, starts[None, :], 0), 1)
     count = tl.sum(tl.where(here, lines[None, :], 0), 1)
     first = tl.sum(tl.where(here, (ends - tiles)[None, :], 0), 1)
-    one = tl.load(member_ptr + begin, mask=count > 0, other=0)  # the first blocks of any of them are everybody's
+    one = tl.load(member_ptr + begin, mask=count > 0, other=0)  # all of them have the same first blocks
     entry = tile_ptr + t * ENTRY
     tl.store(entry, t - first)
     tl.store(entry + 1, count)
@@ -109,25 +109,25 @@ def _prefix_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How the queries' lines are cut into tiles, and the prefix into parts for more programs."""
+    """How lines of queries are cut into tiles, and the prefix into parts so that more programs can run."""
 
     height: int
     warps: int
-    parts: int  # each is one more partial result to write and merge
+    parts: int  # each adds a partial result to write and merge
 
 
 def choose_tiling(lines: int, kv_heads: int) -> Tiling:
     height, warps = (128, 8) if lines >= 512 else (64, 4) if lines >= 64 else (16, 4)
     programs = triton.cdiv(lines, height) * kv_heads
-    return Tiling(height, warps, max(1, min(MOST_PARTS, PROGRAMS // programs)))
+    return Tiling(height, warps, max(1, min(MAX_PARTS, PROGRAMS // programs)))
 
 
 def list_tiles(rows: torch.Tensor, shared: SharedPrefixes, lines: int, height: int) -> torch.Tensor:
-    """[tiles, ENTRY] int32, listed by the first layer that asks: which tile of its group, lines of that group, where
-    its members begin, the tokens they share, and whose blocks those are in."""
+    """[tiles, ENTRY] int32, listed in the first layer: the tile's number in its group, lines of that group, where its
+    members begin, the number of shared tokens, and the row whose block table holds them."""
     if (lines, height) not in shared.tiles:
         groups = len(shared.starts) - 1
-        tiles = triton.cdiv(len(rows) * lines, height) + groups - 1  # each group's last one may be short
+        tiles = triton.cdiv(len(rows) * lines, height) + groups - 1  # the last tile of each group may be short
         listed = torch.empty(triton.next_power_of_2(tiles), ENTRY, dtype=torch.int32, device=rows.device)
         _list_kernel[(1,)](
             rows, shared.tokens, shared.members, shared.starts, listed, groups,
