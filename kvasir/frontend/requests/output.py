@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from kvasir.errors import RequestError
 from kvasir.frontend.requests.choices import BeamState, Branches
-from kvasir.frontend.requests.state import Ending, LogprobLine, RequestState, by_line
+from kvasir.frontend.requests.logprobs import LogprobLine, by_line
+from kvasir.frontend.requests.state import Ending, RequestState
 from kvasir.frontend.text.detokenizer import decode_finished
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.messages import LOGPROBS, PROMPT_LOGPROBS, BeamOutput, EngineOutput, Finished, FinishReason
@@ -76,7 +77,9 @@ class OutputProcessor:
             if (begun := self._of_key(start.key)) is not None:
                 begun.start(start)
         ended = {finished.key: finished for finished in output.finished if finished.key in self._states}
-        lines, prompt_lines = by_line(output.parts.get(LOGPROBS)), by_line(output.parts.get(PROMPT_LOGPROBS))
+        lines, prompt_lines = (
+            by_line(output.parts[name]) if name in output.parts else {} for name in (LOGPROBS, PROMPT_LOGPROBS)
+        )
         tokens, counts = output.token_ids.tolist(), output.counts.tolist()
         for line, key in enumerate(output.keys.tolist()):
             state = self._states.get(key)
