@@ -147,7 +147,7 @@ def filter_threshold(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
 
 
 def penalize(logits: torch.Tensor, *args: torch.Tensor) -> None:
-    """See reference.penalize. On a GPU nothing waits and lines that do not ask cost nothing; so it is with those below."""
+    """See reference.penalize. On a GPU nothing waits, and lines that do not ask cost nothing, here and below."""
     _version_for(logits).penalize(logits, *args)
 
 
