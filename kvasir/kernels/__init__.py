@@ -1,7 +1,7 @@
-"""One function per operation, whatever the device. Worker process; knows tensors only.
+"""One function per operation, for every device. Worker process; knows tensors only.
 
-`reference` says in plain torch what each operation means. A version for one kind of device must equal it and is chosen
-here, by the tensor's device, so that layers call `kernels.rms_norm(...)` and never ask where they run.
+`reference` defines each operation in plain torch. A version for one kind of device must equal it and is chosen here by
+the tensor's device, so that layers call `kernels.rms_norm(...)` and never ask where they run.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _version_for(x: torch.Tensor) -> Any:
 
 
 def _any_version_for(x: torch.Tensor, *also: torch.dtype) -> Any:
-    """The same for what the CPU library has too: of bfloat16, and of the types in `also`."""
+    """The same for operations that the CPU library has too, for bfloat16 and the types in `also`."""
     known = x.dtype == torch.bfloat16 or x.dtype in also
     on_cpu = x.device.type == "cpu" and known and not _reference_only
     return ops if on_cpu and library() is not None else _version_for(x)
@@ -147,7 +147,7 @@ def filter_threshold(logits: torch.Tensor, *args: torch.Tensor) -> torch.Tensor:
 
 
 def penalize(logits: torch.Tensor, *args: torch.Tensor) -> None:
-    """See reference.penalize; on a GPU nothing waits, and lines that do not ask cost nothing. So do those below."""
+    """See reference.penalize. On a GPU nothing waits, and lines that do not ask cost nothing, here and below."""
     _version_for(logits).penalize(logits, *args)
 
 

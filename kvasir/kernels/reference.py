@@ -82,7 +82,7 @@ def store_kv(
     value: torch.Tensor,
     kv_cache: torch.Tensor,  # [blocks, 2, block_size, kv_heads, head_dim], any strides
     slots: torch.Tensor,  # [tokens] int64, block * block_size + offset, none negative
-    k_scale: float = 1.0,  # in a cache of 8-bit floats stands what is left after dividing by these
+    k_scale: float = 1.0,  # a cache of 8-bit floats holds values divided by these
     v_scale: float = 1.0,
 ) -> None:
     """Write each token's key and value to its slot."""
@@ -98,7 +98,7 @@ def store_kv(
 
 
 def _to_eight_bits(x: torch.Tensor, unit: float, dtype: torch.dtype) -> torch.Tensor:
-    """What is too large becomes the largest, neither infinite nor NaN."""
+    """Values that are too large become the largest one, neither infinite nor NaN."""
     most = torch.finfo(dtype).max
     return (x.float() / unit).clamp(-most, most).to(dtype)
 
@@ -171,7 +171,7 @@ def penalize(
     frequency: torch.Tensor,  # [slots] float32
     repetition: torch.Tensor,  # [slots] float32
 ) -> None:
-    """Penalties for tokens that were there before, in place."""
+    """Apply penalties for tokens that occurred before, in place."""
     lines, own = _asking(rows, slots)
     x, seen = logits[lines], counts[own]
     generated = seen > 0
@@ -330,7 +330,7 @@ def fused_linear(
     gated: bool = False,  # half of the outputs: silu of the first half times the second
     product: Callable[..., torch.Tensor] = linear,
 ) -> torch.Tensor:
-    """A product with what stands before and after it in a layer."""
+    """A product together with the operations before and after it in a layer."""
     y = product(x if gain is None else rms_norm(x, gain, eps), weight, bias)
     y = gated_activation(y, "silu") if gated else y
     return y if add is None else y + add

@@ -174,7 +174,7 @@ class ModelRunner:
         uploaded: Iterator[torch.Tensor] = iter(())
         if not every_line or any(arrays):
             flat = [array for each in arrays for array in each]
-            uploaded = iter(upload([*flat] if every_line else [sampled.lines, *flat], self.device))
+            uploaded = iter(upload(flat if every_line else [sampled.lines, *flat], self.device))
         if not every_line:
             chosen = next(uploaded)
             rows, lengths, hidden = rows[chosen], lengths[chosen], hidden[batch.query_start[1:][chosen] - 1]
