@@ -2,7 +2,7 @@
 
 The ASGI application runs in this process and the engine in its own, with an executor that has no model. Both processes
 record which modules' code is called while the request is served, not during start-up; the server's background tasks do
-not run. The list is in the order of each file's first call, with the number of lines that a reader has to open. The fake
+not run. The list is in the order of first calls, with the number of lines that a reader has to open. The fake
 executor stands in for the worker, which is not listed.
 
 usage: request_path.py
