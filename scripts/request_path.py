@@ -1,15 +1,15 @@
 """Trace one streamed chat request through the server and the engine, and list the files it runs through.
 
 The ASGI application runs in this process and the engine in its own, with an executor that has no model. Both processes
-record which modules' code is called while the request is served; start-up and the server's own background tasks do not
-count. The list is in the order of each file's first call, with the lines a reader has to open.
+record which modules' code is called while the request is served, not during start-up; the server's background tasks do
+not run. The list is in the order of first calls, with the number of lines that a reader has to open. The fake
+executor stands in for the worker, which is not listed.
 
-usage: request_path.py [--max-files N] [--max-lines N]
+usage: request_path.py
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import mmap
@@ -28,7 +28,6 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # run it from a checkout
 FLAG = "KVASIR_REQUEST_PATH"  # names the folder in which both processes leave what they recorded
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "ignore_eos": True, "stream": True}
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
-BACKGROUND = {"_watch", "_flush", "_log_stats"}  # the server's own tasks, which run whether or not a request does
 
 
 class Recorder:
@@ -46,21 +45,11 @@ class Recorder:
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         # By the module's name, because the methods that dataclasses generate have no file.
         name = frame.f_globals.get("__name__", "")
-        if event != "call" or not self.flag[0] or name in self.first or not name.startswith("kvasir."):
-            return
-        if not _in_background(frame):
+        if event == "call" and self.flag[0] and name not in self.first and name.startswith("kvasir."):
             self.first[name] = time.time()
 
     def write(self, file: Path) -> None:
         file.write_text(json.dumps(self.first))
-
-
-def _in_background(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name in BACKGROUND and frame.f_globals.get("__name__", "").startswith("kvasir.server"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def traced_echo(config: Any) -> Any:
@@ -169,19 +158,12 @@ def _file_of(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--max-files", type=int, help="exit with status 1 if there are more")
-    parser.add_argument("--max-lines", type=int, help="exit with status 1 if there are more")
-    options = parser.parse_args()
+def main() -> None:
     found = trace()
     for number, (file, lines) in enumerate(found, start=1):
         print(f"{number:>3}  {file:<45} {lines:>5}")
-    total = sum(lines for _, lines in found)
-    print(f"\n{len(found)} files, {total:,} lines")
-    too_many = options.max_files is not None and len(found) > options.max_files
-    return int(too_many or (options.max_lines is not None and total > options.max_lines))
+    print(f"\n{len(found)} files, {sum(lines for _, lines in found):,} lines")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -336,7 +336,7 @@ def test_the_servers_time_limit_answers_504(starter_model: Path, tmp_path: Path)
         starter_model,
         engine={"max_num_seqs": 1},
         server={"request_timeout": 0.2},
-        executor="tests.e2e.test_life:stuck",
+        executor="tests.e2e.test_lifecycle:stuck",
         environment={"KVASIR_TEST_GATE": str(gate)},
     )
     with server:

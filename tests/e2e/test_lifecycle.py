@@ -63,7 +63,7 @@ def slow_to_start(config: Any) -> Any:
 
 def gated(starter_model: Path, gate: Path) -> LiveServer:
     environment = {"KVASIR_TEST_GATE": str(gate)}
-    return LiveServer.fake(starter_model, executor="tests.e2e.test_life:slow_to_start", environment=environment)
+    return LiveServer.fake(starter_model, executor="tests.e2e.test_lifecycle:slow_to_start", environment=environment)
 
 
 def test_ready_tells_the_phase(starter_model: Path, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_sigterm_lets_accepted_requests_finish(starter_model: Path, tmp_path: Pa
         gate.touch()
         return list(await asyncio.gather(*asked))
 
-    executor, environment = "tests.e2e.test_life:unhurried", {"KVASIR_TEST_GATE": str(gate)}
+    executor, environment = "tests.e2e.test_lifecycle:unhurried", {"KVASIR_TEST_GATE": str(gate)}
     with LiveServer.fake(starter_model, executor=executor, environment=environment) as server:
         replies = asyncio.run(go(server.wait_until_ready()))
         for i, reply in enumerate(replies):
@@ -251,7 +251,7 @@ def test_ready_notices_an_engine_that_hangs(starter_model: Path, tmp_path: Path)
     server = LiveServer.fake(
         starter_model,
         engine={"stall_timeout": 0.3},
-        executor="tests.e2e.test_life:stuck",
+        executor="tests.e2e.test_lifecycle:stuck",
         environment={"KVASIR_TEST_GATE": str(gate)},
     )
 
@@ -314,7 +314,7 @@ def test_a_client_that_leaves_frees_its_blocks_within_two_steps(
         gate.unlink()
         await running(server, 0)
 
-    executor, environment = "tests.e2e.test_life:held", {"KVASIR_TEST_GATE": str(gate)}
+    executor, environment = "tests.e2e.test_lifecycle:held", {"KVASIR_TEST_GATE": str(gate)}
     with LiveServer.fake(starter_model, executor=executor, environment=environment) as server:
         asyncio.run(go(server.wait_until_ready()))
         assert len(notes.read_text()) <= 2
