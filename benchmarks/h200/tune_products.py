@@ -26,7 +26,8 @@ sys.path.insert(0, str(ROOT))
 
 from product_shapes import KNOWN, Product, parse, products_of  # noqa: E402
 
-from kvasir.kernels.triton import add_rms_norm, gemv, linear_parts, tuned  # noqa: E402
+from kvasir.kernels.triton import add_rms_norm, gemv, linear_parts  # noqa: E402
+from kvasir.kernels.triton import linear as products  # noqa: E402
 from kvasir.kernels.triton.linear import COUNTS, tile_linear  # noqa: E402
 from kvasir.kernels.triton.precompile import precompile  # noqa: E402
 
@@ -44,7 +45,7 @@ Run = Callable[[torch.Tensor], object]
 
 def main() -> None:
     arguments = _parse()
-    data = json.loads(tuned.DATA.read_text(encoding="utf-8")) if tuned.DATA.exists() else {}
+    data = json.loads(products.DATA.read_text(encoding="utf-8")) if products.DATA.exists() else {}
     table: dict[str, list[int]] = data.setdefault(torch.cuda.get_device_name(), {})
     counts = [1] * ("gemv" in arguments.only) + list(COUNTS) * ("tile" in arguments.only)
     for product in wanted(arguments):
@@ -88,9 +89,9 @@ def tune(
         y = torch.empty(count, rows, device="cuda", dtype=torch.bfloat16)
         cublas = time_of(lambda w, x=x, y=y: torch.mm(x, w.t(), out=y), weights)
         if count == 1:
-            key, candidates, run = tuned.gemv_key(kind, rows, inner), GEMV, gemv_run(kind, x, rows)
+            key, candidates, run = products.gemv_key(kind, rows, inner), GEMV, gemv_run(kind, x, rows)
         else:
-            key, candidates, run = tuned.tile_key(rows, inner, count), TILE, tile_run(x)
+            key, candidates, run = products.tile_key(rows, inner, count), TILE, tile_run(x)
         usable = [blocks for blocks in candidates if inner % blocks[1] == 0]
         times = times_of(run, usable[::3] if quick else usable, weights)
         best = min(times, key=lambda blocks: times[blocks])
@@ -121,7 +122,7 @@ def tune_parts(rows: int, inner: int) -> Iterator[tuple[str, list[int] | None, s
         times = times_of(in_parts, usable, weights)
         best = min(times, key=lambda blocks: times[blocks])
         gains = times[best] < 0.98 * cublas
-        key = tuned.parts_key(rows, inner, count)
+        key = products.parts_key(rows, inner, count)
         line = f"{key:34s} {times[best]:7.1f} us with norm {list(best)}, cuBLAS {cublas:7.1f} us"
         yield key, list(best) if gains else None, line + ("" if gains else " (kept)")
 
@@ -181,7 +182,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--models", help=f"names, directories with a config.json, names on the hub (default: {known})")
     parser.add_argument("--shapes", help="more products, kind:OUTPUTSxINPUTS: one row with a norm before it, added to "
                         "the residual, gated, or plain")  # fmt: skip
-    parser.add_argument("--out", type=Path, default=tuned.DATA)
+    parser.add_argument("--out", type=Path, default=products.DATA)
     parser.add_argument(
         "--only", default="gemv,tile,parts", help="one row; several; several, their sums left to a norm"
     )

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvasir import startup
+from kvasir.config import startup
 from kvasir.errors import KvasirError
 
 PROGRAM = """

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvasir import platforms, startup
-from kvasir.config import env
+from kvasir import platforms
+from kvasir.config import env, startup
 from kvasir.config.args import DTYPE_NAMES, EngineArgs
 from kvasir.config.engine import (
     EIGHT_BIT_KV,

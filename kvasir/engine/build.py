@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvasir import startup
+from kvasir.config import startup
 from kvasir.config.engine import EngineConfig
 from kvasir.engine.admission import QueueLimits
 from kvasir.engine.cache.host_tier import HostTier

@@ -13,6 +13,8 @@ from typing import Any
 
 from kvasir.config.engine import EngineConfig
 from kvasir.config.resolve import resolve
+from kvasir.config.startup import record_imports
+from kvasir.config.startup import seconds as startup_seconds
 from kvasir.engine.build import build_core
 from kvasir.engine.liveness import GRACE_SECONDS, ClientLiveness
 from kvasir.engine.service import EngineService
@@ -20,8 +22,6 @@ from kvasir.engine.transport import FAILED, READY, RESOLVED, Address, EngineStar
 from kvasir.errors import ConfigError, EngineError, KvasirError
 from kvasir.log import get_logger
 from kvasir.sampling.startup_processors import StartupProcessors
-from kvasir.startup import record_imports
-from kvasir.startup import seconds as startup_seconds
 
 logger = get_logger(__name__)
 

@@ -9,7 +9,7 @@ from itertools import count
 from types import TracebackType
 from typing import Self
 
-from kvasir import startup
+from kvasir.config import startup
 from kvasir.config.args import EngineArgs
 from kvasir.config.engine import EngineConfig
 from kvasir.config.resolve import resolve

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Protocol
 
-from kvasir import startup
+from kvasir.config import startup
 from kvasir.config.engine import EngineConfig
 from kvasir.messages import DeviceMemory, KVSpec, SampleInputs, StepCosts, StepFuture, StepPlan
 from kvasir.platforms.cpu_features import prepare_cpu

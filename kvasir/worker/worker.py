@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from kvasir import kernels, startup
+from kvasir import kernels
+from kvasir.config import startup
 from kvasir.config.engine import EngineConfig
 from kvasir.distributed.mesh import Mesh
 from kvasir.errors import ConfigError, DeviceMemoryError

@@ -89,7 +89,4 @@ def test_a_batch_compiles_its_kernels_at_once(tmp_path: Path, monkeypatch: pytes
     ) as llm:  # fmt: skip
         monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
-    of_layers = [
-        beside for name, beside in compiled if name in ("_decode_kernel", "_rope_store_kernel", "_tile_kernel")
-    ]
-    assert of_layers and all(of_layers), compiled
+    assert compiled and all(in_thread for _, in_thread in compiled), compiled

@@ -17,8 +17,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent.parent / "kvasir"
 
 # Everything may import these; they import only each other.
-BASE = {"kvasir", "errors", "log", "startup", "sampling_params", "outputs", "messages"}
-BASE |= {"config.checks", "config.engine", "config.args", "config.env", "config.vllm_settings"}
+BASE = {"kvasir", "errors", "log", "sampling_params", "outputs", "messages"}
+BASE |= {"config.checks", "config.startup", "config.engine", "config.args", "config.env", "config.vllm_settings"}
 
 
 @dataclass(frozen=True)

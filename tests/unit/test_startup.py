@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvasir import startup
+from kvasir.config import startup
 
 
 @pytest.fixture(autouse=True)

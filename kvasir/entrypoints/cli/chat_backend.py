@@ -16,7 +16,7 @@ Message = Mapping[str, str]
 
 
 @dataclass(slots=True, frozen=True)
-class Usage:
+class AnswerUsage:
     """Token counts of a reply."""
 
     prompt: int
@@ -25,7 +25,7 @@ class Usage:
     finish_reason: str | None = None
 
 
-Piece = str | Usage  # text as it comes, then the token counts
+Piece = str | AnswerUsage  # text as it comes, then the token counts
 
 
 class Backend(Protocol):
@@ -157,6 +157,6 @@ def _message(body: Mapping[str, Any]) -> str:
     return str(error["message"] if isinstance(error, Mapping) else error)
 
 
-def _usage(usage: Mapping[str, Any], reason: str | None) -> Usage:
+def _usage(usage: Mapping[str, Any], reason: str | None) -> AnswerUsage:
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Usage(usage["prompt_tokens"], cached, usage["completion_tokens"], reason)
+    return AnswerUsage(usage["prompt_tokens"], cached, usage["completion_tokens"], reason)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.config.args import EngineArgs
-from kvasir.entrypoints.cli.chat_backend import Message, Piece, Usage
+from kvasir.entrypoints.cli.chat_backend import AnswerUsage, Message, Piece
 from kvasir.entrypoints.interrupts import delay_interrupts
 from kvasir.entrypoints.llm_engine import LLMEngine
 from kvasir.errors import RequestError
@@ -80,6 +80,6 @@ class LocalModel:
         self.engine.close()
 
 
-def _usage(output: RequestOutput, num_output: int) -> Usage:
+def _usage(output: RequestOutput, num_output: int) -> AnswerUsage:
     reason = output.outputs[0].finish_reason
-    return Usage(len(output.prompt_token_ids), output.num_cached_tokens or 0, num_output, reason)
+    return AnswerUsage(len(output.prompt_token_ids), output.num_cached_tokens or 0, num_output, reason)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvasir.config.engine import did_you_mean
-from kvasir.entrypoints.cli.chat_backend import Backend, Message, Usage
+from kvasir.entrypoints.cli.chat_backend import AnswerUsage, Backend, Message
 from kvasir.errors import KvasirError
 from kvasir.sampling_params import SamplingParams
 
@@ -53,7 +53,7 @@ class ChatStats:
     seconds: float = 0.0  # from first to last token
     last: str = ""
 
-    def add(self, usage: Usage, began: float, first: float, ended: float) -> None:
+    def add(self, usage: AnswerUsage, began: float, first: float, ended: float) -> None:
         self.answers += 1
         self.prompt_tokens += usage.prompt
         self.cached_tokens += usage.cached
@@ -92,7 +92,7 @@ class Session:
         began, first, usage = time.perf_counter(), 0.0, None
         try:
             for piece in self.backend.answer(self._all_messages(), self.params):
-                if isinstance(piece, Usage):
+                if isinstance(piece, AnswerUsage):
                     usage = piece
                 elif piece:
                     first = first or time.perf_counter()

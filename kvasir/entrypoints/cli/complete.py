@@ -19,7 +19,7 @@ from kvasir.entrypoints.cli.main import log_warnings_only
 from kvasir.errors import ConfigError, KvasirError
 
 if TYPE_CHECKING:
-    from kvasir.entrypoints.cli.chat_backend import Backend, Piece, Usage
+    from kvasir.entrypoints.cli.chat_backend import Backend, Piece, AnswerUsage
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop")
 
@@ -129,7 +129,7 @@ def _print_answer(pieces: Iterator[Piece], stats: bool) -> None:
     """Print pieces of text as they come."""
     started = time.perf_counter()
     first: float | None = None
-    usage: Usage | None = None
+    usage: AnswerUsage | None = None
     for piece in pieces:
         if not isinstance(piece, str):
             usage = piece
@@ -141,7 +141,7 @@ def _print_answer(pieces: Iterator[Piece], stats: bool) -> None:
         print(_stats(started, first, time.perf_counter(), usage), file=sys.stderr)
 
 
-def _stats(started: float, first: float | None, ended: float, usage: Usage | None) -> str:
+def _stats(started: float, first: float | None, ended: float, usage: AnswerUsage | None) -> str:
     if usage is None:
         return f"[{ended - started:.2f} s; the server does not report token counts]"
     words = [f"{usage.prompt} tokens in", f"{usage.output} out", f"{ended - started:.2f} s"]

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kvasir.entrypoints.cli import chat_terminal
-from kvasir.entrypoints.cli.chat_backend import Message, Piece, Usage
+from kvasir.entrypoints.cli.chat_backend import AnswerUsage, Message, Piece
 from kvasir.entrypoints.cli.chat_session import ExitChat, Session
 from kvasir.entrypoints.cli.chat_terminal import finished_until, read, write
 from kvasir.errors import RequestError
@@ -33,7 +33,7 @@ class Parrot:
         try:
             for word in words:
                 yield f"{word} "
-            yield Usage(10, 4, len(words), "stop")
+            yield AnswerUsage(10, 4, len(words), "stop")
         except GeneratorExit:
             self.closed_early = True
             raise

@@ -72,7 +72,7 @@ def test_arguments_that_a_template_does_not_read(prompts: PromptProcessor) -> No
     assert prompts.render(USER, chat_template=TEMPLATE, mood="glad") == "hello!glad"
     assert prompts.render(USER, chat_template=TEMPLATE, chat_template_kwargs={"other": 1}) == "hello!"
     for name, value in (("documents", [{"text": "x"}]), ("tools", [{"type": "function"}]), ("effort", "low")):
-        with pytest.raises(RequestError, match=f"{name} is not available") as caught:
+        with pytest.raises(RequestError, match=f"{name} is not supported") as caught:
             prompts.render(USER, chat_template=TEMPLATE, **{name: value})  # type: ignore[arg-type]
         assert caught.value.parameter == name
     assert prompts.render(USER, chat_template=TEMPLATE, tools=[{"type": "function"}], may_ignore=("tools",)) == "hello!"
