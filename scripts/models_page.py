@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from kvasir.frontend.text.tokenizer_gguf import SPLITTINGS
+from kvasir.frontend.text.tokenizer_gguf import PRE_TOKENIZERS
 from kvasir.models import gguf, registry
 from kvasir.quantization.gguf_file import TENSOR_TYPES
 
@@ -88,7 +88,8 @@ def page() -> str:
         lines.append(f"| `{name}` | {text} | `{proof}` |\n")
     kinds = ", ".join(gguf.ARCHITECTURES)
     types = ", ".join(kind for kind, _, _ in TENSOR_TYPES.values())
-    return HEAD.format(test=TEST) + "".join(lines) + TAIL.format(kinds=kinds, types=types, splits=", ".join(SPLITTINGS))
+    splits = ", ".join(PRE_TOKENIZERS)
+    return HEAD.format(test=TEST) + "".join(lines) + TAIL.format(kinds=kinds, types=types, splits=splits)
 
 
 def main() -> None:

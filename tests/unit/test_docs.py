@@ -56,3 +56,24 @@ def test_links_lead_somewhere(page: str) -> None:
         assert linked.exists(), f"{page} links to {target}"
         if anchor:
             assert anchor in anchors(linked.read_text(encoding="utf-8")), f"{page} links to {target}#{anchor}"
+
+
+COMING = ("speculative/", "structured/", "lora/", "multimodal/", "transfer/")  # folders of features that are planned
+DESIGN = [
+    "docs/architecture.md",
+    "docs/glossary.md",
+    *sorted(page for page in PAGES if page.startswith("docs/design/")),
+]
+
+
+@pytest.mark.parametrize("page", DESIGN)
+def test_named_files_exist(page: str) -> None:
+    """A file is named from the repository's or the package's root, or, after another one, from that one's folder."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    folder = ROOT
+    for name in re.findall(r"`([\w/]+\.(?:py|json))`", text):
+        if name.startswith(("/", *COMING)) or "NAME" in name or name in ("config.json", "host.py", "device.py"):
+            continue
+        found = next((path for base in (ROOT, ROOT / "kvasir", folder) if (path := base / name).exists()), None)
+        assert found is not None, f"{page} names {name}"
+        folder = found.parent

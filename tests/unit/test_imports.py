@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+MOST_ROOT_NAMES = 24
 PACKAGE = Path(__file__).parent.parent.parent / "kvasir"
 
 # Everything may import these; they import only each other.
@@ -194,6 +195,22 @@ def test_no_torch_above_the_worker(file: Path) -> None:
         return
     wrong = [str(found) for found in imports_of(file) if found.module.split(".")[0] == "torch"]
     assert not wrong, "\n".join(wrong)
+
+
+def test_public_class_names_are_unique() -> None:
+    """A class name means one thing in the whole package."""
+    places: dict[str, list[str]] = {}
+    for file in sources():
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module_name(file))
+    assert not {name: modules for name, modules in places.items() if len(modules) > 1}
+
+
+def test_the_root_is_small() -> None:
+    """A reader sees the package at a glance; a loose module belongs into some folder."""
+    names = [path.name for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()]
+    assert len(names) <= MOST_ROOT_NAMES, sorted(names)
 
 
 def loaded_by(*modules: str, of: tuple[str, ...] = HEAVY) -> set[str]:

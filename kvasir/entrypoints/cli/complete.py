@@ -19,7 +19,7 @@ from kvasir.entrypoints.cli.main import log_warnings_only
 from kvasir.errors import ConfigError, KvasirError
 
 if TYPE_CHECKING:
-    from kvasir.entrypoints.cli.chat_backend import Backend, Piece, AnswerUsage
+    from kvasir.entrypoints.cli.chat_backend import AnswerUsage, Backend, Piece
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop")
 
