@@ -24,10 +24,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run it from a checkout without installing
 
 from kvasir.bench.report import commit, table
-from kvasir.engine.admission import QueueLimits
 from kvasir.engine.cache.manager import KVCacheManager
 from kvasir.engine.core import EngineCore
 from kvasir.engine.policies import Context, make_policy
+from kvasir.engine.queue import QueueLimits
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.errors import OverloadedError
 from kvasir.executor.fake import DelayExecutor

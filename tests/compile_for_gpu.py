@@ -29,7 +29,7 @@ from kvasir import kernels
 from kvasir.attention.base import AttentionBatch
 from kvasir.attention.triton import TritonAttention
 from kvasir.kernels.triton import linear
-from kvasir.kernels.triton.precompile import _Zeros
+from kvasir.kernels.triton.launch import _Zeros
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.messages import Int32Array
 from kvasir.models import registry

@@ -28,8 +28,8 @@ from product_shapes import KNOWN, Product, parse, products_of  # noqa: E402
 
 from kvasir.kernels.triton import add_rms_norm, gemv, linear_parts  # noqa: E402
 from kvasir.kernels.triton import linear as products  # noqa: E402
+from kvasir.kernels.triton.launch import precompile  # noqa: E402
 from kvasir.kernels.triton.linear import COUNTS, tile_linear  # noqa: E402
-from kvasir.kernels.triton.precompile import precompile  # noqa: E402
 
 # Rows of the matrix per program, columns per step, warps.
 GEMV = [(1, 512, 1), (1, 1024, 2), (1, 1024, 4), (1, 2048, 4), (2, 512, 2), (2, 1024, 2), (2, 1024, 4), (2, 2048, 4)]

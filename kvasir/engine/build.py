@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from kvasir.config import startup
 from kvasir.config.engine import EngineConfig
-from kvasir.engine.admission import QueueLimits
 from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.manager import KVCacheManager
 from kvasir.engine.cache.tier import CostSwapPolicy, FixedSwapPolicy, NoTier, SwapPolicy, Tier
 from kvasir.engine.core import EngineCore
 from kvasir.engine.policies import Context, Policy, make_policy
+from kvasir.engine.queue import QueueLimits
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.errors import ConfigError
 from kvasir.executor.base import Executor, load_worker

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import fields, replace
 
-from kvasir.engine.admission import Admission, QueueLimits
 from kvasir.engine.deadlines import DeadlineMonitor
 from kvasir.engine.observers import GraphCounter, StepObserver, StepTimer
+from kvasir.engine.queue import Admission, QueueLimits
 from kvasir.engine.request_groups import RequestGroups
 from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.snapshot import take_snapshot

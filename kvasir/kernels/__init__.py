@@ -71,7 +71,7 @@ def are_compiled(device: torch.device) -> bool:
 
 def precompile() -> AbstractContextManager[None]:
     """See triton/precompile.py; for a device whose kernels `are_compiled`."""
-    from kvasir.kernels.triton.precompile import precompile
+    from kvasir.kernels.triton.launch import precompile
 
     return precompile()
 

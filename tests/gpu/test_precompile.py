@@ -16,7 +16,7 @@ import triton.language as tl  # noqa: E402
 from triton import knobs  # noqa: E402
 
 from kvasir import LLM, SamplingParams, kernels  # noqa: E402
-from kvasir.kernels.triton.precompile import THREADS  # noqa: E402
+from kvasir.kernels.triton.launch import THREADS  # noqa: E402
 from tests.model_builders import make_hf_model, save  # noqa: E402
 
 pytestmark = pytest.mark.gpu

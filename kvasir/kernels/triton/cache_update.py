@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.triton.overlap import await_previous, early
+from kvasir.kernels.triton.launch import await_previous, early
 
 
 @triton.jit(do_not_specialize_on_alignment=["position_ptr", "slot_ptr"])

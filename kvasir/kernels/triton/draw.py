@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.triton.overlap import await_previous, early
+from kvasir.kernels.triton.launch import await_previous, early
 
 CHUNK = 1024
 

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.triton.overlap import await_previous, early
+from kvasir.kernels.triton.launch import await_previous, early
 
 AHEAD = 256  # columns of the matrix that a program prefetches before it waits for x
 

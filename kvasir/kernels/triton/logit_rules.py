@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kvasir.kernels.reference import ANY_TOKEN
-from kvasir.kernels.triton.overlap import await_previous, early
+from kvasir.kernels.triton.launch import await_previous, early
 
 _BLOCK = 2048
 _LINES = 256

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kvasir.kernels.layout import SharedPrefixes
-from kvasir.kernels.triton.overlap import await_previous, early
+from kvasir.kernels.triton.launch import await_previous, early
 from kvasir.kernels.triton.shared_prefix import attend_prefixes, choose_tiling
 
 LOG2E = 1.4426950408889634

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kvasir.kernels.layout import SharedPrefixes, Tiles
-from kvasir.kernels.triton.overlap import await_previous, early
+from kvasir.kernels.triton.launch import await_previous, early
 from kvasir.kernels.triton.paged_decode import (
     LOG2E,
     Split,

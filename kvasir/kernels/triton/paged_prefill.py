@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.triton.overlap import await_previous, early
+from kvasir.kernels.triton.launch import await_previous, early
 from kvasir.kernels.triton.paged_decode import LOG2E, soft_cap
 from kvasir.log import get_logger
 

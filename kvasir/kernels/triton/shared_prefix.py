@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvasir.kernels.layout import SharedPrefixes
-from kvasir.kernels.triton.overlap import await_previous, early
+from kvasir.kernels.triton.launch import await_previous, early
 
 ENTRY = 8  # numbers of a tile in the list, of which five are used
 MAX_PARTS = 4  # of a prefix

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvasir.engine.admission import QueueLimits
 from kvasir.engine.core import EngineCore
 from kvasir.engine.policies import Context, EarliestDeadlineFirst, FirstComeFirstServed
+from kvasir.engine.queue import QueueLimits
 from kvasir.engine.service_rate import ServiceRate
 from kvasir.errors import OverloadedError
 from kvasir.messages import BeamSpec, FinishReason, Terms

@@ -1,6 +1,7 @@
-"""Compiles the kernels of a step all at once, on all cores, before the step is run for real.
+"""How kernels are launched: compiled ahead, all at once, and overlapping with the kernel before.
 
-One after the other they take half a second each, and the first steps need some thirty of them.
+Compiled one after the other, kernels take half a second each, and the first steps need some thirty of them.
+`precompile` gathers the variants that a step launches and compiles them on all cores before the step runs for real.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch.overrides import TorchFunctionMode
 from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvasir.platforms.limits import usable_cpus
 
@@ -66,3 +71,30 @@ def precompile() -> Iterator[None]:
 def _compile(kernel: Any, specialization: str) -> Any:
     """Compile a kernel and its launcher."""
     return kernel.preload(specialization).run
+
+
+# ------------------------------------------------------------ programmatic dependent launch
+
+# Between two kernels of a graph the device idles for about a microsecond. A kernel launched with `early` is already in
+# place when its predecessor ends. Until `await_previous` it must not touch anything that the predecessor writes, and
+# each of its programs must reach `await_previous`: the next kernel relies on all earlier ones being done once this one
+# is. It may read earlier what was there before the predecessor began: weights, and a step's inputs (lengths, tables).
+# Those inputs must be read past the processor's own cache, which may hold the values of an earlier step.
+
+
+@triton.jit
+def await_previous(PDL: tl.constexpr):
+    """Wait until everything that earlier kernels wrote is visible, and let the next kernel be placed."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+def early(x: torch.Tensor) -> dict[str, bool]:
+    """How to launch a kernel that calls `await_previous` on x's device."""
+    return {"PDL": True, "launch_pdl": True} if x.is_cuda and _is_known_to(x.device.index) else {"PDL": False}
+
+
+@cache
+def _is_known_to(index: int | None) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (9, 0)
