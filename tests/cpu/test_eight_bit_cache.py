@@ -105,7 +105,7 @@ def test_twice_the_blocks_fit_and_preemption_and_swapping_change_nothing(model: 
 
 
 def test_the_types_there_are(model: Model) -> None:
-    with pytest.raises(ConfigError, match="not the model's float32"):
+    with pytest.raises(ConfigError, match="must be the model's float32"):
         model.llm(device="cpu", dtype="float32", kv_cache_dtype="float16")
     with pytest.raises(ConfigError, match="fp8_e5m2"):
         model.llm(device="cpu", kv_cache_dtype="int4")
