@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvasir.errors import RequestError
 from kvasir.outputs import CompletionOutput, RequestOutput
-from kvasir.parsers import content_of
+from kvasir.parsers.base import content_of
 from kvasir.server.api_keys import ApiKey
 from kvasir.server.api_request import ApiRequest, read_chat
 from kvasir.server.errors import ApiError, as_api_error

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from kvasir.errors import RequestError
 from kvasir.outputs import CompletionOutput, RequestOutput
-from kvasir.parsers import Content, OutputPart, content_of
+from kvasir.parsers.base import Content, OutputPart, content_of
 from kvasir.server.api_request import ApiRequest, read_chat
 from kvasir.server.event_stream import EventStream, OpenAIEvents
 from kvasir.server.http import FINGERPRINT, Call, StrictRoute, TheCall, answers, reply, unless_gone

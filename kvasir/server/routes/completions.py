@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from kvasir.frontend.requests.prompts import TokenizedPrompt
 from kvasir.outputs import CompletionOutput, RequestOutput
-from kvasir.parsers import content_of
+from kvasir.parsers.base import content_of
 from kvasir.sampling_params import SamplingParams
 from kvasir.server.api_request import ApiRequest, read_prompts
 from kvasir.server.event_stream import EventStream, OpenAIEvents

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from kvasir.errors import RequestError
 from kvasir.frontend.requests.prompts import TokenizedPrompt
 from kvasir.outputs import CompletionOutput, RequestOutput
-from kvasir.parsers import content_of
+from kvasir.parsers.base import content_of
 from kvasir.sampling_params import SamplingParams
 from kvasir.server.api_request import ApiRequest, read_chat
 from kvasir.server.errors import anthropic_body, as_api_error, timed_out

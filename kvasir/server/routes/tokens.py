@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from kvasir.errors import RequestError
 from kvasir.outputs import RequestOutput
-from kvasir.parsers import content_of
+from kvasir.parsers.base import content_of
 from kvasir.server.api_request import ApiRequest, read_chat, read_prompts
 from kvasir.server.errors import as_api_error, openai_body
 from kvasir.server.event_stream import EventStream

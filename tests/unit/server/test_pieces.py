@@ -17,7 +17,8 @@ from starlette.types import Message as AsgiMessage
 from kvasir.entrypoints.cli.main import Parser
 from kvasir.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
 from kvasir.outputs import CompletionOutput, Logprob, RequestOutput
-from kvasir.parsers import PARSERS, PLAIN_TEXT, Content, OutputPart, PartReader
+from kvasir.parsers import PARSERS, PLAIN_TEXT, PartReader
+from kvasir.parsers.base import Content, OutputPart
 from kvasir.server.api_keys import ApiKey
 from kvasir.server.config import ServerConfig, add_flags, from_namespace, server_settings
 from kvasir.server.device import CpuProbe, visible_devices
