@@ -6,7 +6,7 @@ API process. The engine's start-up logits processors become processors of each r
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from kvasir.config.engine import ModelConfig
@@ -16,14 +16,14 @@ from kvasir.messages import Extras
 from kvasir.sampling.startup_processors import StartupProcessors, three_arguments
 from kvasir.sampling_params import SamplingParams
 
-# Fields that need Extras, with the values that do not: most requests are recognized without building any.
-_UNSET: tuple[tuple[str, tuple[object, ...]], ...] = (
-    *((name, (0,)) for name in ("presence_penalty", "frequency_penalty", "top_ema_p")),
-    ("repetition_penalty", (1,)),
-    *((name, (None, [])) for name in ("allowed_token_ids", "forbidden_token_ids", "bad_words", "logprob_token_ids")),
-    *((name, (None, [], {})) for name in ("logits_processors", "logit_bias", "extra_args")),
-    ("prompt_logprobs", (None,)),
-)
+_NOT_PARAMETERS = ("num_prompt_tokens", "ema_key")  # fields of Extras that no parameter sets
+_OTHER_NAMES = {"processors": "logits_processors"}  # field of Extras -> its parameter; others have the same name
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+_PARAMETERS = [
+    _OTHER_NAMES.get(field.name, field.name) for field in fields(Extras) if field.name not in _NOT_PARAMETERS
+]
+# Parameters that need Extras, with the values that do not: most requests are recognized without building any.
+_UNSET: tuple[tuple[str, tuple[object, ...]], ...] = tuple((name, (_DEFAULTS[name], [], {})) for name in _PARAMETERS)
 
 
 class ExtrasBuilder:
