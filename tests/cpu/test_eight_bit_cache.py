@@ -109,7 +109,7 @@ def test_the_types_there_are(model: Model) -> None:
         model.llm(device="cpu", dtype="float32", kv_cache_dtype="float16")
     with pytest.raises(ConfigError, match="fp8_e5m2"):
         model.llm(device="cpu", kv_cache_dtype="int4")
-    with pytest.raises(ConfigError, match="our C\\+\\+ library"):
+    with pytest.raises(ConfigError, match="Kvasir's C\\+\\+ library"):
         model.llm(device="cpu", dtype="float32", kv_cache_dtype="int8")
     with pytest.raises(ConfigError, match="one of torch, triton"):
         resolve._check_eight_bit(CacheConfig(kv_cache_dtype="fp8"), "cpu", CpuPlatform("cpu"))
