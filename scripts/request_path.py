@@ -2,8 +2,8 @@
 
 The ASGI application runs in this process and the engine in its own, with an executor that has no model. Both processes
 record which modules' code is called while the request is served, not during start-up; the server's background tasks do
-not run. The list is in the order of first calls, with the number of lines that a reader has to open. The fake
-executor stands in for the worker, which is not listed.
+not run. The list is in the order of first calls, with the lines of each file and, of those, the lines of functions that
+the request runs. The fake executor stands in for the worker, which is not listed.
 
 usage: request_path.py
 """
@@ -31,12 +31,14 @@ TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content 
 
 
 class Recorder:
-    """Notes when each module of kvasir is first called while the flag, a byte shared by both processes, is set."""
+    """Notes which functions of kvasir are called, and when first, while the flag, a byte shared by both processes, is
+    set."""
 
     def __init__(self, folder: Path) -> None:
         with open(folder / "flag", "r+b") as file:
             self.flag = mmap.mmap(file.fileno(), 1)
-        self.first: dict[str, float] = {}
+        self.first: dict[str, float] = {}  # by module: time of the first call
+        self.functions: dict[str, dict[str, int]] = {}  # by module: first line of a function -> its last line
 
     def start(self) -> None:
         threading.setprofile(self._profile)
@@ -45,11 +47,16 @@ class Recorder:
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
         # By the module's name, because the methods that dataclasses generate have no file.
         name = frame.f_globals.get("__name__", "")
-        if event == "call" and self.flag[0] and name not in self.first and name.startswith("kvasir."):
-            self.first[name] = time.time()
+        if event != "call" or not self.flag[0] or not name.startswith("kvasir."):
+            return
+        if name not in self.first:
+            self.first[name], self.functions[name] = time.time(), {}
+        code, known = frame.f_code, self.functions[name]
+        if not code.co_filename.startswith("<") and str(code.co_firstlineno) not in known:
+            known[str(code.co_firstlineno)] = max(line for _, _, line in code.co_lines() if line is not None)
 
     def write(self, file: Path) -> None:
-        file.write_text(json.dumps(self.first))
+        file.write_text(json.dumps([self.first, self.functions]))
 
 
 def traced_echo(config: Any) -> Any:
@@ -137,8 +144,8 @@ def _make_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def trace() -> list[tuple[str, int]]:
-    """The files in the order of their first call, with their lines."""
+def trace() -> list[tuple[str, int, int]]:
+    """The files in the order of their first call, with their lines and the lines of functions that ran."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "flag").write_bytes(b"\0")
@@ -146,11 +153,17 @@ def trace() -> list[tuple[str, int]]:
         os.environ.setdefault("KVASIR_LOG_LEVEL", "WARNING")
         recorder = Recorder(folder)
         assert asyncio.run(_serve(folder, recorder)) > 1, "the reply was not streamed"
-        first = recorder.first
-        for module, at in json.loads((folder / "engine.json").read_text()).items():
-            first[module] = min(at, first.get(module, at))
-    files = [_file_of(module) for module in sorted(first, key=first.__getitem__)]
-    return [(str(file.relative_to(ROOT)), len(file.read_text().splitlines())) for file in files]
+        first, functions = recorder.first, recorder.functions
+        engine_first, engine_functions = json.loads((folder / "engine.json").read_text())
+    for module, at in engine_first.items():
+        first[module] = min(at, first.get(module, at))
+        functions.setdefault(module, {}).update(engine_functions[module])
+    found = []
+    for module in sorted(first, key=first.__getitem__):
+        file = _file_of(module)
+        ran = {line for start, end in functions[module].items() for line in range(int(start), end + 1)}
+        found.append((str(file.relative_to(ROOT)), len(file.read_text().splitlines()), len(ran)))
+    return found
 
 
 def _file_of(module: str) -> Path:
@@ -160,9 +173,10 @@ def _file_of(module: str) -> Path:
 
 def main() -> None:
     found = trace()
-    for number, (file, lines) in enumerate(found, start=1):
-        print(f"{number:>3}  {file:<45} {lines:>5}")
-    print(f"\n{len(found)} files, {sum(lines for _, lines in found):,} lines")
+    for number, (file, lines, ran) in enumerate(found, start=1):
+        print(f"{number:>3}  {file:<45} {lines:>5} {ran:>5}")
+    whole, ran = sum(lines for _, lines, _ in found), sum(ran for _, _, ran in found)
+    print(f"\n{len(found)} files, {whole:,} lines, {ran:,} of them in functions that the request runs")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvasir.errors import RequestError
-from kvasir.messages import EngineRequest, Int32Array, SampleInputs
+from kvasir.messages import Int32Array, SampleInputs
 
 if TYPE_CHECKING:
     from kvasir.engine.request import Request
@@ -40,11 +40,8 @@ def register_guide(name: str, factory: GuideFactory) -> None:
     _factories[name] = factory
 
 
-def make_guide(spec: EngineRequest) -> TokenGuide | None:
-    """The guide that a request asks for; None if it asks for none."""
-    if spec.guide is None:
-        return None
-    name, argument = spec.guide
+def make_guide(name: str, argument: Any) -> TokenGuide:
+    """The guide that a request asks for."""
     if name not in _factories:
         raise RequestError(f"no guide is registered under the name {name!r}; known are {sorted(_factories)}")
     return _factories[name](argument)

@@ -32,8 +32,9 @@ class Request:
 
     @classmethod
     def new(cls, spec: EngineRequest, arrival: float = 0.0, seq: int = 0) -> Request:
+        guide = None if spec.guide is None else make_guide(*spec.guide)
         tokens = np.ascontiguousarray(spec.prompt_token_ids, np.int32)
-        return cls(spec, tokens, arrival=arrival, seq=seq, guide=make_guide(spec))
+        return cls(spec, tokens, arrival=arrival, seq=seq, guide=guide)
 
     @property
     def key(self) -> int:

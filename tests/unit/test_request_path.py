@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-MAX_FILES, MAX_LINES = 51, 9_950
+MAX_FILES, MAX_LINES, MAX_RUN_LINES = 51, 9_900, 3_000
 
 
 def test_the_path_of_a_request_stays_short() -> None:
@@ -21,6 +21,7 @@ def test_the_path_of_a_request_stays_short() -> None:
     for expected in ("server/gate.py", "server/routes/chat.py", "engine/scheduler.py", "server/event_stream.py"):
         assert f"kvasir/{expected}" in files
     assert files[0] == "kvasir/server/gate.py" and "kvasir/server/lifecycle.py" not in files
-    num_lines = int(total.split(", ")[1].split()[0].replace(",", ""))
+    num_lines, num_run = (int(part.split()[0].replace(",", "")) for part in total.split(", ")[1:])
     assert len(files) <= MAX_FILES, ran.stdout
     assert num_lines <= MAX_LINES, ran.stdout
+    assert 0 < num_run <= MAX_RUN_LINES, ran.stdout
