@@ -29,7 +29,7 @@ def processes(llm: LLM) -> list[subprocess.Popen[bytes]]:
     return [rank.process for rank in llm.llm_engine.client.core.executor._workers]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", few(["llama", "mixtral", "olmo2", "gpt2"], fast=["llama", "mixtral"]))
+@pytest.mark.parametrize("name", few(["llama", "mixtral", "olmo2", "gpt2"], fast=["llama"]))
 def test_two_ranks_say_what_transformers_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiproc, "CLOSE_SECONDS", PATIENCE)
     model = Model(name, tmp_path)

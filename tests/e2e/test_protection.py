@@ -226,6 +226,7 @@ def test_request_ids(guarded: LiveServer) -> None:
     guarded.wait_for_log("[0-9a-f]{32} arrived: /v1/chat/completions, [0-9]+ prompt tokens, key key-1")
 
 
+@pytest.mark.slow
 def test_a_unix_socket(starter_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "server.sock"
     with LiveServer.fake(starter_model, server={"uds": str(path)}) as server:
@@ -299,6 +300,7 @@ def test_a_full_queue_answers_429(starter_model: Path) -> None:
         asyncio.run(go(server.wait_until_ready()))
 
 
+@pytest.mark.slow
 def test_too_many_queued_tokens_answer_429(starter_model: Path) -> None:
     async def go(server: LiveServer) -> None:
         async with taken(server, 1):

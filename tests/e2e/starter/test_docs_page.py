@@ -6,6 +6,8 @@ import json
 import subprocess
 from typing import Any
 
+import pytest
+
 from tests import web
 from tests.e2e.starter.conftest import Watched
 from tests.e2e.starter.test_playground import expect
@@ -92,6 +94,7 @@ def test_a_description_stays_text(watched: Watched, scripted_server: LiveServer)
     assert page.locator("main img, main script").count() == 0 and page.title() == "Kvasir API"
 
 
+@pytest.mark.slow
 def test_phone_and_themes(watched: Watched, scripted_server: LiveServer) -> None:
     colours = set()
     for scheme in ("light", "dark"):
