@@ -64,6 +64,7 @@ def test_what_a_model_prints_stays_text(watched: Watched, starter_model: Path, a
         page.context.close()
 
 
+@pytest.mark.slow
 def test_a_question_may_come_before_the_list_of_models(watched: Watched, scripted_server: LiveServer) -> None:
     page = watched.open(scripted_server.url)
     page.route("**/v1/models", lambda route: None)  # which never arrives
@@ -137,9 +138,9 @@ def test_hovering_shows_probabilities_and_alternatives(watched: Watched, real_se
     [
         (" is Paris.", [" is", " Paris", ".", "<|im_end|>"], [(" is", 1), (" Paris", 1), (".", 1)]),
         ("a € b", ["a", " ", "�", "�", " b"], [("a", 1), (" ", 1), ("€", 2), (" b", 1)]),
-        ("a €", ["a", " ", "", ""], [("a", 1), (" ", 1), ("€", 2)]),
-        ("go", ["going"], [("go", 1)]),  # the rest was a stop string's
-        ("aa", ["a", "a"], [("a", 1), ("a", 1)]),
+        pytest.param("a €", ["a", " ", "", ""], [("a", 1), (" ", 1), ("€", 2)], marks=pytest.mark.slow),
+        pytest.param("go", ["going"], [("go", 1)], marks=pytest.mark.slow),  # the rest was a stop string's
+        pytest.param("aa", ["a", "a"], [("a", 1), ("a", 1)], marks=pytest.mark.slow),
         ("plain", [], [("plain", 0)]),
     ],
     ids=["the end of an answer", "a character of two tokens", "tokens without text", "cut", "twice", "no logprobs"],
