@@ -185,6 +185,7 @@ def test_steps_whose_graphs_find_no_memory_run_without(
     assert kinds == {keys.ForwardGraphKey, keys.HeadGraphKey} and taken.stats.replays > 0
 
 
+@pytest.mark.slow
 def test_precompiling_what_is_captured_changes_nothing(
     path: Path, plain: list[list[int]], graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

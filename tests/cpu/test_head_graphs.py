@@ -179,7 +179,7 @@ def both(path: Path, request: pytest.FixtureRequest, names: list[str], **setting
     return runner, eager
 
 
-@pytest.mark.parametrize("name", few(list(WISHES), fast=["min_tokens", "all"]))
+@pytest.mark.parametrize("name", few(list(WISHES), fast=["min_tokens"]))
 def test_each_wish_is_a_graph_and_changes_nothing(path: Path, name: str, request: pytest.FixtureRequest) -> None:
     runner, eager = both(path, request, [name, "nothing", name])
     stats = runner.graphs.stats

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 MOST_ROOT_NAMES = 24
 PACKAGE = Path(__file__).parent.parent.parent / "kvasir"
 
