@@ -10,7 +10,8 @@ MODEL ?=
 STARTER := $(if $(MODEL),,.venv/model)
 # One more than there are cores, up to eight: some tests wait for other processes.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : cores)))
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# Compiled files are kept even where the environment says otherwise: tests start many processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help serve chat test test-long test-all check sanitize run docs docs-site screenshots clean
 help:

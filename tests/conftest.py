@@ -24,7 +24,7 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # The same examples in every run, so that a change is judged by what it changes; new ones only in `make test-all`.
-for name, examples in {"fast": 60, "long": 200, "soak": 2000}.items():
+for name, examples in {"fast": 30, "long": 200, "soak": 2000}.items():
     settings.register_profile(
         name,
         max_examples=examples,

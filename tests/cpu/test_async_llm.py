@@ -110,6 +110,7 @@ def test_processors_by_import_path(model: Model) -> None:
         llm.shutdown()
 
 
+@pytest.mark.slow
 def test_two_copies_of_the_model(model: Model) -> None:
     async def work(llm: AsyncLLM) -> list[list[int]]:
         found = await asyncio.gather(

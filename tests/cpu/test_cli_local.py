@@ -42,6 +42,7 @@ def test_phases_of_a_start_add_up(tiny: Path, tmp_path: Path, capsys: pytest.Cap
     assert "process start to first token" in shown and "medians of 1 cold, 1 warm starts" in shown
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_says_why(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--num-iters-cold", "1", "--num-iters-warm", "0", "--skip-tokenizer-init"]
     assert main(["bench", "startup", str(tiny), *FLAGS, *flags, "--num-gpu-blocks-override", "2"]) == 2
@@ -77,11 +78,11 @@ def test_caches_of_cold_starts_are_empty_and_of_warm_ones_are_theirs(
 
 
 def test_complete_with_a_model(starter_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*FLAGS, "--dtype", "float32", "--no-use-tqdm-on-load"]
+    flags = [*FLAGS, "--no-use-tqdm-on-load"]
     asked = ["-q", "The capital of France is", "--max-tokens", "6", "--temperature", "0", "--stats"]
     assert main(["complete", str(starter_model), *flags, *asked]) == 0
     shown = capsys.readouterr()
-    with LLM(str(starter_model), device="cpu", dtype="float32", kv_cache_memory_bytes="16m", max_model_len=128) as llm:
+    with LLM(str(starter_model), device="cpu", kv_cache_memory_bytes="16m", max_model_len=128) as llm:
         params = SamplingParams(temperature=0, max_tokens=6)
         (output,) = llm.generate("The capital of France is", params, use_tqdm=False)
     assert shown.out == output.outputs[0].text + "\n" and "Paris" in shown.out

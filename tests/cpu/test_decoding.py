@@ -192,7 +192,13 @@ def test_whole_vocabulary_named_and_flat_logprobs(model: Model) -> None:
         generate(llm, [prompt], greedy(logprobs=-1))
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"])
+@pytest.mark.parametrize(
+    "mode",
+    few(
+        ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"],
+        fast=["processed_logprobs", "raw_logits"],
+    ),
+)
 def test_logprobs_modes(model: Model, mode: str) -> None:
     prompt = model.prompts[2]
     params = SamplingParams(temperature=0.5, seed=1, top_k=5, logit_bias={3: 9.0}, logprobs=8, max_tokens=6)

@@ -97,8 +97,8 @@ def test_the_last_layer_is_spared_tokens_that_nobody_asks_for(core_model: Model)
     [
         ("mistral_window", 1, 3),  # all layers see 7 tokens, blocks hold 4: no more than 3 blocks are ever needed
         ("gemma2", 2, 25 + 3),  # half of them see everything
-        ("smollm3_windows", 3, 2 * 25 + 3),
-        ("phi3", 1, 4),
+        pytest.param("smollm3_windows", 3, 2 * 25 + 3, marks=pytest.mark.slow),
+        pytest.param("phi3", 1, 4, marks=pytest.mark.slow),
     ],
 )
 def test_windows_give_blocks_back(name: str, groups: int, most: int, tmp_path: Path) -> None:
@@ -127,6 +127,7 @@ def test_a_window_that_no_text_outgrows_makes_no_group(tmp_path: Path) -> None:
         assert llm.llm_engine.client.core.scheduler.cache.windows == (None,)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_text_equals_what_transformers_generates(core_model: Model) -> None:
     with core_model.llm(**core_model.tight()) as llm:
         assert tokens(generate(llm, core_model.prompts, GREEDY)) == [core_model.greedy(p) for p in core_model.prompts]
@@ -144,16 +145,16 @@ def test_greedy_text_alone_equals_at_once(core_model: Model) -> None:
     "settings",
     [
         {},
-        {"enable_prefix_caching": False},
+        pytest.param({"enable_prefix_caching": False}, marks=pytest.mark.slow),
         {"async_scheduling": False},
-        {"async_scheduling": True},
-        SMALL,
-        TIGHT,
+        pytest.param({"async_scheduling": True}, marks=pytest.mark.slow),
+        pytest.param(SMALL, marks=pytest.mark.slow),
+        pytest.param(TIGHT, marks=pytest.mark.slow),
         {**TIGHT, "enable_prefix_caching": False},
         {**SMALL, "long_prefill_token_threshold": 5},
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 128, "max_num_seqs": 8},
         {"block_size": 1},
-        {"block_size": 64},
+        pytest.param({"block_size": 64}, marks=pytest.mark.slow),
         {"block_size": 256},
     ],
     ids=str,
@@ -440,7 +441,7 @@ def test_progress_bar_while_loading_can_be_turned_off(qwen: Model, capfd: pytest
 # ---------------------------------------------------------------- interrupted, and misused
 
 
-@pytest.mark.parametrize("prompts", [1, 16])
+@pytest.mark.parametrize("prompts", few([1, 16], fast=[16]))
 def test_ctrl_c_in_the_middle_leaves_a_working_engine(qwen: Model, prompts: int) -> None:
     with qwen.llm(async_scheduling=True) as llm:
         endless = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)

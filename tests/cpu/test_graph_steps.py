@@ -21,6 +21,7 @@ from kvasir.attention import select
 from kvasir.engine.step_size import StepSize
 from kvasir.messages import GraphUse
 from tests.model_builders import make_hf_model, save
+from tests.pairwise import few
 
 pytest.importorskip("triton")
 if torch.cuda.is_available():
@@ -78,7 +79,7 @@ def answers_of(path: Path, shared: int) -> tuple[list[list[int]], Any]:
         return said, graphs
 
 
-@pytest.mark.parametrize("shared", [0, 16])
+@pytest.mark.parametrize("shared", few([0, 16], fast=[16]))
 def test_steps_as_graphs_say_what_plain_steps_say(path: Path, shared: int, request: pytest.FixtureRequest) -> None:
     wanted, none = answers_of(path, shared)
     assert none is None, "the CPU's own backend runs without graphs"
@@ -88,13 +89,15 @@ def test_steps_as_graphs_say_what_plain_steps_say(path: Path, shared: int, reque
     stats = taken.stats
     assert stats.mixed_steps > 0 and stats.ordered_steps > 0 and stats.replays > stats.mixed_steps
     assert (stats.shared_prefix_steps > 0) == (shared > 0)
-    assert taken.use.num_graphs == len(taken.cache.forwards) + len(taken.cache.heads)
+    assert taken.use.num_graphs == len(taken.cache.forwards) + len(taken.cache.heads) > 4
+    assert taken.use.graphs_dropped == 0
     sizes = {key.rows for key in taken.cache.forwards if not key.is_mixed}
     assert len(sizes) > 2, "the batch was to shrink through several graphs"
 
 
+@pytest.mark.parametrize("eager", few([False, True], fast=[False]))
 def test_prefixes_that_only_some_share(
-    path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, eager: bool
 ) -> None:
     """Two groups of requests among others, which join while the first ones run: steps of single tokens and mixed ones
     read each prefix once."""
@@ -118,17 +121,18 @@ def test_prefixes_that_only_some_share(
     wanted, none, _ = answers()
     assert not any(none)
     request.getfixturevalue("graphs")
+    settings["enforce_eager"] = eager
+    attend, calls = paged_decode.attend_prefixes, []
+    monkeypatch.setattr(paged_decode, "attend_prefixes", lambda *args: calls.append(1) or attend(*args))
     found, groups, taken = answers()
     assert found == wanted
     assert max(groups) == 2, "two prefixes in one step"
-    assert taken.stats.shared_prefix_steps == sum(count > 0 for count in groups)
+    shared = sum(count > 0 for count in groups)
+    if eager:
+        assert taken is None and len(calls) == shared
+        return
+    assert taken.stats.shared_prefix_steps == shared
     assert {key.is_mixed for key in taken.cache.forwards if key.shares} == {False, True}
-
-    settings["enforce_eager"] = True
-    attend, calls = paged_decode.attend_prefixes, []
-    monkeypatch.setattr(paged_decode, "attend_prefixes", lambda *args: calls.append(1) or attend(*args))
-    found, groups, none = answers()
-    assert found == wanted and none is None and len(calls) == sum(count > 0 for count in groups)
 
 
 def watched(shared: messages.PrefixGroups | None, groups: list[int]) -> messages.PrefixGroups | None:
@@ -136,13 +140,14 @@ def watched(shared: messages.PrefixGroups | None, groups: list[int]) -> messages
     return shared
 
 
-def test_graphs_that_make_way_for_others(path: Path, graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, many = answers_of(path, 16)
+def test_graphs_that_make_way_for_others(
+    path: Path, plain: list[list[int]], graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(graph_cache, "MAX_GRAPHS", 4)
-    found, few = answers_of(path, 16)
-    assert found == wanted
-    assert many.use.num_graphs > few.use.num_graphs <= 4 and few.use.graphs_dropped > 0 == many.use.graphs_dropped
-    assert {head.forward for head in few.cache.heads} <= set(few.cache.forwards), "a head without what it reads"
+    found, taken = answers_of(path, 16)
+    assert found == plain
+    assert taken.use.num_graphs <= 4 and taken.use.graphs_dropped > 0
+    assert {head.forward for head in taken.cache.heads} <= set(taken.cache.forwards), "a head without what it reads"
 
 
 class Full(Repeats):
@@ -180,6 +185,7 @@ def test_steps_whose_graphs_find_no_memory_run_without(
     assert kinds == {keys.ForwardGraphKey, keys.HeadGraphKey} and taken.stats.replays > 0
 
 
+@pytest.mark.slow
 def test_precompiling_what_is_captured_changes_nothing(
     path: Path, plain: list[list[int]], graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ def processes(llm: LLM) -> list[subprocess.Popen[bytes]]:
     return [rank.process for rank in llm.llm_engine.client.core.executor._workers]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("name", few(["llama", "mixtral", "olmo2", "gpt2"], fast=["llama", "mixtral"]))
+@pytest.mark.parametrize("name", few(["llama", "mixtral", "olmo2", "gpt2"], fast=["llama"]))
 def test_two_ranks_say_what_transformers_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiproc, "CLOSE_SECONDS", PATIENCE)
     model = Model(name, tmp_path)
@@ -155,11 +155,15 @@ def test_workers_end_when_the_engine_is_killed(tmp_path: Path) -> None:
     assert all(gone(pid) for pid in pids)
 
 
-def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_model_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
     model = Model("qwen3", tmp_path)
     with pytest.raises(ConfigError, match="cannot be split over 3 ranks"):
         model.llm(tensor_parallel_size=3)
-    with pytest.raises(ConfigError, match="distributed_executor_backend='uni' is one process"):
-        model.llm(tensor_parallel_size=2, distributed_executor_backend="uni")
     with pytest.raises(ConfigError, match="model_impl='transformers' runs on one device"):
         model.llm(tensor_parallel_size=2, model_impl="transformers")
+
+
+def test_one_process_for_two_ranks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="distributed_executor_backend='uni' is one process"):
+        Model("qwen3", tmp_path).llm(tensor_parallel_size=2, distributed_executor_backend="uni")

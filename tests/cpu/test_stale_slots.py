@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from kvasir.kernels.triton import paged_prefill as prefill
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode
 from tests.kernel_builders import DEVICE, DTYPES, GPU, attend, close, paged, randn
+from tests.pairwise import each_once, pairwise
 
 pytestmark = pytest.mark.kernel
 
@@ -36,8 +37,10 @@ def spoiled(cache: torch.Tensor, tables: torch.Tensor, spans: list[tuple[int, in
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("block_size", "descriptor"), [(16, False), (64, True), (256, True)])
-@pytest.mark.parametrize("window", [None, 20, 100])
+@pytest.mark.parametrize(
+    ("window", "block_size", "descriptor"),
+    each_once([None, 20, 100], [(16, False), (64, True), (256, True)], every=GPU),
+)
 def test_prefill(
     window: int | None, block_size: int, descriptor: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,9 +61,9 @@ def test_prefill(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block_size", [16, 64])
-@pytest.mark.parametrize("window", [None, 20, 100])
-@pytest.mark.parametrize("split", [None, Split(4, 64)])
+@pytest.mark.parametrize(
+    ("split", "window", "block_size"), pairwise([None, Split(4, 64)], [None, 20, 100], [16, 64], every=GPU)
+)
 def test_decode(split: Split | None, window: int | None, block_size: int, dtype: torch.dtype) -> None:
     lengths = [1, 17, 300, 64, 131]
     cache, tables, rows, lens = paged(lengths, KV_HEADS, DIM, block_size, dtype)

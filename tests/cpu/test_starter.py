@@ -84,7 +84,7 @@ def test_twenty_greedy_answers_equal_transformers(starter_model: Path, alone: Ca
         assert logits.argmax(-1).tolist() == answer, question  # the second best is never nearer than 0.01
 
 
-@pytest.mark.parametrize("count", few([4, 16], fast=[4]))
+@pytest.mark.parametrize("count", few([4, 16], fast=[]))
 def test_several_at_once_say_what_each_says_alone(
     count: int, llm: LLM, alone: Callable[[int], list[list[int]]]
 ) -> None:
@@ -98,7 +98,6 @@ def test_several_at_once_say_what_each_says_alone(
 START = """
 import json, sys
 from kvasir import LLM, SamplingParams
-from tests.pairwise import few
 llm = LLM(sys.argv[1], max_model_len=2048, use_tqdm_on_load=False)
 (output,) = llm.chat([{"role": "user", "content": "What is the capital of France?"}],
                      SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
@@ -161,7 +160,9 @@ def test_a_model_that_is_named_is_left_alone(starter_model: Path) -> None:
     assert given.override_generation_config == {"temperature": 0.5, "top_k": 3}
 
 
-@pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 530, 545), ("bfloat16", 90, 120)])
+@pytest.mark.parametrize(
+    ("dtype", "least", "most"), few([("float32", 530, 545), ("bfloat16", 90, 120)], fast=[("bfloat16", 90, 120)])
+)
 def test_the_ledger_counts_the_weights(starter_model: Path, dtype: str, least: int, most: int) -> None:
     """135 million of them, expanded or, where the CPU library runs the model, as the file has them."""
     if dtype == "bfloat16":

@@ -14,6 +14,7 @@ from kvasir import SamplingParams
 from kvasir.messages import KVSpec
 from kvasir.worker.kv_memory import KVMemory, PlainMemory, runs, staging_bytes
 from tests.engine_builders import Model, generate, metric, tokens
+from tests.pairwise import each_once
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 ROOM = {"swap_space": 0.01, "preemption_mode": "swap"}
@@ -28,7 +29,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gemma3"])
+MODELS = ["qwen3", "gemma3"]
+
+
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -38,7 +42,7 @@ def wanted(model: Model) -> list[list[int]]:
     return [model.greedy(prompt) for prompt in model.prompts[:10]]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "model"), each_once(list(WAYS), MODELS), indirect=["model"])
 def test_the_text_is_transformers(model: Model, wanted: list[list[int]], way: str) -> None:
     with model.llm(**model.tight(), **WAYS[way]) as llm:
         assert tokens(generate(llm, model.prompts[:10], GREEDY)) == wanted
@@ -61,7 +65,7 @@ def test_the_text_is_transformers(model: Model, wanted: list[list[int]], way: st
         assert llm.reset_prefix_cache() and metric(llm, "host_cache_blocks_cached") == 0
 
 
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(("caching", "model"), each_once([False, True], MODELS), indirect=["model"])
 def test_branches_and_beams_survive_being_swapped(model: Model, caching: bool) -> None:
     params = [
         SamplingParams(n=4, seed=1, max_tokens=24, ignore_eos=True),
@@ -87,7 +91,12 @@ def test_two_ranks_copy_their_own_shares(tmp_path: Path) -> None:
     with model.llm(**model.tight(), **ROOM, tensor_parallel_size=2, async_scheduling=True) as llm:
         assert tokens(generate(llm, model.prompts[:10], GREEDY)) == [model.greedy(p) for p in model.prompts[:10]]
         assert metric(llm, "kv_blocks_swapped_in") > 0
-    with model.llm(**model.tight(), swap_space=0.01, tensor_parallel_size=2) as llm:  # each rank measures
+
+
+@pytest.mark.slow
+def test_each_of_two_ranks_measures_its_copies(tmp_path: Path) -> None:
+    model = Model("llama", tmp_path)
+    with model.llm(**model.tight(), swap_space=0.01, tensor_parallel_size=2) as llm:
         assert len(generate(llm, model.prompts[:2], GREEDY)) == 2
 
 

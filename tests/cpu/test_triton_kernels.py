@@ -366,8 +366,9 @@ def test_what_a_workspace_outgrew_stays() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("outputs", "inner"), [(7, 512), (64, 1536), (200, 1024)])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("outputs", "inner", "bias"), each_once([(7, 512), (64, 1536), (200, 1024)], [False, True], every=GPU)
+)
 def test_gemv(outputs: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
     x, weight = randn(1, inner, dtype=dtype), randn(outputs, inner, dtype=dtype)
     added = randn(outputs, dtype=dtype) if bias else None
@@ -377,8 +378,10 @@ def test_gemv(outputs: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [2, 16, 37, 64, 200])
-@pytest.mark.parametrize(("outputs", "inner", "bias"), [(200, 256, True), (128, 384, False)])
+@pytest.mark.parametrize(
+    ("outputs", "inner", "bias", "count"),
+    each_once([(200, 256, True), (128, 384, False)], [2, 16, 37, 64, 200], every=GPU),
+)
 def test_tile_linear(outputs: int, inner: int, bias: bool, count: int, dtype: torch.dtype) -> None:
     if GPU and dtype is torch.float32:
         pytest.skip("tiles are for half precision")

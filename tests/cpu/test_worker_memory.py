@@ -30,7 +30,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(path: Path, **settings: Any) -> LLM:
-    settings = {"max_model_len": 64, "dtype": "float32", "device": "cpu", "kv_cache_memory_bytes": 1 << 20, **settings}
+    sizes = {"max_model_len": 64, "max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 20}
+    settings = {"dtype": "float32", "device": "cpu", **sizes, **settings}
     return LLM(str(path), skip_tokenizer_init=True, use_tqdm_on_load=False, **settings)
 
 

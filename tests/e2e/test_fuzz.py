@@ -164,7 +164,7 @@ def test_broken_http(server: LiveServer, data: bytes) -> None:
     assert web.get(f"{server.url}/ready").status_code == 200
 
 
-@pytest.mark.parametrize("number", [4, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [2, pytest.param(300, marks=pytest.mark.slow)])
 def test_schemathesis_finds_no_5xx(server: LiveServer, number: int) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     examples = settings(

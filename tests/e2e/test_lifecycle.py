@@ -15,7 +15,6 @@ import httpx
 import pytest
 
 from tests import web
-from tests.pairwise import few
 from tests.server_process import ROOT, LiveServer, events, until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True}
@@ -94,6 +93,7 @@ def test_a_failed_start_is_one_line(starter_model: Path, tmp_path: Path) -> None
         assert last.startswith("kvasir: error: ") and "the weights are gone" in last
 
 
+@pytest.mark.slow
 def test_sigterm_while_it_starts(starter_model: Path, tmp_path: Path) -> None:
     with gated(starter_model, tmp_path / "gate") as server:
         assert server.url
@@ -101,6 +101,7 @@ def test_sigterm_while_it_starts(starter_model: Path, tmp_path: Path) -> None:
         assert server.wait() == 0
 
 
+@pytest.mark.slow
 def test_what_cannot_start_says_why(tmp_path: Path) -> None:
     def run(*flags: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "kvasir.entrypoints.openai.api_server", *flags]
@@ -168,6 +169,7 @@ def test_sigterm_lets_accepted_requests_finish(starter_model: Path, tmp_path: Pa
         assert server.wait() == 0
 
 
+@pytest.mark.slow
 def test_the_drain_has_a_limit(starter_model: Path) -> None:
     async def go(server: LiveServer) -> list[httpx.Response]:
         asked = [asyncio.create_task(ask(server.url, max_tokens=1900, stream=stream)) for stream in (True, False)]
@@ -182,6 +184,7 @@ def test_the_drain_has_a_limit(starter_model: Path) -> None:
         assert server.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(starter_model: Path) -> None:
     async def go(server: LiveServer) -> list[httpx.Response]:
         asked = [asyncio.create_task(ask(server.url, max_tokens=1900, stream=stream)) for stream in (True, False)]
@@ -246,6 +249,7 @@ def stuck(config: Any) -> Any:
     return Stuck(config.cache.block_size, config.scheduler.max_num_seqs, config.model.max_model_len, 49152)
 
 
+@pytest.mark.slow
 def test_ready_notices_an_engine_that_hangs(starter_model: Path, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     server = LiveServer.fake(
@@ -295,7 +299,8 @@ def held(config: Any) -> Any:
     return Held(config.cache.block_size, 0.5, token=42)
 
 
-@pytest.mark.parametrize("stream", few([True, False], fast=[True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_blocks_within_two_steps(
     starter_model: Path, tmp_path: Path, stream: bool
 ) -> None:

@@ -140,6 +140,7 @@ def test_half_of_them_leave(server: LiveServer, prompts: list[tuple[str, str]]) 
     check_nothing_is_left(server)
 
 
+@pytest.mark.slow
 def test_a_slow_reader_slows_nobody(server: LiveServer, prompts: list[tuple[str, str]], tokenizer: Tokenizer) -> None:
     """One that reads nothing until the engine has long been done with its texts, and then reads them all."""
     many, text = 600, "word " * 1900  # more, echoed, than the buffers between the two hold

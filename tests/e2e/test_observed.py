@@ -237,6 +237,7 @@ def test_several_processes_share_an_engine(starter_model: Path, tokenizer: Token
         assert server.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_killed_api_process_ends_the_server(starter_model: Path) -> None:
     with several(starter_model) as server:
         server.wait_until_ready()

@@ -50,6 +50,7 @@ def uses_a_gpu() -> set[str]:
     return {path.name for path in (ROOT / "tests/cpu").glob("test_*.py") if "tests.kernel_builders" in path.read_text()}
 
 
+@pytest.mark.slow
 def test_every_kernel_test_is_selected_where_there_is_a_gpu(tmp_path: Path) -> None:
     files = uses_a_gpu()
     assert {"test_triton_kernels.py", "test_triton_filters.py", "test_eight_bit_kernels.py"} <= files

