@@ -153,9 +153,9 @@ class Marks:
             with self.annotate(f"{step_trace.PREFIX}execute#{plan.step}"):
                 execute(plan)
 
-        def marked_sample() -> Any:
+        def marked_sample(inputs: Any = None) -> Any:
             with self.annotate(f"{step_trace.PREFIX}sample#{self.step}"):
-                return Watched(sample(), self.step, self)
+                return Watched(sample(inputs), self.step, self)
 
         def marked_update(result: Any) -> Any:
             with self.annotate(f"{step_trace.PREFIX}update#{self.reading}"):
