@@ -8,8 +8,8 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
 STARTER := $(if $(MODEL),,.venv/model)
-# One more than there are cores, up to eight: some tests wait for other processes.
-WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : cores)))
+# Two more than there are cores, up to eight: many tests wait for other processes.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 2 : cores)))
 # Compiled files are kept even where the environment says otherwise: tests start many processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

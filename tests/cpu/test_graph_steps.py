@@ -95,7 +95,8 @@ def test_steps_as_graphs_say_what_plain_steps_say(path: Path, shared: int, reque
     assert len(sizes) > 2, "the batch was to shrink through several graphs"
 
 
-@pytest.mark.parametrize("eager", few([False, True], fast=[False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("eager", [False, True])
 def test_prefixes_that_only_some_share(
     path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, eager: bool
 ) -> None:
@@ -168,6 +169,7 @@ class Full(Repeats):
         self.released += 1
 
 
+@pytest.mark.slow
 def test_steps_whose_graphs_find_no_memory_run_without(
     path: Path, plain: list[list[int]], graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

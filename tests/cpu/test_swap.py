@@ -86,6 +86,7 @@ def test_branches_and_beams_survive_being_swapped(model: Model, caching: bool) -
     assert preempted > 0
 
 
+@pytest.mark.slow
 def test_two_ranks_copy_their_own_shares(tmp_path: Path) -> None:
     model = Model("llama", tmp_path)
     with model.llm(**model.tight(), **ROOM, tensor_parallel_size=2, async_scheduling=True) as llm:

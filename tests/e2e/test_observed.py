@@ -151,6 +151,7 @@ def test_a_real_prometheus_scrapes_it(server: LiveServer, tmp_path: Path) -> Non
 # ---------------------------------------------------------------- logs and traces
 
 
+@pytest.mark.slow
 def test_json_logs(starter_model: Path) -> None:
     options = {"log_format": "json", "enable_log_requests": True, "max_log_len": 20}
     with LiveServer.fake(starter_model, server=options) as server:

@@ -393,7 +393,7 @@ class Served:
     spare_blocks=st.sampled_from([0, 40]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=8)
+@settings(max_examples=4)
 def test_tokens_follow_the_weights(
     weights: list[float], sizes: list[tuple[int, int]], rows: int, spare_blocks: int, seed: int
 ) -> None:
