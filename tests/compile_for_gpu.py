@@ -1,7 +1,6 @@
 """Compiles for an H200 what its steps launch, on a machine that has no GPU: launching needs one, compiling does not.
 
     python tests/compile_for_gpu.py        prints how many variants of each kernel there are
-    python tests/compile_for_gpu.py --few  does so too, and compiles only one kernel of each file, and no prefill kernel
 
 Models of real width run the steps that graphs are captured from, on CPU tensors that say they are a GPU's. So this also
 finds a call that reaches no kernel for GPUs. Nothing is launched, and nothing that is computed means anything.
@@ -189,13 +188,8 @@ def main() -> int:
         run_steps(MIXTRAL, [DECODES])
         run_others()
     knobs.runtime.jit_cache_hook = None
-    variants = list(wanted.items())
-    if "--few" in sys.argv:
-        # The compiler takes as long for the prefill kernel as for all the others together.
-        first = {one[0][0].__module__.split(".")[-1]: one for one in reversed(variants)}
-        variants = [one for name, one in first.items() if name != "paged_prefill"]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda one: one[0][0].preload(one[1]), variants))  # raises what the compiler did
+        list(pool.map(lambda one: one[0][0].preload(one[1]), wanted.items()))  # raises what the compiler did
     print(json.dumps(Counter(f"{kernel.__module__.split('.')[-1]}.{kernel.__name__}" for kernel, _ in wanted)))
     return 0
 

@@ -19,10 +19,10 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
-@pytest.mark.parametrize("flags", [pytest.param([], marks=pytest.mark.slow)], ids=["all"])
-def test_every_kernel_compiles_for_an_h200(flags: list[str], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
-    program = [sys.executable, str(ROOT / "tests" / "compile_for_gpu.py"), *flags]
+    program = [sys.executable, str(ROOT / "tests" / "compile_for_gpu.py")]
     ran = subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
     assert ran.returncode == 0, ran.stderr
     compiled = json.loads(ran.stdout)
