@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import nn
 
@@ -15,7 +17,7 @@ from kvasir.layers.rope import rotary_for
 from kvasir.layers.spec import AttentionSpec
 
 
-class AttentionLayer(nn.Module):
+class AttentionLayer(nn.Module, ABC):
     """What a decoder asks of any kind of attention. `kv_cache` and `group` are set when the cache is allocated."""
 
     window: int | None = None  # number of last tokens that a query sees; None: all
@@ -23,15 +25,15 @@ class AttentionLayer(nn.Module):
     kv_cache: torch.Tensor  # [blocks, *page_shape]
     k_scale = v_scale = 1.0  # a cache of 8-bit floats holds keys and values divided by these
 
+    @abstractmethod
     def page_shape(self, block_size: int, dtype: torch.dtype | None = None) -> tuple[int, ...]:
         """What one block of this rank's cache holds for the layer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, last: LastTokens | None = None
     ) -> torch.Tensor:
         """The result for all tokens, or for `last` only; all tokens' keys and values are stored."""
-        raise NotImplementedError
 
     def leave_parts(self) -> None:
         """From now on `forward` may return parts for Norm.add to sum."""
@@ -44,7 +46,7 @@ class AttentionLayer(nn.Module):
 
     def one_row(self, stream: torch.Tensor, norm: Norm, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
         """stream + forward(norm(stream)) for one row, with norm and sum computed inside the products."""
-        raise NotImplementedError
+        raise AssertionError(f"{type(self).__name__} does not fuse one row")
 
 
 ATTENTIONS: Kinds[AttentionLayer] = Kinds("attention")  # built from (build, spec, prefix)

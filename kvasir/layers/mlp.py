@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import torch
@@ -15,11 +16,12 @@ from kvasir.layers.spec import GatedMLPSpec, MLPSpec, MoESpec, SoftmaxRoutingSpe
 from kvasir.quantization.base import ExpertsShape, TensorKey
 
 
-class FeedForward(nn.Module):
+class FeedForward(nn.Module, ABC):
     """What a decoder asks of any kind of feed-forward network."""
 
+    @abstractmethod
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """[tokens, hidden] -> [tokens, hidden]."""
 
     def leave_parts(self) -> None:
         """From now on `forward` may return parts for Norm.add to sum."""
@@ -32,7 +34,7 @@ class FeedForward(nn.Module):
 
     def one_row(self, stream: torch.Tensor, norm: Norm) -> torch.Tensor:
         """stream + forward(norm(stream)) for one row, with norm, activation and sum computed inside the products."""
-        raise NotImplementedError
+        raise AssertionError(f"{type(self).__name__} does not fuse one row")
 
 
 FEED_FORWARDS: Kinds[FeedForward] = Kinds("feed-forward network")  # built from (build, spec, prefix)
@@ -118,12 +120,12 @@ class Experts(WeightLayer):
         self.method.process(self)
 
 
-class Routing(nn.Module):
+class Routing(nn.Module, ABC):
     """Chooses each token's experts from the router's scores."""
 
+    @abstractmethod
     def forward(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[tokens, experts] -> the chosen experts' weights in float32 and their numbers, each [tokens, top_k]."""
-        raise NotImplementedError
 
 
 ROUTINGS: Kinds[Routing] = Kinds("routing")  # built from (build, spec)
