@@ -188,7 +188,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", default=None, help="append a line for each figure to this file")
     options = parser.parse_args()
     if options.tokenizer is None:
-        from kvasir.models.starter import find_starter_model
+        from kvasir.models.hub import find_starter_model
 
         options.tokenizer = str(find_starter_model())
     return options

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run it from a checkout 
 from kvasir.bench.report import commit, hardware, table
 from kvasir.engine.cache.manager import KVCacheManager
 from kvasir.engine.core import EngineCore
-from kvasir.engine.policies import FirstComeFirstServed
+from kvasir.engine.policies import FairShare
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.executor.fake import DelayExecutor
 from kvasir.messages import EngineRequest
@@ -56,7 +56,7 @@ def decoding_core(running: int, block_size: int, stream: bool, num_steps: int) -
     max_model_len = SHORTEST_PROMPT + STAGGER + max_tokens
     num_blocks = running * -(-max_model_len // block_size) + 1
     cache = KVCacheManager(num_blocks, block_size, running, max_model_len, True)
-    scheduler = Scheduler(Limits(running, 16384), cache, FirstComeFirstServed(), max_model_len)
+    scheduler = Scheduler(Limits(running, 16384), cache, FairShare(), max_model_len)
     core = EngineCore(scheduler, DelayExecutor(block_size), lookahead=1)
     rng = np.random.default_rng(0)
     for key in range(running):

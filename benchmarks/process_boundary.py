@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # run it from a checkout 
 from kvasir.bench.report import commit, hardware, table
 from kvasir.engine.build import build_core
 from kvasir.engine.core import EngineCore
-from kvasir.engine.liveness import ClientLiveness
+from kvasir.engine.liveness import Address, ClientLiveness, make_directory
 from kvasir.engine.service import EngineService
-from kvasir.engine.transport import Address, Progress, make_directory
+from kvasir.engine.transport import Progress
 from kvasir.errors import KvasirError
 from kvasir.executor.fake import delayed, fake_config
 from kvasir.frontend.clients.engine_client import EngineClient

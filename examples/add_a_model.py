@@ -10,16 +10,16 @@ import argparse
 
 from kvasir import LLM, ModelRegistry, SamplingParams
 from kvasir.layers.spec import MLPSpec
-from kvasir.models.config_reader import Config, integer
-from kvasir.models.spec import Architecture, DecoderSpec, parallel
-from kvasir.models.spec_reader import (
+from kvasir.models.config_reader import (
     head_dim_of,
+    integer,
     read_activation,
     read_attention,
     read_decoder,
     read_layer_norm,
     read_rope,
 )
+from kvasir.models.spec import Architecture, Config, DecoderSpec, parallel
 
 NAMES = {
     "model.embed_tokens": "embedding",

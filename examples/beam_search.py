@@ -6,7 +6,7 @@ usage: python examples/beam_search.py [--model MODEL] [PROMPT]
 import argparse
 
 from kvasir import LLM, BeamSearchParams
-from kvasir.models.starter import find_starter_model
+from kvasir.models.hub import find_starter_model
 
 
 def main() -> None:

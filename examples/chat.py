@@ -6,7 +6,7 @@ usage: python examples/chat.py [--model MODEL] [TURN ...]
 import argparse
 
 from kvasir import LLM, SamplingParams
-from kvasir.models.starter import find_starter_model
+from kvasir.models.hub import find_starter_model
 
 TURNS = ["What is the capital of France?", "And of Italy?", "Which language do they speak there?"]
 

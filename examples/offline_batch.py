@@ -7,7 +7,7 @@ import argparse
 import time
 
 from kvasir import LLM, SamplingParams
-from kvasir.models.starter import find_starter_model
+from kvasir.models.hub import find_starter_model
 
 QUESTIONS = [
     "What is the capital of France?",

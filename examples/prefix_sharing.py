@@ -7,7 +7,7 @@ import argparse
 import time
 
 from kvasir import LLM, SamplingParams
-from kvasir.models.starter import find_starter_model
+from kvasir.models.hub import find_starter_model
 
 TEXT = (
     "Kvasir is the wisest of beings in the Norse tales. When the two families of gods made peace, all of them "

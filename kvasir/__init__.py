@@ -19,12 +19,23 @@ _EXPORTS = {
     "AsyncEngineArgs": "kvasir.config.args",
     "SamplingParams": "kvasir.sampling_params",
     "BeamSearchParams": "kvasir.sampling_params",
+    "LoRARequest": "kvasir.lora.host",
+    "StructuredOutputsParams": "kvasir.sampling_params",
+    "PoolingParams": "kvasir.sampling_params",
+    "PoolingOutput": "kvasir.outputs",
+    "PoolingRequestOutput": "kvasir.outputs",
+    "EmbeddingOutput": "kvasir.outputs",
+    "EmbeddingRequestOutput": "kvasir.outputs",
+    "ClassificationOutput": "kvasir.outputs",
+    "ClassificationRequestOutput": "kvasir.outputs",
+    "ScoringOutput": "kvasir.outputs",
+    "ScoringRequestOutput": "kvasir.outputs",
     "RequestOutput": "kvasir.outputs",
     "CompletionOutput": "kvasir.outputs",
     "TextPrompt": "kvasir.frontend.requests.prompts",
     "TokensPrompt": "kvasir.frontend.requests.prompts",
     "PromptType": "kvasir.frontend.requests.prompts",
-    "ModelRegistry": "kvasir.models.registry",
+    "ModelRegistry": "kvasir.models.architectures",
 }
 __all__ = ["__version__", "__version_tuple__", *_EXPORTS]
 
@@ -38,11 +49,22 @@ if TYPE_CHECKING:
     from kvasir.frontend.requests.prompts import PromptType as PromptType
     from kvasir.frontend.requests.prompts import TextPrompt as TextPrompt
     from kvasir.frontend.requests.prompts import TokensPrompt as TokensPrompt
-    from kvasir.models.registry import ModelRegistry as ModelRegistry
+    from kvasir.lora.host import LoRARequest as LoRARequest
+    from kvasir.models.architectures import ModelRegistry as ModelRegistry
+    from kvasir.outputs import ClassificationOutput as ClassificationOutput
+    from kvasir.outputs import ClassificationRequestOutput as ClassificationRequestOutput
     from kvasir.outputs import CompletionOutput as CompletionOutput
+    from kvasir.outputs import EmbeddingOutput as EmbeddingOutput
+    from kvasir.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from kvasir.outputs import PoolingOutput as PoolingOutput
+    from kvasir.outputs import PoolingRequestOutput as PoolingRequestOutput
     from kvasir.outputs import RequestOutput as RequestOutput
+    from kvasir.outputs import ScoringOutput as ScoringOutput
+    from kvasir.outputs import ScoringRequestOutput as ScoringRequestOutput
     from kvasir.sampling_params import BeamSearchParams as BeamSearchParams
+    from kvasir.sampling_params import PoolingParams as PoolingParams
     from kvasir.sampling_params import SamplingParams as SamplingParams
+    from kvasir.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:

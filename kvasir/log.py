@@ -2,18 +2,33 @@
 
 KVASIR_LOG_LEVEL sets the level and KVASIR_LOG_FORMAT the format. Callers add entries to a JSON line with
 `extra={"fields": {...}}`. Importing this never fails: `env.validate()` reports a wrong level.
+
+Processes of a server call `write_in_background`: lines are then written by a thread, so that a reader of the log that
+stands still stops nothing else. Lines beyond a number are dropped and counted. Long lines and fields are cut.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
+import os
+import select
 import sys
+import threading
 import time
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
 
 from kvasir.config import env
 from kvasir.errors import ConfigError
 
+MAX_LINE = 16384  # characters of a message, and of a traceback
+MAX_FIELD = 1024  # characters of a JSON line's other entries
+_MAX_WAITING = 4096  # lines that wait to be written
+_PIECE = 4096  # bytes that fit into a pipe that is ready
+_EXIT_SECONDS = 1.0  # for waiting lines to be written when the process ends
 _warned: set[str] = set()
 
 
@@ -22,9 +37,117 @@ class _Stderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(self.format(record) + "\n")
+            line = self.format(record) + "\n"
+            if _writer is None:
+                sys.stderr.write(line)
+            else:
+                _writer.put(line, self)
         except Exception:
             self.handleError(record)
+
+
+class _BackgroundWriter:
+    """Writes lines in a thread. `put` never waits; it may be called in signal handlers, which a SimpleQueue allows."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[str | threading.Event] = SimpleQueue()
+        self._num_dropped = 0
+        threading.Thread(target=self._run, daemon=True, name="log").start()
+
+    def put(self, line: str, handler: logging.Handler) -> None:
+        if self._waiting.qsize() >= _MAX_WAITING:
+            self._num_dropped += 1
+        elif self._num_dropped:
+            count, self._num_dropped = self._num_dropped, 0
+            text = f"{count} log lines were dropped here: the log was not read for a while"
+            record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
+            self._waiting.put(handler.format(record) + "\n" + line)
+        else:
+            self._waiting.put(line)
+
+    def flush(self, seconds: float) -> None:
+        """Wait until what was put is written, but not longer than this."""
+        written = threading.Event()
+        self._waiting.put(written)
+        written.wait(seconds)
+
+    def _run(self) -> None:
+        while True:
+            item = self._waiting.get()
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            with suppress(OSError, ValueError):  # there is nobody to tell
+                _write(item)
+
+
+def _write(text: str) -> None:
+    try:
+        descriptor = sys.stderr.fileno()
+        ready = select.poll()
+    except (AttributeError, OSError, ValueError):  # it is no file, or this is Windows
+        sys.stderr.write(text)
+        return
+    ready.register(descriptor, select.POLLOUT)
+    data = text.encode("utf-8", "backslashreplace")
+    while data:
+        # Waiting here and not in `write` holds no lock of sys.stderr, which the process needs in order to end.
+        ready.poll()
+        with suppress(BlockingIOError):
+            data = data[os.write(descriptor, data[:_PIECE]) :]
+
+
+_writer: _BackgroundWriter | None = None
+
+
+def write_in_background() -> None:
+    """From now on, let a thread of this process write log lines."""
+    global _writer
+    if _writer is None:
+        _writer = _BackgroundWriter()
+        atexit.register(flush)
+
+
+def flush(seconds: float = _EXIT_SECONDS) -> None:
+    """Wait until all lines are written, up to a time."""
+    if _writer is not None:
+        _writer.flush(seconds)
+
+
+def print_last(text: str) -> None:
+    """Print a line to standard error after all log lines."""
+    if _writer is None:
+        print(text, file=sys.stderr)
+    else:
+        _writer.put(text + "\n", logging.NullHandler())
+        _writer.flush(_EXIT_SECONDS)
+
+
+def _cut(text: str, most: int) -> str:
+    """A text without its middle if it is long: a traceback's end says what happened."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} ... {len(text) - most} characters ... {text[-(most // 2) :]}"
+
+
+def _cut_field(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, list | dict):
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        return value if len(text) <= MAX_FIELD else _cut(text, MAX_FIELD)
+    return _cut(str(value), MAX_FIELD)
+
+
+class _Text(logging.Formatter):
+    """Formats a record as one line, and a traceback below it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = _cut(record.message, MAX_LINE)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return _cut(super().formatException(ei), MAX_LINE)
 
 
 class _Json(logging.Formatter):
@@ -35,11 +158,11 @@ class _Json(logging.Formatter):
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
+            "message": _cut(record.getMessage(), MAX_LINE),
+            **{name: _cut_field(value) for name, value in getattr(record, "fields", {}).items()},
         }
         if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
+            line["traceback"] = _cut(self.formatException(record.exc_info), MAX_LINE)
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
@@ -61,7 +184,7 @@ def handler() -> logging.Handler:
     if env.LOG_FORMAT.read_text().upper() == "JSON":
         made.setFormatter(_Json())
     else:
-        made.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
+        made.setFormatter(_Text("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S"))
     return made
 
 

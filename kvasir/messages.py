@@ -20,6 +20,15 @@ FloatArray = NDArray[np.float32]
 MAX_PREFIX_GROUPS = 16  # groups of rows with a shared prefix in one step
 MIN_GROUP_ROWS = 16  # rows that such a group has at least
 NULL_BLOCK = 0  # unused block-table entries and padding point at this block; it is never allocated
+# Upper bounds of the histograms of cached blocks' times, in seconds (vLLM's buckets); a last bucket counts longer ones.
+BLOCK_AGES = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200),
+    1800,
+)
+
+
+def no_block_ages() -> list[int]:
+    return [0] * (len(BLOCK_AGES) + 1)
 
 
 def empty_pairs() -> Int32Array:
@@ -37,7 +46,7 @@ class FinishReason(IntEnum):
     STOP = 1
     LENGTH = 2
     ABORT = 3
-    ERROR = 4  # code of the request itself failed, such as its logits processor; see Finished.error
+    ERROR = 4  # it failed alone, by its logits processor or by logits that are not numbers; see Finished.error
     TIMEOUT = 5  # its deadline passed
 
     def __str__(self) -> str:
@@ -52,6 +61,7 @@ class Extras:
     """Rarely used sampling parameters. Each stage of the sampler reads its own fields."""
 
     num_prompt_tokens: int  # the row's first tokens, which were not generated
+    num_virtual_tokens: int = 0  # the first of them, which stand for a soft prompt: no rule counts their ids
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -84,6 +94,15 @@ class RowSampling:
 
 
 @dataclass(slots=True, frozen=True)
+class RowPooling:
+    """What a request that samples nothing gets of its hidden states, as the worker needs it."""
+
+    task: str  # of POOLING_TASKS
+    num_tokens: int  # of its prompt
+    activate: bool = True  # apply the pooler's last function: normalise an embedding, make probabilities of classes
+
+
+@dataclass(slots=True, frozen=True)
 class BeamSpec:
     """Parameters of a beam search."""
 
@@ -106,13 +125,22 @@ class Terms:
     deadline: float | None = None  # time at which the request ends if it is not complete
 
 
+@dataclass(slots=True, frozen=True)
+class Resource:
+    """Something that a request needs on the device before it can run, such as an adapter's weights. Requests share it
+    if their digests are equal; the core knows nothing else of it."""
+
+    digest: bytes
+    source: str  # where and as what the worker finds it
+
+
 @dataclass(slots=True)
 class EngineRequest:
     """A validated request. `key` is the number by which the API process knows it."""
 
     key: int
     prompt_token_ids: Int32Array
-    max_tokens: int
+    max_tokens: int  # 0: it samples nothing and ends with the forward pass of its prompt
     sampling: RowSampling = field(default_factory=RowSampling)
     stream: bool = True  # send tokens as they are sampled; False: send all of them with Finished
     cache_salt: bytes = b""  # requests share cached prefixes only if their salts are equal
@@ -124,8 +152,11 @@ class EngineRequest:
     guide: tuple[str, Any] | None = None  # name and argument of the guide that restricts its tokens (engine/guides.py)
     beam: BeamSpec | None = None
     min_tokens: int = 1  # output tokens before which it cannot stop
+    embeddings: FloatArray | None = None  # [tokens, hidden] of the prompt, whose ids then mean nothing
+    resource: Resource | None = None  # it waits, alone, until this is on the device
     terms: Terms = field(default_factory=Terms)
     forks: tuple[EngineRequest, ...] = ()  # requests with the same prompt, which share the KV blocks computed for it
+    pooling: RowPooling | None = None  # set if max_tokens is 0
 
 
 @dataclass(slots=True)
@@ -175,6 +206,8 @@ class Part:
 # Names of parts, with their columns.
 LOGPROBS = "logprobs"  # token_ids and values [m, 1 + n]: the sampled token, then the top n; ranks [m]
 PROMPT_LOGPROBS = "prompt_logprobs"  # the same columns for prompt tokens, and positions [m]
+# One part per pooling task: values [m, n] of whole prompts, or of single tokens, and then positions [m].
+POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify")
 
 
 def select_parts(parts: dict[str, Part], lines: NDArray[np.int64], num_lines: int) -> dict[str, Part]:
@@ -220,61 +253,6 @@ class EngineOutput:
         return cls(np.zeros(0, np.int64), np.zeros((0, 1), np.int32), np.zeros(0, np.int32))
 
 
-# Upper bounds of the histogram of tokens per step (vLLM's buckets); a last bucket counts larger steps.
-STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-
-
-def no_step_sizes() -> list[int]:
-    return [0] * (len(STEP_SIZES) + 1)
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Gauges of the core and counters since its start, read on request."""
-
-    num_running: int
-    num_waiting: int
-    num_blocks: int  # blocks that requests can hold
-    num_used_blocks: int
-    num_cached_blocks: int
-    steps: int
-    scheduled_tokens: int
-    preemptions: int
-    partial_prefills: int
-    dropped_tokens: int
-    prefix_cache_queries: int  # tokens
-    prefix_cache_hits: int  # tokens
-    evictions: int
-    copied_blocks: int
-    shared_blocks: int
-    freed_blocks: int  # blocks of running requests that fell out of their layers' attention window
-    step_sizes: list[int] = field(default_factory=no_step_sizes)  # steps per bucket of STEP_SIZES
-    num_waiting_tokens: int = 0  # prompt tokens of waiting requests
-    refused_requests: int = 0  # requests refused because the queue was full
-    held_back: int = 0  # steps in which the watermark kept a request waiting
-    timeouts_waiting: int = 0  # requests that timed out while they waited ...
-    timeouts_running: int = 0  # ... and while they ran
-    timeouts_foreseen: int = 0  # of those, requests ended before their deadline because they could not meet it
-    recomputed_tokens: int = 0  # tokens computed before a preemption and again after it
-    # host memory: swapped and offloaded blocks
-    host_blocks: int = 0
-    host_used_blocks: int = 0  # kept for preempted requests
-    host_cached_blocks: int = 0
-    swapped_preemptions: int = 0  # preemptions whose blocks were kept; other requests recompute or hit the cache
-    swapped_out_blocks: int = 0
-    swapped_in_blocks: int = 0
-    offloaded_blocks: int = 0  # blocks evicted on the device and copied to the host
-    restored_blocks: int = 0  # of those, blocks copied back to the device
-    host_evictions: int = 0
-    host_lost_blocks: int = 0  # blocks evicted on the device that found no room on the host
-    host_cache_hits: int = 0  # tokens of prefix_cache_hits that came from the host
-    # CUDA graphs
-    num_graphs: int = 0
-    graph_bytes: int = 0  # device memory
-    graphs_deferred: int = 0  # captures put off because memory was short
-    graphs_dropped: int = 0  # graphs dropped to make room for others
-
-
 # ---------------------------------------------------------------- core -> worker
 
 
@@ -285,7 +263,10 @@ class NewRow:
     row: int
     num_computed: int  # tokens whose KV is already in the cache
     sampling: RowSampling
-    token_ids: Int32Array | None = None  # all its tokens; only set if sampling has extras
+    token_ids: Int32Array | None = None  # all its tokens; only set if sampling has extras, or drafts are made for it
+    pooling: RowPooling | None = None
+    embeddings: FloatArray | None = None  # of its first tokens, in place of those of their ids
+    resource_slot: int = -1  # where its resource lies on the device; -1: it needs none
 
 
 @dataclass(slots=True)
@@ -324,6 +305,8 @@ class StepPlan:
     wants_logprobs: bool = False
     waits_for_host: bool = False  # sampling waits for the SampleInputs of this step
     shared: PrefixGroups | None = None  # prefix groups among the decodes; None: none is large enough to help
+    drafts: Int32Array | None = None  # [n] how many of each row's last tokens are drafts; None: none of any row
+    ahead: Int32Array | None = None  # [n] drafts that are wanted for each row's next step; None: none
     step: int = 0
 
     @property
@@ -351,12 +334,14 @@ class KVSpec:
     num_layers: int  # layers per group
     block_size: int
     page_bytes: int  # bytes of one block of one layer
-    windows: tuple[int | None, ...] = (None,)  # per group: number of last tokens its layers attend to; None: all
+    # per group: number of last tokens its layers attend to; None: all. No group: the model has no cache.
+    windows: tuple[int | None, ...] = (None,)
+    draft_bytes: int = 0  # bytes that a drafter keeps for each block
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, over all layers of its group."""
-        return self.num_layers * self.page_bytes
+        """Bytes of one block, over all layers of its group, and with what a drafter keeps for it."""
+        return self.num_layers * self.page_bytes + self.draft_bytes
 
 
 @dataclass(slots=True)
@@ -397,6 +382,30 @@ def _gib(size: int) -> str:
 
 
 @dataclass(slots=True, frozen=True)
+class AdapterTarget:
+    """A module of the model that an adapter may change. Sizes are those of the whole model, not of a rank."""
+
+    kind: str  # linear, embedding or head
+    outputs: int  # of an embedding: its tokens
+    inputs: int  # of an embedding: the size of its vectors
+    transposed: bool = False  # the checkpoint has the matrix as [inputs, outputs]
+
+
+@dataclass(slots=True, frozen=True)
+class AdapterTargets:
+    """What an adapter must fit, for the API process, which reads and checks adapters."""
+
+    modules: dict[str, AdapterTarget]  # by the names that the model's checkpoints use
+    prefix: str  # of the names of modules; adapters of a bare model lack it
+    hidden_size: int
+    num_layers: int
+    kv_size: int  # numbers of one token's keys in one layer
+    takes_prompts: bool  # soft prompts and prefixes can be placed
+    max_rank: int
+    num_ranks: int  # devices that the model is split over
+
+
+@dataclass(slots=True, frozen=True)
 class StepCosts:
     """Measured costs in seconds, for the choice between swapping and recomputing."""
 
@@ -406,12 +415,12 @@ class StepCosts:
 
 @dataclass(slots=True, frozen=True)
 class GraphUse:
-    """CUDA graphs that exist now, and counters since the start."""
+    """CUDA graphs that exist now, and what was prepared too late: while requests waited."""
 
     num_graphs: int = 0
     graph_bytes: int = 0  # memory of all devices together, measured at the captures
-    graphs_deferred: int = 0  # since the start: captures put off because memory was short
-    graphs_dropped: int = 0  # since the start: graphs dropped to make room for others
+    late_compilations: int = 0  # kernels that were compiled, or loaded from disk
+    late_captures: int = 0
 
 
 @dataclass(slots=True)
@@ -421,8 +430,9 @@ class StepResult:
     token_ids: Int32Array  # [n, 1 + k]
     counts: Int32Array  # [n]
     parts: dict[str, Part] = field(default_factory=dict)
-    failures: dict[int, str] | None = None  # by line: error of the request's own code; the request must end
+    failures: dict[int, str] | None = None  # by line: why its request must end, such as NaN logits
     graphs: GraphUse | None = None  # None: steps never run as graphs
+    drafts: Int32Array | None = None  # [n] drafts that wait for each row's next step; None: as many as were wanted
 
 
 class StepFuture(Protocol):
@@ -431,52 +441,3 @@ class StepFuture(Protocol):
     def done(self) -> bool: ...
 
     def result(self) -> StepResult: ...
-
-
-# ----------------------------------------------------------------
-# Snapshot of the engine for its status page; engine/snapshot.py makes it on request.
-#
-# Requests are identified by their key: texts and request ids of clients never reach the core.
-
-
-@dataclass(slots=True)
-class RequestSnapshot:
-    """Progress of one request, in tokens."""
-
-    key: int
-    num_prompt: int
-    num_computed: int  # prompt and output tokens whose KV is in the cache
-    num_output: int
-    max_output: int
-    num_cached: int  # prompt tokens found in the prefix cache at its first admission
-    num_preemptions: int
-    waited: float  # seconds since its arrival
-
-
-@dataclass(slots=True)
-class StepSnapshot:
-    """One planned step."""
-
-    step: int
-    time: float  # seconds since 1970
-    prompt_tokens: int
-    decode_tokens: int
-    sampled: int  # tokens that the step samples
-    num_running: int
-    num_waiting: int
-    preemptions: int  # since the previous step
-
-
-@dataclass(slots=True)
-class Snapshot:
-    time: float  # seconds since 1970
-    stats: EngineStats
-    memory: DeviceMemory
-    block_size: int  # tokens
-    block_bytes: int
-    running: list[RequestSnapshot]  # first admitted first
-    waiting: list[RequestSnapshot]  # next to be admitted first; cut off if there are many (stats has the number)
-    held: Int32Array  # blocks of the running requests, one request after the other, in token order
-    num_held: Int32Array  # number of blocks of each request in `held`; a shared block is listed for each of them
-    cached: Int32Array  # unreferenced blocks whose content can still be hit, next to be evicted first
-    steps: list[StepSnapshot]  # the latest steps, oldest first; recorded only while snapshots are requested

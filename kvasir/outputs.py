@@ -1,4 +1,5 @@
-"""Output classes with vLLM's names: RequestOutput, CompletionOutput, Logprob and RequestMetrics. Any process.
+"""Output classes with vLLM's names: RequestOutput, CompletionOutput, Logprob, RequestMetrics, and those of pooling
+models. Any process.
 
 With RequestOutputKind.CUMULATIVE, all outputs of a request share the same growing lists.
 """
@@ -7,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Self, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(slots=True)
@@ -156,3 +160,76 @@ class BeamSearchOutput:
     """The sequences that a beam search found for one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
+
+
+# ---------------------------------------------------------------- pooling models
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What a pooler made of a prompt: one vector, or one for each token."""
+
+    data: NDArray[np.float32]  # [size], or [tokens, size]
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """A request to a pooling model and its result."""
+
+    request_id: str
+    outputs: Any  # PoolingOutput, or the output of one task, as below
+    prompt_token_ids: list[int]
+    finished: bool
+    num_cached_tokens: int | None = None
+    metrics: RequestMetrics | None = None
+    finish_reason: str | None = None  # "stop"; otherwise there are no data: "abort", "error", "timeout"
+    error: str | None = None
+
+    @classmethod
+    def from_base(cls, output: PoolingRequestOutput) -> Self:
+        """The same output with the result in the form of one task."""
+        own = _TASK_OUTPUTS[cls](output.outputs.data)
+        tokens, cached = output.prompt_token_ids, output.num_cached_tokens
+        return cls(output.request_id, own, tokens, output.finished, cached, output.metrics, output.finish_reason)
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    score: float
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput):
+    """Its outputs are an EmbeddingOutput."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput):
+    """Its outputs are a ClassificationOutput."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput):
+    """Its outputs are a ScoringOutput."""
+
+
+_TASK_OUTPUTS: dict[type, Any] = {
+    EmbeddingRequestOutput: lambda data: EmbeddingOutput(data.tolist()),
+    ClassificationRequestOutput: lambda data: ClassificationOutput(data.tolist()),
+    ScoringRequestOutput: lambda data: ScoringOutput(float(data.reshape(-1)[0])),
+}

@@ -1,4 +1,5 @@
-"""SamplingParams and BeamSearchParams: the parameters of a request, with vLLM's names, order and defaults. Any process.
+"""The parameters of a request: SamplingParams, StructuredOutputsParams, BeamSearchParams and PoolingParams, with vLLM's
+names, order and defaults. Any process.
 
 They check their values but know nothing of models and tokenizers. frontend/requests/input.py checks values that depend
 on those, such as token ids and lengths.
@@ -7,29 +8,38 @@ on those, such as token ids and lengths.
 from __future__ import annotations
 
 import copy
+import functools
 import reprlib
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from numbers import Integral, Real
 from typing import Any
 
-from kvasir.config import checks as check
+from kvasir.config.names import did_you_mean
 from kvasir.errors import RequestError
+from kvasir.log import get_logger, warn_once
+
+logger = get_logger(__name__)
 
 # Fields of features that are not supported yet, with the values that turn the feature off. Other values are refused. To
 # add a feature, delete its line here and read the field where it takes effect.
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "structured_outputs": (None,),
-    "guided_decoding": (None,),
     "truncate_prompt_tokens": (None,),
-    "thinking_token_budget": (None,),
     "routed_experts_prompt_start": (None, 0),
     "trace_decode_token_ids": (None, []),
 }
 
-OLDER_NAMES: Mapping[str, str] = {"stop_strings": "stop"}
+OLDER_NAMES: Mapping[str, str] = {"stop_strings": "stop", "guided_decoding": "structured_outputs"}
 
 MAX_COMPLETIONS = 16384
+WHITESPACE_STYLES = ("spaced", "compact", "flexible")  # of constrained JSON
+_STRUCTURED = "structured_outputs"
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_LARGEST = sys.float_info.max
+_MAX_DIGITS = 20  # of a token id in a string
+_BIAS_LIMIT = 100.0  # larger biases are cut to it, as in vLLM; it forces or bans a token already
 _SEARCH = ("use_beam_search", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
 _FLAGS = (
     "ignore_eos",
@@ -49,7 +59,94 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-@check.accepts_older_names(OLDER_NAMES)
+@dataclass(slots=True, frozen=True)
+class GrammarTag:
+    """A grammar that begins to hold where the model writes `trigger`, and until it is complete."""
+
+    trigger: str  # a marker such as "<tool_call>"
+    grammar: str  # Lark text with a rule `start`: what follows the trigger, an end marker included
+
+
+@dataclass(slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the output must look like: exactly one of the first six fields, or `tags`. See docs/structured_output.md."""
+
+    json: str | dict[str, Any] | bool | None = None  # a JSON schema, as a dict or as text
+    regex: str | None = None
+    choice: list[str] | None = None  # the output is one of these texts
+    grammar: str | None = None  # Lark, or EBNF as llama.cpp writes it (GBNF)
+    json_object: bool | None = None  # any JSON object
+    structural_tag: str | dict[str, Any] | None = None  # free text with parts that are held to a schema
+    disable_any_whitespace: bool = False  # write JSON without spaces, which is whitespace="compact"
+    disable_additional_properties: bool = False  # objects have only the properties that the schema names
+    whitespace_pattern: str | None = None  # a regular expression of the space between the tokens of JSON
+    # Not in vLLM.
+    whitespace: str | None = None  # of JSON: "spaced", "compact" or "flexible"; None uses the engine's setting
+    lenient: bool | None = None  # skip keywords of a schema that cannot be enforced; None uses the engine's setting
+    # Set by the server, not by callers.
+    tags: tuple[GrammarTag, ...] = ()  # the output is free text but for what follows these triggers
+    starts_after: str = ""  # the output is free up to this text, such as "</think>"; empty: constrained from the start
+    source: str = "structured_outputs"  # the caller's name for all this, for errors
+
+    def __post_init__(self) -> None:
+        self.verify()
+
+    def verify(self) -> None:
+        """Raise a RequestError unless the fields are of the right types and name one constraint."""
+        kinds: dict[str, Any] = {
+            "json": str | dict | bool,
+            "regex": str,
+            "choice": list | tuple,
+            "grammar": str,
+            "structural_tag": str | dict,
+            "whitespace_pattern": str,
+            "starts_after": str,
+            "tags": list | tuple,
+        }
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise RequestError(f"structured_outputs.{name} cannot be {reprlib.repr(value)}.", _STRUCTURED)
+        for name in ("json_object", "lenient"):
+            if getattr(self, name) is not None:
+                _flag(f"structured_outputs.{name}", getattr(self, name))
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            _flag(f"structured_outputs.{name}", getattr(self, name))
+        if self.whitespace not in (None, *WHITESPACE_STYLES):
+            styles = ", ".join(WHITESPACE_STYLES)
+            message = f"structured_outputs.whitespace must be one of {styles}, not {reprlib.repr(self.whitespace)}."
+            raise RequestError(message, _STRUCTURED)
+        if self.choice is not None:
+            self.choice = list(self.choice)
+            if not self.choice or not all(isinstance(text, str) for text in self.choice):
+                message = "structured_outputs.choice must be a list of at least one string."
+                raise RequestError(message, _STRUCTURED)
+        self.tags = tuple(self.tags)
+        if len(self.constraints) != 1:
+            given = " and ".join(self.constraints) or "none"
+            known = "json, regex, choice, grammar, json_object, structural_tag"
+            message = f"structured_outputs needs exactly one of {known}, but {given} was given."
+            raise RequestError(message, _STRUCTURED)
+
+    @property
+    def constraints(self) -> list[str]:
+        """The names of the constraints that are set."""
+        named = [name for name in _CONSTRAINTS if getattr(self, name) is not None and getattr(self, name) is not False]
+        return [*named, "tags"] if self.tags else named
+
+
+GuidedDecodingParams = StructuredOutputsParams  # the name in older versions of vLLM
+
+
+@dataclass(slots=True, frozen=True)
+class ReasoningTokens:
+    """The tokens with which a model marks its reasoning. The server finds them by the model's format."""
+
+    opening: int
+    closing: int
+    begun: bool = False  # the prompt has opened the reasoning
+
+
 @dataclass(slots=True, repr=False)
 class SamplingParams:
     """Sampling parameters of one request: `SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64)`."""
@@ -78,19 +175,18 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None  # tokens between two outputs; None uses the engine's setting
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None  # what the output must look like; may be a dict
     logit_bias: dict[int, float] | None = None  # token id -> value added to its logit, cut to [-100, 100]
     allowed_token_ids: list[int] | None = None  # only these can be sampled
     bad_words: list[str] | None = None  # texts that must not appear in the output
     extra_args: dict[str, Any] | None = None  # input of the logits processors in the settings
     skip_reading_prefix_cache: bool | None = None  # compute the whole prompt; prompt_logprobs does it too
-    thinking_token_budget: int | None = None
+    thinking_token_budget: int | None = None  # most tokens of reasoning; then the marker that ends it is forced
     repetition_detection: Any = None  # RepetitionDetectionParams or a dict of its fields
     routed_experts_prompt_start: int | None = None
     trace_decode_token_ids: list[int] | None = None
     # Names of older vLLM versions and other engines; keyword-only, to keep the positional order above.
     best_of: int | None = field(default=None, kw_only=True)  # sample this many and return the n most likely
-    guided_decoding: Any = field(default=None, kw_only=True)
     forbidden_token_ids: list[int] | None = field(default=None, kw_only=True)  # cannot be sampled
     # callables (output ids, logits) or (prompt ids, output ids, logits), each returning logits
     logits_processors: list[Any] | None = field(default=None, kw_only=True)
@@ -102,6 +198,9 @@ class SamplingParams:
     num_beam_groups: int = field(default=1, kw_only=True)
     diversity_penalty: float = field(default=0.0, kw_only=True)
     truncate_prompt_tokens: int | None = field(default=None, kw_only=True)
+    # special tokens that stay in the text under skip_special_tokens, such as markers of tool calls
+    keep_special_tokens: list[str] | None = field(default=None, kw_only=True)
+    reasoning_tokens: ReasoningTokens | None = field(default=None, kw_only=True)  # for thinking_token_budget
 
     def __post_init__(self) -> None:
         self.verify()
@@ -120,30 +219,30 @@ class SamplingParams:
         self._verify_stops()
         self._verify_tokens()
         self._verify_outputs()
-        self.repetition_detection = check.repetition_detection(self.repetition_detection)
+        if self.structured_outputs is not None:
+            self._verify_structure()
+        self.repetition_detection = _repetition_detection(self.repetition_detection)
 
     def _verify_distribution(self) -> None:
-        self.presence_penalty = check.number("presence_penalty", self.presence_penalty, -2, 2)
-        self.frequency_penalty = check.number("frequency_penalty", self.frequency_penalty, -2, 2)
-        self.repetition_penalty = check.number(
-            "repetition_penalty", self.repetition_penalty, 0, check.LARGEST, above=True
-        )
-        self.temperature = check.number("temperature", self.temperature, 0.0, check.LARGEST)
-        self.top_p = check.number("top_p", self.top_p, 0.0, 1.0, above=True)
-        self.min_p = check.number("min_p", self.min_p, 0.0, 1.0)
-        self.top_k = check.whole("top_k", self.top_k, -1)
-        self.top_ema_p = check.number("top_ema_p", self.top_ema_p, 0.0, 1.0)
-        self.top_ema_d = check.whole("top_ema_d", self.top_ema_d, 0)
+        self.presence_penalty = _number("presence_penalty", self.presence_penalty, -2, 2)
+        self.frequency_penalty = _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        self.repetition_penalty = _number("repetition_penalty", self.repetition_penalty, 0, _LARGEST, above=True)
+        self.temperature = _number("temperature", self.temperature, 0.0, _LARGEST)
+        self.top_p = _number("top_p", self.top_p, 0.0, 1.0, above=True)
+        self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
+        self.top_k = _whole("top_k", self.top_k, -1)
+        self.top_ema_p = _number("top_ema_p", self.top_ema_p, 0.0, 1.0)
+        self.top_ema_d = _whole("top_ema_d", self.top_ema_d, 0)
         if bool(self.top_ema_p) != bool(self.top_ema_d):  # each is off without the other
             given, missing = ("top_ema_p", "top_ema_d") if self.top_ema_p else ("top_ema_d", "top_ema_p")
             raise RequestError(f"{given} has no effect without {missing}; set both or neither.", given)
         if self.seed is not None:
-            self.seed = check.whole("seed", self.seed, -(2**63), 2**64 - 1)
+            self.seed = _whole("seed", self.seed, -(2**63), 2**64 - 1)
 
     def _verify_completions(self) -> None:
-        self.n = check.whole("n", self.n, 1, MAX_COMPLETIONS)
+        self.n = _whole("n", self.n, 1, MAX_COMPLETIONS)
         if self.best_of is not None:
-            self.best_of = check.whole("best_of", self.best_of, 1, MAX_COMPLETIONS)
+            self.best_of = _whole("best_of", self.best_of, 1, MAX_COMPLETIONS)
             if self.best_of < self.n:
                 message = f"best_of={self.best_of} is less than n={self.n}; it must be at least n."
                 raise RequestError(message, "best_of")
@@ -156,10 +255,10 @@ class SamplingParams:
     def _verify_search(self) -> None:
         if all(getattr(self, name) is _DEFAULTS[name] for name in _SEARCH):
             return
-        check.flag("use_beam_search", self.use_beam_search)
-        self.length_penalty = check.number("length_penalty", self.length_penalty, -check.LARGEST, check.LARGEST)
-        self.num_beam_groups = check.whole("num_beam_groups", self.num_beam_groups, 1)
-        self.diversity_penalty = check.number("diversity_penalty", self.diversity_penalty, 0, check.LARGEST)
+        _flag("use_beam_search", self.use_beam_search)
+        self.length_penalty = _number("length_penalty", self.length_penalty, -_LARGEST, _LARGEST)
+        self.num_beam_groups = _whole("num_beam_groups", self.num_beam_groups, 1)
+        self.diversity_penalty = _number("diversity_penalty", self.diversity_penalty, 0, _LARGEST)
         if self.early_stopping not in (True, False, "never"):
             message = f"early_stopping must be True, False or 'never', not {self.early_stopping!r}."
             raise RequestError(message, "early_stopping")
@@ -174,37 +273,59 @@ class SamplingParams:
 
     def _verify_tokens(self) -> None:
         if self.logit_bias is not None:
-            self.logit_bias = check.logit_bias(self.logit_bias)
+            self.logit_bias = _logit_bias(self.logit_bias)
         for name in ("allowed_token_ids", "forbidden_token_ids", "logprob_token_ids"):
             if (value := getattr(self, name)) is not None:
-                setattr(self, name, check.token_ids(name, value))
+                setattr(self, name, _token_ids(name, value))
         if self.allowed_token_ids == []:
             raise RequestError("allowed_token_ids is empty; it must have at least one token.", "allowed_token_ids")
         if self.bad_words is not None:
-            self.bad_words = check.texts("bad_words", self.bad_words)
+            self.bad_words = _texts("bad_words", self.bad_words)
         if self.logits_processors is not None:
-            self.logits_processors = check.callables("logits_processors", self.logits_processors)
+            self.logits_processors = _callables("logits_processors", self.logits_processors)
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
             raise RequestError(f"extra_args must be a dict, not {self.extra_args!r}.", "extra_args")
 
     def _verify_outputs(self) -> None:
         for name in _FLAGS:
-            check.flag(name, getattr(self, name))
+            _flag(name, getattr(self, name))
         if self.skip_reading_prefix_cache is not None:
-            check.flag("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
+            _flag("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}.", "output_kind")
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
-                setattr(self, name, check.whole(name, value, -1))
+                setattr(self, name, _whole(name, value, -1))
         if self.stream_interval is not None:
-            self.stream_interval = check.whole("stream_interval", self.stream_interval, 1)
+            self.stream_interval = _whole("stream_interval", self.stream_interval, 1)
+        kept = self.keep_special_tokens
+        if kept is not None and not (isinstance(kept, list | tuple) and all(isinstance(each, str) for each in kept)):
+            message = f"keep_special_tokens must be a list of strings, not {reprlib.repr(kept)}."
+            raise RequestError(message, "keep_special_tokens")
+        self._verify_budget()
+
+    def _verify_budget(self) -> None:
+        if self.thinking_token_budget is None:
+            return
+        self.thinking_token_budget = _whole("thinking_token_budget", self.thinking_token_budget, 0)
+        if self.reasoning_tokens is None:
+            message = (
+                "thinking_token_budget needs reasoning_tokens, the tokens around the model's reasoning. The server "
+                "sets them for models whose format it knows: this one's has no reasoning that one token ends."
+            )
+            raise RequestError(message, "thinking_token_budget")
+
+    def _verify_structure(self) -> None:
+        self.structured_outputs = _structured_outputs(self.structured_outputs)
+        if self.use_beam_search:
+            name = self.structured_outputs.source
+            raise RequestError(f"{name} cannot be used with beam search; sample with n or best_of instead.", name)
 
     def _verify_lengths(self) -> None:
-        self.min_tokens = check.whole("min_tokens", self.min_tokens, 0)
+        self.min_tokens = _whole("min_tokens", self.min_tokens, 0)
         if self.max_tokens is None:
             return
-        self.max_tokens = check.whole("max_tokens", self.max_tokens, 1)
+        self.max_tokens = _whole("max_tokens", self.max_tokens, 1)
         if self.min_tokens > self.max_tokens:
             message = f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; change one of them."
             raise RequestError(message, "min_tokens")
@@ -222,7 +343,7 @@ class SamplingParams:
         if self.stop and self.detokenize is False:
             raise RequestError("stop needs text; set detokenize=True or use stop_token_ids.", "stop")
         ids = [] if self.stop_token_ids is None else self.stop_token_ids
-        self.stop_token_ids = check.token_ids("stop_token_ids", ids)
+        self.stop_token_ids = _token_ids("stop_token_ids", ids)
 
     def clone(self) -> SamplingParams:
         """A copy that shares no list or dict with this one."""
@@ -252,7 +373,7 @@ class BeamSearchParams:
     temperature: float = 0.0  # 0 and 1 both use the model's own log-probabilities
     length_penalty: float = 1.0  # sequences are ranked by log-probability / length ** length_penalty
     include_stop_str_in_output: bool = False
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None  # refused: beams cannot be constrained
     early_stopping: bool | str = (
         False  # True ends at beam_width finished sequences; "never" ends when no better one is possible
     )
@@ -261,7 +382,7 @@ class BeamSearchParams:
 
     def to_sampling_params(self) -> SamplingParams:
         """Convert to SamplingParams, which check the values."""
-        check.whole("beam_width", self.beam_width, 1)
+        _whole("beam_width", self.beam_width, 1)
         return SamplingParams(
             n=self.beam_width,
             use_beam_search=True,
@@ -277,6 +398,67 @@ class BeamSearchParams:
         )
 
 
+@dataclass(kw_only=True)
+class PoolingParams:
+    """The parameters of a request to a pooling model: what is made of its hidden states."""
+
+    truncate_prompt_tokens: int | None = None  # keep so many tokens of a prompt; -1: as many as the model takes
+    dimensions: int | None = None  # of an embedding, for models that allow shorter ones
+    use_activation: bool | None = None  # normalise an embedding, make probabilities of classes; None: as the model says
+    normalize: bool | None = None  # an older name of use_activation, for embeddings
+    task: str | None = None  # embed, classify, token_embed, token_classify; None: the model's main one
+    step_tag_id: int | None = None  # of step pooling: the token whose vectors are returned
+    returned_token_ids: list[int] | None = None  # of step pooling: the entries of a vector that are returned
+    skip_reading_prefix_cache: bool | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+
+    def __post_init__(self) -> None:
+        self.verify()
+
+    def verify(self) -> None:
+        """Raise RequestError for values that no model takes."""
+        for name in ("use_activation", "normalize", "skip_reading_prefix_cache"):
+            if getattr(self, name) is not None:
+                _flag(name, getattr(self, name))
+        if self.truncate_prompt_tokens is not None:
+            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+        if self.dimensions is not None:
+            _whole("dimensions", self.dimensions, 1)
+        if self.step_tag_id is not None:
+            _whole("step_tag_id", self.step_tag_id, 0)
+        if self.returned_token_ids is not None:
+            self.returned_token_ids = _token_ids("returned_token_ids", self.returned_token_ids)
+        if self.task is not None and not isinstance(self.task, str):
+            raise RequestError(f"task must be a text, not {self.task!r}", "task")
+        if self.output_kind is not RequestOutputKind.FINAL_ONLY:
+            raise RequestError("the output of a pooling request comes once, at its end", "output_kind")
+
+    def clone(self) -> PoolingParams:
+        return copy.copy(self)
+
+
+@dataclass(slots=True)
+class RepetitionDetectionParams:
+    """End a request once its output ends with min_count repetitions of a pattern of min_pattern_size to
+    max_pattern_size tokens."""
+
+    max_pattern_size: int = 0  # 0: off
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+    def __post_init__(self) -> None:
+        name = "repetition_detection"
+        self.max_pattern_size = _whole(f"{name}.max_pattern_size", self.max_pattern_size, 0)
+        self.min_pattern_size = max(1, _whole(f"{name}.min_pattern_size", self.min_pattern_size, 0))
+        self.min_count = _whole(f"{name}.min_count", self.min_count, 2)
+        if self.max_pattern_size and self.min_pattern_size > self.max_pattern_size:
+            raise RequestError(f"{name}: min_pattern_size must not be more than max_pattern_size.", name)
+
+
+# ---------------------------------------------------------------- checks
+# Each returns the value in a plain type or raises a RequestError with the parameter's name.
+
+
 def _check_supported(name: str, value: object, off_values: tuple[object, ...]) -> None:
     # Types are compared too, because True == 1 and False == 0 in Python.
     for ok in off_values:
@@ -284,3 +466,130 @@ def _check_supported(name: str, value: object, off_values: tuple[object, ...]) -
             return
     message = f"{name}={reprlib.repr(value)} is not supported yet; leave it at {off_values[0]!r}."
     raise RequestError(message, name)
+
+
+def _structured_outputs(value: object) -> StructuredOutputsParams:
+    """Check structured_outputs, which may be given as a dict."""
+    if isinstance(value, Mapping):
+        known = [f.name for f in fields(StructuredOutputsParams)]
+        for key in value.keys() - set(known):
+            raise RequestError(f"{_STRUCTURED} has no {key!r}.{did_you_mean(key, known)}", _STRUCTURED)
+        return StructuredOutputsParams(**value)
+    if not isinstance(value, StructuredOutputsParams):
+        message = f"{_STRUCTURED} must be StructuredOutputsParams or a dict, not {reprlib.repr(value)}."
+        raise RequestError(message, _STRUCTURED)
+    value.verify()
+    return value
+
+
+def _repetition_detection(value: object) -> RepetitionDetectionParams | None:
+    """Check repetition_detection, which may be given as a dict."""
+    name = "repetition_detection"
+    if isinstance(value, Mapping):
+        known = [f.name for f in fields(RepetitionDetectionParams)]
+        for key in value.keys() - set(known):
+            raise RequestError(f"{name} has no {key!r}.{did_you_mean(key, known)}", name)
+        try:
+            return RepetitionDetectionParams(**value)
+        except RequestError as error:
+            raise RequestError(str(error), name) from error
+    if value is None or isinstance(value, RepetitionDetectionParams):
+        return value
+    raise RequestError(f"{name} must be RepetitionDetectionParams or a dict, not {reprlib.repr(value)}.", name)
+
+
+def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
+    """Check for a float within [low, high], or (low, high] if `above`. NaN is always refused."""
+    # the exact type first: the check for an abstract one takes longer than all the rest
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
+        raise RequestError(f"{name} must be a number, not {reprlib.repr(value)}.", name)
+    found = float(value)
+    if not low <= found <= high or (above and found == low):
+        where = f"{'above' if above else 'at least'} {low:g}"
+        where += " and finite" if high == _LARGEST else f" and at most {high:g}"
+        raise RequestError(f"{name} must be {where}, not {found:g}.", name)
+    return found
+
+
+def _whole(name: str, value: object, low: int, high: int | None = None) -> int:
+    """Check for an int within [low, high]."""
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
+        raise RequestError(f"{name} must be an integer, not {reprlib.repr(value)}.", name)
+    found = int(value)
+    if found < low or (high is not None and found > high):
+        where = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise RequestError(f"{name} must be {where}, not {reprlib.repr(found)}.", name)
+    return found
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be True or False, not {value!r}.", name)
+    return value
+
+
+def _token_ids(name: str, value: object) -> list[int]:
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise RequestError(f"{name} must be a list of token ids, not {value!r}.", name)
+    return [_whole(name, token, 0) for token in value]
+
+
+def _texts(name: str, value: object) -> list[str]:
+    """Check for a list of strings that are not blank."""
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
+        raise RequestError(f"{name} must be a list of strings, not {reprlib.repr(value)}.", name)
+    if not all(text.strip() for text in value):
+        raise RequestError(f"{name} contains an empty string; remove it.", name)
+    return list(value)
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    """Check logit_bias. Token ids may be strings, because JSON has no other keys."""
+    name = "logit_bias"
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{name} must be a dict of token ids and numbers, not {reprlib.repr(value)}.", name)
+    found = {}
+    for token, bias in value.items():
+        is_number = isinstance(token, str) and len(token) <= _MAX_DIGITS and token.isdecimal()
+        key = int(token) if is_number else token
+        if isinstance(key, bool) or not isinstance(key, Integral) or key < 0:
+            raise RequestError(f"{name} must have token ids as keys, not {reprlib.repr(token)}.", name)
+        limited = _number(name, bias, -_LARGEST, _LARGEST)
+        found[int(key)] = min(_BIAS_LIMIT, max(-_BIAS_LIMIT, limited))
+    return found
+
+
+def _callables(name: str, value: object) -> list[Any]:
+    if not isinstance(value, list | tuple) or not all(callable(each) for each in value):
+        raise RequestError(f"{name} must be a list of callables, not {reprlib.repr(value)}.", name)
+    return list(value)
+
+
+def _accept_older_names(older: Mapping[str, str]) -> None:
+    """Let SamplingParams(...) accept older names, with a warning, and suggest names for unknown ones."""
+    plain_init: Callable[..., None] = SamplingParams.__init__
+    known = [f.name for f in fields(SamplingParams)]
+
+    @functools.wraps(plain_init)
+    def init(self: SamplingParams, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs.keys() - set(known):
+            newer = older.get(name)
+            if newer is None:
+                raise _unknown(name, known, older)
+            if newer in kwargs:
+                raise RequestError(f"{name} and {newer} were both given. Remove {name}, the older name.", newer)
+            warn_once(logger, f"SamplingParams({name}=...) is deprecated; use {newer}.")
+            kwargs[newer] = kwargs.pop(name)
+        if len(args) > len(known):
+            raise RequestError(f"SamplingParams takes at most {len(known)} values, but {len(args)} were given.")
+        plain_init(self, *args, **kwargs)
+
+    SamplingParams.__init__ = init  # type: ignore[method-assign]
+
+
+def _unknown(name: str, known: Sequence[str], older: Mapping[str, str]) -> RequestError:
+    hint = did_you_mean(name, [*known, *older]) or f" Known are: {', '.join(known)}."
+    return RequestError(f"SamplingParams has no parameter {name!r}.{hint}", name)
+
+
+_accept_older_names(OLDER_NAMES)

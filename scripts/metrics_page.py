@@ -11,8 +11,9 @@ from pathlib import Path
 
 from prometheus_client.core import Metric
 
-from kvasir.messages import EngineStats
-from kvasir.server.engine_metrics import device_metrics, engine_metrics, info_metric
+from kvasir.engine.stats import EngineStats
+from kvasir.executor.fake import fake_config
+from kvasir.server.engine_metrics import cache_metric, device_metrics, engine_metrics
 from kvasir.server.metrics import Metrics
 
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
@@ -47,10 +48,12 @@ Questions they answer:
 def page() -> str:
     metrics = Metrics("MODEL")
     stats = EngineStats(**{each.name: 1 for each in fields(EngineStats) if each.type == "int"})  # type: ignore[arg-type]
-    found = [*metrics.registry.collect(), *engine_metrics([stats], "MODEL"), *device_metrics([], "MODEL")]
-    found.append(info_metric("cache_config_info", "Settings of the KV cache as labels.", {}))
+    engine = engine_metrics([stats], "MODEL")
+    cache = cache_metric(fake_config(), [stats])
+    found = [*metrics.registry.collect(), *engine, *device_metrics([], "MODEL"), cache]
     labels = {name: made._labelnames for made, names in metrics.registry._collector_to_names.items() for name in names}
     labels |= {metric.name: ("device",) for metric in device_metrics([], "MODEL")}
+    labels |= {metric.name: tuple(metric.samples[0].labels) for metric in engine if metric.type == "gauge"}
     return HEAD + "".join(_rows(found, labels)) + TAIL
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from kvasir.frontend.text.tokenizer_gguf import PRE_TOKENIZERS
-from kvasir.models import gguf, registry
+from kvasir.models import architectures, gguf
 from kvasir.quantization.gguf_file import TENSOR_TYPES
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -28,6 +28,17 @@ an architecture's variants begin with it.
 
 | architecture | what it is | proof |
 |---|---|---|
+"""
+POOLING = """
+## Encoders
+
+They embed, classify and score: see [embeddings](embeddings.md). With `ForSequenceClassification`,
+`ForTokenClassification` or `ForMaskedLM` in place of `Model` at the end of the name they run as well; so do the
+decoders above, with these endings, `Model`, `ForRewardModel` and `ForProcessRewardModel`. The proof is
+`tests/cpu/test_pooling_models.py`.
+
+| architecture | what it is |
+|---|---|
 """
 TAIL = """
 RoPE scaling: linear, dynamic, yarn, llama3, longrope. ALiBi is not supported.
@@ -52,10 +63,10 @@ ModelRegistry.register_model("MyForCausalLM", Architecture(read_spec, NAMES))
 
 | part | kinds (`kvasir/layers/spec.py`, `kvasir/models/spec.py`) | modules register with |
 |---|---|---|
-| layer | `LayerSpec`, `ParallelLayerSpec`, `PostNormLayerSpec` | `models.decoder_layer.LAYERS` |
-| attention | `AttentionSpec` | `layers.attention.ATTENTIONS` |
+| layer | `LayerSpec`, `ParallelLayerSpec`, `PostNormLayerSpec` | `models.transformer.LAYERS` |
+| attention | `AttentionSpec`, `LatentAttentionSpec`, `EncoderAttentionSpec` | `layers.attention.ATTENTIONS` |
 | feed-forward | `GatedMLPSpec`, `MLPSpec`, `MoESpec` | `layers.mlp.FEED_FORWARDS` |
-| choice of experts | `SoftmaxRoutingSpec` | `layers.mlp.ROUTINGS` |
+| choice of experts | `TopKRoutingSpec`, `SparseMixerRoutingSpec` | `layers.mlp.ROUTINGS` |
 | norm | `RMSNormSpec`, `LayerNormSpec` | `layers.norm.NORMS` |
 
 A new kind is a frozen dataclass and a module registered for it: `@ATTENTIONS.register(MySpec)` above a subclass of
@@ -80,16 +91,20 @@ Proof: `tests/cpu/test_gguf.py`, and on the CPU library `tests/cpu/test_gguf_nat
 
 
 def page() -> str:
-    lines = []
-    for name, place in sorted(registry._ARCHITECTURES.items()):
+    lines, pooling = [], []
+    for name, place in sorted(architectures._ARCHITECTURES.items()):
         assert isinstance(place, str), f"{name} was registered by a user"
-        text = " ".join((registry.find({"architectures": [name]}).read_spec.__doc__ or "").split())
+        text = " ".join((architectures.find({"architectures": [name]}).read_spec.__doc__ or "").split())
         proof = re.split("[.:]", place)[-1].lower()
-        lines.append(f"| `{name}` | {text} | `{proof}` |\n")
+        if name.endswith("Model") and not name.endswith("LMHeadModel"):
+            pooling.append(f"| `{name}` | {text} |\n")
+        else:
+            lines.append(f"| `{name}` | {text} | `{proof}` |\n")
     kinds = ", ".join(gguf.ARCHITECTURES)
     types = ", ".join(kind for kind, _, _ in TENSOR_TYPES.values())
     splits = ", ".join(PRE_TOKENIZERS)
-    return HEAD.format(test=TEST) + "".join(lines) + TAIL.format(kinds=kinds, types=types, splits=splits)
+    tail = TAIL.format(kinds=kinds, types=types, splits=splits)
+    return HEAD.format(test=TEST) + "".join(lines) + POOLING + "".join(pooling) + tail
 
 
 def main() -> None:

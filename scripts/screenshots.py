@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from kvasir.models.starter import GENERATION, find_starter_model
+from kvasir.models.hub import STARTER_GENERATION, find_starter_model
 from tests.server_process import LiveServer
 
 FOLDER = Path(__file__).parent.parent / "docs" / "images"
@@ -57,7 +57,7 @@ def main() -> None:
     if path is None:
         raise SystemExit("There is no Chromium; on Debian `apt-get install chromium` brings it.")
     flags = ["--max-model-len", "2048", "--served-model-name", "SmolLM2-135M-Instruct"]
-    flags += ["--override-generation-config", json.dumps(GENERATION)]
+    flags += ["--override-generation-config", json.dumps(STARTER_GENERATION)]
     with LiveServer.real(find_starter_model(), *flags) as server, sync_playwright() as driver:
         server.wait_until_ready()
         browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])

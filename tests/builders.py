@@ -16,7 +16,7 @@ from kvasir.engine.policies import FirstComeFirstServed, Policy
 from kvasir.engine.queue import QueueLimits
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.executor.base import Executor
-from kvasir.executor.fake import EchoExecutor, FakeFuture, echo_next
+from kvasir.executor.fake import EchoExecutor, FakeFuture, echo_next, echo_shift
 from kvasir.messages import (
     LOGPROBS,
     NULL_BLOCK,
@@ -24,6 +24,7 @@ from kvasir.messages import (
     EngineRequest,
     FinishReason,
     Part,
+    Resource,
     RowSampling,
     SampleInputs,
     StepPlan,
@@ -46,11 +47,12 @@ def make_scheduler(
     watermark: float = 0.0,
     host: tuple[int, int] = (0, 0),  # blocks for swapping, and for evicted prefixes
     swap_policy: SwapPolicy = FixedSwapPolicy(True),  # noqa: B008 (it is frozen)
+    num_resources: int = 0,
 ) -> Scheduler:
     tier = HostTier(*host, swap_policy) if any(host) else None
     cache = KVCacheManager(num_blocks, block_size, max_num_seqs, max_model_len, caching, windows, tier)
     limits = Limits(max_num_seqs, budget, chunked, threshold, watermark)
-    return Scheduler(limits, cache, FirstComeFirstServed() if policy is None else policy, max_model_len)
+    return Scheduler(limits, cache, FirstComeFirstServed() if policy is None else policy, max_model_len, num_resources)
 
 
 def make_core(
@@ -71,11 +73,13 @@ def request(
     return EngineRequest(key, np.array(prompt, np.int32), max_tokens, sampling, **fields)
 
 
-def expected(prompt: list[int], max_tokens: int, stop: tuple[int, ...] = ()) -> list[int]:
+def expected(
+    prompt: list[int], max_tokens: int, stop: tuple[int, ...] = (), resource: Resource | None = None
+) -> list[int]:
     """Return the output of the fake model for a request that runs alone, one token per step."""
-    tokens = list(prompt)
+    tokens, shift = list(prompt), 0 if resource is None else echo_shift(resource.digest)
     for _ in range(max_tokens):
-        tokens.append(echo_next(tokens, VOCAB))
+        tokens.append(echo_next(tokens, VOCAB, shift))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]

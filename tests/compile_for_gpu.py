@@ -13,6 +13,7 @@ import os
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,25 +28,37 @@ from triton.runtime import driver
 from kvasir import kernels
 from kvasir.attention.base import AttentionBatch
 from kvasir.attention.triton import TritonAttention
+from kvasir.config.speculative import SpeculativeConfig
 from kvasir.kernels.triton import linear
 from kvasir.kernels.triton.launch import _Zeros
+from kvasir.layers.adapters import StepAdapters
 from kvasir.layers.base import Build, WeightLayer
+from kvasir.layers.embedding import Head
+from kvasir.layers.linear import Linear
+from kvasir.layers.mlp import Experts
+from kvasir.lora.device import AdapterFeature
 from kvasir.messages import Int32Array
-from kvasir.models import registry
+from kvasir.models import architectures
 from kvasir.models.transformer import Transformer
-from kvasir.platforms.cpu_features import prepare_cpu
-from kvasir.sampling.features import Uses
+from kvasir.platforms.cpu import prepare_cpu
+from kvasir.quantization.at_load import fp8, int4, int8
+from kvasir.quantization.base import Unquantized
+from kvasir.quantization.coded import Coding, RandomCoding
+from kvasir.quantization.coded_linear import CodedMethods, Quantizer
+from kvasir.sampling.features import ForwardUse, Uses
 from kvasir.sampling.logprobs import ScoreKey
 from kvasir.sampling.overrides import OverrideKey
 from kvasir.sampling.parameters import SamplingKey, SamplingParameters
 from kvasir.worker.graphs.keys import ForwardGraphKey, HeadGraphKey
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.model_runner import ModelRunner
+from kvasir.worker.speculative.drafter import Drafter, DrafterSettings
+from kvasir.worker.speculative.lookup import LookupDrafter
 from kvasir.worker.step_inputs import other_group_batches
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 COMMON = {
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,  # the last one may run for fewer tokens than the others
     "vocab_size": 4096,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
@@ -60,7 +73,7 @@ QWEN3 = COMMON | {
 GEMMA2 = COMMON | {
     **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh"},
     **{"hidden_size": 1024, "intermediate_size": 2048, "head_dim": 256, "query_pre_attn_scalar": 256},
-    **{"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2, "sliding_window": 512},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 3, "sliding_window": 512},
     **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True},
 }
 MIXTRAL = COMMON | {
@@ -68,8 +81,24 @@ MIXTRAL = COMMON | {
     **{"hidden_size": 1024, "intermediate_size": 2048, "head_dim": 128, "num_local_experts": 8},
     **{"num_experts_per_tok": 2, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": False},
 }
+DEEPSEEK = COMMON | {
+    **{"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_act": "silu"},
+    **{"hidden_size": 2048, "intermediate_size": 2048, "num_attention_heads": 16, "kv_lora_rank": 512},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "q_lora_rank": None, "n_routed_experts": 16},
+    **{"n_shared_experts": 2, "moe_intermediate_size": 1408, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
+}
+KIMI = DEEPSEEK | {
+    **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "hidden_size": 1024, "q_lora_rank": 512},
+    **{"num_attention_heads": 128, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 512, "n_shared_experts": 1},
+}
+GPT_OSS = COMMON | {
+    **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "head_dim": 64},
+    **{"intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 8},
+    **{"num_experts_per_tok": 4, "sliding_window": 128, "num_hidden_layers": 3, "attention_bias": True},
+}
 LONE, DECODES = ForwardGraphKey(1, 1, 512), ForwardGraphKey(64, 64, 2048)
 SHARING, MIXED = ForwardGraphKey(256, 256, 1 << 30, shares=True), ForwardGraphKey(512, 128, 1 << 30)
+SMALL = ForwardGraphKey(64, 56, 1 << 30)  # too few tokens for the kernel that takes chunks of larger steps
 # Steps above all graphs, whose sizes and places in memory 16 divides or not.
 CHUNKS = [
     [1, 100, 412],
@@ -79,6 +108,23 @@ CHUNKS = [
     [1, 1, 1, 1, 333],
     [777],
 ]
+
+
+# One of each kind of code and way of scaling it: by row, long groups with and without minima, short groups.
+CODINGS: list[Quantizer] = [
+    fp8,
+    int8,
+    lambda weight: RandomCoding(Coding("e2m1", 16), has_row=True).make(*weight.shape, CPU),
+    lambda weight: RandomCoding(Coding("u6", 16, 32)).make(*weight.shape, CPU),
+    lambda weight: RandomCoding(Coding("u4", 32), has_minimum=True).make(*weight.shape, CPU),
+    lambda weight: RandomCoding(Coding("nf4", 64)).make(*weight.shape, CPU),
+]
+
+VERIFYING = ForwardGraphKey(64, 16, 1 << 30, drafts=3)
+
+
+def lookup_settings(method: str) -> DrafterSettings:
+    return DrafterSettings(SpeculativeConfig(method, 3), 257, 4096, CPU)
 
 
 class H200Compiler:
@@ -106,34 +152,54 @@ def pretend() -> None:
     driver.set_active(H200Compiler())
 
 
-def make_runner(hf: dict[str, Any], kv_dtype: torch.dtype) -> ModelRunner:
-    model = Transformer(Build(BF16, device=CPU), registry.find(hf).read_spec(hf), TritonAttention(), 4096)
+def make_runner(
+    hf: dict[str, Any],
+    kv_dtype: torch.dtype,
+    drafter: Drafter | None = None,
+    quantize: Quantizer | None = None,
+    max_rank: int = 0,
+) -> ModelRunner:
+    """`max_rank`: of the adapters that the model takes; 0: it takes none."""
+    step = StepAdapters(8, max_rank) if max_rank else None
+    build = Build(BF16, methods=CodedMethods() if quantize else Unquantized(), device=CPU, adapters=step)
+    model = Transformer(build, architectures.find(hf).read_spec(hf), TritonAttention(), 4096)
     for layer in model.modules():
         if isinstance(layer, WeightLayer):
+            if quantize is not None and isinstance(layer, Linear | Experts | Head):
+                for key, shape in layer.tensors().items():
+                    layer.load(key, quantize(torch.zeros(shape)))  # type: ignore[arg-type]
             layer.process()
     kv = KVMemory(model.kv_spec(64, kv_dtype), 100, CPU)
     model.bind_kv(kv.views(model.page_shape(64, kv_dtype), kv_dtype))
-    return ModelRunner(model, kv, 256, 4096, CPU, use_graphs=True)
+    store: Any = SimpleNamespace(resident={})
+    further = () if step is None else (AdapterFeature(store, step, 257, CPU),)
+    return ModelRunner(model, kv, 256, 4096, CPU, use_graphs=True, drafter=drafter, further=further)
 
 
 def run_steps(
-    hf: dict[str, Any], keys: list[ForwardGraphKey], kv_dtype: torch.dtype = BF16, everything: bool = False
+    hf: dict[str, Any],
+    keys: list[ForwardGraphKey],
+    kv_dtype: torch.dtype = BF16,
+    everything: bool = False,
+    drafter: Drafter | None = None,
+    quantize: Quantizer | None = None,
+    max_rank: int = 0,
 ) -> None:
-    runner = make_runner(hf, kv_dtype)
+    runner = make_runner(hf, kv_dtype, drafter, quantize, max_rank)
     graphs = runner.graphs
     assert graphs is not None
     for key in keys:
-        graphs.buffers.clear(key)
+        graphs.buffers.clear()
         rows = 8 if key.is_mixed else key.rows
-        head = HeadGraphKey(key, rows, all_uses(runner) if everything else ())
-        graphs._head(graphs._forward(key, runner.model), head)
+        graphs._forward(key, runner.model)
+        graphs._head(HeadGraphKey(rows, all_uses(runner) if everything else ()))
     for queries in CHUNKS:
         run_chunks(runner, np.array(queries, np.int32))
 
 
 def all_uses(runner: ModelRunner) -> Uses:
     """All that a head graph can do. No table has been filled yet."""
-    parameters, overrides, scores, _ = runner.features
+    parameters, overrides, scores, *_ = runner.features
     assert isinstance(parameters, SamplingParameters)
     stages = tuple(stage for stage in parameters.stages._stages if stage.capturable)
     return (
@@ -161,6 +227,9 @@ def run_chunks(runner: ModelRunner, queries: Int32Array) -> None:
     )
     if runner.rows.other_tables:
         batch.other_groups = other_group_batches(runner.rows, batch, zeros, batch.slots)
+    for feature in runner.features:
+        if feature.changes_forward:
+            feature.begin_forward(ForwardUse.GRAPH, zeros, batch.rows, False, None)
     runner.model.forward(zeros, zeros, batch)
 
 
@@ -170,6 +239,30 @@ def run_others() -> None:
     kernels.copy_blocks(pages, pages, index, index)
     for kind in kernels.ACTIVATIONS:
         kernels.gated_activation(torch.zeros(3, 2048, dtype=BF16), kind)
+
+
+def run_encoders() -> None:
+    """Attention in both directions: short and long texts, with a reach, with a bias, in every type."""
+    for dtype, heads, kv_heads, dim in (
+        (BF16, 12, 12, 64),
+        (BF16, 12, 12, 32),
+        (BF16, 8, 4, 128),
+        (torch.float32, 12, 12, 64),
+    ):
+        for lengths, options in (
+            ([9, 30], {}),
+            ([128, 77], {"reach": 64}),
+            ([400, 16], {"softcap": 30.0}),
+            ([512], {"bias": 1}),
+        ):
+            counts = np.array(lengths, np.int32)
+            qkv = torch.zeros(int(counts.sum()), heads + 2 * kv_heads, dim, dtype=dtype)
+            starts = torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+            bias = torch.zeros(heads, 1023, dtype=dtype) if "bias" in options else None
+            kernels.encoder_attention(
+                *qkv.split((heads, kv_heads, kv_heads), dim=1), starts, counts, 0.125, options.get("reach"), bias,
+                options.get("softcap"),
+            )  # fmt: skip
 
 
 def main() -> int:
@@ -183,10 +276,22 @@ def main() -> int:
 
     knobs.runtime.jit_cache_hook = skip
     with _Zeros(), torch.inference_mode():
-        run_steps(QWEN3, [LONE, DECODES, SHARING, MIXED], everything=True)
+        run_steps(QWEN3, [LONE, DECODES, SHARING, MIXED, SMALL], everything=True)
         run_steps(GEMMA2, [DECODES, MIXED], torch.float8_e4m3fn)
         run_steps(MIXTRAL, [DECODES])
+        run_steps(QWEN3, [LONE, DECODES, MIXED], quantize=int4)
+        for quantize in CODINGS:
+            run_steps(QWEN3, [LONE, DECODES], quantize=quantize)
+        run_steps(MIXTRAL, [DECODES], quantize=int4)
+        run_steps(DEEPSEEK, [LONE, DECODES, SHARING, MIXED])
+        run_steps(KIMI, [DECODES, MIXED], torch.float8_e4m3fn)
+        run_steps(GPT_OSS, [LONE, DECODES, SHARING, MIXED])
+        for method in ("ngram", "suffix"):
+            run_steps(QWEN3, [DECODES, VERIFYING], drafter=LookupDrafter(lookup_settings(method)))
+        for rank in (16, 128):
+            run_steps(QWEN3, [replace(key, is_changed=True) for key in (LONE, DECODES, MIXED)], max_rank=rank)
         run_others()
+        run_encoders()
     knobs.runtime.jit_cache_hook = None
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda one: one[0][0].preload(one[1]), wanted.items()))  # raises what the compiler did

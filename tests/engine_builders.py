@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvasir import LLM
-from kvasir.models import registry
+from kvasir.models import architectures
 from kvasir.models.transformer import group_layers
 from kvasir.outputs import RequestOutput
 from tests.model_builders import make_hf_model, save
@@ -36,7 +36,9 @@ class Model:
     def tight(self) -> dict[str, Any]:
         """So few blocks that requests are preempted, or live on what windows give back."""
         config = json.loads((Path(self.path) / "config.json").read_text())
-        windows = [w if w is not None and w < 128 else None for w in registry.find(config).read_spec(config).windows]
+        windows = [
+            w if w is not None and w < 128 else None for w in architectures.find(config).read_spec(config).windows
+        ]
         return {**TIGHT, "num_gpu_blocks_override": 39 * len(group_layers(windows)) + 1}
 
     def logprobs(self, text: list[int]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ NAMES = {
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "mlp.experts.down_proj": "ffn_down_exps.weight", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.gate.": "ffn_gate_inp.",
     "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
 
@@ -65,7 +68,7 @@ def write_model(
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if change is not None:
         change(writer)
-    for name, value in model.state_dict().items():
+    for name, value in _tensors(model):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         _add_tensor(writer, gguf_name(name, arch in ("gemma2", "gemma3")), value, config, arch, kind, rng)
@@ -75,6 +78,19 @@ def write_model(
     writer.close()
 
 
+def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's tensors, with gate and up of experts apart."""
+    for name, value in model.state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = value.chunk(2, dim=1)
+            yield name.replace("mlp.experts.gate_up_proj", "ffn_gate_exps.weight"), gate
+            yield name.replace("mlp.experts.gate_up_proj", "ffn_up_exps.weight"), up
+        elif name.endswith("shared_expert_gate.weight"):
+            yield name, value[0]
+        else:
+            yield name, value
+
+
 def _add_tensor(writer: Any, name: str, value: torch.Tensor, config: Any, arch: str, kind: Kind, rng: Any) -> None:
     heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
     count = next((heads[part] for part in heads if part in name and arch == "llama"), None)
@@ -82,7 +98,7 @@ def _add_tensor(writer: Any, name: str, value: torch.Tensor, config: Any, arch: 
     if arch.startswith("gemma") and "norm" in name:
         stored = stored + 1.0
     if value.dim() == 1 or kind is Kind.F32:
-        writer.add_tensor(name, stored.float().numpy())
+        writer.add_tensor(name, stored.float().contiguous().numpy())
         return
     packable = kind not in (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
     data = gguf.quantize(stored.numpy(), kind) if packable else random_blocks(tuple(value.shape), kind, rng)

@@ -72,6 +72,7 @@ def attend(
     length: int,
     window: int | None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plain attention of the last len(query) tokens of one sequence, in float64."""
     count, heads, dim = query.shape
@@ -84,4 +85,7 @@ def attend(
     at = torch.arange(length - count, length, device=query.device)[:, None]
     key = torch.arange(length, device=query.device)[None]
     seen = (key <= at) & (key > at - (window or length + 1))
-    return torch.einsum("hmn,nhd->mhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, count, 1)), dim=-1)
+    return torch.einsum("hmn,nhd->mhd", scores.softmax(-1)[..., :length], v)

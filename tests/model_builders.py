@@ -38,6 +38,20 @@ LLAMA3 = {
 TRAINED_ON_32 = {"original_max_position_embeddings": 32}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "num_hidden_layers": 4, "attn_implementation": "eager"}
 GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+GRANITE = {
+    **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+    "tie_word_embeddings": True,
+}
+DEEPSEEK = {
+    **{"kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
+    **{"n_routed_experts": 8, "n_shared_experts": 2, "moe_intermediate_size": 12, "num_experts_per_tok": 3},
+    **{"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.6},
+    "num_key_value_heads": 4,
+}
+DEEPSEEK_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "mscale": 0.9, "mscale_all_dim": 0.6},
+    **TRAINED_ON_32,
+}
 MOE = {"num_experts": 6, "moe_intermediate_size": 24, "num_experts_per_tok": 3}
 
 # What transformers is asked to build: model type, and what differs from SIZES.
@@ -115,16 +129,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_sequential": ("falcon", {"parallel_attn": False, "multi_query": False, "bias": True}),
     "starcoder2": ("starcoder2", {"sliding_window": 8}),
     "olmo2": ("olmo2", {"num_key_value_heads": 4, "pad_token_id": 0}),
-    "granite": (
-        "granite",
-        {
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.2,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 2.0,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "granite": ("granite", GRANITE),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
     "smollm3_windows": (
         "smollm3",
@@ -144,11 +149,66 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5}),
     "qwen2_moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
     "qwen3_moe": ("qwen3_moe", {**MOE, "head_dim": 12, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": 0, "clip_qkv": 0.8}),
+    "phimoe": ("phimoe", {"num_local_experts": 5, "router_jitter_noise": 0.4, "lm_head_bias": True}),
+    "granitemoe": ("granitemoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 3}),
+    "granitemoeshared": (
+        "granitemoeshared",
+        {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 3, "shared_intermediate_size": 20},
+    ),
+    "dbrx": (
+        "dbrx",
+        {
+            **{"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 128},
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.7, "rope_theta": 10000.0},
+            "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 3},
+        },
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        {**DEEPSEEK, "topk_method": "group_limited_greedy", "rope_parameters": DEEPSEEK_YARN},
+    ),
+    "deepseek_v2_lite": ("deepseek_v2", {**DEEPSEEK, "q_lora_rank": None, "n_group": None, "topk_group": None}),
+    "deepseek_v3": ("deepseek_v3", {**DEEPSEEK, "rope_parameters": DEEPSEEK_YARN, "attention_bias": True}),
+    "deepseek_v3_halves": ("deepseek_v3", {**DEEPSEEK, "rope_interleave": False, "n_group": 1, "topk_group": 1}),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            **{"n_routed_experts": 8, "moe_intermediate_size": 12, "num_experts_per_tok": 3, "n_group": 2},
+            **{"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 1.7, "topk_group": 1},
+        },
+    ),
+    "minimax_m2": ("minimax_m2", {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "rotary_dim": 4}),
+    "llama4": (
+        "llama4_text",
+        {
+            **{"num_local_experts": 4, "intermediate_size_mlp": 40, "interleave_moe_layer_step": 2, "head_dim": 8},
+            **{"num_hidden_layers": 4, "floor_scale": 8, "attn_scale": 0.4, "no_rope_layer_interval": 3},
+        },
+    ),
+    "llama4_two_experts": (
+        "llama4_text",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "use_qk_norm": False, "attention_bias": True},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **{"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "sliding_window": 6},
+            **{"num_hidden_layers": 4, "attn_implementation": "eager", "swiglu_limit": 0.6},
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "truncate": False},
+                **TRAINED_ON_32,
+            },
+        },
+    ),
 }
 
 # Norms before and after, of both kinds; parallel blocks; windows; soft caps; learned, halved and interleaved positions;
 # biases; experts. Tests that take long have these among the fast ones, and the other architectures among the long ones.
-REPRESENTATIVE = ("llama", "qwen3", "gemma2", "gpt2", "falcon", "olmo2", "cohere2", "mixtral")
+REPRESENTATIVE = (
+    *("llama", "qwen3", "gemma2", "gpt2", "falcon", "olmo2", "cohere2", "mixtral"),
+    *("deepseek_v3", "gpt_oss"),  # a latent cache, groups of experts; sinks, biases of experts
+)
 
 
 def make_hf_model(name: str, seed: int = 0, **changes: Any) -> Any:
@@ -163,6 +223,9 @@ def make_hf_model(name: str, seed: int = 0, **changes: Any) -> Any:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options), attn_implementation=attention)
     for value in model.parameters():
         value.data.normal_(1.0 if value.dim() == 1 else 0.0, 0.15)
+    for path, value in model.named_buffers():  # it starts at zero, and would change no choice
+        if path.endswith("e_score_correction_bias"):
+            value.data.normal_(0.0, 0.15)
     model.written_as = name
     return model.eval()
 

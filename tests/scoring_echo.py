@@ -59,8 +59,19 @@ class ScoringEcho(EchoExecutor):
         if len(lines):
             named = [len(each.extras.logprob_token_ids) for each in asked if each.extras is not None]
             count = max([each.logprobs or 0 for each in asked] + named)
-            ready.value.parts[LOGPROBS] = logprobs_part(lines, *self._score(ready.value.token_ids[lines, 0], count))
+            scores = self._score(ready.value.token_ids[lines, 0], count)
+            for place, line in enumerate(lines.tolist()):
+                self._score_named(asked[line], scores, place)
+            ready.value.parts[LOGPROBS] = logprobs_part(lines, *scores)
         return ready
+
+    def _score_named(self, asked: RowSampling, scores: Scores, line: int) -> None:
+        """Score the tokens that a request names: each differently, and differently behind each token."""
+        named = () if asked.extras is None else asked.extras.logprob_token_ids
+        ids, values, _ = scores
+        for column, token in enumerate(named, start=1):
+            ids[line, column] = token
+            values[line, column] = values[line, 0] if token == ids[line, 0] else -1 - (token * 7 + ids[line, 0]) % 5
 
     def _score(self, tokens: Int32Array, count: int) -> Scores:
         """The token is the likeliest; its neighbours follow."""

@@ -45,11 +45,15 @@ sys.exit(serve(config, ServerConfig(**options["server"]), executor))
 class LiveServer:
     """Started by `fake` or `real`; use as a context manager."""
 
-    def __init__(self, command: list[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, command: list[str], environment: Mapping[str, str] | None = None, pipe: int | None = None
+    ) -> None:
+        """`pipe`: a descriptor for its output, which `log` then does not show."""
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False)  # noqa: SIM115
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **(environment or {})}
-        self.process = subprocess.Popen(command, stderr=self._log, stdout=self._log, env=env, cwd=ROOT)
+        output = self._log if pipe is None else pipe
+        self.process = subprocess.Popen(command, stderr=output, stdout=output, env=env, cwd=ROOT)
         self._url: str | None = None
 
     @classmethod
@@ -61,13 +65,17 @@ class LiveServer:
         server: Mapping[str, Any] | None = None,
         executor: Any = "kvasir.executor.fake:echo",
         environment: Mapping[str, str] | None = None,
+        pipe: int | None = None,
     ) -> LiveServer:
         options = {
             "engine": {"max_model_len": 2048, "max_num_seqs": 512, "tokenizer": str(tokenizer), **(engine or {})},
             "server": {"host": "127.0.0.1", "port": 0, **(server or {})},
             "executor": executor,
         }
-        return cls([sys.executable, "-c", FAKE, json.dumps(options)], environment)
+        server = cls([sys.executable, "-c", FAKE, json.dumps(options)], environment, pipe)
+        if options["server"]["port"]:
+            server._url = f"http://127.0.0.1:{options['server']['port']}"
+        return server
 
     @classmethod
     def real(cls, model: Path | str, *flags: str) -> LiveServer:

@@ -21,6 +21,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16, 8-bit cache": {"quantization": "none", "kv_cache_dtype": "int8"},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
+    "fp8": {"quantization": "fp8"},
+    "fp8_block": {"quantization": "fp8_block"},
     "as the GGUF file has them": {"quantization": "gguf"},
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.layers.spec import GatedMLPSpec, MoESpec, RMSNormSpec
-from kvasir.models import registry
+from kvasir.models import architectures
 from kvasir.models.spec import DecoderSpec, LayerSpec
 
 KINDS = ("plain", "norm", "add", "gated")
@@ -59,7 +59,7 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def products_of_config(config: Mapping[str, Any]) -> list[Product]:
-    return list(dict.fromkeys(_products(registry.find(config).read_spec(config))))
+    return list(dict.fromkeys(_products(architectures.find(config).read_spec(config))))
 
 
 def _products(spec: DecoderSpec) -> Iterator[Product]:
@@ -79,7 +79,7 @@ def _products(spec: DecoderSpec) -> Iterator[Product]:
     yield Product("plain", spec.vocab_size, spec.embedding_size or hidden)
 
 
-# Both of these repeat what kvasir/models/decoder_layer.py decides; a test compares them.
+# Both of these repeat what kvasir/models/transformer.py decides; a test compares them.
 
 
 def _sums_parts(layer: LayerSpec, spec: DecoderSpec) -> bool:

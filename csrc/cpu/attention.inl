@@ -8,8 +8,9 @@
 namespace {
 
 using kvasir::Attend;
+using kvasir::KEYS;
+using kvasir::SEGMENT;
 
-constexpr int KEYS = 64;  // at a time
 constexpr int ATTEND_ROWS = WIDE_ROWS > 4 ? WIDE_ROWS : MOST_ROWS;
 constexpr float HIDDEN = -INFINITY;
 
@@ -17,7 +18,7 @@ inline int padded_dim(int d) { return (d + 31) / 32 * 32; }
 
 struct Scratch {
   uint32_t *query, *keys, *values, *weights;
-  float *scores, *sums, *most, *total, *tile;
+  float *scores, *sums, *most, *total, *tile, *state;
   uint16_t *rows;
 };
 
@@ -39,6 +40,7 @@ inline size_t lay_out(char *memory, int rows, int d, Scratch *s) {
   s->total = (float *)take(padded * 4);
   s->tile = (float *)take(ATTEND_ROWS * 2 * 64);
   s->rows = (uint16_t *)take(16 * dim * 2);
+  s->state = (float *)take(size_t(rows) * size_t(d + 2) * 4);
   return at;
 }
 
@@ -111,10 +113,16 @@ void pack_keys(const Attend &a, int first, int count, const Scratch &s) {
 
 // ---------------------------------------------------------------- the softmax along the way
 
-template <int... I>
-inline TileBf16 weighted_sum_of(int rows, std::integer_sequence<int, I...>) {
-  static const TileBf16 tiles[] = {tile_bf16<I + 1, 1, 1, KEYS / 2>...};
+template <int B, int... I>
+inline TileBf16 pick_weighted_sum(int rows, std::integer_sequence<int, I...>) {
+  static const TileBf16 tiles[] = {tile_bf16<I + 1, B, 1, KEYS / 2>...};
   return tiles[rows - 1];
+}
+
+inline TileBf16 weighted_sum_of(int rows, int blocks) {
+  return blocks == 4   ? pick_weighted_sum<4>(rows, std::make_integer_sequence<int, FEW_ROWS>())
+         : blocks == 2 ? pick_weighted_sum<2>(rows, std::make_integer_sequence<int, WIDE_ROWS>())
+                       : pick_weighted_sum<1>(rows, std::make_integer_sequence<int, ATTEND_ROWS>());
 }
 
 // Masks the keys from `first` on that row `r` may not see.
@@ -151,12 +159,15 @@ void attend_tile(const Attend &a, const Scratch &s, int begin, int R, int first,
   int dim = padded_dim(a.head_dim), rows = a.num_queries * a.shared;
   const uint32_t *query = s.query + size_t(begin) * (dim / 2);
   float cap = a.softcap;
-  for (int k = 0; k < count; k += 16) {
-    tile_of(R, 1)(query, s.keys + size_t(k) / 16 * (dim / 2) * 16, 0, dim / 2, s.tile);
-    for (int i = 0; i < R; i++) {
-      f32x16 v = load<f32x16>(s.tile + i * 16) * a.scale;
-      store(s.scores + i * KEYS + k, cap > 0 ? cap * hyperbolic_tangent(v / cap) : v);
-    }
+  size_t panel = size_t(dim / 2) * 16;
+  for (int k = 0, blocks; k < count; k += 16 * blocks) {
+    blocks = blocks_for(R, (count - k) / 16);
+    tile_of(R, blocks)(query, s.keys + size_t(k) / 16 * panel, {panel, 2 * panel}, dim / 2, s.tile);
+    for (int i = 0; i < R; i++)
+      for (int b = 0; b < blocks; b++) {
+        f32x16 v = load<f32x16>(s.tile + (i * blocks + b) * 16) * a.scale;
+        store(s.scores + i * KEYS + k + 16 * b, cap > 0 ? cap * hyperbolic_tangent(v / cap) : v);
+      }
   }
   for (int i = 0; i < R; i++) {
     int row = begin + i < rows ? begin + i : rows - 1;
@@ -167,12 +178,76 @@ void attend_tile(const Attend &a, const Scratch &s, int begin, int R, int first,
     float *sums = s.sums + size_t(begin + i) * dim;
     for (int j = 0; j < dim; j += 16) store(sums + j, load<f32x16>(sums + j) * shrink);
   }
-  TileBf16 weighted_sum = weighted_sum_of(R, std::make_integer_sequence<int, ATTEND_ROWS>());
-  for (int j = 0; j < dim; j += 16) {
-    weighted_sum(s.weights, s.values + size_t(j) / 16 * (KEYS / 2) * 16, 0, count / 2, s.tile);
-    for (int i = 0; i < R; i++) {
-      float *sums = s.sums + size_t(begin + i) * dim + j;
-      store(sums, load<f32x16>(sums) + load<f32x16>(s.tile + i * 16));
+  panel = KEYS / 2 * 16;
+  for (int j = 0, blocks; j < dim; j += 16 * blocks) {
+    blocks = blocks_for(R, (dim - j) / 16);
+    weighted_sum_of(R, blocks)(s.weights, s.values + size_t(j) / 16 * panel, {panel, 2 * panel}, count / 2, s.tile);
+    for (int i = 0; i < R; i++)
+      for (int b = 0; b < blocks; b++) {
+        float *sums = s.sums + size_t(begin + i) * dim + j + 16 * b;
+        store(sums, load<f32x16>(sums) + load<f32x16>(s.tile + (i * blocks + b) * 16));
+      }
+  }
+}
+
+// ---------------------------------------------------------------- segments
+
+// A row's results so far, [head_dim + 2] as in Attend::partial, before the first segment.
+inline void begin_row(float *state, int d) {
+  memset(state, 0, 4 * size_t(d + 1));
+  state[d] = HIDDEN;
+  state[d + 1] = 0;
+}
+
+// Adds a segment's results to those of the segments before. All callers share one compiled function, because the compiler
+// may fuse a multiplication with an addition in one copy and not in another.
+__attribute__((noinline)) void add_segment(float *state, const float *sums, float most, float total, int d) {
+  if (most == HIDDEN && total == 0) return;  // the row sees none of the segment's keys
+  float before = state[d], now = most > before ? most : before;
+  float old = before == now ? 1.f : exponential(splat(before - now))[0];
+  float added = most == now ? 1.f : exponential(splat(most - now))[0];
+  for_each_16(d, [&](int at, int n) {
+    f32x16 v = load_some(state + at, n) * old + load_some(sums + at, n) * added;
+    memcpy(state + at, &v, 4 * size_t(n));
+  });
+  state[d] = now;
+  state[d + 1] = state[d + 1] * old + total * added;
+}
+
+__attribute__((noinline)) void finish_row(const Attend &a, int row, const float *state) {
+  int d = a.head_dim;
+  uint16_t *out = a.out + size_t(row / a.shared) * a.out_stride + size_t(row % a.shared) * d;
+  float total = state[d + 1];
+  if (a.sinks && total > 0) total += exponential(splat(a.sinks[row % a.shared] - state[d]))[0];
+  float share = total == 0 ? 0.f : 1.f / total;
+  for_each_16(d, [&](int at, int n) { store_some(out + at, load_some(state + at, n) * share, n); });
+}
+
+void merge(const Attend *task, int32_t segments) {
+  const Attend &a = *task;
+  int rows = a.num_queries * a.shared, d = a.head_dim;
+  for (int row = 0; row < rows; row++) {
+    begin_row(a.scratch, d);
+    for (int i = 0; i < segments; i++) {
+      const float *part = a.partial + (size_t(i) * rows + row) * (d + 2);
+      add_segment(a.scratch, part, part[d], part[d + 1], d);
+    }
+    finish_row(a, row, a.scratch);
+  }
+}
+
+// All queries over the keys `begin` to `end` of one segment, in tiles of R rows.
+void attend_segment(const Attend &a, const Scratch &s, int R, int begin, int end) {
+  int rows = a.num_queries * a.shared, tiles = ceil_div(rows, R);
+  memset(s.sums, 0, size_t(tiles) * R * padded_dim(a.head_dim) * 4);
+  for (int i = 0; i < tiles * R; i++) s.most[i] = HIDDEN, s.total[i] = 0;
+  for (int first = begin; first < end; first += KEYS) {
+    int count = end - first < KEYS ? ceil_div(end - first, 16) * 16 : KEYS;
+    pack_keys(a, first, count, s);
+    for (int tile = 0; tile < tiles; tile++) {
+      int last = (tile + 1) * R - 1 < rows ? (tile + 1) * R - 1 : rows - 1;
+      if (a.causal && first > a.first_position + last / a.shared) continue;
+      attend_tile(a, s, tile * R, R, first, count);
     }
   }
 }
@@ -193,30 +268,24 @@ void attend(const Attend *task) {
       uint32_t *to = s.query + size_t(tile) * R * (dim / 2) + i;
       for (int p = 0; p < dim / 2; p++) to[size_t(p) * R] = load<uint32_t>(copy + 2 * p);
     }
-  memset(s.sums, 0, size_t(tiles) * R * dim * 4);
-  for (int i = 0; i < tiles * R; i++) s.most[i] = HIDDEN, s.total[i] = 0;
-  for (int first = a.key_begin; first < a.key_end; first += KEYS) {
-    int count = a.key_end - first < KEYS ? ceil_div(a.key_end - first, 16) * 16 : KEYS;
-    pack_keys(a, first, count, s);
-    for (int tile = 0; tile < tiles; tile++) {
-      int last = (tile + 1) * R - 1 < rows ? (tile + 1) * R - 1 : rows - 1;
-      if (a.causal && first > a.first_position + last / a.shared) continue;
-      attend_tile(a, s, tile * R, R, first, count);
+  for (int row = 0; row < rows; row++) begin_row(s.state + size_t(row) * (d + 2), d);
+  float *partial = a.partial;
+  for (int begin = a.key_begin, end; begin < a.key_end; begin = end) {
+    end = std::min(a.key_end, (begin / SEGMENT + 1) * SEGMENT);
+    attend_segment(a, s, R, begin, end);
+    for (int row = 0; row < rows; row++) {
+      const float *sums = s.sums + size_t(row) * dim;
+      if (!partial) {
+        add_segment(s.state + size_t(row) * (d + 2), sums, s.most[row], s.total[row], d);
+        continue;
+      }
+      memcpy(partial, sums, 4 * size_t(d));
+      partial[d] = s.most[row];
+      partial[d + 1] = s.total[row];
+      partial += d + 2;
     }
   }
-  for (int row = 0; row < rows; row++) {
-    const float *sums = s.sums + size_t(row) * dim;
-    if (a.partial) {
-      float *to = a.partial + size_t(row) * (d + 2);
-      memcpy(to, sums, 4 * size_t(d));
-      to[d] = s.most[row];
-      to[d + 1] = s.total[row];
-      continue;
-    }
-    uint16_t *out = a.out + size_t(row / a.shared) * a.out_stride + size_t(row % a.shared) * d;
-    float share = s.total[row] == 0 ? 0.f : 1.f / s.total[row];
-    for_each_16(d, [&](int at, int n) { store_some(out + at, load_some(sums + at, n) * share, n); });
-  }
+  for (int row = 0; row < rows && !partial; row++) finish_row(a, row, s.state + size_t(row) * (d + 2));
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <vector>
 
+#include "adapters.h"
 #include "attention.h"
 #include "kvasir_cpu.h"
 #include "linear.h"
@@ -123,10 +124,12 @@ class Forward {
     size_t hidden = size_t(decoder_.hidden), width = size_t(layer.qkv.outputs);
     size_t seen = size_t(layer.heads * layer.head_dim);
     linear(layer.qkv, x, hidden, step_.tokens, s_.qkv, width);
+    change(layer.qkv_adapters, x, hidden, s_.qkv, width);
     rope_store(layer, step_, s_.qkv, width);
     if (step_.only_last && top_ == decoder_.num_layers - 1) keep_last_tokens(width);
     attention(layer, step_, s_.qkv, width, s_.seen);
     linear(layer.o, s_.seen, seen, step_.tokens, out, hidden);
+    change(layer.o_adapters, s_.seen, seen, out, hidden);
   }
 
   // From here on only the last token of each sequence is computed: the keys of the others are stored.
@@ -137,7 +140,9 @@ class Forward {
       memmove(s_.qkv + to * width, s_.qkv + from * width, 2 * width);
       for (uint16_t *states : {s_.hidden, s_.residual, s_.normed})
         memmove(states + to * hidden, states + from * hidden, 2 * hidden);
+      if (step_.adapters) last_adapters_.push_back(step_.adapters[from]);
     }
+    if (step_.adapters) step_.adapters = last_adapters_.data();
     starts_.resize(size_t(step_.sequences) + 1);
     std::iota(starts_.begin(), starts_.end(), 0);
     step_.query_start = starts_.data();
@@ -146,8 +151,30 @@ class Forward {
 
   void feed_forward(const kv_layer &layer, const uint16_t *x, uint16_t *out) {
     size_t hidden = size_t(decoder_.hidden), inner = size_t(layer.down.inputs);
+    if (step_.adapters && layer.up_adapters.shrink) return feed_adapted(layer, x, out);
     linear(layer.up, x, hidden, step_.tokens, s_.inner, inner, layer.gated ? GATE : ACTIVATE, layer.activation);
     linear(layer.down, s_.inner, inner, step_.tokens, out, hidden);
+  }
+
+  // The same, with the activation after the adapters: it stays where the product was written.
+  void feed_adapted(const kv_layer &layer, const uint16_t *x, uint16_t *out) {
+    size_t hidden = size_t(decoder_.hidden), width = size_t(layer.up.outputs);
+    linear(layer.up, x, hidden, step_.tokens, s_.inner, width);
+    change(layer.up_adapters, x, hidden, s_.inner, width);
+    each_token(step_.tokens, [&](int t) {
+      uint16_t *row = s_.inner + size_t(t) * width;
+      if (layer.gated) {
+        set_.gated(row, row, layer.down.inputs, layer.activation);
+      } else {
+        set_.activated(row, layer.up.outputs, layer.activation);
+      }
+    });
+    linear(layer.down, s_.inner, width, step_.tokens, out, hidden);
+    change(layer.down_adapters, s_.inner, width, out, hidden);
+  }
+
+  void change(const Adapters &adapters, const uint16_t *x, size_t stride, uint16_t *y, size_t y_stride) {
+    if (step_.adapters && adapters.shrink) adapt(adapters, x, stride, step_.adapters, step_.tokens, y, y_stride);
   }
 
   // What attention or feed-forward adds to the residual, with the model's post norm and scale.
@@ -180,7 +207,7 @@ class Forward {
   const Kernels &set_;
   States s_;
   int top_ = 0;  // the running layer
-  std::vector<int32_t> starts_;
+  std::vector<int32_t> starts_, last_adapters_;
   bool has_residual_ = false;
 };
 

@@ -26,6 +26,9 @@ struct Matrix {
   const void *data;
   const uint16_t *scale, *min;
   const uint16_t *bias;  // bfloat16; null: none
+  // What is done to a row of inputs before it is multiplied: input order[k] takes place k, times factor[order[k]].
+  const int32_t *order;  // null: every input stays
+  const float *factor;   // null: ones
 };
 
 enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
@@ -58,6 +61,19 @@ struct Product {
   int32_t activation;
 };
 
+// The adapters of one linear layer, by slot; kvasir/kernels/adapters.py says what they compute.
+constexpr int MAX_PARTS = 4;
+constexpr int ADAPTER_TOKENS = 4;  // that are computed together
+
+struct Adapters {
+  int32_t slots, parts, rank, inputs, outputs;
+  int32_t part_outputs[MAX_PARTS];
+  const uint16_t *shrink;  // [slots][parts][rank][inputs] bfloat16; null: the layer has none
+  const uint16_t *expand;  // [slots][rank][outputs]
+  const float *gain, *shift;  // [slots][outputs]
+  const int32_t *uses;  // [slots][2]: rank in use, whether gain and shift are
+};
+
 struct Norm {
   int32_t kind;  // 0: none, 1: root mean square, 2: the same with a float32 gain, 3: mean and variance
   float eps;
@@ -87,7 +103,12 @@ struct StoreToken {
   Cache cache;
 };
 
-// Queries of one sequence and one key head over some of its keys.
+// Attention reads KEYS keys at a time and combines the results of segments of SEGMENT keys, both counted from the
+// beginning of the text, in the order of the text. So a query's result depends neither on the queries beside it nor on how
+// the keys are divided over threads.
+constexpr int KEYS = 64, SEGMENT = 256;
+
+// Queries of one sequence and one key head over some of its keys, from a multiple of KEYS on.
 struct Attend {
   const uint16_t *query;  // of the first query, first of the heads that share the key head
   size_t query_stride;    // between tokens
@@ -97,13 +118,19 @@ struct Attend {
   int32_t window;  // 0: none
   int32_t causal;
   float scale, softcap;  // softcap 0: none
+  const float *sinks;    // of the heads that share the key head; null: none
   Cache cache;
   int32_t kv_head;
   const int32_t *table;
   uint16_t *out;  // bfloat16, or
   size_t out_stride;
-  float *partial;  // [queries * shared][head_dim + 2]: weighted sum, largest score, sum of weights; null: `out`
+  float *partial;  // [segments][queries * shared][head_dim + 2]: weighted sum, largest score, sum of weights; null: `out`
   float *scratch;
+};
+
+// The noise of one draw: token t hashes to mix((t * step ^ flip) + shift).
+struct Noise {
+  uint32_t step, flip, shift;
 };
 
 // The logits between two depths below the best.
@@ -119,6 +146,9 @@ struct Kernels {
   void (*pack_bf16)(const uint16_t *x, size_t stride, int32_t inputs, const Rows *, int32_t tile);
   void (*pack_quant)(const uint16_t *x, size_t stride, int32_t inputs, const Rows *, int32_t tile);
   void (*product)(const Product *, int32_t block_begin, int32_t block_end);
+  // up to ADAPTER_TOKENS tokens of one slot
+  void (*adapt_rows)(const Adapters *, int32_t slot, int32_t count, const uint16_t *const *x, uint16_t *const *y,
+                     float *low);
   void (*norm)(const Norm *, const uint16_t *x, uint16_t *residual, int32_t has_residual, uint16_t *out, int32_t size);
   void (*normalise)(const Norm *, const uint16_t *x, uint16_t *out, int32_t size);
   void (*scaled)(uint16_t *x, float scale, int32_t size);
@@ -127,12 +157,13 @@ struct Kernels {
   void (*activated)(uint16_t *x, int32_t size, int32_t activation);
   void (*store_token)(const StoreToken *);
   void (*attend)(const Attend *);
+  void (*merge)(const Attend *, int32_t segments);  // partial results, to `out`
   size_t (*attend_scratch)(int32_t rows, int32_t head_dim);
   void (*expand_row)(const Matrix *, int32_t output, uint16_t *out);
   void (*quantize_group)(const float *x, int32_t kind, uint8_t *out, float *scale, float *min);
-  // the first of the largest logits, and the sum of e^((x - best) * scale) over all; they are float32 or bfloat16
+  // the first of the largest logits, and of the largest after noise; logits are float32 or bfloat16
   int32_t (*best)(const void *logits, int32_t is_float, int32_t size);
-  double (*mass)(const void *logits, int32_t is_float, int32_t size, float best, float scale);
+  int32_t (*drawn)(const void *logits, int32_t is_float, int32_t size, float heat, const Noise &);
   // those with depth <= (x - best) * scale < below; the first `room` of them are written to `out`
   Reach (*reach)(const void *logits, int32_t is_float, int32_t size, float best, float scale, float depth, float below,
                  float *out, int32_t room);

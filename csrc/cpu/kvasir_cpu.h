@@ -26,6 +26,15 @@ void kv_pack(const kvasir::Matrix *, const void *source, int32_t type, int64_t s
 // Packs rows of a GGUF file, whose type has this number there. False: the type is unknown.
 int32_t kv_pack_gguf(const kvasir::Matrix *, const uint8_t *source, int32_t type, int64_t stride, int32_t first,
                      int32_t count);
+// Packs codes, a byte each, that mean (code - offset) * scale + min, into the rows from `first` on. There are `groups`
+// scales in a row, and the matrix's groups divide theirs.
+struct kv_codes {
+  const uint8_t *codes;
+  int64_t stride;
+  const float *scale, *min;  // [rows][groups]; min null: none
+  int32_t groups, offset;
+};
+void kv_pack_codes(const kvasir::Matrix *, const kv_codes *, int32_t first, int32_t count);
 // False: the matrix does not have one of the rows, and nothing is written.
 int32_t kv_expand_rows(const kvasir::Matrix *, const int64_t *rows, int32_t count, uint16_t *out);
 
@@ -33,6 +42,11 @@ int32_t kv_expand_rows(const kvasir::Matrix *, const int64_t *rows, int32_t coun
 void kv_linear(const kvasir::Matrix *, const uint16_t *x, int64_t stride, int32_t rows, uint16_t *out);
 void kv_gated_linear(const kvasir::Matrix *, const uint16_t *x, int64_t stride, int32_t rows, int32_t activation,
                      uint16_t *out);
+
+// Changes y, the layer's product with x, as the tokens' adapters do; a slot of -1 means none. False: there is no such
+// slot, and nothing is written.
+int32_t kv_adapt(const kvasir::Adapters *, const uint16_t *x, int64_t stride, const int32_t *slots, int32_t tokens,
+                 uint16_t *y, int64_t y_stride);
 
 struct kv_routes {  // each token's experts and their weights: [tokens][top_k]
   int32_t tokens, top_k;
@@ -61,11 +75,13 @@ struct kv_step {
   const int64_t *ids, *positions, *rows;
   const int32_t *query_start, *lengths;
   const kv_group *groups;
+  const int32_t *adapters;  // [tokens] slots; null: no token uses an adapter
 };
 
 struct kv_layer {
   kvasir::Norm attention_norm, attention_post_norm, mlp_norm, mlp_post_norm, q_norm, k_norm;
   kvasir::Matrix qkv, o, up, down;
+  kvasir::Adapters qkv_adapters, o_adapters, up_adapters, down_adapters;
   kvasir::Rotation rotation;
   kvasir::Cache cache;
   int32_t heads, kv_heads, head_dim, window, group;
@@ -73,6 +89,7 @@ struct kv_layer {
   int32_t gated, activation;
   int32_t arrangement;  // 0: LayerSpec, 1: ParallelLayerSpec, 2: PostNormLayerSpec (kvasir/models/spec.py)
   float scale, softcap, residual_scale;
+  const float *sinks;   // [heads]: a further score of each head's softmax, without a value; null: none
 };
 
 struct kv_decoder {
@@ -101,6 +118,23 @@ struct kv_step_tokens {
 // sum of the sequences' tokens, and nothing changes.
 int32_t kv_step_inputs(const kv_rows *, const int64_t *rows, const int32_t *num_tokens, const int32_t *token_ids,
                        int32_t sequences, int32_t tokens, kv_step_tokens *out);
+struct kv_lookup {  // see reference.lookup_drafts
+  int32_t drafts, shortest, longest, latest;
+};
+
+// `lengths` are at least 1.
+void kv_lookup_drafts(const int32_t *history, int64_t stride, const int64_t *rows, const int32_t *lengths, int32_t count,
+                      const kv_lookup *how, int32_t *drafts, int32_t *counts);
+
+struct kv_draft_rows {  // of all rows
+  const int32_t *drafts, *counts;
+  int32_t *num_computed, *next_token;
+};
+
+// See reference.accept_drafts; `size` drafts are a row's most.
+void kv_accept_drafts(const int32_t *tokens, const int64_t *rows, const int32_t *starts, const int32_t *lines,
+                      int32_t count, int32_t size, const kv_draft_rows *, int32_t *own, int32_t *taken);
+
 // Normalises and rotates queries and keys within qkv, and stores keys and values in the cache.
 void kv_rope_store(const kv_layer *, const kv_step *, uint16_t *qkv);
 // Queries are the first heads of rows that lie `stride` apart; out is [tokens][heads][head_dim].

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "bfloat.h"
 #include "kvasir_cpu.h"
 #include "machine.h"
 #include "pool.h"
@@ -9,7 +10,7 @@
 namespace kvasir {
 namespace {
 
-constexpr int ROWS_BUFFER = 0, HALVES_BUFFER = 4;
+constexpr int ROWS_BUFFER = 0, HALVES_BUFFER = 4, ARRANGED_BUFFER = 7;
 constexpr int64_t WORTH_SHARING = 1 << 15;  // numbers to pack
 
 // Brings the rows into the kernels' layout. A single row of bfloat16 is in it already.
@@ -18,7 +19,7 @@ Rows pack_rows(const Kernels &set, const Matrix &m, const uint16_t *x, size_t st
   rows.count = count;
   rows.padded_inputs = m.padded_inputs;
   set.cut_rows(&m, &rows);
-  if (m.kind == BF16 && rows.tile == 1 && count == 1 && m.inputs == m.padded_inputs) {
+  if (m.kind == BF16 && count == 1 && m.inputs == m.padded_inputs) {
     rows.bf16 = const_cast<uint16_t *>(x);
     return rows;
   }
@@ -42,6 +43,26 @@ Rows pack_rows(const Kernels &set, const Matrix &m, const uint16_t *x, size_t st
     parallel(rows.tiles, one);
   }
   return rows;
+}
+
+// Rows of inputs in the matrix's order, times its factors.
+const uint16_t *arrange(const Matrix &m, const uint16_t *x, size_t stride, int count) {
+  size_t inputs = size_t(m.inputs);
+  auto *arranged = (uint16_t *)thread_buffer(ARRANGED_BUFFER, size_t(count) * inputs * 2);
+  auto one = [&](int row) {
+    const uint16_t *from = x + size_t(row) * stride;
+    uint16_t *to = arranged + size_t(row) * inputs;
+    for (size_t k = 0; k < inputs; k++) {
+      size_t source = m.order ? size_t(m.order[k]) : k;
+      to[k] = m.factor ? to_bfloat(from_bfloat(from[source]) * m.factor[source]) : from[source];
+    }
+  };
+  if (int64_t(count) * int64_t(inputs) < WORTH_SHARING) {
+    for (int row = 0; row < count; row++) one(row);
+  } else {
+    parallel(count, one);
+  }
+  return arranged;
 }
 
 // Gate and up that do not fill whole blocks are multiplied first and combined afterwards.
@@ -68,6 +89,7 @@ void linear(const Matrix &m, const uint16_t *x, size_t stride, int count, uint16
   if (count == 0) return;
   if (after == GATE && m.outputs % 32) return gate_apart(m, x, stride, count, out, out_stride, activation);
   const Kernels &set = kernels();
+  if (m.order || m.factor) x = arrange(m, x, stride, count), stride = size_t(m.inputs);
   Rows rows = pack_rows(set, m, x, stride, count);
   Product work{&m, &rows, out, out_stride, after == GATE, after == ACTIVATE, activation};
   int blocks = after == GATE ? m.outputs / 32 : (m.outputs + 15) / 16;

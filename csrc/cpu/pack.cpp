@@ -72,6 +72,22 @@ void pack_quant_row(const Matrix &m, const Source &source, int first, int row) {
   }
 }
 
+// Packs one row of codes, whose groups may be larger than the matrix's.
+void pack_codes_row(const Matrix &m, const kv_codes &source, int from, int row) {
+  QuantRow out(m, row);
+  const uint8_t *codes = source.codes + from * source.stride;
+  const float *scale = source.scale + from * source.groups;
+  const float *min = source.min ? source.min + from * source.groups : nullptr;
+  int width = m.inputs / source.groups;
+  for (int k = 0; k < m.padded_inputs; k++) out.put(k, k < m.inputs ? codes[k] : m.offset);
+  for (int g = 0; g < m.padded_inputs / m.group; g++) {
+    bool inside = g * m.group < m.inputs;
+    size_t at = inside ? size_t(g * m.group / width) : 0;
+    float s = inside ? scale[at] : 0.f;
+    out.put_scale(g, s, (inside && min ? min[at] : 0.f) + s * float(m.offset - source.offset));
+  }
+}
+
 }  // namespace
 }  // namespace kvasir
 
@@ -85,5 +101,13 @@ void kv_pack(const Matrix *matrix, const void *data, int32_t type, int64_t strid
     int from = std::max(first, (begin + i) * 16), to = std::min(first + count, (begin + i + 1) * 16);
     if (m.kind == BF16) return pack_bf16_block(m, source, first, from, to);
     for (int row = from; row < to; row++) pack_quant_row(m, source, first, row);
+  });
+}
+
+void kv_pack_codes(const Matrix *matrix, const kv_codes *source, int32_t first, int32_t count) {
+  int begin = first / 16, end = (first + count + 15) / 16;
+  parallel(end - begin, [&](int i) {
+    for (int row = std::max(first, (begin + i) * 16); row < std::min(first + count, (begin + i + 1) * 16); row++)
+      pack_codes_row(*matrix, *source, row - first, row);
   });
 }

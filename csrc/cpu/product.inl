@@ -1,6 +1,7 @@
 // Matrix products over packed weights: rows of activations times blocks of 16 outputs. See kernels.h for the layouts.
 #pragma once
 
+#include <algorithm>
 #include <utility>
 
 #include "kernels.h"
@@ -14,25 +15,55 @@ using kvasir::Product;
 using kvasir::Rows;
 
 #if defined(__AVX512BF16__)
-constexpr int MOST_ROWS = 28, WIDE_ROWS = 14, QUANT_ROWS = 12;  // accumulators that fit into 32 registers
+constexpr int MOST_ROWS = 28, WIDE_ROWS = 14, FEW_ROWS = 4, QUANT_ROWS = 12;  // accumulators that fit into 32 registers
 #elif defined(__AVX2__)
-constexpr int MOST_ROWS = 4, WIDE_ROWS = 2, QUANT_ROWS = 2;
+constexpr int MOST_ROWS = 4, WIDE_ROWS = 2, FEW_ROWS = 1, QUANT_ROWS = 2;
 #else
-constexpr int MOST_ROWS = 4, WIDE_ROWS = 2, QUANT_ROWS = 4;
+constexpr int MOST_ROWS = 4, WIDE_ROWS = 2, FEW_ROWS = 1, QUANT_ROWS = 4;
 #endif
 
 // ---------------------------------------------------------------- bfloat16
 
 #if defined(__AVX512BF16__)
 typedef __m512bh Pairs;
+typedef f32x16 Sums;
+inline void store_sums(float *out, Sums sums) { store(out, sums); }
 inline Pairs load_pairs(const uint32_t *w) { return (__m512bh)_mm512_loadu_si512(w); }
 inline void dot(f32x16 &acc, uint32_t a, Pairs w) {
   acc = bits<f32x16>(_mm512_dpbf16_ps(bits<__m512>(acc), w, (__m512bh)_mm512_set1_epi32(int(a))));
+}
+#elif defined(__AVX2__)
+struct Pairs {
+  __m256 even[2], odd[2];
+};
+struct Sums {
+  __m256 half[2];
+};
+inline void store_sums(float *out, const Sums &sums) {
+  for (int h = 0; h < 2; h++) _mm256_storeu_ps(out + 8 * h, sums.half[h]);
+}
+inline Pairs load_pairs(const uint32_t *w) {
+  Pairs pairs;
+  for (int h = 0; h < 2; h++) {
+    __m256i both = _mm256_loadu_si256((const __m256i *)(w + 8 * h));
+    pairs.even[h] = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+    pairs.odd[h] = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000u))));
+  }
+  return pairs;
+}
+inline void dot(Sums &acc, uint32_t a, const Pairs &w) {
+  __m256 even = _mm256_set1_ps(bits<float>(a << 16)), odd = _mm256_set1_ps(bits<float>(a & 0xffff0000u));
+  for (int h = 0; h < 2; h++) {
+    acc.half[h] = _mm256_fmadd_ps(w.even[h], even, acc.half[h]);
+    acc.half[h] = _mm256_fmadd_ps(w.odd[h], odd, acc.half[h]);
+  }
 }
 #else
 struct Pairs {
   f32x16 even, odd;
 };
+typedef f32x16 Sums;
+inline void store_sums(float *out, Sums sums) { store(out, sums); }
 inline Pairs load_pairs(const uint32_t *w) {
   u32x16 both = load<u32x16>(w);
   return {bits<f32x16>(both << 16), bits<f32x16>(both & 0xffff0000u)};
@@ -43,38 +74,36 @@ inline void dot(f32x16 &acc, uint32_t a, const Pairs &w) {
 }
 #endif
 
-// R rows times B blocks: out[R][B][16]. Pair p of row i is a[p * STEP + i * ROW]. Few rows have several sums each,
-// so that an addition need not wait for the previous one.
+// Where the blocks of a tile lie: block b is at (b % 2) * near + (b / 2) * far.
+struct Spread {
+  size_t near, far;
+};
+
+// R rows times B blocks: out[R][B][16]. Pair p of row i is a[p * STEP + i * ROW]. A number is one sum over the inputs in
+// their order whatever R and B, so that a row's result does not depend on how many rows are multiplied with it.
 template <int R, int B, int STEP, int ROW>
-void tile_bf16(const uint32_t *a, const uint32_t *w, size_t block_stride, int pairs, float *out) {
-  constexpr int SUMS = R * B <= 2 ? 4 : R * B <= 4 ? 2 : 1;
-  f32x16 acc[SUMS][R][B] = {};
-  for (int p = 0; p < pairs; p += SUMS) {
+void tile_bf16(const uint32_t *a, const uint32_t *w, Spread spread, int pairs, float *out) {
+  Sums acc[R][B] = {};
+  for (int p = 0; p < pairs; p++) {
+    Pairs panel[B];
 #pragma GCC unroll 4
-    for (int s = 0; s < SUMS; s++) {
-      Pairs panel[B];
-#pragma GCC unroll 2
-      for (int b = 0; b < B; b++) {
-        panel[b] = load_pairs(w + b * block_stride + size_t(p + s) * 16);
-        if (R > 1) __builtin_prefetch(w + b * block_stride + size_t(p + s) * 16 + 512);  // the CPU prefetches for a single row by itself
-      }
+    for (int b = 0; b < B; b++) {
+      const uint32_t *from = w + b % 2 * spread.near + b / 2 * spread.far + size_t(p) * 16;
+      panel[b] = load_pairs(from);
+      if (R > 1) __builtin_prefetch(from + 512);  // the CPU prefetches for a single row by itself
+    }
 #pragma GCC unroll 28
-      for (int i = 0; i < R; i++) {
-        uint32_t pair = a[(p + s) * STEP + i * ROW];
-#pragma GCC unroll 2
-        for (int b = 0; b < B; b++) dot(acc[s][i][b], pair, panel[b]);
-      }
+    for (int i = 0; i < R; i++) {
+      uint32_t pair = a[p * STEP + i * ROW];
+#pragma GCC unroll 4
+      for (int b = 0; b < B; b++) dot(acc[i][b], pair, panel[b]);
     }
   }
   for (int i = 0; i < R; i++)
-    for (int b = 0; b < B; b++) {
-      f32x16 total = acc[0][i][b];
-      for (int s = 1; s < SUMS; s++) total += acc[s][i][b];
-      store(out + (i * B + b) * 16, total);
-    }
+    for (int b = 0; b < B; b++) store_sums(out + (i * B + b) * 16, acc[i][b]);
 }
 
-typedef void (*TileBf16)(const uint32_t *, const uint32_t *, size_t, int, float *);
+typedef void (*TileBf16)(const uint32_t *, const uint32_t *, Spread, int, float *);
 
 template <int B, int... I>
 inline TileBf16 pick_tile(int rows, std::integer_sequence<int, I...>) {
@@ -83,8 +112,15 @@ inline TileBf16 pick_tile(int rows, std::integer_sequence<int, I...>) {
 }
 
 inline TileBf16 tile_of(int rows, int blocks) {
-  return blocks == 2 ? pick_tile<2>(rows, std::make_integer_sequence<int, WIDE_ROWS>())
-                     : pick_tile<1>(rows, std::make_integer_sequence<int, MOST_ROWS>());
+  return blocks == 4   ? pick_tile<4>(rows, std::make_integer_sequence<int, FEW_ROWS>())
+         : blocks == 2 ? pick_tile<2>(rows, std::make_integer_sequence<int, WIDE_ROWS>())
+                       : pick_tile<1>(rows, std::make_integer_sequence<int, MOST_ROWS>());
+}
+
+// How many of the blocks that are left are multiplied at once if all is in the cache: with few rows an addition would wait
+// for the previous one.
+inline int blocks_for(int rows, int left) {
+  return rows <= FEW_ROWS && left >= 4 ? 4 : rows <= WIDE_ROWS && rows <= 4 && left >= 2 ? 2 : 1;
 }
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -333,21 +369,22 @@ void cut_rows(const Matrix *matrix, Rows *rows) {
   rows->tall = rows->count - rows->tiles * (rows->tile - 1);
 }
 
-// One tile times `blocks` blocks (1 or 2) at a distance of `apart`: out[R][blocks][16].
-void one_tile(const Matrix &m, const Rows &rows, int tile, int block, int apart, int blocks, float *out) {
+// One tile times `blocks` blocks (1, 2 or 4), which lie `spread` blocks apart: out[R][blocks][16].
+void one_tile(const Matrix &m, const Rows &rows, int tile, int block, Spread spread, int blocks, float *out) {
   int R = rows.height(tile), K = m.padded_inputs;
   if (m.kind == kvasir::BF16) {
     const uint32_t *a = (const uint32_t *)rows.bf16 + size_t(rows.begin(tile)) * (K / 2);
     size_t panel = size_t(K / 2) * 16;
     const uint32_t *w = (const uint32_t *)m.data + block * panel;
-    if (blocks == 1 || R <= WIDE_ROWS) return tile_of(R, blocks)(a, w, apart * panel, K / 2, out);
+    if (blocks == 1 || R <= WIDE_ROWS) return tile_of(R, blocks)(a, w, {spread.near * panel, spread.far * panel}, K / 2, out);
   }
   float one[MOST_ROWS * 16];
   for (int b = 0; b < blocks; b++) {
+    size_t at = size_t(block) + size_t(b % 2) * spread.near + size_t(b / 2) * spread.far;
     if (m.kind == kvasir::BF16) {
-      one_tile(m, rows, tile, block + b * apart, 0, 1, one);
+      one_tile(m, rows, tile, int(at), {}, 1, one);
     } else {
-      size_t at = size_t(block + b * apart), groups = size_t(K / m.group) * 16;
+      size_t groups = size_t(K / m.group) * 16;
       QuantPanel panel{(const uint8_t *)m.data + at * K * 2 * bits_of(m), m.scale + at * groups,
                        m.min ? m.min + at * groups : nullptr, m.group, m.offset};
       size_t at_group = size_t(rows.begin(tile)) * (K / 32);
@@ -374,23 +411,23 @@ inline void store_block(uint16_t *out, f32x16 y, int count) {
   memcpy(out, all, 2 * size_t(count));
 }
 
-// Writes a tile of floats as bfloat16 outputs, with bias and activation.
+// Writes a tile of floats as bfloat16 outputs, with bias and activation. Gates and ups, `apart` blocks, alternate.
 void finish_tile(const Product &p, int tile, int block, int apart, int blocks, const float *from) {
   const Matrix &m = *p.matrix;
   int R = p.rows->height(tile), begin = p.rows->begin(tile), width = p.gated ? m.outputs / 2 : m.outputs;
   for (int i = 0; i < R && begin + i < p.rows->count; i++) {
     uint16_t *out = p.out + size_t(begin + i) * p.out_stride;
     const float *row = from + i * blocks * 16;
-    if (p.gated) {
-      f32x16 gate = with_bias(m, block, load<f32x16>(row));
-      f32x16 up = with_bias(m, block + apart, load<f32x16>(row + 16));
-      store_block(out + block * 16, gated_value(gate, up, p.activation), width - block * 16);
-      continue;
-    }
-    for (int b = 0; b < blocks; b++) {
-      f32x16 y = with_bias(m, block + b, load<f32x16>(row + b * 16));
-      if (p.activate) y = activate(round_bf16(y), p.activation);
-      store_block(out + (block + b) * 16, y, width - (block + b) * 16);
+    for (int b = 0; b < blocks; b += p.gated ? 2 : 1) {
+      int at = block + (p.gated ? b / 2 : b);
+      f32x16 y = with_bias(m, at, load<f32x16>(row + b * 16));
+      if (p.gated) {
+        f32x16 up = with_bias(m, at + apart, load<f32x16>(row + (b + 1) * 16));
+        y = gated_value(y, up, p.activation);
+      } else if (p.activate) {
+        y = activate(round_bf16(y), p.activation);
+      }
+      store_block(out + at * 16, y, width - at * 16);
     }
   }
 }
@@ -399,15 +436,16 @@ void product(const Product *p, int32_t block_begin, int32_t block_end) {
   const Matrix &m = *p->matrix;
   const Rows &rows = *p->rows;
   float buffer[(MOST_ROWS > 2 * WIDE_ROWS ? MOST_ROWS : 2 * WIDE_ROWS) * 2 * 16];
-  bool wide = p->gated || (rows.tiles > 1 && rows.tile <= WIDE_ROWS && m.kind == kvasir::BF16);
-  int apart = p->gated ? m.outputs / 32 : 1;
+  bool wide = rows.tiles > 1 && rows.tile <= WIDE_ROWS && m.kind == kvasir::BF16;
+  int apart = p->gated ? m.outputs / 32 : 1, each = p->gated ? 2 : 1;  // blocks for 16 outputs
+  Spread spread{size_t(apart), p->gated ? size_t(1) : size_t(2)};
   for (int block = block_begin; block < block_end;) {
-    int blocks = wide && (p->gated || block + 1 < block_end) ? 2 : 1;
+    int left = (block_end - block) * each, blocks = wide && left > 1 ? 2 : each;
     for (int tile = 0; tile < rows.tiles; tile++) {
-      one_tile(m, rows, tile, block, apart, blocks, buffer);
+      one_tile(m, rows, tile, block, spread, blocks, buffer);
       finish_tile(*p, tile, block, apart, blocks, buffer);
     }
-    block += p->gated ? 1 : blocks;
+    block += blocks / each;
   }
 }
 

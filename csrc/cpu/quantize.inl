@@ -37,25 +37,33 @@ inline void choose(const f32x16 v[2], float scale, float min, i32x16 q[2]) {
   for (int i = 0; i < 2; i++) q[i] = clamp(nearest((v[i] - min) * inverse), 0, 15);
 }
 
-// Quantizes numbers to 4 bits: from smallest to largest, then twice: fit scale and min, and choose again.
+// The squared error of numbers that have become 0 .. 15.
+inline float squared_error(const f32x16 v[2], const i32x16 q[2], float scale, float min) {
+  f32x16 total = {};
+  for (int i = 0; i < 2; i++) {
+    f32x16 off = __builtin_convertvector(q[i], f32x16) * scale + min - v[i];
+    total += off * off;
+  }
+  return sum(total);
+}
+
+// Quantizes numbers to 4 bits. The range from smallest to largest is tried, and shorter ones around the same middle,
+// which lose their ends and gain in between; each is fitted twice to the numbers it gives. The best is kept.
 inline void quantize_halves(const f32x16 v[2], i32x16 q[2], float &scale, float &min) {
-  min = -largest(maximum(-v[0], -v[1]));
-  scale = (largest(maximum(v[0], v[1])) - min) / 15.f;
-  choose(v, scale, min, q);
-  for (int round = 0; round < 2; round++) {
-    float better_scale = scale, better_min = min;
-    fit_line(v, q, 32, better_scale, better_min);
-    i32x16 again[2];
-    choose(v, better_scale, better_min, again);
-    f32x16 before = {}, after = {};
-    for (int i = 0; i < 2; i++) {
-      f32x16 old = __builtin_convertvector(q[i], f32x16) * scale + min - v[i];
-      f32x16 fresh = __builtin_convertvector(again[i], f32x16) * better_scale + better_min - v[i];
-      before += old * old;
-      after += fresh * fresh;
+  constexpr float SHRINKS[] = {1.f, 0.95f, 0.9f, 0.85f, 0.8f, 0.75f};
+  float low = -largest(maximum(-v[0], -v[1])), high = largest(maximum(v[0], v[1])), least = 0;
+  for (float shrink : SHRINKS) {
+    float new_scale = (high - low) * shrink / 15.f, new_min = (low + high) / 2 - new_scale * 7.5f;
+    if (shrink == 1.f) new_min = low;
+    i32x16 chosen[2];
+    choose(v, new_scale, new_min, chosen);
+    for (int round = 0; round < 2; round++) {
+      fit_line(v, chosen, 32, new_scale, new_min);
+      choose(v, new_scale, new_min, chosen);
     }
-    if (sum(after) >= sum(before)) return;
-    scale = better_scale, min = better_min, q[0] = again[0], q[1] = again[1];
+    float error = squared_error(v, chosen, new_scale, new_min);
+    if (shrink != 1.f && error >= least) continue;
+    least = error, scale = new_scale, min = new_min, q[0] = chosen[0], q[1] = chosen[1];
   }
 }
 

@@ -16,6 +16,7 @@ namespace {
 constexpr int BAND_BUFFER = 5;
 constexpr int32_t BAND_ROOM = 1024;
 constexpr float FIRST_DEPTH = -2;
+constexpr int32_t NOT_A_TOKEN = -1;  // reference.NOT_A_TOKEN
 constexpr double ROUNDING = 1e-5;  // bound of the rounding error of a sum of floats
 
 uint32_t mix(uint32_t x) {
@@ -24,9 +25,9 @@ uint32_t mix(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-double uniform(uint32_t seed, uint32_t position) {
-  uint32_t high = mix(mix(seed) + position * 0x9e3779b1u), low = mix(high ^ 0x5bd1e995u);
-  return (double(high) * 0x1p21 + double(low >> 11)) * 0x1p-53;
+Noise noise_of(uint32_t seed, uint32_t position) {
+  uint32_t flip = mix(mix(seed) + position * 0x9e3779b1u);
+  return {0x85ebca77u, flip, mix(flip ^ 0x5bd1e995u)};
 }
 
 // A line of logits of either type.
@@ -41,7 +42,6 @@ struct Line {
     memcpy(&x, &u, 4);
     return x;
   }
-  const void *at(int i) const { return (const char *)data + size_t(i) * (is_float ? 4 : 2); }
 };
 
 // Finds the end of a walk from the largest logit down without sorting all logits: it counts and weighs the logits down to
@@ -126,26 +126,23 @@ float floor_of(const Line &line, float heat, float min_p, int32_t top_k, float t
   return top_p >= 1 ? floor : std::max(floor, walk.find(most, double(top_p) * inside, &unused));
 }
 
+// Whether a logit is not a number. The loops have no exit, so that the compiler can vectorize them.
+bool has_nan(const Line &line) {
+  uint32_t found = 0;
+  if (line.is_float) {
+    const uint32_t *bits = (const uint32_t *)line.data;
+    for (int i = 0; i < line.size; i++) found |= uint32_t((bits[i] & 0x7fffffffu) > 0x7f800000u);
+  } else {
+    const uint16_t *bits = (const uint16_t *)line.data;
+    for (int i = 0; i < line.size; i++) found |= uint32_t((bits[i] & 0x7fffu) > 0x7f80u);
+  }
+  return found != 0;
+}
+
 int32_t draw_from(const Line &line, float heat, uint32_t seed, uint32_t position) {
   const Kernels &set = kernels();
-  int32_t best = set.best(line.data, line.is_float, line.size);
-  if (!(heat > 0)) return best;
-  constexpr int PIECE = 4096;
-  float most = line[best], scale = 1.f / heat;
-  double goal = uniform(seed, position) * set.mass(line.data, line.is_float, line.size, most, scale), sum = 0;
-  for (int at = 0; at < line.size; at += PIECE) {
-    int here = std::min(PIECE, line.size - at);
-    double piece = set.mass(line.at(at), line.is_float, here, most, scale);
-    if (sum + piece <= goal) {
-      sum += piece;
-      continue;
-    }
-    for (int i = at; i < at + here; i++) {
-      sum += double(expf((line[i] - most) * scale));
-      if (sum > goal) return i;
-    }
-  }
-  return best;  // rounding may put the goal behind the last token
+  if (!(heat > 0)) return set.best(line.data, line.is_float, line.size);
+  return set.drawn(line.data, line.is_float, line.size, heat, noise_of(seed, position));
 }
 
 }  // namespace
@@ -167,7 +164,8 @@ void kv_draw(const void *logits, int32_t is_float, int32_t lines, int32_t vocabu
   parallel(lines, [&](int i) {
     Line line{(const char *)logits + size_t(i) * size_t(vocabulary) * (is_float ? 4 : 2), is_float, vocabulary};
     int64_t row = s->rows[i];
-    tokens[i] = draw_from(line, s->temperature[row], uint32_t(s->seeds[row]), uint32_t(positions[i]));
-    s->next_token[row] = tokens[i];
+    int32_t token = draw_from(line, s->temperature[row], uint32_t(s->seeds[row]), uint32_t(positions[i]));
+    s->next_token[row] = std::min(std::max(token, 0), vocabulary - 1);
+    tokens[i] = has_nan(line) ? NOT_A_TOKEN : token;
   });
 }

@@ -1,6 +1,7 @@
 // The table of this instruction set's functions, declared in kernels.h.
 #pragma once
 
+#include "adapters.inl"
 #include "attention.inl"
 #include "product.inl"
 #include "quantize.inl"
@@ -9,9 +10,9 @@
 namespace {
 
 inline kvasir::Kernels make_kernels(const char *name) {
-  return {name,      cut_rows, pack_rows_bf16, pack_rows_quant, product,     add_norm,   normalise, scale_row,
-          add_rows,  gated_row, activate_row,   store_token,     attend,      attend_scratch, expand_row,
-          quantize_group, best_logit, mass_of, reach_of};
+  return {name,      cut_rows, pack_rows_bf16, pack_rows_quant, product,     adapt_rows, add_norm,   normalise, scale_row,
+          add_rows,  gated_row, activate_row,   store_token,     attend,      merge,     attend_scratch, expand_row,
+          quantize_group, best_logit, drawn_token, reach_of};
 }
 
 }  // namespace

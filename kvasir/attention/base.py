@@ -32,7 +32,7 @@ class AttentionBatch:
     rows: torch.Tensor  # [sequences] int64: ... and the row of each sequence
     num_decodes: int
     query_lens: NDArray[np.int32]  # [sequences], exact
-    seq_bounds: NDArray[np.int32]  # [sequences], upper bounds of seq_lens; exact for chunks
+    seq_bounds: NDArray[np.int32]  # [sequences], upper bounds of seq_lens; exact for chunks without drafts
     block_size: int
     causal: bool = True
     # Groups of decodes that begin with the same blocks, where reading those once is faster; None: there are none.
@@ -63,6 +63,7 @@ class AttentionBatch:
             other_groups=tuple(other.last_tokens().batch for other in self.other_groups),
             own_bound=None,  # it was a bound of decodes, and now chunks are decodes too
             order=None,
+            tiles=None,
             step_cache={},
         )
         return LastTokens(tokens, batch)
@@ -104,5 +105,18 @@ class AttentionBackend(Protocol):
         scale: float,
         window: int | None,  # keys older than this many tokens are not seen; None: all are
         softcap: float | None = None,  # scores s become softcap * tanh(s / softcap) before any is hidden
+        sinks: torch.Tensor | None = None,  # [heads] float32: a further score of each head's softmax, without a value
     ) -> torch.Tensor:  # [tokens, heads, head_dim]
+        ...
+
+    def forward_latent(
+        self,
+        query: torch.Tensor,  # [tokens, heads, plain_dim + rotary_dim]
+        kv_cache: torch.Tensor,  # [blocks, block_size, latent_dim + rotary_dim]; see layers/latent_attention.py
+        up: torch.Tensor,  # [heads, plain_dim + value_dim, latent_dim]
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        unit: float = 1.0,  # a cache of 8-bit floats holds values divided by this
+    ) -> torch.Tensor:  # [tokens, heads, value_dim]
         ...

@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from kvasir.attention.base import AttentionBatch
+from kvasir.attention.latent import attend_latent
 from kvasir.kernels.cpu.library import LayerStruct, loaded
 from kvasir.kernels.cpu.ops import StepView, cache_of
 
@@ -25,6 +26,7 @@ class CpuAttention:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         tokens, heads, head_dim = query.shape
         if query.dtype != torch.bfloat16:
@@ -40,6 +42,7 @@ class CpuAttention:
             window=window or 0,
             scale=scale,
             softcap=softcap or 0.0,
+            sinks=None if sinks is None else sinks.data_ptr(),
         )
         if "cpu step" not in batch.step_cache:
             batch.step_cache["cpu step"] = StepView(batch)
@@ -52,3 +55,15 @@ class CpuAttention:
             ctypes.c_void_p(out.data_ptr()),
         )
         return out
+
+    def forward_latent(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        up: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        unit: float = 1.0,
+    ) -> torch.Tensor:
+        return attend_latent(query, kv_cache, up, batch, scale, unit)

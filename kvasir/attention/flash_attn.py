@@ -36,7 +36,9 @@ class FlashAttention:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert sinks is None, "the settings refuse models with sinks"
         assert batch.causal and batch.tiles is None, "FlashAttention runs causal steps that the host has laid out"
         if "flash_attn" not in batch.step_cache:
             batch.step_cache["flash_attn"] = _Step.of(batch)
@@ -54,6 +56,9 @@ class FlashAttention:
         # the fourth generation returns sums of weights, too
         out: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return out
+
+    def forward_latent(self, *_: Any, **__: Any) -> torch.Tensor:
+        raise AssertionError("the settings refuse models with latent attention")
 
 
 @dataclass(slots=True)

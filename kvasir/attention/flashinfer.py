@@ -70,7 +70,9 @@ class FlashInferAttention:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert sinks is None, "the settings refuse models with sinks"
         assert batch.causal and batch.tiles is None, "FlashInfer runs causal steps that the host has laid out"
         (tokens, heads, head_dim), kv_heads = query.shape, kv_cache.shape[3]
         layer = _Layer(scale, window, softcap, heads, kv_heads, head_dim, query.dtype)
@@ -81,6 +83,9 @@ class FlashInferAttention:
         if n < tokens:
             self._planned(batch, layer, self._plan_chunks).run(query[n:], kv_cache, out=out[n:])
         return out
+
+    def forward_latent(self, *_: Any, **__: Any) -> torch.Tensor:
+        raise AssertionError("the settings refuse models with latent attention")
 
     def _planned(self, batch: AttentionBatch, layer: _Layer, plan: Callable[[AttentionBatch, _Layer], _Lent]) -> Any:
         note = (plan.__name__, layer)

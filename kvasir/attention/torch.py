@@ -39,24 +39,39 @@ class TorchAttention:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in _decode_groups(batch, kv_cache):
-            _attend_decodes(out, query, kv_cache, group, scale, window, softcap)
+            _attend_decodes(out, query, kv_cache, group, scale, window, softcap, sinks)
         start = batch.num_decodes
         for row in range(batch.num_decodes, len(batch.query_lens)):
             end = start + int(batch.query_lens[row])
             keys, values = _gather_row(kv_cache, batch, row, query.dtype)
-            _attend_chunk(out[start:end], query[start:end], keys, values, scale, window, softcap, batch.causal)
+            _attend_chunk(out[start:end], query[start:end], keys, values, scale, window, softcap, sinks, batch.causal)
             start = end
         return out
+
+    def forward_latent(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        up: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        unit: float = 1.0,
+    ) -> torch.Tensor:
+        from kvasir.attention.latent import attend_latent  # it uses the groups below
+
+        return attend_latent(query, kv_cache, up, batch, scale, unit)
 
 
 # ---------------------------------------------------------------- decodes
 
 
 @dataclass(slots=True)
-class _DecodeGroup:
+class DecodeGroup:
     rows: torch.Tensor | None  # [n] int64, which decodes; None: all of them, in order
     pages: torch.Tensor  # [n * num_blocks] int32, their blocks
     seq_lens: torch.Tensor  # [n] int32
@@ -92,25 +107,25 @@ class _Seen:
             gathered.flatten(0, 1).index_fill_(0, self._slots, 0)
 
 
-def _decode_groups(batch: AttentionBatch, kv_cache: torch.Tensor) -> list[_DecodeGroup]:
+def _decode_groups(batch: AttentionBatch, kv_cache: torch.Tensor) -> list[DecodeGroup]:
     """Groups of decodes of similar length, longest first; computed once per step."""
     _, _, block_size, kv_heads, head_dim = kv_cache.shape
     page_bytes = block_size * kv_heads * head_dim * kv_cache.element_size()
     note = ("torch decodes", page_bytes)
     if note not in batch.step_cache:
-        batch.step_cache[note] = _group_decodes(batch, page_bytes) if batch.num_decodes else []
-    groups: list[_DecodeGroup] = batch.step_cache[note]
+        batch.step_cache[note] = group_decodes(batch, page_bytes) if batch.num_decodes else []
+    groups: list[DecodeGroup] = batch.step_cache[note]
     return groups
 
 
-def _group_decodes(batch: AttentionBatch, page_bytes: int) -> list[_DecodeGroup]:
+def group_decodes(batch: AttentionBatch, page_bytes: int) -> list[DecodeGroup]:
     tables, lens = batch.block_tables()[: batch.num_decodes], batch.seq_lens[: batch.num_decodes]
     blocks = -(-batch.seq_bounds[: batch.num_decodes] // batch.block_size)
     order = np.argsort(-blocks, kind="stable")
     cuts = list(_cut(blocks[order], page_bytes, tables.device.type))
     if len(cuts) == 1:
         width = int(blocks.max())
-        return [_DecodeGroup(None, tables[:, :width].reshape(-1), lens, width * batch.block_size)]
+        return [DecodeGroup(None, tables[:, :width].reshape(-1), lens, width * batch.block_size)]
     rows = torch.from_numpy(order)
     # Only a copy from pinned memory is sure not to wait for the device.
     rows = rows.pin_memory().to(tables.device, non_blocking=True) if tables.is_cuda else rows.to(tables.device)
@@ -118,7 +133,7 @@ def _group_decodes(batch: AttentionBatch, page_bytes: int) -> list[_DecodeGroup]
     for begin, end in cuts:
         width, some = int(blocks[order[begin]]), rows[begin:end]
         pages = tables[:, :width].index_select(0, some).reshape(-1)
-        groups.append(_DecodeGroup(some, pages, lens.index_select(0, some), width * batch.block_size))
+        groups.append(DecodeGroup(some, pages, lens.index_select(0, some), width * batch.block_size))
     return groups
 
 
@@ -138,10 +153,11 @@ def _attend_decodes(
     out: torch.Tensor,
     query: torch.Tensor,
     kv_cache: torch.Tensor,
-    group: _DecodeGroup,
+    group: DecodeGroup,
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     n, (_, heads, head_dim), kv_heads = len(group.seq_lens), query.shape, kv_cache.shape[3]
     keys, values = _gather(kv_cache, group.pages, n, query.dtype)
@@ -151,7 +167,8 @@ def _attend_decodes(
     for gathered in (keys, values):
         visible.clear(gathered)
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    seen = _attend(query, keys, values, visible.mask, scale, softcap).reshape(n, heads, head_dim)
+    ends = None if sinks is None else sinks.view(kv_heads, heads // kv_heads, 1)
+    seen = _attend(query, keys, values, visible.mask, scale, softcap, ends).reshape(n, heads, head_dim)
     if group.rows is None:
         out[:n] = seen
     else:
@@ -177,8 +194,9 @@ def _gather(
 def _gather_row(
     kv_cache: torch.Tensor, batch: AttentionBatch, row: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All keys and values of one row, each [keys, kv_heads, head_dim]; a chunk's bound is its true length."""
-    length = int(batch.seq_bounds[row])
+    """All keys and values of one row, each [keys, kv_heads, head_dim]. On a CPU the length is at hand; elsewhere there
+    are no drafts, and a chunk's bound is its true length (`config/resolve.py` sees to it)."""
+    length = int(batch.seq_lens[row] if batch.seq_lens.device.type == "cpu" else batch.seq_bounds[row])
     pages = batch.block_tables()[row, : -(-length // batch.block_size)]
     keys, values = _gather(kv_cache, pages, 1, dtype)
     return keys[0, :length], values[0, :length]
@@ -192,13 +210,14 @@ def _attend_chunk(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
     causal: bool,
 ) -> None:
     """Attend in pieces of queries, each over the keys it may see, so that no mask grows too large."""
     context = len(keys) - len(query)
     masked = window is not None and window < len(keys)
-    if not masked and softcap is None and (context == 0 or not causal):
-        _attend_piece(out, query, keys, values, scale, None, None, is_causal=causal)
+    if not masked and softcap is None and sinks is None and (context == 0 or not causal):
+        _attend_piece(out, query, keys, values, scale, None, None, None, is_causal=causal)
         return
     most = _GROUP_BYTES.get(query.device.type, _GROUP_BYTES_ELSEWHERE)
     step = max(16, most // (len(keys) * query.element_size()))
@@ -208,7 +227,8 @@ def _attend_chunk(
         last = context + end if causal else len(keys)
         shift = context + begin - first  # where the piece's first query stands among the piece's keys
         mask = _chunk_mask(end - begin, last - first, shift, window if masked else None, causal, query)
-        _attend_piece(out[begin:end], query[begin:end], keys[first:last], values[first:last], scale, mask, softcap)
+        seen = keys[first:last], values[first:last]
+        _attend_piece(out[begin:end], query[begin:end], *seen, scale, mask, softcap, sinks)
 
 
 def _chunk_mask(
@@ -232,6 +252,7 @@ def _attend_piece(
     scale: float,
     mask: torch.Tensor | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
     is_causal: bool = False,
 ) -> None:
     # Key heads are the batch; their query heads see one key head expanded without a copy. Every kernel behind
@@ -244,7 +265,8 @@ def _attend_piece(
     values = values.transpose(0, 1)[:, None].expand(-1, shared, -1, -1)
     if query.is_cuda and queries % 32 == 1:  # alone in its tile, the last query is wrong if keys have such strides
         keys, values = keys.contiguous(), values.contiguous()
-    seen = _attend(query, keys, values, mask, scale, softcap, is_causal)
+    ends = None if sinks is None else sinks.view(kv_heads, shared, 1, 1)
+    seen = _attend(query, keys, values, mask, scale, softcap, ends, is_causal)
     out.view(queries, kv_heads, shared, head_dim).copy_(seen.permute(2, 0, 1, 3))
 
 
@@ -255,10 +277,17 @@ def _attend(
     mask: torch.Tensor | None,
     scale: float,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,  # [..., queries, 1], or what expands to it
     is_causal: bool = False,
 ) -> torch.Tensor:
-    if softcap is None:
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale)
-    assert mask is not None and not is_causal, "with a soft cap what is hidden stands in the mask"
-    scores = softcap * torch.tanh(query @ keys.transpose(-1, -2) * (scale / softcap))
-    return torch.softmax(scores + mask, dim=-1, dtype=torch.float32).to(query.dtype) @ values
+    assert mask is not None and not is_causal, "with a soft cap or sinks what is hidden stands in the mask"
+    scores = query @ keys.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    return weights[..., : keys.shape[-2]].to(query.dtype) @ values

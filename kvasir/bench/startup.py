@@ -21,10 +21,19 @@ from typing import Any
 
 from kvasir.bench import report
 from kvasir.bench.report import OtherLoad
-from kvasir.bench.startup_child import NEXT_TOKENS, PROGRAM, PROMPT_TOKENS
+from kvasir.config import startup
 from kvasir.config.args import EngineArgs
-from kvasir.errors import ConfigError, EngineError
+from kvasir.errors import ConfigError, EngineError, KvasirError
 
+PROGRAM = """
+import sys, time
+entered = time.time()
+from kvasir.bench.startup import main
+main(entered, *sys.argv[1:])
+"""
+INTERPRETER = "interpreter"
+PROMPT_TOKENS = 16
+NEXT_TOKENS = 16
 REST = "unaccounted"
 # Environment variables that set the cache directories of kernel compilers.
 CACHES = ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR")
@@ -94,6 +103,54 @@ def _files(model: Path) -> Iterator[Path]:
         yield model
     elif model.is_dir():
         yield from (file for file in model.iterdir() if file.is_file())
+
+
+# ---------------------------------------------------------------- the measured process
+# It loads a model, generates one token and reports the phases. The time before `main` is the phase "interpreter".
+
+
+def main(entered: float, spawned: str, settings: str, result: str) -> None:
+    """`spawned` is the time at which the parent started this process, in seconds since the epoch."""
+    try:
+        record = _measure(entered, float(spawned), json.loads(settings))
+    except KvasirError as error:
+        record = {"error": str(error)}
+    Path(result).write_text(json.dumps(record), encoding="utf-8")
+    sys.exit("error" in record)
+
+
+def _measure(entered: float, spawned: float, settings: dict[str, Any]) -> dict[str, Any]:
+    startup.seconds[INTERPRETER] = entered - spawned
+    startup.seconds[startup.IMPORTS] = time.time() - entered  # of this module
+    with startup.phase(startup.IMPORTS):
+        from kvasir.config.args import EngineArgs
+        from kvasir.entrypoints.llm import LLM
+    with LLM.from_engine_args(EngineArgs(**settings)) as llm:
+        config = llm.llm_engine.config
+        with startup.phase(startup.FIRST_TOKEN):
+            _generate(llm, 1, config.model.vocab_size)
+        whole = time.time() - spawned
+        began = time.perf_counter()
+        _generate(llm, NEXT_TOKENS, config.model.vocab_size)
+        following = time.perf_counter() - began
+        from kvasir.bench import report
+
+        return {
+            "conditions": report.conditions(config),
+            "load_format": config.load.load_format,
+            "total": whole,
+            "phases": dict(startup.seconds),
+            "next_tokens": following,
+        }
+
+
+def _generate(llm: Any, count: int, vocab_size: int) -> None:
+    from kvasir.frontend.requests.prompts import TokensPrompt
+    from kvasir.sampling_params import SamplingParams
+
+    prompt = TokensPrompt(prompt_token_ids=[token % vocab_size for token in range(1, PROMPT_TOKENS + 1)])
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+    llm.generate(prompt, params, use_tqdm=False)
 
 
 # ---------------------------------------------------------------- the record and the table

@@ -7,13 +7,15 @@ which are None until then; annotations give the type after that.
 
 from __future__ import annotations
 
-import difflib
 import types
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
+from kvasir.config.names import did_you_mean
+from kvasir.config.pooling import PoolerSpec
+from kvasir.config.speculative import read_speculative
 from kvasir.errors import ConfigError
 
 
@@ -53,7 +55,29 @@ class _Checked:
                 all_settings()[f.name].check(f.name, getattr(self, f.name))
 
 
+_STRUCTURED_CHOICES = {"backend": ("auto", "guidance", "llguidance"), "whitespace": ("spaced", "compact", "flexible")}
+_STRUCTURED_FLAGS = ("disable_any_whitespace", "disable_additional_properties", "lenient", "jump_forward")
+
+
+def _check_structured_outputs(given: dict[str, Any]) -> None:
+    known = [*_STRUCTURED_CHOICES, *_STRUCTURED_FLAGS]
+    for name, value in given.items():
+        where = f"structured_outputs_config: {name}={value!r}"
+        if name not in known:
+            raise ConfigError(f"{where} is not known; known are {', '.join(known)}.{did_you_mean(name, known)}")
+        if name in _STRUCTURED_FLAGS and not isinstance(value, bool):
+            raise ConfigError(f"{where} must be true or false.")
+        if name in _STRUCTURED_CHOICES and value not in _STRUCTURED_CHOICES[name]:
+            raise ConfigError(f"{where} is not possible. Possible: {', '.join(_STRUCTURED_CHOICES[name])}.")
+    if given.get("disable_any_whitespace") and given.get("whitespace", "compact") != "compact":
+        raise ConfigError("structured_outputs_config: disable_any_whitespace means whitespace=compact; set one.")
+
+
 # ---------------------------------------------------------------- the settings
+
+
+AT_LOAD = ("fp8", "fp8_block", "int8", "int4")  # ways of quantizing a plain checkpoint while it is loaded
+CHECKPOINT_FORMATS = ("gptq", "awq", "compressed-tensors", "modelopt", "auto-round", "bitsandbytes")
 
 
 @dataclass(frozen=True)
@@ -117,19 +141,46 @@ class ModelConfig(_Checked):
         "transformers, with Kvasir's attention, scheduling and sampling.",
         choices=("auto", "kvasir", "transformers"),
     )
-    runner: str = setting("auto", "Task of the model. Only text generation is supported.", choices=("auto", "generate"))
+    runner: str = setting(
+        "auto",
+        "What the model does: generate text, or pool, which is to embed, classify and score. auto chooses by the "
+        "model's files. See docs/embeddings.md.",
+        choices=("auto", "generate", "pooling"),
+    )
     convert: str = setting(
-        "auto", "Conversion of the model to another task. None is supported.", choices=("auto", "none")
+        "auto",
+        "With runner=pooling: use a model that generates text to embed or classify. auto converts a model that needs "
+        "it, to embed; none converts nothing.",
+        choices=("auto", "none", "embed", "classify"),
+    )
+    pooler_config: dict[str, Any] | None = setting(
+        None,
+        "Entries that replace what the model's files say of its pooler: pooling_type (cls, last, mean, max, all or "
+        "step), normalize, use_activation, step_tag_id, returned_token_ids.",
     )
     quantization: str | None = setting(
         None,
-        "Format of weights in CPU memory. int8 and int4 quantize them while they are loaded; gguf keeps the format of "
-        "a GGUF file, which is the default for such a file; none converts them to dtype.",
-        choices=("int8", "int4", "gguf", "none"),
+        "Format of weights in memory. fp8, fp8_block, int8 and int4 quantize a plain checkpoint while it is loaded; "
+        "gguf keeps the format of a GGUF file, which is the default for such a file; none expands it to dtype. The "
+        "format of a quantized checkpoint is found by itself and may be named.",
+        choices=(*AT_LOAD, "gguf", "none", *CHECKPOINT_FORMATS),
     )
-    enable_lora: bool = setting(False, "Serve LoRA adapters.", refused="LoRA adapters are not supported yet.")
     speculative_config: dict[str, Any] | None = setting(
-        None, "Settings of speculative decoding.", refused="Speculative decoding is not supported yet."
+        None,
+        "Speculative decoding: how tokens are drafted, which a step then verifies all at once. The text stays the "
+        "same. See docs/speculative_decoding.md.",
+    )
+    structured_outputs_config: dict[str, Any] = setting(
+        dict,
+        "Defaults of structured outputs, as JSON: whitespace (spaced, compact or flexible), disable_any_whitespace, "
+        "disable_additional_properties, lenient (skip keywords of JSON schemas that cannot be enforced, instead of "
+        "refusing the schema), jump_forward (append tokens that must follow without a pass for each; on by default), "
+        "backend (auto, guidance or llguidance).",
+    )
+    enable_prompt_embeds: bool = setting(
+        False,
+        "Accept prompt_embeds, tensors in place of a prompt's tokens. No log shows what they mean, so allow them only "
+        "to people you trust.",
     )
     logits_processors: list[Any] | None = setting(
         None, "Logits processors to load, each a Python callable as 'module:name'. See docs/sampling.md."
@@ -138,12 +189,21 @@ class ModelConfig(_Checked):
     path: str = resolved(str)  # the model's local directory
     hf: dict[str, Any] = resolved(dict)  # config.json after hf_overrides; only the text model's part
     vocab_size: int = resolved(int)
-    generation: dict[str, Any] = resolved(dict)  # entries of the generation config; always has the end-of-text ids
+    generation: dict[str, Any] = resolved(dict)  # entries of the generation config
+    draft: ModelConfig | None = resolved(lambda: None)  # the model that drafts, if speculative_config names one
+    poolers: tuple[PoolerSpec, ...] = resolved(tuple)  # empty: the model generates text
+    is_encoder: bool = resolved(bool)  # tokens see later ones, so a prompt is computed in one step
+    num_token_types: int = resolved(int)
+    prompts: dict[str, str] = resolved(dict)  # prefixes for texts to embed, by name
+    default_prompt: str | None = resolved(lambda: None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.model:
             raise ConfigError("No model was given. Pass a directory, a GGUF file or a Hub name as `model`.")
+        if self.structured_outputs_config:
+            _check_structured_outputs(self.structured_outputs_config)
+        read_speculative(self.speculative_config)
 
 
 @dataclass(frozen=True)
@@ -168,6 +228,33 @@ class LoadConfig(_Checked):
 
 # 8-bit floating-point types of the KV cache -> torch's names for them.
 EIGHT_BIT_KV = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+@dataclass(frozen=True)
+class AdapterConfig(_Checked):
+    """LoRA adapters and soft prompts, which requests choose by name."""
+
+    enable_lora: bool = setting(False, "Serve LoRA adapters and soft prompts (docs/adapters.md).")
+    max_loras: int = setting(
+        8, "Number of adapters on the device at once; requests for others wait for a place.", minimum=1, maximum=1024
+    )
+    max_lora_rank: int = setting(
+        16, "Largest rank of an adapter. The device keeps max_loras adapters of this rank.", minimum=1, maximum=512
+    )
+    max_cpu_loras: int = setting(
+        None,
+        "Number of adapters kept in host memory, from where they reach the device without reading files.",
+        minimum=1,
+        auto="four times max_loras",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras={self.max_cpu_loras} is less than max_loras={self.max_loras}; every adapter on the "
+                f"device is in host memory too, so raise it."
+            )
 
 
 @dataclass(frozen=True)
@@ -240,7 +327,7 @@ class CacheConfig(_Checked):
             )
 
 
-POLICY_NAMES = ("fcfs", "priority", "wrr", "deadline")
+POLICY_NAMES = ("fair", "fcfs", "priority", "wrr", "deadline")
 
 
 @dataclass(frozen=True)
@@ -260,9 +347,18 @@ class SchedulerConfig(_Checked):
     long_prefill_token_threshold: int = setting(
         0, "Maximum number of prompt tokens that one request may prefill in a step; 0 means no limit.", minimum=0
     )
+    target_step_ms: float | None = setting(
+        None,
+        "Milliseconds that a step with prompt tokens should take while other requests generate: prompts are computed "
+        "in chunks of that size, or larger ones if many wait. Lower values give evener gaps between tokens, higher "
+        "ones an earlier first token of long prompts; 0 means steps of up to max_num_batched_tokens.",
+        minimum=0,
+        auto="on a GPU twice the time of a step of single tokens, measured at the start; 0 for LLM and on a CPU",
+    )
     scheduling_policy: str = setting(
-        "fcfs",
-        "Order in which requests are scheduled: fcfs (first come, first served), priority, wrr (weighted round robin "
+        "fair",
+        "Order in which requests are scheduled: fair (an equal share of rows and KV blocks for each API key or tenant, "
+        "and first come, first served within it), fcfs (first come, first served), priority, wrr (weighted round robin "
         "over tenants, by tokens), deadline (earliest first), or your own class as 'module:Class'. See "
         "docs/scheduling.md.",
     )
@@ -288,15 +384,17 @@ class SchedulerConfig(_Checked):
         maximum=1,
     )
     max_queued_requests: int = setting(
-        0,
+        None,
         "Maximum number of waiting requests while max_num_seqs requests run; further ones are refused. 0 means no "
         "limit.",
         minimum=0,
+        auto="8192 in a server, no limit in Python",
     )
     max_queued_tokens: int = setting(
-        0,
+        None,
         "Maximum number of prompt tokens of waiting requests; further requests are refused. 0 means no limit.",
         minimum=0,
+        auto="33554432 in a server, no limit in Python",
     )
     watermark: float = setting(
         0.01,
@@ -313,11 +411,17 @@ class SchedulerConfig(_Checked):
 
     stream_interval: int = setting(1, "Number of tokens between two outputs of a streaming request.", minimum=1)
     stall_timeout: float = setting(
-        120.0,
-        "Seconds that a step, or a request's wait for its first step, may take before health checks report the engine "
-        "process as stuck.",
+        60.0,
+        "Seconds that a step, a request's wait for its first step, or the answer to a ping may take before health "
+        "checks report the engine process as stuck.",
         above=0,
     )
+
+    def with_queue_limits(self, max_requests: int, max_tokens: int) -> SchedulerConfig:
+        """These settings, with limits of the queue where none was chosen."""
+        requests = max_requests if self.max_queued_requests is None else self.max_queued_requests
+        tokens = max_tokens if self.max_queued_tokens is None else self.max_queued_tokens
+        return replace(self, max_queued_requests=requests, max_queued_tokens=tokens)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -357,8 +461,7 @@ class ParallelConfig(_Checked):
     )
     enable_expert_parallel: bool = setting(
         False,
-        "Distribute whole experts over devices.",
-        refused="Expert parallelism is not supported yet; experts are split like other layers.",
+        "Give each of the tensor_parallel_size devices some experts whole instead of a part of every expert.",
     )
     distributed_executor_backend: str = setting(
         None,
@@ -399,6 +502,7 @@ class EngineConfig:
 
     model: ModelConfig
     load: LoadConfig = field(default_factory=LoadConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -461,12 +565,6 @@ def settings_of(section: str, cls: type[Any]) -> dict[str, SettingField]:
         for f in fields(cls)
         if "setting" in f.metadata
     }
-
-
-def did_you_mean(name: object, possible: Iterable[object]) -> str:
-    """A sentence with the most similar names, or an empty string."""
-    near = difflib.get_close_matches(str(name), [str(p) for p in possible], n=3, cutoff=0.6)
-    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def _plain_types(hint: Any) -> Iterator[type]:

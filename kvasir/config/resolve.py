@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from kvasir import platforms
-from kvasir.config import env, startup
+from kvasir.config import env, pooling, startup
 from kvasir.config.args import DTYPE_NAMES, EngineArgs
 from kvasir.config.engine import (
+    AT_LOAD,
+    CHECKPOINT_FORMATS,
     EIGHT_BIT_KV,
+    AdapterConfig,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
@@ -24,12 +27,13 @@ from kvasir.config.engine import (
     ParallelConfig,
     SchedulerConfig,
 )
+from kvasir.config.speculative import read_speculative
 from kvasir.errors import ConfigError, ModelError
 from kvasir.log import get_logger
 from kvasir.models import hub
 from kvasir.platforms import attention_packages
 from kvasir.platforms.attention_packages import PACKAGES, Package
-from kvasir.platforms.cpu_features import prepare_cpu
+from kvasir.platforms.cpu import prepare_cpu
 from kvasir.platforms.limits import parse_cpus, usable_cpus
 from kvasir.quantization.gguf_file import read_gguf
 
@@ -67,42 +71,130 @@ def _resolve(config: EngineConfig) -> EngineConfig:
         platform = platforms.select(config.device.device)
     model = _resolve_model(config.model, path, platform)
     model = replace(model, tokenizer=_tokenizer(config.model, config.load, path))
+    model = replace(model, draft=_draft_model(config, model, platform))
     load = _resolve_load(config.load, path)
     device = _resolve_device(config.device, model.dtype, config.cache.kv_cache_dtype, platform)
     device = _resolve_threads(device, config.parallel.tensor_parallel_size, platform)
     package = _resolve_package(device.attention_backend, model, platform)
     _check_cpu_library_settings(config, model, device)
+    _check_drafts_fit(config, model, device)
     return EngineConfig(
-        model=replace(model, quantization=_quantization(model.quantization, load, device)),
+        model=replace(model, quantization=_quantization(model.quantization, model, load, device)),
         load=load,
-        cache=_resolve_cache(config.cache, model.dtype, device.attention_backend, package, platform),
-        scheduler=_resolve_scheduler(config.scheduler, model.max_model_len, platform),
+        adapters=_resolve_adapters(config.adapters, model),
+        cache=_resolve_cache(
+            _without_prefixes(config.cache, model), model.dtype, device.attention_backend, package, platform
+        ),
+        scheduler=_resolve_scheduler(_without_chunks(config.scheduler, model), model.max_model_len, platform),
         parallel=_resolve_parallel(config.parallel),
         device=device,
     )
+
+
+def _resolve_adapters(asked: AdapterConfig, model: ModelConfig) -> AdapterConfig:
+    if asked.enable_lora and model.model_impl == "transformers":
+        raise ConfigError(
+            "enable_lora needs one of Kvasir's own models, and this one runs through transformers. Merge the adapter "
+            "into the checkpoint, or leave enable_lora out."
+        )
+    if asked.enable_lora and model.poolers:
+        raise ConfigError("enable_lora is for models that generate text; this one pools. Leave enable_lora out.")
+    most = asked.max_cpu_loras
+    return replace(asked, max_cpu_loras=4 * asked.max_loras if most is None else most)
 
 
 # ---------------------------------------------------------------- the model
 
 
 def _resolve_model(asked: ModelConfig, path: Path, platform: platforms.Platform) -> ModelConfig:
-    from kvasir.models import registry
+    from kvasir.models import architectures
 
     hf = read_hf_config(path, asked.hf_overrides)
-    implementation = registry.settle_implementation(hf, asked.model_impl)
+    pools = path.is_dir() and pooling.has_pooling(path)
+    runner, kind = architectures.settle_runner(hf, asked.runner, asked.convert, pools)
+    implementation = architectures.settle_implementation(hf, asked.model_impl)
+    if runner == "pooling":
+        asked = _resolve_pooling(asked, hf, path, kind, implementation)
+    elif asked.pooler_config is not None:
+        raise ConfigError("pooler_config is for pooling models, but runner is 'generate'. Leave it unset.")
     return replace(
         asked,
         path=str(path),
         hf=hf,
         vocab_size=_vocab_size(hf, path),
         dtype=_dtype(asked, hf, platform),
-        max_model_len=_max_model_len(asked.max_model_len, hf, path),
+        max_model_len=_max_model_len(asked.max_model_len, _with_longest(hf, path, runner), path),
         generation=_generation(asked, path),
         chat_template=_chat_template(asked.chat_template),
         model_impl=implementation,
-        runner="generate",
-        convert="none",
+        runner=runner,
+        convert=kind if kind in ("embed", "classify") else "none",
     )
+
+
+def _draft_model(config: EngineConfig, model: ModelConfig, platform: platforms.Platform) -> ModelConfig | None:
+    """The model that drafts, with the same vocabulary and lengths; None if none is named."""
+    drafting = read_speculative(config.model.speculative_config)
+    if drafting is None or drafting.model is None:
+        return None
+    own: dict[str, Any] = {
+        "max_model_len": None,
+        "hf_overrides": {},
+        "revision": None,
+        "quantization": None,
+        "dtype": model.dtype,
+    }
+    asked = replace(config.model, model=drafting.model, speculative_config=None, **own)
+    path = hub.find_model(asked, config.load)
+    draft = _resolve_model(asked, path, platform)
+    if draft.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"speculative_config: the draft model {drafting.model} has a vocabulary of {draft.vocab_size} tokens, and "
+            f"the model one of {model.vocab_size}. They must be the same: choose a draft model of the same family."
+        )
+    if draft.max_model_len < model.max_model_len:
+        raise ConfigError(
+            f"speculative_config: the draft model {drafting.model} knows texts of up to {draft.max_model_len} tokens, "
+            f"but max_model_len is {model.max_model_len}. Set max_model_len={draft.max_model_len}, or choose another."
+        )
+    return replace(draft, max_model_len=model.max_model_len)
+
+
+def _resolve_pooling(asked: ModelConfig, hf: dict[str, Any], path: Path, kind: str, implementation: str) -> ModelConfig:
+    from kvasir.models import architectures
+
+    if implementation != "kvasir":
+        raise ConfigError("model_impl='transformers' runs models that generate text only. Leave it at auto.")
+    if asked.speculative_config:
+        raise ConfigError(
+            "speculative_config is for models that generate text, and this one is a pooling model. Leave it unset."
+        )
+    if asked.quantization not in (None, "none", "int8", "int4"):
+        raise ConfigError(f"quantization={asked.quantization!r} is not possible for a pooling model. Leave it unset.")
+    architecture = architectures.find(hf)
+    spec = architecture.read_spec(hf)
+    poolers = pooling.read_poolers(hf, path, kind, architecture.pooling, architecture.heads, asked.pooler_config)
+    prompts, default = pooling.read_prompts(path) if kind == "embed" else ({}, None)
+    logger.info("This model pools: %s", ", ".join(f"{each.task} by {each.pooling}" for each in poolers))
+    return replace(
+        asked,
+        poolers=poolers,
+        is_encoder=spec.is_encoder,
+        num_token_types=spec.num_token_types,
+        prompts=prompts,
+        default_prompt=default,
+    )
+
+
+def _with_longest(hf: dict[str, Any], path: Path, runner: str) -> dict[str, Any]:
+    """config.json with the length that a pooling model's positions, and sentence-transformers' files, allow."""
+    if runner != "pooling":
+        return hf
+    from kvasir.models import architectures
+
+    lengths = [_longest(hf), architectures.find(hf).read_spec(hf).num_positions, pooling.max_seq_length(path)]
+    known = [length for length in lengths if length is not None]
+    return {"max_position_embeddings": min(known)} if known else hf
 
 
 def read_hf_config(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
@@ -165,7 +257,7 @@ def _vocab_size(hf: dict[str, Any], path: Path) -> int:
 def _dtype(model: ModelConfig, hf: dict[str, Any], platform: platforms.Platform) -> str:
     if model.dtype != "auto":
         return DTYPE_NAMES.get(model.dtype, model.dtype)
-    if model.quantization in ("int8", "int4"):
+    if model.quantization in AT_LOAD and model.quantization is not None:
         _log_choice("dtype", "bfloat16", f"quantization={model.quantization} computes with it")
         return "bfloat16"
     checkpoint = str(hf.get("dtype") or hf.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -210,7 +302,7 @@ def _generation(asked: ModelConfig, path: Path) -> dict[str, Any]:
     """Entries of the generation config. The end-of-text ids are read even if generation_config turns the rest off."""
     own = asked.generation_config in ("auto", *NO_GENERATION_CONFIG)
     if own and path.is_file():
-        return _gguf_end_of_text(path) | asked.override_generation_config
+        return dict(asked.override_generation_config)
     file = (path if own else Path(asked.generation_config)) / "generation_config.json"
     if not own and not file.is_file():
         raise ConfigError(
@@ -220,12 +312,6 @@ def _generation(asked: ModelConfig, path: Path) -> dict[str, Any]:
     if asked.generation_config in NO_GENERATION_CONFIG:
         entries = {key: value for key, value in entries.items() if key == END_OF_TEXT}
     return entries | asked.override_generation_config
-
-
-def _gguf_end_of_text(path: Path) -> dict[str, Any]:
-    metadata = read_gguf(path).metadata
-    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    return {END_OF_TEXT: list(dict.fromkeys(number for number in ends if number is not None))}
 
 
 def _chat_template(asked: str | None) -> str | None:
@@ -280,6 +366,30 @@ def _resolve_parallel(asked: ParallelConfig) -> ParallelConfig:
     return replace(asked, distributed_executor_backend=backend or ("mp" if several else "uni"))
 
 
+def _without_chunks(asked: SchedulerConfig, model: ModelConfig) -> SchedulerConfig:
+    """An encoder's prompts are not split over steps."""
+    if not model.is_encoder:
+        return asked
+    if asked.long_prefill_token_threshold:
+        raise ConfigError(
+            "long_prefill_token_threshold splits prompts over steps, but this model computes a prompt in one step. "
+            "Leave it at 0."
+        )
+    return replace(asked, enable_chunked_prefill=False)
+
+
+def _without_prefixes(asked: CacheConfig, model: ModelConfig) -> CacheConfig:
+    """An encoder has no KV cache."""
+    if not model.is_encoder:
+        return asked
+    for name in ("swap_space", "kv_offloading_size", "kv_cache_memory_bytes", "num_gpu_blocks_override"):
+        if getattr(asked, name):
+            raise ConfigError(
+                f"{name}={getattr(asked, name)} has no effect: this model has no KV cache. Leave it unset."
+            )
+    return replace(asked, enable_prefix_caching=False)
+
+
 def _resolve_scheduler(asked: SchedulerConfig, max_model_len: int, platform: platforms.Platform) -> SchedulerConfig:
     large = platform.kind != "cpu" and (platform.memory_bytes() or 0) >= LARGE_GPU
     seqs, tokens = asked.max_num_seqs, asked.max_num_batched_tokens
@@ -297,7 +407,8 @@ def _resolve_scheduler(asked: SchedulerConfig, max_model_len: int, platform: pla
             f"a prompt must fit into one step. Raise the first, lower the second, or turn enable_chunked_prefill on."
         )
     ahead = platform.kind != "cpu" if asked.async_scheduling is None else asked.async_scheduling
-    return replace(asked, max_num_seqs=seqs, max_num_batched_tokens=tokens, async_scheduling=ahead)
+    settled = replace(asked, max_num_seqs=seqs, max_num_batched_tokens=tokens, async_scheduling=ahead)
+    return settled.with_queue_limits(0, 0)  # a server has set its own before
 
 
 def _resolve_cache(
@@ -387,6 +498,11 @@ def _resolve_package(backend: str, model: ModelConfig, platform: platforms.Platf
             f"attention_backend={backend!r} supports only 16-bit types, but dtype is {model.dtype}. Set dtype to "
             f"{' or '.join(attention_packages.DTYPES)}, or leave attention_backend at auto."
         )
+    if what := _only_ours(model):
+        raise ConfigError(
+            f"attention_backend={backend!r}: the model has {what}, which {package.title} does not compute here. Leave "
+            f"attention_backend at auto."
+        )
     if unfit := sorted(_head_dims(model) - package.head_dims):
         raise ConfigError(
             f"attention_backend={backend!r}: the model's head size is {unfit[0]}, but {package.title} supports "
@@ -396,12 +512,21 @@ def _resolve_package(backend: str, model: ModelConfig, platform: platforms.Platf
     return package
 
 
+def _only_ours(model: ModelConfig) -> str | None:
+    """What of the model's attention only Kvasir's own backends compute; None: nothing, as far as is known."""
+    from kvasir.models import architectures
+
+    if model.model_impl != "kvasir":
+        return None
+    return architectures.find(model.hf).read_spec(model.hf).only_ours
+
+
 def _head_dims(model: ModelConfig) -> frozenset[int]:
     """The head sizes of the model; empty if only the code of the model knows them."""
-    from kvasir.models import registry
+    from kvasir.models import architectures
 
     if model.model_impl == "kvasir":
-        return registry.find(model.hf).read_spec(model.hf).head_dims
+        return architectures.find(model.hf).read_spec(model.hf).head_dims
     head_dim = model.hf.get("head_dim")
     return frozenset((head_dim,)) if isinstance(head_dim, int) else frozenset()
 
@@ -425,7 +550,7 @@ def _resolve_threads(asked: DeviceConfig, workers: int, platform: platforms.Plat
 def _check_cpu_library_settings(asked: EngineConfig, model: ModelConfig, device: DeviceConfig) -> None:
     """Only the CPU library supports quantized weights and an int8 cache."""
     settings = {
-        "quantization": asked.model.quantization,
+        "quantization": None if asked.model.quantization in CHECKPOINT_FORMATS else asked.model.quantization,
         "kv_cache_dtype": "int8" if asked.cache.kv_cache_dtype == "int8" else None,
         "packed_weights_dir": asked.load.packed_weights_dir,
     }
@@ -434,11 +559,39 @@ def _check_cpu_library_settings(asked: EngineConfig, model: ModelConfig, device:
             continue
         if model.model_impl == "transformers":
             raise ConfigError(_not_through_transformers(name, value, asked.model.model_impl, model.hf))
-        if device.attention_backend != "cpu":
+        if device.attention_backend != "cpu" and not (name == "quantization" and device.device == "cuda"):
             raise ConfigError(
                 f"{name}={value!r} needs a CPU, bfloat16 and Kvasir's C++ library (attention_backend='cpu'), but the "
                 f"device is {device.device} and attention_backend {device.attention_backend}. Leave {name} unset."
             )
+
+
+_EXACT_LENGTHS = ("torch", "flashinfer")  # attention backends that read a chunk's length on the host
+
+
+def _check_drafts_fit(config: EngineConfig, model: ModelConfig, device: DeviceConfig) -> None:
+    """Refuse what does not go together with speculative decoding."""
+    if model.speculative_config is None:
+        return
+    backend = device.attention_backend
+    if backend in _EXACT_LENGTHS and device.device != "cpu":
+        raise ConfigError(
+            f"speculative_config does not work with attention_backend={backend!r} on {device.device}: it must know the "
+            f"length of every sequence when a step is planned. Leave attention_backend at auto."
+        )
+    if model.draft is None:
+        return
+    for name, value in (
+        ("swap_space", config.cache.swap_space),
+        ("kv_offloading_size", config.cache.kv_offloading_size),
+    ):
+        if value:
+            raise ConfigError(f"{name} does not move the KV cache of a draft model; set {name}=0.")
+    if config.parallel.tensor_parallel_size > 1:
+        raise ConfigError(
+            "speculative_config: a draft model runs on one device, but tensor_parallel_size is "
+            f"{config.parallel.tensor_parallel_size}; set it to 1, or use method='suffix'."
+        )
 
 
 def _not_through_transformers(name: str, value: str, asked_impl: str, hf: dict[str, Any]) -> str:
@@ -449,14 +602,35 @@ def _not_through_transformers(name: str, value: str, asked_impl: str, hf: dict[s
     return f"{needs}, but {architecture} has none and runs through transformers. Leave {name} unset."
 
 
-def _quantization(asked: str | None, load: LoadConfig, device: DeviceConfig) -> str | None:
+def _quantization(asked: str | None, model: ModelConfig, load: LoadConfig, device: DeviceConfig) -> str | None:
     """The format of weights; None if they are not quantized."""
     if asked == "gguf" and load.load_format != "gguf":
         raise ConfigError("quantization='gguf' is for GGUF files. Set int8 or int4, or leave it unset.")
-    if asked is None and load.load_format == "gguf" and device.attention_backend == "cpu":
+    if asked is None and load.load_format == "gguf" and (device.attention_backend == "cpu" or device.device == "cuda"):
         _log_choice("quantization", "gguf", "the format of the file")
         return "gguf"
+    own = _checkpoint_quantization(model)
+    if own is not None and load.load_format != "gguf":
+        if load.packed_weights_dir is not None:
+            raise ConfigError("packed_weights_dir is for plain checkpoints, and this one is quantized. Leave it unset.")
+        if asked in AT_LOAD and asked != own:
+            raise ConfigError(f"The checkpoint is already quantized ({own}). Leave quantization={asked!r} unset.")
+        if asked not in (None, own):
+            raise ConfigError(f"quantization={asked!r} was asked for, but the checkpoint is {own}. Leave it unset.")
+        _log_choice("quantization", own, "the format of the checkpoint")
+        return own if own in (*CHECKPOINT_FORMATS, *AT_LOAD) else None  # the worker refuses what nobody knows
+    if asked in CHECKPOINT_FORMATS:
+        raise ConfigError(f"quantization={asked!r} is for checkpoints in that format, and this one is not quantized.")
     return None if asked == "none" else asked
+
+
+def _checkpoint_quantization(model: ModelConfig) -> str | None:
+    """The name of the format that a checkpoint says it has. The worker reads the rest of its config."""
+    config = model.hf.get("quantization_config") or model.hf.get("compression_config")
+    if isinstance(config, dict):
+        name = str(config.get("quant_method") or ("modelopt" if config.get("quant_algo") else "unknown")).lower()
+        return {"intel/auto-round": "auto-round", "modelopt_fp4": "modelopt"}.get(name, name)
+    return "modelopt" if (Path(model.path) / "hf_quant_config.json").is_file() else None
 
 
 def _log_choice(name: str, value: object, why: str) -> None:

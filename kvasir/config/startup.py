@@ -23,6 +23,8 @@ WORKERS = "worker processes"
 KERNELS = "kernels"
 PROFILE = "memory profile"
 KV_CACHE = "KV cache"
+GRAPHS = "CUDA graphs"
+STEPS = "times of steps"
 FIRST_TOKEN = "first token"
 
 seconds: dict[str, float] = {}  # phase -> seconds, in the order of their start

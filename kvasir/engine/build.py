@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from kvasir.config import startup
 from kvasir.config.engine import EngineConfig
+from kvasir.config.speculative import read_speculative
 from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.manager import KVCacheManager
 from kvasir.engine.cache.tier import CostSwapPolicy, FixedSwapPolicy, NoTier, SwapPolicy, Tier
 from kvasir.engine.core import EngineCore
+from kvasir.engine.draft_lengths import DraftLengths
 from kvasir.engine.policies import Context, Policy, make_policy
 from kvasir.engine.queue import QueueLimits
 from kvasir.engine.scheduler import Limits, Scheduler
+from kvasir.engine.step_budget import StepBudget
+from kvasir.engine.thinking_budget import BUDGET_GUIDE, BudgetGuides
 from kvasir.errors import ConfigError
 from kvasir.executor.base import Executor, load_worker
 from kvasir.executor.multiproc import MultiprocExecutor
@@ -34,9 +38,31 @@ def build_core(config: EngineConfig, executor: Executor | None = None) -> Engine
         executor.close()
         raise
     scheduler = make_scheduler(config, num_blocks, executor.kv_spec().windows, policy, tier)
+    scheduler.step_budget = _step_budget(config, executor)
     lookahead = int(config.scheduler.async_scheduling)
-    limits = QueueLimits(config.scheduler.max_queued_requests, config.scheduler.max_queued_tokens)
-    return EngineCore(scheduler, executor, lookahead, limits)
+    limits = QueueLimits(config.scheduler.max_queued_requests or 0, config.scheduler.max_queued_tokens or 0)
+    core = EngineCore(scheduler, executor, lookahead, limits)
+    drafting = read_speculative(config.model.speculative_config)
+    if drafting is not None:
+        core.observers.append(DraftLengths(scheduler, drafting.num_speculative_tokens, drafting.adaptive))
+    return core
+
+
+def _step_budget(config: EngineConfig, executor: Executor) -> StepBudget | None:
+    """None: every step has up to max_num_batched_tokens."""
+    target = config.scheduler.target_step_ms
+    is_off = target == 0 or (target is None and config.device.device == "cpu")
+    if is_off or not config.scheduler.enable_chunked_prefill:
+        return None
+    times = executor.measure_steps()
+    if not times:
+        return None
+    budget = StepBudget(times, None if target is None else target / 1e3)
+    logger.info(
+        "Steps with prompts have %d tokens beside running requests, %d if many prompts wait (a step of single tokens "
+        "takes %.1f ms; change with target_step_ms)", budget.small, budget.large, times[0][1] * 1e3,
+    )  # fmt: skip
+    return budget
 
 
 def make_executor(config: EngineConfig) -> Executor:
@@ -68,6 +94,7 @@ def make_scheduler(
         chunked_prefill=settings.enable_chunked_prefill,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         watermark=settings.watermark,
+        num_lookahead_tokens=_lookahead(config),
     )
     cache = KVCacheManager(
         num_blocks,
@@ -78,12 +105,25 @@ def make_scheduler(
         windows,
         tier,
     )
-    return Scheduler(limits, cache, policy, max_model_len)
+    adapters = config.adapters
+    num_resources = adapters.max_loras if adapters.enable_lora else 0
+    scheduler = Scheduler(limits, cache, policy, max_model_len, num_resources)
+    scheduler.guides.kinds[BUDGET_GUIDE] = BudgetGuides(scheduler.guides)
+    return scheduler
+
+
+def _lookahead(config: EngineConfig) -> int:
+    drafting = read_speculative(config.model.speculative_config)
+    return 0 if drafting is None or config.model.draft is None else drafting.num_speculative_tokens
 
 
 def count_blocks(config: EngineConfig, executor: Executor) -> int:
     """Number of KV cache blocks, with the null block. They must hold one request of max_model_len tokens."""
     spec = executor.kv_spec()
+    if not spec.windows:
+        executor.available_kv_bytes()  # what is prepared and measured on the way is needed without a cache, too
+        logger.info("The model has no KV cache: every prompt is computed in one step")
+        return 2  # the null block, and one that a pool must have
     longest = -(-config.model.max_model_len // spec.block_size) * len(spec.windows)
     limit = longest * config.scheduler.max_num_seqs + 1
     override = config.cache.num_gpu_blocks_override
@@ -145,7 +185,7 @@ def host_blocks(config: EngineConfig, spec: KVSpec) -> tuple[int, int]:
 
 
 def _count(name: str, asked: float, per_device: float, spec: KVSpec) -> int:
-    count = int(per_device * GIB) // spec.block_bytes
+    count = int(per_device * GIB) // spec.block_bytes if asked else 0
     if asked and not count:
         raise ConfigError(
             f"{name}={asked:g} GiB is less than one KV cache block of {spec.block_bytes / GIB:.4f} GiB; raise it, or "

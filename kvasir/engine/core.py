@@ -5,17 +5,34 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import fields, replace
 
-from kvasir.engine.deadlines import DeadlineMonitor
-from kvasir.engine.observers import GraphCounter, StepObserver, StepTimer
-from kvasir.engine.queue import Admission, QueueLimits
-from kvasir.engine.request_groups import RequestGroups
-from kvasir.engine.scheduler import Scheduler
-from kvasir.engine.snapshot import take_snapshot
-from kvasir.engine.step_size import StepSize
-from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError
-from kvasir.executor.base import Executor
-from kvasir.messages import EngineOutput, EngineRequest, EngineStats, SampleInputs, Snapshot, StepFuture, StepPlan
+import numpy as np
 
+from kvasir.engine.cache.manager import CacheStats
+from kvasir.engine.guides import GuideStats, PendingGuides
+from kvasir.engine.observers import GraphCounter, StepObserver, StepTimer
+from kvasir.engine.queue import Admission, DeadlineMonitor, QueueLimits
+from kvasir.engine.request_groups import RequestGroups
+from kvasir.engine.resources import ResourceStats
+from kvasir.engine.scheduler import Scheduler, SchedulerStats
+from kvasir.engine.snapshot import take_snapshot
+from kvasir.engine.stats import EngineStats, Snapshot
+from kvasir.engine.step_budget import StepPacing
+from kvasir.engine.step_size import StepSize
+from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError, RequestError
+from kvasir.executor.base import Executor
+from kvasir.messages import (
+    AdapterTargets,
+    EngineOutput,
+    EngineRequest,
+    Finished,
+    FinishReason,
+    SampleInputs,
+    StepFuture,
+    StepPlan,
+)
+
+_IDLE_SECONDS = 0.02  # of a wait for guides while there is nothing else to do
+_LOAD_SECONDS = 0.005  # to wait for a load when no request can run
 NO_OUTPUT = EngineOutput.empty()  # shared: the outputs of steps are read, never changed
 
 
@@ -29,19 +46,29 @@ class EngineCore:
         self.executor = executor
         self.lookahead = lookahead
         self.groups = RequestGroups(scheduler)
+        self.pending = PendingGuides(scheduler.guides)
         self.admission = Admission(queue_limits or QueueLimits(), scheduler)
         self.deadlines = DeadlineMonitor(scheduler, self.groups)
         self.step_size = StepSize(scheduler)
         self.graphs = GraphCounter()
         self.observers: list[StepObserver] = [StepTimer(scheduler), self.graphs]
+        self.pacing: StepPacing | None = None  # of a device whose step times are known
+        if lookahead and scheduler.step_budget is not None:
+            self.pacing = StepPacing(scheduler.step_budget, scheduler.context.clock)
+            self.observers.append(self.pacing)
         self.memory = executor.memory()  # asked now: no other call may reach the executor while a step is in flight
         self.block_bytes = executor.kv_spec().block_bytes
+        self.targets = executor.adapter_targets() if scheduler.resources.num_slots else None
         self.results: deque[StepFuture] = deque()
         self._failure: BaseException | None = None
 
     def step(self) -> EngineOutput:
         """Plan and launch a step, then take in the oldest result if one is due."""
-        expired = self.deadlines.expire()
+        ended = self.deadlines.expire()
+        if self.pending.requests:
+            ended += self._queue_prepared()
+        if self.scheduler.resources.num_slots and self.scheduler.resources.is_busy:
+            ended += self._load_resources()
         plan = self.scheduler.schedule()
         fits = plan is None or self._execute(plan)
         output = self._update() if fits and self._is_result_due(plan) else NO_OUTPUT
@@ -49,7 +76,24 @@ class EngineCore:
             assert not self.results, "guided requests run at most one step ahead"
             fits = self._sample(plan, self.scheduler.sample_inputs())
             output = self._update() if fits and not self.lookahead else output
-        return replace(output, finished=expired + output.finished) if expired else output
+        return replace(output, finished=ended + output.finished) if ended else output
+
+    def _load_resources(self) -> list[Finished]:
+        """Start the loads that requests wait for, take in those that are done, and return the requests that ended
+        because a load failed. Waits a moment if nothing else can be done."""
+        scheduler = self.scheduler
+        for slot, resource in scheduler.resources.take_loads():
+            self.executor.load(slot, resource)
+        is_idle = not (self.results or len(scheduler.rows) or len(scheduler.waiting))
+        ended: list[Finished] = []
+        for slot, error in self.executor.finished_loads(_LOAD_SECONDS if is_idle else 0.0):
+            ended += scheduler.resource_loaded(slot, error)
+        members = None if self.results else scheduler.take_member_results()
+        if members is not None:
+            ended += self.groups.update(EngineOutput.empty(), members).finished
+        for slot, resource in scheduler.resources.take_loads():  # a load that failed has made room
+            self.executor.load(slot, resource)
+        return ended
 
     def _execute(self, plan: StepPlan) -> bool:
         """Launch a step; without the sampling of one that waits for the host. False if it does not fit the memory."""
@@ -59,7 +103,7 @@ class EngineCore:
             self.executor.execute(plan)
         except DeviceMemoryError as error:
             return self._retry_smaller(plan, error)
-        if len(self.groups):
+        if self.groups.keys:
             self.groups.start_forks()
         return plan.waits_for_host or self._sample(plan)
 
@@ -68,12 +112,15 @@ class EngineCore:
             self.results.append(self.executor.sample(inputs))
         except DeviceMemoryError as error:
             return self._retry_smaller(plan, error)
-        self.step_size.fitted()
+        if not self.step_size.is_normal:
+            self.step_size.fitted()
         return True
 
     def _is_result_due(self, plan: StepPlan | None) -> bool:
         if plan is None:
-            assert self.results or not len(self.scheduler), "requests wait, nothing is in flight, nothing can run"
+            resources = self.scheduler.resources
+            waits = self.results or not len(self.scheduler) or (resources.num_slots and resources.is_busy)
+            assert waits, "requests wait, nothing is in flight, nothing can run"
             return bool(self.results)
         return len(self.results) + plan.waits_for_host > self.lookahead and bool(self.results)
 
@@ -82,7 +129,8 @@ class EngineCore:
         for observer in self.observers:
             observer.finished(result)
         output = self.scheduler.update(result)
-        return self.groups.update(output) if len(self.groups) else output
+        members = self.scheduler.take_member_results()
+        return output if members is None else self.groups.update(output, members)
 
     def _retry_smaller(self, plan: StepPlan, error: DeviceMemoryError) -> bool:
         """Recompute all running requests in smaller steps after one did not fit the device's memory."""
@@ -111,16 +159,46 @@ class EngineCore:
             self._start_over()
             raise
 
+    def seconds_to_wait(self) -> float:
+        """How long the next step need not be planned yet, so that requests which come meanwhile are part of it."""
+        if self.pacing is None or len(self.scheduler.waiting) or not self.scheduler.rows.num_free:
+            return 0.0
+        return self.pacing.seconds()
+
     def has_work(self) -> bool:
-        return bool(len(self.scheduler) or self.results or len(self.groups))
+        return bool(len(self.scheduler) or self.results or self.groups.keys or self.pending.requests)
 
     def add(self, request: EngineRequest) -> None:
-        self.admission.check(request, self.groups.beams.num_waiting)
-        self.groups.add(request)
+        resources = self.scheduler.resources
+        waiting = len(self.groups.beams.waiting) + len(self.pending.requests)
+        self.admission.check(request, waiting + (len(resources) if resources.num_slots else 0))
+        if request.guide is None or not self.pending.hold(request):
+            self._queue(request)
+
+    def _queue_prepared(self) -> list[Finished]:
+        """Queue requests whose guides are prepared. Returns the ends of those that cannot run."""
+        ended: list[Finished] = []
+        is_idle = not (len(self.scheduler) or self.results)
+        for request, error in self.pending.take_ready(_IDLE_SECONDS if is_idle else 0.0):
+            try:
+                if error is not None:
+                    raise RequestError(error)
+                self._queue(request)
+            except RequestError as refused:
+                for each in (request, *request.forks):
+                    tokens = None if each.stream else np.zeros(0, np.int32)
+                    ended.append(Finished(each.key, FinishReason.ERROR, None, tokens, str(refused)))
+        return ended
+
+    def _queue(self, request: EngineRequest) -> None:
+        if request.forks or request.beam is not None:
+            self.groups.add(request)
+        else:
+            self.scheduler.add(request)
         self.deadlines.add(request)
 
     def abort(self, key: int, num_kept: int | None = None) -> bool:
-        return self.groups.abort(key) or self.scheduler.abort(key, num_kept)
+        return self.groups.abort(key) or self.scheduler.abort(key, num_kept) or self.pending.abort(key)
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes. False while requests run."""
@@ -128,18 +206,42 @@ class EngineCore:
             self.scheduler.update(self.results.popleft().result())
         return self.scheduler.cache.reset()
 
+    def resource_targets(self) -> AdapterTargets | None:
+        """What resources must fit; None if the engine takes none."""
+        return self.targets
+
+    def start_counting(self) -> None:
+        """Forget what was counted so far. A server asks for it after the token that shows that the model works."""
+        self.scheduler.stats, self.scheduler.cache.stats = SchedulerStats(), CacheStats()
+        self.scheduler.resources.stats = ResourceStats()
+        self.scheduler.guides.stats = GuideStats()
+
     def stats(self) -> EngineStats:
         """Gauges, and the counters of all parts of the core, which have the names of EngineStats."""
         scheduler, cache = self.scheduler, self.scheduler.cache
-        counted = (scheduler.stats, cache.stats, cache.tier.stats, self.graphs.use)
+        counted = (
+            scheduler.stats,
+            scheduler.guides.stats,
+            cache.stats,
+            cache.pool.times,
+            cache.tier.stats,
+            self.graphs.use,
+            scheduler.resources.stats,
+        )
         return EngineStats(
             num_running=len(scheduler.rows),
-            num_waiting=len(scheduler.waiting) + self.groups.beams.num_waiting,
+            num_waiting=len(scheduler.waiting)
+            + len(scheduler.resources)
+            + len(self.groups.beams.waiting)
+            + len(self.pending.requests),
+            resource_slots=scheduler.resources.num_slots,
+            resource_slots_used=scheduler.resources.num_used,
             num_waiting_tokens=scheduler.waiting.num_prompt_tokens,
             num_blocks=cache.pool.usable,
             num_used_blocks=cache.pool.num_used,
             num_cached_blocks=cache.pool.num_cached,
             evictions=cache.pool.evictions,
+            sliding_window=cache.sliding_window,
             host_blocks=cache.tier.num_blocks,
             host_used_blocks=cache.tier.num_used,
             host_cached_blocks=cache.tier.num_cached,

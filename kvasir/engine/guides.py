@@ -1,76 +1,244 @@
-"""Guides: per-request rules for the next token that only the host can work out, such as grammars. Core process.
+"""Guides: per-request rules for the next tokens that only the host can work out, such as grammars. Core process.
 
 A guided request runs one step ahead like any other, but a step samples for it only after the core has read the step
 before: the forward pass of step N+1 is launched, N's tokens are read, the guide says what may come next, and that goes
 to the sampler of N+1 (messages.SampleInputs). Steps without guided requests are not delayed.
 
-A feature registers a factory by name; a request names it (`EngineRequest.guide`).
+A guide may know several tokens that must follow. The scheduler appends them at once (a jump), without a pass for each.
+
+A kind of guide is registered by name, and a request names it (`EngineRequest.guide`). Requests whose guide takes time
+to prepare wait in `PendingGuides`, outside the queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from kvasir.errors import RequestError
-from kvasir.messages import Int32Array, SampleInputs
+from kvasir.messages import EngineRequest, FinishReason, Int32Array, SampleInputs
 
 if TYPE_CHECKING:
     from kvasir.engine.request import Request
+    from kvasir.engine.rows import RowNumbers, Rows
+
+Answer = int | Int32Array | None  # the token that must come next, a bitmask of allowed ones (32 to a word), or any may
 
 
-class TokenGuide(Protocol):
-    """The rule of one request. It is asked before every token that the request samples."""
+class TokenGuide:
+    """The rule of one request. It sees every output token once, in order."""
 
-    def accept(self, token_ids: Int32Array) -> None:
-        """Take in output tokens that are new since the last call."""
+    holds = True  # whether the next token is restricted; only `accept` and `jump` change it
+    is_complete = False  # the output is complete: the request ends without another token
+    error: str | None = None  # why the request cannot go on
+    is_lenient = False  # something that was asked for is not enforced
 
-    def next_token(self) -> int | Int32Array | None:
-        """The token that must come next, a bitmask of allowed tokens (32 to a word), or None if any may."""
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Take in output tokens."""
 
+    def jump(self, least: int, most: int, stops: Collection[int], completes: bool = True) -> list[int]:
+        """Return tokens that must come next, and take them in: `least` to `most` tokens or none at all, none of them of
+        `stops`; unless `completes`, not the token that would complete the output."""
+        return []
 
-GuideFactory = Callable[[Any], TokenGuide]
-_factories: dict[str, GuideFactory] = {}
-
-
-def register_guide(name: str, factory: GuideFactory) -> None:
-    """Let requests name this kind of guide. The factory gets the request's argument."""
-    _factories[name] = factory
-
-
-def make_guide(name: str, argument: Any) -> TokenGuide:
-    """The guide that a request asks for."""
-    if name not in _factories:
-        raise RequestError(f"no guide is registered under the name {name!r}; known are {sorted(_factories)}")
-    return _factories[name](argument)
+    def next_token(self) -> Answer:
+        """What may come next. Asked only while it holds."""
+        return None
 
 
-def sample_inputs(guided: Iterable[tuple[int, Request | None, Int32Array]]) -> SampleInputs:
-    """What the guides of a step's lines say, now that all results before it are known. Each line comes with its
-    request, None if that has ended meanwhile, and the request's output tokens."""
-    masked: list[int] = []
-    masks: list[Int32Array] = []
-    forced: list[tuple[int, int]] = []
-    dropped: list[int] = []
-    for line, request, token_ids in guided:
-        if request is None or request.guide is None:
-            dropped.append(line)
-            continue
-        request.guide.accept(token_ids[request.num_guided :])
-        request.num_guided = len(token_ids)
-        said = request.guide.next_token()
-        if isinstance(said, np.ndarray):
-            masked.append(line)
-            masks.append(said)
-        elif said is not None:
-            forced.append((line, said))
-    lines, tokens = np.array(forced, np.int32).reshape(-1, 2).T
-    return SampleInputs(
-        mask_lines=np.array(masked, np.int32),
-        masks=np.stack(masks) if masks else np.zeros((0, 0), np.int32),
-        forced_lines=lines,
-        forced_tokens=tokens,
-        dropped_lines=np.array(dropped, np.int32),
-    )
+class GuideKind(Protocol):
+    """Makes guides of one kind, and asks many of them at once."""
+
+    def prepare(self, argument: Any) -> Future[Any] | None:
+        """Begin what `make` needs and takes time; None if nothing does. The future's error refuses the request."""
+
+    def make(self, argument: Any) -> TokenGuide: ...
+
+    def answers(self, guides: Sequence[Any]) -> Int32Array | list[Answer]:
+        """What may come next for each guide: one array if all are masks."""
+
+
+@dataclass(slots=True)
+class GuideStats:
+    """Counters since the start, under the names of EngineStats."""
+
+    guided_tokens: int = 0  # output tokens of requests with guides
+    guided_passes: int = 0  # times that such a request ran in a step that computed its next token
+    jumps: int = 0
+    jumped_tokens: int = 0
+    mask_seconds: float = 0.0  # in which sampling waited for guides
+    guided_steps: int = 0  # steps whose sampling waited for guides
+    lenient_guides: int = 0  # guides that do not enforce everything that was asked for
+
+
+class Guides:
+    """The kinds of guides of one engine."""
+
+    def __init__(self) -> None:
+        self.stats = GuideStats()
+        self.kinds: dict[str, GuideKind] = {}
+
+    def kind(self, name: str) -> GuideKind:
+        if name not in self.kinds:
+            raise RequestError(f"no guide is registered under the name {name!r}; known are {sorted(self.kinds)}")
+        return self.kinds[name]
+
+    def make(self, name: str, argument: Any) -> TokenGuide:
+        """The guide that a request asks for."""
+        guide = self.kind(name).make(argument)
+        self.stats.lenient_guides += guide.is_lenient
+        return guide
+
+    def follow(
+        self, r: Rows, rows: RowNumbers, tokens: Int32Array, counts: Int32Array, reasons: Int32Array, waits: bool
+    ) -> tuple[dict[int, list[int]], dict[int, str], list[int]]:
+        """Show the new tokens of rows to their guides, and append the tokens that must follow them. `waits`: the step
+        in flight, if there is one, has not sampled yet.
+
+        Returns by line the tokens that are new for the client, if they are others than `tokens`, and why lines fail;
+        and rows that must be described to the worker again. Ends are written to `reasons`."""
+        shown: dict[int, list[int]] = {}
+        failed: dict[int, str] = {}
+        changed: list[int] = []
+        for i in np.flatnonzero(r.guided[rows] & (counts > 0)).tolist():
+            row, request = int(rows[i]), r.requests[int(rows[i])]
+            assert request is not None and request.guide is not None, f"row {row} has no guide"
+            guide, new = request.guide, tokens[i, : counts[i]].tolist()
+            more: list[int] = []
+            if guide.error is None and reasons[i] == FinishReason.NONE:
+                guide.accept(new)
+                if guide.error is None and guide.holds:
+                    more = self._continue(r, row, request, guide, waits, changed)
+                if guide.is_complete:
+                    reasons[i] = FinishReason.STOP
+                elif r.num_known[row] >= r.limit[row]:
+                    reasons[i] = FinishReason.LENGTH
+            if guide.error is not None:
+                reasons[i] = FinishReason.NONE
+                failed[i] = guide.error
+            r.restricted[row] = guide.holds
+            if request.unsent or more:
+                shown[i] = [*request.unsent, *new, *more]
+                request.unsent = []
+            self.stats.guided_tokens += len(shown.get(i, new))
+        return shown, failed, changed
+
+    def _continue(
+        self, r: Rows, row: int, request: Request, guide: TokenGuide, waits: bool, changed: list[int]
+    ) -> list[int]:
+        """Append the tokens that must follow. They save a pass each, but if the step in flight computes the last token
+        already, what it samples is lost: then one token is not worth it."""
+        known, sampling = int(r.num_known[row]), request.spec.sampling
+        in_flight = bool(r.num_computed[row] >= known)
+        least = 2 if in_flight and waits else 1
+        more = guide.jump(least, int(r.limit[row]) - known, sampling.stop_token_ids)
+        if more:
+            r.extend_from_outside(row, more)
+            self.stats.jumps += 1
+            self.stats.jumped_tokens += len(more)
+            if sampling.extras is not None:  # the worker has a history of tokens
+                changed.append(row)
+        elif in_flight and not waits:  # the guide begins to hold here, and the next token was sampled without it
+            r.compute_last_token_again(row)
+            changed.append(row)
+        return more
+
+    def sample_inputs(self, guided: Iterable[tuple[int, Request]], dropped: list[int]) -> SampleInputs:
+        """What the guides of a step's lines say, now that all results before it are known. `dropped`: lines whose token
+        is not wanted."""
+        start = time.perf_counter()
+        lines: dict[str, list[tuple[int, TokenGuide]]] = {}
+        for line, request in guided:
+            assert request.guide is not None and request.spec.guide is not None, "only guided requests are asked"
+            if request.guide.holds:
+                lines.setdefault(request.spec.guide[0], []).append((line, request.guide))
+        masked: list[int] = []
+        masks: list[Int32Array] = []
+        forced: list[tuple[int, int]] = []
+        for name, asked in lines.items():
+            said = self.kinds[name].answers([guide for _, guide in asked])
+            if isinstance(said, np.ndarray):
+                masked += [line for line, _ in asked]
+                masks.append(said)
+                continue
+            for (line, _), answer in zip(asked, said, strict=True):
+                if isinstance(answer, np.ndarray):
+                    masked.append(line)
+                    masks.append(answer[None])
+                elif answer is not None:
+                    forced.append((line, answer))
+        forced_lines, forced_tokens = np.array(forced, np.int32).reshape(-1, 2).T
+        inputs = SampleInputs(
+            mask_lines=np.array(masked, np.int32),
+            masks=_joined(masks),
+            forced_lines=forced_lines,
+            forced_tokens=forced_tokens,
+            dropped_lines=np.array(dropped, np.int32),
+        )
+        self.stats.guided_steps += 1
+        self.stats.mask_seconds += time.perf_counter() - start
+        return inputs
+
+
+def _joined(masks: list[Int32Array]) -> Int32Array:
+    if len(masks) == 1:
+        return masks[0]
+    return np.concatenate(masks) if masks else np.zeros((0, 0), np.int32)
+
+
+# ---------------------------------------------------------------- requests whose guide is being prepared
+
+
+@dataclass(slots=True)
+class _Pending:
+    request: EngineRequest
+    ready: Future[Any]
+
+
+class PendingGuides:
+    """Requests that wait for their guide. They join the queue when it is prepared."""
+
+    def __init__(self, guides: Guides) -> None:
+        self._guides = guides
+        self.requests: dict[int, _Pending] = {}  # by key
+
+    def hold(self, request: EngineRequest) -> bool:
+        """Keep a request until its guide is prepared. False if it need not wait."""
+        assert request.guide is not None, "only requests with guides wait for them"
+        name, argument = request.guide
+        ready = self._guides.kind(name).prepare(argument)
+        if ready is None:
+            return False
+        if ready.done():
+            ready.result()
+            return False
+        self.requests[request.key] = _Pending(request, ready)
+        return True
+
+    def abort(self, key: int) -> bool:
+        """Remove a request, or one of its forks. False if it does not wait here."""
+        if self.requests.pop(key, None) is not None:
+            return True
+        for pending in self.requests.values():
+            forks = tuple(fork for fork in pending.request.forks if fork.key != key)
+            if len(forks) < len(pending.request.forks):
+                pending.request.forks = forks
+                return True
+        return False
+
+    def take_ready(self, seconds: float) -> list[tuple[EngineRequest, str | None]]:
+        """Requests whose guide is prepared, or cannot be, with the reason. Waits up to `seconds` for the first."""
+        if seconds:
+            wait([pending.ready for pending in self.requests.values()], seconds, FIRST_COMPLETED)
+        done = [key for key, pending in self.requests.items() if pending.ready.done()]
+        found = [self.requests.pop(key) for key in done]
+        return [(each.request, _why(each.ready.exception())) for each in found]
+
+
+def _why(error: BaseException | None) -> str | None:
+    return None if error is None else f"its guide could not be prepared: {error}"

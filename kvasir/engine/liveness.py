@@ -1,30 +1,119 @@
-"""ClientLiveness: notices when clients connect or end, and ends the engine when its owner ends. Core process.
+"""How engines and clients meet, and how an engine notices that a client has ended. API and core process.
 
-Every client, the owner included, keeps a socket open for as long as it lives; the kernel closes it when the process
-ends. A thread of its own watches these sockets, and the engine's loop reads what the thread has recorded.
+Both belong to one user and meet in a directory that only this user may enter. Every client, the owner included, keeps a
+liveness socket open for as long as it lives; the kernel closes it when the process ends. A thread of the engine process
+watches these sockets, and the engine's loop reads what the thread has recorded.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from kvasir.config.engine import EngineConfig
-from kvasir.engine.transport import Address, Registration
+from kvasir.config.scratch import LOCK, make_scratch, remove_scratch
+from kvasir.errors import ConfigError
 from kvasir.log import get_logger
 
 logger = get_logger(__name__)
 GRACE_SECONDS = 5.0  # how long the engine's loop may take to end after its owner has ended
 _CHECK_SECONDS = 1.0  # between two checks of the owner's process id
+_MAX_SOCKET_PATH = 107  # bytes, Linux's limit
+
+# ---------------------------------------------------------------- addresses
+
+
+@dataclass(slots=True, frozen=True)
+class Address:
+    """The files of one engine: a folder in the directory that its owner made."""
+
+    directory: str
+    index: int
+
+    @property
+    def folder(self) -> str:
+        return f"{self.directory}/{self.index}"
+
+    @property
+    def messages(self) -> str:
+        """The ZeroMQ endpoint for requests and outputs."""
+        return f"ipc://{self.folder}/messages"
+
+    @property
+    def liveness(self) -> str:
+        """The socket that every client keeps open for as long as it lives."""
+        return f"{self.folder}/liveness"
+
+    @property
+    def progress(self) -> str:
+        """The file behind the memory page of `Progress`."""
+        return f"{self.folder}/progress"
+
+    def remove(self) -> None:
+        """Remove this engine's folder, and the directory if it was the last one."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):
+            if set(os.listdir(self.directory)) <= {LOCK}:
+                remove_scratch(self.directory)
+
+
+def make_directory(num_engines: int) -> str:
+    directory = make_scratch()
+    for index in range(num_engines):
+        os.mkdir(Address(directory, index).folder)
+    if len(Address(directory, num_engines).liveness) > _MAX_SOCKET_PATH:
+        remove_directory(directory, num_engines)
+        raise ConfigError(f"the directory for sockets, {directory}, has too long a path; set TMPDIR to a shorter one")
+    return directory
+
+
+def remove_directory(directory: str, num_engines: int) -> None:
+    for index in range(num_engines):
+        Address(directory, index).remove()
+    remove_scratch(directory)
+
+
+# ---------------------------------------------------------------- messages on the liveness socket
+
+# From a starting engine, as (kind, value).
+RESOLVED, READY, FAILED = "resolved", "ready", "failed"  # EngineConfig, startup seconds by phase, KvasirError
+
+
+@dataclass(slots=True)
+class EngineStart:
+    """The first message to a new engine process."""
+
+    asked: EngineConfig  # not resolved yet
+    executor: str | Callable[[EngineConfig], Any] | None  # replaces the model's: "module:name" or a picklable callable
+    directory: str
+    index: int  # of this engine in the directory
+    owner: int  # process id
+
+
+@dataclass(slots=True)
+class Registration:
+    """An engine's reply to a client that connects to its liveness socket."""
+
+    client: int  # the client's number
+    config: EngineConfig
+    startup_seconds: dict[str, float]  # by startup phase
+
+
+# ---------------------------------------------------------------- the engine's side
 
 
 class ClientLiveness(threading.Thread):
+    """Notices when clients connect or end, and ends the engine when its owner ends."""
+
     def __init__(self, owner: Connection, owner_pid: int, address: Address) -> None:
         super().__init__(daemon=True, name="client-liveness")
         self.config: EngineConfig | None = None  # clients are registered only once it is known

@@ -5,25 +5,28 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kvasir import log
 from kvasir.config.engine import EngineConfig
 from kvasir.config.resolve import resolve
 from kvasir.config.startup import record_imports
 from kvasir.config.startup import seconds as startup_seconds
 from kvasir.engine.build import build_core
-from kvasir.engine.liveness import GRACE_SECONDS, ClientLiveness
+from kvasir.engine.core import EngineCore
+from kvasir.engine.grammar_guide import GRAMMAR_GUIDE, GrammarGuides
+from kvasir.engine.liveness import FAILED, GRACE_SECONDS, READY, RESOLVED, Address, ClientLiveness, EngineStart
 from kvasir.engine.service import EngineService
-from kvasir.engine.transport import FAILED, READY, RESOLVED, Address, EngineStart, Progress, portable_error
+from kvasir.engine.transport import Progress, portable_error
 from kvasir.errors import ConfigError, EngineError, KvasirError
-from kvasir.log import get_logger
 from kvasir.sampling.startup_processors import StartupProcessors
 
-logger = get_logger(__name__)
+logger = log.get_logger(__name__)
 
 
 def main(handle: int) -> None:
@@ -32,6 +35,7 @@ def main(handle: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     record_imports()
+    log.write_in_background()
     owner = Connection(handle)
     try:
         start: EngineStart = owner.recv()
@@ -41,6 +45,7 @@ def main(handle: int) -> None:
         code = _serve(owner, start)
     finally:
         Address(start.directory, start.index).remove()
+    log.flush()
     os._exit(code)  # instead of returning: a library's exit handler may hang
 
 
@@ -52,7 +57,9 @@ def _serve(owner: Connection, start: EngineStart) -> int:
         config = liveness.config = resolve(start.asked)
         owner.send((RESOLVED, config))
         startup = StartupProcessors(config.model.logits_processors)
+        guides = _GuidesLoader(config)  # beside the weights
         core = build_core(config, None if start.executor is None else _make_executor(start.executor, config))
+        guides.register(core)
     except BaseException as error:
         _report(liveness, error, "the engine could not be started")
         return 1
@@ -71,6 +78,34 @@ def _serve(owner: Connection, start: EngineStart) -> int:
     finally:
         with suppress(Exception):
             core.close()
+
+
+class _GuidesLoader:
+    """Makes the guides for structured outputs in a thread: a large vocabulary takes seconds, and requests must not."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._guides: GrammarGuides | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._load, args=(config,), name="grammar-tokenizer")
+        self._thread.start()
+
+    def _load(self, config: EngineConfig) -> None:
+        from kvasir.frontend.requests.structured import grammar_guides
+
+        try:
+            guides = grammar_guides(config.model)
+            if guides is not None:
+                _ = guides.compiled.tokenizer
+            self._guides = guides
+        except Exception as error:
+            self._error = error
+
+    def register(self, core: EngineCore) -> None:
+        self._thread.join()
+        if self._error is not None:  # the API process refuses such requests, too
+            logger.warning("There are no structured outputs: %s", self._error)
+        if self._guides is not None:
+            core.scheduler.guides.kinds[GRAMMAR_GUIDE] = self._guides
 
 
 def _report(liveness: ClientLiveness, error: BaseException, what: str) -> None:

@@ -1,12 +1,12 @@
 """Groups of requests: parallel samples that share a prompt, and beam searches. Core process.
 
-The core adds every request here and passes every output through. Groups use the scheduler to add, fork and abort
-requests and to append tokens to them, so the scheduler knows nothing of samples or searches.
+The core adds such requests here, and passes outputs through while there are any. Groups use the scheduler to add, fork
+and abort requests and to append tokens to them, so the scheduler knows nothing of samples or searches.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -14,47 +14,44 @@ from itertools import count
 import numpy as np
 
 from kvasir.engine.beam_search import Beam, BeamSearch, Proposals, candidates_per_beam
-from kvasir.engine.scheduler import Scheduler
+from kvasir.engine.scheduler import MemberResults, Scheduler
 from kvasir.errors import RequestError
+from kvasir.log import get_logger
 from kvasir.messages import (
     LOGPROBS,
     BeamOutput,
     BeamSpec,
     EngineOutput,
     EngineRequest,
+    Finished,
+    FinishReason,
     Hypothesis,
     Part,
     RowSampling,
-    Started,
-    select_parts,
 )
+
+logger = get_logger(__name__)
 
 
 class RequestGroups:
-    """All groups of one engine. A step skips this class if there are none."""
+    """All groups of one engine. A step skips this class while `keys` is empty.
+
+    The beams of a search run as members with negative keys. The scheduler reports them apart from other requests
+    (MemberResults), and only this class turns such a report into something that clients see, under the search's key."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.forks = PendingForks(scheduler)
-        self.beams = BeamGroups(scheduler)
-
-    def __len__(self) -> int:
-        """Number of groups that need work between steps."""
-        return len(self.forks) + len(self.beams)
-
-    def __contains__(self, key: int) -> bool:
-        """Whether the request is a fork that has not started, or a beam search."""
-        return key in self.forks or key in self.beams
-
-    @property
-    def num_known(self) -> int:
-        """Number of forks that have not started, and of beam searches."""
-        return self.forks.num_waiting + len(self.beams)
+        self.keys: set[int] = set()  # of beam searches, and of forks that have not started
+        self.forks = PendingForks(scheduler, self.keys)
+        self.beams = BeamGroups(scheduler, self.keys)
 
     def add(self, request: EngineRequest) -> None:
+        """Add a beam search, or a request with forks."""
         if request.beam is not None:
             self.beams.add(request)
         else:
+            for each in request.forks:
+                each.embeddings = request.embeddings  # which are sent once
             self._scheduler.add(request)
             self.forks.expect(request)
 
@@ -62,9 +59,13 @@ class RequestGroups:
         """Start the forks of requests whose prompts are planned. Call after a step was planned."""
         self.forks.start()
 
-    def update(self, output: EngineOutput) -> EngineOutput:
-        """Replace the tokens of beams in a step's output by the state of their searches."""
-        return self.beams.update(output) if len(self.beams) else output
+    def update(self, output: EngineOutput, members: MemberResults) -> EngineOutput:
+        """Add the state of searches to a step's output, by what their beams yielded."""
+        return self.beams.update(output, members)
+
+    def owner(self, request: EngineRequest) -> EngineRequest | None:
+        """The request that clients know: a beam's search, or the request itself. None if the search has ended."""
+        return request if request.key >= 0 else self.beams.owner(request.key)
 
     def abort(self, key: int) -> bool:
         """Abort a request that is known here. False if only the scheduler knows it."""
@@ -77,26 +78,17 @@ class RequestGroups:
 class PendingForks:
     """Requests with the same prompt as another. They wait until it is computed and start on its blocks."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, keys: set[int]) -> None:
         self._scheduler = scheduler
+        self._keys = keys  # of all groups
         self._waiting: dict[int, list[EngineRequest]] = {}  # forks by the key of their parent
         self._parents: dict[int, int] = {}  # key of the parent by the key of a fork
 
-    def __len__(self) -> int:
-        """Number of parents with waiting forks."""
-        return len(self._waiting)
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._parents
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._parents)
-
     def expect(self, request: EngineRequest) -> None:
-        if request.forks:
-            self._waiting[request.key] = list(request.forks)
-            self._parents |= dict.fromkeys((fork.key for fork in request.forks), request.key)
+        """Hold the request's forks until its prompt is computed."""
+        self._waiting[request.key] = list(request.forks)
+        self._parents |= dict.fromkeys((fork.key for fork in request.forks), request.key)
+        self._keys.update(fork.key for fork in request.forks)
 
     def start(self) -> None:
         """Start forks whose parent's prompt is planned: the device computes it before the forks' first step."""
@@ -112,7 +104,10 @@ class PendingForks:
         parent = self._parents.pop(key, None)
         if parent is None:
             return False
+        self._keys.remove(key)
         self._waiting[parent] = [fork for fork in self._waiting[parent] if fork.key != key]
+        if not self._waiting[parent]:
+            del self._waiting[parent]
         return True
 
     def _take(self, parent: int) -> list[EngineRequest]:
@@ -120,11 +115,12 @@ class PendingForks:
         forks = self._waiting.pop(parent, [])
         for fork in forks:
             del self._parents[fork.key]
+            self._keys.remove(fork.key)
         return forks
 
 
 def _length(forks: list[EngineRequest]) -> int:
-    return max((len(fork.prompt_token_ids) for fork in forks), default=0)
+    return max(len(fork.prompt_token_ids) for fork in forks)
 
 
 # ------------------------------------------------------------ beam search
@@ -147,26 +143,17 @@ class BeamGroups:
     """Runs each beam as a request with external tokens. After every step of a search its beams continue in place, fork
     or end, so the KV of a common prefix exists once."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, keys: set[int]) -> None:
+        self.running: dict[int, SearchGroup] = {}  # by the request's key
+        self.waiting: deque[SearchGroup] = deque()
         self._scheduler = scheduler
-        self._running: dict[int, SearchGroup] = {}  # by the request's key
-        self._waiting: deque[SearchGroup] = deque()
+        self._keys = keys  # of all groups
         self._of_beam: dict[int, SearchGroup] = {}  # by a beam's key
-        self._keys = count(-1, -1)  # requests of the API process have no negative keys
-
-    def __len__(self) -> int:
-        return len(self._running) + len(self._waiting)
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._running or any(search.request.key == key for search in self._waiting)
+        self._beam_keys = count(-1, -1)  # requests of the API process have no negative keys
 
     def is_running(self, key: int) -> bool:
-        search = self._running.get(key)
+        search = self.running.get(key)
         return search is not None and any(self._scheduler.num_computed(beam) for beam in search.keys)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     def add(self, request: EngineRequest) -> None:
         spec = request.beam
@@ -185,7 +172,8 @@ class BeamGroups:
                 f"lower beam_width or max_tokens, or give the engine more KV cache memory",
                 "beam_width",
             )
-        self._waiting.append(search)
+        self._keys.add(request.key)
+        self.waiting.append(search)
         self._start()
 
     def _beam(self, request: EngineRequest, spec: BeamSpec) -> EngineRequest:
@@ -197,6 +185,8 @@ class BeamGroups:
             request.max_tokens + 1,  # never reached, because the search ends first
             RowSampling(logprobs=wanted),
             cache_salt=request.cache_salt,
+            embeddings=request.embeddings,
+            resource=request.resource,
             reads_cache=request.reads_cache,
             external_tokens=True,
             awaited=True,
@@ -215,32 +205,44 @@ class BeamGroups:
     def _start(self) -> None:
         """Start searches as long as all running ones can hold every block they may need. With fewer blocks they could
         wait for each other forever."""
-        while self._waiting:
-            held = [*self._running.values(), self._waiting[0]]
+        while self.waiting:
+            search = self._next()
+            held = [*self.running.values(), search]
             rows = sum(search.search.spec.width for search in held)
             blocks = sum(search.blocks for search in held)
             limits = self._scheduler.limits
             if rows > limits.max_num_seqs or blocks > self._scheduler.cache.pool.usable:
                 return
-            search = self._waiting.popleft()
-            self._running[search.request.key] = search
-            key = next(self._keys)
+            self.waiting.remove(search)
+            self.running[search.request.key] = search
+            key = next(self._beam_keys)
             self._of_beam[key] = search
             search.keys = [key]
             self._scheduler.add(replace(search.beam, key=key))
 
+    def _next(self) -> SearchGroup:
+        """The oldest search; under a policy that shares, the oldest of the tenant that runs the fewest beams."""
+        if self._scheduler.waiting.sharing is None or len(self.waiting) == 1:
+            return self.waiting[0]
+        beams: Counter[str] = Counter()
+        for search in self.running.values():
+            beams[search.request.terms.tenant] += search.search.spec.width
+        return min(self.waiting, key=lambda s: beams[s.request.terms.tenant] / s.request.terms.weight)
+
     def abort(self, key: int) -> bool:
-        if key in self._running:
-            self._end(self._running[key])
+        if key in self.running:
+            self._end(self.running[key])
             return True
-        for search in self._waiting:
+        for search in self.waiting:
             if search.request.key == key:
-                self._waiting.remove(search)
+                self.waiting.remove(search)
+                self._keys.remove(key)
                 return True
         return False
 
     def _end(self, search: SearchGroup) -> None:
-        del self._running[search.request.key]
+        del self.running[search.request.key]
+        self._keys.remove(search.request.key)
         self._abort_beams(search.keys)
         self._start()
 
@@ -251,35 +253,43 @@ class BeamGroups:
 
     # ------------------------------------------------------------ steps
 
-    def update(self, output: EngineOutput) -> EngineOutput:
-        """Replace the proposals of beams in a step's output by the state of their searches."""
-        output.started = [start for each in output.started if (start := self._start_of(each)) is not None]
-        ours = np.array([key in self._of_beam for key in output.keys.tolist()], np.bool_)
-        if not ours.any():
-            return output
-        touched = self._collect(output.keys.tolist(), output.parts[LOGPROBS])
-        others = np.flatnonzero(~ours)
-        rest = EngineOutput(
-            keys=output.keys[others],
-            token_ids=output.token_ids[others],
-            counts=output.counts[others],
-            parts=select_parts(output.parts, others, len(output.keys)),
-            finished=output.finished,
-            started=output.started,
-        )
-        ready = [search for search in touched if len(search.proposals) == len(search.keys)]
-        rest.beams = [found for search in ready for found in self._advance(search)]
-        return rest
+    def update(self, output: EngineOutput, members: MemberResults) -> EngineOutput:
+        """Add the state of the searches whose beams yielded something. Members of ended searches are dropped."""
+        for start in members.started:
+            search = self._of_beam.get(start.key)
+            if search is not None and not search.has_started:
+                search.has_started = True
+                output.started.append(replace(start, key=search.request.key))
+        for end in members.finished:
+            search = self._of_beam.get(end.key)
+            if search is not None:
+                output.finished.append(self._fail(search, end.error or "a beam ended"))
+        beams: list[BeamOutput] = []
+        for search in self._collect(members.keys, members.parts[LOGPROBS]) if LOGPROBS in members.parts else ():
+            if len(search.proposals) < len(search.keys):
+                continue
+            try:
+                beams += self._advance(search)
+            except Exception as error:  # a fault in one search must not end the other requests
+                logger.exception("The beam search with key %d failed", search.request.key)
+                output.finished.append(self._fail(search, f"the beam search failed: {type(error).__name__}: {error}"))
+        if beams:
+            output.beams = beams
+        return output
 
-    def _start_of(self, start: Started) -> Started | None:
-        """Return the start of a search for the start of its first beam; None for its other beams."""
-        if start.key >= 0:
-            return start
-        search = self._of_beam.get(start.key)
-        if search is None or search.has_started:
-            return None
-        search.has_started = True
-        return replace(start, key=search.request.key)
+    def _fail(self, search: SearchGroup, error: str) -> Finished:
+        """End a search with an error, whatever state its beams are in."""
+        request = search.request
+        search.keys = [key for key, owner in self._of_beam.items() if owner is search]
+        if request.key in self.running:
+            self._end(search)
+        tokens = None if request.stream else np.zeros(0, np.int32)
+        return Finished(request.key, FinishReason.ERROR, None, tokens, error)
+
+    def owner(self, key: int) -> EngineRequest | None:
+        """The request whose search a beam belongs to."""
+        search = self._of_beam.get(key)
+        return None if search is None else search.request
 
     def _collect(self, keys: list[int], logprobs: Part) -> list[SearchGroup]:
         touched: dict[int, SearchGroup] = {}
@@ -322,7 +332,7 @@ class BeamGroups:
                 first[beam.parent] = beam.tokens[-1]
                 search.keys.append(old[beam.parent])
                 continue
-            key = next(self._keys)
+            key = next(self._beam_keys)
             prompt = np.concatenate([search.request.prompt_token_ids, np.array(beam.tokens, np.int32)])
             left = search.beam.max_tokens - len(beam.tokens)
             fork = replace(search.beam, key=key, prompt_token_ids=prompt, max_tokens=left)

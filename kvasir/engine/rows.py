@@ -37,15 +37,21 @@ class Rows:
         self.num_unsettled = ints()  # planned drafts in flight: the two bounds may be too high by so much
         self.num_known = ints()  # tokens that the host has seen
         self.fed_from = ints()  # from this position on, input tokens are taken from the device
+        self.num_prompt = ints()
         self.limit = ints()
+        self.num_computable = ints()  # tokens after which nothing is left to compute
         self.max_new = ints()  # tokens that a step can add: 0 if they come from outside, 1 + drafts otherwise
+        self.most_drafts = ints()  # drafts of a step that the request allows
+        self.num_drafts = ints()  # drafts that the device has for the next step (upper bound)
         self.epoch = ints()
         self.account = ints()  # the policy's account for these tokens, see engine/queue.py ...
         self.num_counted = ints()  # ... and up to which token they were counted
+        self.samples = bools()  # False: the request ends with the forward pass of its prompt
         self.stream = bools()
         self.logprobs = bools()
         self.needs_last_token = bools()
-        self.guided = bools()  # sampling waits for what the host learns from the step before
+        self.guided = bools()  # its request has a guide ...
+        self.restricted = bools()  # ... which holds: sampling waits for what the host learns from the step before
         self.key = np.zeros(max_rows, np.int64)
         self.stop_ids: Int32Array = np.full((max_rows, 1), NO_TOKEN, np.int32)
         # calloc: pages that no request has touched take no memory
@@ -54,7 +60,7 @@ class Rows:
         self.order: NDArray[np.int64] = np.zeros(0, np.int64)  # rows in use, first admitted first
         self.version = 0  # changes with `order`
         # Whether any request ever had these. Steps skip the arithmetic of what no request uses.
-        self.any_drafts = self.any_external = self.any_guided = False
+        self.any_drafts = self.any_external = self.any_guided = self.any_without_sampling = False
         self._free = list(range(max_rows - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -74,15 +80,24 @@ class Rows:
         self.num_computed[row] = num_computed
         self.num_tokens[row] = self.num_known[row] = self.fed_from[row] = known
         self.num_unsettled[row] = 0
+        self.num_prompt[row] = request.num_prompt_tokens
         self.limit[row] = request.limit
-        self.max_new[row] = 0 if spec.external_tokens else 1 + spec.num_drafts
-        self.any_drafts |= spec.num_drafts > 0
+        self.num_computable[row] = request.num_computable
+        alone = spec.external_tokens or spec.needs_last_token or request.guide is not None
+        drafts = 0 if alone else spec.num_drafts
+        self.max_new[row] = 0 if spec.external_tokens else 1 + drafts
+        self.most_drafts[row] = drafts
+        self.num_drafts[row] = 0
+        self.any_drafts |= drafts > 0
         self.any_external |= spec.external_tokens
         self.any_guided |= request.guide is not None
+        self.any_without_sampling |= spec.max_tokens == 0
+        self.samples[row] = spec.max_tokens > 0
         self.stream[row] = spec.stream
         self.logprobs[row] = spec.sampling.logprobs is not None
         self.needs_last_token[row] = spec.needs_last_token
         self.guided[row] = request.guide is not None
+        self.restricted[row] = request.guide is not None and request.guide.holds
         self.key[row] = request.key
         self._set_stop_ids(row, spec.sampling.stop_token_ids)
         return row
@@ -115,31 +130,49 @@ class Rows:
         self.num_known[row] = self.num_tokens[row] = self.fed_from[row] = known + len(tokens)
         self.epoch[row] += 1
 
+    def compute_last_token_again(self, row: int) -> None:
+        """Let the next step compute the row's last known token once more, because another token must follow it than was
+        sampled. Tokens that steps in flight sample for this row are discarded."""
+        known = int(self.num_known[row])
+        self.num_computed[row] = known - 1
+        self.num_tokens[row] = self.fed_from[row] = known
+        self.epoch[row] += 1
+
     # ------------------------------------------------------------ several rows at once
 
     def wanted(self, rows: RowNumbers) -> Int32Array:
         """Number of tokens that each of these rows can compute in the next step."""
-        want: Int32Array = np.minimum(self.num_tokens[rows], self.limit[rows] - 1) - self.num_computed[rows]
+        want: Int32Array = np.minimum(self.num_tokens[rows], self.num_computable[rows]) - self.num_computed[rows]
         if self.any_drafts:
-            room = self.limit[rows] - 1 - self.num_computed[rows]
-            want = np.where((want == 1) & (self.max_new[rows] > 1), np.minimum(self.max_new[rows], room), want)
+            room = self.num_computable[rows] - self.num_computed[rows]
+            want = np.where(want == 1, np.minimum(1 + self.num_drafts[rows], room), want)
         want[self.needs_last_token[rows] & (self.num_tokens[rows] > self.num_known[rows])] = 0
         return want
 
-    def advance(self, rows: RowNumbers, grants: Int32Array) -> tuple[Int32Array, NDArray[np.bool_], Int32Array]:
-        """Count a planned step's tokens as computed. Returns how many tokens each row has computed then, whether it
-        samples, and how many drafts it verifies."""
+    def without_drafts(self, rows: RowNumbers, want: Int32Array) -> Int32Array:
+        """The wanted tokens, one for each row that would verify drafts."""
+        if not self.any_drafts:
+            return want
+        return np.where(self.num_tokens[rows] - self.num_computed[rows] == 1, np.minimum(want, 1), want)
+
+    def advance(
+        self, rows: RowNumbers, grants: Int32Array
+    ) -> tuple[Int32Array, NDArray[np.bool_], Int32Array, Int32Array]:
+        """Count a planned step's tokens as computed. Returns how many tokens each row has computed then, whether all
+        that are known are computed, how many drafts it verifies, and how many it should have for its next step."""
         self.num_computed[rows] += grants
         computed, before = self.num_computed[rows], self.num_tokens[rows]
         samples = computed >= before
-        drafts = NO_DRAFTS
+        drafts = ahead = NO_DRAFTS
         if self.any_drafts:
             drafts = np.maximum(computed - before, 0)
             self.num_unsettled[rows] += drafts
             self.num_tokens[rows] += drafts
+            ahead = np.where(samples, np.maximum(self.max_new[rows] - 1, 0), 0).astype(np.int32)
+            self.num_drafts[rows] = ahead
         sampling = rows[samples]
         self.num_tokens[sampling] += self.max_new[sampling] > 0 if self.any_external else 1
-        return computed, samples, drafts
+        return computed, samples, drafts, ahead
 
     def settle(self, rows: RowNumbers, drafts: Int32Array, counts: Int32Array) -> None:
         """Lower the bounds of rows whose step verified `drafts` and yielded `counts` tokens."""
@@ -155,6 +188,10 @@ class Rows:
     def fed_by_host(self, rows: RowNumbers) -> RowNumbers:
         """Places of the rows whose next input tokens the host knows: prompts, and tokens that come from outside."""
         return np.flatnonzero(self.num_computed[rows] < self.fed_from[rows])
+
+    def prompt_tokens(self, rows: RowNumbers, grants: Int32Array) -> int:
+        """How many of the tokens that these rows compute in the next step are of their prompts."""
+        return int(np.clip(self.num_prompt[rows] - self.num_computed[rows], 0, grants).sum())
 
     def input_tokens(self, rows: RowNumbers, grants: Int32Array, fed: RowNumbers) -> Int32Array:
         """Input ids of a step; those that only the device knows are NO_TOKEN."""

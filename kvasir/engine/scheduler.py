@@ -21,27 +21,31 @@ from numpy.typing import NDArray
 
 from kvasir.engine.cache.manager import IntArray, KVCacheManager, Prefix
 from kvasir.engine.cache.prefix_groups import PrefixGroupTracker
-from kvasir.engine.cache.tier import SwappedBlocks
-from kvasir.engine.guides import sample_inputs
+from kvasir.engine.cache.tier import NO_COPIES, SwappedBlocks
+from kvasir.engine.guides import Guides
 from kvasir.engine.policies import Context, Policy
 from kvasir.engine.queue import Queue
 from kvasir.engine.request import Request
+from kvasir.engine.resources import ResourceSlots
 from kvasir.engine.rows import Rows
+from kvasir.engine.stats import STEP_SIZES, no_step_sizes
+from kvasir.engine.step_budget import StepBudget
+from kvasir.engine.tenant_shares import TenantShares
 from kvasir.errors import RequestError
 from kvasir.messages import (
-    STEP_SIZES,
+    MIN_GROUP_ROWS,
     EngineOutput,
     EngineRequest,
     Finished,
     FinishReason,
     Int32Array,
     NewRow,
+    Part,
     PrefixGroups,
     SampleInputs,
     Started,
     StepPlan,
     StepResult,
-    no_step_sizes,
     select_parts,
 )
 
@@ -52,13 +56,20 @@ class SchedulerStats:
 
     steps: int = 0
     scheduled_tokens: int = 0
-    step_sizes: list[int] = field(default_factory=no_step_sizes)  # steps per bucket of STEP_SIZES
+    step_tokens: int = 0  # prompt tokens computed and tokens generated
+    step_sizes: list[int] = field(default_factory=no_step_sizes)  # steps by their step_tokens, per bucket of STEP_SIZES
     preemptions: int = 0
     partial_prefills: int = 0  # times a prompt was scheduled with fewer tokens than it still needed
     dropped_tokens: int = 0  # tokens sampled for a request that had ended, was preempted or got external tokens
     held_back: int = 0  # steps in which the watermark kept a request waiting
     timeouts_waiting: int = 0  # requests that timed out before they ran or while they were preempted ...
     timeouts_running: int = 0  # ... and while they ran
+    drafts: int = 0  # times that a row verified drafts
+    draft_tokens: int = 0  # drafts that were verified ...
+    accepted_tokens: int = 0  # ... and accepted
+    accepted_by_position: list[int] = field(default_factory=list)  # accepted first drafts, second drafts, ...
+    rows_without_drafts: int = 0  # times that a row sampled and had no draft
+    rows_paused: int = 0  # of those, times because drafts would not have paid
 
 
 @dataclass(slots=True)
@@ -67,8 +78,20 @@ class _InFlight:
 
     rows: IntArray
     epochs: Int32Array
-    samples: NDArray[np.bool_]
+    samples: NDArray[np.bool_]  # rows that sample, or end because they sample nothing
     drafts: Int32Array  # drafted tokens that each row verifies; empty if no row ever had any
+    waits: bool  # its sampling waits for the host
+
+
+@dataclass(slots=True)
+class MemberResults:
+    """What steps yielded for members of request groups, such as beams. Their keys are negative and private to the core,
+    so they are collected here and never in an EngineOutput."""
+
+    keys: list[int] = field(default_factory=list)
+    parts: dict[str, Part] = field(default_factory=dict)  # their lines are indices of `keys`
+    started: list[Started] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,27 +103,42 @@ class Limits:
     chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0  # most tokens that one request gets per step; 0: no limit
     watermark: float = 0.0  # share of the blocks that must stay free when a request is admitted beside others
+    num_lookahead_tokens: int = 0  # tokens after a step's own for which blocks are prepared: a drafter computes them
 
 
 class Scheduler:
     """Plans steps and takes in their results. It owns the queue, the rows and the KV cache manager."""
 
-    def __init__(self, limits: Limits, cache: KVCacheManager, policy: Policy, max_model_len: int) -> None:
+    def __init__(
+        self, limits: Limits, cache: KVCacheManager, policy: Policy, max_model_len: int, num_resources: int = 0
+    ) -> None:
         self.limits = limits
+        self.resources = ResourceSlots(num_resources)
         self.cache = cache
         self.waiting = Queue(policy)
         self.context: Context = policy.context
         self.context.tokens_to_compute = self._tokens_to_compute
         self.rows = Rows(limits.max_num_seqs, max_model_len)
         self.stats = SchedulerStats()
+        self.guides = Guides()
         self._requests: dict[int, Request] = {}
         self._new_rows: list[NewRow] = []
         self._started: list[Started] = []  # starts that no output has reported yet
+        self._members = MemberResults()
         self._no_token_yet: set[int] = set()  # rows of requests that do not stream and have no output token yet
         self._in_flight: deque[_InFlight] = deque()
         self._prefix_groups = PrefixGroupTracker(limits.max_num_seqs)
-        self._reserve = int(limits.watermark * cache.pool.usable)  # blocks
+        self.step_budget: StepBudget | None = None  # None: steps have up to max_num_batched_tokens
+        self._uncached = 1.0  # share of the prompt tokens of recent requests that were not in the cache
+        self.reserve = int(limits.watermark * cache.pool.usable)  # blocks
         self._arrivals = count()
+        self._all_shares = None if self.waiting.sharing is None else TenantShares(self, self.waiting.sharing)
+
+    @property
+    def shares(self) -> TenantShares | None:
+        """The shares of tenants; None unless several have requests and the policy shares."""
+        sharing = self.waiting.sharing
+        return self._all_shares if sharing is not None and sharing.is_contended else None
 
     # ------------------------------------------------------------ add, fork and end requests
 
@@ -114,15 +152,20 @@ class Scheduler:
     def add(self, spec: EngineRequest, ahead: bool = False) -> None:
         """Queue a request; with `ahead`, at the place of a preempted one."""
         request = self._new(spec)
-        needed = self.cache.blocks_for(request.limit - 1)  # the last token's KV is never computed
+        needed = self.cache.blocks_for(request.num_computable)
         if needed > self.cache.pool.usable:
             raise RequestError(
                 f"this request may grow to {request.limit} tokens, which need {needed} KV blocks of "
                 f"{self.cache.block_size} tokens, but the cache has {self.cache.pool.usable}; "
                 f"shorten the prompt, lower max_tokens, or give the engine more KV cache memory"
             )
+        request.goes_ahead = ahead
+        if spec.resource is None or self.resources.claim(request):
+            self._enqueue(request)
         self._requests[spec.key] = request
-        if ahead:
+
+    def _enqueue(self, request: Request) -> None:
+        if request.goes_ahead:
             self.waiting.put_back(request)
         else:
             self.waiting.add(request)
@@ -143,15 +186,19 @@ class Scheduler:
         if not self.cache.can_fork(row, shared):
             self.add(spec, ahead=True)
             return
+        if spec.resource is not None:
+            self.resources.attach(request)
         child = self._assign_row(request, shared)
         self.cache.fork(row, child, shared)
         self.rows.append([child])
         self._requests[spec.key] = request
 
     def _new(self, spec: EngineRequest, parent: Request | None = None) -> Request:
+        assert spec.key >= 0 or spec.external_tokens, "a member of a group gets its tokens from the group"
+        guide = None if spec.guide is None else self.guides.make(*spec.guide)
         if parent is not None:
-            return Request.new(spec, parent.arrival, parent.seq)
-        return Request.new(spec, spec.terms.arrival or self.context.clock(), next(self._arrivals))
+            return Request.new(spec, parent.arrival, parent.seq, guide)
+        return Request.new(spec, spec.terms.arrival or self.context.clock(), next(self._arrivals), guide)
 
     def append(self, key: int, tokens: Sequence[int]) -> None:
         """Append external tokens. Tokens that steps in flight sample for the request are discarded."""
@@ -173,16 +220,36 @@ class Scheduler:
         if request is None:
             return False
         if request.row is None:
-            self.waiting.remove(request)
+            if request.spec.resource is None or not self.resources.waits(request):
+                self.waiting.remove(request)
             self._drop_swapped(request)
         else:
             known = int(self.rows.num_known[request.row])
             self._close(request.row, known if num_kept is None else min(known, request.num_prompt_tokens + num_kept))
             self._free_rows([request.row])
+        self._release(request)
         return True
+
+    def _release(self, request: Request) -> None:
+        if request.spec.resource is not None:
+            self.resources.release(request)
+
+    def resource_loaded(self, slot: int, error: str | None) -> list[Finished]:
+        """Let the requests run that waited for a load. If it failed, end them and return their Finished messages."""
+        ended = []
+        for request in self.resources.loaded(slot, error is not None):
+            del self._requests[request.key]
+            self._drop_swapped(request)
+            finished = _finished(request, FinishReason.ERROR, request.token_ids, error)
+            if request.key >= 0:
+                ended.append(finished)
+            else:
+                self._members.finished.append(finished)
+        return ended
 
     def end(self, key: int, reason: FinishReason, error: str) -> Finished | None:
         """End a request and return its Finished message; None if there is no such request."""
+        assert key >= 0, "a member of a group ends with its group"
         request = self._requests.get(key)
         if request is None:
             return None
@@ -202,13 +269,18 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step. None if nothing can run before a result comes in."""
+        if self.resources.num_slots:
+            for request in self.resources.take_ready():
+                self._enqueue(request)
+        if len(self.waiting) and (shares := self.shares) is not None:
+            shares.make_room()
         preemptions = self.stats.preemptions
-        rows, grants = self._continue_running()
+        rows, grants, budget = self._continue_running()
         # Admit no request in a step with a preemption unless none runs, or requests would preempt each other in turn.
         may_admit = self.stats.preemptions == preemptions or not len(rows)
         if len(self.waiting) and self.rows.num_free and may_admit:
             self._register_planned(rows, grants, self.rows.fed_by_host(rows))  # so that new ones can hit them
-            joined, first_grants = self._admit(self.limits.max_num_batched_tokens - int(grants.sum()))
+            joined, first_grants = self._admit(budget - int(grants.sum()))
             if joined:
                 rows = np.concatenate([rows, np.array(joined, np.int64)])
                 grants = np.concatenate([grants, np.array(first_grants, np.int32)])
@@ -221,29 +293,56 @@ class Scheduler:
         self._preempt_all()
         return self.schedule()
 
-    def _continue_running(self) -> tuple[IntArray, Int32Array]:
-        """Return the running rows that continue and their numbers of tokens, after preparing their blocks."""
+    def _continue_running(self) -> tuple[IntArray, Int32Array, int]:
+        """Return the running rows that continue and their numbers of tokens, after preparing their blocks; and the
+        budget of the whole step."""
         r = self.rows
         rows = r.order
-        grants = self._split_budget(r.wanted(rows), self.limits.max_num_batched_tokens)
+        want = r.wanted(rows)
+        budget = self._token_budget(rows, want)
+        if int(want.sum()) > budget:  # every row that generates gets its token first
+            want = r.without_drafts(rows, want)
+        grants = self._split_budget(rows, want, budget)
         runs = grants > 0
         if not runs.all():
             rows, grants = rows[runs], grants[runs]
-        while not self.cache.prepare(rows, r.num_computed[rows], grants, r.unsettled(rows)):
+        while not self.cache.prepare(rows, r.num_computed[rows], self._with_lookahead(rows, grants), r.unsettled(rows)):
             preempted = self._preempt()
             keep = rows != preempted
             rows, grants = rows[keep], grants[keep]
-        return rows, grants
+        return rows, grants, budget
 
-    def _split_budget(self, want: Int32Array, budget: int) -> Int32Array:
+    def _with_lookahead(self, rows: IntArray, grants: Int32Array) -> Int32Array:
+        """The tokens of a step, and those that a drafter may compute after it."""
+        ahead = self.limits.num_lookahead_tokens
+        if not ahead:
+            return grants
+        room = self.rows.limit[rows] - 1 - self.rows.num_computed[rows]
+        planned: Int32Array = np.maximum(np.minimum(grants + ahead, room), grants)
+        return planned
+
+    def _token_budget(self, rows: IntArray, want: Int32Array) -> int:
+        """The tokens of the next step, if running requests want so many."""
+        most = self.limits.max_num_batched_tokens
+        if self.step_budget is None or not self.limits.chunked_prefill:
+            return most
+        single = self.rows.without_drafts(rows, want) == 1
+        decodes = int(want[single].sum())
+        prompts = int(want.sum()) - decodes + int(self._uncached * self.waiting.num_prompt_tokens)
+        return min(most, max(self.step_budget.tokens(decodes, prompts), decodes)) if prompts else most
+
+    def _split_budget(self, rows: IntArray, want: Int32Array, budget: int) -> Int32Array:
         """Split the token budget over requests, first admitted first. Without chunked prefill, a request gets all the
         tokens that it wants or none."""
         if self.limits.long_prefill_token_threshold:
             want = np.minimum(want, self.limits.long_prefill_token_threshold)
-        if int(want.sum()) <= budget:
+        shares = self.shares
+        if int(want.sum()) <= budget and (shares is None or not len(self.waiting)):
             return want
-        used_before = np.cumsum(want) - want
-        grants = np.clip(budget - used_before, 0, want)
+        if shares is not None and self.limits.chunked_prefill:
+            grants = shares.split_budget(rows, want, budget)
+        else:
+            grants = np.clip(budget - (np.cumsum(want) - want), 0, want)
         if not self.limits.chunked_prefill:
             grants[grants < want] = 0
         self.stats.partial_prefills += int(((grants < want) & (grants > 0)).sum())
@@ -254,9 +353,11 @@ class Scheduler:
         running = [request for row in self.rows.order if (request := self.rows.requests[row]) is not None]
         assert len(running) > 1, "a single request does not fit the cache: `add` should have refused it"
         self.waiting.count(self.rows, self.rows.order)
-        return self._preempt_request(self.waiting.select_to_preempt(running))
+        if (shares := self.shares) is not None:
+            shares.count_blocks()
+        return self.preempt(self.waiting.select_to_preempt(running))
 
-    def _preempt_request(self, request: Request) -> int:
+    def preempt(self, request: Request) -> int:
         """Take a request's row and blocks, and queue it again."""
         row = request.row
         assert row is not None, "only a running request can be preempted"
@@ -284,48 +385,52 @@ class Scheduler:
         for row in self.rows.order.tolist()[::-1]:
             request = self.rows.requests[row]
             assert request is not None, f"row {row} has no request"
-            self._preempt_request(request)
+            self.preempt(request)
 
     def _admit(self, budget: int) -> tuple[list[int], list[int]]:
         """Admit waiting requests while tokens, rows and blocks last."""
         joined: list[int] = []
         grants: list[int] = []
-        owed = self._blocks_still_needed()
+        owed = self.blocks_still_needed()
         self.waiting.count(self.rows, self.rows.order)
         while len(self.waiting) and self.rows.num_free and budget > 0:
             request = self.waiting.peek()
             tokens = request.token_ids
-            prefix = self._find_prefix(request)
+            prefix = self.find_prefix(request)
             cached = prefix.num_tokens
             grant = self._first_grant(len(tokens) - cached, budget)
-            missing = self.cache.blocks_for(len(tokens)) - self.cache.blocks_for(cached)
+            ahead = min(self.limits.num_lookahead_tokens, request.limit - 1 - len(tokens))
+            missing = self.cache.blocks_for(len(tokens) + max(ahead, 0)) - self.cache.blocks_for(cached)
             spare = self.cache.num_free_without(prefix) - missing - owed
             if grant == 0 or spare < 0:
                 break  # the whole prompt must fit, or several partly computed prompts could block each other
-            if spare < self._reserve and (joined or len(self.rows)) and not request.spec.awaited:
+            if spare < self.reserve and (joined or len(self.rows)) and not request.spec.awaited:
                 self.stats.held_back += 1
                 break  # running requests would soon run out of blocks, and one would be preempted
             self.waiting.remove(request)
             row = self._assign_row(request, cached)
             self.cache.open(row, prefix, request.chain, request.spec.cache_salt, len(tokens), request.swapped)
             request.swapped = None
-            ready = self.cache.prepare(np.array([row]), np.array([cached], np.int32), np.array([grant], np.int32))
+            own = np.array([row])
+            planned = self._with_lookahead(own, np.array([grant], np.int32))
+            ready = self.cache.prepare(own, np.array([cached], np.int32), planned)
             assert ready, "blocks were counted as free and are not"
             owed += missing - self.cache.num_groups * (int(self.cache.num_blocks[row]) - prefix.num_columns)
             self._register_blocks(row, cached + grant)  # at once, so that the next request can hit them
             joined.append(row)
             grants.append(grant)
             budget -= grant
+            self._uncached += (1 - cached / len(tokens) - self._uncached) / 8
         self.rows.append(joined)
         return joined, grants
 
-    def _find_prefix(self, request: Request) -> Prefix:
+    def find_prefix(self, request: Request) -> Prefix:
         if not request.spec.reads_cache:
             return self.cache.no_prefix()
         return self.cache.find_prefix(request.token_ids, request.chain, request.spec.cache_salt, request.swapped)
 
     def _tokens_to_compute(self, request: Request) -> int:
-        return len(request.token_ids) - self._find_prefix(request).num_tokens
+        return len(request.token_ids) - self.find_prefix(request).num_tokens
 
     def _first_grant(self, want: int, budget: int) -> int:
         threshold = self.limits.long_prefill_token_threshold or want
@@ -335,7 +440,7 @@ class Scheduler:
         self.stats.partial_prefills += grant < want
         return grant
 
-    def _blocks_still_needed(self) -> int:
+    def blocks_still_needed(self) -> int:
         """Number of blocks that running requests still need for tokens that they already have."""
         rows = self.rows.order
         owed = -(-self.rows.num_tokens[rows] // self.cache.block_size) - self.cache.num_blocks[rows]
@@ -347,14 +452,23 @@ class Scheduler:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_computed
             request.started = self.context.clock()
-            self._started.append(Started(request.key, request.started - request.arrival, num_computed))
+            started = self._started if request.key >= 0 else self._members.started
+            num_cached = min(num_computed, request.num_prompt_tokens)
+            started.append(Started(request.key, request.started - request.arrival, num_cached))
         if request.first_token is None and not request.spec.stream:
             self._no_token_yet.add(row)
-        sampling = request.spec.sampling
-        token_ids = None if sampling.extras is None else request.token_ids
-        self._new_rows.append(NewRow(row, num_computed, sampling, token_ids))
+        self._describe(request, row, request.token_ids)
         self.waiting.join(self.rows, row)
         return row
+
+    def _describe(self, request: Request, row: int, token_ids: Int32Array) -> None:
+        """Let the next plan describe a row to the worker: a new one, or one whose tokens were changed from outside."""
+        sampling = request.spec.sampling
+        tokens = None if sampling.extras is None and self.rows.max_new[row] <= 1 else token_ids
+        computed, pooling, embeddings = int(self.rows.num_computed[row]), request.spec.pooling, request.spec.embeddings
+        if embeddings is not None and computed >= len(embeddings):
+            embeddings = None  # what they give is in the cache
+        self._new_rows.append(NewRow(row, computed, sampling, tokens, pooling, embeddings, request.resource_slot))
 
     def _register_blocks(self, row: int, num_tokens: int) -> None:
         """Add the full blocks of the row's first `num_tokens` to the prefix cache."""
@@ -387,14 +501,24 @@ class Scheduler:
         fed = r.fed_by_host(rows)
         token_ids = r.input_tokens(rows, grants, fed)
         self._register_planned(rows, grants, fed)
-        lengths, samples, drafts = r.advance(rows, grants)
+        prompt_tokens = r.prompt_tokens(rows[fed], grants[fed]) if len(fed) else 0
+        lengths, samples, drafts, ahead = r.advance(rows, grants)
         table_index, table_block, copies = self.cache.take_changes()
-        to_host, from_host = self.cache.tier.take_copies()
+        tier = self.cache.tier
+        to_host, from_host = tier.take_copies() if tier.num_blocks else (NO_COPIES, NO_COPIES)
         new_rows, self._new_rows = self._new_rows, []
-        self._in_flight.append(_InFlight(rows, r.epoch[rows], samples, drafts))
+        reached = samples
+        if r.any_without_sampling:
+            samples = samples & r.samples[rows]
+        waits = r.any_guided and bool((samples & r.restricted[rows]).any())
+        self._in_flight.append(_InFlight(rows, r.epoch[rows], reached, drafts, waits))
+        if r.any_guided:
+            self.guides.stats.guided_passes += int((samples & r.guided[rows]).sum())
         self.stats.steps += 1
         self.stats.scheduled_tokens += len(token_ids)
-        self.stats.step_sizes[bisect_left(STEP_SIZES, len(token_ids))] += 1
+        step_tokens = prompt_tokens + int(samples.sum())
+        self.stats.step_tokens += step_tokens
+        self.stats.step_sizes[bisect_left(STEP_SIZES, step_tokens)] += 1
         return StepPlan(
             rows=rows.astype(np.int32),
             num_tokens=grants,
@@ -409,12 +533,17 @@ class Scheduler:
             to_host=to_host,
             from_host=from_host,
             wants_logprobs=bool((samples & r.logprobs[rows]).any()),
-            waits_for_host=r.any_guided and bool((samples & r.guided[rows]).any()),
+            waits_for_host=waits,
             shared=self._shared_prefixes(rows[:num_decodes]),
+            drafts=drafts if drafts.any() else None,
+            ahead=ahead if ahead.any() else None,
             step=self.stats.steps,
         )
 
     def _shared_prefixes(self, rows: IntArray) -> PrefixGroups | None:
+        """Return the prefix groups among these rows; None if there are none."""
+        if len(rows) < MIN_GROUP_ROWS:
+            return None
         r, state = self.rows, (self.rows.version, self.cache.stats.copied_blocks)
         self._prefix_groups.update(
             state, lambda: self.cache.find_prefix_groups(r.order, r.num_computed), self.cache.block_size
@@ -425,21 +554,20 @@ class Scheduler:
         """Add blocks to the prefix cache that this step fills with tokens known to the host."""
         for i in fed.tolist():
             row = int(rows[i])
-            self._register_blocks(row, int(self.rows.num_computed[row] + grants[i]))
+            planned = int(self.rows.num_computed[row] + grants[i])
+            self._register_blocks(row, min(planned, int(self.rows.fed_from[row])))  # the host knows no drafts
 
     def sample_inputs(self) -> SampleInputs:
         """Return the masks and tokens of guided requests for the step planned last. `update` must have taken in all
         earlier results."""
         step, r = self._in_flight[-1], self.rows
-        lines = np.flatnonzero(step.samples & r.guided[step.rows]).tolist()
-        lines += np.flatnonzero(step.samples & (r.epoch[step.rows] != step.epochs)).tolist()
+        current = r.epoch[step.rows] == step.epochs
         guided = []
-        for line in dict.fromkeys(lines):
-            row = int(step.rows[line])
-            request = r.requests[row] if self._is_current(step, line) else None
-            known = r.known_tokens(row)[0 if request is None else request.num_prompt_tokens :]
-            guided.append((line, request, known))
-        return sample_inputs(guided)
+        for line in np.flatnonzero(step.samples & current & r.restricted[step.rows]).tolist():
+            request = r.requests[int(step.rows[line])]
+            assert request is not None, f"line {line} has no request"
+            guided.append((line, request))
+        return self.guides.sample_inputs(guided, np.flatnonzero(step.samples & ~current).tolist())
 
     # ------------------------------------------------------------ update
 
@@ -456,9 +584,17 @@ class Scheduler:
         counts = result.counts[lines]
         if len(step.drafts):
             r.settle(rows, step.drafts[lines], counts)
+        if result.drafts is not None and not self._in_flight:
+            r.num_drafts[rows] = np.minimum(r.num_drafts[rows], result.drafts[lines])
         if r.any_external:
             counts = np.minimum(counts, r.max_new[rows])
         reasons, counts = r.extend(rows, tokens, counts)
+        failures = dict(result.failures or {})
+        if r.any_guided:
+            counts = self._follow_guides(result, lines, rows, counts, reasons, failures)
+        if r.any_without_sampling:
+            done = ~r.samples[rows] & ~np.isin(lines, list(result.failures or ()))
+            reasons[done] = FinishReason.STOP
         if self._no_token_yet:
             self._record_first_tokens()
         streamed = np.flatnonzero(r.stream[rows])
@@ -466,11 +602,38 @@ class Scheduler:
         ended = np.flatnonzero(reasons)
         if len(ended):
             self._finish(rows[ended].tolist(), reasons[ended].tolist(), output)
-        for line, said in (result.failures or {}).items():
+        for line, said in failures.items():
             if self._is_current(step, line):
-                self._finish([int(step.rows[line])], [FinishReason.ERROR], output)
-                output.finished[-1].error = said
+                self._finish([int(step.rows[line])], [FinishReason.ERROR], output, said)
         return output
+
+    def _follow_guides(
+        self,
+        result: StepResult,
+        lines: IntArray,
+        rows: IntArray,
+        counts: Int32Array,
+        reasons: Int32Array,
+        failures: dict[int, str],
+    ) -> Int32Array:
+        """Show new tokens to guides, and add the tokens that must follow to the result. Returns the lines' numbers of
+        tokens; ends and failures are added to `reasons` and `failures`."""
+        waits = bool(self._in_flight) and self._in_flight[0].waits
+        more, failed, changed = self.guides.follow(self.rows, rows, result.token_ids[lines], counts, reasons, waits)
+        failures |= {int(lines[i]): why for i, why in failed.items()}
+        for row in changed:
+            request = self.rows.requests[row]
+            assert request is not None, f"row {row} has no request"
+            self._describe(request, row, self.rows.known_tokens(row).copy())
+        if not more:
+            return counts
+        counts = counts.copy()
+        width = max(map(len, more.values()))
+        result.token_ids = np.pad(result.token_ids, ((0, 0), (0, max(0, width - result.token_ids.shape[1]))))
+        for i, tokens in more.items():
+            result.token_ids[lines[i], : len(tokens)] = tokens
+            counts[i] = len(tokens)
+        return counts
 
     def _output(self, step: _InFlight, result: StepResult, lines: IntArray, counts: Int32Array) -> EngineOutput:
         """Return the output of a step: tokens of `lines`, and all parts of requests that still hold their rows."""
@@ -478,6 +641,12 @@ class Scheduler:
             named = np.unique(np.concatenate([part.index for part in result.parts.values()]))
             others = np.setdiff1d(named[self.rows.epoch[step.rows[named]] == step.epochs[named]], lines)
             lines, counts = np.concatenate([lines, others]), np.append(counts, np.zeros(len(others), np.int32))
+        if self.rows.any_external:
+            private = self.rows.key[step.rows[lines]] < 0
+            if private.any():
+                members, lines, counts = lines[private], lines[~private], counts[~private]
+                self._members.keys = self.rows.key[step.rows[members]].tolist()
+                self._members.parts = select_parts(result.parts, members, len(step.rows))
         started, self._started = self._started, []
         return EngineOutput(
             keys=self.rows.key[step.rows[lines]],
@@ -486,6 +655,14 @@ class Scheduler:
             parts=select_parts(result.parts, lines, len(step.rows)) if result.parts else {},
             started=started,
         )
+
+    def take_member_results(self) -> MemberResults | None:
+        """Return what the last `update` found for members of groups; None if there was nothing."""
+        found = self._members
+        if not (found.keys or found.started or found.finished):
+            return None
+        self._members = MemberResults()
+        return found
 
     def _is_current(self, step: _InFlight, line: int) -> bool:
         """Whether the line's result is still valid for its row."""
@@ -497,20 +674,24 @@ class Scheduler:
         for row in list(self._no_token_yet):
             request = self.rows.requests[row]
             assert request is not None, f"row {row} has no request"
-            if self.rows.num_known[row] > request.num_prompt_tokens:
+            if self.rows.num_known[row] > request.num_prompt_tokens and not request.unsent:
                 request.first_token = now - request.arrival
                 self._no_token_yet.discard(row)
 
-    def _finish(self, rows: list[int], reasons: list[int], output: EngineOutput) -> None:
+    def _finish(self, rows: list[int], reasons: list[int], output: EngineOutput, error: str | None = None) -> None:
         r, now = self.rows, self.context.clock()
         for row, reason in zip(rows, reasons, strict=True):
             request = r.requests[row]
             assert request is not None, f"row {row} has no request"
             self.context.service_rate.record_request(now, request.started, is_done=True)
             tokens = r.known_tokens(row)
-            output.finished.append(_finished(request, FinishReason(reason), tokens))
-            self._close(row, len(tokens))
+            finished = output.finished if request.key >= 0 else self._members.finished
+            finished.append(_finished(request, FinishReason(reason), tokens, error))
+            if error is not None:
+                self.cache.forget(row)  # the next request with this prompt must not find what was wrong with it
+            self._close(row, len(tokens) if error is None else 0)
             del self._requests[request.key]
+            self._release(request)
         self._free_rows(rows)
 
     def _free_rows(self, rows: list[int]) -> None:
@@ -523,10 +704,11 @@ class Scheduler:
 
 def _finished(request: Request, reason: FinishReason, tokens: Int32Array, error: str | None = None) -> Finished:
     """Return the Finished message of a request. `tokens` are all its known tokens with the prompt."""
+    by_token = reason == FinishReason.STOP and not (request.guide is not None and request.guide.is_complete)
     return Finished(
         key=request.key,
         reason=reason,
-        stop_token_id=int(tokens[-1]) if reason == FinishReason.STOP else None,
+        stop_token_id=int(tokens[-1]) if by_token else None,
         token_ids=None if request.spec.stream else tokens[request.num_prompt_tokens :].copy(),
         error=error,
         first_token=request.first_token,

@@ -6,10 +6,11 @@ which client each output belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import zmq
+from numpy.typing import NDArray
 
 from kvasir.engine import transport
 from kvasir.engine.core import EngineCore
@@ -56,9 +57,11 @@ class EngineService:
         """Wait if there is no work, handle the messages that have arrived and run one step."""
         if not self.core.has_work():
             self.progress.set_idle()
-            self._poller.poll()
-            self.liveness.clear_wake()  # the change it signals may be handled already
+            if any(source is not self._socket for source, _ in self._poller.poll()):
+                self.liveness.clear_wake()  # the change it signals may be handled already
         self._receive()
+        while (left := int(1e3 * self.core.seconds_to_wait())) > 0 and self._socket.poll(left):
+            self._receive()
         if self.core.has_work():
             self.progress.begin_step(self._running)
             self._send(self.core.run_step())
@@ -98,7 +101,9 @@ class EngineService:
         try:
             request = transport.decode_request(data)
             assert request.key >> KEYS_PER_CLIENT == client, "the key is not in the client's range"
-            self.core.add(with_processors(request, self.startup))
+            if request.sampling.extras is not None:
+                request = with_processors(request, self.startup)
+            self.core.add(request)
         except Exception as error:  # a bad request must not end the engine
             self._refuse(client, transport.key_of(data), error)
         else:
@@ -136,13 +141,44 @@ class EngineService:
     def _send(self, output: EngineOutput) -> None:
         if is_empty(output):
             return
-        self._forget_finished(output)
-        if len(self._running) == 1:
-            (client,) = self._running
-            self._reply(client, transport.OUTPUT, transport.encode(output))
+        try:
+            self._forget_finished(output)
+            if len(self._running) == 1:
+                (client,) = self._running
+                parts: Iterable[tuple[int, EngineOutput]] = [(client, output)]
+            else:
+                parts = list(split(output))
+        except Exception:  # a fault in the reply to one request must not end the others
+            logger.exception("A step's output could not be divided among the clients")
+            self._send_one_by_one(output)
             return
-        for client, part in split(output):
-            self._reply(client, transport.OUTPUT, transport.encode(part))
+        for client, part in parts:
+            try:
+                self._reply(client, transport.OUTPUT, transport.encode(part))
+            except Exception:
+                logger.exception("A step's output could not be sent")
+                self._send_one_by_one(part)
+
+    def _send_one_by_one(self, output: EngineOutput) -> None:
+        """Send each request's part of an output that cannot be sent as a whole. A request whose part cannot be sent
+        fails alone."""
+        for key in keys_in(output):
+            try:
+                part = select(output, key)
+                self._forget_finished(part)
+                self._reply(key >> KEYS_PER_CLIENT, transport.OUTPUT, transport.encode(part))
+            except Exception as error:
+                logger.exception("The reply to the request with key %r could not be sent, so it fails", key)
+                self._fail_request(key, error)
+
+    def _fail_request(self, key: int, error: Exception) -> None:
+        client = key >> KEYS_PER_CLIENT
+        if client not in self._running:  # nobody waits for it
+            return
+        self.core.abort(key)
+        self._running[client].discard(key)
+        refusal = transport.RequestRefusal(key, transport.portable_error(error, "the reply could not be sent"))
+        self._reply(client, transport.REFUSAL, transport.encode_control(refusal))
 
     def _forget_finished(self, output: EngineOutput) -> None:
         ended = [end.key for end in output.finished]
@@ -161,22 +197,33 @@ def is_empty(output: EngineOutput) -> bool:
     return not (len(output.keys) or output.finished or output.beams or output.started)
 
 
+def keys_in(output: EngineOutput) -> list[int]:
+    """The keys of all requests that an output speaks of."""
+    others = [one.key for group in (output.started, output.finished, output.beams) for one in group]
+    return list(dict.fromkeys([*output.keys.tolist(), *others]))
+
+
 def split(output: EngineOutput) -> Iterator[tuple[int, EngineOutput]]:
     """Each client's part of the output. The cost is per client, and per request only for those that ended."""
-    client_of_line = output.keys >> KEYS_PER_CLIENT
+    clients = output.keys >> KEYS_PER_CLIENT
     others = [one.key for group in (output.finished, output.beams, output.started) for one in group]
-    clients = {*np.unique(client_of_line).tolist(), *(key >> KEYS_PER_CLIENT for key in others)}
-    for client in sorted(clients):
-        lines = np.flatnonzero(client_of_line == client)
-        yield (
-            client,
-            EngineOutput(
-                output.keys[lines],
-                output.token_ids[lines],
-                output.counts[lines],
-                select_parts(output.parts, lines, len(output.keys)),
-                [end for end in output.finished if end.key >> KEYS_PER_CLIENT == client],
-                [beam for beam in output.beams if beam.key >> KEYS_PER_CLIENT == client],
-                [start for start in output.started if start.key >> KEYS_PER_CLIENT == client],
-            ),
-        )
+    for client in sorted({*np.unique(clients).tolist(), *(key >> KEYS_PER_CLIENT for key in others)}):
+        own = range(client << KEYS_PER_CLIENT, client + 1 << KEYS_PER_CLIENT)
+        yield client, _part(output, np.flatnonzero(clients == client), own)
+
+
+def select(output: EngineOutput, key: int) -> EngineOutput:
+    """One request's part of the output."""
+    return _part(output, np.flatnonzero(output.keys == key), range(key, key + 1))
+
+
+def _part(output: EngineOutput, lines: NDArray[np.int64], keys: range) -> EngineOutput:
+    return EngineOutput(
+        output.keys[lines],
+        output.token_ids[lines],
+        output.counts[lines],
+        select_parts(output.parts, lines, len(output.keys)),
+        [end for end in output.finished if end.key in keys],
+        [beam for beam in output.beams if beam.key in keys],
+        [start for start in output.started if start.key in keys],
+    )

@@ -16,7 +16,8 @@ import numpy as np
 from kvasir.engine.cache.manager import KVCacheManager
 from kvasir.engine.request import Request
 from kvasir.engine.rows import Rows
-from kvasir.messages import NULL_BLOCK, Int32Array, RequestSnapshot, Snapshot, StepPlan, StepResult, StepSnapshot
+from kvasir.engine.stats import RequestSnapshot, Snapshot, StepSnapshot
+from kvasir.messages import NULL_BLOCK, Int32Array, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from kvasir.engine.core import EngineCore
@@ -48,6 +49,8 @@ def take_snapshot(core: EngineCore, since_step: int = 0) -> Snapshot:
 def _held_blocks(cache: KVCacheManager, rows: Rows) -> tuple[Int32Array, Int32Array]:
     """The blocks of every running row, in all KV groups."""
     order = rows.order
+    if not cache.num_groups:  # the model has no cache
+        return np.zeros(0, np.int32), np.zeros(len(order), np.int32)
     columns = np.arange(int(cache.num_blocks[order].max(initial=0)))
     tables = [cache.tables[group * cache.max_rows + order, : len(columns)] for group in range(cache.num_groups)]
     used = columns < cache.num_blocks[order][:, None]

@@ -19,14 +19,14 @@ class StepSize:
         self._scheduler = scheduler
         self._full = scheduler.limits.max_num_batched_tokens
         self._enough = min(self._full, scheduler.limits.max_num_seqs)  # below this some rows would have to wait
-        self._is_normal = True  # steps have their full size, and the last failure is long ago
+        self.is_normal = True  # steps have their full size, and the last failure is long ago
         self._failures = 0  # at this size
         self._good_steps = 0
         self._needed_steps = _GOOD_STEPS
 
     def failed(self, num_tokens: int) -> bool:
         """A step of `num_tokens` did not fit. False if there is nothing left to try."""
-        self._is_normal = False
+        self.is_normal = False
         self._failures += 1
         self._good_steps = 0
         self._needed_steps = min(2 * self._needed_steps, _MAX_GOOD_STEPS)
@@ -44,12 +44,10 @@ class StepSize:
         return self._failures < _TRIES
 
     def fitted(self) -> None:
-        """A step was successful."""
-        if self._is_normal:
-            return
+        """A step was successful, at less than the full size or soon after a failure."""
         self._good_steps += 1
         if self._good_steps >= self._needed_steps:
             self._good_steps = self._failures = 0
             limit = self._scheduler.limits.max_num_batched_tokens
-            self._is_normal = limit == self._full
+            self.is_normal = limit == self._full
             self._scheduler.limit_steps(min(2 * limit, self._full))

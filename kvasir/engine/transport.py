@@ -1,19 +1,12 @@
-"""What engine processes and their clients share: socket addresses, message encoding, control messages, progress.
-
-API and core process. Both belong to one user and meet in a directory that only this user may enter.
-"""
+"""Messages between engine processes and their clients: encoding, control messages, progress. API and core process."""
 
 from __future__ import annotations
 
 import mmap
-import os
 import pickle
-import shutil
 import struct
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sized
-from contextlib import suppress
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,62 +16,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.config.engine import EngineConfig
-from kvasir.errors import ConfigError, EngineError, KvasirError
+from kvasir.errors import EngineError, KvasirError
 from kvasir.messages import EngineOutput, EngineRequest
 
 KEYS_PER_CLIENT = 40  # bits; the bits above them in a request's key are the client's number
-_MAX_SOCKET_PATH = 107  # bytes, Linux's limit
-
-# ---------------------------------------------------------------- addresses
-
-
-@dataclass(slots=True, frozen=True)
-class Address:
-    """The files of one engine: a folder in the directory that its owner made."""
-
-    directory: str
-    index: int
-
-    @property
-    def folder(self) -> str:
-        return f"{self.directory}/{self.index}"
-
-    @property
-    def messages(self) -> str:
-        """The ZeroMQ endpoint for requests and outputs."""
-        return f"ipc://{self.folder}/messages"
-
-    @property
-    def liveness(self) -> str:
-        """The socket that every client keeps open for as long as it lives."""
-        return f"{self.folder}/liveness"
-
-    @property
-    def progress(self) -> str:
-        """The file behind the memory page of `Progress`."""
-        return f"{self.folder}/progress"
-
-    def remove(self) -> None:
-        """Remove this engine's folder, and the directory if it was the last one."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        with suppress(OSError):
-            os.rmdir(self.directory)
-
-
-def make_directory(num_engines: int) -> str:
-    directory = tempfile.mkdtemp(prefix="kvasir-")  # with access for this user only
-    for index in range(num_engines):
-        os.mkdir(Address(directory, index).folder)
-    if len(Address(directory, num_engines).liveness) > _MAX_SOCKET_PATH:
-        remove_directory(directory, num_engines)
-        raise ConfigError(f"the directory for sockets, {directory}, has too long a path; set TMPDIR to a shorter one")
-    return directory
-
-
-def remove_directory(directory: str, num_engines: int) -> None:
-    for index in range(num_engines):
-        Address(directory, index).remove()
 
 
 def identity(client: int) -> bytes:
@@ -142,29 +83,6 @@ def key_of(request: bytes) -> int | None:
 # The first frame of a message is its kind.
 ADD, ABORT, CALL = b"+", b"-", b"?"  # to the engine: EngineRequest, [(key, tokens kept)], CoreCall
 OUTPUT, REFUSAL, RESULT = b"=", b"!", b"."  # from the engine: EngineOutput, RequestRefusal, CoreResult
-
-# Messages of a starting engine on the liveness socket, as (kind, value).
-RESOLVED, READY, FAILED = "resolved", "ready", "failed"  # EngineConfig, startup seconds by phase, KvasirError
-
-
-@dataclass(slots=True)
-class EngineStart:
-    """The first message to a new engine process."""
-
-    asked: EngineConfig  # not resolved yet
-    executor: str | Callable[[EngineConfig], Any] | None  # replaces the model's: "module:name" or a picklable callable
-    directory: str
-    index: int  # of this engine in the directory
-    owner: int  # process id
-
-
-@dataclass(slots=True)
-class Registration:
-    """An engine's reply to a client that connects to its liveness socket."""
-
-    client: int  # the client's number
-    config: EngineConfig
-    startup_seconds: dict[str, float]  # by startup phase
 
 
 @dataclass(slots=True)

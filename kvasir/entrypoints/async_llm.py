@@ -13,29 +13,33 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any, Self, cast
 
 from kvasir.config.args import EngineArgs
 from kvasir.config.engine import EngineConfig
-from kvasir.entrypoints.vllm_methods import MissingVllmMethods
+from kvasir.engine.stats import EngineStats
+from kvasir.entrypoints import MissingVllmMethods
 from kvasir.errors import ConfigError, EngineDeadError, KvasirError, RequestError
 from kvasir.frontend.clients.engine_client import EngineClient
 from kvasir.frontend.clients.launch import ExecutorFactory
-from kvasir.frontend.clients.stream import Stream
 from kvasir.frontend.requests.choices import BeamState
 from kvasir.frontend.requests.input import InputProcessor, default_sampling_params, make_terms, process_all
 from kvasir.frontend.requests.metrics import Metric, read_metrics, sum_stats
 from kvasir.frontend.requests.output import OutputProcessor
-from kvasir.frontend.requests.prompts import PromptType, off_loop
+from kvasir.frontend.requests.prompts import PromptType, TextPool
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.frontend.text.tokenizer_files import tokenizer_of
 from kvasir.log import get_logger
-from kvasir.messages import EngineOutput, EngineStats, Terms
-from kvasir.outputs import RequestOutput
-from kvasir.sampling_params import BeamSearchParams, SamplingParams
+from kvasir.lora.host import Adapter, AdapterCatalog, LoRARequest
+from kvasir.messages import EngineOutput, FinishReason, Terms
+from kvasir.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
+from kvasir.sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 
 logger = get_logger(__name__)
-Params = SamplingParams | BeamSearchParams | None
+Params = SamplingParams | BeamSearchParams | PoolingParams | None
+# Seconds after a deadline in which the engine, which knows all tokens, may end the request itself.
+_DEADLINE_GRACE = 0.5
 
 
 class AsyncLLM(MissingVllmMethods):
@@ -53,15 +57,20 @@ class AsyncLLM(MissingVllmMethods):
             self.config = self._client.config
             self.tokenizer = tokenizer_of(self.config.model)
             self.input_processor = InputProcessor(self.config, self.tokenizer, remote=True)
+            if self.tokenizer is not None:
+                self.tokenizer.prepare_limits()  # while the model is being loaded
+                self.input_processor.structured.prepare()
             self._client.wait_ready()
         except BaseException:
             self._client.close()
             raise
         self.output_processor = OutputProcessor(self.tokenizer)
+        self.text_pool = TextPool(self.config.model.max_model_len)
         self._client.listener = self
         self._streams: dict[str, Stream] = {}
         self._ids = itertools.count()
         self._resumed: asyncio.Event | None = None  # set while generation is paused
+        self._adapters: AdapterCatalog | None = None  # made when the first is asked for
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, start_engine_loop: bool = True) -> Self:
@@ -102,8 +111,9 @@ class AsyncLLM(MissingVllmMethods):
         tenant: str = "",
         weight: float = 1.0,
         timeout: float | None = None,
+        arrival_time: float | None = None,
         data_parallel_rank: int | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Adapter | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Add a request and yield its outputs as they come. Closing the generator aborts the request."""
         stream = await self.add_request(
@@ -114,12 +124,45 @@ class AsyncLLM(MissingVllmMethods):
             tenant=tenant,
             weight=weight,
             timeout=timeout,
+            arrival_time=arrival_time,
             data_parallel_rank=data_parallel_rank,
             lora_request=lora_request,
         )
         try:
             while (output := await stream.next()) is not None:
                 yield output
+        finally:
+            if not stream.finished:
+                self._abort([stream.request_id])
+
+    async def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
+        timeout: float | None = None,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Add a request to a pooling model and yield its one output. Closing the generator aborts the request."""
+        stream = await self.add_request(
+            request_id,
+            prompt,
+            pooling_params or PoolingParams(),
+            priority=priority,
+            tenant=tenant,
+            weight=weight,
+            timeout=timeout,
+            arrival_time=arrival_time,
+            lora_request=lora_request,
+        )
+        try:
+            while (output := await stream.next()) is not None:
+                yield cast(Any, output)
         finally:
             if not stream.finished:
                 self._abort([stream.request_id])
@@ -134,31 +177,53 @@ class AsyncLLM(MissingVllmMethods):
         tenant: str = "",
         weight: float = 1.0,
         timeout: float | None = None,
+        arrival_time: float | None = None,
         data_parallel_rank: int | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Adapter | None = None,
     ) -> Stream:
         """Send a request to the engine and return the stream of its outputs; a request_id of None gets a new one.
 
         `priority` (lower is scheduled first), `tenant` and its `weight` count for the scheduling policies that use
-        them; a request that is not done after `timeout` seconds ends with finish_reason "timeout".
+        them; a request that is not done `timeout` seconds after `arrival_time` (of time.time; None: now) ends with
+        finish_reason "timeout".
         """
-        if lora_request is not None:
-            raise RequestError("lora_request is not supported yet; leave it out", "lora_request")
+        adapter = lora_request
+        if adapter is not None and not isinstance(adapter, Adapter):
+            adapter = await asyncio.to_thread((await self.adapters()).find, adapter)
         policy = self.config.scheduler.scheduling_policy
-        terms = make_terms(policy, priority=priority, tenant=tenant, weight=weight, timeout=timeout)
+        times: dict[str, float | None] = {"arrival_time": arrival_time, "timeout": timeout}
+        terms = make_terms(policy, priority=priority, tenant=tenant, weight=weight, **times)
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if isinstance(text, str):
-            (prompt,) = await off_loop(len(text), lambda: self.input_processor.prompts.tokenize([prompt]))
+        if isinstance(text, str) and not isinstance(params, PoolingParams):
+            (prompt,) = await self.text_pool.run(len(text), lambda: self.input_processor.prompts.tokenize([prompt]))
+        elif isinstance(text, str) and isinstance(params, PoolingParams):
+            cut, pooling = params.truncate_prompt_tokens, self.input_processor.pooling
+            (prompt,) = await self.text_pool.run(len(text), lambda: pooling.tokenize([text], cut))
+        structured = params.structured_outputs if isinstance(params, SamplingParams) else None
+        if structured is not None:  # `_add` finds the grammar compiled
+            await asyncio.to_thread(self.input_processor.structured.check, structured)
         while self._resumed is not None:
             await self._resumed.wait()
-        return self._add(prompt, params, request_id, terms, data_parallel_rank)
+        return self._add(prompt, params, request_id, terms, data_parallel_rank, adapter)
+
+    async def adapters(self) -> AdapterCatalog:
+        """The adapters that this process has read."""
+        if self._adapters is None:
+            self._adapters = AdapterCatalog(self.config, await self.call("resource_targets"))
+        return self._adapters
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests. Each stream gets a last output with finish_reason "abort"; unknown ids are ignored."""
         self._abort([request_id] if isinstance(request_id, str) else list(request_id))
 
     def _add(
-        self, prompt: PromptType, params: Params, request_id: str | None, terms: Terms, engine: int | None
+        self,
+        prompt: PromptType,
+        params: Params,
+        request_id: str | None,
+        terms: Terms,
+        engine: int | None,
+        adapter: Adapter | None = None,
     ) -> Stream:
         self._client.bind_event_loop()
         if params is None:
@@ -168,21 +233,31 @@ class AsyncLLM(MissingVllmMethods):
         name = f"request-{next(self._ids)}" if request_id is None else request_id
         if name in self.output_processor:
             raise RequestError(f"request id {name!r} is in use by a request that still runs", "request_id")
-        request, states = process_all(self.input_processor, name, prompt, params, self._client.keys, time.time(), terms)
+        keys, now = self._client.keys, time.time()
+        request, states = process_all(self.input_processor, name, prompt, params, keys, now, terms, adapter)
         self._client.add(request, engine)
         if isinstance(states, BeamState):
             self.output_processor.add_search(states)
         else:
-            self.output_processor.add(*states, num_returned=params.n)
+            self.output_processor.add(*states, num_returned=1 if isinstance(params, PoolingParams) else params.n)
         stream = self._streams[name] = Stream(name, params.output_kind)
+        if terms.deadline is not None:
+            left = max(0.0, terms.deadline - time.monotonic()) + _DEADLINE_GRACE
+            stream.timer = asyncio.get_running_loop().call_later(left, self._expire, stream)
         return stream
 
-    def _abort(self, request_ids: list[str]) -> None:
+    def _expire(self, stream: Stream) -> None:
+        """End a request whose deadline has passed. The engine does that, unless it hangs or is late."""
+        if not stream.finished:
+            self._abort([stream.request_id], FinishReason.TIMEOUT)
+
+    def _abort(self, request_ids: list[str], reason: FinishReason = FinishReason.ABORT) -> None:
         keys: list[tuple[int, int | None]] = []
-        for some, output in self.output_processor.abort(request_ids, time.time()):
+        for some, output in self.output_processor.abort(request_ids, time.time(), reason):
             keys += [(key, None) for key in some]
             self._put(output)
         self._client.abort(keys)
+        self._end_broken()
 
     # ------------------------------------------------------------ EngineListener
 
@@ -192,6 +267,14 @@ class AsyncLLM(MissingVllmMethods):
             self._client.abort([(stop.key, stop.num_tokens_kept) for stop in stopped])
         for each in outputs:
             self._put(each)
+        self._end_broken()
+
+    def _end_broken(self) -> None:
+        """End the requests whose outputs could not be handled."""
+        for broken in self.output_processor.take_broken():
+            self._client.abort([(key, None) for key in broken.keys])
+            if (stream := self._streams.pop(broken.request_id, None)) is not None:
+                stream.fail(broken.error)
 
     def _put(self, output: RequestOutput) -> None:
         stream = self._streams.pop(output.request_id) if output.finished else self._streams[output.request_id]
@@ -225,9 +308,23 @@ class AsyncLLM(MissingVllmMethods):
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if an engine has ended, EngineError if one is stuck (stall_timeout)."""
+        self.check_stall(self.config.scheduler.stall_timeout, "stall_timeout")
+        self.ping()
+
+    def check_stall(self, limit: float, setting: str) -> None:
+        """The same with another limit in place of stall_timeout; `setting` is its name."""
         self._client.check_death()
         self._client.check_alive()
-        self._client.check_progress(self.config.scheduler.stall_timeout)
+        self._client.check_progress(limit, setting)
+
+    def ping(self) -> None:
+        """Ask all engines for a sign of life, by which `check_health` finds one that hangs while it has no requests."""
+        self._client.ping()
+
+    @property
+    def seconds_unanswered(self) -> float:
+        """How long an engine has owed the answer to a ping."""
+        return self._client.seconds_unanswered
 
     async def call(self, name: str, *args: Any, engine: int = 0) -> Any:
         """Call a method of one engine's core and return its result."""
@@ -244,13 +341,14 @@ class AsyncLLM(MissingVllmMethods):
 
     async def get_metrics(self) -> list[Metric]:
         own = self.output_processor.metrics.snapshot()
-        return read_metrics(await self.stats(), own) + self._client.router.metrics()
+        router = self._client.router
+        return read_metrics(await self.stats(), own) + ([] if router is None else router.metrics())
 
     async def do_log_stats(self) -> None:
         stats = await self.stats()
         logger.info(
             "%d running and %d waiting requests; %.1f%% of the KV cache in use; %d of %d prompt tokens were cached",
-            *(stats.num_running, stats.num_waiting, 100 * stats.num_used_blocks / stats.num_blocks),
+            *(stats.num_running, stats.num_waiting, 100 * stats.num_used_blocks / max(1, stats.num_blocks)),
             *(stats.prefix_cache_hits, stats.prefix_cache_queries),
         )
 
@@ -291,8 +389,8 @@ class AsyncLLM(MissingVllmMethods):
         return self.tokenizer
 
     async def list_loras(self) -> set[int]:
-        """Exists for vLLM's callers; there are no adapters yet."""
-        return set()
+        """The lora_int_id of all adapters that requests of this process have used."""
+        return set() if self._adapters is None else set(self._adapters.used_ids)
 
     async def is_sleeping(self) -> bool:
         """Exists for vLLM's callers; this engine has no sleep mode."""
@@ -304,3 +402,96 @@ class AsyncLLM(MissingVllmMethods):
 
 
 AsyncLLMEngine = AsyncLLM  # vLLM's name
+
+
+# ---------------------------------------------------------------- streams
+
+
+class Stream:
+    """The outputs of one request on their way to its reader, in one event loop.
+
+    The engine never waits for a reader: a slow one finds the outputs that it missed merged into one.
+    """
+
+    def __init__(self, request_id: str, kind: RequestOutputKind) -> None:
+        self.request_id = request_id
+        self.finished = False  # the last output, or the error, has arrived
+        self._merges = kind is RequestOutputKind.DELTA
+        self._pending: RequestOutput | None = None
+        self._error: BaseException | None = None
+        self.timer: asyncio.TimerHandle | None = None  # ends the request after its deadline
+        self._reader: asyncio.Future[None] | None = None  # set while a task waits in `next`
+        self._end: asyncio.Future[None] | None = None  # set while tasks wait in `wait_finished`
+
+    def put(self, output: RequestOutput) -> None:
+        if self.finished:
+            return
+        if self._pending is not None and self._merges:
+            output = merge(self._pending, output)
+        self._pending = output
+        self.finished = output.finished
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """The reader gets the outputs that came before, then the error."""
+        if not self.finished:
+            self._error, self.finished = error, True
+            self._wake()
+
+    async def next(self) -> RequestOutput | None:
+        """The next output; None after the last one."""
+        while self._pending is None:
+            if self._error is not None:
+                raise self._error
+            if self.finished:
+                return None
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        output, self._pending = self._pending, None
+        return output
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        output = await self.next()
+        if output is None:
+            raise StopAsyncIteration
+        return output
+
+    async def wait_finished(self) -> None:
+        """Wait until the last output has arrived, whether or not anything reads it."""
+        if not self.finished:
+            self._end = self._end or asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._end)
+
+    def _wake(self) -> None:
+        if self.finished and self.timer is not None:
+            self.timer.cancel()
+        if self.finished and self._end is not None and not self._end.done():
+            self._end.set_result(None)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+def merge(older: RequestOutput, newer: RequestOutput) -> RequestOutput:
+    """Merge two deltas of one request."""
+    completions = {each.index: each for each in older.outputs}
+    for each in newer.outputs:
+        before = completions.get(each.index)
+        completions[each.index] = each if before is None else _merge_completions(before, each)
+    return replace(
+        newer,
+        prompt_logprobs=older.prompt_logprobs if newer.prompt_logprobs is None else newer.prompt_logprobs,
+        outputs=[completions[index] for index in sorted(completions)],
+    )
+
+
+def _merge_completions(older: CompletionOutput, newer: CompletionOutput) -> CompletionOutput:
+    logprobs = newer.logprobs
+    if older.logprobs is not None and logprobs is not None:
+        logprobs = older.logprobs + logprobs  # type: ignore[operator]
+    return replace(newer, text=older.text + newer.text, token_ids=older.token_ids + newer.token_ids, logprobs=logprobs)

@@ -1,4 +1,4 @@
-"""Delays Ctrl-C until a step is done: an interrupt in the middle of a step would leave it half launched."""
+"""Ctrl-C between two steps instead of anywhere. API process."""
 
 from __future__ import annotations
 

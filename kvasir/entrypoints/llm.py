@@ -1,4 +1,5 @@
-"""LLM: completes many prompts at once and returns outputs in order. The engine runs in the caller's process.
+"""LLM: completes, embeds or scores many prompts at once and returns outputs in order. The engine runs in the caller's
+process.
 
 from kvasir import LLM, SamplingParams
 
@@ -18,16 +19,26 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias, cast
 
 from kvasir.config.args import EngineArgs
+from kvasir.entrypoints import MissingVllmMethods
 from kvasir.entrypoints.interrupts import delay_interrupts
 from kvasir.entrypoints.llm_engine import LLMEngine
-from kvasir.entrypoints.vllm_methods import MissingVllmMethods
-from kvasir.errors import OverloadedError, RequestError
+from kvasir.errors import EngineError, OverloadedError, RequestError
 from kvasir.frontend.requests.input import default_sampling_params
 from kvasir.frontend.requests.metrics import Metric
-from kvasir.frontend.requests.prompts import PromptType, TextPrompt
+from kvasir.frontend.requests.prompts import PromptType, TextPrompt, TokenizedPrompt
 from kvasir.frontend.text.tokenizer import Tokenizer
-from kvasir.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
-from kvasir.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from kvasir.lora.host import LoRARequest
+from kvasir.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    ClassificationRequestOutput,
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from kvasir.sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 ProgressBar: TypeAlias = bool | Callable[..., Any]  # False shows none; a callable replaces tqdm
@@ -47,6 +58,8 @@ class LLM(MissingVllmMethods):
         return llm
 
     def _start(self, args: EngineArgs) -> None:
+        if args.target_step_ms is None:  # whole batches are asked for, so nobody waits for single tokens
+            vars(args)["target_step_ms"] = 0.0
         self.llm_engine = LLMEngine.from_engine_args(args)
         self._ids = count()
         self._lock = threading.Lock()  # concurrent calls run one after another
@@ -57,22 +70,25 @@ class LLM(MissingVllmMethods):
         sampling_params: Params = None,
         *,
         use_tqdm: ProgressBar = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] | None = None,
         timeout: float | Sequence[float] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many. Returns outputs in the order of the prompts.
 
         If any prompt or parameter is wrong, a RequestError names it, and none of them runs. `priority` (lower is
-        scheduled first, with scheduling_policy=priority) and `timeout` (in seconds, after which a request ends with
-        finish_reason "timeout") are one value for all prompts, or one for each.
+        scheduled first, with scheduling_policy=priority), `timeout` (in seconds, after which a request ends with
+        finish_reason "timeout") and `lora_request` (an adapter) are one value for all prompts, or one for each.
         """
-        _refuse(lora_request=lora_request)
         batch = [cast(PromptType, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[PromptType], prompts))
         params = self._params_for(batch, sampling_params)
         priorities = _one_each("priority", priority, 0, len(batch))
         timeouts = _one_each("timeout", timeout, None, len(batch))
-        terms = [{"priority": p, "timeout": t} for p, t in zip(priorities, timeouts, strict=True)]
+        adapters = _one_each("lora_request", lora_request, None, len(batch))
+        terms = [
+            {"priority": p, "timeout": t, "lora_request": a}
+            for p, t, a in zip(priorities, timeouts, adapters, strict=True)
+        ]
         with self._lock:
             return self._generate(batch, params, terms, use_tqdm)
 
@@ -102,6 +118,7 @@ class LLM(MissingVllmMethods):
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, each a list of {"role": ..., "content": ...}."""
         if not messages:
@@ -123,13 +140,20 @@ class LLM(MissingVllmMethods):
             )
             prompts.append(TextPrompt(prompt=text))
         # the template has written the special tokens already
-        return self.generate(processor.tokenize(prompts, add_special_tokens=False), sampling_params, use_tqdm=use_tqdm)
+        tokenized = processor.tokenize(prompts, add_special_tokens=False)
+        return self.generate(tokenized, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def beam_search(
-        self, prompts: PromptType | Sequence[PromptType], params: BeamSearchParams, *, use_tqdm: ProgressBar = False
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: ProgressBar = False,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
         """Search for the likeliest completions of one prompt or many. Returns outputs in the order of the prompts."""
-        outputs = self.generate(prompts, params.to_sampling_params(), use_tqdm=use_tqdm)
+        sampling = params.to_sampling_params()
+        outputs = self.generate(prompts, sampling, use_tqdm=use_tqdm, lora_request=lora_request)
         return [BeamSearchOutput([self._sequence(each, text, params) for text in each.outputs]) for each in outputs]
 
     def _sequence(self, output: RequestOutput, text: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
@@ -142,6 +166,139 @@ class LLM(MissingVllmMethods):
         tokenizer = self.llm_engine.tokenizer
         decoded = "" if tokenizer is None else tokenizer.decode(tokens)
         return BeamSearchSequence(tokens, total, decoded, text.finish_reason, text.stop_reason, score)
+
+    # ------------------------------------------------------------ pooling models
+
+    def encode(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: ProgressBar = True,
+        lora_request: None = None,
+        pooling_task: str | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """What the model's pooler makes of one prompt or many: a vector of each, or of each token. `pooling_task` is
+        the task of requests whose parameters name none."""
+        _refuse(lora_request=lora_request)
+        batch = [cast(PromptType, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[PromptType], prompts))
+        return self._pool(batch, pooling_params, truncate_prompt_tokens, use_tqdm, pooling_task)
+
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: ProgressBar = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+        prompt_name: str | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed one text or many. `prompt_name` is one of the model's prompts (config_sentence_transformers.json),
+        which is put before each text; None is the model's default, if it has one."""
+        _refuse(lora_request=lora_request)
+        batch = [cast(PromptType, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[PromptType], prompts))
+        batch = self.llm_engine.input_processor.pooling.with_prompt(batch, prompt_name)
+        outputs = self._pool(batch, pooling_params, truncate_prompt_tokens, use_tqdm, "embed")
+        return [EmbeddingRequestOutput.from_base(each) for each in outputs]
+
+    def classify(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        use_tqdm: ProgressBar = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Classify one text or many: the probability of each class."""
+        _refuse(lora_request=lora_request)
+        batch = [cast(PromptType, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[PromptType], prompts))
+        outputs = self._pool(batch, pooling_params, truncate_prompt_tokens, use_tqdm, "classify")
+        return [ClassificationRequestOutput.from_base(each) for each in outputs]
+
+    def reward(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: ProgressBar = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+    ) -> list[PoolingRequestOutput]:
+        """What a reward model says of each token of one prompt or many."""
+        return self.encode(
+            prompts,
+            pooling_params,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            pooling_task="token_classify",
+        )
+
+    def score(
+        self,
+        data_1: PromptType | Sequence[PromptType],
+        data_2: PromptType | Sequence[PromptType],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: ProgressBar = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts fit: each of `data_1` to the one of `data_2` in the same place, or one to many. A
+        cross-encoder reads both together; the score of an embedding model is the cosine of two embeddings."""
+        _refuse(lora_request=lora_request)
+        first, second = ([each] if _is_one_prompt(each) else list(each) for each in (data_1, data_2))  # type: ignore[arg-type]
+        pooling = self.llm_engine.input_processor.pooling
+        scoring = pooling.scoring(cast(Any, first), cast(Any, second))
+        params = pooling_params or PoolingParams()
+        outputs = self._pool(scoring.prompts, params, truncate_prompt_tokens, use_tqdm, scoring.task)
+        return scoring.scores(outputs)
+
+    def _pool(
+        self,
+        batch: list[Any],
+        given: PoolingParams | Sequence[PoolingParams] | None,
+        truncate: int | None,
+        use_tqdm: ProgressBar,
+        task: str | None,
+    ) -> list[PoolingRequestOutput]:
+        params = [given or PoolingParams()] * len(batch) if given is None or isinstance(given, PoolingParams) else given
+        if len(params) != len(batch):
+            raise RequestError(
+                f"there are {len(batch)} prompts but {len(params)} pooling_params; give one, or one for each",
+                "pooling_params",
+            )
+        settled = [_with_task(each, task, truncate) for each in params]
+        with self._lock:
+            if self.llm_engine.has_unfinished_requests():
+                raise RequestError(
+                    "llm_engine has requests that were added by hand; step it until they end, or abort them"
+                )
+            ids = [str(next(self._ids)) for _ in batch]
+            pooling = self.llm_engine.input_processor.pooling
+            pooling.pooler_for(task)  # a model that generates text is refused before anything is tokenized
+            try:
+                lengths = {each.truncate_prompt_tokens for each in settled}
+                if len(lengths) == 1:
+                    batch = list(pooling.tokenize(batch, lengths.pop()))
+                # The shortest first: attention computes texts of one length together.
+                sizes = [len(each.token_ids) if isinstance(each, TokenizedPrompt) else 0 for each in batch]
+                for i in sorted(range(len(batch)), key=sizes.__getitem__):
+                    where = f"prompt {i}: " if len(batch) > 1 else ""
+                    self._add(ids[i], batch[i], settled[i], {}, where)
+                outputs = cast(list[Any], self._run(ids, use_tqdm, "Pooling"))
+            except BaseException:
+                self.llm_engine.abort_request(ids)
+                raise
+        for each in outputs:
+            if each.outputs is None:
+                raise EngineError(
+                    f"request {each.request_id} ended without a result: {each.error or each.finish_reason}"
+                )
+        return outputs
 
     # ------------------------------------------------------------ control
 
@@ -200,18 +357,23 @@ class LLM(MissingVllmMethods):
         return [final[id(each)] for each in params]
 
     def _add(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, terms: dict[str, Any], where: str
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | PoolingParams,
+        terms: dict[str, Any],
+        where: str,
     ) -> None:
         try:
             self.llm_engine.add_request(request_id, prompt, params, **terms)
         except OverloadedError as error:
             raise OverloadedError(f"{where}{error}", error.retry_after) from error
         except RequestError as error:
-            raise RequestError(f"{where}{error}", error.parameter) from error
+            raise type(error)(f"{where}{error}", error.parameter) from error
 
-    def _run(self, ids: list[str], use_tqdm: ProgressBar) -> list[RequestOutput]:
+    def _run(self, ids: list[str], use_tqdm: ProgressBar, title: str = "Generating") -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
-        bar = _progress_bar(len(ids), use_tqdm)
+        bar = _progress_bar(len(ids), use_tqdm, title)
         started, tokens_in, tokens_out = time.perf_counter(), 0, 0
         with delay_interrupts() as check, bar or nullcontext():
             while len(outputs) < len(ids):
@@ -220,7 +382,8 @@ class LLM(MissingVllmMethods):
                     outputs[output.request_id] = output
                     if bar is not None:
                         tokens_in += len(output.prompt_token_ids)
-                        tokens_out += sum(len(each.token_ids) for each in output.outputs)
+                        if isinstance(output, RequestOutput):
+                            tokens_out += sum(len(each.token_ids) for each in output.outputs)
                         rates = (count / (time.perf_counter() - started) for count in (tokens_in, tokens_out))
                         bar.set_postfix_str("{:.0f} in, {:.0f} out tok/s".format(*rates), refresh=False)
                         bar.update(1)
@@ -228,9 +391,9 @@ class LLM(MissingVllmMethods):
 
 
 def _refuse(**given: object) -> None:
-    """Raise for a keyword argument of vLLM that is not supported yet."""
+    """Raise for a keyword argument of vLLM that has no meaning here."""
     for name in (name for name, value in given.items() if value is not None):
-        raise RequestError(f"{name} is not supported yet; leave it out", name)
+        raise RequestError(f"{name} is not supported for models that pool; leave it out", name)
 
 
 def _one_each(name: str, given: Any, default: Any, num_prompts: int) -> list[Any]:
@@ -254,10 +417,22 @@ def _is_one_prompt(prompts: object) -> bool:
     return len(prompts) > 0 and isinstance(prompts[0], int)
 
 
-def _progress_bar(total: int, use_tqdm: ProgressBar) -> Any:
+def _with_task(params: PoolingParams, task: str | None, truncate: int | None) -> PoolingParams:
+    """The parameters of one request, with what the call says where they say nothing."""
+    if not isinstance(params, PoolingParams):
+        raise RequestError(f"pooling_params must be PoolingParams, not {type(params).__name__}", "pooling_params")
+    settled = params.clone()
+    settled.task = params.task or task
+    if truncate is not None:
+        settled.truncate_prompt_tokens = truncate
+    settled.verify()
+    return settled
+
+
+def _progress_bar(total: int, use_tqdm: ProgressBar, title: str) -> Any:
     if use_tqdm is False:
         return None
     from tqdm import tqdm
 
     make_bar = tqdm if isinstance(use_tqdm, bool) else use_tqdm
-    return make_bar(total=total, desc="Generating", unit="req", dynamic_ncols=True)
+    return make_bar(total=total, desc=title, unit="req", dynamic_ncols=True)

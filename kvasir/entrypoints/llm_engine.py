@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
+from functools import cached_property
 from itertools import count
 from types import TracebackType
 from typing import Self
@@ -13,18 +14,19 @@ from kvasir.config import startup
 from kvasir.config.args import EngineArgs
 from kvasir.config.engine import EngineConfig
 from kvasir.config.resolve import resolve
-from kvasir.entrypoints.vllm_methods import MissingVllmMethods
+from kvasir.entrypoints import MissingVllmMethods
 from kvasir.errors import EngineDeadError, EngineError, KvasirError, RequestError
 from kvasir.frontend.clients.sync_clients import InprocClient, ProcessClient, SyncClient
 from kvasir.frontend.requests.choices import BeamState
 from kvasir.frontend.requests.input import InputProcessor, make_terms, process_all
 from kvasir.frontend.requests.metrics import Metric, read_metrics
-from kvasir.frontend.requests.output import OutputProcessor
+from kvasir.frontend.requests.output import BrokenRequest, OutputProcessor
 from kvasir.frontend.requests.prompts import PromptType
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.frontend.text.tokenizer_files import tokenizer_of
+from kvasir.lora.host import AdapterCatalog, LoRARequest
 from kvasir.outputs import RequestOutput
-from kvasir.sampling_params import SamplingParams
+from kvasir.sampling_params import PoolingParams, SamplingParams
 
 
 class LLMEngine(MissingVllmMethods):
@@ -37,6 +39,7 @@ class LLMEngine(MissingVllmMethods):
         self.input_processor = InputProcessor(config, self.tokenizer, several if client is None else client.remote)
         self.output_processor = OutputProcessor(self.tokenizer)
         self._keys = count()
+        self._broken: deque[BrokenRequest] = deque()  # not raised to the caller yet, as below
         self._refused: deque[tuple[int, KvasirError]] = deque()  # not raised to the caller yet
         self._client: SyncClient | None = client or (ProcessClient if several else InprocClient)(config)
         try:
@@ -57,6 +60,10 @@ class LLMEngine(MissingVllmMethods):
             client.close()
             raise
 
+    @cached_property
+    def adapters(self) -> AdapterCatalog:
+        return AdapterCatalog(self.config, self.client.call("resource_targets"))
+
     @property
     def client(self) -> SyncClient:
         if self._client is None:
@@ -67,13 +74,14 @@ class LLMEngine(MissingVllmMethods):
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         arrival_time: float | None = None,
         *,
         priority: int = 0,
         tenant: str = "",
         weight: float = 1.0,
         timeout: float | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Validate and queue a request. A wrong request raises RequestError and changes nothing.
 
@@ -87,12 +95,15 @@ class LLMEngine(MissingVllmMethods):
         terms = make_terms(
             policy, arrival_time=arrived, priority=priority, tenant=tenant, weight=weight, timeout=timeout
         )
-        request, states = process_all(self.input_processor, request_id, prompt, params, self._keys, arrived, terms)
+        adapter = None if lora_request is None else self.adapters.find(lora_request)
+        request, states = process_all(
+            self.input_processor, request_id, prompt, params, self._keys, arrived, terms, adapter
+        )
         self.client.add(request)
         if isinstance(states, BeamState):
             self.output_processor.add_search(states)
         else:
-            self.output_processor.add(*states, num_returned=params.n)
+            self.output_processor.add(*states, num_returned=1 if isinstance(params, PoolingParams) else params.n)
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns new outputs of streaming requests, and last outputs of requests that ended.
@@ -111,10 +122,20 @@ class LLMEngine(MissingVllmMethods):
         outputs, stopped = self.output_processor.process(output, time.time())
         for stop in stopped:
             self.client.abort(stop.key, stop.num_tokens_kept)
+        for broken in self.output_processor.take_broken():
+            for key in broken.keys:
+                self.client.abort(key)
+            self._broken.append(broken)
         return outputs
 
     def _raise_refused(self) -> None:
-        """Raise the next refusal of a core in another process, which arrives after `add_request` has returned."""
+        """Raise the next error of a single request: an output that could not be handled, or the refusal of a core in
+        another process, which arrives after `add_request` has returned."""
+        if self._broken:
+            broken = self._broken.popleft()
+            broken.error.request_id = broken.request_id
+            broken.error.add_note(f"The request is {broken.request_id!r}.")
+            raise broken.error
         self._refused += self.client.take_refused()
         while self._refused:
             key, error = self._refused.popleft()

@@ -7,8 +7,17 @@ from typing import Protocol
 
 from kvasir.config import startup
 from kvasir.config.engine import EngineConfig
-from kvasir.messages import DeviceMemory, KVSpec, SampleInputs, StepCosts, StepFuture, StepPlan
-from kvasir.platforms.cpu_features import prepare_cpu
+from kvasir.messages import (
+    AdapterTargets,
+    DeviceMemory,
+    KVSpec,
+    Resource,
+    SampleInputs,
+    StepCosts,
+    StepFuture,
+    StepPlan,
+)
+from kvasir.platforms.cpu import prepare_cpu
 
 
 class Executor(Protocol):
@@ -29,8 +38,22 @@ class Executor(Protocol):
     def measure_costs(self) -> StepCosts:
         """Measure what swapping and recomputing cost. Call it after `allocate_kv` and before the first step."""
 
+    def measure_steps(self) -> list[tuple[int, float]]:
+        """Measure how long steps take: numbers of tokens and seconds, first of a step of single tokens. Empty: not
+        known. Call it after `allocate_kv` and before the first step."""
+
     def memory(self) -> DeviceMemory:
         """Return the use of device memory. Call it after `allocate_kv`."""
+
+    def adapter_targets(self) -> AdapterTargets | None:
+        """Return what adapters must fit; None if the model takes none."""
+
+    def load(self, slot: int, resource: Resource) -> None:
+        """Begin to bring a resource to a slot of the device, beside steps. No later step has a row in the slot until
+        `finished_loads` has named it."""
+
+    def finished_loads(self, seconds: float = 0.0) -> list[tuple[int, str | None]]:
+        """Return the slots whose loads are done, each with an error or None. Waits up to `seconds` for the first."""
 
     def execute(self, plan: StepPlan) -> None:
         """Launch the forward pass of a step."""

@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 
 from kvasir.config.args import EngineArgs
 from kvasir.config.engine import EngineConfig
-from kvasir.messages import NULL_BLOCK, DeviceMemory, KVSpec, SampleInputs, StepCosts, StepPlan, StepResult
+from kvasir.messages import (
+    NULL_BLOCK,
+    AdapterTargets,
+    DeviceMemory,
+    KVSpec,
+    Resource,
+    SampleInputs,
+    StepCosts,
+    StepPlan,
+    StepResult,
+)
 
 
 @dataclass(slots=True)
@@ -37,9 +47,17 @@ class FakeFuture:
         return self.value
 
 
-def echo_next(tokens: Iterable[int], vocab: int) -> int:
-    """Return the token that the fake model samples after `tokens`."""
-    state = 1469598103934665603
+FAILS = "fails"  # source of a resource that cannot be loaded
+
+
+def echo_shift(digest: bytes) -> int:
+    """Return a number by which the fake model's keys differ under a resource."""
+    return 1 + int.from_bytes(digest[:3], "little")
+
+
+def echo_next(tokens: Iterable[int], vocab: int, shift: int = 0) -> int:
+    """Return the token that the fake model samples after `tokens`, under a resource with this shift."""
+    state = 1469598103934665603 + shift
     for token in tokens:
         state = ((state ^ int(token)) * 1099511628211) & 0xFFFFFFFFFFFFFFFF
     return (state >> 20) % vocab
@@ -65,6 +83,10 @@ class EchoExecutor:
         self.tables = np.full((len(windows), max_rows + 1, width), NULL_BLOCK, np.int32)
         self.computed = np.zeros(max_rows, np.int64)
         self.next_token = np.full(max_rows, -7, np.int64)
+        self.loaded: dict[int, bytes] = {}  # digests of resources by slot
+        self.slot_of = np.full(max_rows, -1, np.int64)
+        self.load_steps = 0  # steps that a load takes
+        self._loads: list[tuple[int, int, Resource]] = []  # steps left, slot, resource
         self.pages = np.zeros((0, block_size), np.int64)
         self.host_pages = np.zeros((0, block_size), np.int64)
         self._plan: StepPlan | None = None
@@ -82,12 +104,16 @@ class EchoExecutor:
     def measure_costs(self) -> StepCosts:
         return StepCosts(1e-6, 1e-6)
 
+    def measure_steps(self) -> list[tuple[int, float]]:
+        return []
+
     def memory(self) -> DeviceMemory:
         return DeviceMemory(None, 0, 0)
 
     def execute(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
             self.computed[new.row] = new.num_computed
+            self.slot_of[new.row] = new.resource_slot
         assert len(set(plan.table_index.tolist())) == len(plan.table_index), "a table entry is set twice in one step"
         self.tables.reshape(-1)[plan.table_index] = plan.table_block
         self._copy(plan)
@@ -103,9 +129,28 @@ class EchoExecutor:
                     assert slot[0] != NULL_BLOCK, f"row {row} writes to the null block"
                     assert slot not in written, f"rows {written.get(slot)} and {row} write the same slot in one step"
                     written[slot] = row
-                    self.pages[slot] = self.next_token[row] if token < 0 else token
+                    key = self.next_token[row] if token < 0 else token
+                    self.pages[slot] = key + self._shift(row)
             self.computed[row] += count
             at += count
+
+    def _shift(self, row: int) -> int:
+        """What the resource of a row does to its keys: a stale or missing one changes the output."""
+        slot = int(self.slot_of[row])
+        return 0 if slot < 0 else echo_shift(self.loaded[slot])
+
+    def adapter_targets(self) -> AdapterTargets | None:
+        return None
+
+    def load(self, slot: int, resource: Resource) -> None:
+        self.loaded.pop(slot, None)  # a row that still reads it fails
+        self._loads.append((self.load_steps, slot, resource))
+
+    def finished_loads(self, seconds: float = 0.0) -> list[tuple[int, str | None]]:
+        done = [load for load in self._loads if load[0] <= 0]
+        self._loads = [(left - 1, slot, resource) for left, slot, resource in self._loads if left > 0]
+        self.loaded |= {slot: resource.digest for _, slot, resource in done if resource.source != FAILS}
+        return [(slot, "it fails" if resource.source == FAILS else None) for _, slot, resource in done]
 
     def _copy(self, plan: StepPlan) -> None:
         for pairs in (plan.to_host, plan.from_host, plan.copies):
@@ -133,7 +178,7 @@ class EchoExecutor:
                 if window is not None:
                     seen = self._read(group, row, length)[-window:]
                     assert np.array_equal(seen, text[-window:]), f"group {group} of row {row} lost tokens in its window"
-            token = forced[i] if i in forced else echo_next(text, self.vocab)
+            token = forced[i] if i in forced else echo_next(text - self._shift(row), self.vocab, self._shift(row))
             while i in masks and not masks[i][token // 32] >> token % 32 & 1:  # take the next allowed token
                 token = (token + 1) % self.vocab
             tokens[i, 0] = self.next_token[row] = token
@@ -158,6 +203,7 @@ class DelayExecutor:
         self.token = token
         self.free_at = 0.0  # time at which all launched steps are done
         self.log: list[tuple[str, int, float]] = []  # (event, step, time)
+        self._loaded: list[tuple[int, str | None]] = []
         self._plan: StepPlan | None = None
 
     def kv_spec(self) -> KVSpec:
@@ -172,8 +218,21 @@ class DelayExecutor:
     def measure_costs(self) -> StepCosts:
         return StepCosts(1e-6, 1e-6)
 
+    def measure_steps(self) -> list[tuple[int, float]]:
+        return []
+
     def memory(self) -> DeviceMemory:
         return DeviceMemory(None, 0, 0)
+
+    def adapter_targets(self) -> AdapterTargets | None:
+        return None
+
+    def load(self, slot: int, resource: Resource) -> None:
+        self._loaded.append((slot, None))
+
+    def finished_loads(self, seconds: float = 0.0) -> list[tuple[int, str | None]]:
+        done, self._loaded = self._loaded, []
+        return done
 
     def execute(self, plan: StepPlan) -> None:
         self._plan = plan

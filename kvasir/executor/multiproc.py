@@ -9,7 +9,6 @@ when the core's process ends.
 from __future__ import annotations
 
 import pickle
-import tempfile
 import time
 from collections import deque
 from math import inf
@@ -17,9 +16,19 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from kvasir.config.engine import EngineConfig
+from kvasir.config.scratch import make_scratch, remove_scratch
 from kvasir.errors import KvasirError
 from kvasir.executor.worker_process import WorkerFailed, WorkerProcess
-from kvasir.messages import DeviceMemory, KVSpec, SampleInputs, StepCosts, StepPlan, StepResult
+from kvasir.messages import (
+    AdapterTargets,
+    DeviceMemory,
+    KVSpec,
+    Resource,
+    SampleInputs,
+    StepCosts,
+    StepPlan,
+    StepResult,
+)
 
 CLOSE_SECONDS = 10.0  # for workers to end before they are killed
 REPORT_SECONDS = 2.0  # after a failure, for all workers to report theirs
@@ -31,13 +40,15 @@ class MultiprocExecutor:
     def __init__(self, config: EngineConfig) -> None:
         self.overlaps = config.device.device != "cpu"
         self.size = config.parallel.tensor_parallel_size
-        self._rendezvous = tempfile.TemporaryDirectory(prefix="kvasir-")
+        self._rendezvous = make_scratch()
         self._workers: list[WorkerProcess] = []
         self._futures: deque[RemoteFuture] = deque()  # results that have not been read, oldest first
+        # slots that are being loaded: the ranks that are done, and what went wrong on some
+        self._loading: dict[int, tuple[list[int], list[str]]] = {}
         try:
             for rank in range(self.size):
                 self._workers.append(WorkerProcess(rank, self.size))
-                start = (config, rank, self.size, self._rendezvous.name)
+                start = (config, rank, self.size, self._rendezvous)
                 self._send(self._workers[rank], pickle.dumps(("start", start)))
             self._answers()
         except BaseException:
@@ -59,6 +70,10 @@ class MultiprocExecutor:
         costs: list[StepCosts] = self._ask("measure_costs")  # a step takes as long as its slowest rank
         return StepCosts(max(c.copy_block for c in costs), max(c.compute_token for c in costs))
 
+    def measure_steps(self) -> list[tuple[int, float]]:
+        ranks: list[list[tuple[int, float]]] = self._ask("measure_steps")
+        return [max(step, key=lambda each: each[1]) for step in zip(*ranks, strict=True)]
+
     def memory(self) -> DeviceMemory:
         """Return the sums over all ranks."""
         ranks: list[DeviceMemory] = self._ask("memory")
@@ -71,6 +86,35 @@ class MultiprocExecutor:
             graphs=sum(each.graphs for each in ranks),
             graphs_expected=sum(each.graphs_expected for each in ranks),
         )
+
+    def adapter_targets(self) -> AdapterTargets | None:
+        targets: list[AdapterTargets | None] = self._ask("adapter_targets")
+        return targets[0]
+
+    def load(self, slot: int, resource: Resource) -> None:
+        self._loading[slot] = [], []
+        self._send_all("load", slot, resource)
+
+    def finished_loads(self, seconds: float = 0.0) -> list[tuple[int, str | None]]:
+        """A load is done when it is done on every rank."""
+        end = time.monotonic() + seconds
+        while True:
+            for worker in self._workers:
+                self._take_loads(worker)
+            done = [slot for slot, (ranks, _) in self._loading.items() if len(ranks) == self.size]
+            if done or time.monotonic() >= end:
+                return [(slot, next(iter(self._loading.pop(slot)[1]), None)) for slot in done]
+            wait([worker.socket for worker in self._workers], max(0.0, end - time.monotonic()))
+
+    def _take_loads(self, worker: WorkerProcess) -> None:
+        try:
+            loads = worker.take_loads()
+        except (WorkerFailed, EOFError, OSError):
+            raise self._first_failure() from None
+        for slot, error in loads:
+            ranks, errors = self._loading[slot]
+            ranks.append(worker.rank)
+            errors += [] if error is None else [error]
 
     def execute(self, plan: StepPlan) -> None:
         self._send_all("execute", plan)
@@ -88,7 +132,7 @@ class MultiprocExecutor:
         for worker in self._workers:
             worker.end(max(0.1, end - time.monotonic()))
         self._workers = []
-        self._rendezvous.cleanup()
+        remove_scratch(self._rendezvous)
 
     # ------------------------------------------------------------ messages to and from the workers
 
@@ -114,12 +158,15 @@ class MultiprocExecutor:
     def _receive(self, worker: WorkerProcess) -> Any:
         """Receive the next message of a worker. Raises an error as soon as any worker has ended or failed."""
         while True:
+            if worker.answers:
+                return worker.answers.popleft()
             ready = wait([other.socket for other in self._workers])
             if any(other.socket in ready and other.has_exited() for other in self._workers if other is not worker):
                 raise self._first_failure()
             if worker.socket in ready:
                 try:
-                    return worker.receive()
+                    worker.receive()
+                    continue
                 except (WorkerFailed, EOFError, OSError):
                     raise self._first_failure() from None
             time.sleep(0.0005)  # another worker has answered, and its answer is read later
@@ -142,7 +189,7 @@ class MultiprocExecutor:
 
     def has_result(self) -> bool:
         """Whether the next result has arrived."""
-        return self._workers[0].socket.poll()
+        return bool(self._workers[0].answers) or self._workers[0].socket.poll()
 
 
 def _sum(sizes: list[int | None]) -> int | None:

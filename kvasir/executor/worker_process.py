@@ -20,9 +20,10 @@ from math import inf
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kvasir import log
 from kvasir.config.engine import EngineConfig
 from kvasir.errors import EngineError, KvasirError
-from kvasir.platforms.cpu_features import prepare_cpu
+from kvasir.platforms.cpu import prepare_cpu
 from kvasir.platforms.limits import usable_cpus
 
 _EXIT_SECONDS = 2.0  # for a process to end after it closed its socket
@@ -58,15 +59,27 @@ class WorkerProcess:
         self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
         theirs.close()
         self.socket = Connection(ours.detach())
+        self.answers: deque[Any] = deque()  # answers and results that were received and not read
+        self._loads: list[tuple[int, str | None]] = []
         self._failure: WorkerFailure | None = None
 
-    def receive(self) -> Any:
-        """Return the next answer. Raises WorkerFailed if it is an error."""
+    def receive(self) -> None:
+        """Wait for the next message and keep it. Raises WorkerFailed if it is an error."""
         kind, value = self.socket.recv()
         if kind == "error":
             self._failure = self._failure_from(value)
             raise WorkerFailed
-        return value
+        if kind == "load":
+            self._loads.append(value)
+        else:
+            self.answers.append(value)
+
+    def take_loads(self) -> list[tuple[int, str | None]]:
+        """Return the loads that the worker has reported: slots, each with an error or None."""
+        while self.socket.poll():
+            self.receive()
+        loads, self._loads = self._loads, []
+        return loads
 
     def has_exited(self) -> bool:
         """Whether the process has ended. Answers that it sent before stay readable."""
@@ -114,6 +127,7 @@ def serve(handle: int) -> None:
     """Run a worker process. `handle` is the file descriptor of its end of the socket pair."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to workers too, but the core handles it
     _exit_with_core()
+    log.write_in_background()
     core = CoreConnection(Connection(handle))
     try:
         _serve(core)
@@ -123,6 +137,7 @@ def serve(handle: int) -> None:
         try:
             core.send(("error", (time.monotonic(), cause)))
         finally:
+            log.flush()
             os._exit(1)  # a normal exit could hang in a collective with a dead rank
 
 
@@ -153,16 +168,30 @@ def _serve(core: CoreConnection) -> None:
     rank = start[1]
     core.send(("ready", None))
     results: deque[Any] = deque()
+    num_loading = 0  # loads that are not reported
     while True:
         while results and not _has_message_first(core, results[0]):
             core.send(("result", results.popleft().result()))
+        while num_loading:  # report loads as soon as they are done; messages of the core come first
+            num_loading -= _report_loads(core, worker)
+            if not num_loading or core.poll(0.001):
+                break
         name, args = core.recv()
         answer = getattr(worker, name)(*args)
+        num_loading += name == "load"
         if name == "sample":
             if rank == 0:
                 results.append(answer)
-        elif name != "execute":
+        elif name not in ("execute", "load"):
             core.send(("answer", answer))
+
+
+def _report_loads(core: CoreConnection, worker: Any) -> int:
+    """Tell the core which loads are done, and return their number."""
+    loads = worker.finished_loads()
+    for load in loads:
+        core.send(("load", load))
+    return len(loads)
 
 
 def _has_message_first(core: CoreConnection, result: Any) -> bool:
@@ -181,7 +210,7 @@ def _make_worker(config: EngineConfig, rank: int, size: int, rendezvous: str) ->
         config = replace(config, device=replace(config.device, device=f"{kind}:{rank}"))
         if kind == "cuda":
             import_module("torch").cuda.set_device(rank)  # collectives use the current device
-    mesh = import_module("kvasir.distributed.mesh").join(config.device.device, rank, size, f"{rendezvous}/store")
+    mesh = import_module("kvasir.distributed").join(config.device.device, rank, size, f"{rendezvous}/store")
     return import_module("kvasir.worker.worker").Worker(config, mesh)
 
 

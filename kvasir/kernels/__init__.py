@@ -6,6 +6,7 @@ the tensor's device, so that layers call `kernels.rms_norm(...)` and never ask w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -14,7 +15,9 @@ from typing import Any
 
 import torch
 
+from kvasir.kernels import encoder_attention as encoders
 from kvasir.kernels import onednn, reference
+from kvasir.kernels.adapters import AdapterMatrices, TokenSlots
 from kvasir.kernels.cpu import ops
 from kvasir.kernels.cpu.library import library
 from kvasir.kernels.reference import ACTIVATIONS, ANY_TOKEN, rotary, store_kv
@@ -25,21 +28,34 @@ logger = get_logger(__name__)
 __all__ = [
     "ACTIVATIONS",
     "ANY_TOKEN",
+    "accept_drafts",
+    "adapt",
     "add_bias",
     "add_rms_norm",
     "are_compiled",
     "ban_words",
+    "coded_linear",
+    "coded_linear_parts",
+    "compile_listed",
     "copy_blocks",
     "count_tokens",
     "draw",
+    "encoder_attention",
+    "experts",
     "filter_threshold",
+    "fused_coded_linear",
     "fused_linear",
     "fuses_one_row",
     "gated_activation",
-    "grouped_linear",
+    "grouped_coded_linear",
+    "is_coded_fit",
     "is_fit",
+    "keep_list",
+    "late_compilations",
+    "latent_store",
     "linear",
     "linear_parts",
+    "lookup_drafts",
     "mask_logits",
     "pack_weight",
     "penalize",
@@ -49,7 +65,9 @@ __all__ = [
     "rms_norm",
     "rope_store",
     "rotary",
+    "route",
     "store_kv",
+    "watch_compilations",
 ]
 
 
@@ -70,10 +88,38 @@ def are_compiled(device: torch.device) -> bool:
 
 
 def precompile() -> AbstractContextManager[None]:
-    """See triton/precompile.py; for a device whose kernels `are_compiled`."""
+    """See triton/launch.py; for a device whose kernels `are_compiled`."""
     from kvasir.kernels.triton.launch import precompile
 
     return precompile()
+
+
+def compile_listed(list_name: str) -> bool:
+    """See triton/launch.py; for a device whose kernels `are_compiled`."""
+    from kvasir.kernels.triton.launch import compile_listed
+
+    return compile_listed(list_name)
+
+
+def keep_list(list_name: str) -> None:
+    """See triton/launch.py; for a device whose kernels `are_compiled`."""
+    from kvasir.kernels.triton.launch import keep_list
+
+    keep_list(list_name)
+
+
+def watch_compilations(device: torch.device) -> None:
+    """From now on kernels that are compiled while requests wait are counted and logged."""
+    if are_compiled(device):
+        from kvasir.kernels.triton.launch import watch_compilations
+
+        watch_compilations()
+
+
+def late_compilations() -> int:
+    """Kernels that were compiled or loaded after the start."""
+    launch = sys.modules.get("kvasir.kernels.triton.launch")
+    return 0 if launch is None else int(launch.late_compilations())
 
 
 _reference_only = False
@@ -113,8 +159,10 @@ def add_rms_norm(
     return pair
 
 
-def gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    active: torch.Tensor = _any_version_for(x).gated_activation(x, kind)
+def gated_activation(x: torch.Tensor, kind: str | tuple[float, float]) -> torch.Tensor:
+    """See reference.gated_activation."""
+    version = _any_version_for(x) if isinstance(kind, str) else _version_for(x)  # the CPU library clamps nothing
+    active: torch.Tensor = version.gated_activation(x, kind)
     return active
 
 
@@ -131,6 +179,12 @@ def rope_store(
     version = _version_for(qkv) if eight_bit else _any_version_for(qkv)  # the CPU library has no such floats
     query: torch.Tensor = version.rope_store(qkv, heads, positions, table, kv_cache, *args)
     return query
+
+
+def latent_store(query: torch.Tensor, *args: Any) -> torch.Tensor:
+    """See reference.latent_store."""
+    turned: torch.Tensor = _version_for(query).latent_store(query, *args)
+    return turned
 
 
 def step_inputs(rows: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
@@ -176,10 +230,69 @@ def push_tokens(tokens: torch.Tensor, *args: torch.Tensor) -> None:
     _version_for(tokens).push_tokens(tokens, *args)
 
 
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """See reference.grouped_linear; on a GPU nothing waits."""
-    y: torch.Tensor = _version_for(x).grouped_linear(x, weight, starts)
+def route(logits: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """See reference.route."""
+    routed: tuple[torch.Tensor, torch.Tensor] = _version_for(logits).route(logits, *how)
+    return routed
+
+
+def experts(x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """See reference.experts; on a GPU nothing waits."""
+    y: torch.Tensor = _version_for(x).experts(x, *args)
     return y
+
+
+def coded_linear(x: torch.Tensor, matrix: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """See reference.coded_linear."""
+    y: torch.Tensor = _version_for(x).coded_linear(x, matrix, bias)
+    return y
+
+
+def coded_linear_parts(x: torch.Tensor, matrix: Any) -> torch.Tensor:
+    """x times a quantized matrix, or parts of the product that `add_rms_norm` sums."""
+    version = _version_for(x)
+    y: torch.Tensor = (version.coded_linear if version is reference else version.coded_linear_parts)(x, matrix)
+    return y
+
+
+def is_coded_fit(matrix: Any) -> bool:
+    """Whether `fused_coded_linear` takes this matrix: its inputs come as they are, and its groups suit the kernel."""
+    if matrix.order is not None or matrix.column is not None:
+        return False
+    version = _version_for(matrix.codes)
+    return version is reference or bool(version.is_coded_fit(matrix))
+
+
+def fused_coded_linear(x: torch.Tensor, matrix: Any, bias: torch.Tensor | None = None, **how: Any) -> torch.Tensor:
+    """See reference.fused_linear. On a GPU for one row, and a matrix that `is_coded_fit`."""
+    version = _version_for(x)
+    if version is reference:
+        return reference.fused_linear(x, matrix, bias, product=coded_linear, **how)
+    y: torch.Tensor = version.coded_gemv(x, matrix, bias, **how)
+    return y
+
+
+def grouped_coded_linear(x: torch.Tensor, matrices: Any, starts: torch.Tensor) -> torch.Tensor:
+    """See reference.grouped_coded_linear; on a GPU nothing waits."""
+    y: torch.Tensor = _version_for(x).grouped_coded_linear(x, matrices, starts)
+    return y
+
+
+def adapt(x: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, slots: TokenSlots) -> torch.Tensor:
+    """See reference.adapt; on a GPU nothing waits."""
+    adapted: torch.Tensor = _any_version_for(x).adapt(x, y, matrices, slots)
+    return adapted
+
+
+def accept_drafts(tokens: torch.Tensor, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See reference.accept_drafts."""
+    found: tuple[torch.Tensor, torch.Tensor] = _any_version_for(tokens, torch.int32).accept_drafts(tokens, *args)
+    return found
+
+
+def lookup_drafts(history: torch.Tensor, *args: Any) -> None:
+    """See reference.lookup_drafts; on a GPU nothing waits."""
+    _any_version_for(history, torch.int32).lookup_drafts(history, *args)
 
 
 def copy_blocks(
@@ -193,6 +306,13 @@ def draw(logits: torch.Tensor, *args: torch.Tensor | None) -> torch.Tensor:
     """See reference.draw."""
     tokens: torch.Tensor = _any_version_for(logits, torch.float32).draw(logits, *args)
     return tokens
+
+
+def encoder_attention(query: torch.Tensor, *args: Any) -> torch.Tensor:
+    """See encoder_attention.py."""
+    version = _version_for(query)
+    seen: torch.Tensor = (encoders if version is reference else version).encoder_attention(query, *args)
+    return seen
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -226,7 +346,7 @@ def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def fuses_one_row(x: torch.Tensor) -> bool:
     """Whether `fused_linear` is the quicker way for this x."""
-    return len(x) == 1 and _version_for(x) is not reference
+    return x.shape[0] == 1 and _version_for(x) is not reference
 
 
 def is_fit(weight: torch.Tensor) -> bool:

@@ -47,29 +47,41 @@ def max_unshared_tokens(plan: StepPlan) -> int:
 
 
 @dataclass(slots=True)
-class Tiles:
-    """Prompt chunks cut into tiles of equal height, for launches whose grid must not depend on the chunks."""
+class TileList:
+    """Prompt chunks cut into tiles of equal height."""
 
-    height: int  # queries of a tile
     count: torch.Tensor  # [1] int32: number of tiles that are in use
     sequence: torch.Tensor  # [max tiles] int32: the sequence of each tile
     number: torch.Tensor  # [max tiles] int32: its number within that sequence
+
+
+@dataclass(slots=True)
+class Tiles:
+    """The chunks of a step of which only the device knows what they are, for launches whose grid must not depend on
+    them. Kernels list what they need in the first layer and read it again in the others."""
+
+    num_tokens: torch.Tensor  # [sequences] int32
+    seq_lens: torch.Tensor  # [sequences] int32, after the step
+    size: int  # tokens of the step, or more
     decode_lens: torch.Tensor  # [sequences] int32: lengths of sequences that run one token, 0 for the others
+    lists: dict[int, TileList] = field(default_factory=dict)  # by height
+    # Parts of the sequences that run one token, by how they are cut.
+    parts: dict[tuple[int, int, int, int, bool], torch.Tensor] = field(default_factory=dict)
+
+    def cut(self, height: int) -> TileList:
+        """Cut chunks into tiles of `height` tokens. `size` tokens hold at most size / 2 chunks of several tokens, and
+        each sequence has at most one tile that is not full, which bounds the number of tiles."""
+        assert height > 2, "lower tiles may be more than half of the tokens"
+        if height not in self.lists:
+            counts, sequences = self.num_tokens, self.num_tokens.shape[0]
+            ends = torch.cumsum(torch.where(counts > 1, (counts + height - 1) // height, 0), 0, dtype=torch.int32)
+            most = min(self.size // 2, self.size // height + sequences)
+            tile = torch.arange(most, dtype=torch.int32, device=counts.device)
+            sequence = torch.searchsorted(ends, tile, right=True, out_int32=True).clamp(max=sequences - 1)
+            start = torch.where(sequence > 0, ends[(sequence - 1).clamp(min=0)], 0)
+            self.lists[height] = TileList(ends[-1:], sequence, tile - start)
+        return self.lists[height]
 
 
 def find_tiles(num_tokens: torch.Tensor, seq_lens: torch.Tensor, size: int) -> Tiles:
-    """Cut chunks into tiles, on the device. `size` tokens hold at most size / 2 chunks of several tokens, and each
-    sequence has at most one tile that is not full, which bounds the number of tiles."""
-    height = 16 if size <= 64 else 64
-    several = num_tokens > 1
-    ends = torch.cumsum(torch.where(several, (num_tokens + height - 1) // height, 0), 0, dtype=torch.int32)
-    tile = torch.arange(min(size // 2, size // height + len(num_tokens)), dtype=torch.int32, device=num_tokens.device)
-    sequence = torch.searchsorted(ends, tile, right=True, out_int32=True).clamp(max=len(ends) - 1)
-    start = torch.where(sequence > 0, ends[(sequence - 1).clamp(min=0)], 0)
-    return Tiles(
-        height=height,
-        count=ends[-1:],
-        sequence=sequence,
-        number=tile - start,
-        decode_lens=torch.where(several, 0, seq_lens),
-    )
+    return Tiles(num_tokens, seq_lens, size, torch.where(num_tokens > 1, 0, seq_lens))

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from kvasir.kernels.adapters import AdapterMatrices, TokenSlots
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -17,7 +20,21 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
+# What the sixteen codes of a 4-bit float stand for. NF4's are the quantiles of a normal distribution, as published.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP4 = (0.0, 0.0052083333, 0.6666666667, 1.0, 0.3333333333, 0.5, 0.1666666667, 0.25)
+LEVELS: dict[str, tuple[float, ...]] = {
+    "e2m1": (*_E2M1, *(-level for level in _E2M1)),
+    "fp4": (*_FP4, *(-level for level in _FP4)),
+    "nf4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+}
 ANY_TOKEN = -1  # matches every token where tokens are compared
+NOT_A_TOKEN = -1  # what `draw` returns for logits that are not numbers
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -35,10 +52,16 @@ def add_rms_norm(
     return rms_norm(residual, weight, eps), residual
 
 
-def gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """x [tokens, 2 * n]: the activation of the left half, times the right half."""
+def gated_activation(x: torch.Tensor, kind: str | tuple[float, float]) -> torch.Tensor:
+    """x [tokens, 2 * n]: the activation of the left half, times the right half. `kind` is a name of ACTIVATIONS, or
+    (alpha, limit) of the clamped SwiGLU: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up between
+    -limit and limit."""
     gate, up = x.chunk(2, dim=-1)
-    return ACTIVATIONS[kind](gate) * up
+    if isinstance(kind, str):
+        return ACTIVATIONS[kind](gate) * up
+    alpha, limit = kind
+    gate = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(alpha * gate))
 
 
 def copy_blocks(
@@ -127,6 +150,32 @@ def rope_store(
         query, key = rotary(query, key, positions, table, interleaved)
     store_kv(key, value, kv_cache, slots, k_scale, v_scale)
     return query
+
+
+def latent_store(
+    query: torch.Tensor,  # [tokens, heads, plain_dim + rotary_dim]
+    cached: torch.Tensor,  # [tokens, latent_dim + rotary_dim]
+    positions: torch.Tensor,  # [tokens]
+    table: torch.Tensor,  # [positions, rotary_dim] float32: cosines, then sines
+    kv_cache: torch.Tensor,  # [blocks, block_size, latent_dim + rotary_dim], any strides
+    slots: torch.Tensor,  # [tokens] int64
+    gain: torch.Tensor,  # [latent_dim]
+    eps: float,
+    interleaved: bool = False,
+    unit: float = 1.0,  # see store_kv
+) -> torch.Tensor:
+    """All between the projections and attention over a latent cache. Returns the queries, with their last part rotated;
+    it may take query's memory. The normalised vector and the rotated key are in the cache afterwards."""
+    (latent,), rotated = gain.shape, table.shape[1]
+    plain = query.shape[2] - rotated
+    vector = rms_norm(cached[:, :latent], gain, eps)
+    turned, key = rotary(query[..., plain:], cached[:, None, latent:], positions, table, interleaved)
+    entry, block_size = torch.cat((vector, key[:, 0]), dim=-1), kv_cache.shape[1]
+    if kv_cache.dtype.itemsize == 1:  # torch puts bytes anywhere, 8-bit floats only on some devices
+        entry = _to_eight_bits(entry, unit, kv_cache.dtype).view(torch.uint8)
+        kv_cache = kv_cache.view(torch.uint8)
+    kv_cache.index_put_((slots // block_size, slots % block_size), entry)
+    return torch.cat((query[..., :plain], turned), dim=-1)
 
 
 def step_inputs(
@@ -287,20 +336,19 @@ def draw(
     next_token: torch.Tensor,  # [rows] int32: the token is written here too
     threshold: torch.Tensor | None = None,  # [lines] float32: the lowest logit that each line keeps
 ) -> torch.Tensor:
-    """One token per line, [lines] int32: the best, or where the running sum of probabilities first exceeds a number
-    that depends on the row's seed and the position alone."""
+    """One token per line, [lines] int32: the one with the largest logit + temperature * noise (Gumbel-max: a token is
+    drawn with its probability). The noise depends on the row's seed, the position and the token alone, so a small
+    change of the logits rarely changes the token. NOT_A_TOKEN for a line with a logit that is not a number;
+    `next_token` is a valid token even then, because a step may read it before the host ends the row."""
+    broken = logits.isnan().any(dim=-1)
     if threshold is not None:
         logits = logits.masked_fill(logits < threshold[:, None], -torch.inf)
     heat = temperature[rows]
-    best = logits.argmax(dim=-1)
-    scaled = logits.float() / torch.where(heat > 0, heat, 1.0)[:, None]
-    sums = torch.exp(scaled - scaled.max(dim=-1, keepdim=True).values).cumsum(dim=-1)
-    goal = (uniform(seeds[rows].long() & MASK, positions.long()) * sums[:, -1].double()).to(sums.dtype)
-    drawn = torch.searchsorted(sums, goal[:, None], right=True).squeeze(1)
-    # rounding may put the goal past the last token
-    tokens = torch.where((heat > 0) & (drawn < logits.shape[-1]), drawn, best).to(torch.int32)
+    noise = gumbel_noise(seeds[rows].long() & MASK, positions.long(), logits.shape[-1])
+    noisy = logits.double() + heat.double()[:, None] * noise
+    tokens = torch.where(heat > 0, noisy.argmax(dim=-1), logits.argmax(dim=-1)).to(torch.int32)
     next_token[rows] = tokens
-    return tokens
+    return tokens.masked_fill(broken, NOT_A_TOKEN)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -317,6 +365,97 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) 
         if begin < end:
             out[begin:end] = F.linear(x[begin:end], matrix)
     return out
+
+
+def coded_linear(x: torch.Tensor, matrix: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [rows, in] times a quantized matrix (quantization.coded.Coded), plus bias [out]."""
+    return F.linear(x, matrix.expand(x.dtype), bias)
+
+
+def grouped_coded_linear(x: torch.Tensor, matrices: Any, starts: torch.Tensor) -> torch.Tensor:
+    """Like grouped_linear; the groups' matrices are stacked in one Coded of [groups * out, in]."""
+    weight = matrices.expand(x.dtype)
+    return grouped_linear(x, weight.view(len(starts) - 1, -1, weight.shape[1]), starts)
+
+
+def adapt(x: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, slots: TokenSlots) -> torch.Tensor:
+    """y [tokens, out], the product of x [tokens, in] with a layer's matrix, as the tokens' adapters change it; see
+    AdapterMatrices. y is overwritten. This version waits for the device, which has the slots."""
+    uses, size = matrices.uses.tolist(), matrices.rank
+    for slot, tokens in slots.groups:
+        rank, is_moved = uses[slot]
+        if not rank and not is_moved:
+            continue
+        own = y[tokens]
+        if is_moved:
+            own = (own.float() * matrices.gain[slot] + matrices.shift[slot]).to(y.dtype)
+        if rank:
+            low = F.linear(x[tokens], matrices.shrink[slot])
+            begin = 0
+            for part, outputs in enumerate(matrices.parts):
+                columns = low[:, part * size : part * size + rank]
+                own[:, begin : begin + outputs] += columns @ matrices.expand[slot, :rank, begin : begin + outputs]
+                begin += outputs
+        y[tokens] = own
+    return y
+
+
+def route(
+    logits: torch.Tensor,  # [tokens, experts]
+    top_k: int,
+    scoring: str,  # "softmax" or "sigmoid"
+    correction: torch.Tensor | None = None,  # [experts] float32: added to scores when experts are chosen
+    groups: int = 1,  # experts stand in groups of equal size ...
+    top_groups: int = 1,  # ... and are chosen from this many, the best
+    by_two: bool = False,  # a group is as good as its best two experts together, not as its best
+    normalise: bool = False,  # weights are divided by their sum
+    scale: float = 1.0,  # of the weights
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The chosen experts' weights in float32 and their numbers, each [tokens, top_k], the best first. Of experts that
+    are equally good any may be taken."""
+    wide = logits.float()
+    scores = torch.softmax(wide, dim=-1) if scoring == "softmax" else torch.sigmoid(wide)
+    choice = scores if correction is None else scores + correction
+    if groups > top_groups:
+        grouped = choice.view(len(choice), groups, -1)
+        quality = grouped.topk(2, dim=-1).values.sum(-1) if by_two else grouped.amax(-1)
+        best = quality.topk(top_groups, dim=-1).indices
+        outside = torch.ones_like(quality, dtype=torch.bool).scatter_(1, best, False)
+        choice = grouped.masked_fill(outside[:, :, None], -torch.inf).flatten(1)
+    chosen = choice.topk(top_k, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return (weights * scale if scale != 1.0 else weights), chosen
+
+
+def experts(
+    x: torch.Tensor,  # [tokens, hidden]
+    weights: torch.Tensor,  # [tokens, top_k] float32
+    chosen: torch.Tensor,  # [tokens, top_k]; one past the last expert: nobody, with a weight of 0
+    gate_up: torch.Tensor,  # [experts, 2 * inner, hidden]: an expert's gate, then its up
+    down: torch.Tensor,  # [experts, hidden, inner]
+    activation: str | tuple[float, float],  # see gated_activation
+    gate_up_bias: torch.Tensor | None = None,  # [experts, 2 * inner]
+    down_bias: torch.Tensor | None = None,  # [experts, hidden]
+    leave_parts: bool = False,  # the outputs of each of a token's experts may be left to `add_rms_norm` to sum
+    is_apart: bool = False,  # whether some experts are nobody
+) -> torch.Tensor:
+    """The weighted sum of the outputs of each token's experts. Summed in float32 and in the router's order, so that the
+    rest of the batch changes nothing. This version waits for the device, which knows who goes where."""
+    (tokens, top_k), count = chosen.shape, len(gate_up)
+    order = torch.argsort(chosen.reshape(-1), stable=True)
+    numbers = chosen.reshape(-1)[order]
+    # Expert e's rows begin at the first number that is at least e.
+    starts = torch.searchsorted(numbers, torch.arange(count + 1, device=x.device), out_int32=True)
+    order, numbers = order[: int(starts[-1])], numbers[: int(starts[-1])]
+    both = grouped_linear(x[order // top_k], gate_up, starts)
+    both = both if gate_up_bias is None else both + gate_up_bias[numbers]
+    sorted_y = grouped_linear(gated_activation(both, activation), down, starts)
+    sorted_y = sorted_y if down_bias is None else sorted_y + down_bias[numbers]
+    y = sorted_y.new_zeros(tokens * top_k, sorted_y.shape[1])
+    y[order] = sorted_y
+    return (y.view(tokens, top_k, -1) * weights[:, :, None]).sum(1).to(x.dtype)
 
 
 def fused_linear(
@@ -337,7 +476,7 @@ def fused_linear(
 
 
 # ----------------------------------------------------------------
-# Stateless random numbers: a uniform number depends on (seed, position) alone, whatever else is in the batch.
+# Stateless random numbers: noise depends on (seed, position, token) alone, whatever else is in the batch.
 
 MASK = 0xFFFFFFFF
 
@@ -349,8 +488,74 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Numbers in [0, 1) of float64, one for each (seed, position). Both int64, seeds of 32 bits."""
-    high = _mix((_mix(seeds) + positions * 0x9E3779B1) & MASK)
-    low = _mix(high ^ 0x5BD1E995)
-    return (high * 2.0**21 + (low >> 11)) * 2.0**-53
+def hash_tokens(seeds: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """[n, vocabulary] 32 bits for each token of each (seed, position) [n]. All int64, seeds of 32 bits."""
+    flip = _mix((_mix(seeds) + positions * 0x9E3779B1) & MASK)
+    shift = _mix(flip ^ 0x5BD1E995)
+    steps = (torch.arange(vocabulary, device=seeds.device) * 0x85EBCA77) & MASK
+    return _mix(((steps ^ flip[:, None]) + shift[:, None]) & MASK)
+
+
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """[n, vocabulary] float64: minus the logarithms of exponentially distributed numbers."""
+    uniform = (hash_tokens(seeds, positions, vocabulary) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-uniform))
+
+
+def lookup_drafts(
+    history: torch.Tensor,  # [all rows, width] int32: each row's text
+    rows: torch.Tensor,  # [n] int64
+    lengths: torch.Tensor,  # [n] int32: tokens of each text
+    drafts: torch.Tensor,  # [all rows, drafts] int32: written
+    counts: torch.Tensor,  # [all rows] int32: how many drafts each row has; written
+    shortest: int,  # tokens at the end of a text that must occur earlier in it, at least ...
+    longest: int,  # ... and the most that are compared
+    latest: bool,  # of equally long matches the latest counts, and a text that repeats itself goes on doing so
+) -> None:
+    """Draft what followed the text's last tokens where they occurred before; of all places that with the longest match,
+    and the earliest of those unless `latest`."""
+    size, width = drafts.shape[1], int(lengths.max())
+    text, end = history[rows, :width], lengths.long()
+    final = text.gather(1, end[:, None] - 1)
+    found = (text == final) & (torch.arange(width, device=text.device) < end[:, None] - 1)
+    line, place = found.nonzero(as_tuple=True)  # where the last token occurs before
+    matched, alive = torch.ones_like(place), torch.ones_like(found[line, place])
+    for back in range(1, longest):
+        here, there = place - back, end[line] - 1 - back
+        alive = alive & (here >= 0) & (text[line, here.clamp(min=0)] == text[line, there.clamp(min=0)])
+        if not bool(alive.any()):
+            break
+        matched += alive
+    score = matched * (width + 1) + (place if latest else width - place)
+    score = torch.where(matched >= shortest, score, -1)
+    best = torch.full_like(end, -1).scatter_reduce(0, line, score, "amax")
+    rank = best % (width + 1)
+    start = torch.where(best < 0, 0, (rank if latest else width - rank) + 1)
+    columns = torch.arange(size, device=text.device)
+    period = (end - start).clamp(min=1)
+    places = start[:, None] + columns % period[:, None]
+    drafts[rows] = text.gather(1, places.clamp(max=width - 1)).to(drafts.dtype)
+    most = torch.full_like(period, size) if latest else period.clamp(max=size)
+    counts[rows] = torch.where(best < 0, 0, most).to(counts.dtype)
+
+
+def accept_drafts(
+    tokens: torch.Tensor,  # [lines] int32: drawn; below 0: not a token
+    rows: torch.Tensor,  # [n] int64
+    starts: torch.Tensor,  # [n] int32: the first line of each row
+    lines: torch.Tensor,  # [n] int32: how many it has: one, and one for each draft that was verified
+    drafts: torch.Tensor,  # [all rows, drafts] int32
+    counts: torch.Tensor,  # [all rows] int32: how many drafts were proposed for each row
+    num_computed: torch.Tensor,  # [all rows] int32: lowered by the drafts that were wrong
+    next_token: torch.Tensor,  # [all rows] int32: the last token that counts is written here
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's tokens, [n, 1 + drafts] int32, and how many of them count, [n] int32: the drafts that agree with the
+    tokens drawn in their places, and one token more."""
+    columns = torch.arange(1 + drafts.shape[1], dtype=torch.int32, device=tokens.device)
+    own = tokens[starts[:, None] + torch.minimum(columns, lines[:, None] - 1)]
+    known = columns[:-1] < torch.minimum(lines - 1, counts[rows])[:, None]
+    agrees = (own[:, :-1] == drafts[rows]) & known
+    taken = 1 + agrees.to(torch.int32).cumprod(dim=1).sum(dim=1, dtype=torch.int32)
+    next_token[rows] = own.gather(1, taken[:, None].long() - 1).squeeze(1).clamp(min=0)
+    num_computed[rows] -= lines - taken
+    return own, taken

@@ -5,7 +5,7 @@ Worker process; knows tensors and ranks, no model and no file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from kvasir.attention.base import AttentionBackend
-from kvasir.distributed.mesh import Mesh
+from kvasir.distributed import Mesh
 from kvasir.errors import ModelError
-from kvasir.layers.spec import RopeSpec
-from kvasir.quantization.base import Methods, TensorKey, Unquantized, parameter
+from kvasir.layers.adapters import StepAdapters
+from kvasir.layers.spec import RelativeBiasSpec, RopeSpec
+from kvasir.quantization.base import Methods, PackedParameter, TensorKey, Unquantized, parameter
+from kvasir.quantization.coded import Coded
 from kvasir.quantization.cpu import Vocabulary
 
 
@@ -29,6 +31,7 @@ class Build:
     methods: Methods = field(default_factory=Unquantized)
     device: torch.device = field(default_factory=lambda: torch.device("meta"))
     vocabulary: Vocabulary | None = None  # how the CPU library keeps embedding and head; None: it does not
+    adapters: StepAdapters | None = None  # None: the model takes no adapters
 
     def parameter(self, *shape: int) -> nn.Parameter:
         return parameter(shape, self.dtype, self.device)
@@ -42,6 +45,7 @@ class DecoderBuild(Build):
     backend: AttentionBackend
     max_positions: int  # positions are below this
     rotaries: dict[RopeSpec, nn.Module] = field(default_factory=dict)  # tables made so far; see rope.rotary_for
+    biases: dict[RelativeBiasSpec, nn.Module] = field(default_factory=dict)  # the same; see attention.relative_bias_for
 
 
 Layer_co = TypeVar("Layer_co", bound=nn.Module, covariant=True)
@@ -92,10 +96,45 @@ class WeightLayer(nn.Module):
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """The memory of parameters, buffers and packed matrices, each address counted once."""
-    tensors: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
-    packed = [getattr(module, "matrix", None) for module in model.modules()]
-    tensors += [matrix.memory for matrix in packed if matrix is not None]
+    """The memory of parameters, buffers and quantized matrices, each address counted once."""
+    tensors = [tensor for module in model.modules() for _, held in weights_of(module) for tensor in held]
     # A tensor in oneDNN's own layout has no address.
     places = {id(tensor) if tensor.is_mkldnn else tensor.data_ptr(): tensor for tensor in tensors}
     return sum(tensor.element_size() * tensor.numel() for tensor in places.values())
+
+
+def weights_of(module: nn.Module) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """What a module itself holds, and how: quantized matrices, packed matrices, other parameters and buffers."""
+    state = module.__dict__
+    coded = state.get("coded") or ()
+    parts = [*(coded if isinstance(coded, tuple) else (coded,)), *state.get("stacks", {}).values()]
+    for part in parts:
+        if isinstance(part, Coded):
+            yield str(part), list(part.tensors().values())
+        elif isinstance(part, torch.Tensor):
+            yield _name(part), [part]
+        else:
+            yield str(part.layout.format), [part.memory]
+    matrix = state.get("matrix")
+    if matrix is not None:
+        yield str(matrix.layout.format), [matrix.memory]
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if tensor.numel() and not isinstance(tensor, PackedParameter):
+            yield _name(tensor), [tensor]
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def describe_weights(model: nn.Module) -> str:
+    """How many matrices are held how, and in how much memory: "8 as bfloat16 (1.0 MiB)"."""
+    counts: dict[str, list[int]] = {}
+    for module in model.modules():
+        if isinstance(module, WeightLayer):
+            for how, tensors in weights_of(module):
+                if any(tensor.dim() > 1 or tensor.dtype == torch.uint8 for tensor in tensors):
+                    entry = counts.setdefault(how, [0, 0])
+                    entry[0] += 1
+                    entry[1] += sum(tensor.element_size() * tensor.numel() for tensor in tensors)
+    return ", ".join(f"{count} as {how} ({size / 2**20:.1f} MiB)" for how, (count, size) in counts.items())

@@ -10,10 +10,13 @@ from torch import nn
 
 from kvasir import kernels
 from kvasir.kernels.cpu.packed import PLAIN, Format, Layout, PackedMatrix, pack, plain
+from kvasir.layers.adapters import VocabularySlots
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.quantization.base import TensorKey
+from kvasir.quantization.coded import Coded
+from kvasir.quantization.coded_linear import on_device
 from kvasir.quantization.cpu import pack_as_in_file
-from kvasir.quantization.gguf import PackedRows, expanded
+from kvasir.quantization.gguf import FileMatrix, expanded
 
 
 class Embedding(WeightLayer):
@@ -21,6 +24,7 @@ class Embedding(WeightLayer):
 
     takes_packed_rows = True
     matrix: PackedMatrix | None = None  # set where the CPU library keeps the matrix; `weight` is then empty
+    coded: Coded | None = None  # set where the matrix is quantized on another device; `weight` is then empty
 
     def __init__(self, build: Build, vocab_size: int, hidden_size: int, *, tied: bool = False) -> None:
         super().__init__()
@@ -28,8 +32,14 @@ class Embedding(WeightLayer):
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.own = build.mesh.shard(vocab_size, "vocab_size")
         self.weight = build.parameter(self.own.stop - self.own.start, hidden_size)
+        self.dtype, self.keeps_coded = build.dtype, build.methods.keeps_coded
+        self.slots = None if build.adapters is None else VocabularySlots(build.adapters)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        rows = self._all_rows(token_ids)
+        return rows if self.slots is None else self.slots.lookup(token_ids, rows)
+
+    def _all_rows(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.mesh.size == 1:
             return self._rows(token_ids)
         local = token_ids - self.own.start
@@ -38,10 +48,14 @@ class Embedding(WeightLayer):
         return self.mesh.all_reduce(found.masked_fill(elsewhere[:, None], 0))
 
     def _rows(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self.coded is not None:
+            return self.coded.take(numbers).expand(self.dtype)
         return F.embedding(numbers, self.weight) if self.matrix is None else self.matrix.rows(numbers)
 
     def multiply(self, hidden: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """A logit for each token in this rank's share of the vocabulary."""
+        if self.coded is not None:
+            return kernels.coded_linear(hidden, self.coded, bias)
         if self.matrix is None:
             return kernels.linear(hidden, self.weight, bias)
         return self.matrix.linear(hidden)
@@ -49,14 +63,19 @@ class Embedding(WeightLayer):
     def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
         return {("weight", None): (self.vocab_size, self.hidden_size)}
 
-    def load(self, key: TensorKey, tensor: torch.Tensor | PackedRows) -> None:
-        if not isinstance(tensor, PackedRows):
+    def load(self, key: TensorKey, tensor: torch.Tensor | FileMatrix) -> None:
+        if isinstance(tensor, torch.Tensor):
             self.weight.data.copy_(tensor[self.own])
-        elif self.vocabulary is not None and self.vocabulary.keeps(tensor):
-            self.matrix = pack_as_in_file(tensor.cut(self.own), self._bias())
+            return
+        own = tensor.cut(self.own)
+        if self.vocabulary is not None and self.vocabulary.keeps(own):
+            self.matrix = pack_as_in_file(own, self._bias())
+            self._forget()
+        elif self.keeps_coded and (coded := on_device(own, self.weight.device)) is not None:
+            self.coded = coded
             self._forget()
         else:
-            self.weight.data.copy_(tensor.cut(self.own).expand())
+            self.weight.data.copy_(own.expand())
 
     def process(self) -> None:
         if self.vocabulary is not None and self.matrix is None:
@@ -96,6 +115,20 @@ class PositionEmbedding(WeightLayer):
         return F.embedding(positions + self.offset, self.weight)
 
 
+class TokenTypeEmbedding(WeightLayer):
+    """A vector per kind of token, the same on every rank. See DecoderSpec.num_token_types."""
+
+    def __init__(self, build: Build, count: int, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.weight = build.parameter(count, hidden_size)
+
+    def forward(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The vectors, and the ids without their kinds."""
+        kinds = torch.div(token_ids, self.vocab_size, rounding_mode="floor")
+        return F.embedding(kinds, self.weight), token_ids - kinds * self.vocab_size
+
+
 class Head(Embedding):
     """A logit per token of the vocabulary, from a matrix of its own."""
 
@@ -104,13 +137,14 @@ class Head(Embedding):
         self.bias = build.parameter(len(self.weight)) if bias else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.mesh.all_gather(self.multiply(hidden, self.bias))
+        logits = self.mesh.all_gather(self.multiply(hidden, self.bias))
+        return logits if self.slots is None else self.slots.multiply(hidden, logits)
 
     def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
         bias: dict[TensorKey, tuple[int, ...]] = {("bias", None): (self.vocab_size,)}
         return {**super().tensors(), **(bias if self.bias is not None else {})}
 
-    def load(self, key: TensorKey, tensor: torch.Tensor | PackedRows) -> None:
+    def load(self, key: TensorKey, tensor: torch.Tensor | FileMatrix) -> None:
         if key[0] == "weight":
             super().load(key, tensor)
         else:
@@ -118,6 +152,8 @@ class Head(Embedding):
 
     def process(self) -> None:
         if self.vocabulary is None:
+            if self.coded is not None:
+                return
             self.weight = nn.Parameter(kernels.pack_weight(self.weight.data), requires_grad=False)
             return
         super().process()
@@ -138,7 +174,9 @@ class TiedHead(nn.Module):
     def __init__(self, embedding: Embedding) -> None:
         super().__init__()
         self._embedding = (embedding,)  # in a tuple, so that its parameters are not listed and loaded as this module's
+        self.slots = None if embedding.slots is None else VocabularySlots(embedding.slots.step)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         (embedding,) = self._embedding
-        return embedding.mesh.all_gather(embedding.multiply(hidden))
+        logits = embedding.mesh.all_gather(embedding.multiply(hidden))
+        return logits if self.slots is None else self.slots.multiply(hidden, logits)

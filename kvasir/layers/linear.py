@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from kvasir import kernels
-from kvasir.distributed.mesh import Role
+from kvasir.distributed import Role
+from kvasir.layers.adapters import LinearSlots
 from kvasir.layers.base import Build, WeightLayer
 from kvasir.quantization.base import LinearShape, MatrixPart, TensorKey
 
@@ -23,26 +24,31 @@ class Linear(WeightLayer):
 
     def __init__(self, build: Build, prefix: str, shape: LinearShape, role: Role) -> None:
         super().__init__()
-        self.shape, self.role, self.mesh = shape, role, build.mesh
+        self.prefix, self.shape, self.role, self.mesh = prefix, shape, role, build.mesh
         self.leaves_parts = False
         self.method = build.methods.linear(prefix)
         self.method.create(self, build.dtype, build.device)
+        self.slots: LinearSlots | None = None
+        if build.adapters is not None:
+            self.slots = LinearSlots(build.adapters, shape, build.dtype, build.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.leaves_parts and self.bias is None and self.is_plain:
-            return kernels.linear_parts(x, self.weight)
+        adapts = self.slots is not None and not self.slots.step.is_plain
+        if self.leaves_parts and self.bias is None and self.mesh.size == 1 and not adapts:
+            return self.method.apply_parts(self, x)
         y = self.method.apply(self, x)
+        if self.slots is not None and adapts:
+            y = self.slots.apply_to(x, y)
         return self.mesh.all_reduce(y) if self.role is Role.ROW else y
 
     @property
-    def is_plain(self) -> bool:
-        """Whether y is the product with the matrix `weight`, plus `bias`, and nothing else."""
-        return self.method.is_plain and self.mesh.size == 1
-
-    @property
     def fuses_one_row(self) -> bool:
-        """Whether kernels.fused_linear computes this layer for one row."""
-        return self.is_plain and kernels.is_fit(self.weight)
+        """Whether `fused` computes this layer for one row."""
+        return self.mesh.size == 1 and self.method.fuses_one_row(self)
+
+    def fused(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        """The layer for one row, with what stands before and after it: see kernels.fused_linear."""
+        return self.method.apply_fused(self, x, **how)
 
     def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
         return self.method.tensors(self)
@@ -54,6 +60,8 @@ class Linear(WeightLayer):
         if self.role is Role.ROW and self.mesh.rank > 0 and self.bias is not None:
             self.bias.data.zero_()  # so that the sum over ranks contains it once
         self.method.process(self)
+        if self.slots is not None:
+            self.slots.clear()
 
 
 def column_linear(build: Build, prefix: str, inputs: int, parts: Mapping[str, int], *, bias: bool) -> Linear:
@@ -78,11 +86,12 @@ def qkv_linear(
     build: Build, prefix: str, inputs: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool
 ) -> Linear:
     """Query, key and value projections in one. Ranks share key heads where there are fewer than ranks."""
-    q = _heads("q", heads, build.mesh.shard(heads, "num_attention_heads"), head_dim)
+    q = heads_part("q", heads, build.mesh.shard(heads, "num_attention_heads"), head_dim)
     kv = build.mesh.shard_heads(kv_heads, "num_key_value_heads")
-    parts = (q, _heads("k", kv_heads, kv, head_dim), _heads("v", kv_heads, kv, head_dim))
+    parts = (q, heads_part("k", kv_heads, kv, head_dim), heads_part("v", kv_heads, kv, head_dim))
     return Linear(build, prefix, LinearShape(inputs, slice(0, inputs), parts, bias), Role.COLUMN)
 
 
-def _heads(name: str, heads: int, own: slice, head_dim: int) -> MatrixPart:
+def heads_part(name: str, heads: int, own: slice, head_dim: int) -> MatrixPart:
+    """The outputs of some heads."""
     return MatrixPart(name, heads * head_dim, slice(own.start * head_dim, own.stop * head_dim))

@@ -10,10 +10,17 @@ from torch import nn
 
 from kvasir import kernels
 from kvasir.layers.base import Build, DecoderBuild, Kinds, WeightLayer
-from kvasir.layers.linear import column_linear, replicated_linear, row_linear
+from kvasir.layers.linear import Linear, column_linear, replicated_linear, row_linear
 from kvasir.layers.norm import Norm
-from kvasir.layers.spec import GatedMLPSpec, MLPSpec, MoESpec, SoftmaxRoutingSpec
-from kvasir.quantization.base import ExpertsShape, TensorKey
+from kvasir.layers.spec import (
+    GatedActivation,
+    GatedMLPSpec,
+    MLPSpec,
+    MoESpec,
+    SparseMixerRoutingSpec,
+    TopKRoutingSpec,
+)
+from kvasir.quantization.base import ExpertsShape, TensorKey, UnquantizedExperts, parameter
 
 
 class FeedForward(nn.Module, ABC):
@@ -48,7 +55,7 @@ class GatedMLP(FeedForward):
         super().__init__()
         hidden, inner, bias = build.hidden_size, spec.intermediate_size, spec.bias
         self.gate_up = column_linear(build, f"{prefix}.gate_up", hidden, {"gate": inner, "up": inner}, bias=bias)
-        self.down = row_linear(build, f"{prefix}.down", inner, hidden, bias=bias)
+        self.down = row_linear(build, f"{prefix}.down", inner, hidden, bias=bias or spec.down_bias)
         self.activation = spec.activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,10 +71,9 @@ class GatedMLP(FeedForward):
         return self.activation == "silu" and self.gate_up.fuses_one_row and self.down.fuses_one_row
 
     def one_row(self, stream: torch.Tensor, norm: Norm) -> torch.Tensor:
-        fused, options = kernels.fused_linear, norm.fused_options
+        options = norm.fused_options
         assert options is not None, "the norm can be fused"
-        active = fused(stream, self.gate_up.weight, self.gate_up.bias, **options, gated=True)
-        return fused(active, self.down.weight, self.down.bias, add=stream)
+        return self.down.fused(self.gate_up.fused(stream, **options, gated=True), add=stream)
 
 
 @FEED_FORWARDS.register(MLPSpec)
@@ -93,22 +99,50 @@ class MLP(FeedForward):
 
 
 class Experts(WeightLayer):
-    """The matrices of all experts, kept by any method; each rank has its share of every expert's inner dimension, and
-    outputs are summed over ranks."""
+    """The matrices of all experts, kept by any method; each rank has its share of every expert's inner dimension, or
+    some experts whole. Every rank has all tokens, and outputs are summed over ranks."""
 
     gate_up: nn.Parameter
     down: nn.Parameter
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
 
-    def __init__(self, build: Build, prefix: str, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(
+        self,
+        build: Build,
+        prefix: str,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: GatedActivation = "silu",
+        bias: bool = False,
+    ) -> None:
         super().__init__()
-        own = build.mesh.shard(intermediate_size, "moe_intermediate_size")
-        self.mesh, self.shape = build.mesh, ExpertsShape(num_experts, hidden_size, intermediate_size, own)
+        self.mesh, self.activation, self.leaves_parts = build.mesh, activation, False
+        self.is_apart = build.mesh.whole_experts and build.mesh.size > 1  # whether other ranks have other experts
+        own, kept = slice(0, intermediate_size), None
+        if self.is_apart:
+            kept = build.mesh.shard(num_experts, "the number of experts")
+        else:
+            own = build.mesh.shard(intermediate_size, "moe_intermediate_size")
+        self.shape = ExpertsShape(num_experts, hidden_size, intermediate_size, own, bias, kept)
         self.method = build.methods.experts(prefix)
+        if not self.method.computes(self.shape, activation):
+            self.method = UnquantizedExperts()
         self.method.create(self, build.dtype, build.device)
 
-    def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, activation: str) -> torch.Tensor:
-        """See ExpertsMethod.apply."""
-        return self.mesh.all_reduce(self.method.apply(self, x, weights, chosen, activation))
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """See ExpertsMethod.apply; `chosen` are numbers of the model's experts."""
+        if self.shape.own_experts is not None:
+            chosen, count = chosen - self.shape.own_experts.start, self.shape.num_own_experts
+            here = (chosen >= 0) & (chosen < count)
+            weights, chosen = torch.where(here, weights, 0.0), torch.where(here, chosen, count)
+        return self.mesh.all_reduce(self.method.apply(self, x, weights, chosen, self.activation))
+
+    @property
+    def takes_packed_rows(self) -> bool:  # type: ignore[override]
+        return getattr(self.method, "takes_packed_rows", False)
 
     def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
         return self.method.tensors(self)
@@ -117,10 +151,12 @@ class Experts(WeightLayer):
         self.method.load(self, key, tensor)
 
     def process(self) -> None:
+        if self.mesh.rank > 0 and self.down_bias is not None and not self.is_apart:
+            self.down_bias.data.zero_()  # so that the sum over ranks contains it once
         self.method.process(self)
 
 
-class Routing(nn.Module, ABC):
+class Routing(WeightLayer, ABC):
     """Chooses each token's experts from the router's scores."""
 
     @abstractmethod
@@ -128,21 +164,54 @@ class Routing(nn.Module, ABC):
         """[tokens, experts] -> the chosen experts' weights in float32 and their numbers, each [tokens, top_k]."""
 
 
-ROUTINGS: Kinds[Routing] = Kinds("routing")  # built from (build, spec)
+ROUTINGS: Kinds[Routing] = Kinds("routing")  # built from (build, spec, num_experts)
 
 
-@ROUTINGS.register(SoftmaxRoutingSpec)
-class SoftmaxRouting(Routing):
-    """The largest probabilities, which are the weights too."""
+@ROUTINGS.register(TopKRoutingSpec)
+class TopKRouting(Routing):
+    """See kernels.route."""
 
-    def __init__(self, build: Build, spec: SoftmaxRoutingSpec) -> None:
+    def __init__(self, build: Build, spec: TopKRoutingSpec, num_experts: int) -> None:
         super().__init__()
-        self.top_k, self.normalise = spec.top_k, spec.normalise
+        self.spec = spec
+        self.correction: nn.Parameter | None = None
+        if spec.correction:  # float32, because it decides between scores that differ little
+            self.correction = parameter((num_experts,), torch.float32, build.device)
 
     def forward(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        shares = torch.softmax(scores, dim=-1, dtype=torch.float32)
-        weights, chosen = torch.topk(shares, self.top_k, dim=-1)
-        return (weights / weights.sum(-1, keepdim=True) if self.normalise else weights), chosen
+        spec, groups = self.spec, self.spec.groups
+        return kernels.route(
+            scores,
+            spec.top_k,
+            spec.scoring,
+            self.correction,
+            1 if groups is None else groups.count,
+            1 if groups is None else groups.top_k,
+            groups is not None and groups.score == "best two",
+            spec.normalise,
+            spec.scale,
+        )
+
+
+@ROUTINGS.register(SparseMixerRoutingSpec)
+class SparseMixerRouting(Routing):
+    """Phi's choice of two experts."""
+
+    def __init__(self, build: Build, spec: SparseMixerRoutingSpec, num_experts: int) -> None:
+        super().__init__()
+        self.tolerance = spec.tolerance
+
+    def forward(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = scores.float()
+        left, weights, chosen = scores, [], []
+        for _ in range(2):
+            best, expert = left.max(dim=-1, keepdim=True)
+            far = (best - scores) / scores.abs().clamp(min=best) > 2 * self.tolerance
+            shares = torch.softmax(left.masked_fill(far, -torch.inf), dim=-1)
+            weights.append(shares.gather(-1, expert))
+            chosen.append(expert)
+            left = left.scatter(-1, expert, -torch.inf)
+        return torch.cat(weights, dim=-1), torch.cat(chosen, dim=-1)
 
 
 @FEED_FORWARDS.register(MoESpec)
@@ -151,18 +220,48 @@ class MoE(FeedForward):
 
     def __init__(self, build: DecoderBuild, spec: MoESpec, prefix: str) -> None:
         super().__init__()
-        self.activation, hidden = spec.activation, build.hidden_size
-        self.router = replicated_linear(build, f"{prefix}.router", hidden, spec.num_experts, bias=False)
-        self.routing = ROUTINGS.make(build, spec.routing)
-        self.experts = Experts(build, f"{prefix}.experts", spec.num_experts, hidden, spec.intermediate_size)
+        hidden, count = build.hidden_size, spec.num_experts
+        self.router = replicated_linear(build, f"{prefix}.router", hidden, count, bias=spec.router_bias)
+        self.routing = ROUTINGS.make(build, spec.routing, count)
+        self.experts = Experts(
+            build,
+            f"{prefix}.experts",
+            count,
+            hidden,
+            spec.intermediate_size,
+            activation=spec.activation,
+            bias=spec.bias,
+        )
+        self.weighs_inputs = spec.weighs_inputs
+        # Whether nothing is done with the experts' sum before it is added to the residual.
+        self.sums_last = build.mesh.size == 1 and spec.shared is None and not spec.weighs_inputs
         self.shared: GatedMLP | None = None
+        self.shared_gate: Linear | None = None
         if spec.shared is not None:
-            self.shared = GatedMLP(build, spec.shared, f"{prefix}.shared")
-            self.shared_gate = replicated_linear(build, f"{prefix}.shared_gate", hidden, 1, bias=False)
+            self.shared = GatedMLP(build, spec.shared.mlp, f"{prefix}.shared")
+            if spec.shared.gated:
+                self.shared_gate = replicated_linear(build, f"{prefix}.shared_gate", hidden, 1, bias=False)
+
+    def route_evenly(self) -> None:
+        """Give a router of random weights rows of equal length: no expert is then better than others on average, and a
+        step reads as many experts as with weights that were trained to spread."""
+        weight = self.router.weight.data
+        if weight.is_floating_point():  # the CPU library has packed it otherwise
+            weight.mul_(0.02 * weight.shape[1] ** 0.5 / weight.float().norm(dim=1, keepdim=True).to(weight.dtype))
+
+    def leave_parts(self) -> None:
+        self.experts.leaves_parts = self.sums_last
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.routing(self.router(x))
-        out: torch.Tensor = self.experts(x, weights, chosen, self.activation)
-        if self.shared is not None:
-            out = out + torch.sigmoid(self.shared_gate(x)) * self.shared(x)
-        return out
+        out: torch.Tensor
+        if self.weighs_inputs:
+            pairs = (x[:, None] * weights[:, :, None].to(x.dtype)).flatten(0, 1)
+            ones = torch.ones_like(weights).view(-1, 1)
+            out = self.experts(pairs, ones, chosen.reshape(-1, 1)).view(*chosen.shape, -1).sum(1)
+        else:
+            out = self.experts(x, weights, chosen)
+        if self.shared is None:
+            return out
+        always = self.shared(x)
+        return out + (always if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * always)

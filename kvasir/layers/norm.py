@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -9,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from kvasir import kernels
-from kvasir.distributed.mesh import Mesh
+from kvasir.distributed import Mesh
 from kvasir.layers.base import Build, Kinds, WeightLayer
 from kvasir.layers.spec import LayerNormSpec, NormSpec, RMSNormSpec
 from kvasir.quantization.base import TensorKey
 
 
-class Norm(WeightLayer):
+class Norm(WeightLayer, ABC):
     """What a decoder asks of any kind of norm."""
 
     is_identity = False
@@ -26,8 +27,9 @@ class Norm(WeightLayer):
         """The arguments by which kernels.fused_linear computes the norm before its product; None: it cannot."""
         return None
 
+    @abstractmethod
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """The norm of x, over its last dimension."""
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of x + residual, and the sum, which is the next residual."""
@@ -76,8 +78,20 @@ class OffsetRMSNorm(RMSNorm):
         self.weight.data.copy_(tensor).add_(1.0)
 
 
+class BareRMSNorm(RMSNorm):
+    """A norm without a gain: its gain is one, and no checkpoint has it."""
+
+    def tensors(self) -> dict[TensorKey, tuple[int, ...]]:
+        return {}
+
+    def process(self) -> None:
+        self.weight.data.fill_(1.0)
+
+
 @NORMS.register(RMSNormSpec)
 def _make_rms_norm(build: Build, spec: RMSNormSpec, size: int) -> RMSNorm:
+    if not spec.has_gain:
+        return BareRMSNorm(build, size, spec.eps)
     return (OffsetRMSNorm if spec.plus_one else RMSNorm)(build, size, spec.eps)
 
 

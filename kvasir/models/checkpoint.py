@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import mmap
+import pickle
 import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
@@ -45,18 +45,39 @@ class Safetensors:
 
     def __init__(self, directory: Path, prefix: str = "") -> None:
         self.directory = directory
+        self.made: dict[str, torch.Tensor] = {}  # tensors that are computed from others
         self.entries: dict[str, TensorEntry] = {}
         for file in _find_files(directory):
             self.entries.update(_read_header(file))
         if not any(name.startswith(prefix) for name in self.entries):
             self.entries = {prefix + name: entry for name, entry in self.entries.items()}
 
+    def make(self, name: str, tensor: torch.Tensor) -> None:
+        """Add a tensor that was computed from others."""
+        self.made[name] = tensor
+        self.entries[name] = TensorEntry(self.directory, name, tuple(tensor.shape))
+
+    def add_beside(self, name: str) -> None:
+        """Add the tensors of a directory or file beside the checkpoint, named after it: `directory/tensor` and
+        `file.tensor`."""
+        place = self.directory / name
+        files, mark = (_find_beside(place), "/") if place.is_dir() else ([place], ".")
+        for file in files:
+            self.entries.update((f"{name}{mark}{own}", entry) for own, entry in _read_header(file).items())
+
     def read(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """These tensors, file by file. Each is a view of its file that is valid until the next one is read."""
         by_file: dict[Path, list[str]] = {}
+        yield from ((name, self.made[name]) for name in names if name in self.made)
         for name in names:
+            if name in self.made:
+                continue
             by_file.setdefault(self.entries[name].file, []).append(name)
         for file, here in by_file.items():
+            if file.suffix != ".safetensors":
+                held = _read_torch(file)
+                yield from ((name, held[self.entries[name].name]) for name in here)
+                continue
             with safe_open(file, framework="pt", device="cpu") as opened:
                 for name in here:
                     tensor = opened.get_tensor(self.entries[name].name)
@@ -110,7 +131,27 @@ def _read_index(directory: Path) -> list[Path]:
     return [directory / name for name in files]
 
 
+def _find_beside(directory: Path) -> list[Path]:
+    """The files of a module of sentence-transformers."""
+    if (directory / _SINGLE).is_file() or not (directory / "pytorch_model.bin").is_file():
+        return _find_files(directory)
+    return [directory / "pytorch_model.bin"]
+
+
+def _read_torch(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a small file in torch's format; only tensors are read from it, no code."""
+    try:
+        held = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise ModelError(f"{file} cannot be read ({error}); download it again.") from error
+    if not isinstance(held, dict) or not all(isinstance(value, torch.Tensor) for value in held.values()):
+        raise ModelError(f"{file} should hold tensors by name.")
+    return held
+
+
 def _read_header(file: Path) -> dict[str, TensorEntry]:
+    if file.suffix != ".safetensors":
+        return {name: TensorEntry(file, name, tuple(tensor.shape)) for name, tensor in _read_torch(file).items()}
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             names = opened.keys()
@@ -125,24 +166,44 @@ def some(names: Collection[str]) -> str:
     return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+def is_finite(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a tensor has neither NaN nor infinity, in its own dtype and in this one. It reads the tensor once."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    extremes = torch.stack(torch.aminmax(tensor if tensor.itemsize > 1 else tensor.float()))  # a NaN is in both
+    return bool(extremes.to(dtype).isfinite().all())
+
+
 # ---------------------------------------------------------------- scales of the KV cache
 # A checkpoint may have a scale for a layer's keys and one for its values, by which they are divided before they are
 # stored as 8-bit floats. The names are those that vLLM reads.
 
-KV_SCALES = ("*.k_scale", "*.v_scale")
+KV_SCALES = ("*.[qkv]_scale", "*.[qkv]_zero_point", "*.kv_scale")
 _NAME = re.compile(r"\.(\d+)\.[a-z_]*attn(?:\.attn|\.[kv]_proj|\.qkv_proj)?\.([kv]_scale)$")
 
 
 def load_kv_scales(checkpoint: Safetensors, attentions: Sequence[AttentionLayer]) -> None:
     """Set each layer's scales. Layers without any in the checkpoint keep 1."""
     found = {name: match for name in checkpoint.entries if (match := _NAME.search(name))}
+    by_head: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in checkpoint.read(found):
         layer, which = int(found[name][1]), found[name][2]
-        value = float(tensor) if tensor.numel() == 1 else math.nan
-        if not (math.isfinite(value) and value > 0 and layer < len(attentions)):
+        values = tensor.flatten().float()
+        heads = attentions[layer].all_kv_heads if layer < len(attentions) else 0
+        if not (len(values) in (1, heads) and bool(values.isfinite().all()) and bool((values > 0).all())):
             raise ModelError(
-                f"{name} in {checkpoint.entries[name].file.name} should be one positive number, the scale of a layer's "
-                f"cache; it is {tensor.flatten()[:4].tolist()}. Leave kv_cache_dtype at auto to do without it."
+                f"{name} in {checkpoint.entries[name].file.name} should be one positive number or one for each of "
+                f"{heads} heads, the scale of a layer's cache; it is {values[:4].tolist()}. Leave kv_cache_dtype at "
+                f"auto to do without it."
             )
-        setattr(attentions[layer], which, value)
-    logger.info("8-bit KV cache: %d scales from the checkpoint, 1.0 for the rest", len(found))
+        if len(values) == 1:
+            setattr(attentions[layer], which, float(values))
+        else:
+            by_head.setdefault(layer, {})[which] = values.clone()
+    for layer, scales in by_head.items():
+        attentions[layer].scale_heads(scales.get("k_scale"), scales.get("v_scale"))
+    logger.info(
+        "8-bit KV cache: %d scales from the checkpoint, 1.0 for the rest%s",
+        len(found),
+        f"; those of {len(by_head)} layers are by head" if by_head else "",
+    )

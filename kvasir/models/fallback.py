@@ -18,12 +18,14 @@ from kvasir import kernels
 from kvasir.attention.base import AttentionBackend, AttentionBatch, LastTokens
 from kvasir.config.engine import EngineConfig
 from kvasir.errors import ModelError
-from kvasir.layers.base import weight_bytes
+from kvasir.layers.base import Build, weight_bytes
+from kvasir.layers.pooler import Poolers
 from kvasir.messages import KVSpec
+from kvasir.models.checkpoint import is_finite
 
 NAME = "kvasir"  # of our function among transformers' attention implementations
 # Arguments of attention functions for features that our attention does not have.
-_EXTRAS = ("s_aux", "position_bias", "head_mask", "alibi")
+_EXTRAS = ("position_bias", "head_mask", "alibi")
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class TransformersModel(nn.Module):
         self.given = GivenStates()
         setattr(causal, prefix, self.given)
         self.vocab_size = int(causal.config.get_text_config().vocab_size)
+        self.poolers = Poolers(Build(torch.float32), ())
 
     def forward(
         self,
@@ -88,6 +91,9 @@ class TransformersModel(nn.Module):
             self.logits(self.forward(one, one, None))
         if len({(layer.kv_heads, layer.head_dim) for layer in self.step.layers.values()}) != 1:
             raise ModelError("its layers do not all attend, with keys of one shape, through transformers' interface")
+
+    def compile_key(self) -> str:
+        return ""  # nothing is compiled
 
     def compile_copy(self) -> None:
         """None: which kernels transformers' code launches is unknown."""
@@ -130,6 +136,7 @@ def _attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,  # sinks
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers. Returns [1, tokens, heads, head_dim]."""
@@ -141,7 +148,10 @@ def _attend(
     kernels.store_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, step.batch.slots)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows = query[0].transpose(0, 1).contiguous()
-    seen = step.backend.forward(rows, cache, step.batch, scale=scale, window=sliding_window, softcap=softcap)
+    sinks = None if s_aux is None else s_aux.float()
+    seen = step.backend.forward(
+        rows, cache, step.batch, scale=scale, window=sliding_window, softcap=softcap, sinks=sinks
+    )
     return seen[None], None
 
 
@@ -176,6 +186,9 @@ def load_fallback(config: EngineConfig, device: torch.device, backend: Attention
             causal = AutoModelForCausalLM.from_pretrained(asked.path, config=hf, **options)
         if not getattr(causal, "_supports_attention_backend", False):
             raise ModelError("its code does not use transformers' attention interface")
+        for name, value in causal.named_parameters():
+            if not is_finite(value.data):
+                raise ModelError(f"{name} has values that are not finite (NaN or infinity)")
         model = TransformersModel(causal.eval().requires_grad_(False).to(device), backend)
         model.inspect()
     except Exception as error:  # transformers' modelling code may raise anything

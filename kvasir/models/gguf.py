@@ -15,11 +15,21 @@ import numpy as np
 import torch
 
 from kvasir.errors import ModelError
+from kvasir.models.architectures import find
 from kvasir.models.checkpoint import TensorEntry
 from kvasir.models.config_reader import fault_of_integer, fault_of_real
-from kvasir.models.registry import find
-from kvasir.models.spec import DecoderSpec, LayerSpec, Names
-from kvasir.models.tensor_layout import GATE_UP, QKV, TensorLayout, halves, stacked_qkv
+from kvasir.models.spec import (
+    EXPERT_DOWN,
+    EXPERT_GATE_UP,
+    GATE_UP,
+    QKV,
+    DecoderSpec,
+    LayerSpec,
+    Names,
+    TensorLayout,
+    halves,
+    stacked_qkv,
+)
 from kvasir.quantization.gguf import PackedRows
 from kvasir.quantization.gguf_file import GGUFFile
 
@@ -32,7 +42,11 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
 }
+_MIXTURES = {**ARCHITECTURES, "llama": "MixtralForCausalLM"}  # of files with experts
+_WITH_EXPERTS = ("llama", "qwen2moe", "qwen3moe")
 _ENTRIES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -46,6 +60,10 @@ _ENTRIES = {
     "rope.freq_base": "rope_theta",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 _SCALING = {
     "factor": "factor",
@@ -60,14 +78,21 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ModelError(f"{file.path} holds a model of the kind {kind!r:.80}; supported in GGUF files are {known}.")
-    if file.get("expert_count"):
-        raise ModelError(f"{file.path} holds a mixture of experts; such models run from safetensors.")
+    is_mixture = bool(file.get("expert_count"))
+    if is_mixture and kind not in _WITH_EXPERTS:
+        known = ", ".join(_WITH_EXPERTS)
+        raise ModelError(
+            f"{file.path} holds a mixture of experts of the kind {kind}; supported in GGUF files are those of {known}. "
+            f"Others run from safetensors."
+        )
     config = {ours: file.get(theirs) for theirs, ours in _ENTRIES.items() if file.get(theirs) is not None}
+    if not is_mixture:
+        config = {ours: value for ours, value in config.items() if not ours.startswith("num_experts")}
     if missing := [key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads") if key not in config]:
         raise damaged(file, f"it does not say what {missing[0]} is")
     check_entries(file, _ENTRIES, config)
     config |= {
-        "architectures": [ARCHITECTURES[kind]],
+        "architectures": [(_MIXTURES if is_mixture else ARCHITECTURES)[kind]],
         "model_type": kind,
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -77,6 +102,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     config.setdefault("head_dim", _head_dim(file, config))
     if kind == "llama":
         config |= {"sliding_window": None, "attention_bias": "blk.0.attn_q.bias" in file.tensors}
+        if is_mixture:
+            config["num_local_experts"] = config["num_experts"]
     config |= {"rope_scaling": _scaling(file)} | _OF_KIND.get(kind, lambda *_: {})(file, config)
     try:
         find(config).read_spec(config)
@@ -138,11 +165,17 @@ def _phi3(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen_moe(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    return {"norm_topk_prob": file.architecture == "qwen3moe", "qkv_bias": "blk.0.attn_q.bias" in file.tensors}
+
+
 _OF_KIND: dict[str, Callable[[GGUFFile, dict[str, Any]], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _gemma,
     "gemma3": _gemma,
     "phi3": _phi3,
+    "qwen2moe": _qwen_moe,
+    "qwen3moe": _qwen_moe,
 }
 
 # ---------------------------------------------------------------- tensors
@@ -166,6 +199,16 @@ _SPLIT: dict[str, str | TensorLayout] = {
     "blk.*.attn_q_norm": "layers.*.attention.q_norm",
     "blk.*.attn_k_norm": "layers.*.attention.k_norm",
 }
+_EXPERTS: dict[str, str | TensorLayout] = {
+    "blk.*.ffn_gate_inp": "layers.*.mlp.router",
+    "blk.*.ffn_gate_exps": TensorLayout(EXPERT_GATE_UP[:1], stacked="entries"),
+    "blk.*.ffn_up_exps": TensorLayout(EXPERT_GATE_UP[1:], stacked="entries"),
+    "blk.*.ffn_down_exps": TensorLayout(EXPERT_DOWN, stacked="entries"),
+    "blk.*.ffn_gate_inp_shexp": "layers.*.mlp.shared_gate",
+    "blk.*.ffn_gate_shexp": "layers.*.mlp.shared.gate_up:gate",
+    "blk.*.ffn_up_shexp": "layers.*.mlp.shared.gate_up:up",
+    "blk.*.ffn_down_shexp": "layers.*.mlp.shared.down",
+}
 _FUSED = {
     **_COMMON,
     "blk.*.attn_qkv": TensorLayout(QKV, stacked_qkv),
@@ -186,6 +229,8 @@ def _less_one(tensor: Any, layer: LayerSpec | None) -> tuple[Any]:
 def names_for(file: GGUFFile) -> Names:
     if file.architecture == "phi3":
         return _FUSED
+    if file.get("expert_count"):
+        return {**_SPLIT, **_EXPERTS}
     if not file.architecture.startswith("gemma"):
         return _SPLIT
     names = _SPLIT if file.architecture == "gemma" else {**_SPLIT, **_AROUND}
@@ -212,15 +257,20 @@ class GGUFCheckpoint:
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.directory = file, file.path
-        self.entries = {name: TensorEntry(file.path, name, tensor.shape) for name, tensor in file.tensors.items()}
+        self.entries = {name: TensorEntry(file.path, name, self._shape(name)) for name in file.tensors}
         # Copy-on-write, because torch takes no array that cannot be written to.
         self.data = np.memmap(file.path, np.uint8, mode="c")
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        shape = self.file.tensors[name].shape
+        # A matrix of one row is a vector in the file.
+        return (1, *shape) if name.endswith("ffn_gate_inp_shexp.weight") and len(shape) == 1 else shape
 
     def packed(self, name: str) -> PackedRows:
         tensor = self.file.tensors[name]
         end = tensor.offset + tensor.num_rows * tensor.row_bytes
         rows = self.data[tensor.offset : end].reshape(tensor.num_rows, tensor.row_bytes)
-        return PackedRows(torch.from_numpy(rows), tensor.kind, tensor.shape)
+        return PackedRows(torch.from_numpy(rows), tensor.kind, self._shape(name))
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, PackedRows]]:
         for name in names:

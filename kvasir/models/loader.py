@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,25 +17,42 @@ from torch import nn
 from tqdm import tqdm
 
 from kvasir.attention.select import select as select_attention
-from kvasir.config.engine import EngineConfig
-from kvasir.distributed.mesh import Mesh
+from kvasir.config.engine import EngineConfig, ModelConfig
+from kvasir.config.pooling import DenseSpec
+from kvasir.distributed import Mesh
 from kvasir.errors import ConfigError, ModelError
 from kvasir.kernels.cpu.packed import Arena
-from kvasir.layers.base import Build, WeightLayer
-from kvasir.models import gguf, packed_cache, registry
-from kvasir.models.checkpoint import KV_SCALES, Safetensors, load_kv_scales, some
+from kvasir.layers.adapters import StepAdapters
+from kvasir.layers.base import Build, WeightLayer, describe_weights
+from kvasir.layers.linear import Linear
+from kvasir.layers.mlp import Experts, MoE
+from kvasir.log import get_logger, warn_once
+from kvasir.models import architectures, gguf
+from kvasir.models.checkpoint import KV_SCALES, Safetensors, is_finite, load_kv_scales, some
 from kvasir.models.fallback import TransformersModel, load_fallback
 from kvasir.models.gguf import GGUFCheckpoint
-from kvasir.models.native import LibraryModel, run_in_library
-from kvasir.models.spec import Architecture, DecoderSpec, LayerSpec, Names
-from kvasir.models.tensor_layout import BY_ROWS, TensorLayout
+from kvasir.models.native import LibraryModel, packed_weights_file, restore_packed, run_in_library, save_packed
+from kvasir.models.quantized import QuantizedSafetensors
+from kvasir.models.spec import BY_ROWS, Architecture, DecoderSpec, LayerSpec, Names, TensorLayout
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select as select_platform
-from kvasir.quantization.base import PackedParameter, TensorKey, Unquantized
-from kvasir.quantization.cpu import VOCABULARIES, CpuMethods
-from kvasir.quantization.gguf import GGUFMethods, PackedRows
+from kvasir.quantization.at_load import QUANTIZERS
+from kvasir.quantization.base import (
+    PackedParameter,
+    TensorKey,
+    Unquantized,
+    UnquantizedExperts,
+    UnquantizedLinear,
+)
+from kvasir.quantization.coded import Coded
+from kvasir.quantization.coded_linear import CodedMethods, ExpandedMethods
+from kvasir.quantization.cpu import KEPT, ROUTING, VOCABULARIES, CpuMethods
+from kvasir.quantization.formats import find_format
+from kvasir.quantization.formats.base import WeightFormat
+from kvasir.quantization.gguf import FileMatrix, PackedRows
 from kvasir.quantization.gguf_file import read_gguf
 
+logger = get_logger(__name__)
 LoadedModel = Transformer | TransformersModel | LibraryModel
 
 
@@ -52,36 +69,51 @@ def load(config: EngineConfig, device: torch.device, mesh: Mesh | None = None) -
 def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = None) -> Transformer:
     """A model whose architecture Kvasir knows. `mesh` says which share to load; without one it is all of it."""
     hf, dtype = config.model.hf, getattr(torch, config.model.dtype)
-    architecture = registry.find(hf)
-    _refuse_quantized(hf)
+    architecture = architectures.find(hf)
+    form = None if config.load.load_format == "gguf" else find_format(hf, Path(config.model.path))
     spec = architecture.read_spec(hf)
-    build = _build(config, dtype, mesh or Mesh())
+    poolers = config.model.poolers
+    if poolers:
+        spec = replace(spec, has_head=False, tie_embeddings=False)
+    mesh = mesh or Mesh()
+    if config.parallel.enable_expert_parallel:
+        mesh = replace(mesh, whole_experts=True)
+    build = _build(config, dtype, mesh, form, device)
     source: Source | None = None
     if config.load.load_format == "gguf":
         file = read_gguf(config.model.path)
         source = Source(GGUFCheckpoint(file), gguf.names_for(file), gguf.IGNORED)
         spec = gguf.adapt(spec, file)
     elif config.load.load_format != "dummy":
-        source = _open_safetensors(Path(config.model.path), architecture, hf)
+        prefix = "model." if poolers and not architecture.prefix else ""  # checkpoints of bare decoders lack it
+        source = _open_safetensors(Path(config.model.path), architecture, hf, prefix, form, device)
+    if poolers and config.load.load_format == "gguf":
+        raise ModelError("GGUF files of pooling models are not supported; use the model's safetensors checkpoint.")
     backend = select_attention(config.device.attention_backend, device)
-    model = Transformer(build, spec, backend, config.model.max_model_len)
+    model = Transformer(build, spec, backend, config.model.max_model_len, poolers)
     if source is None:
         _materialise(model, device)
-        _fill_dummy(model, torch.Generator(device).manual_seed(config.model.seed))
+        _fill_dummy(model, torch.Generator(device).manual_seed(config.model.seed), form)
     else:
+        if poolers:
+            source = _with_poolers(source, model, config.model)
         places = find_places(model, source.names, spec)
         _check(source, places, spec)
         _materialise(model, device)
-        if config.cache.is_eight_bit and isinstance(source.checkpoint, Safetensors):
-            load_kv_scales(source.checkpoint, model.attentions())
-        cached = packed_cache.cache_file(config, mesh or Mesh())
-        if not packed_cache.restore(model, cached):
-            _fill(source.checkpoint, places, show_progress=config.load.use_tqdm_on_load)
+        if config.cache.is_eight_bit and not isinstance(source.checkpoint, GGUFCheckpoint):
+            load_kv_scales(source.plain, model.attentions())
+        cached = packed_weights_file(config, mesh)
+        if not restore_packed(model, cached):
+            on_cpu = device.type == "cpu"
+            show_progress = config.load.use_tqdm_on_load
+            _fill(source.checkpoint, places, dtype=dtype if on_cpu else None, show_progress=show_progress)
+            if not on_cpu:
+                _check_on_device(model, source.checkpoint, places)
             _process(model)
-            packed_cache.save(model, cached)
-            return model.eval()
+            save_packed(model, cached)
+            return _told(model)
     _process(model)
-    return model.eval()
+    return _told(model)
 
 
 def _process(model: nn.Module) -> None:
@@ -89,33 +121,105 @@ def _process(model: nn.Module) -> None:
         layer.process()
 
 
-def _build(config: EngineConfig, dtype: torch.dtype, mesh: Mesh) -> Build:
-    """What the layers are built with."""
+def _told(model: Transformer) -> Transformer:
+    """Log how the weights are held, so that nobody has to guess."""
+    logger.info("matrices: %s", describe_weights(model))
+    return model.eval()
+
+
+def _build(
+    config: EngineConfig, dtype: torch.dtype, mesh: Mesh, form: WeightFormat | None, device: torch.device
+) -> Build:
+    """What the layers are built with. `form` is that of a quantized checkpoint."""
+    asked = config.adapters
+    adapters = StepAdapters(asked.max_loras, asked.max_lora_rank) if asked.enable_lora else None
+    quantization, is_gguf = config.model.quantization, config.load.load_format == "gguf"
+    is_quantized = form is not None or (is_gguf and quantization == "gguf")
     if config.device.attention_backend == "cpu":
-        quantization = config.model.quantization
-        return Build(dtype, mesh, CpuMethods(quantization), vocabulary=VOCABULARIES[quantization])
-    return Build(dtype, mesh, GGUFMethods() if config.load.load_format == "gguf" else Unquantized())
+        kept = KEPT if is_quantized else quantization
+        return Build(dtype, mesh, CpuMethods(kept), vocabulary=VOCABULARIES[kept], adapters=adapters)
+    if quantization in QUANTIZERS and form is None:
+        return Build(dtype, mesh, CodedMethods(QUANTIZERS[quantization]), adapters=adapters)
+    if not is_quantized and not is_gguf:
+        return Build(dtype, mesh, Unquantized(), adapters=adapters)
+    methods = CodedMethods() if is_quantized and device.type == "cuda" else ExpandedMethods()
+    return Build(dtype, mesh, methods, adapters=adapters)
 
 
 @dataclass(frozen=True)
 class Source:
     """A checkpoint and the names it uses."""
 
-    checkpoint: Safetensors | GGUFCheckpoint
+    checkpoint: Safetensors | QuantizedSafetensors | GGUFCheckpoint
     names: Names
     ignored: tuple[str, ...]  # patterns of tensors that the model does not use
 
+    @property
+    def plain(self) -> Safetensors:
+        """The checkpoint's tensors as they are in its files."""
+        assert not isinstance(self.checkpoint, GGUFCheckpoint), "it is made of safetensors"
+        return self.checkpoint.inner if isinstance(self.checkpoint, QuantizedSafetensors) else self.checkpoint
 
-def _open_safetensors(path: Path, architecture: Architecture, hf: Mapping[str, Any]) -> Source:
-    ignored = (*architecture.ignored, *KV_SCALES)
-    return Source(Safetensors(path, architecture.prefix), architecture.names_for(hf), ignored)
+
+def _with_poolers(source: Source, model: Transformer, config: ModelConfig) -> Source:
+    """The same checkpoint with the tensors of the poolers' heads. What only generation needs is ignored."""
+    if not isinstance(source.checkpoint, Safetensors):
+        raise ModelError("Quantized checkpoints of pooling models are not supported; use unquantized weights.")
+    layers = [layer for pooler in config.poolers for layer in pooler.layers]
+    for file in dict.fromkeys(layer.file for layer in layers if layer.file is not None):
+        source.checkpoint.add_beside(file)
+    for layer in layers:
+        if layer.from_tokens:
+            source.checkpoint.make(f"{layer.name}.weight", _rows_of_tokens(source, layer, config))
+    heads = [theirs for theirs, ours in source.names.items() if ours == "head"]
+    kept = {theirs: ours for theirs, ours in source.names.items() if ours != "head"}
+    # Heads for other tasks, which many checkpoints of encoders have.
+    unused = ("*pooler.*", "cls.*", "*lm_head.*", "*position_ids", "classifier.*", "vocab_*", "*head.*", "score.*")
+    names = {**kept, **model.poolers.names()}
+    return Source(source.checkpoint, names, (*source.ignored, *(f"{head}.*" for head in heads), *unused))
 
 
-def _refuse_quantized(hf: Mapping[str, object]) -> None:
-    quantization = hf.get("quantization_config")
-    if isinstance(quantization, Mapping):
-        method = quantization.get("quant_method", "unknown")
-        raise ModelError(f"The checkpoint is quantized ({method}); Kvasir loads unquantized weights and GGUF files.")
+def _rows_of_tokens(source: Source, layer: DenseSpec, config: ModelConfig) -> torch.Tensor:
+    """A classifier made of the LM head: the row of the last token, less that of the first if there are two."""
+    names = {ours: theirs for theirs, ours in source.names.items() if isinstance(ours, str)}
+    name = next(
+        (
+            f"{names[end]}.weight"
+            for end in ("head", "embedding")
+            if f"{names.get(end)}.weight" in source.checkpoint.entries
+        ),
+        None,
+    )
+    if name is None:
+        raise ModelError("classifier_from_token needs the LM head of the checkpoint, which it does not have.")
+    ids = [_token_id(token, config) for token in layer.from_tokens]
+    ((_, matrix),) = source.checkpoint.read([name])
+    assert isinstance(matrix, torch.Tensor), "safetensors checkpoints hold plain tensors"
+    rows = [matrix[token].float().clone() for token in ids]
+    return (rows[-1] - rows[0] if len(rows) == 2 else rows[0])[None]
+
+
+def _token_id(token: str, config: ModelConfig) -> int:
+    from tokenizers import Tokenizer
+
+    file = Path(config.tokenizer or config.path) / "tokenizer.json"
+    found = Tokenizer.from_file(str(file)).token_to_id(token) if file.is_file() else None
+    if found is None:
+        raise ModelError(f"classifier_from_token: the tokenizer in {file.parent} has no token {token!r}.")
+    return int(found)
+
+
+def _open_safetensors(
+    path: Path,
+    architecture: Architecture,
+    hf: Mapping[str, Any],
+    prefix: str = "",
+    form: WeightFormat | None = None,
+    device: torch.device | None = None,
+) -> Source:
+    plain = Safetensors(path, prefix or architecture.prefix)
+    checkpoint = plain if form is None else QuantizedSafetensors(plain, form, device or torch.device("cpu"))
+    return Source(checkpoint, architecture.names_for(hf), (*architecture.ignored_for(hf), *KV_SCALES))
 
 
 # ---------------------------------------------------------------- places of tensors
@@ -135,31 +239,66 @@ class Place:
     """Where one tensor of the checkpoint goes."""
 
     layout: TensorLayout
-    targets: dict[str, TensorTarget]  # by their pattern in `layout`
+    # By their pattern in `layout`: one, or where the tensor is a stack, one for each of its entries.
+    targets: dict[str, list[TensorTarget]]
     layer: LayerSpec | None  # of the decoder layer it belongs to
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape that the tensor must have in the checkpoint."""
-        shapes = [self.targets[pattern].shape for pattern in self.layout.targets]
+        shapes = [self.targets[pattern][0].shape for pattern in self.layout.targets]
         shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-        return shape[::-1] if self.layout.transposed else shape
+        shape = shape[::-1] if self.layout.transposed else shape
+        match self.layout.stacked:
+            case "entries":
+                return self._num_entries, *shape
+            case "rows":
+                return self._num_entries * shape[0], *shape[1:]
+        return shape
 
-    def load(self, tensor: torch.Tensor | PackedRows) -> None:
-        if isinstance(tensor, PackedRows) and not self._takes(tensor):
+    @property
+    def _num_entries(self) -> int:
+        return len(self.targets[self.layout.targets[0]])
+
+    def load(self, tensor: torch.Tensor | FileMatrix) -> None:
+        if self.layout.stacked == "no":
+            self._load_entry(tensor, 0)
+            return
+        rows = (len(tensor.data) if isinstance(tensor, PackedRows) else tensor.shape[0]) // self._num_entries
+        for entry in range(self._num_entries):
+            if isinstance(tensor, Coded):
+                part: Any = tensor.cut(slice(entry * rows, (entry + 1) * rows))
+            elif isinstance(tensor, PackedRows):  # its rows are packed one by one
+                part = PackedRows(tensor.data[entry * rows : (entry + 1) * rows], tensor.kind, self.shape[1:])
+            else:
+                part = tensor[entry] if self.layout.stacked == "entries" else tensor[entry * rows : (entry + 1) * rows]
+            self._load_entry(part, entry)
+
+    def _load_entry(self, tensor: torch.Tensor | FileMatrix, entry: int) -> None:
+        if not isinstance(tensor, torch.Tensor) and not self._takes(tensor):
+            if isinstance(tensor, Coded):
+                warn_once(logger, f"{self.described} is expanded: it is fused in a way that only values can be cut.")
             tensor = tensor.expand()
         if self.layout.transposed and isinstance(tensor, torch.Tensor) and tensor.dim() == 2:
             tensor = tensor.T
         parts = self.layout.split(tensor, self.layer)
         for pattern, part in zip(self.layout.targets, parts, strict=True):
-            target = self.targets[pattern]
+            target = self.targets[pattern][entry]
             assert tuple(part.shape) == target.shape, f"{pattern}: {tuple(part.shape)} is not {target.shape}"
             target.layer.load(target.key, part)
 
-    def _takes(self, rows: PackedRows) -> bool:
+    @property
+    def described(self) -> str:
+        return " and ".join(self.layout.targets)
+
+    def _takes(self, rows: FileMatrix) -> bool:
         """Whether the packed rows can be cut as they are, and all targets take packed rows."""
         cuts = self.layout.split in BY_ROWS and not self.layout.transposed
-        return cuts and len(rows.shape) == 2 and all(target.layer.takes_packed_rows for target in self.targets.values())
+        takes = all(target.layer.takes_packed_rows for target in self.all_targets())
+        return cuts and len(rows.shape) == 2 and takes
+
+    def all_targets(self) -> Iterator[TensorTarget]:
+        return (target for targets in self.targets.values() for target in targets)
 
 
 def find_places(model: nn.Module, names: Names, spec: DecoderSpec) -> dict[str, Place]:
@@ -167,7 +306,8 @@ def find_places(model: nn.Module, names: Names, spec: DecoderSpec) -> dict[str, 
     theirs: dict[str, tuple[str, TensorLayout]] = {}
     for name, ours in names.items():
         layout = TensorLayout((ours,)) if isinstance(ours, str) else ours
-        theirs.update((pattern, (name, layout)) for pattern in layout.targets)
+        for pattern in layout.targets:
+            theirs[pattern] = name, layout
     places: dict[str, Place] = {}
     for path, layer in model.named_modules():
         if not isinstance(layer, WeightLayer):
@@ -179,9 +319,15 @@ def find_places(model: nn.Module, names: Names, spec: DecoderSpec) -> dict[str, 
             for number in numbers:
                 name = name.replace("*", number, 1)
             within = spec.layers[int(numbers[0])] if full.startswith("layers.") else None
-            place = places.setdefault(f"{name}.{tensor}", Place(layout, {}, within))
-            place.targets[pattern] = TensorTarget(layer, (tensor, part), shape)
+            place = places.setdefault(_full_name(name, tensor, layout), Place(layout, {}, within))
+            place.targets.setdefault(pattern, []).append(TensorTarget(layer, (tensor, part), shape))
     return places
+
+
+def _full_name(name: str, tensor: str, layout: TensorLayout) -> str:
+    if not layout.bare:
+        return f"{name}.{tensor}"
+    return f"{name}_bias" if tensor == "bias" else name
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=[.:]|$)")
@@ -245,28 +391,94 @@ def _no_room(need: int, free: int | None, device: torch.device) -> ConfigError:
     )
 
 
-def _fill(checkpoint: Safetensors | GGUFCheckpoint, places: dict[str, Place], *, show_progress: bool) -> None:
+def _fill(
+    checkpoint: Safetensors | QuantizedSafetensors | GGUFCheckpoint,
+    places: dict[str, Place],
+    *,
+    dtype: torch.dtype | None,
+    show_progress: bool,
+) -> None:
+    """Load every tensor; with `dtype`, those are refused that it cannot hold."""
     with tqdm(
         total=len(places), desc="Loading weights", unit="tensor", disable=not show_progress, dynamic_ncols=True
     ) as progress:
         for name, tensor in checkpoint.read(places):
+            if dtype is not None and not _fits(tensor, dtype):
+                raise _not_finite(checkpoint, name)
             places[name].load(tensor)
             progress.update()
 
 
-def _fill_dummy(model: nn.Module, generator: torch.Generator) -> None:
-    """Fill in random matrices, gains of one and biases of zero, so that activations stay finite."""
+# ---------------------------------------------------------------- weights that are not numbers
+# One NaN makes every answer empty, and a server with such a model would look healthy. On a CPU each tensor is checked
+# as it is read, before it is packed. Other devices read their memory much faster than a CPU reads the file, so there
+# the loaded parameters are checked, all with one wait. The file is read again only to name the tensor.
+
+
+def _fits(tensor: torch.Tensor | FileMatrix, dtype: torch.dtype) -> bool:
+    parts = (tensor,) if isinstance(tensor, torch.Tensor) else tensor.scales()
+    return all(is_finite(part, dtype) for part in parts)
+
+
+def _check_on_device(
+    model: nn.Module, checkpoint: Safetensors | QuantizedSafetensors | GGUFCheckpoint, places: dict[str, Place]
+) -> None:
+    layers, extremes = [], []
     for layer in _weight_layers(model):
-        if any(isinstance(value, PackedParameter) for value in layer.parameters(recurse=False)):
+        for value in layer.parameters(recurse=False):
+            if value.is_floating_point() and value.numel():
+                layers.append(layer)
+                extremes.append(torch.stack(torch.aminmax(value.data)).float())
+    if not layers or bool((finite := torch.stack(extremes).isfinite().all(dim=1)).all()):
+        return
+    broken = {id(layer) for layer, whole in zip(layers, finite.tolist(), strict=True) if not whole}
+    suspects = [
+        name for name, place in places.items() if any(id(target.layer) in broken for target in place.all_targets())
+    ]
+    wrong = [name for name, tensor in checkpoint.read(suspects) if not _fits(tensor, extremes[0].dtype)]
+    raise _not_finite(checkpoint, (wrong or suspects)[0])
+
+
+def _not_finite(checkpoint: Safetensors | QuantizedSafetensors | GGUFCheckpoint, name: str) -> ModelError:
+    return ModelError(
+        f"The weights in {checkpoint.directory} are damaged: {name} in {checkpoint.entries[name].file.name} has values "
+        f"that are not finite (NaN, infinity, or too large for dtype), so the model could not answer. Download it "
+        f"again, or repair it."
+    )
+
+
+def _fill_dummy(model: nn.Module, generator: torch.Generator, form: WeightFormat | None = None) -> None:
+    """Fill in random matrices, gains of one and biases of zero, so that activations stay finite. With `form`, linear
+    layers and experts get random codes of that format."""
+    scheme = None if form is None else form.scheme("model.layers.0.mlp.down_proj")
+    for layer in _weight_layers(model):
+        if _is_loaded(layer):
             for key, shape in layer.tensors().items():
-                layer.load(key, torch.empty(shape).normal_(0.0, 0.02 * (len(shape) > 1), generator=generator))
+                is_matrix = len(shape) == 2 and isinstance(layer, Linear | Experts)
+                if is_matrix and scheme is not None and not getattr(layer, "prefix", "").endswith(ROUTING):
+                    codes: Any = scheme.coding(shape[1]).make(shape[0], shape[1], generator.device, generator)
+                    layer.load(key, codes)
+                else:
+                    values = torch.empty(shape, device=generator.device)
+                    layer.load(key, values.normal_(0.0, 0.02 * (len(shape) > 1), generator=generator))
     for name, value in model.named_parameters():
-        if isinstance(value, PackedParameter):
+        if isinstance(value, PackedParameter) or not value.numel():
             continue
         if value.dim() > 1:
             value.data.normal_(0.0, 0.02, generator=generator)
         else:
-            value.data.fill_(0.0 if name.endswith("bias") else 1.0)
+            value.data.fill_(0.0 if name.endswith(("bias", "correction")) else 1.0)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.route_evenly()
+
+
+def _is_loaded(layer: WeightLayer) -> bool:
+    """Whether a layer's memory is no plain matrix, so that it is filled through its `load`."""
+    method = getattr(layer, "method", None)
+    if isinstance(method, UnquantizedLinear) or type(method) is UnquantizedExperts:
+        return False
+    return method is not None or any(isinstance(value, PackedParameter) for value in layer.parameters(recurse=False))
 
 
 def _weight_layers(model: nn.Module) -> Iterator[WeightLayer]:

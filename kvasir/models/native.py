@@ -1,43 +1,55 @@
 """A decoder that the CPU library runs whole: one call for a step, one for its logits. Worker process.
 
 There is no second model: the description that the library gets is read from the Transformer's layers, which keep the
-weights and caches. A model with a part that the library does not know runs layer by layer.
+weights and caches. A model with a part that the library does not know runs layer by layer. At the end is the cache of
+packed weights.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import json
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from kvasir.attention.base import AttentionBatch, LastTokens
 from kvasir.attention.cpu import CpuAttention
+from kvasir.config.engine import EngineConfig
+from kvasir.distributed import Mesh
 from kvasir.kernels.cpu.library import (
     ACTIVATIONS,
+    AdaptersStruct,
     DecoderStruct,
     LayerStruct,
     MatrixStruct,
     NormStruct,
     instruction_set,
+    layout,
     loaded,
     num_threads,
 )
-from kvasir.kernels.cpu.ops import StepView, cache_of, norm_struct, rotation_of
+from kvasir.kernels.cpu.ops import StepView, adapters_of, address, cache_of, norm_struct, rotation_of
 from kvasir.layers.attention import Attention
+from kvasir.layers.base import WeightLayer
+from kvasir.layers.embedding import Embedding
 from kvasir.layers.linear import Linear
 from kvasir.layers.mlp import MLP, GatedMLP
 from kvasir.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
 from kvasir.log import get_logger
 from kvasir.messages import KVSpec
-from kvasir.models.decoder_layer import DecoderLayer, ParallelLayer, PostNormLayer
-from kvasir.models.transformer import Transformer
+from kvasir.models.transformer import DecoderLayer, ParallelLayer, PostNormLayer, Transformer
 from kvasir.quantization.cpu import matrix_of
 
 logger = get_logger(__name__)
-STEPS: Counter[str] = Counter()  # how many steps ran whole, and how many layer by layer
+STEPS: Counter[str] = Counter()  # how many steps ran whole, how many of those with adapters, how many layer by layer
 _ARRANGEMENTS: dict[type, int] = {DecoderLayer: 0, ParallelLayer: 1, PostNormLayer: 2}  # of LayerStruct
 
 
@@ -49,7 +61,7 @@ class LibraryModel(nn.Module):
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
-        self.model, self.vocab_size = model, model.vocab_size
+        self.model, self.vocab_size, self.poolers = model, model.vocab_size, model.poolers
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocabulary]"""
@@ -63,6 +75,9 @@ class LibraryModel(nn.Module):
 
     def bind_kv(self, caches: Sequence[torch.Tensor]) -> None:
         self.model.bind_kv(caches)
+
+    def compile_key(self) -> str:
+        return ""  # nothing is compiled
 
     def compile_copy(self) -> None:
         """None: the library's kernels are compiled when it is built."""
@@ -102,7 +117,15 @@ class NativeDecoder(LibraryModel):
         last: LastTokens | None = None,
     ) -> torch.Tensor:
         """The hidden states after the last norm, [tokens, hidden], or those of `last`, [sequences, hidden]."""
+        adapters = self.model.adapters
+        needs_layers = adapters is not None and adapters.needs_layers
+        if needs_layers or self.model.overlay.tokens is not None:
+            STEPS["layer by layer"] += 1
+            return self.model.forward(input_ids, positions, batch, last)
         step = StepView(batch, input_ids, positions)
+        if adapters is not None and adapters.tokens is not None:
+            step.struct.adapters = address(adapters.tokens.slots, torch.int32)
+            STEPS["adapted"] += 1
         step.struct.only_last = last is not None
         count = len(input_ids) if last is None else step.struct.sequences
         out = torch.empty(count, self._decoder.hidden, dtype=torch.bfloat16)
@@ -148,6 +171,8 @@ def _not_covered(model: Transformer) -> str | None:
     """Why the library cannot run whole steps of the model; None: it can."""
     if model.embedding.mesh.size > 1:
         return "it is spread over several processes"
+    if model.spec.is_encoder:
+        return "it is an encoder"
     if not isinstance(model.project_in, nn.Identity):
         return "its embeddings are projected"
     for layer in model.layers:
@@ -157,6 +182,8 @@ def _not_covered(model: Transformer) -> str | None:
             return f"a feed-forward network is of the kind {type(layer.mlp).__name__}"
         if type(layer.attention) is not Attention:
             return f"its attention is of the kind {type(layer.attention).__name__}"
+        if layer.attention.clip is not None or layer.attention.temperature is not None:
+            return "its queries are clipped or scaled by position"
         if not isinstance(layer.attention.backend, CpuAttention):
             return "another attention backend was chosen"
     return None
@@ -179,6 +206,8 @@ def _describe_layer(layer: DecoderLayer) -> LayerStruct:
         activation=ACTIVATIONS[mlp.activation],
         arrangement=_ARRANGEMENTS[type(layer)],
         residual_scale=layer.residual_scale,
+        up_adapters=_adapters(mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up),
+        down_adapters=_adapters(mlp.down),
         **_describe_attention(attention),
     )
 
@@ -191,6 +220,8 @@ def _describe_attention(attention: Attention) -> dict[str, object]:
         "whole_norm": isinstance(attention.q_norm, SplitRMSNorm),
         "qkv": _matrix(attention.qkv),
         "o": _matrix(attention.o),
+        "qkv_adapters": _adapters(attention.qkv),
+        "o_adapters": _adapters(attention.o),
         "rotation": rotation_of(
             None if rotary is None else rotary.table, rotary is not None and rotary.rope.interleaved
         ),
@@ -202,6 +233,7 @@ def _describe_attention(attention: Attention) -> dict[str, object]:
         "group": attention.group,
         "scale": attention.scale,
         "softcap": attention.softcap or 0.0,
+        "sinks": None if attention.sinks is None else attention.sinks.weight.data_ptr(),
     }
 
 
@@ -215,3 +247,79 @@ def _norm(norm: nn.Module | None) -> NormStruct:
 
 def _matrix(linear: Linear) -> MatrixStruct:
     return matrix_of(linear).struct
+
+
+def _adapters(linear: Linear) -> AdaptersStruct:
+    return AdaptersStruct() if linear.slots is None else adapters_of(linear.slots.matrices())
+
+
+# ---------------------------------------------------------------- the cache of packed weights
+# With packed_weights_dir, a checkpoint is packed only once. A file's name is a hash of all that its content depends on:
+# the checkpoint's files, the quantization, this rank's share, and the library's layouts. It holds the layers' tensors
+# after packing, by their paths in the model.
+
+PACKED_VERSION = 4  # of the layouts in csrc/cpu/kernels.h, and of which layer has which
+
+
+def packed_weights_file(config: EngineConfig, mesh: Mesh) -> Path | None:
+    """The file of this model's packed weights, whether it exists or not; None if packed_weights_dir is unset."""
+    if config.load.packed_weights_dir is None:
+        return None
+    files = [
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
+        for file in sorted(Path(config.model.path).glob("*.safetensors"))
+    ]
+    inputs = [PACKED_VERSION, layout(), os.path.realpath(config.model.path), files]
+    inputs += [config.model.quantization, config.model.dtype, config.model.hf, mesh.rank, mesh.size, mesh.whole_experts]
+    name = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return Path(config.load.packed_weights_dir).expanduser() / f"{name}.safetensors"
+
+
+def restore_packed(model: nn.Module, file: Path | None) -> bool:
+    """Fill the model from the file. False: there is no file, or it cannot be used."""
+    if file is None or not file.is_file():
+        return False
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            for name, layer, key, tensor in _packed_tensors(model):
+                kept = opened.get_tensor(name)
+                if key == "matrix":
+                    assert isinstance(layer, Embedding)
+                    layer.adopt(kept.clone())
+                else:
+                    tensor.copy_(kept)
+    except (SafetensorError, OSError, RuntimeError) as error:
+        logger.warning("%s cannot be used (%s): the weights are packed again", file, error)
+        return False
+    logger.info("packed weights come from %s", file)
+    return True
+
+
+def save_packed(model: nn.Module, file: Path | None) -> None:
+    """Write the packed weights of the model. The file appears whole or not at all."""
+    if file is None:
+        return
+    tensors = {name: tensor for name, _, _, tensor in _packed_tensors(model)}
+    beside = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, beside)
+        beside.replace(file)
+    except (OSError, SafetensorError) as error:  # a full disk may raise either
+        beside.unlink(missing_ok=True)
+        logger.warning("packed weights cannot be written to %s (%s)", file.parent, error)
+        return
+    logger.info("packed weights are written to %s", file)
+
+
+def _packed_tensors(model: nn.Module) -> Iterator[tuple[str, WeightLayer, str, torch.Tensor]]:
+    """All tensors of the file: name, layer, name within the layer, and memory. An embedding is one matrix."""
+    for path, layer in model.named_modules():
+        if not isinstance(layer, WeightLayer):
+            continue
+        if isinstance(layer, Embedding):
+            memory = layer.weight.data if layer.matrix is None else layer.matrix.memory
+            yield f"{path}.matrix", layer, "matrix", memory
+        for name, value in layer.named_parameters(recurse=False):
+            if not (isinstance(layer, Embedding) and name == "weight"):
+                yield f"{path}.{name}", layer, name, value.data

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -70,9 +70,8 @@ class LinearLayer(Protocol):
 class LinearMethod(Protocol):
     """A way of keeping and multiplying the weights of linear layers."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether `layer.weight` is the matrix in the model's dtype, so that fused kernels may multiply with it."""
+    def fuses_one_row(self, layer: LinearLayer) -> bool:
+        """Whether `apply_fused` may be called for one row; asked once the weights are loaded."""
 
     def create(self, layer: LinearLayer, dtype: torch.dtype, device: torch.device) -> None:
         """Give the layer its parameters, which are not filled yet."""
@@ -89,11 +88,18 @@ class LinearMethod(Protocol):
     def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         """x [rows, own inputs] -> [rows, own outputs], bias added."""
 
+    def apply_parts(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
+        """The same for a layer without bias; or [parts, rows, own outputs] that kernels.add_rms_norm still sums."""
+
+    def apply_fused(self, layer: LinearLayer, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        """The same for one row, with what stands before and after it in a layer: see kernels.fused_linear."""
+
+    def dense(self, layer: LinearLayer) -> torch.Tensor:
+        """The matrix [own outputs, own inputs] that `apply` multiplies with, as floats."""
+
 
 class UnquantizedLinear:
     """The weight is a matrix in the model's dtype."""
-
-    is_plain = True
 
     def create(self, layer: LinearLayer, dtype: torch.dtype, device: torch.device) -> None:
         shape = layer.shape
@@ -122,6 +128,18 @@ class UnquantizedLinear:
     def apply(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
         return kernels.linear(x, layer.weight, layer.bias)
 
+    def apply_parts(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
+        return kernels.linear_parts(x, layer.weight)
+
+    def fuses_one_row(self, layer: LinearLayer) -> bool:
+        return kernels.is_fit(layer.weight)
+
+    def apply_fused(self, layer: LinearLayer, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        return kernels.fused_linear(x, layer.weight, layer.bias, **how)
+
+    def dense(self, layer: LinearLayer) -> torch.Tensor:
+        return layer.weight.to_dense() if layer.weight.is_mkldnn else layer.weight.data
+
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """A parameter for inference, which is not filled yet."""
@@ -143,16 +161,24 @@ class PackedParameter(nn.Parameter):
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """The sizes of a layer's experts; `own` is this rank's share of every expert's inner dimension."""
+    """The sizes of a layer's experts; `own` is this rank's share of every expert's inner dimension, `own_experts` are
+    the experts that it keeps."""
 
     num_experts: int
     hidden_size: int
     inner_size: int
     own: slice
+    bias: bool = False
+    own_experts: slice | None = None  # None: all
 
     @property
     def num_own(self) -> int:
         return int(self.own.stop - self.own.start)
+
+    @property
+    def num_own_experts(self) -> int:
+        kept = self.own_experts
+        return self.num_experts if kept is None else int(kept.stop - kept.start)
 
     def matrices(self) -> Mapping[str, tuple[int, int]]:
         """The shapes of the checkpoint's matrices, by the names of the parts they fill."""
@@ -166,20 +192,22 @@ class ExpertsShape:
 @dataclass(frozen=True)
 class ExpertPart:
     """Where a matrix of the checkpoint goes: its slice `own` (rows, columns) to the rows from `first` on of the
-    expert's entry in the parameter `stack`."""
+    expert's entry in the parameter `stack`. A bias has rows only."""
 
     stack: str  # gate_up or down
-    expert: int
+    expert: int | None  # which of this rank's; None: another rank has it
     own: tuple[slice, slice]
     first: int
 
 
 def part_of(shape: ExpertsShape, key: TensorKey) -> ExpertPart:
     assert key[1] is not None, "every tensor belongs to one expert"
-    name, expert = key[1].split(".")
+    name, number = key[1].split(".")
+    first = 0 if shape.own_experts is None else int(shape.own_experts.start)
+    expert = int(number) - first if 0 <= int(number) - first < shape.num_own_experts else None
     if name == "down":
-        return ExpertPart("down", int(expert), (slice(None), shape.own), 0)
-    return ExpertPart("gate_up", int(expert), (shape.own, slice(None)), 0 if name == "gate" else shape.num_own)
+        return ExpertPart("down", expert, (slice(None), shape.own), 0)
+    return ExpertPart("gate_up", expert, (shape.own, slice(None)), 0 if name == "gate" else shape.num_own)
 
 
 class ExpertsLayer(Protocol):
@@ -189,10 +217,20 @@ class ExpertsLayer(Protocol):
     shape: ExpertsShape
     gate_up: nn.Parameter
     down: nn.Parameter
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+    leaves_parts: bool  # whether the sum over a token's experts may be left to kernels.add_rms_norm
+
+
+# A name in kernels.ACTIVATIONS, or a clamped SwiGLU's alpha and limit; see kernels.gated_activation.
+GatedActivation = str | tuple[float, float]
 
 
 class ExpertsMethod(Protocol):
     """A way of keeping and multiplying the matrices of experts."""
+
+    def computes(self, shape: ExpertsShape, activation: GatedActivation) -> bool:
+        """Whether it can compute such experts; where it cannot they are kept in the model's dtype."""
 
     def create(self, layer: ExpertsLayer, dtype: torch.dtype, device: torch.device) -> None:
         """Give the layer its parameters, which are not filled yet."""
@@ -207,48 +245,67 @@ class ExpertsMethod(Protocol):
         """Called after all tensors are loaded, to bring them into the form that `apply` reads."""
 
     def apply(
-        self, layer: ExpertsLayer, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, activation: str
+        self,
+        layer: ExpertsLayer,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        chosen: torch.Tensor,
+        activation: GatedActivation,
     ) -> torch.Tensor:
         """The weighted sum of the outputs of each token's chosen experts, over this rank's share of them. x [tokens,
-        hidden]; weights, in float32, and chosen [tokens, top_k]."""
+        hidden]; weights, in float32, and chosen [tokens, top_k], numbers of this rank's experts. One past the last
+        stands for experts of other ranks, with a weight of 0."""
 
 
 class UnquantizedExperts:
-    """All experts' matrices in the model's dtype, stacked. Tokens are sorted by expert, so that each expert's matrices
-    are read once. The host never waits: only the device knows how many tokens an expert gets."""
+    """All experts' matrices in the model's dtype, stacked. Each expert's matrices are read once. The host never waits:
+    only the device knows how many tokens an expert gets."""
+
+    def computes(self, shape: ExpertsShape, activation: GatedActivation) -> bool:
+        return True
 
     def create(self, layer: ExpertsLayer, dtype: torch.dtype, device: torch.device) -> None:
         shape = layer.shape
-        layer.gate_up = parameter((shape.num_experts, 2 * shape.num_own, shape.hidden_size), dtype, device)
-        layer.down = parameter((shape.num_experts, shape.hidden_size, shape.num_own), dtype, device)
+        count = shape.num_own_experts
+        layer.gate_up = parameter((count, 2 * shape.num_own, shape.hidden_size), dtype, device)
+        layer.down = parameter((count, shape.hidden_size, shape.num_own), dtype, device)
+        layer.gate_up_bias = layer.down_bias = None
+        if shape.bias:
+            layer.gate_up_bias = parameter((count, 2 * shape.num_own), dtype, device)
+            layer.down_bias = parameter((count, shape.hidden_size), dtype, device)
 
     def tensors(self, layer: ExpertsLayer) -> Mapping[TensorKey, tuple[int, ...]]:
-        return {("weight", name): shape for name, shape in layer.shape.matrices().items()}
+        found: dict[TensorKey, tuple[int, ...]] = {}
+        for name, shape in layer.shape.matrices().items():
+            found["weight", name] = shape
+            if layer.shape.bias:
+                found["bias", name] = shape[:1]
+        return found
 
     def load(self, layer: ExpertsLayer, key: TensorKey, tensor: torch.Tensor) -> None:
         part = part_of(layer.shape, key)
-        own = tensor[part.own]
-        stack: nn.Parameter = getattr(layer, part.stack)
+        if part.expert is None:
+            return
+        is_bias = key[0] == "bias"
+        own = tensor[part.own[0]] if is_bias else tensor[part.own]
+        stack: nn.Parameter = getattr(layer, f"{part.stack}_bias" if is_bias else part.stack)
         stack.data[part.expert, part.first : part.first + len(own)].copy_(own)
 
     def process(self, layer: ExpertsLayer) -> None:
         return None
 
     def apply(
-        self, layer: ExpertsLayer, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, activation: str
+        self,
+        layer: ExpertsLayer,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        chosen: torch.Tensor,
+        activation: GatedActivation,
     ) -> torch.Tensor:
-        tokens, top_k = chosen.shape
-        order = torch.argsort(chosen.view(-1), stable=True)
-        in_order = chosen.view(-1)[order]
-        # Expert e's rows begin at the first id that is at least e.
-        ids = torch.arange(layer.shape.num_experts + 1, device=x.device)
-        starts = torch.searchsorted(in_order, ids, out_int32=True)
-        both = kernels.grouped_linear(x[order // top_k], layer.gate_up, starts)
-        sorted_y = kernels.grouped_linear(kernels.gated_activation(both, activation), layer.down, starts)
-        y = torch.empty_like(sorted_y)
-        y[order] = sorted_y
-        # Summed in float32 and in the router's order, so that the rest of the batch changes nothing.
-        return (y.view(tokens, top_k, -1) * weights[:, :, None]).sum(1).to(x.dtype)
+        return kernels.experts(
+            x, weights, chosen, layer.gate_up, layer.down, activation, layer.gate_up_bias, layer.down_bias,
+            layer.leaves_parts, layer.shape.own_experts is not None,
+        )  # fmt: skip
 
 
 # ---------------------------------------------------------------- a whole model
@@ -257,6 +314,10 @@ class UnquantizedExperts:
 class Methods(Protocol):
     """Gives each layer its method, by its path in the model ("layers.3.attention.qkv")."""
 
+    @property
+    def keeps_coded(self) -> bool:
+        """Whether embedding and head keep a quantized checkpoint's codes, too; otherwise they expand them."""
+
     def linear(self, prefix: str) -> LinearMethod: ...
 
     def experts(self, prefix: str) -> ExpertsMethod: ...
@@ -264,6 +325,8 @@ class Methods(Protocol):
 
 class Unquantized:
     """Every weight is kept in the model's dtype."""
+
+    keeps_coded = False
 
     def linear(self, prefix: str) -> LinearMethod:
         return UnquantizedLinear()

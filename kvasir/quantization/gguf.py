@@ -1,17 +1,29 @@
-"""Packed rows of GGUF files, how to cut and expand them, and the method that expands them while loading."""
+"""Packed rows of GGUF files: how to cut them, expand them, and read them as codes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 
-from kvasir.quantization.base import LinearLayer, LinearMethod, TensorKey, Unquantized, UnquantizedLinear
+from kvasir.quantization.coded import Coded, Coding
 from kvasir.quantization.gguf_file import TENSOR_TYPES
 
+# Bytes of a block, and where its scales and offsets of float16 are.
+_SCALES = {
+    "Q4_0": (18, (0,)),
+    "Q4_1": (20, (0, 2)),
+    "Q5_0": (22, (0,)),
+    "Q5_1": (24, (0, 2)),
+    "Q8_0": (34, (0,)),
+    "Q2_K": (84, (80, 82)),
+    "Q3_K": (110, (108,)),
+    "Q4_K": (144, (0, 2)),
+    "Q5_K": (176, (0, 2)),
+    "Q6_K": (210, (208,)),
+}
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -44,6 +56,20 @@ class PackedRows:
         """Like torch.chunk, for a number of rows that is a multiple of `count`."""
         return self.split([len(self.data) // count] * count)
 
+    def scales(self) -> Iterator[torch.Tensor]:
+        """All floating-point numbers of the tensor: a packed one's scales, or the values where there are no scales."""
+        if self.kind not in _SCALES:
+            yield self.expand()
+            return
+        size, places = _SCALES[self.kind]
+        blocks = _blocks(self.data, size)
+        for place in places:
+            yield blocks[:, place : place + 2].contiguous().view(torch.float16)
+
+    def coded(self) -> Coded | None:
+        """The same matrix as codes, with scales in float32; None: its type is not made of codes and scales."""
+        return CODES[self.kind](self.data.contiguous()) if self.kind in CODES and len(self.shape) == 2 else None
+
     def expand(self) -> torch.Tensor:
         """The values, in float32 or in the file's own dtype."""
         if self.kind in _PLAIN:
@@ -56,26 +82,11 @@ class PackedRows:
         return torch.from_numpy(values).view(self.shape)
 
 
-def expanded(tensor: PackedRows | torch.Tensor) -> torch.Tensor:
-    return tensor.expand() if isinstance(tensor, PackedRows) else tensor
+FileMatrix = PackedRows | Coded  # a matrix as a checkpoint has it, quantized
 
 
-class GGUFLinear(UnquantizedLinear):
-    """Expands what it loads. `layer.packed[part]` keeps the packed rows of each part, whole on every rank."""
-
-    def load(self, layer: LinearLayer, key: TensorKey, tensor: Any) -> None:
-        if isinstance(tensor, PackedRows):
-            packed: dict[str | None, PackedRows] = layer.__dict__.setdefault("packed", {})
-            packed[key[1]] = tensor
-            tensor = tensor.expand()
-        super().load(layer, key, tensor)
-
-
-class GGUFMethods(Unquantized):
-    """The methods of a model from a GGUF file that the CPU library does not run."""
-
-    def linear(self, prefix: str) -> LinearMethod:
-        return GGUFLinear()
+def expanded(tensor: FileMatrix | torch.Tensor) -> torch.Tensor:
+    return tensor if isinstance(tensor, torch.Tensor) else tensor.expand()
 
 
 # ---------------------------------------------------------------- expanding
@@ -97,7 +108,7 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     """[blocks, 16] bytes -> [blocks, 32]: the low halves of all bytes, then the high ones."""
-    values = torch.empty(packed.shape[0], _BLOCK, dtype=torch.uint8)
+    values = torch.empty(packed.shape[0], _BLOCK, dtype=torch.uint8, device=packed.device)
     torch.bitwise_and(packed, 15, out=values[:, : _BLOCK // 2])
     torch.bitwise_right_shift(packed, 4, out=values[:, _BLOCK // 2 :])
     return values
@@ -119,3 +130,120 @@ def _q8_0(rows: torch.Tensor) -> torch.Tensor:
 
 
 EXPANDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0}
+
+
+# ---------------------------------------------------------------- codes
+
+
+def _made(
+    rows: torch.Tensor, numbers: torch.Tensor, coding: Coding, scale: torch.Tensor, minimum: torch.Tensor | None = None
+) -> Coded:
+    """A matrix from the numbers, scales and minima of its blocks."""
+    count = len(rows)
+    lowest = None if minimum is None else minimum.reshape(count, -1)
+    return Coded(numbers.reshape(count, -1), scale.reshape(count, -1), coding, minimum=lowest)
+
+
+def _read_q4_0(rows: torch.Tensor) -> Coded:
+    blocks = _blocks(rows, 18)
+    return _made(rows, _nibbles(blocks[:, 2:]), Coding("u4", 32, 8), _half(blocks, 0))
+
+
+def _read_q4_1(rows: torch.Tensor) -> Coded:
+    blocks = _blocks(rows, 20)
+    return _made(rows, _nibbles(blocks[:, 4:]), Coding("u4", 32), _half(blocks, 0), _half(blocks, 2))
+
+
+def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
+    """[blocks, 4] bytes -> [blocks, 32]: bit i, moved to the fifth place."""
+    bits = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
+    return bits.reshape(len(packed), _BLOCK) << 4
+
+
+def _read_q5_0(rows: torch.Tensor) -> Coded:
+    blocks = _blocks(rows, 22)
+    numbers = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return _made(rows, numbers, Coding("u6", 32, 16), _half(blocks, 0))
+
+
+def _read_q5_1(rows: torch.Tensor) -> Coded:
+    blocks = _blocks(rows, 24)
+    numbers = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return _made(rows, numbers, Coding("u6", 32), _half(blocks, 0), _half(blocks, 2))
+
+
+def _read_q8_0(rows: torch.Tensor) -> Coded:
+    blocks = _blocks(rows, 34)
+    return _made(rows, blocks[:, 2:], Coding("i8", 32), _half(blocks, 0))
+
+
+def _two_bits(packed: torch.Tensor) -> torch.Tensor:
+    """[blocks, 64] bytes -> [blocks, 256]: four planes of 32 numbers for each 32 bytes."""
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=packed.device)[:, None]
+    return ((packed.reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(len(packed), 256)
+
+
+def _read_q2_k(rows: torch.Tensor) -> Coded:
+    blocks = _blocks(rows, 84)
+    scales, minima = blocks[:, :16] & 15, blocks[:, :16] >> 4
+    scale, minimum = _half(blocks, 80) * scales.float(), -(_half(blocks, 82) * minima.float())
+    return _made(rows, _two_bits(blocks[:, 16:80]), Coding("u4", 16), scale, minimum)
+
+
+def _read_q3_k(rows: torch.Tensor) -> Coded:
+    blocks = _blocks(rows, 110)
+    shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)[:, None]
+    high = ((blocks[:, None, :32] >> shifts) & 1).reshape(len(blocks), 256) << 2
+    packed = blocks[:, 96:108]
+    low = torch.cat((packed[:, :8] & 15, packed[:, :8] >> 4), dim=1)
+    two = ((packed[:, None, 8:] >> (2 * shifts[:4])) & 3).reshape(len(blocks), 16)
+    scale = _half(blocks, 108) * ((low | two << 4).float() - 32)
+    return _made(rows, _two_bits(blocks[:, 32:96]) | high, Coding("u4", 16, 4), scale)
+
+
+def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and minima of the eight groups, whose six bits are in 12 bytes."""
+    first, second, last = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat((first & 63, (last & 15) | (first >> 6) << 4), dim=1)
+    minima = torch.cat((second & 63, last >> 4 | (second >> 6) << 4), dim=1)
+    return _half(blocks, 0) * scales.float(), -(_half(blocks, 2) * minima.float())
+
+
+def _k_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """[blocks, 128] bytes -> [blocks, 256]: the low halves of 32 bytes, then their high halves."""
+    runs = packed.reshape(-1, 4, 1, 32)
+    return torch.cat((runs & 15, runs >> 4), dim=2).reshape(len(packed), 256)
+
+
+def _read_q4_k(rows: torch.Tensor) -> Coded:
+    blocks = _blocks(rows, 144)
+    return _made(rows, _k_nibbles(blocks[:, 16:]), Coding("u4", 32), *_k_scales(blocks))
+
+
+def _read_q5_k(rows: torch.Tensor) -> Coded:
+    blocks = _blocks(rows, 176)
+    shifts = torch.arange(8, dtype=torch.uint8, device=rows.device)[:, None]
+    high = ((blocks[:, None, 16:48] >> shifts) & 1).reshape(len(blocks), 256) << 4
+    return _made(rows, _k_nibbles(blocks[:, 48:]) | high, Coding("u6", 32), *_k_scales(blocks))
+
+
+def _read_q6_k(rows: torch.Tensor) -> Coded:
+    blocks = _blocks(rows, 210)
+    runs = blocks[:, :128].reshape(-1, 2, 1, 64)
+    low = torch.cat((runs & 15, runs >> 4), dim=2).reshape(len(blocks), 256)
+    scale = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
+    return _made(rows, low | _two_bits(blocks[:, 128:192]) << 4, Coding("u6", 16, 32), scale)
+
+
+CODES: dict[str, Callable[[torch.Tensor], Coded]] = {
+    "Q4_0": _read_q4_0,
+    "Q4_1": _read_q4_1,
+    "Q5_0": _read_q5_0,
+    "Q5_1": _read_q5_1,
+    "Q8_0": _read_q8_0,
+    "Q2_K": _read_q2_k,
+    "Q3_K": _read_q3_k,
+    "Q4_K": _read_q4_k,
+    "Q5_K": _read_q5_k,
+    "Q6_K": _read_q6_k,
+}

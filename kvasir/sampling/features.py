@@ -12,14 +12,17 @@ Override only the methods that you need:
    and `open` writes them into the feature's columns on the device. Columns have one entry per row.
 2. A step runs: `plan_hidden` says whether the feature reads the hidden states of this step (prompt log-probabilities
    do). It returns a HiddenReader, or None.
+   A feature that changes the forward pass itself (adapters do) says so in `forward_use`, and `begin_forward` prepares
+   each such pass; graphs of changed passes are captured beside the others (`changes_forward`).
 3. The step samples: `use` looks at the rows that sample and returns a FeatureUse, or None if no row asks. A feature
    that no row asks for costs nothing more. The use's `key` says what has to be computed; the methods below get it:
    `edit_logits` before the draw, `replace_tokens` and `observe` after it, `outputs` for tensors that the host gets.
    `FeatureUse.part` turns those into a Part of the result, which travels under `part_name`.
-4. Such a step may be a CUDA graph: the head graph is captured per key, so a key holds nothing that differs from step to
-   step. `graph_key` rounds it up, so that few graphs serve many steps. Numbers that differ (lines, masks) are
+4. Such a step may be a CUDA graph. Heads are captured before the first request, one for each combination of the keys
+   that features name in `graph_keys`; `graph_key` says which of those serves a use, or that none does and the head is
+   launched kernel by kernel. So a key holds nothing that differs from step to step. Numbers that do (lines, masks) are
    `FeatureUse.inputs`, int32 arrays which a graph finds in the fixed `buffers`. A feature whose tables may be replaced
-   by larger ones counts `versions`, so that graphs which read the old tables are dropped. FeatureUse.capturable is
+   by larger ones counts `versions`, so that graphs which read the old tables are not used. FeatureUse.capturable is
    False for work that a graph cannot do.
 """
 
@@ -27,7 +30,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -43,12 +47,25 @@ Head = Callable[[torch.Tensor], torch.Tensor]  # hidden states [n, hidden] -> lo
 
 @dataclass(slots=True)
 class SampledLines:
-    """The lines of a plan that sample, as the host knows them."""
+    """The lines of a plan that sample, as the host knows them. A row that verifies drafts has a line for each of them
+    and one more, side by side."""
 
     plan: StepPlan
     lines: Int32Array  # [n] lines of the plan
     rows: Int32Array  # [n]
     inputs: SampleInputs | None = None  # what the host learned after it launched the forward pass
+    behind: Int32Array | None = None  # [n] lines of the same row that follow; None: every row has one line
+
+
+def sampled_lines(plan: StepPlan, inputs: SampleInputs | None) -> SampledLines:
+    lines = np.flatnonzero(plan.samples).astype(np.int32)
+    if plan.drafts is None or not len(lines):
+        return SampledLines(plan, lines, plan.rows[lines], inputs)
+    counts = 1 + plan.drafts[lines]
+    ends = np.cumsum(counts, dtype=np.int32)
+    behind = np.repeat(ends, counts) - 1 - np.arange(ends[-1], dtype=np.int32)
+    lines = np.repeat(lines, counts)
+    return SampledLines(plan, lines, plan.rows[lines], inputs, behind)
 
 
 @dataclass(slots=True)
@@ -73,6 +90,30 @@ class SampledRows:
     # Called with the tokens [n] once the host has them.
     on_host: list[Callable[[NDArray[np.int32]], None]] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)  # by line: why its request cannot go on
+    # Set where rows have several lines and a feature learns from each token: lines are drawn in turns, the rows' first
+    # lines, then their second ones, and so on. A line counts if the token before is the draft that the line follows.
+    turns: Sequence[LineTurn] = ()
+    expected: torch.Tensor | None = None  # [n] int32: the draft that the row's next line follows; -1: there is none
+    lines: torch.Tensor | None = None  # [n] in a turn: which lines of the whole step these are
+    observed_rows: torch.Tensor | None = None  # [n] in a turn: the padding row stands for lines that do not count
+
+    def select(self, turn: LineTurn) -> SampledRows:
+        """The lines of one turn."""
+        host_rows = self.host_rows[turn.host_lines] if len(self.host_rows) else self.host_rows
+        lines = turn.lines
+        return SampledRows(host_rows, self.rows[lines], self.positions[lines], lines=lines)
+
+    def as_observed(self) -> SampledRows:
+        """The same lines for `observe`."""
+        return self if self.observed_rows is None else replace(self, rows=self.observed_rows)
+
+
+@dataclass(slots=True)
+class LineTurn:
+    """Lines that are drawn at once: at most one of each row."""
+
+    host_lines: Int32Array  # [m]; empty in a graph
+    lines: torch.Tensor  # [m] int64
 
 
 @dataclass(slots=True)
@@ -101,6 +142,14 @@ class FeatureUse:
     def part(self, arrays: Sequence[NDArray[Any]]) -> Part:
         """The host's copy of `outputs` as a part of the result; its index are lines of the plan."""
         raise NotImplementedError(f"{type(self).__name__} has outputs and makes no part of them")
+
+
+class ForwardUse(IntEnum):
+    """What a feature does to the forward pass of a step. The largest of all features counts."""
+
+    PLAIN = 0  # nothing
+    GRAPH = 1  # it changes the pass in a way that graphs are captured for
+    EAGER = 2  # it changes the pass, which must be launched kernel by kernel
 
 
 class HiddenReader(ABC):
@@ -139,6 +188,28 @@ class RowFeature:
         """What the feature computes from this step's hidden states. Called once per step, before the forward pass."""
         return None
 
+    changes_forward = False  # whether `forward_use` may be other than PLAIN
+    is_captured = True  # whether graphs are captured for the passes that it changes: `forward_use` may be GRAPH
+
+    def forward_use(self, plan: StepPlan) -> ForwardUse:
+        """What the feature does to this step's forward pass."""
+        return ForwardUse.PLAIN
+
+    def begin_forward(
+        self,
+        use: ForwardUse,  # of all features together
+        token_rows: torch.Tensor | None,  # [tokens] the row of each token; None in a plain pass
+        rows: torch.Tensor,  # [sequences] the row of each sequence
+        has_last: bool,  # the last layer goes on with each sequence's last token alone
+        plan: StepPlan | None,  # None while a graph is captured
+    ) -> None:
+        """Prepare the forward pass that is launched or captured next."""
+        return None
+
+    def begin_head(self, rows: torch.Tensor) -> None:
+        """Prepare the logits of these rows, in a step that is launched kernel by kernel."""
+        return None
+
     def use(self, sampled: SampledLines) -> FeatureUse | None:
         """What the lines that sample ask for; None: nothing."""
         return None
@@ -168,9 +239,13 @@ class RowFeature:
 
     # ------------------------------------------------------------ graphs
 
-    def graph_key(self, key: Any, size: int) -> Any:
-        """The key of the graph that serves this key, for a head of `size` lines. Applied twice it gives the same."""
-        return key
+    def graph_keys(self, size: int) -> tuple[Any, ...]:
+        """Keys for which heads of `size` lines are captured. Each multiplies the number of heads."""
+        return ()
+
+    def graph_key(self, key: Any, size: int) -> Any | None:
+        """Which of `graph_keys` serves this key, for a head of `size` lines; None: none does."""
+        return None
 
     def versions(self, key: Any) -> tuple[int, ...]:
         """Versions of the tables that such a graph reads."""

@@ -38,7 +38,7 @@ class Penalties(Stage):
         for new in new_rows:
             extras, tokens = new.sampling.extras, new.token_ids
             assert extras is not None and tokens is not None, "a row with extras comes with its tokens"
-            given.append(tokens[: extras.num_prompt_tokens])
+            given.append(tokens[extras.num_virtual_tokens : extras.num_prompt_tokens])
             generated.append(tokens[extras.num_prompt_tokens :])
             parameters += [extras.presence_penalty, extras.frequency_penalty, extras.repetition_penalty]
         prompt_slots, prompt, output_slots, output, own, floats = self.upload(
@@ -63,6 +63,8 @@ class Penalties(Stage):
         kernels.count_tokens(tokens, step.rows, self.device_slots, self.counts)
 
 
+# Sizes that tables have from the start where graphs read them; a longer list makes its table grow.
+BIASED_TOKENS, BAD_WORDS, BAD_WORD_TOKENS = 64, 32, 4
 NO_WORD, NO_TOKEN = -2, -3  # beside kernels.ANY_TOKEN in the beginnings of bad words: matches none; no token yet
 
 
@@ -79,6 +81,11 @@ class Bias(Stage):
     def __init__(self, max_rows: int, device: torch.device) -> None:
         super().__init__(max_rows, device)
         self.ids, self.values = self.table(1, dtype=torch.int32), self.table(1)
+
+    def reserve(self) -> None:
+        super().reserve()
+        self.widen("ids", BIASED_TOKENS, 0)
+        self.widen("values", BIASED_TOKENS, 0)
 
     def asks(self, extras: Extras) -> bool:
         return bool(extras.logit_bias)
@@ -140,6 +147,10 @@ class BadWords(Stage):
         self.beginnings = self.table(1, 1, dtype=torch.int32)  # [slots, words, tokens], to the right
         self.ends = self.table(1, dtype=torch.int32)  # [slots, words]
         self.recent = self.table(1, dtype=torch.int32)  # [slots, tokens] generated last
+
+    def reserve(self) -> None:
+        super().reserve()
+        self._make_room(BAD_WORDS, BAD_WORD_TOKENS)
 
     def asks(self, extras: Extras) -> bool:
         return bool(extras.bad_words)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from kvasir.kernels.upload import upload
 from kvasir.messages import LOGPROBS, PROMPT_LOGPROBS, Extras, Int32Array, NewRow, Part, StepPlan
 from kvasir.sampling.features import (
+    NO_COLUMNS,
     Drawn,
     FeatureUse,
     Head,
@@ -26,7 +26,8 @@ from kvasir.sampling.features import (
 from kvasir.sampling.stages import Stage, Stages, padded, room_for
 
 UNNAMED = -1
-LIKELIEST = (0, 1, 2, 5, 10, 20, 32)  # numbers of tokens that graphs score; more are scored without a graph
+MOST_LIKELY = 20  # tokens that graphs score beside the one taken; more are scored without a graph
+SCORED_ROWS = 8  # rows of heads that have graphs with scores: these score every row. Larger ones score those that ask
 
 
 @dataclass(slots=True)
@@ -144,7 +145,6 @@ class TokenScores(RowFeature):
         key = ScoreKey(len(index), likeliest, self.named.holds_any(sampled.rows[index]))
         return ScoreUse(
             key,
-            capturable=likeliest <= LIKELIEST[-1],
             num_entries=len(index),
             index=index,
             plan_lines=sampled.lines[index],
@@ -157,12 +157,12 @@ class TokenScores(RowFeature):
         found = top_logprobs(logits[lines], drawn.tokens[lines], key.likeliest, names, self.as_logits)
         return tuple(found.tensors())
 
-    def graph_key(self, key: ScoreKey, size: int) -> ScoreKey:
-        lines = min(size, 1 << (key.lines - 1).bit_length())
-        return ScoreKey(lines, LIKELIEST[bisect_left(LIKELIEST, key.likeliest)], key.named)
+    def graph_keys(self, size: int) -> tuple[ScoreKey, ...]:
+        return (ScoreKey(size, MOST_LIKELY, named=False),) if size <= SCORED_ROWS else ()
 
-    def versions(self, key: ScoreKey) -> tuple[int, ...]:
-        return (self.named.version,) if key.named else ()
+    def graph_key(self, key: ScoreKey, size: int) -> ScoreKey | None:
+        fits = size <= SCORED_ROWS and key.likeliest <= MOST_LIKELY and not key.named
+        return ScoreKey(size, MOST_LIKELY, named=False) if fits else None
 
     def buffers(self, key: ScoreKey, size: int) -> tuple[torch.Tensor, ...]:
         return (self._lines[: key.lines],)
@@ -193,13 +193,14 @@ class PromptScores(RowFeature):
         self.device = device
         self._prompts: dict[int, tuple[NDArray[np.int32], int]] = {}  # by row: prompt, likeliest tokens wanted
 
-    def open(self, new_rows: list[NewRow], rows: torch.Tensor, packed: torch.Tensor) -> None:
+    def pack(self, new_rows: list[NewRow]) -> Int32Array:
         for new in new_rows:
             self._prompts.pop(new.row, None)
             extras = new.sampling.extras
             if extras is not None and extras.prompt_logprobs is not None:
                 assert new.token_ids is not None, "a row with extras comes with its tokens"
                 self._prompts[new.row] = new.token_ids[: extras.num_prompt_tokens], extras.prompt_logprobs
+        return NO_COLUMNS
 
     def plan_hidden(self, plan: StepPlan) -> HiddenReader | None:
         if not self._prompts:

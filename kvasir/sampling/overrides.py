@@ -21,6 +21,9 @@ class OverrideKey:
     forces: bool
 
 
+BOTH = OverrideKey(masks=True, forces=True)
+
+
 @dataclass(slots=True, kw_only=True)
 class OverrideUse(FeatureUse):
     mask_index: Int32Array  # [m] which of the lines that sample have a mask
@@ -39,12 +42,12 @@ class OverrideUse(FeatureUse):
 
 
 class SampleOverrides(RowFeature):
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, max_lines: int = 0) -> None:
         self.device = device
         self.max_rows = max_rows
         self.vocab_size = vocab_size
         self.words = -(-vocab_size // 32)
-        self._line_numbers = torch.arange(max_rows, device=device)
+        self._line_numbers = torch.arange(max(max_rows, max_lines), device=device)
         # for graphs, taken when a graph first needs them: masks of all rows are some megabytes
         self._mask_numbers: torch.Tensor | None = None  # [lines] which mask is a line's; NOT_SET: none
         self._masks: torch.Tensor | None = None  # [lines * words]
@@ -80,7 +83,7 @@ class SampleOverrides(RowFeature):
     ) -> None:
         if key.masks:
             numbers, masks = inputs[:2]
-            lines = self._line_numbers[: len(logits)]
+            lines = self._line_numbers[: len(logits)] if step.lines is None else step.lines
             kernels.mask_logits(logits, lines, numbers, masks.view(-1, self.words))
 
     def replace_tokens(
@@ -88,10 +91,16 @@ class SampleOverrides(RowFeature):
     ) -> torch.Tensor:
         if not key.forces:
             return tokens
-        forced = inputs[-1]
+        forced = inputs[-1] if step.lines is None else inputs[-1][step.lines]
         return torch.where(forced >= 0, forced, tokens)
 
     # ------------------------------------------------------------ graphs
+
+    def graph_keys(self, size: int) -> tuple[OverrideKey, ...]:
+        return (BOTH,)
+
+    def graph_key(self, key: OverrideKey, size: int) -> OverrideKey:
+        return BOTH
 
     def buffers(self, key: OverrideKey, size: int) -> tuple[torch.Tensor, ...]:
         found: list[torch.Tensor] = []

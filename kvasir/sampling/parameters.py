@@ -3,7 +3,7 @@ Owns the stages that change logits. What no row of a step asks for is not comput
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,7 @@ class SamplingKey:
 
 
 NO_SAMPLING_KEY = SamplingKey()
+STOP_IDS = 16  # stop tokens of a row that graphs can ban; a row with more makes the table grow
 
 
 class SamplingParameters(RowFeature):
@@ -103,8 +104,17 @@ class SamplingParameters(RowFeature):
 
     # ------------------------------------------------------------ graphs
 
+    def reserve(self) -> None:
+        """Take tables for all rows now, so that graphs which read them stay valid."""
+        self.stages.reserve()
+        self.stop_ids = _widened(self.stop_ids, STOP_IDS)
+
+    def graph_keys(self, size: int) -> tuple[SamplingKey, ...]:
+        """Filters alone, and everything: what no row asks for costs next to nothing."""
+        return SamplingKey(filters=True), SamplingKey(filters=True, bans=True, stages=self.stages.in_graphs())
+
     def graph_key(self, key: SamplingKey, size: int) -> SamplingKey:
-        return replace(key, stages=self.stages.in_graphs()) if key.stages else key
+        return self.graph_keys(size)[bool(key.bans or key.stages)]
 
     def versions(self, key: SamplingKey) -> tuple[int, ...]:
         versions = [stage.version for stage in key.stages]

@@ -38,8 +38,8 @@ class Processors(Stage):
         for new, slot in zip(new_rows, slots, strict=True):
             extras, tokens = new.sampling.extras, new.token_ids
             assert extras is not None and tokens is not None, "a row with extras comes with its tokens"
-            given = extras.num_prompt_tokens
-            self._histories[slot] = History(extras.processors, tokens[:given].tolist(), tokens[given:].tolist())
+            virtual, given = extras.num_virtual_tokens, extras.num_prompt_tokens
+            self._histories[slot] = History(extras.processors, tokens[virtual:given].tolist(), tokens[given:].tolist())
 
     def apply(self, logits: torch.Tensor, step: SampledRows) -> None:
         held = self.slots[step.host_rows]

@@ -68,14 +68,20 @@ class Stage(ABC):
     def take(self, new: NewRow) -> int:
         """Take a free slot for this row; tables grow when there is none."""
         if not self._free:
-            added = max(4, self._size)
-            grown = [self._grown(getattr(self, name), added) for name in self.tables]  # all tables grow, or none
-            for name, table in zip(self.tables, grown, strict=True):
-                setattr(self, name, table)
-            self._free = list(range(self._size + added - 1, self._size - 1, -1))
-            self._size += added
-            self.version += 1
+            self._grow(max(4, self._size))
         return self._free.pop()
+
+    def reserve(self) -> None:
+        """Take tables for all rows. Stages with lists reserve their usual width, too."""
+        self._grow(len(self.slots) - self._size)
+
+    def _grow(self, added: int) -> None:
+        grown = [self._grown(getattr(self, name), added) for name in self.tables]  # all tables grow, or none
+        for name, table in zip(self.tables, grown, strict=True):
+            setattr(self, name, table)
+        self._free += range(self._size + added - 1, self._size - 1, -1)
+        self._size += added
+        self.version += 1
 
     def _grown(self, table: torch.Tensor, added: int) -> torch.Tensor:
         more = torch.zeros(added, *table.shape[1:], dtype=table.dtype, device=self.device)
@@ -148,7 +154,7 @@ class Stages:
 
     def _upload_slots(self) -> None:
         """Send changed slots in one upload. If it fails for want of memory, the next one sends them."""
-        changed = [(stage, rows) for stage in self.in_graphs() if len(rows := stage.changed_rows())]
+        changed = [(stage, rows) for stage in self.in_graphs() if stage.version and len(rows := stage.changed_rows())]
         if not changed:
             return
         sent = upload([part for stage, rows in changed for part in (rows, stage.slots[rows])], changed[0][0].device)
@@ -162,9 +168,13 @@ class Stages:
         return tuple(stage for stage in self._stages if stage.holds_any(rows))
 
     def in_graphs(self) -> tuple[Stage, ...]:
-        """The stages of a graph that needs any: all that were ever asked for and may be captured. Lines that do not ask
-        cost next to nothing, and a graph for each set of stages would be many graphs."""
-        return tuple(stage for stage in self._stages if stage.capturable and stage.version)
+        """The stages of a graph that needs any: all that may be captured. Lines that do not ask cost next to nothing,
+        and a graph for each set of stages would be many graphs."""
+        return tuple(stage for stage in self._stages if stage.capturable)
+
+    def reserve(self) -> None:
+        for stage in self.in_graphs():
+            stage.reserve()
 
 
 def bits(floats: Sequence[float]) -> NDArray[np.int32]:

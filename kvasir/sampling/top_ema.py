@@ -18,7 +18,7 @@ from kvasir.sampling.stages import FORBIDDEN, Stage, bits
 
 BETA = 0.9
 UNSET = -1.0
-MAX_DROPPED = 2  # steps of a row whose results may be dropped at once
+MAX_DROPPED = 2  # steps of a row whose results may be dropped at once; wrong drafts are dropped, too
 
 
 class TopEma(Stage):
@@ -28,13 +28,14 @@ class TopEma(Stage):
     narrows = True
     tables = ("share", "depth", "averages", "position")
 
-    def __init__(self, max_rows: int, temperature: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, max_rows: int, temperature: torch.Tensor, device: torch.device, num_drafts: int = 0) -> None:
         super().__init__(max_rows, device)
         self.temperature = temperature  # [rows]
         self.share, self.depth = self.table(), self.table(dtype=torch.int32)
         # The average at `position`, where a token was drawn last, and the averages before it. Those count if tokens are
         # drawn again: steps in flight are dropped when their request is preempted or a step runs out of memory.
-        self.averages, self.position = self.table(1 + MAX_DROPPED), self.table(dtype=torch.int32)
+        self.max_dropped = MAX_DROPPED * (1 + num_drafts) + num_drafts
+        self.averages, self.position = self.table(1 + self.max_dropped), self.table(dtype=torch.int32)
         self._slot_of: OrderedDict[int, int] = OrderedDict()  # by the request's key, least recent first
         self._most = 4 * max_rows
         self._new_slots: set[int] = set()  # taken, and not filled yet
@@ -89,9 +90,9 @@ class TopEma(Stage):
         sums = probs.cumsum(dim=-1)
         depth = self.depth[slots].clamp(max=logits.shape[-1]).long()
         mass = sums.gather(1, depth[:, None] - 1).squeeze(1)
-        dropped = (self.position[slots] + 1 - position).clamp(0, MAX_DROPPED).long()
-        ages = torch.arange(MAX_DROPPED, device=self.device)
-        past = self.averages[slots].gather(1, (dropped[:, None] + ages).clamp(max=MAX_DROPPED))
+        dropped = (self.position[slots] + 1 - position).clamp(0, self.max_dropped).long()
+        ages = torch.arange(self.max_dropped, device=self.device)
+        past = self.averages[slots].gather(1, (dropped[:, None] + ages).clamp(max=self.max_dropped))
         base = past[:, 0]
         average = torch.where(base < 0, mass, BETA * base + (1 - BETA) * mass)
         self.averages[slots], self.position[slots] = torch.cat([average[:, None], past], dim=1), position

@@ -1,4 +1,4 @@
-"""API keys and their limits: who may send requests, the name in the log, the share of the engine, the rate.
+"""API keys: who may send requests, the name in the log, the share of the engine, the limits (limits.py keeps to them).
 
 Keys are kept as digests and compared in constant time; a key file may hold digests instead of keys.
 """
@@ -9,19 +9,17 @@ import hashlib
 import hmac
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvasir.config import env
 from kvasir.config.args import read_config_file
-from kvasir.config.engine import did_you_mean
+from kvasir.config.names import did_you_mean
 from kvasir.errors import ConfigError
 from kvasir.frontend.requests.input import WEIGHTS
 from kvasir.log import get_logger
 from kvasir.server.config import ServerConfig
-from kvasir.server.errors import ApiError
 
 logger = get_logger(__name__)
 
@@ -35,7 +33,7 @@ class ApiKey:
 
     name: str
     digest: bytes = b""
-    weight: float = 1.0  # its share under --scheduling-policy wrr
+    weight: float = 1.0  # its share beside other keys, under --scheduling-policy fair or wrr
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     max_concurrent: float | None = None
@@ -49,10 +47,7 @@ class KeyRing:
 
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self.keys = list(keys)
-
-    @property
-    def is_open(self) -> bool:
-        return not self.keys
+        self.is_open = not keys
 
     def find(self, presented: str | None) -> ApiKey | None:
         """The key that a client presents, or None. A wrong key takes as long as a right one."""
@@ -135,85 +130,3 @@ def _no_duplicates(what: str, values: Sequence[object]) -> None:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
-# ---------------------------------------------------------------- limits
-
-
-class Bucket:
-    """A token bucket: it fills at a steady rate up to one minute's amount, and its level may fall below zero."""
-
-    def __init__(self, per_minute: float, clock: Callable[[], float]) -> None:
-        self.rate = per_minute / 60
-        self.capacity = max(per_minute, 1.0)
-        self.level = self.capacity
-        self._clock = clock
-        self._at = clock()
-
-    def wait(self, amount: float) -> float:
-        """Seconds until the bucket holds `amount`, or is full if that is more than its capacity."""
-        now = self._clock()
-        self.level = min(self.capacity, self.level + (now - self._at) * self.rate)
-        self._at = now
-        return max(0.0, (min(amount, self.capacity) - self.level) / self.rate)
-
-    def take(self, amount: float) -> None:
-        self.level -= amount
-
-
-@dataclass(slots=True)
-class _Account:
-    requests: Bucket | None
-    tokens: Bucket | None
-    max_running: float | None
-    running: int = 0
-
-
-class RateLimits:
-    """The use of all keys in this process. Each of several API processes allows its share of every limit."""
-
-    def __init__(self, num_processes: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
-        self.share = 1 / num_processes
-        self._clock = clock
-        self._accounts: dict[str, _Account] = {}
-
-    def admit(self, key: ApiKey, num_tokens: int, num_requests: int = 1) -> None:
-        """Take what a request needs, or raise a 429 with the time to wait. `release` must follow when it has ended."""
-        account = self._account(key)
-        if account.max_running is not None and account.running + 1 > account.max_running:
-            raise _limited(key, f"max_concurrent={key.max_concurrent:g}", 1.0)
-        for bucket, amount, name in (
-            (account.requests, num_requests, f"requests_per_minute={key.requests_per_minute}"),
-            (account.tokens, num_tokens, f"tokens_per_minute={key.tokens_per_minute}"),
-        ):
-            if bucket is not None and (wait := bucket.wait(amount)) > 0:
-                raise _limited(key, name, wait)
-        for bucket, amount in ((account.requests, num_requests), (account.tokens, num_tokens)):
-            if bucket is not None:
-                bucket.take(amount)
-        account.running += 1
-
-    def release(self, key: ApiKey, num_generated: int) -> None:
-        """End a request and charge its generated tokens, returned or not."""
-        account = self._account(key)
-        account.running -= 1
-        if account.tokens is not None:
-            account.tokens.take(num_generated)
-
-    def _account(self, key: ApiKey) -> _Account:
-        found = self._accounts.get(key.name)
-        if found is None:
-            found = self._accounts[key.name] = _Account(
-                self._bucket(key.requests_per_minute),
-                self._bucket(key.tokens_per_minute),
-                None if key.max_concurrent is None else max(1.0, key.max_concurrent * self.share),
-            )
-        return found
-
-    def _bucket(self, per_minute: float | None) -> Bucket | None:
-        return None if per_minute is None else Bucket(per_minute * self.share, self._clock)
-
-
-def _limited(key: ApiKey, limit: str, wait: float) -> ApiError:
-    message = f"The key {key.name!r} has reached its limit {limit}; try again in {wait:.1f} s."
-    return ApiError(429, message, "rate_limit", code="rate_limit_exceeded", retry_after=wait)

@@ -1,4 +1,4 @@
-"""One request of a client on its way through the engine: limits, prompts, accounting, and its end however it comes.
+"""One request of a client on its way through the engine: its prompts, its outputs, its log lines, and its end.
 
 A request may have several prompts; each of them is a request of the engine.
 """
@@ -9,25 +9,37 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvasir.entrypoints.async_llm import AsyncLLM
+from kvasir.entrypoints.async_llm import AsyncLLM, Stream
 from kvasir.errors import PromptTooLongError, RequestError
-from kvasir.frontend.clients.stream import Stream
-from kvasir.frontend.requests.prompts import PromptType, TextPrompt, TokenizedPrompt, TokensPrompt, off_loop
+from kvasir.frontend.requests.embeddings import decode_base64
+from kvasir.frontend.requests.prompts import (
+    EmbedsPrompt,
+    PromptProcessor,
+    PromptType,
+    TextPrompt,
+    TokenizedPrompt,
+    TokensPrompt,
+)
+from kvasir.log import get_logger
 from kvasir.outputs import RequestOutput
-from kvasir.parsers import PartReader
-from kvasir.sampling_params import RequestOutputKind, SamplingParams
-from kvasir.server import request_log
+from kvasir.parsers.base import PartReader, ReasoningReader
+from kvasir.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
+from kvasir.server.answers import PLAIN_ANSWER, ChatAnswer
 from kvasir.server.errors import ApiError, as_api_error, timed_out, too_large
 from kvasir.server.http import Call
-from kvasir.server.schema.base import PromptTokensDetails, Usage
+from kvasir.server.limits import TokenAccount, check_limits, check_logprobs
+from kvasir.server.schema.base import CompletionTokensDetails, PromptTokensDetails, Usage
 from kvasir.server.schema.chat import ChatTemplateFields
+from kvasir.server.schema.tools import RequestTools
 from kvasir.server.state import ServerState
 
+logger = get_logger("kvasir.server.requests")
+MAX_USER_LENGTH = 128  # characters of the user's name that are logged
 _numbers = itertools.count()
 
 
@@ -50,8 +62,10 @@ class ApiRequest:
     timeout: float | None = None
     user: str | None = None  # for the log
     names: Mapping[str, str] = field(default_factory=dict)  # this interface's names of the engine's parameters
+    answer: ChatAnswer = PLAIN_ANSWER  # how its text is read
+    model: str | None = None  # the name that the client gave; it may be an adapter's
 
-    parts: PartReader = field(default_factory=PartReader)  # reads the text with the parser chosen for this request
+    parts: PartReader = field(init=False)
     engine: AsyncLLM = field(init=False)  # kept, because ServerState.engine refuses it while the server drains
     tokens: TokenAccount = field(init=False)
     stream: OutputStream = field(init=False)  # the outputs of all prompts, once it has started
@@ -66,29 +80,38 @@ class ApiRequest:
 
     def __post_init__(self) -> None:
         self.engine = self.state.engine
+        self.parts = self.answer.reader(self.engine.input_processor.tokenizer)
         config = self.engine.config
         lengths = [len(prompt.token_ids) for prompt in self.prompts]
         self.tokens = TokenAccount(self.params, lengths, config.model.max_model_len, config.scheduler.stream_interval)
-        longest = self.state.config.request_timeout
-        if longest is not None:
-            self.timeout = longest if self.timeout is None else min(longest, self.timeout)
+        self.timeout = self.state.time_limit(self.timeout)
+
+    @property
+    def asked(self) -> SamplingParams | PoolingParams:
+        """What the engine is asked for."""
+        return self.params
 
     # ------------------------------------------------------------ from start to end
 
     async def start(self) -> None:
         """Check this server's limits, take what the key allows, and hand the prompts to the engine."""
         check_limits(self.params, len(self.prompts), self.state.config.max_choices)
+        check_logprobs(self.params, len(self.prompts), self.tokens.num_prompt, self.engine.config.model)
         key = self.call.key
         self.state.limits.admit(key, self.tokens.num_prompt, len(self.prompts))
         self._is_admitted = True
         self.state.began(self)
-        request_log.arrived(self)
+        _log_arrival(self)
         number = next(_numbers)
         self.ids = [f"{number}-{index}" for index in range(len(self.prompts))]
         terms: dict[str, Any] = {"priority": self.priority, "tenant": key.name, "weight": key.weight}
-        for prompt, request_id in zip(self.prompts, self.ids, strict=True):
-            added = await self.engine.add_request(request_id, prompt, self.params, timeout=self.timeout, **terms)
-            self._streams.append(added)
+        terms |= {"timeout": self.timeout, "arrival_time": self.call.arrived}
+        if self.model is not None and self.model not in self.state.model_names:
+            self.state.check_model(self.model)  # it may have been unloaded meanwhile
+            terms["lora_request"] = self.state.adapters.get(self.model)
+        async with within(self.state, self.call, self.timeout):  # a paused engine takes no requests
+            for prompt, request_id in zip(self.prompts, self.ids, strict=True):
+                self._streams.append(await self.engine.add_request(request_id, prompt, self.asked, **terms))
         if len(self._streams) > 1:
             self._merged = MergedStream(self._streams)
         self.stream = self._merged or self._streams[0]
@@ -115,13 +138,15 @@ class ApiRequest:
                 self._end(error)
 
     async def whole(self) -> list[RequestOutput]:
-        """Run to the end; return the last output of every prompt."""
+        """Run to the end; return the last output of every prompt, or raise why there is no answer."""
         last: dict[str, RequestOutput] = {}
         async with self.ending():
             await self.start()
             while (output := await self.stream.next()) is not None:
                 self.take(output)
                 last[output.request_id] = output
+            for output in last.values():
+                self.check(output)  # in this block, so that the request is logged as what it was
         return [last[request_id] for request_id in self.ids]
 
     async def abort(self) -> None:
@@ -190,11 +215,15 @@ class ApiRequest:
         self.state.ended(self)
         disconnected = error is not None and error.cause == "disconnect"
         left_early = disconnected or "abort" in self.reasons
-        self.state.limits.release(self.call.key, self.tokens.num_charged(left_early))
+        self.state.limits.release(self.call.key, self.num_charged(left_early))
         if error is not None and not (disconnected and self.reasons):  # leaving after the end is no failure
             self.state.metrics.failed(error.cause)
             error.counted = True
-        request_log.ended(self, error)
+        _log_end(self, error)
+
+    def num_charged(self, left_early: bool) -> int:
+        """Generated tokens that the key is charged."""
+        return self.tokens.num_charged(left_early)
 
     def usage(self) -> Usage:
         tokens = self.tokens
@@ -205,7 +234,20 @@ class ApiRequest:
         )
         if self.state.config.enable_prompt_tokens_details:
             usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=tokens.num_cached)
+        if isinstance(self.parts, ReasoningReader):
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=self.parts.num_reasoning_tokens)
         return usage
+
+
+@asynccontextmanager
+async def within(state: ServerState, call: Call, timeout: float | None) -> AsyncIterator[None]:
+    """End this block with a 504 when the request's time is up."""
+    limit = state.time_limit(timeout)
+    try:
+        async with asyncio.timeout(None if limit is None else limit - (time.time() - call.arrived)):
+            yield
+    except TimeoutError:
+        raise timed_out(limit) from None
 
 
 class MergedStream:
@@ -231,99 +273,74 @@ class MergedStream:
                 future.exception()  # marks it as retrieved
 
 
-# ---------------------------------------------------------------- token accounting
+# ---------------------------------------------------------------- the log: two lines per request
 
 
-class TokenAccount:
-    """Tokens of one request: for its usage, and for what its API key is charged.
-
-    A client that disconnects ends its request before the engine has reported all tokens. Those that may have been
-    generated are charged too: otherwise tokens_per_minute would bind only clients that wait for the answer.
-    """
-
-    def __init__(self, params: SamplingParams, prompt_lengths: list[int], max_model_len: int, interval: int) -> None:
-        self.num_prompt = sum(prompt_lengths)
-        self.num_generated = 0  # for all completions, also those that best_of drops
-        self.num_unreturned = 0  # the part of these for completions that were dropped
-        self.cached: dict[str, int] = {}  # prompt tokens found in the prefix cache, by request of the engine
-        self._params = params
-        self._max_model_len = max_model_len
-        self._interval = params.stream_interval or interval
-        self._num_running = len(prompt_lengths)  # prompts whose completions have not ended
-        self._most_unreported = sum(map(self._most_of, prompt_lengths))
-
-    @property
-    def num_cached(self) -> int:
-        return sum(self.cached.values())
-
-    @property
-    def num_returned(self) -> int:
-        return self.num_generated - self.num_unreturned
-
-    def close(self, output: RequestOutput) -> None:
-        """All completions of a prompt have ended. The tokens of an aborted one are reported only if it streams."""
-        if output.metrics is not None:
-            self.num_unreturned += output.metrics.num_unreturned_tokens
-            self.num_generated += output.metrics.num_unreturned_tokens
-        if self._streams or all(each.finish_reason != "abort" for each in output.outputs):
-            self._num_running -= 1
-            self._most_unreported -= self._most_of(len(output.prompt_token_ids))
-
-    def num_charged(self, left_early: bool) -> int:
-        """Generated tokens that the key is charged, with those that may be unreported if the client left early."""
-        if not left_early:
-            return self.num_generated
-        unreported = self._most_unreported
-        if self._streams:  # only the tokens since the last output can be unreported
-            since_last = (self._interval - 1) * self._params.num_branches * self._num_running
-            unreported = min(unreported, since_last)
-        return self.num_generated + unreported
-
-    @property
-    def _streams(self) -> bool:
-        """Whether tokens are reported as they come; a beam search reports only those that cannot change any more."""
-        return self._params.output_kind is RequestOutputKind.DELTA and not self._params.use_beam_search
-
-    def _most_of(self, prompt_length: int) -> int:
-        room = max(0, self._max_model_len - prompt_length)
-        asked = room if self._params.max_tokens is None else min(room, self._params.max_tokens)
-        return asked * self._params.num_branches
+def _log_arrival(request: ApiRequest) -> None:
+    metrics, params, call = request.state.metrics, request.params, request.call
+    metrics.params_n.observe(params.n)
+    if params.max_tokens is not None:
+        metrics.params_max_tokens.observe(min(params.max_tokens, request.engine.config.model.max_model_len))
+    fields = {
+        "request_id": call.id,
+        "path": call.path,
+        "key": call.log_name,
+        "prompt_tokens": request.tokens.num_prompt,
+        "user": request.user,
+    }
+    logger.info(
+        "%s arrived: %s, %d prompt tokens, key %s%s",
+        *(call.id, call.path, request.tokens.num_prompt, _client(request), _contents(request)),
+        extra={"fields": fields},
+    )
 
 
-# ---------------------------------------------------------------- limits of a server
-# A request's parameters cost time in the event loop that all requests share: stop strings are searched in all text,
-# repetition patterns compared at every token, log-probabilities written for every token. LLM has no such limits.
-
-MAX_STOPS = 64
-MAX_STOP_LENGTH = 1024  # characters
-MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_LENGTH = 1024
-MAX_PATTERN_SIZE = 256  # tokens
-MAX_NAMED_LOGPROBS = 1024  # written for every token
-
-
-def check_limits(params: SamplingParams, num_prompts: int, max_choices: int) -> None:
-    _check_texts("stop", params.stop, MAX_STOPS, MAX_STOP_LENGTH)
-    _check_texts("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
-    if len(params.logprob_token_ids or ()) > MAX_NAMED_LOGPROBS:
-        message = f"logprob_token_ids may have at most {MAX_NAMED_LOGPROBS} entries on a server."
-        raise RequestError(message, "logprob_token_ids")
-    detection = params.repetition_detection
-    if detection is not None and detection.max_pattern_size > MAX_PATTERN_SIZE:
-        message = f"repetition_detection.max_pattern_size may be at most {MAX_PATTERN_SIZE} on a server."
-        raise RequestError(message, "repetition_detection")
-    num_choices = num_prompts * params.num_branches
-    if num_choices > max_choices:
-        name = "n" if params.best_of is None else "best_of"
-        message = f"The request asks for {num_choices} completions; this server allows {max_choices} (--max-choices)."
-        raise RequestError(message, "prompt" if params.num_branches < num_prompts else name)
+def _log_end(request: ApiRequest, error: ApiError | None) -> None:
+    now = time.time()
+    fields = _fields(request, error, now - request.call.arrived)
+    logger.info(
+        "%s ended: %s, %d tokens in, %d out, %.3f s, first token after %s s, %s s per token, key %s%s",
+        *(request.call.id, fields["finish_reason"], request.tokens.num_prompt, request.tokens.num_generated),
+        *(fields["seconds"], fields["time_to_first_token"] or "-", fields["time_per_token"] or "-", _client(request)),
+        "" if error is None else f": {error.message}",
+        extra={"fields": fields},
+    )
+    if request.state.tracer is not None:
+        request.state.tracer.report(request, now, fields)
 
 
-def _check_texts(name: str, texts: str | list[str] | None, most: int, longest: int) -> None:
-    if len(texts or ()) > most:
-        raise RequestError(f"{name} may have at most {most} entries on a server.", name)
-    if any(len(text) > longest for text in texts or ()):
-        raise RequestError(f"An entry of {name} may have at most {longest} characters on a server.", name)
+def _client(request: ApiRequest) -> str:
+    """The key's name, and the user that the client names: quoted and cut, as it is text from outside."""
+    name, user = request.call.log_name, request.user
+    return name if user is None else f"{name}, user {user[:MAX_USER_LENGTH]!r}"
+
+
+def _contents(request: ApiRequest) -> str:
+    config = request.state.config
+    if not config.enable_log_requests:
+        return ""
+    prompts = [prompt.text or prompt.token_ids for prompt in request.prompts]
+    return f" {request.params}, prompts: {str(prompts)[: config.max_log_len]}"
+
+
+def _fields(request: ApiRequest, error: ApiError | None, took: float) -> dict[str, Any]:
+    first, tokens, per_token = request.first_token, request.tokens, None
+    if first is not None and tokens.num_generated > 1:
+        per_token = round((took - first) / (tokens.num_generated - 1), 5)
+    return {
+        "request_id": request.call.id,
+        "path": request.call.path,
+        "key": request.call.log_name,
+        "user": request.user,
+        "finish_reason": ",".join(sorted(set(request.reasons))) if error is None else error.cause,
+        "prompt_tokens": tokens.num_prompt,
+        "cached_tokens": tokens.num_cached,
+        "completion_tokens": tokens.num_generated,
+        "seconds": round(took, 4),
+        "time_to_first_token": None if first is None else round(first, 4),
+        "time_per_token": per_token,
+        "error": None if error is None else error.message,
+    }
 
 
 # ---------------------------------------------------------------- prompts of bodies
@@ -334,31 +351,85 @@ async def read_chat(
     body: ChatTemplateFields,
     truncate: int | None = None,
     salt: str | None = None,
+    side: str | None = None,
+    tools: list[dict[str, Any]] | None = None,
     **variables: Any,
 ) -> TokenizedPrompt:
-    """Render a conversation and tokenize it. `variables` are for the chat template, which must read them."""
+    """Render a conversation and tokenize it. `tools` are given as templates read them. `variables` are for the chat
+    template, which must read them."""
     if body.chat_template is not None and not state.config.trust_request_chat_template:
         message = "This server takes no chat_template in requests; --trust-request-chat-template allows it."
         raise RequestError(message, "chat_template")
-    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-    size = sum(len(str(message.get("content"))) for message in messages)
+    given = [message.model_dump(exclude_unset=True) for message in body.messages]
+    messages, shown = state.formats.messages(given, tools, body.chat_template)
+    size = num_characters([messages, shown, body.documents, body.chat_template_kwargs])
     processor = state.engine.input_processor.prompts
-    text = await off_loop(
+    text = await state.engine.text_pool.run(
         size,
         lambda: processor.render(
             messages,
             chat_template=body.chat_template,
-            tools=body.tools,
+            tools=shown,
             documents=body.documents,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=bool(body.continue_final_message),
-            chat_template_kwargs=body.chat_template_kwargs,
+            chat_template_kwargs={**state.config.default_chat_template_kwargs, **(body.chat_template_kwargs or {})},
             may_ignore=("tools",),  # clients send them with tool_choice "none", too
             **variables,
         ),
     )
-    (prompt,) = await read_prompts(state, [text], bool(body.add_special_tokens), truncate, salt)
+    try:
+        (prompt,) = await read_prompts(state, [text], bool(body.add_special_tokens), truncate, salt, side)
+    except PromptTooLongError as error:
+        error.parameter = "messages"  # as in OpenAI's error
+        raise
     return prompt
+
+
+def answer_of(
+    state: ServerState,
+    params: SamplingParams,
+    tools: RequestTools,
+    prompt: TokenizedPrompt,
+    body: ChatTemplateFields,
+    include_reasoning: bool = True,
+    budget: int | None = None,
+) -> ChatAnswer:
+    """How a conversation's answer is read. Sets what the engine must keep to in `params`, among it the most tokens of
+    reasoning (`budget`)."""
+    params.thinking_token_budget = budget
+    continued = None
+    if body.continue_final_message:
+        last = body.messages[-1].content
+        continued = last if isinstance(last, str) else ""
+    answer = ChatAnswer.make(
+        state.formats,
+        tools,
+        prompt,
+        chat_template=body.chat_template,
+        continued=continued,
+        include_reasoning=include_reasoning,
+    )
+    processor = state.engine.input_processor
+    answer.constrain(params, processor.tokenizer, lambda: processor.structured.markers)
+    return answer
+
+
+def num_characters(value: Any) -> int:
+    """The characters of all texts in a JSON value, and one for each of its other entries."""
+    total, todo = 0, [value]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, str):
+            total += len(each)
+        elif isinstance(each, dict):
+            todo += each
+            todo += each.values()
+        elif isinstance(each, list):
+            todo += each
+        else:
+            total += 1
+    return total
 
 
 async def read_prompts(
@@ -367,27 +438,69 @@ async def read_prompts(
     add_special_tokens: bool = True,
     truncate: int | None = None,
     salt: str | None = None,
+    side: str | None = None,
 ) -> list[TokenizedPrompt]:
-    """Tokenize and check prompts, each a text or token ids."""
+    """Tokenize and check prompts, each a text or token ids. `side`: where `truncate` removes tokens."""
+    processor, pool = state.engine.input_processor.prompts, state.engine.text_pool
+    side = side or "left"
+    sizes = list(_sizes(state, processor, given, truncate, side, pool.max_characters))
     prompts: list[PromptType] = []
     for each in given:
         prompt = TextPrompt(prompt=each) if isinstance(each, str) else TokensPrompt(prompt_token_ids=each)
         if salt is not None:
             prompt["cache_salt"] = salt
         prompts.append(prompt)
-    processor = state.engine.input_processor.prompts
-    size = sum(len(each) for each in given if isinstance(each, str))
     try:
-        found = await off_loop(size, lambda: processor.read_all(prompts, add_special_tokens, truncate))
+        found = await pool.run(sum(sizes), lambda: processor.read_all(prompts, add_special_tokens, truncate, side))
     except PromptTooLongError as error:
-        _check_length(state, error.num_tokens or 0)
+        check_length(state, error.num_tokens or 0)
         raise
     for read in found:
-        _check_length(state, len(read.token_ids))
+        check_length(state, len(read.token_ids))
     return found
 
 
-def _check_length(state: ServerState, num_tokens: int) -> None:
+async def read_embeddings(
+    state: ServerState, given: Sequence[str], truncate: int | None, salt: str | None
+) -> list[TokenizedPrompt]:
+    """Decode and check prompts of embeddings, which are tensors in base64."""
+    processor, pool = state.engine.input_processor.prompts, state.engine.text_pool
+    if not processor.config.enable_prompt_embeds:
+        raise RequestError("prompt_embeds is off: start the server with --enable-prompt-embeds.", "prompt_embeds")
+
+    def read() -> list[TokenizedPrompt]:
+        files = map(decode_base64, given)
+        return [processor.read(EmbedsPrompt(prompt_embeds=file, cache_salt=salt or ""), truncate) for file in files]
+
+    found = await pool.run(sum(map(len, given)), read)
+    for each in found:
+        check_length(state, len(each.token_ids))
+    return found
+
+
+def _sizes(
+    state: ServerState,
+    processor: PromptProcessor,
+    given: Sequence[str | list[int]],
+    truncate: int | None,
+    side: str,
+    most: int,
+) -> Iterator[int]:
+    """How many characters of each prompt will be tokenized; an error if they are too many, before any of them is."""
+    for each in given:
+        if not isinstance(each, str):
+            if truncate is None and len(each) > processor.max_tokens:
+                check_length(state, len(each))
+            yield len(each)
+            continue
+        size = len(processor.cut(each, truncate, side))
+        if size > most and not processor.cannot_fit(each, truncate):
+            message = f"The prompt has {size} characters that must be tokenized at once"
+            raise too_large(f"{message}; this server takes {most} (--max-tokenizing-characters).", "prompt")
+        yield size
+
+
+def check_length(state: ServerState, num_tokens: int) -> None:
     allowed = state.config.max_prompt_tokens
     if allowed is not None and num_tokens > allowed:
         raise too_large(f"The prompt has {num_tokens} tokens; this server takes {allowed} (--max-prompt-tokens).")

@@ -1,12 +1,10 @@
-"""The ASGI application: routes, error handlers, middleware, and the API's description."""
+"""The ASGI application: routes, error handlers, middleware."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from http import HTTPStatus
-from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
@@ -16,10 +14,13 @@ from starlette.routing import BaseRoute, Match
 
 from kvasir import __version__
 from kvasir.errors import KvasirError
+from kvasir.server.description import describe
 from kvasir.server.errors import ApiError, as_api_error, error_response, not_found
 from kvasir.server.gate import Gate
-from kvasir.server.http import ClientGone, call_of
+from kvasir.server.http import UNKNOWN_FIELDS, ClientGone, call_of, route_path
 from kvasir.server.routes import (
+    adapters,
+    batches,
     chat,
     completions,
     engine_view,
@@ -27,19 +28,29 @@ from kvasir.server.routes import (
     models,
     operations,
     pages,
+    pooling,
     responses,
+    stored_chats,
     tokens,
     websocket,
 )
-from kvasir.server.schema.base import Reply
 from kvasir.server.state import ServerState, state_of
 
 ROUTERS = [chat.router, websocket.router, completions.router, responses.router, messages.router, models.router]
-ROUTERS += [tokens.router, operations.router, pages.router, engine_view.router]
+ROUTERS += [
+    pooling.router,
+    stored_chats.router,
+    batches.router,
+    tokens.router,
+    operations.router,
+    pages.router,
+    engine_view.router,
+    adapters.router,
+]
 _ABOUT = (
-    "OpenAI's and Anthropic's interfaces to a language model. "
+    "OpenAI's and Anthropic's interfaces to a language model, and those of embedding models and rerankers. "
     "/v1/chat/completions also takes a WebSocket; the WebSocket /engine/feed sends the content of /engine/state "
-    "again and again."
+    "again and again. Booleans and numbers in bodies may also be written as strings."
 )
 _NO_ROUTE = (404, 405)
 _HANDLED = (ApiError, KvasirError, RequestValidationError, HTTPException, ClientGone, Exception)
@@ -54,7 +65,6 @@ def make_app(state: ServerState) -> FastAPI:
         openapi_url=shown,
         docs_url=None,  # pages.py has our own, which loads nothing from other hosts
         redoc_url=None,
-        root_path=state.config.root_path,
     )
     app.state.server = state
     for router in [*ROUTERS, *([pages.docs_router] if shown else [])]:
@@ -62,7 +72,7 @@ def make_app(state: ServerState) -> FastAPI:
     for kind in _HANDLED:
         app.add_exception_handler(kind, _answer_error)
     _add_layers(app, state)
-    _describe(app)
+    describe(app, state.config.unknown_fields)
     return app
 
 
@@ -87,10 +97,13 @@ def _add_layers(app: FastAPI, state: ServerState) -> None:
         Gate,
         keys=state.keys,
         max_bytes=config.max_request_bytes,
+        memory=state.body_memory,
         count=state.metrics.count_http,
         failed=state.metrics.failed,
         echo_ids=config.enable_request_id_headers,
         public=pages.PUBLIC,
+        guards={path: lambda key: state.adapters.check_admin(key) for path in adapters.GUARDED},
+        root_path=f"/{config.root_path.strip('/')}".rstrip("/"),
     )
     if config.allowed_origins:
         app.add_middleware(
@@ -99,51 +112,15 @@ def _add_layers(app: FastAPI, state: ServerState) -> None:
             allow_methods=config.allowed_methods,
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", UNKNOWN_FIELDS],
         )
-
-
-def _describe(app: FastAPI) -> None:
-    """Add the replies' types to the API's description: FastAPI knows pydantic models only."""
-    plain = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = plain()
-            _, replies = msgspec.json.schema_components(_all_replies(), ref_template="#/components/schemas/{name}")
-            schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-            for name, reply in replies.items():
-                schemas.setdefault(name, reply)
-            _drop_default_errors(schema)
-            app.openapi_schema = schema
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _all_replies() -> list[type[Reply]]:
-    found, todo = [], [Reply]
-    while todo:
-        kind = todo.pop()
-        todo += kind.__subclasses__()
-        found += [] if kind is Reply else [kind]
-    return found
-
-
-def _drop_default_errors(schema: dict[str, Any]) -> None:
-    """Remove FastAPI's 422 from the description: this server never sends it."""
-    for path in schema.get("paths", {}).values():
-        for operation in path.values():
-            operation.get("responses", {}).pop("422", None)
-    for name in ("HTTPValidationError", "ValidationError"):
-        schema["components"]["schemas"].pop(name, None)
 
 
 # ---------------------------------------------------------------- unknown paths and methods
 
 
 def no_route(request: Request, status: int, routes: Iterable[BaseRoute], shows_docs: bool) -> ApiError:
-    path, more = request.scope["path"], "; /docs lists all." if shows_docs else "."
+    path, more = route_path(request.scope), "; /docs lists all." if shows_docs else "."
     methods = _methods(request, routes)
     if status == HTTPStatus.METHOD_NOT_ALLOWED and methods:
         message = f"{path} does not take {request.method}, only {' and '.join(methods)}{more}"
@@ -152,9 +129,13 @@ def no_route(request: Request, status: int, routes: Iterable[BaseRoute], shows_d
 
 
 def _methods(request: Request, routes: Iterable[BaseRoute]) -> tuple[str, ...]:
-    """Methods of all routes at this path: Starlette reports those of the first route that it finds."""
+    """Methods of all routes at this path: Starlette reports those of the first route that it finds.
+
+    A path that routes name as it is, such as /v1/responses/input_tokens, is no id of another route's.
+    """
+    matching = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
+    named = [route for route in matching if getattr(route, "path", None) == route_path(request.scope)]
     found: set[str] = set()
-    for route in routes:
-        if route.matches(request.scope)[0] != Match.NONE:
-            found |= getattr(route, "methods", None) or set()
+    for route in named or matching:
+        found |= getattr(route, "methods", None) or set()
     return tuple(sorted(found))

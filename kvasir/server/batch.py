@@ -8,29 +8,35 @@ A refused request has a response with its status and error body; a line that is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
-from fastapi.exceptions import RequestValidationError
 from msgspec import UNSET, UnsetType
-from pydantic import ValidationError
 
 from kvasir.entrypoints.async_llm import AsyncLLM
+from kvasir.errors import RequestError
+from kvasir.server.api_keys import ANYBODY, ApiKey
 from kvasir.server.errors import ApiError, as_api_error, openai_body
-from kvasir.server.http import JSON_ERRORS, Call, json_problem, new_id
+from kvasir.server.http import JSON_ERRORS, Call, json_problem, new_id, too_much_json, validated, without_unknown_fields
 from kvasir.server.routes.chat import ChatJob
 from kvasir.server.routes.completions import CompletionJob
-from kvasir.server.schema.base import encode
+from kvasir.server.routes.pooling import EmbeddingJob
+from kvasir.server.schema.base import MAX_TOKEN_IDS, encode
 from kvasir.server.schema.chat import ChatRequest
 from kvasir.server.schema.completions import CompletionRequest
+from kvasir.server.schema.pooling import EmbeddingRequest
+from kvasir.server.schema.stored import BatchError, BatchErrors, BatchReply, BatchRequest, RequestCounts
 from kvasir.server.state import READY, ServerState
 
 ROUTES: dict[str, tuple[Any, Any]] = {
     "/v1/chat/completions": (ChatRequest, ChatJob),
     "/v1/completions": (CompletionRequest, CompletionJob),
+    "/v1/embeddings": (EmbeddingRequest, EmbeddingJob),
 }
 
 
@@ -69,16 +75,23 @@ class LineResult(msgspec.Struct):
 class Counts:
     answered: int = 0
     failed: int = 0
+    unread: int = 0  # of those that failed, lines that are no requests
 
 
 class BatchRunner:
-    """Answers lines with an engine, several at once."""
+    """Answers lines with the engine of a server's state, several at once, for one API key."""
 
-    def __init__(self, state: ServerState, engine: AsyncLLM) -> None:
+    def __init__(self, state: ServerState, key: ApiKey = ANYBODY) -> None:
         self.state = state
+        self.key = key
+        self._seen: set[str] = set()
+
+    @classmethod
+    def with_engine(cls, state: ServerState, engine: AsyncLLM) -> BatchRunner:
+        """A runner without a server."""
         state.set_engine(engine)
         state.phase.enter(READY)
-        self._seen: set[str] = set()
+        return cls(state)
 
     async def run(
         self, lines: AsyncIterator[bytes], write: Callable[[LineResult], None], max_concurrency: int
@@ -93,6 +106,7 @@ class BatchRunner:
                 gate.release()
             counts.answered += result.ok
             counts.failed += not result.ok
+            counts.unread += result.error is not None
             write(result)
 
         async with asyncio.TaskGroup() as tasks:
@@ -106,10 +120,13 @@ class BatchRunner:
     async def answer(self, data: bytes, number: int) -> LineResult:
         """Answer one line; an error becomes its result."""
         line_id = f"batch_req_{new_id()}"
-        read = self._read(data, number)
+        read = self.read(data, number)
         if isinstance(read, LineError):
             return LineResult(line_id, _custom_id(data), None, read)
-        call = Call(line_id.removeprefix("batch_req_"), read.url)
+        return await self.ask(line_id, read)
+
+    async def ask(self, line_id: str, read: BatchLine) -> LineResult:
+        call = Call(line_id.removeprefix("batch_req_"), read.url, self.key)
         try:
             status, body = 200, await self._ask(read, call)
         except Exception as raised:
@@ -117,7 +134,10 @@ class BatchRunner:
             status, body = error.status, openai_body(error)
         return LineResult(line_id, read.custom_id, LineResponse(status, call.id, body))
 
-    def _read(self, data: bytes, number: int) -> BatchLine | LineError:
+    def read(self, data: bytes, number: int) -> BatchLine | LineError:
+        """The request of a line, or what is wrong with the line."""
+        if problem := too_much_json(data, MAX_TOKEN_IDS):
+            return LineError("invalid_json_line", f"This line {problem}", number)
         try:
             line = msgspec.json.decode(data, type=BatchLine)
         except msgspec.ValidationError as error:
@@ -140,11 +160,12 @@ class BatchRunner:
         schema, job = ROUTES[line.url]
         while True:
             try:
-                body = _checked(schema, line.body)
+                given, _ = without_unknown_fields(line.body, schema, self.state.config.unknown_fields, call.id)
+                body = _checked(schema, given)
                 return await (await job.make(self.state, call, body)).whole()
             except Exception as raised:
                 error = as_api_error(raised)
-                if error.cause != "queue_full":
+                if error.cause not in ("queue_full", "rate_limit"):
                     raise error from raised
                 await asyncio.sleep(error.retry_after or 1.0)  # a batch can wait; a server's client is told to retry
 
@@ -153,15 +174,13 @@ def _checked(schema: Any, body: dict[str, Any]) -> Any:
     if body.get("stream"):
         message = "stream cannot be true in a batch: leave it out."
         raise ApiError(400, message, "invalid_request", "stream")
-    try:
-        return schema.model_validate(body)
-    except ValidationError as error:
-        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
-        raise RequestValidationError(found) from error
+    return validated(schema, body)
 
 
 def _custom_id(data: bytes) -> str | None:
     """The custom_id of a line that is not a request, if it has one."""
+    if too_much_json(data, MAX_TOKEN_IDS):
+        return None
     try:
         found = msgspec.json.decode(data)
     except JSON_ERRORS:
@@ -172,3 +191,178 @@ def _custom_id(data: bytes) -> str | None:
 
 def write_line(result: LineResult) -> bytes:
     return encode(result) + b"\n"
+
+
+# ---------------------------------------------------------------- batches of a server
+
+FINAL = ("failed", "completed", "expired", "cancelled")
+_WINDOW = 24 * 3600  # seconds
+_MAX_ERRORS = 100  # of a file that are reported
+
+
+class ServerBatch:
+    """A batch of /v1/batches: its record on disk, and how it runs."""
+
+    def __init__(self, state: ServerState, key: ApiKey, record: BatchReply) -> None:
+        self.state = state
+        self.key = key
+        self.record = record
+        self._outputs: dict[bool, tuple[str, BinaryIO]] = {}  # id and content of the output and error files
+
+    @classmethod
+    def create(cls, state: ServerState, key: ApiKey, body: BatchRequest) -> ServerBatch:
+        source = state.files.find_file(key, body.input_file_id)
+        if source.purpose != "batch":
+            raise RequestError(f"The file {source.id} has the purpose {source.purpose}, not batch.", "input_file_id")
+        state.files.check_room()
+        now = int(time.time())
+        record = BatchReply(
+            id=f"batch_{new_id()}",
+            endpoint=body.endpoint,
+            input_file_id=source.id,
+            completion_window=body.completion_window,
+            status="validating",
+            created_at=now,
+            expires_at=now + _WINDOW,
+            request_counts=RequestCounts(),
+            metadata=body.metadata,
+        )
+        made = cls(state, key, record)
+        made._save()
+        task = state.batches[record.id] = asyncio.create_task(made.run())
+        task.add_done_callback(lambda done: state.batches.pop(record.id, None))
+        return made
+
+    async def run(self) -> None:
+        """Run to the end; whatever happens is in the record."""
+        try:
+            with self.state.files.running(self.key, self.record.id):
+                async with asyncio.timeout(_WINDOW):
+                    await self._run()
+        except TimeoutError:
+            self._enter("expired")
+        except (Exception, asyncio.CancelledError) as error:
+            found = next(iter(getattr(error, "exceptions", [error])))  # of several that a task group raises
+            stopped = isinstance(found, asyncio.CancelledError | _Stopped)
+            message = "The server was stopped." if stopped else as_api_error(found).message
+            self._fail([BatchError(code="server_error", message=message)])
+        finally:
+            self._close_outputs()
+
+    async def _run(self) -> None:
+        runner, counts = BatchRunner(self.state, self.key), self.record.request_counts
+        path = self.state.files.content_path(self.key, self.record.input_file_id)
+        lines, errors = await asyncio.to_thread(self._check, BatchRunner(self.state, self.key), path)
+        if errors:
+            self._fail(errors)
+            return
+        counts.total = lines
+        self._enter("in_progress")
+        with open(path, "rb") as file:
+            await runner.run(self._until_cancelled(file), self._take, self.state.config.batch_concurrency)
+        is_whole = counts.completed + counts.failed == counts.total
+        self._enter("finalizing" if is_whole else "cancelling")
+        self._close_outputs()
+        self._enter("completed" if is_whole else "cancelled")
+
+    def _check(self, runner: BatchRunner, path: Path) -> tuple[int, list[BatchError]]:
+        """The number of requests in a file, and what is wrong with its lines."""
+        count, errors = 0, list[BatchError]()
+        with open(path, "rb") as file:
+            for number, data in enumerate(file, 1):
+                if not data.strip():
+                    continue
+                count += 1
+                read = runner.read(data, number)
+                if isinstance(read, BatchLine) and read.url != self.record.endpoint:
+                    message = f"url {read.url} is not the batch's endpoint {self.record.endpoint}."
+                    read = LineError("mismatched_url", message, number, "url")
+                if isinstance(read, LineError) and len(errors) < _MAX_ERRORS:
+                    param = read.param if isinstance(read.param, str) else None
+                    errors.append(BatchError(code=read.code, message=read.message, line=read.line, param=param))
+        if not count:
+            errors.append(BatchError(code="empty_file", message="The input file has no requests."))
+        return count, errors
+
+    async def _until_cancelled(self, lines: Iterable[bytes]) -> AsyncIterator[bytes]:
+        for line in lines:
+            if self.state.files.is_to_cancel(self.key, self.record.id):
+                return  # requests that run are completed
+            yield line
+
+    def _take(self, result: LineResult) -> None:
+        response = result.response
+        if response is not None and response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+            raise _Stopped  # the server drains, or its engine has died: other lines would fail alike
+        counts = self.record.request_counts
+        counts.completed += result.ok
+        counts.failed += not result.ok
+        self._output(result.ok).write(write_line(result))
+        self._save()
+
+    def _output(self, is_ok: bool) -> BinaryIO:
+        if is_ok not in self._outputs:
+            file_id = f"file-{new_id()}"
+            path = self.state.files.content_path(self.key, file_id)
+            self._outputs[is_ok] = file_id, path.open("wb")
+        return self._outputs[is_ok][1]
+
+    def _close_outputs(self) -> None:
+        """Make the results visible, those of a batch that was ended early too."""
+        for is_ok, (file_id, file) in self._outputs.items():
+            file.close()
+            name = f"{self.record.id}_{'output' if is_ok else 'error'}.jsonl"
+            self.state.files.register(self.key, file_id, name, "batch_output")
+            if is_ok:
+                self.record.output_file_id = file_id
+            else:
+                self.record.error_file_id = file_id
+            self._save()
+        self._outputs = {}
+
+    def _fail(self, errors: list[BatchError]) -> None:
+        self.record.errors = BatchErrors(data=errors)
+        self._enter("failed")
+
+    def _enter(self, status: str) -> None:
+        self.record.status = status
+        setattr(self.record, f"{status}_at", int(time.time()))
+        self._save()
+
+    def _save(self) -> None:
+        self.state.files.save_batch(self.key, self.record)
+
+
+class _Stopped(Exception):
+    """The server takes no more requests."""
+
+
+def find_batch(state: ServerState, key: ApiKey, batch_id: str) -> BatchReply:
+    return _current(state, key, state.files.find_batch(key, batch_id))
+
+
+def list_batches(state: ServerState, key: ApiKey) -> list[BatchReply]:
+    return [_current(state, key, each) for each in state.files.batches(key)]
+
+
+def cancel_batch(state: ServerState, key: ApiKey, batch_id: str) -> BatchReply:
+    found = find_batch(state, key, batch_id)
+    if found.status in FINAL:
+        raise ApiError(409, f"The batch is {found.status}: it cannot be cancelled any more.", "conflict", "batch_id")
+    state.files.ask_to_cancel(key, batch_id)
+    return _current(state, key, found)
+
+
+def _current(state: ServerState, key: ApiKey, record: BatchReply) -> BatchReply:
+    """A record as it is now: it may be about to be cancelled, or belong to a process that has ended."""
+    if record.status in FINAL:
+        return record
+    with state.files.running(key, record.id) as is_free:
+        if is_free and record.id not in state.batches:
+            record.status, record.failed_at = "failed", int(time.time())
+            record.errors = BatchErrors(data=[BatchError(code="server_error", message="The server was stopped.")])
+            state.files.save_batch(key, record)
+            return record
+    if state.files.is_to_cancel(key, record.id):
+        record.status, record.cancelling_at = "cancelling", record.cancelling_at or int(time.time())
+    return record

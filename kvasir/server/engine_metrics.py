@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from kvasir.config.engine import EngineConfig
+from kvasir.engine.stats import EngineStats
 from kvasir.frontend.requests import metrics
 from kvasir.frontend.requests.metrics import PREFIX
-from kvasir.messages import EngineStats
 from kvasir.server.device import DeviceUse
 
 # Help texts of the metrics that `metrics.read_metrics` returns.
@@ -23,10 +25,20 @@ HELP = {
     "host_cache_blocks": "KV blocks in host memory in total.",
     "host_cache_blocks_used": "Host blocks held for preempted requests.",
     "host_cache_blocks_cached": "Host blocks in the prefix cache.",
+    "adapter_slots": "Places for adapters on the device.",
+    "adapter_slots_used": "Places whose adapters requests use or wait for.",
+    "adapter_loads": "Adapters brought to the device.",
+    "adapter_evictions": "Adapters that gave their place to another.",
+    "adapter_hits": "Requests whose adapter was on the device, or on its way there.",
     "cuda_graphs": "Captured CUDA graphs.",
     "cuda_graph_memory_bytes": "Device memory held by CUDA graphs.",
     "engine_steps": "Steps of the engine.",
-    "iteration_tokens_total": "Tokens per step.",
+    "iteration_tokens_total": "Prompt tokens computed and tokens generated per step.",
+    "num_requests_waiting_by_reason": "Requests in the queue by reason: capacity, or deferred, which no request is.",
+    "engine_sleep_state": "1 for the state that the engine is in: always awake, as it has no sleep mode.",
+    "kv_block_lifetime_seconds": "Seconds from the allocation of a cached KV block to its eviction.",
+    "kv_block_idle_before_evict_seconds": "Seconds from the last use of a cached KV block to its eviction.",
+    "kv_block_reuse_gap_seconds": "Seconds from the last use of a cached KV block to the next.",
     "num_preemptions": "Preemptions of requests.",
     "partial_prefills": "Times that a step prefilled only a part of a prompt.",
     "requests_refused": "Requests refused because the queue was full.",
@@ -49,8 +61,21 @@ HELP = {
     "kv_blocks_restored": "Evicted KV blocks copied back from host memory.",
     "host_cache_evictions": "Cached host blocks evicted.",
     "host_cache_hits": "Prompt tokens found in host memory.",
-    "cuda_graphs_deferred": "Captures of CUDA graphs deferred for lack of memory; their steps ran eagerly.",
-    "cuda_graphs_dropped": "CUDA graphs dropped to make room for others.",
+    "guided_tokens": "Output tokens of requests with structured outputs.",
+    "guided_passes": "Forward passes of such requests that computed a next token; by guided_tokens: passes per token.",
+    "guided_steps": "Steps whose sampling waited for masks.",
+    "guided_lenient": "Requests whose JSON schema has keywords that were skipped, because they cannot be enforced.",
+    "guided_jumps": "Times that forced tokens were appended without a pass for each.",
+    "guided_tokens_jumped": "Tokens appended so.",
+    "guided_mask_seconds": "Seconds in which steps waited for masks to be computed.",
+    "spec_decode_num_drafts": "Times that a request verified drafts in a step.",
+    "spec_decode_num_draft_tokens": "Drafted tokens that were verified.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted.",
+    "spec_decode_num_accepted_tokens_per_pos": "Accepted drafts by their position in the draft; 0 is the first.",
+    "spec_decode_rows_without_drafts": "Times that a request sampled a token and had no draft to verify.",
+    "spec_decode_rows_paused": "Times that nothing was drafted for a request because it would not have paid.",
+    "late_compilations": "Kernels compiled or loaded while requests waited. Should stay at zero.",
+    "late_captures": "CUDA graphs captured while requests waited. Should stay at zero.",
     "queue_size": "Requests in the queue, under the name that autoscalers use.",
 }
 
@@ -67,8 +92,9 @@ def engine_metrics(stats: Sequence[EngineStats], model_name: str) -> list[Metric
             family = found.get(metric.name)
             if family is None:
                 words = HELP[metric.name.removeprefix(PREFIX)]
-                family = found[metric.name] = _kind(metric)(metric.name, words, labels=["model_name", "engine"])
-            labels = [model_name, str(engine)]
+                names = ["model_name", "engine", *metric.labels]
+                family = found[metric.name] = _kind(metric)(metric.name, words, labels=names)
+            labels = [model_name, str(engine), *metric.labels.values()]
             if isinstance(family, HistogramMetricFamily):
                 assert isinstance(metric, metrics.Histogram)
                 family.add_metric(labels, list(metric.buckets.items()), metric.sum)
@@ -97,8 +123,43 @@ def device_metrics(devices: Iterable[DeviceUse], model_name: str) -> list[Metric
     return [busy, used, total]
 
 
-def info_metric(name: str, help: str, labels: dict[str, str]) -> Metric:
-    """A metric of value 1 whose labels are settings."""
-    found = GaugeMetricFamily(PREFIX + name, help, labels=list(labels))
-    found.add_metric(list(labels.values()), 1)
+# Labels of vLLM's cache_config_info that are settings of features which this engine does not have.
+_ABSENT = {
+    "is_attention_free": False,
+    "kv_cache_dtype_skip_layers": [],
+    "kv_sharing_fast_prefill": False,
+    "mamba_block_size": None,
+    "mamba_cache_dtype": "auto",
+    "mamba_cache_mode": "none",
+    "mamba_page_size_padded": None,
+    "mamba_ssm_cache_dtype": "auto",
+}
+
+
+def cache_metric(config: EngineConfig, stats: Sequence[EngineStats]) -> Metric:
+    """A metric of value 1 for each engine whose labels are the settings and the size of its KV cache."""
+    every = []
+    for engine, each in enumerate(stats):
+        num_tokens = each.num_blocks * config.cache.block_size
+        labels = {
+            **asdict(config.cache),
+            **_ABSENT,
+            "cache_dtype": config.cache.kv_cache_dtype,
+            "kv_cache_max_concurrency": num_tokens / config.model.max_model_len,
+            "kv_cache_size_tokens": num_tokens,
+            "kv_offloading_backend": "native",
+            "num_cpu_blocks": each.host_blocks,
+            "num_gpu_blocks": each.num_blocks,
+            "prefix_caching_hash_algo": "sha256",
+            "sliding_window": each.sliding_window,
+            "engine": engine,
+        }
+        every.append({name: str(value) for name, value in labels.items()})
+    found = GaugeMetricFamily(
+        f"{PREFIX}cache_config_info",
+        "Settings and size of the KV cache as labels: vLLM's and ours.",
+        labels=list(every[0]),
+    )
+    for labelled in every:
+        found.add_metric(list(labelled.values()), 1)
     return found

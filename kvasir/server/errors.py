@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from kvasir.errors import EngineDeadError, EngineError, OverloadedError, PromptTooLongError, RequestError
 from kvasir.log import get_logger
-from kvasir.server.schema.base import ErrorDetail, ErrorReply, encode
+from kvasir.lora.host import AdapterNotFoundError
+from kvasir.server.schema.base import ErrorDetail, ErrorReply, MessagesErrorDetail, MessagesErrorReply, encode
 
 logger = get_logger(__name__)
 
@@ -33,8 +34,39 @@ class ApiError(Exception):
     allow: tuple[str, ...] = ()  # methods that the path has
     counted: bool = False  # in the metrics
 
+    def __post_init__(self) -> None:
+        self.message = cut_echo(self.message)
+        self.param = None if self.param is None else self.param[:MAX_ECHO]
+
     def __str__(self) -> str:
         return self.message
+
+
+MAX_ECHO = 200  # characters of a client's input that an error repeats
+_MAX_MESSAGE = 1000  # characters; nothing that we say ourselves is longer
+_LONG_VALUE = 40  # characters; nor do we use longer words
+# A value in quotes, whose end may be cut off, or a word.
+_VALUE = re.compile(r"""(?<!\w)'(?:[^'\\]|\\.)*(?:'|$)|(?<!\w)"(?:[^"\\]|\\.)*(?:"|$)|\S+""", re.DOTALL)
+
+
+def cut_echo(message: str) -> str:
+    """An error's text without most of its long quoted values and words: they are what the client has sent."""
+    if len(message) <= MAX_ECHO:
+        return message
+    if len(message) > _MAX_MESSAGE:
+        message = f"{message[:_MAX_MESSAGE]}..."
+    left = MAX_ECHO
+
+    def cut(found: re.Match[str]) -> str:
+        nonlocal left
+        text = found.group()
+        if len(text) <= _LONG_VALUE:
+            return text
+        kept = min(len(text), left)
+        left -= kept
+        return text if kept == len(text) else f"{text[:kept]}..."
+
+    return _VALUE.sub(cut, message)
 
 
 _FIELD_NAMES = {"extra_args": "vllm_xargs", "prompt_token_ids": "prompt"}  # bodies' names of the engine's parameters
@@ -78,6 +110,8 @@ def as_api_error(error: Exception, names: Mapping[str, str] | None = None) -> Ap
             return error
         case OverloadedError():
             return ApiError(429, str(error), "queue_full", code="queue_full", retry_after=error.retry_after)
+        case AdapterNotFoundError():
+            return ApiError(404, str(error), "not_found", error.parameter)
         case RequestError():
             name, message = error.parameter, str(error)
             if name is not None and (field := {**_FIELD_NAMES, **(names or {})}.get(name)) is not None:
@@ -88,8 +122,9 @@ def as_api_error(error: Exception, names: Mapping[str, str] | None = None) -> Ap
             found = complaint(error.errors())
             return ApiError(400, found.message, "invalid_request", found.param)
         case HTTPException():
-            cause = {401: "auth", 404: "not_found", 413: "too_large"}.get(error.status_code, "invalid_request")
-            return ApiError(error.status_code, str(error.detail), cause)
+            causes = {401: "auth", 404: "not_found", 413: "too_large", 503: "overloaded"}
+            cause, wait = causes.get(error.status_code, "invalid_request"), (error.headers or {}).get("Retry-After")
+            return ApiError(error.status_code, str(error.detail), cause, retry_after=float(wait) if wait else None)
         case EngineDeadError():
             return ApiError(503, str(error), "engine", code="engine_dead")
         case EngineError():
@@ -105,9 +140,9 @@ def openai_body(error: ApiError) -> ErrorReply:
     return ErrorReply(error=ErrorDetail(message=error.message, type=kind, param=error.param, code=error.code))
 
 
-def anthropic_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+def anthropic_body(error: ApiError, request_id: str | None = None) -> MessagesErrorReply:
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    return MessagesErrorReply(error=MessagesErrorDetail(type=kind, message=error.message), request_id=request_id)
 
 
 def is_anthropic(path: str) -> bool:
@@ -181,6 +216,8 @@ def complaint(errors: Sequence[Error]) -> Complaint:
     path = _path(first)
     if not path:
         return Complaint(_about_the_body(first.get("input")), None)
+    # the entry that is wrong rather than "not a string" of a union whose list was meant
+    path = max((found for error in errors if _is_in(found := _path(error), path)), key=len)
     same = [error for error in errors if _path(error) == path]
     return Complaint(f"{path} {_wrong(same)}", path.split(".")[0].split("[")[0])
 
@@ -196,8 +233,12 @@ def _path(error: Error) -> str:
     return path
 
 
+def _is_in(place: str, path: str) -> bool:
+    return place == path or place.startswith((f"{path}.", f"{path}["))
+
+
 def _wrong(errors: Sequence[Error]) -> str:
-    first = errors[0]
+    first = next((error for error in errors if error["type"] in ("too_long", "too_short")), errors[0])
     kind, context = first["type"], first.get("ctx") or {}
     if kind == "missing":
         return "is missing."
@@ -211,6 +252,8 @@ def _wrong(errors: Sequence[Error]) -> str:
         return f"must have at least {context['min_length']} {_entries(context['min_length'])}."
     if kind == "too_long":
         return f"must have at most {context['max_length']} {_entries(context['max_length'])}."
+    if kind == "string_too_long":
+        return f"must have at most {context['max_length']} characters."
     if kind == "literal_error":
         return f"must be {context['expected']}, not {_shown(first.get('input'))}."
     return f"is not valid: {first['msg'][:1].lower()}{first['msg'][1:]}."
@@ -239,3 +282,47 @@ def _about_the_body(body: object) -> str:
     if isinstance(body, bytes):
         return "Send the body as JSON, with Content-Type: application/json."
     return f"The body must be a JSON object, not {_JSON_NAMES.get(type(body), 'this')}."
+
+
+# ---------------------------------------------------------------- for the API's description
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    code: {
+        "description": text,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorReply"}}},
+    }
+    for code, text in {
+        400: "A parameter is wrong, unknown or not available; `param` names it.",
+        401: "The API key is missing or wrong.",
+        403: "The server was not started with what allows it.",
+        404: "The model or object does not exist.",
+        409: "The server cannot do it in its present state: try again later.",
+        413: "The body or the prompt is too long.",
+        415: "The body has a Content-Encoding.",
+        429: "The queue is full, or the key's limit is reached: see Retry-After.",
+        500: "The request failed inside the server.",
+        503: "The engine is starting or draining, or has died.",
+        504: "The request ran out of time.",
+    }.items()
+}
+
+
+EVENTS = "text/event-stream"
+
+
+def answers(
+    *kinds: type[Any], description: str = "The answer.", stream: str | None = None, errors: str = "ErrorReply"
+) -> dict[int | str, dict[str, Any]]:
+    """The replies of a route, for the documentation.
+
+    `kinds`: what the answer may be. `stream`: the media type of a streamed answer. `errors`: the body of errors.
+    """
+    schemas = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in kinds]
+    content: dict[str, Any] = {"application/json": {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
+    if stream is not None:
+        content[stream] = {"schema": {}}
+    failed = {
+        code: {**reply, "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{errors}"}}}}
+        for code, reply in ERRORS.items()
+    }
+    return {200: {"description": description, "content": content}, **failed}

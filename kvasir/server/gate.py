@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from fastapi import WebSocket
@@ -11,9 +11,10 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvasir.server.api_keys import ApiKey, KeyRing
+from kvasir.server.api_keys import ANYBODY, ApiKey, KeyRing
 from kvasir.server.errors import ApiError, error_response, too_large
-from kvasir.server.http import GOOD_ID, Call, attach, is_good_id, new_id
+from kvasir.server.http import GOOD_ID, Call, attach, is_good_id, new_id, route_path
+from kvasir.server.limits import SMALL_BODY, BodyMemory
 from kvasir.server.state import state_of
 
 PROBES = frozenset({"/health", "/ready", "/ping"})  # they need no key: orchestrators have none
@@ -31,19 +32,29 @@ class Gate:
         app: ASGIApp,
         keys: KeyRing,
         max_bytes: int,
+        memory: BodyMemory,
         count: Counted,
         failed: Failed,
         echo_ids: bool = True,
         public: frozenset[str] = frozenset(),
+        guards: Mapping[str, Callable[[str | None], None]] | None = None,
+        root_path: str = "",
     ) -> None:
-        """`public`: paths that need no key: static pages, which a browser loads before it can send one."""
+        """`public`: paths that need no key: static pages, which a browser loads before it can send one.
+        `guards`: paths whose POST has a key of its own, and what raises unless it is given that key.
+
+        `root_path` is set here and not in uvicorn, which would add it to paths that already have it.
+        """
         self.app = app
         self.keys = keys
         self.max_bytes = max_bytes
+        self.memory = memory
         self.count = count
         self.failed = failed
         self.echo_ids = echo_ids
         self.public = PROBES | public
+        self.guards = guards or {}
+        self.root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -55,7 +66,7 @@ class Gate:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, headers, status = time.perf_counter(), Headers(scope=scope), 500
-        call = self._call(scope, headers)
+        call, body = self._call(scope, headers), _Body(receive, self.max_bytes, self.memory)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -71,8 +82,9 @@ class Gate:
             self.failed(error.cause)
             await error_response(error, call.path, call.id)(scope, receive, send_with_id)
         else:
-            await self.app(scope, _limited(receive, self.max_bytes), send_with_id)
+            await self.app(scope, body.receive, send_with_id)
         finally:
+            body.give_back()
             route = getattr(scope.get("route"), "path", "other")
             self.count(scope["method"], route, status, time.perf_counter() - started)
 
@@ -90,8 +102,10 @@ class Gate:
             await self.app(scope, receive, send)
 
     def _call(self, scope: Scope, headers: Headers) -> Call:
+        scope["root_path"] = self.root_path
         given = headers.get("x-request-id", "")
-        call = Call(given if is_good_id(given) else new_id(), scope["path"], traceparent=headers.get("traceparent"))
+        good = given if is_good_id(given) else new_id()
+        call = Call(good, route_path(scope), traceparent=headers.get("traceparent"))
         attach(scope, call)
         return call
 
@@ -99,38 +113,75 @@ class Gate:
         given = headers.get("x-request-id")
         if given is not None and given != call.id:
             raise ApiError(400, f"X-Request-Id {GOOD_ID}", "invalid_request", "X-Request-Id")
-        if call.path not in self.public:
+        if call.path in self.guards and scope.get("method") == "POST":
+            self.guards[call.path](_presented(headers))
+        elif call.path not in self.public:
             call.key = self._key(headers)
+        coding = headers.get("content-encoding", "identity").strip().lower()
+        if coding not in ("", "identity"):
+            message = "Send the body as it is: this server reads no Content-Encoding."
+            raise ApiError(415, message, "invalid_request", "Content-Encoding")
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self.max_bytes:
             raise too_large(_too_long(self.max_bytes))
 
     def _key(self, headers: Headers) -> ApiKey:
         if self.keys.is_open:
-            return self.keys.find(None) or ApiKey("")
-        kind, _, presented = headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer":
-            presented = headers.get("x-api-key", "")
-        key = self.keys.find(presented.strip())
+            return ANYBODY
+        presented = _presented(headers)
+        key = self.keys.find(presented)
         if key is None:
             message = "Incorrect API key provided." if presented else "No API key: send Authorization: Bearer KEY."
             raise ApiError(401, message, "auth", code="invalid_api_key")
         return key
 
 
-def _limited(receive: Receive, max_bytes: int) -> Receive:
-    """Count the bytes received: Content-Length may be missing or wrong."""
-    total = 0
+def _presented(headers: Headers) -> str:
+    """The key that a client sends; empty if it sends none."""
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return (key if kind.lower() == "bearer" else headers.get("x-api-key", "")).strip()
 
-    async def receive_some() -> Message:
-        nonlocal total
-        message = await receive()
-        total += len(message.get("body", b""))
-        if total > max_bytes:
-            raise HTTPException(413, _too_long(max_bytes))  # FastAPI would turn other exceptions into a 400
-        return message
 
-    return receive_some
+class _Body:
+    """Collects a body within limits: Content-Length may be wrong. It is accounted for until the reply.
+
+    The application gets it in one piece. A body that does not arrive is freed here at once; in the application it would
+    stay in the frames of a traceback until the garbage collector finds them.
+    """
+
+    def __init__(self, receive: Receive, max_bytes: int, memory: BodyMemory) -> None:
+        self._receive = receive
+        self._max_bytes = max_bytes
+        self._memory = memory
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
+        self._is_read = False
+
+    async def receive(self) -> Message:
+        if self._is_read:
+            return await self._receive()
+        try:
+            while not self._is_read:
+                message = await self._receive()
+                if message["type"] != "http.request":
+                    return message
+                self._add(message.get("body", b""))
+                self._is_read = not message.get("more_body", False)
+            return {"type": "http.request", "body": b"".join(self._pieces), "more_body": False}
+        finally:
+            self._pieces.clear()
+
+    def _add(self, piece: bytes) -> None:
+        # FastAPI would turn other exceptions into a 400.
+        if self._num_bytes + len(piece) > self._max_bytes:
+            raise HTTPException(413, _too_long(self._max_bytes))
+        if piece and not self._memory.take(len(piece), self._num_bytes + len(piece) <= SMALL_BODY):
+            raise HTTPException(503, "The server has no memory left for bodies.", {"Retry-After": "1"})
+        self._num_bytes += len(piece)
+        self._pieces.append(piece)
+
+    def give_back(self) -> None:
+        self._memory.give_back(self._num_bytes)
 
 
 def _too_long(max_bytes: int) -> str:

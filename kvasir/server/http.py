@@ -1,4 +1,4 @@
-"""HTTP as all routes share it: a call's id and key, strict JSON in, encoded structs out, clients that disconnect."""
+"""HTTP as all routes share it: a call's id and key, bounded JSON in, encoded structs out, clients that disconnect."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import Depends, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
@@ -22,9 +25,11 @@ from starlette.types import Receive, Scope
 from kvasir import __version__
 from kvasir.errors import RequestError
 from kvasir.server.api_keys import ANYBODY, ApiKey
-from kvasir.server.schema.base import encode
+from kvasir.server.body_limits import MAX_DEPTH, MAX_STRINGS, exceeded_limit, name_unknown_fields
+from kvasir.server.schema.base import Body, encode
 
 T = TypeVar("T")
+UNKNOWN_FIELDS = "X-Kvasir-Unknown-Fields"
 FINGERPRINT = f"kvasir-{__version__}"
 
 # ---------------------------------------------------------------- the call
@@ -39,7 +44,7 @@ class Call:
     """One HTTP request or WebSocket connection: its id, its API key, its arrival."""
 
     id: str
-    path: str
+    path: str  # without --root-path
     key: ApiKey = ANYBODY
     arrived: float = field(default_factory=time.time)
     traceparent: str | None = None
@@ -69,6 +74,14 @@ def attach(scope: Scope, call: Call) -> None:
     scope[_SCOPE_KEY] = call
 
 
+def route_path(scope: Scope) -> str:
+    """The path without --root-path, whether a proxy has left the prefix in it or not."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    under = root and (path == root or path.startswith(f"{root}/"))
+    return path[len(root) :] or "/" if under else path
+
+
 def call_of(connection: HTTPConnection) -> Call:
     """The call that the gate has attached."""
     found: Call = connection.scope[_SCOPE_KEY]
@@ -84,14 +97,35 @@ TheCall = Annotated[Call, Depends(_call)]
 # ---------------------------------------------------------------- JSON in
 
 JSON_ERRORS = (msgspec.DecodeError, RecursionError, UnicodeError)  # raised for data that is not JSON
+_LARGE_BODY = 1 << 18  # bytes; a larger body is read in a thread
 
 
-def decode_json(data: bytes | str, what: str) -> Any:
-    """Decode standard JSON: no NaN, no bad UTF-8. Errors are a ValueError about `what`: the body, or the message."""
+def decode_json(data: bytes | str, what: str, kind: type[Body] = Body) -> Any:
+    """Decode standard JSON: no NaN, no bad UTF-8, no more than a body of this kind may have.
+
+    Errors are a ValueError about `what`: the body, or the message."""
     try:
-        return msgspec.json.decode(data)
+        raw = data.encode() if isinstance(data, str) else data
+        if problem := too_much_json(raw, kind.max_values):
+            raise ValueError(f"{what} {problem}")
+        return msgspec.json.decode(raw)
     except JSON_ERRORS as error:
         raise ValueError(f"{what} is not valid JSON: {json_problem(error)}.") from error
+
+
+_reader = ThreadPoolExecutor(1, "bodies")  # one, because decoding keeps Python's lock from the event loop
+
+
+async def _in_turn(work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(_reader, work)
+
+
+def too_much_json(data: bytes, max_values: int) -> str | None:
+    """A sentence without its subject if the data, whether or not it is JSON, exceeds a limit."""
+    brackets = data.count(b"[") + data.count(b"{")
+    if brackets <= MAX_DEPTH and data.count(b'"') <= 2 * MAX_STRINGS and data.count(b",") <= max_values:
+        return None  # even with what stands in strings
+    return exceeded_limit(data, max_values)
 
 
 def json_problem(error: Exception) -> str:
@@ -101,27 +135,73 @@ def json_problem(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
+def without_unknown_fields(given: Any, kind: type[Body], policy: str, request_id: str) -> tuple[Any, tuple[str, ...]]:
+    """Remove top-level fields that the body has not, and return their names. Under `refuse` they stay: validation
+    refuses them by name."""
+    if policy == "refuse" or not isinstance(given, dict) or given.keys() <= kind.model_fields.keys():
+        return given, ()
+    names = name_unknown_fields([name for name in given if name not in kind.model_fields], request_id, policy == "warn")
+    return {name: value for name, value in given.items() if name in kind.model_fields}, names
+
+
+def _policy(request: Request) -> str:
+    found: str = request.app.state.server.config.unknown_fields  # ServerState, which this file cannot import
+    return found
+
+
 class StrictRequest(Request):
-    """A request whose JSON is decoded strictly."""
+    """A request whose JSON is decoded within limits, for a route whose body is of the type `kind`."""
+
+    kind: type[Body] = Body
+    unknown: tuple[str, ...] = ()  # fields that were removed from the body
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
+            data = await self.body()
             try:
-                self._json = decode_json(await self.body(), "The body")
+                if len(data) < _LARGE_BODY:
+                    self._json = decode_json(data, "The body", self.kind)
+                else:
+                    self._json = await _in_turn(lambda: decode_json(data, "The body", self.kind))
             except ValueError as error:
                 # an HTTPException, because FastAPI hides other errors raised here
                 raise HTTPException(400, str(error)) from error
+            if self.kind is not Body:
+                self._json = self.known_fields(self.kind)
         return self._json
+
+    def known_fields(self, kind: type[Body]) -> Any:
+        """The decoded body for a route that chooses its type, without fields that this type has not."""
+        kept, self.unknown = without_unknown_fields(self._json, kind, _policy(self), call_of(self).id)
+        return kept
 
 
 class StrictRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        kind = None if self.body_field is None else self.body_field.field_info.annotation
 
         async def handle_strictly(request: Request) -> Response:
-            return await handle(StrictRequest(request.scope, request.receive))
+            strict = StrictRequest(request.scope, request.receive)
+            if isinstance(kind, type) and issubclass(kind, Body):
+                strict.kind = kind
+            response = await handle(strict)
+            if strict.unknown and _policy(request) == "warn":
+                response.headers[UNKNOWN_FIELDS] = ", ".join(strict.unknown)
+            return response
 
         return handle_strictly
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validated(kind: type[Model], given: Any) -> Model:
+    """A body that a route chooses itself, with the errors of one that FastAPI validates."""
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
 
 
 # ---------------------------------------------------------------- replies out
@@ -129,30 +209,6 @@ class StrictRoute(APIRoute):
 
 def reply(body: Any, status: int = 200) -> Response:
     return Response(encode(body), status, media_type="application/json")
-
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    code: {
-        "description": text,
-        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorReply"}}},
-    }
-    for code, text in {
-        400: "A parameter is wrong, unknown or not available; `param` names it.",
-        401: "The API key is missing or wrong.",
-        404: "The model or object does not exist.",
-        413: "The body or the prompt is too long.",
-        429: "The queue is full, or the key's limit is reached: see Retry-After.",
-        500: "The request failed inside the server.",
-        503: "The engine is starting or draining, or has died.",
-        504: "The request ran out of time.",
-    }.items()
-}
-
-
-def answers(kind: type[Any], description: str = "The answer.") -> dict[int | str, dict[str, Any]]:
-    """The replies of a route, for the documentation."""
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {200: {"description": description, "content": {"application/json": {"schema": schema}}}, **ERRORS}
 
 
 # ---------------------------------------------------------------- clients that disconnect

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
 import sys
 from collections.abc import Generator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +20,27 @@ import uvicorn
 
 from kvasir import log
 from kvasir.config import env
-from kvasir.config.engine import EngineConfig
+from kvasir.config.args import flags_of, with_flags
+from kvasir.config.engine import EngineConfig, all_settings
 from kvasir.config.env import LOG_FORMAT
 from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import ConfigError
 from kvasir.frontend.clients.engine_client import EngineClient
 from kvasir.log import get_logger
 from kvasir.server.app import make_app
-from kvasir.server.config import ServerConfig
+from kvasir.server.config import ServerConfig, server_settings
+from kvasir.server.connections import SWEEP_TICKS, Connections, raise_descriptor_limit
 from kvasir.server.lifecycle import ServerLifecycle, Starter, one_line
+from kvasir.server.protocol import HttpProtocol, WebSocketProtocol
 from kvasir.server.state import ServerPhase, ServerState
 from kvasir.server.tracing import Tracer
 
 logger = get_logger(__name__)
 
-_KEEP_ALIVE_SECONDS = 30
 _CLOSE_SECONDS = 5  # for open connections to close, once no request runs
+# Of the queue, unless they are set: far more than clients wait for, and what the memory for their prompts allows.
+MAX_QUEUED_REQUESTS = 8192
+MAX_QUEUED_TOKENS = 1 << 25
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -42,6 +50,10 @@ def serve(asked: EngineConfig, config: ServerConfig, executor: Any = None) -> in
     Settings that cannot work raise a ConfigError. `executor` replaces the model's, as in AsyncLLM.
     """
     set_up_logging(config)
+    raise_descriptor_limit()
+    # Half of the cores tokenize long texts; the others stay free for HTTP and the engine.
+    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
+    asked = replace(asked, scheduler=asked.scheduler.with_queue_limits(MAX_QUEUED_REQUESTS, MAX_QUEUED_TOKENS))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # until there is a server to drain
     if config.api_server_count > 1:
         from kvasir.server.supervisor import supervise
@@ -65,7 +77,8 @@ def run(state: ServerState, start: Starter, sock: socket.socket, owns_socket: bo
     """
     if state.config.otlp_traces_endpoint is not None:
         state.tracer = Tracer(state.config.otlp_traces_endpoint)
-    server = Server(_uvicorn_config(state))
+    pool = Connections(state.config, state.body_memory, state.metrics.failed)
+    server = Server(_uvicorn_config(state, pool), pool)
     lifecycle = ServerLifecycle(state, start, server.stop)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -77,14 +90,21 @@ def run(state: ServerState, start: Starter, sock: socket.socket, owns_socket: bo
             engine.shutdown()
         if state.config.uds is not None and owns_socket:
             Path(state.config.uds).unlink(missing_ok=True)
+        log.flush()
     if lifecycle.error is None:
         return 0
     if not owns_socket:
         return 1
     if isinstance(lifecycle.error, ConfigError):
         raise lifecycle.error
-    print(f"kvasir: error: {one_line(lifecycle.error)}", file=sys.stderr)
+    print_error(one_line(lifecycle.error))
     return 1
+
+
+def print_error(message: str) -> None:
+    """Print why the server ended, with flags in place of Python's names: the reader has started it by a command."""
+    flags = flags_of({**all_settings(), **server_settings()})
+    log.print_last(f"kvasir: error: {with_flags(message, flags)}")
 
 
 async def _serve(server: Server, lifecycle: ServerLifecycle, sock: socket.socket) -> None:
@@ -96,7 +116,16 @@ async def _serve(server: Server, lifecycle: ServerLifecycle, sock: socket.socket
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which would stop listening before the drain."""
+    """uvicorn without its signal handlers, which would stop listening before the drain, and with limits."""
+
+    def __init__(self, config: uvicorn.Config, pool: Connections) -> None:
+        super().__init__(config)
+        self.pool = pool
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % SWEEP_TICKS == 0:
+            self.pool.sweep(self.server_state.connections)
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -106,19 +135,18 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+def _uvicorn_config(state: ServerState, pool: Connections) -> uvicorn.Config:
     config = state.config
     return uvicorn.Config(
         make_app(state),
-        http="httptools",
-        ws="websockets-sansio",
+        http=partial(HttpProtocol, pool=pool),  # type: ignore[arg-type]
+        ws=partial(WebSocketProtocol, pool=pool),  # type: ignore[arg-type]
         ws_max_size=config.max_request_bytes,
         lifespan="off",
         access_log=False,
         log_config=None,
         server_header=False,
-        root_path=config.root_path,
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=math.ceil(config.keep_alive_timeout),
         timeout_graceful_shutdown=_CLOSE_SECONDS,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
@@ -199,6 +227,7 @@ def set_up_logging(config: ServerConfig) -> None:
     if config.log_format != "text":
         os.environ[LOG_FORMAT.name] = config.log_format.upper()  # the engine's process reads it too
         log.configure()
+    log.write_in_background()
     web = logging.getLogger("uvicorn")
     web.handlers = [log.handler()]
     web.setLevel(config.uvicorn_log_level.upper())

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from kvasir.entrypoints.async_llm import AsyncLLM
-from kvasir.errors import KvasirError
+from kvasir.errors import EngineDeadError, KvasirError
 from kvasir.frontend.requests.prompts import TokensPrompt
 from kvasir.log import get_logger
 from kvasir.sampling_params import SamplingParams
@@ -23,6 +25,7 @@ T = TypeVar("T")
 _WATCH_SECONDS = 0.1  # between two checks that the engine lives
 _CHECKS_PER_FLUSH = 10  # the metrics are flushed at every tenth check
 _LOG_SECONDS = 10.0
+_PEER_SECONDS = 5.0  # after which an API process that shows nothing is not ready
 _FAIL_SECONDS = 2.0  # for open requests to be answered after the engine has died
 
 Starter = Callable[[ServerPhase], AsyncLLM]  # blocks until the engine serves; enters phases on the way
@@ -56,6 +59,7 @@ class ServerLifecycle:
             self.state.set_engine(engine)
             self.state.phase.enter(STARTING[-1])
             self.state.phase.add_engine_seconds(engine.startup_seconds)
+            await self.state.adapters.start(engine)
             await _first_token(engine)
         except asyncio.CancelledError:
             raise
@@ -64,6 +68,8 @@ class ServerLifecycle:
             return
         if self.state.phase.now in STARTING:
             self.state.phase.enter(READY)
+        self._show()
+        self._spawn(self.state.adapters.watch())
         await self._watch(engine)
 
     # ------------------------------------------------------------ while the engine runs
@@ -74,6 +80,10 @@ class ServerLifecycle:
             await asyncio.sleep(_WATCH_SECONDS)
             checks += 1
             if checks % _CHECKS_PER_FLUSH == 0:
+                with contextlib.suppress(EngineDeadError):  # the next check finds it
+                    engine.ping()
+                self.state.body_memory.note_peak(engine.text_pool.take_peak())
+                self._show()
                 await self._flush()
         if self.state.phase.now == FAILED:
             return
@@ -82,6 +92,10 @@ class ServerLifecycle:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.state.idle.wait(), _FAIL_SECONDS)
         self._end_with(engine.dead_error)
+
+    def _show(self) -> None:
+        if self.state.peers is not None:
+            self.state.peers.show(self.state.phase.is_ready)
 
     async def _flush(self) -> None:
         metrics = self.state.metrics
@@ -122,6 +136,7 @@ class ServerLifecycle:
             self._spawn(self._end_now())
             return
         phase.enter(DRAINING)
+        self._show()
         self._spawn(self._drain())
 
     async def _drain(self) -> None:
@@ -147,11 +162,39 @@ class ServerLifecycle:
         self._stop()
 
 
+class Peers:
+    """The API processes of one server. Each shows that it is ready by a file that it touches every second."""
+
+    def __init__(self, directory: str, number: int) -> None:
+        self.number = number
+        self._directory = Path(directory)
+        self._own = self._directory / f"ready-{os.getpid()}"
+
+    def show(self, ready: bool) -> None:
+        if ready:
+            self._own.touch()
+        else:
+            self._own.unlink(missing_ok=True)
+
+    def num_ready(self) -> int:
+        since, found = time.time() - _PEER_SECONDS, 0
+        for file in self._directory.glob("ready-*"):
+            with contextlib.suppress(FileNotFoundError):  # it has just ended
+                found += file.stat().st_mtime >= since
+        return found
+
+
 async def _first_token(engine: AsyncLLM) -> None:
-    """Generate one token, which shows that the model works."""
+    """Generate one token, or embed one, which shows that the model works."""
+    if engine.config.model.poolers:
+        async for _ in engine.encode(TokensPrompt(prompt_token_ids=[0])):
+            pass
+        await engine.call_all("start_counting")
+        return
     params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
     async for _ in engine.generate(TokensPrompt(prompt_token_ids=[0]), params):
         pass
+    await engine.call_all("start_counting")  # nobody asked for this token
 
 
 async def _in_daemon_thread(work: Callable[[], T]) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvasir.frontend.text.detokenizer import Detokenizer, make_detokenizer
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.outputs import Logprob
 from kvasir.server.schema.chat import ChatLogprobs, TokenLogprob, TopLogprob
@@ -35,18 +36,15 @@ class LogprobWriter:
         return ChatLogprobs(content=content)
 
     def completion(
-        self, token_ids: list[int], positions: Iterable[Position], num_top: int, offset: int
+        self, token_ids: list[int], positions: Iterable[Position], num_top: int, offsets: list[int]
     ) -> CompletionLogprobs:
-        """`offset`: position of the first token's text in the reply's text."""
-        made = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+        """`offsets`: where each token's text begins in the reply's text."""
+        made = CompletionLogprobs(text_offset=offsets, token_logprobs=[], tokens=[], top_logprobs=[])
         for token, position in zip(token_ids, positions, strict=True):
             own = (position or {}).get(token)
-            text = self._text(token)
-            made.text_offset.append(offset)
-            made.tokens.append(text)
+            made.tokens.append(self._text(token))
             made.token_logprobs.append(None if own is None else _number(own.logprob))
             made.top_logprobs.append(None if position is None else self._top_dict(token, position, num_top))
-            offset += 0 if self._tokenizer is None else len(self._tokenizer.token_text(token))
         return made
 
     def _top_dict(self, token: int, position: dict[int, Logprob], num_top: int) -> dict[str, float]:
@@ -74,6 +72,49 @@ class LogprobWriter:
         if self._bytes is not None and not self.as_ids:
             return list(self._bytes[token])
         return list(text.encode())
+
+
+class TextOffsets:
+    """Finds where each token's text begins in a text. A character of several tokens begins where the first one does.
+
+    The tokens after `prompt_ids` are those of the text; `start` is where their text begins.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_ids: Sequence[int] = (),
+        start: int = 0,
+        skip_special_tokens: bool = False,
+        spaces_between: bool = True,
+    ) -> None:
+        self._at = start
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None:
+            self._detokenizer = make_detokenizer(tokenizer, prompt_ids, skip_special_tokens, spaces_between)
+
+    def of(self, token_ids: Iterable[int]) -> list[int]:
+        """The offsets of the next tokens."""
+        found = []
+        for token in token_ids:
+            found.append(self._at)
+            self._at += len(self.push(token))
+        return found
+
+    def in_text(self, token_ids: Iterable[int], text: str) -> list[int]:
+        """The offsets of a text's tokens, some of which the tokenizer may have added to it."""
+        found = []
+        for token in token_ids:
+            found.append(self._at)
+            piece = self.push(token)
+            for each in (piece, piece.removeprefix(" ")):  # one that some tokenizers write before the first word
+                if text.startswith(each, self._at):
+                    self._at += len(each)
+                    break
+        return found
+
+    def push(self, token: int) -> str:
+        return "" if self._detokenizer is None else self._detokenizer.push(token)
 
 
 def prompt_logprobs(positions: Iterable[Position]) -> list[Any]:

@@ -41,6 +41,7 @@ GAPS = (
 )
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _COUNTS = (1, 2, 5, 10, 20)
+_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
 class Tally:
@@ -71,6 +72,15 @@ class Metrics:
         self.prompt_tokens_cached = self._counter(
             "prompt_tokens_cached", "Prompt tokens of finished requests that were found in the prefix cache."
         )
+        self.prompt_tokens_by_source = self._counter(
+            "prompt_tokens_by_source",
+            "Prompt tokens of finished requests by where their KV came from: local_compute, local_cache_hit (device "
+            "or host memory), or external_kv_transfer, which does not happen.",
+            ["source"],
+        )
+        self._by_source = {
+            source: self.prompt_tokens_by_source.labels(**self.labels, source=source) for source in _SOURCES
+        }
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens.")
         self.success = self._counter("request_success", "Finished requests by finish reason.", ["finished_reason"])
         self.errors = self._counter("request_errors", "Failed requests by cause.", ["cause"])
@@ -157,6 +167,8 @@ class Metrics:
         """Observe a request of the engine that has finished."""
         self.prompt_tokens.inc(num_prompt)
         self.prompt_tokens_cached.inc(num_cached)
+        self._by_source["local_compute"].inc(num_prompt - num_cached)
+        self._by_source["local_cache_hit"].inc(num_cached)
         self.request_prompt.observe(num_prompt)
         self.request_generation.observe(num_generated)
         if times is None:

@@ -1,17 +1,20 @@
-"""Stored responses of one API process, up to a number and a size; the oldest are dropped first."""
+"""Stored responses and chat completions of one API process, up to a number and a size; the oldest are dropped first."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from pydantic import BaseModel
 
 from kvasir.server.api_keys import ApiKey
 from kvasir.server.errors import ApiError, not_found
-from kvasir.server.schema.base import encode
-from kvasir.server.schema.chat import Message
+from kvasir.server.schema.chat import ChatCompletion
 from kvasir.server.schema.responses import ResponseReply
 
 if TYPE_CHECKING:
@@ -23,11 +26,46 @@ MAX_BYTES = 256 << 20
 @dataclass(slots=True)
 class StoredResponse:
     response: ResponseReply
-    messages: list[Message]  # the conversation without instructions, and the answer once it is complete
+    items: list[dict[str, Any]]  # the conversation without instructions, and the answer once it is complete
     owner: str  # name of the API key that alone may see it
     request: ApiRequest | None = None  # while it runs
     task: asyncio.Task[None] | None = None  # of a background response
+    log: EventLog | None = None  # of a streamed background response
+    num_input: int = 0  # how many of the items are its input
     num_bytes: int = 0
+
+
+class EventLog:
+    """The events of a response, which several clients may follow, from any of them on."""
+
+    def __init__(self) -> None:
+        self.events: list[bytes] = []  # by sequence number
+        self._is_closed = False
+        self._changed = asyncio.Event()
+
+    def add(self, frames: bytes) -> None:
+        self.events += [event + b"\n\n" for event in frames.split(b"\n\n")[:-1]]
+        self._wake()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def follow(self, number: int) -> AsyncIterator[bytes]:
+        """The events from this sequence number on: those that are there, then each as it comes."""
+        while True:
+            changed = self._changed
+            if new := self.events[number:]:
+                number += len(new)
+                yield b"".join(new)
+            elif self._is_closed:
+                return
+            else:
+                await changed.wait()
 
 
 class ResponseStore:
@@ -47,6 +85,10 @@ class ResponseStore:
             message = f"{running} responses are running, as many as are stored (--max-stored-responses): wait."
             raise ApiError(429, message, "queue_full", "background", "queue_full", retry_after=1.0)
         self._put(stored)
+        if self.num_bytes > self.max_bytes and running and stored.request is not None:
+            self._drop(stored.response.id)
+            message = f"The responses that are running take {self.max_bytes >> 20} MiB, all that are stored: wait."
+            raise ApiError(429, message, "queue_full", "input", "queue_full", retry_after=1.0)
 
     def update(self, stored: StoredResponse) -> None:
         """Measure a response again that has changed, unless it was deleted meanwhile."""
@@ -55,7 +97,7 @@ class ResponseStore:
             self._put(stored)
 
     def _put(self, stored: StoredResponse) -> None:
-        stored.num_bytes = len(encode(stored.response)) + _size(stored.messages)
+        stored.num_bytes = size_in_memory([stored.response, stored.items, stored.log and stored.log.events])
         self.num_bytes += stored.num_bytes
         self._stored[stored.response.id] = stored
         done = [key for key, each in self._stored.items() if each.request is None]
@@ -79,5 +121,73 @@ class ResponseStore:
         self.num_bytes -= self._stored.pop(response_id).num_bytes
 
 
-def _size(messages: Sequence[Message]) -> int:
-    return sum(len(str(message.content)) for message in messages)
+@dataclass(slots=True)
+class StoredCompletion:
+    completion: ChatCompletion  # with its metadata
+    messages: list[dict[str, Any]]  # of the request
+    owner: str  # name of the API key that alone may see it
+    num_bytes: int = 0
+
+
+class CompletionStore:
+    """Chat completions whose requests asked for it with `store`. Clients may choose ids, so each key has its own."""
+
+    def __init__(self, max_completions: int, max_bytes: int = MAX_BYTES) -> None:
+        self.max_completions = max_completions
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._stored: OrderedDict[tuple[str, str], StoredCompletion] = OrderedDict()  # by owner and id, oldest first
+
+    def add(self, stored: StoredCompletion) -> None:
+        """Store a completion. An earlier one of the same id makes room for it."""
+        place = stored.owner, stored.completion.id
+        self._drop(place)
+        self._stored[place] = stored
+        self.update(stored)
+
+    def update(self, stored: StoredCompletion) -> None:
+        """Measure a completion that is new or has changed."""
+        self.num_bytes -= stored.num_bytes
+        stored.num_bytes = size_in_memory([stored.completion, stored.messages])
+        self.num_bytes += stored.num_bytes
+        while self._stored and (len(self._stored) > self.max_completions or self.num_bytes > self.max_bytes):
+            self._drop(next(iter(self._stored)))
+
+    def find(self, completion_id: str, key: ApiKey) -> StoredCompletion:
+        """The completion; a 404 if it is not stored, or belongs to another key."""
+        found = self._stored.get((key.name, completion_id))
+        if found is None:
+            name = f"The chat completion {completion_id!r}"
+            raise not_found(f"{name} is not stored here; it may have been dropped to make room.")
+        return found
+
+    def delete(self, completion_id: str, key: ApiKey) -> None:
+        self.find(completion_id, key)
+        self._drop((key.name, completion_id))
+
+    def of(self, key: ApiKey) -> list[StoredCompletion]:
+        """All completions of a key, the oldest first."""
+        return [each for each in self._stored.values() if each.owner == key.name]
+
+    def _drop(self, place: tuple[str, str]) -> None:
+        if (found := self._stored.pop(place, None)) is not None:
+            self.num_bytes -= found.num_bytes
+
+
+def size_in_memory(value: Any) -> int:
+    """Bytes that an object takes with all that it holds. Short parts count for much: a list of them takes more than
+    their text."""
+    total, todo = 0, [value]
+    while todo:
+        each = todo.pop()
+        total += sys.getsizeof(each)
+        if isinstance(each, dict):
+            todo += each.keys()
+            todo += each.values()
+        elif isinstance(each, list | tuple):
+            todo += each
+        elif isinstance(each, msgspec.Struct):
+            todo += [getattr(each, name) for name in each.__struct_fields__]
+        elif isinstance(each, BaseModel):
+            todo += [each.__dict__, each.model_extra or {}]
+    return total

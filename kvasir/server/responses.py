@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvasir.errors import RequestError
+from kvasir.frontend.requests.prompts import TokenizedPrompt
 from kvasir.outputs import CompletionOutput, RequestOutput
-from kvasir.parsers.base import content_of
 from kvasir.server.api_keys import ApiKey
-from kvasir.server.api_request import ApiRequest, read_chat
-from kvasir.server.errors import ApiError, as_api_error
+from kvasir.server.api_request import ApiRequest, answer_of, read_chat, within
+from kvasir.server.errors import EVENTS, ApiError, as_api_error
 from kvasir.server.event_stream import EventStream
-from kvasir.server.http import Call, new_id
+from kvasir.server.http import Call, ClientGone, new_id, unless_disconnected
 from kvasir.server.logprobs import LogprobWriter
-from kvasir.server.response_store import ResponseStore, StoredResponse
-from kvasir.server.schema.base import encode
+from kvasir.server.response_items import Event, OutputItems, messages_of
+from kvasir.server.response_store import EventLog, ResponseStore, StoredResponse
+from kvasir.server.schema.base import CompletionTokensDetails, Usage, encode
 from kvasir.server.schema.chat import ChatTemplateFields, Message
 from kvasir.server.schema.responses import (
     LOGPROBS,
     InputDetails,
+    InputTokensRequest,
     OutputDetails,
-    OutputMessage,
-    OutputText,
+    PromptFields,
     ResponseError,
     ResponseReply,
     ResponsesRequest,
     ResponseUsage,
 )
 from kvasir.server.schema.sampling import sampling_params
+from kvasir.server.schema.tools import RequestTools, responses_tools
 from kvasir.server.state import ServerState
 
 _STATUS = {"length": "incomplete", "timeout": "incomplete", "abort": "cancelled"}
 _INCOMPLETE = {"length": "max_output_tokens", "timeout": "timeout"}
+_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc", "reasoning": "rs"}
 # This interface's names of what the chat template and the engine may refuse.
 _FIELD_NAMES = {"messages": "input", "reasoning_effort": "reasoning", "logprobs": "top_logprobs"}
 
@@ -46,7 +51,7 @@ class ResponseJob:
 
     request: ApiRequest
     response: ResponseReply
-    item_id: str
+    items: OutputItems
     num_logprobs: int | None
     stored: StoredResponse | None
     store: ResponseStore
@@ -56,24 +61,26 @@ class ResponseJob:
         store = state.responses
         model = state.check_model(body.model)
         stores = _stores(state, body)
-        messages = [*_conversation(state, body, call.key), *messages_of(body.input)]
-        request = await _request(state, call, body, messages)
+        items = conversation(state, body, call.key)
+        request = await _request(state, call, body, items)
         response = _first_state(body, request, model, stores)
-        stored = StoredResponse(response, messages, call.key.name, request) if stores else None
-        if stored is not None:
+        stored = None
+        if stores:
+            stored = StoredResponse(response, items, call.key.name, request, num_input=len(items))
+            stored.log = EventLog() if body.background and body.stream else None
             store.add(stored)
         wants_logprobs = LOGPROBS in (body.include or [])
         number = (body.top_logprobs or 0) if wants_logprobs else None
-        return cls(request, response, f"msg_{new_id()}", number, stored, store)
+        return cls(request, response, OutputItems(request.answer), number, stored, store)
 
     async def whole(self) -> ResponseReply:
         """Run to the end and return the response."""
         try:
             (output,) = await self.request.whole()
-            self.request.check(output)
             (each,) = output.outputs
-            text = content_of(self.request.parts.read(0, each))
-            self.complete(text, self.logprobs(each), each.finish_reason or "stop")
+            for _ in self.items.add(self.request.parts.read(0, each), self.logprobs(each)):
+                pass  # events, which nobody reads
+            self.complete(each.finish_reason or "stop")
         except Exception as error:
             if isinstance(error, ApiError):
                 self.fail(error)
@@ -82,31 +89,49 @@ class ResponseJob:
             self.ended()
         return self.response
 
+    async def logged(self, log: EventLog) -> None:
+        """Run to the end and log the events."""
+        events = ResponseEvents(self)
+        log.add(events.open())
+        try:
+            async with self.request.ending():
+                await self.request.start()
+                while (output := await self.request.stream.next()) is not None:
+                    self.request.take(output)
+                    log.add(events.write(output))
+        except Exception as error:
+            log.add(events.fail(error))
+            raise
+        finally:
+            self.ended()
+            log.close()
+
     def logprobs(self, each: CompletionOutput) -> list[Any]:
         if self.num_logprobs is None or each.logprobs is None:
             return []
-        writer = LogprobWriter(self.request.engine.tokenizer)
+        writer = LogprobWriter(self.request.engine.tokenizer, self.request.state.writes_token_ids(None))
         return list(writer.chat(each.token_ids, each.logprobs, self.num_logprobs).content)
 
     # ------------------------------------------------------------ its end
 
-    def complete(self, text: str, logprobs: list[Any], reason: str) -> None:
+    def complete(self, reason: str) -> list[Event]:
+        """The answer has ended; returns the last events of its items."""
         status = _STATUS.get(reason, "completed")
-        part = OutputText(text=text, annotations=[], logprobs=logprobs)
-        done = "completed" if status == "completed" else "incomplete"
+        events = list(self.items.finish("completed" if status == "completed" else "incomplete"))
         response, usage = self.response, self.request.usage()
-        response.output = [OutputMessage(id=self.item_id, status=done, content=[part])]
+        response.output = self.items.items
         response.status = status
         response.incomplete_details = {"reason": _INCOMPLETE[reason]} if reason in _INCOMPLETE else None
         response.usage = ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputDetails(cached_tokens=self.request.tokens.num_cached),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputDetails(),
+            output_tokens_details=OutputDetails(reasoning_tokens=_num_reasoning(usage)),
             total_tokens=usage.total_tokens,
         )
         if self.stored is not None:
-            self.stored.messages.append(Message(role="assistant", content=text))
+            self.stored.items += self.items.as_input()
+        return events
 
     def fail(self, error: ApiError) -> None:
         self.response.status = "failed"
@@ -121,16 +146,23 @@ class ResponseJob:
             self.store.update(self.stored)
 
 
-async def _request(state: ServerState, call: Call, body: ResponsesRequest, messages: list[Message]) -> ApiRequest:
+async def read_prompt(
+    state: ServerState, body: PromptFields, items: list[dict[str, Any]], tools: RequestTools, salt: str | None = None
+) -> tuple[TokenizedPrompt, ChatTemplateFields]:
+    messages = messages_of(items)
     effort = None if body.reasoning is None else body.reasoning.effort
     shown = messages if body.instructions is None else [Message(role="system", content=body.instructions), *messages]
-    tools = None if state.config.exclude_tools_when_tool_choice_none else body.tools
-    fields = ChatTemplateFields(messages=shown, tools=tools, chat_template_kwargs=body.chat_template_kwargs)
+    excluded = not tools.is_active and state.config.exclude_tools_when_tool_choice_none
+    fields = ChatTemplateFields(messages=shown, chat_template_kwargs=body.chat_template_kwargs)
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     try:
-        prompt = await read_chat(state, fields, salt=body.cache_salt, **variables)
+        prompt = await read_chat(state, fields, salt=salt, tools=None if excluded else tools.shown(), **variables)
+        return prompt, fields
     except RequestError as error:
         raise as_api_error(error, _FIELD_NAMES) from error
+
+
+async def _request(state: ServerState, call: Call, body: ResponsesRequest, items: list[dict[str, Any]]) -> ApiRequest:
     params = sampling_params(
         body,
         state.default_params,
@@ -138,8 +170,19 @@ async def _request(state: ServerState, call: Call, body: ResponsesRequest, messa
         logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or []) else None,
         stream=bool(body.stream),
     )
+    tools = responses_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    async with within(state, call, body.timeout):
+        prompt, fields = await read_prompt(state, body, items, tools, body.cache_salt)
+    shows_reasoning, budget = body.include_reasoning is not False, body.thinking_token_budget
+    answer = answer_of(state, params, tools, prompt, fields, shows_reasoning, budget)
     user = body.user or body.safety_identifier
-    return ApiRequest(state, call, [prompt], params, body.priority or 0, body.timeout, user, _FIELD_NAMES)
+    priority, timeout, model = body.priority or 0, body.timeout, body.model
+    return ApiRequest(state, call, [prompt], params, priority, timeout, user, _FIELD_NAMES, answer, model)
+
+
+def _num_reasoning(usage: Usage) -> int:
+    details = usage.completion_tokens_details
+    return details.reasoning_tokens if isinstance(details, CompletionTokensDetails) else 0
 
 
 def _stores(state: ServerState, body: ResponsesRequest) -> bool:
@@ -152,15 +195,28 @@ def _stores(state: ServerState, body: ResponsesRequest) -> bool:
     return False
 
 
-def _conversation(state: ServerState, body: ResponsesRequest, key: ApiKey) -> list[Message]:
-    """The messages up to the previous response. Its instructions do not carry over, as OpenAI defines it."""
+def conversation(state: ServerState, body: ResponsesRequest | InputTokensRequest, key: ApiKey) -> list[dict[str, Any]]:
+    """The items up to the previous response, and the input's. The previous instructions do not carry over, as OpenAI
+    defines it."""
+    given = [] if body.input is None else body.input
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [*_previous_items(state, body, key), *(_with_id(item) for item in items)]
+
+
+def _with_id(item: dict[str, Any]) -> dict[str, Any]:
+    prefix = _PREFIXES.get(str(item.get("type")), "msg")
+    given = item.get("id")
+    return {"type": "message", **item, "id": given if isinstance(given, str) and given else f"{prefix}_{new_id()}"}
+
+
+def _previous_items(state: ServerState, body: PromptFields, key: ApiKey) -> list[dict[str, Any]]:
     if body.previous_response_id is None:
         return []
     found = state.responses.find(body.previous_response_id, key)
     if found.request is not None:
         message = "The previous response is still running: wait until it is completed."
         raise RequestError(message, "previous_response_id")
-    return list(found.messages)
+    return list(found.items)
 
 
 def _first_state(body: ResponsesRequest, request: ApiRequest, model: str, stores: bool) -> ResponseReply:
@@ -180,63 +236,13 @@ def _first_state(body: ResponsesRequest, request: ApiRequest, model: str, stores
         reasoning={"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
         store=stores,
         temperature=request.params.temperature,
-        text={"format": {"type": "text"}},
+        text={"format": (None if body.text is None else body.text.format) or {"type": "text"}},
         tool_choice=body.tool_choice or "auto",
         tools=body.tools or [],
         top_logprobs=body.top_logprobs or 0,
         top_p=request.params.top_p,
         user=body.user,
     )
-
-
-# ---------------------------------------------------------------- items of the input
-
-
-def messages_of(given: str | list[dict[str, Any]]) -> list[Message]:
-    """The input's items as messages."""
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    return [_message(item) for item in items]
-
-
-def _message(item: dict[str, Any]) -> Message:
-    kind = item.get("type", "message")
-    if kind == "message":
-        return _plain(item)
-    if kind == "function_call":
-        function = {"name": _text(item, "name"), "arguments": _text(item, "arguments")}
-        call = {"id": _text(item, "call_id"), "type": "function", "function": function}
-        return Message.model_validate({"role": "assistant", "content": None, "tool_calls": [call]})
-    if kind == "function_call_output":
-        return Message.model_validate(
-            {"role": "tool", "content": _output(item), "tool_call_id": _text(item, "call_id")}
-        )
-    message = f"Input items of type {kind!r} are not supported; use message, function_call or function_call_output."
-    raise RequestError(message, "input")
-
-
-def _plain(item: dict[str, Any]) -> Message:
-    role, content = item.get("role"), item.get("content")
-    if not isinstance(role, str) or not isinstance(content, str | list):
-        raise RequestError("A message in input must have a role and content.", "input")
-    if isinstance(content, list) and not all(isinstance(part, str | dict) for part in content):
-        raise RequestError("A message's content must be a string or a list of content parts.", "input")
-    return Message(role=role, content=content)
-
-
-def _output(item: dict[str, Any]) -> str | list[str | dict[str, Any]]:
-    output = item.get("output")
-    if isinstance(output, str):
-        return output
-    if isinstance(output, list) and all(isinstance(part, str | dict) for part in output):
-        return output
-    raise RequestError("A function_call_output must have output, a string.", "input")
-
-
-def _text(item: dict[str, Any], name: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"An item of type {item['type']!r} must have {name}, a string.", "input")
-    return value
 
 
 # ---------------------------------------------------------------- the stream
@@ -256,64 +262,64 @@ class ResponseStream(EventStream):
             self._job.ended()
 
 
+class LoggedStream(Response):
+    """Sends logged events, those to come among them. Whoever leaves ends nothing."""
+
+    def __init__(self, log: EventLog, number: int = 0) -> None:
+        """`number`: the first event's sequence number."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, media_type=EVENTS)
+        del self.headers["content-length"]
+        self._log = log
+        self._number = number
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        with suppress(ClientGone):
+            async with unless_disconnected(receive):
+                async for frames in self._log.follow(self._number):
+                    await send({"type": "http.response.body", "body": frames, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+
+
 class ResponseEvents:
     """Writes the events of a response in OpenAI's order."""
 
     def __init__(self, job: ResponseJob) -> None:
         self.job = job
         self._number = 0
-        self._place = {"item_id": job.item_id, "output_index": 0, "content_index": 0}
         self._is_open = False  # the first events are written
-        self._text: list[str] = []
-        self._logprobs: list[Any] = []
 
     def write(self, output: RequestOutput) -> bytes:
         job = self.job
         job.request.check(output)
         (each,) = output.outputs
-        frames = b"" if self._is_open else self._opening()
-        self._is_open = True
-        text = content_of(job.request.parts.read(0, each))
-        if text or each.logprobs:
-            new = job.logprobs(each)
-            self._text.append(text)
-            self._logprobs += new
-            frames += self._event("response.output_text.delta", **self._place, delta=text, logprobs=new)
+        frames = self.open()
+        for kind, fields in job.items.add(job.request.parts.read(0, each), job.logprobs(each)):
+            frames += self._event(kind, **fields)
         if each.finish_reason is not None:
-            job.complete("".join(self._text), self._logprobs, each.finish_reason)
+            for kind, fields in job.complete(each.finish_reason):
+                frames += self._event(kind, **fields)
             job.ended()
-            frames += self._closing()
+            frames += self._event(job.response.status, response=job.response)
         return frames
+
+    def open(self) -> bytes:
+        """The first events, unless they are written already."""
+        if self._is_open:
+            return b""
+        self._is_open = True
+        response = self.job.response
+        return self._event("created", response=response) + self._event("in_progress", response=response)
 
     def finish(self) -> bytes:
         return b""
 
     def fail(self, error: Exception) -> bytes:
         self.job.fail(as_api_error(error))
-        return self._event("response.failed", response=self.job.response)
+        return self._event("failed", response=self.job.response)
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        kind = f"response.{name}"
         body = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + encode(body) + b"\n\n"
-
-    def _opening(self) -> bytes:
-        part = OutputText(text="", annotations=[], logprobs=[])
-        item = {"id": self.job.item_id, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
-        return (
-            self._event("response.created", response=self.job.response)
-            + self._event("response.in_progress", response=self.job.response)
-            + self._event("response.output_item.added", output_index=0, item=item)
-            + self._event("response.content_part.added", **self._place, part=part)
-        )
-
-    def _closing(self) -> bytes:
-        response = self.job.response
-        (item,) = response.output
-        (part,) = item.content
-        return (
-            self._event("response.output_text.done", **self._place, text=part.text, logprobs=part.logprobs)
-            + self._event("response.content_part.done", **self._place, part=part)
-            + self._event("response.output_item.done", output_index=0, item=item)
-            + self._event(f"response.{response.status}", response=response)
-        )

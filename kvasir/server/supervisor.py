@@ -11,22 +11,23 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from kvasir.config.engine import EngineConfig
+from kvasir.config.scratch import make_scratch, remove_scratch
 from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import EngineError
 from kvasir.frontend.clients.engine_client import EngineClient
 from kvasir.log import get_logger
 from kvasir.server.api_keys import load_keys
 from kvasir.server.config import ServerConfig
-from kvasir.server.launch import listen, run, set_up_logging
-from kvasir.server.lifecycle import one_line
+from kvasir.server.launch import listen, print_error, run, set_up_logging
+from kvasir.server.lifecycle import Peers, one_line
 from kvasir.server.metrics import MULTIPROCESS
 from kvasir.server.state import ServerPhase, ServerState
 
@@ -52,16 +53,19 @@ class _Stopped(BaseException):
 def supervise(asked: EngineConfig, config: ServerConfig, executor: Any = None) -> int:
     load_keys(config)  # reports wrong keys once, instead of in every process
     sock = listen(config)
-    with tempfile.TemporaryDirectory(prefix="kvasir-metrics-") as directory:
-        start = _Start(config, asked.model.model, sock.fileno())
-        processes = _ApiProcesses([_ApiProcess(start, directory) for _ in range(config.api_server_count)])
-        try:
-            return processes.run(asked, executor, config.shutdown_timeout)
-        finally:
-            processes.kill()
-            sock.close()
-            if processes.error:
-                print(f"kvasir: error: {processes.error}", file=sys.stderr)
+    directory = make_scratch("metrics-")
+    start = _Start(config, asked.model.model, sock.fileno())
+    processes = _ApiProcesses([_ApiProcess(start, directory) for _ in range(config.api_server_count)])
+    try:
+        return processes.run(asked, executor, config.shutdown_timeout)
+    finally:
+        processes.kill()
+        sock.close()
+        if config.uds is not None:
+            Path(config.uds).unlink(missing_ok=True)
+        remove_scratch(directory)
+        if processes.error:
+            print_error(processes.error)
 
 
 class _ApiProcess:
@@ -166,6 +170,7 @@ def api_process(handle: int) -> None:
     start: _Start = link.recv()
     set_up_logging(start.config)
     state = ServerState(start.config, start.model, start.config.api_server_count)
+    state.peers = Peers(os.environ[MULTIPROCESS], start.config.api_server_count)
 
     def attach(phase: ServerPhase) -> AsyncLLM:
         while True:

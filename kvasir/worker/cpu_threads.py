@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from kvasir.config.engine import EngineConfig
-from kvasir.distributed.mesh import Mesh
+from kvasir.distributed import Mesh
 from kvasir.kernels.cpu import library
 from kvasir.platforms.limits import parse_cpus, share
 

@@ -11,6 +11,8 @@ from kvasir.errors import ConfigError
 
 GIB = 1 << 30
 LARGEST_GRAPH = 1024  # tokens
+GRAPH_BYTES = 4 << 20  # measured on an H200: 3.2 MiB for each of 28 layers, 4 for 32
+HEAD_BYTES = 8  # of a logit: as the model computes it, and in float32 for the stages
 
 
 @dataclass(slots=True, frozen=True)
@@ -29,10 +31,13 @@ def kv_share(total: int, utilization: float, profile: Profile, graphs: int) -> i
     return ours - profile.peak - profile.outside - max(0, graphs - (total - ours))
 
 
-def expected_graphs(largest_step: int, num_tokens: int) -> int:
-    """An estimate of the bytes that graphs will take: the working memory of their largest step, which they share, and
-    as much again for what each keeps. `num_tokens` is the number of tokens of the largest step."""
-    return 2 * largest_step * min(num_tokens, LARGEST_GRAPH) // num_tokens
+def expected_graphs(num_graphs: int, max_rows: int, vocab_size: int, largest_step: int, num_tokens: int) -> int:
+    """An estimate of the bytes that graphs will take: what each keeps of the driver's memory, and the working memory of
+    the largest forward pass and the largest head, which all share. `num_tokens` is the number of tokens of the largest
+    step, of which `largest_step` is the working memory."""
+    forward = largest_step * min(num_tokens, LARGEST_GRAPH) // num_tokens
+    head = min(max_rows, LARGEST_GRAPH) * vocab_size * HEAD_BYTES
+    return num_graphs * GRAPH_BYTES + forward + head
 
 
 def refuse_more_than_is_free(kv_bytes: int, setting: str, value: int, free: int | None, steps: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -13,6 +13,7 @@ from kvasir.messages import KVSpec
 
 class Model(Protocol):
     vocab_size: int
+    poolers: Any  # PoolingHeads by task, with the methods of a dict; empty: the model generates text
 
     @property
     def capturable(self) -> bool:
@@ -42,6 +43,9 @@ class Model(Protocol):
 
     def bind_kv(self, caches: Sequence[torch.Tensor]) -> None:
         """Give each layer its view of the cache, [blocks, *page_shape]."""
+
+    def compile_key(self) -> str:
+        """Return what the kernels of this model depend on, as text."""
 
     def compile_copy(self) -> Model | None:
         """A copy with one layer of each kind, which launches every kernel variant that the model does. None where its

@@ -18,16 +18,20 @@ from kvasir.kernels.upload import upload
 from kvasir.messages import SampleInputs, StepPlan
 from kvasir.sampling.features import (
     FeatureUse,
+    ForwardUse,
     HeadLayout,
     HeadWork,
     HiddenReader,
     RowFeature,
     SampledLines,
     SampledRows,
+    sampled_lines,
 )
 from kvasir.sampling.registry import FeatureSettings, make_sampler
 from kvasir.worker.kv_memory import KVMemory, make_host_memory
 from kvasir.worker.model import Model
+from kvasir.worker.speculative.device import Speculation, Verified
+from kvasir.worker.speculative.drafter import Drafter
 from kvasir.worker.step_inputs import DeviceRows, HostInputs, StepInputs, eager_inputs, host_inputs
 from kvasir.worker.step_result import DeviceResult, StepOutputs
 
@@ -43,15 +47,17 @@ class Running:
     """A step whose forward pass is launched and whose sampling is not."""
 
     plan: StepPlan
-    batch: AttentionBatch
-    hidden: torch.Tensor  # of the tokens of `batch`
-    readers: list[tuple[str, HiddenReader]]  # features that read hidden states, by the name of their part
-    key: ForwardGraphKey | None  # of the graph that the forward pass was; None: launched kernel by kernel
+    key: ForwardGraphKey | None = None  # of the graph that the forward pass was; None: launched kernel by kernel
+    # of a step that was launched kernel by kernel; a graph leaves this in its buffers
+    batch: AttentionBatch | None = None
+    hidden: torch.Tensor | None = None  # of the tokens of `batch`
+    readers: Sequence[tuple[str, HiddenReader]] = ()  # features that read hidden states, by the name of their part
 
 
 @dataclass(slots=True)
 class RunnerStats:
     narrowed_steps: int = 0  # steps whose last layer ran for the sequences' last tokens alone
+    changed_steps: int = 0  # steps in which a feature, such as adapters, changed the forward pass
 
 
 class ModelRunner:
@@ -66,44 +72,69 @@ class ModelRunner:
         logprobs_mode: str = "raw_logprobs",
         num_host_blocks: int = 0,
         num_ranks: int = 1,
+        max_tokens: int = 8192,  # of a step
+        drafter: Drafter | None = None,  # None: every row runs its own tokens only
+        further: Sequence[RowFeature] = (),  # features of the model
     ) -> None:
         self.model = model
         self.kv_memory = kv_memory
         self.host_memory = make_host_memory(kv_memory, num_host_blocks)
         self.device = device
         spec = kv_memory.spec
-        self.rows = DeviceRows(max_rows, max_model_len, spec.block_size, device, len(spec.windows))
-        settings = FeatureSettings(max_rows + 1, model.vocab_size, device, logprobs_mode)
+        drafts = 0 if drafter is None else drafter.num_drafts
+        self.rows = DeviceRows(max_rows, max_model_len, spec.block_size, device, len(spec.windows), drafts)
+        self.speculation = None
+        if drafter is not None:
+            drafter.allocate(kv_memory.num_blocks, self.rows)
+            self.speculation = Speculation(drafter, self.rows)
+        poolers = dict(model.poolers.items())
+        settings = FeatureSettings(max_rows + 1, model.vocab_size, device, logprobs_mode, drafts, poolers, further)
         self.sampler = make_sampler(settings, self.rows.next_token)
         self.features = self.sampler.features
+        self._changing = [feature for feature in self.features if feature.changes_forward]
         self.graphs: StepGraphs | None = None
         if use_graphs:
-            from kvasir.worker.graphs.keys import graph_sizes
+            from kvasir.worker.graphs.keys import GraphKeys
             from kvasir.worker.graphs.step_graphs import StepGraphs
 
-            self.graphs = StepGraphs(model, self.rows, self.sampler, graph_sizes(max_rows), device, num_ranks)
+            self.sampler.parameters.reserve()
+            is_captured = any(feature.is_captured for feature in self._changing)
+            keys = GraphKeys(max_rows, max_tokens, drafts, may_change=is_captured)
+            self.graphs = StepGraphs(model, self.rows, self.sampler, keys, device, num_ranks, self.speculation)
         self.stats = RunnerStats()
         self._running: Running | None = None
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a feature may change the forward pass."""
+        return bool(self._changing)
 
     # ------------------------------------------------------------ forward
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, as_graph: bool = True) -> None:
-        """Launch the forward pass, kernel by kernel if not `as_graph`."""
-        key = self.graphs.forward_key(plan) if self.graphs is not None and as_graph else None
+    def execute(self, plan: StepPlan, as_graph: bool = True, as_changed: bool = False) -> None:
+        """Launch the forward pass, kernel by kernel if not `as_graph`. `as_changed`: as if a feature changed it, to
+        compile the kernels of such a pass."""
         packed = tuple(feature.pack(plan.new_rows) for feature in self.features) if plan.new_rows else ()
-        inputs = host_inputs(plan, packed, key, self.rows.padding).to_device(self.device)
-        self._update_rows(plan, inputs)
         readers = [
             (feature.part_name, reader)
             for feature in self.features
             if (reader := feature.plan_hidden(plan)) is not None
         ]
+        use = max((feature.forward_use(plan) for feature in self._changing), default=ForwardUse.PLAIN)
+        use = max(use, ForwardUse.GRAPH) if as_changed else use
+        self.stats.changed_steps += use > ForwardUse.PLAIN
+        key = None
+        # graphs leave hidden states of last tokens only
+        if self.graphs is not None and as_graph and not readers and use < ForwardUse.EAGER:
+            key = self.graphs.forward_key(plan, use > ForwardUse.PLAIN)
+        inputs = host_inputs(plan, packed, key, self.rows.padding).to_device(self.device)
+        self._update_rows(plan, inputs)
         if self.graphs is None or key is None:
-            self._running = self._forward(plan, eager_inputs(self.rows, plan, inputs), readers)
-            return
-        step = self.graphs.forward(key, inputs)
-        self._running = Running(plan, step.inputs.batch, step.hidden, readers, key)
+            self._running = self._forward(plan, eager_inputs(self.rows, plan, inputs, use > 0), readers, use)
+        else:
+            self.graphs.forward(key, inputs)
+            self._running = Running(plan, key)
 
     def _update_rows(self, plan: StepPlan, inputs: HostInputs[torch.Tensor]) -> None:
         """Bring rows, block tables and blocks to where this step begins."""
@@ -112,20 +143,30 @@ class ModelRunner:
             self.rows.num_computed[rows] = inputs.new_rows[:, 1]
             for feature, packed in zip(self.features, inputs.features, strict=True):
                 feature.open(plan.new_rows, rows, packed)
+            if self.speculation is not None:
+                self.speculation.open(plan.new_rows, rows)
         if len(plan.table_index):
             self.rows.set_tables(inputs.table_index, inputs.table_block)
         if len(plan.to_host) or len(plan.from_host):
             self.host_memory.exchange(plan.to_host[:, 1], plan.from_host[:, 0], inputs.leaving, inputs.arriving)
         if len(plan.copies):
             self.kv_memory.copy_blocks(inputs.copies)
+            if self.speculation is not None:
+                self.speculation.drafter.copy_blocks(inputs.copies)
 
-    def _forward(self, plan: StepPlan, inputs: StepInputs, readers: list[tuple[str, HiddenReader]]) -> Running:
+    def _forward(
+        self, plan: StepPlan, inputs: StepInputs, readers: list[tuple[str, HiddenReader]], use: ForwardUse
+    ) -> Running:
         last = None
-        if plan.num_decodes < len(plan.rows) and not readers:
+        if plan.num_decodes < len(plan.rows) and not readers and plan.drafts is None:
             last = inputs.batch.last_tokens()
             self.stats.narrowed_steps += 1
+        for feature in self._changing:
+            feature.begin_forward(use, inputs.rows, inputs.batch.rows, last is not None, plan)
         hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.batch, last)
-        return Running(plan, inputs.batch if last is None else last.batch, hidden, readers, None)
+        if self.speculation is not None:
+            self.speculation.drafter.follow(plan, inputs)
+        return Running(plan, None, inputs.batch if last is None else last.batch, hidden, readers)
 
     # ------------------------------------------------------------ sampling
 
@@ -138,10 +179,11 @@ class ModelRunner:
         outputs = StepOutputs(plan, inputs)
         # Readers come first: sampling may replay a graph, in whose memory the hidden states may lie.
         for name, reader in running.readers:
+            assert running.hidden is not None, "a step with readers is not a graph"
             outputs.add_part(name, reader.read(running.hidden, self.model.logits), reader.part)
-        lines = np.flatnonzero(plan.samples).astype(np.int32)
-        if len(lines):
-            self._sample(running, SampledLines(plan, lines, plan.rows[lines], inputs), outputs)
+        sampled = sampled_lines(plan, inputs)
+        if len(sampled.lines):
+            self._sample(running, sampled, outputs)
         if self.graphs is not None:
             outputs.graphs = self.graphs.use
         return outputs.launch()
@@ -149,46 +191,75 @@ class ModelRunner:
     def _sample(self, running: Running, sampled: SampledLines, outputs: StepOutputs) -> None:
         uses = [(feature, use) for feature in self.features if (use := feature.use(sampled)) is not None]
         if self.graphs is not None and running.key is not None:
-            head = self.graphs.head_key(running.key, len(sampled.lines), uses)
+            head = self.graphs.head_key(running.key, sampled, uses)
             if head is not None:
-                self._sample_by_graph(self.graphs, head, sampled, uses, outputs)
+                self._sample_by_graph(self.graphs, head, running.key, sampled, uses, outputs)
                 return
         self._sample_eagerly(running, sampled, uses, outputs)
 
     def _sample_by_graph(
-        self, graphs: StepGraphs, head: HeadGraphKey, sampled: SampledLines, uses: FeatureUses, outputs: StepOutputs
+        self,
+        graphs: StepGraphs,
+        head: HeadGraphKey,
+        forward: ForwardGraphKey,
+        sampled: SampledLines,
+        uses: FeatureUses,
+        outputs: StepOutputs,
     ) -> None:
         """A step of single tokens samples all its lines, those too whose token is not wanted."""
-        all_rows = not head.forward.is_mixed
-        tokens, found = graphs.head(head, sampled, uses)
-        count = len(sampled.plan.rows) if all_rows else len(sampled.lines)
-        outputs.add_tokens(tokens[:count], sampled.lines, all_rows)
+        all_rows = not forward.is_mixed
+        tokens, found = graphs.head(head, forward, sampled, uses)
+        if isinstance(tokens, Verified):
+            outputs.add_verified(tokens.first(len(np.unique(sampled.lines))), sampled)
+        else:
+            count = len(sampled.plan.rows) if all_rows else len(sampled.lines)
+            outputs.add_tokens(tokens[:count], sampled.lines, all_rows)
         for (feature, use), tensors in zip(uses, found, strict=True):
             _add_part(outputs, feature, use, [each[: use.num_entries] for each in tensors])
 
     def _sample_eagerly(self, running: Running, sampled: SampledLines, uses: FeatureUses, outputs: StepOutputs) -> None:
-        batch, hidden, rows, lengths = running.batch, running.hidden, running.batch.rows, running.batch.seq_lens
+        hidden, rows, lengths = self._sampling_lines(running, sampled)
+        for feature in self._changing:
+            feature.begin_head(rows)
         layout = HeadLayout(len(sampled.lines))
         arrays = [use.inputs(use.key, layout) for _, use in uses]
-        every_line = len(sampled.lines) == batch.num_decodes == len(rows)  # each samples, from a single token
-        uploaded: Iterator[torch.Tensor] = iter(())
-        if not every_line or any(arrays):
-            flat = [array for each in arrays for array in each]
-            uploaded = iter(upload(flat if every_line else [sampled.lines, *flat], self.device))
-        if not every_line:
-            chosen = next(uploaded)
-            rows, lengths, hidden = rows[chosen], lengths[chosen], hidden[batch.query_start[1:][chosen] - 1]
+        flat = [array for each in arrays for array in each]
+        uploaded: Iterator[torch.Tensor] = iter(upload(flat, self.device) if flat else ())
         step = SampledRows(sampled.rows, rows, lengths)
+        row_lines = None
+        if self.speculation is not None:
+            row_lines = self.speculation.begin(sampled, step, in_turns=any(use.observes for _, use in uses))
         work = [
             HeadWork(feature, use.key, tuple(next(uploaded) for _ in each))
             for (feature, use), each in zip(uses, arrays, strict=True)
         ]
         tokens, found = self.sampler.sample(self.model.logits(hidden), step, work)
-        outputs.add_tokens(tokens, sampled.lines, step=step)
+        if self.speculation is None:
+            outputs.add_tokens(tokens, sampled.lines, step=step)
+        else:
+            outputs.add_verified(self.speculation.settle(tokens, step, row_lines, sampled.plan), sampled, step)
         for (feature, use), tensors in zip(uses, found, strict=True):
             _add_part(outputs, feature, use, tensors)
+
+    def _sampling_lines(
+        self, running: Running, sampled: SampledLines
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states, rows and lengths of the lines that sample."""
+        lines = sampled.lines
+        if self.graphs is not None and running.key is not None:
+            return self.graphs.left(running.key, lines)
+        batch, hidden = running.batch, running.hidden
+        assert batch is not None and hidden is not None, "the step was launched kernel by kernel"
+        if len(lines) == batch.num_decodes == len(batch.rows):  # each samples, from a single token
+            return hidden, batch.rows, batch.seq_lens
+        if sampled.behind is not None:
+            chosen, behind = upload([lines, sampled.behind], self.device)
+            token = batch.query_start[1:][chosen] - 1 - behind
+            return hidden[token], batch.rows[chosen], batch.seq_lens[chosen] - behind
+        (chosen,) = upload([lines], self.device)
+        return hidden[batch.query_start[1:][chosen] - 1], batch.rows[chosen], batch.seq_lens[chosen]
 
 
 def _add_part(outputs: StepOutputs, feature: RowFeature, use: FeatureUse, tensors: Sequence[torch.Tensor]) -> None:
     if tensors:
-        outputs.add_part(feature.part_name, tensors, use.part)
+        outputs.add_part(feature.part_name, tensors, use.part, of_tokens=True)

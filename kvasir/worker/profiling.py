@@ -7,22 +7,36 @@ Costs are measured on blocks that hold nothing yet; prompt tokens are written to
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 
 import numpy as np
 import torch
 
 from kvasir.kernels.upload import upload
-from kvasir.messages import Extras, Int32Array, NewRow, RowSampling, StepCosts, StepPlan
+from kvasir.messages import (
+    MIN_GROUP_ROWS,
+    Extras,
+    Int32Array,
+    NewRow,
+    PrefixGroups,
+    RowPooling,
+    RowSampling,
+    StepCosts,
+    StepPlan,
+)
+from kvasir.worker.memory_budget import LARGEST_GRAPH
 from kvasir.worker.model_runner import ModelRunner
 
 MAX_TOKENS = 2048  # enough for the device to be busy
 MAX_BLOCKS = 64
+DECODES = (1, 4, 16, 48, 100, 200, 400)  # beside a prompt: attention cuts sequences in ways that depend on their number
 RUNS = 2  # after one that compiles kernels and touches memory
 
 
-def largest_step(max_rows: int, max_tokens: int, max_model_len: int) -> StepPlan:
-    """All rows sample with the stages that take most memory, and the rest of the token budget is prompt."""
+def largest_step(max_rows: int, max_tokens: int, max_model_len: int, task: str | None = None) -> StepPlan:
+    """All rows sample with the stages that take most memory, or ask for a pooling task, and the rest of the token
+    budget is prompt."""
     num_rows = min(max_rows, max_tokens)
     spare = max_tokens - num_rows
     lengths = np.ones(num_rows, np.int32)
@@ -31,23 +45,72 @@ def largest_step(max_rows: int, max_tokens: int, max_model_len: int) -> StepPlan
         spare -= int(lengths[row]) - 1
     extras = Extras(1, presence_penalty=1.0, top_ema_p=0.9, top_ema_d=1)
     sampling = RowSampling(temperature=1.0, top_p=0.9, top_k=10, min_p=0.1, extras=extras)
-    return _plan(lengths, sampling, np.zeros(1, np.int32))
+    return _plan(lengths, sampling, np.zeros(1, np.int32), task)
 
 
-def _plan(num_tokens: Int32Array, sampling: RowSampling, token_ids: Int32Array | None) -> StepPlan:
-    """A step of new rows, all of which sample alike."""
+def pooling_steps(max_rows: int, max_tokens: int, max_model_len: int, tasks: tuple[str, ...]) -> Iterator[StepPlan]:
+    """Steps that together launch every kernel variant of a pooling model: texts of all lengths for which attention has
+    variants, alone and many at once, for each task."""
+    for task, length in product(tasks, (1, 2, 32, 128, 1024, max_model_len)):
+        length = min(length, max_model_len, max_tokens)
+        for count in (1, 2, min(max_rows, 64)):
+            if count <= max_rows and count * length <= max_tokens:
+                yield _plan(np.full(count, length, np.int32), RowSampling(), None, task)
+
+
+def steps_to_compile(max_rows: int, max_tokens: int, max_model_len: int) -> Iterator[StepPlan]:
+    """Steps that together launch every kernel variant of steps that are not graphs: prompts alone, beside numbers of
+    decodes for which attention has variants, short and long, with and without a shared prefix, in chunks that differ
+    much, and with each kind of sampling. What is computed means nothing."""
+    chunk = max(2, min(max_tokens, LARGEST_GRAPH + 76, max_model_len))
+    longest = min(max_model_len, 4096)
+    plain, filtered = RowSampling(temperature=1.0), RowSampling(temperature=1.0, top_p=0.9, top_k=10, min_p=0.1)
+    penalties = Extras(1, presence_penalty=1.0)
+    lists = Extras(1, logit_bias=((0, 1.0),), forbidden_token_ids=(0,), bad_words=((0,), (0, 0)))
+    yield _plan(np.array([chunk], np.int32), plain, None)
+    for sampling in (
+        filtered,
+        RowSampling(temperature=1.0, extras=penalties),
+        RowSampling(temperature=1.0, top_p=0.9, extras=lists, logprobs=2),
+        RowSampling(temperature=1.0, stop_token_ids=(0,), banned_until=9, logprobs=0),
+        RowSampling(temperature=1.0, extras=Extras(1, prompt_logprobs=1, logprob_token_ids=(0,)), logprobs=1),
+    ):
+        yield _plan(np.array([1, min(chunk, 8)], np.int32), sampling, np.zeros(2, np.int32))
+    counts = sorted({min(count, max_rows - 1, max_tokens - 2) for count in DECODES})
+    for count, bound, groups in product([each for each in counts if each > 0], (32, longest), (False, True)):
+        lengths = np.array([1] * count + [min(chunk, max_tokens - count)], np.int32)
+        step = _plan(lengths, plain, None)
+        step.bounds[:count] = min(bound, max_model_len)
+        if groups:
+            if count < MIN_GROUP_ROWS:
+                continue
+            members = np.arange(count, dtype=np.int32)
+            step.shared = PrefixGroups(np.array([16], np.int32), np.array([0, count], np.int32), members)
+        step.copies = np.zeros((1, 2), np.int32)
+        yield step
+    many = min(max_rows, 200, max_tokens // 4)
+    if many > 1:
+        yield _plan(np.array([2] * (many - 1) + [max(2, min(chunk, max_tokens - 2 * many))], np.int32), plain, None)
+
+
+def _plan(
+    num_tokens: Int32Array, sampling: RowSampling, token_ids: Int32Array | None, task: str | None = None
+) -> StepPlan:
+    """A step of new rows, all of which sample alike, or ask for the same pooling task."""
     count = len(num_tokens)
+    pooling = [None if task is None else RowPooling(task, length) for length in num_tokens.tolist()]
     return StepPlan(
         rows=np.arange(count, dtype=np.int32),
         num_tokens=num_tokens,
-        samples=np.ones(count, np.bool_),
+        samples=np.full(count, task is None),
         token_ids=np.zeros(int(num_tokens.sum()), np.int32),
-        bounds=num_tokens,
+        bounds=num_tokens.copy(),
         num_decodes=int((num_tokens == 1).sum()),
-        new_rows=[NewRow(row, 0, sampling, token_ids) for row in range(count)],
+        new_rows=[NewRow(row, 0, sampling, token_ids, pooling[row]) for row in range(count)],
         table_index=np.zeros(0, np.int32),
         table_block=np.zeros(0, np.int32),
         copies=np.zeros((0, 2), np.int32),
+        wants_logprobs=sampling.logprobs is not None,
     )
 
 
@@ -57,6 +120,13 @@ def measure_costs(runner: ModelRunner, max_num_batched_tokens: int) -> StepCosts
     num_blocks = min(MAX_BLOCKS, runner.kv_memory.num_blocks - 1, runner.host_memory.num_blocks - 1)
     copy = _best(lambda: _round_trip(runner, num_blocks), runner.device)
     return StepCosts(copy / (2 * num_blocks), compute / num_tokens)
+
+
+def measure_steps(runner: ModelRunner, max_num_batched_tokens: int) -> list[tuple[int, float]]:
+    """Tokens and seconds of a step of one token and of prompts, for a device that runs no graphs."""
+    most = min(MAX_TOKENS, max_num_batched_tokens, runner.rows.tables.shape[1] * runner.rows.block_size)
+    sizes = [1, *(size for size in (64, 128, 256, 512, 1024, MAX_TOKENS) if size < most), most]
+    return [(size, _best(lambda size=size: _prompt(runner, size), runner.device)) for size in sizes]  # type: ignore[misc]
 
 
 def _best(run: Callable[[], None], device: torch.device) -> float:
@@ -78,7 +148,8 @@ def _wait(device: torch.device) -> None:
 
 def _prompt(runner: ModelRunner, num_tokens: int) -> None:
     """Compute one row's prompt; its blocks are all null."""
-    runner.execute(_plan(np.array([num_tokens], np.int32), RowSampling(), None))
+    task = next(iter(runner.model.poolers), None)
+    runner.execute(_plan(np.array([num_tokens], np.int32), RowSampling(), None, task))
     runner.sample().result()
 
 

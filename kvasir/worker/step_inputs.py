@@ -20,6 +20,7 @@ from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.layout import SharedPrefixes, Tiles, find_tiles, max_unshared_tokens, pack_prefix_groups
 from kvasir.kernels.upload import upload
 from kvasir.messages import Int32Array, StepPlan
+from kvasir.worker.speculative.drafter import make_draft_rows
 
 if TYPE_CHECKING:
     from kvasir.worker.graphs.keys import ForwardGraphKey
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 Array = TypeVar("Array", Int32Array, torch.Tensor)
 UNBOUNDED = 1 << 30  # the bound of a sequence's length in a graph that serves any length
 EMPTY: Int32Array = np.zeros(0, np.int32)
+NO_LINE = -1  # among the lines that sample: padding
 NO_ROWS: Int32Array = np.zeros((0, 2), np.int32)
 
 
@@ -40,6 +42,9 @@ class HostInputs(Generic[Array]):
     rows: Array  # [sequences]
     num_tokens: Array  # [sequences]; empty for a graph whose rows all run one token
     token_ids: Array  # [tokens], -1 where the row's next token is meant; empty for such a graph if all are
+    # Of a graph whose rows may run several tokens: lines that sample, or where rows may have drafts, the tokens that
+    # do; padded with NO_LINE.
+    lines: Array
     order: Array  # [sequences] decoding sequences, the longest first; empty where the order does not matter
     prefix_tokens: Array  # these three are the fields of SharedPrefixes; empty where nothing is shared
     prefix_members: Array
@@ -50,6 +55,7 @@ class HostInputs(Generic[Array]):
     copies: Array  # [c, 2] blocks to copy on the device, (from, to)
     leaving: Array  # blocks to copy to host memory
     arriving: Array  # blocks to copy from host memory
+    drafts: Array  # [3, d] of a step without a graph: for each draft its token, its row, and which draft it is
     features: tuple[Array, ...] = ()  # one per feature: what RowFeature.pack made of the new rows
 
     def to_device(self: HostInputs[Int32Array], device: torch.device) -> HostInputs[torch.Tensor]:
@@ -82,11 +88,12 @@ def host_inputs(
     plan: StepPlan, features: tuple[Int32Array, ...], key: ForwardGraphKey | None, padding_row: int
 ) -> HostInputs[Int32Array]:
     """What the device needs for this plan; with a key, for the graph of that key."""
-    rows, num_tokens, token_ids, order = plan.rows, plan.num_tokens, plan.token_ids, EMPTY
+    rows, num_tokens, token_ids, lines, order = plan.rows, plan.num_tokens, plan.token_ids, EMPTY, EMPTY
     if key is not None:
         rows = padded(rows, key.rows, padding_row)
         if key.is_mixed:
             num_tokens, token_ids = padded(num_tokens, key.rows, 0), padded(token_ids, key.tokens, 0)
+            lines = padded(_sampling_tokens(plan) if key.drafts else np.flatnonzero(plan.samples), key.lines, NO_LINE)
         else:
             num_tokens = EMPTY
             # Decodes usually continue from tokens that are still on the device.
@@ -96,6 +103,7 @@ def host_inputs(
         rows,
         num_tokens,
         token_ids,
+        lines,
         order,
         *pack_prefix_groups(plan.shared, len(rows)),
         new_rows=_columns(plan),
@@ -104,15 +112,39 @@ def host_inputs(
         copies=plan.copies,
         leaving=plan.to_host[:, 0],
         arriving=plan.from_host[:, 1],
+        drafts=EMPTY if key is not None else _draft_places(plan),
         features=features,
     )
+
+
+def _draft_places(plan: StepPlan) -> Int32Array:
+    drafts = plan.drafts
+    if drafts is None:
+        return EMPTY
+    number = within(drafts)
+    tokens = np.repeat(np.cumsum(plan.num_tokens) - drafts, drafts) + number
+    return np.stack([tokens, np.repeat(plan.rows, drafts), number]).astype(np.int32)
+
+
+def _sampling_tokens(plan: StepPlan) -> Int32Array:
+    """The tokens of a step at which its rows sample: each row's last one, and those before its drafts."""
+    counts = plan.samples.astype(np.int32)
+    if plan.drafts is not None:
+        counts += np.where(plan.samples, plan.drafts, 0)
+    return np.repeat(np.cumsum(plan.num_tokens, dtype=np.int32) - counts, counts) + within(counts)
+
+
+def within(counts: Int32Array) -> Int32Array:
+    """0, 1, ... for each of these counts, one after the other."""
+    ends = np.cumsum(counts, dtype=np.int32)
+    return np.arange(counts.sum(), dtype=np.int32) - np.repeat(ends - counts, counts)
 
 
 def _columns(plan: StepPlan) -> Int32Array:
     return np.array([(new.row, new.num_computed) for new in plan.new_rows], np.int32) if plan.new_rows else NO_ROWS
 
 
-def padded(values: NDArray[np.int32], size: int, value: int) -> Int32Array:
+def padded(values: NDArray[np.integer[Any]], size: int, value: int) -> Int32Array:
     array = np.full(size, value, np.int32)  # np.pad takes six times as long
     array[: len(values)] = values
     return array
@@ -129,18 +161,26 @@ def longest_first(bounds: NDArray[np.int32], size: int) -> Int32Array:
 
 
 class DeviceRows:
-    """State of the running requests, one row each: block tables, tokens computed, next input token."""
+    """State of the running requests, one row each: block tables, tokens computed, next input token and drafts."""
 
     def __init__(
-        self, max_rows: int, max_model_len: int, block_size: int, device: torch.device, num_groups: int = 1
+        self,
+        max_rows: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        num_groups: int = 1,
+        num_drafts: int = 0,
     ) -> None:
         self.block_size = block_size
         self.padding = max_rows  # an additional row that no request has, for steps that are padded to a fixed size
         width = -(-max_model_len // block_size)
-        self._all_tables = torch.zeros(num_groups, max_rows + 1, width, dtype=torch.int32, device=device)
+        # A model without a cache has no groups; its slots are never read.
+        self._all_tables = torch.zeros(max(1, num_groups), max_rows + 1, width, dtype=torch.int32, device=device)
         self.tables, *self.other_tables = self._all_tables  # of the first group of layers, and of the others
         self.num_computed = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
         self.next_token = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
+        self.drafts = make_draft_rows(max_rows + 1, num_drafts, device)
 
     def set_tables(self, index: torch.Tensor, block: torch.Tensor) -> None:
         """Write changed block-table entries, given by their flat positions."""
@@ -154,6 +194,7 @@ class StepInputs:
     input_ids: torch.Tensor  # [tokens] int64
     positions: torch.Tensor  # [tokens] int64
     batch: AttentionBatch
+    rows: torch.Tensor | None = None  # [tokens] int64: the row of each token, where it is needed
 
 
 # ---------------------------------------------------------------- the builder
@@ -181,14 +222,19 @@ class _Bounds:
     own_bound: int
 
 
-def eager_inputs(state: DeviceRows, plan: StepPlan, inputs: HostInputs[torch.Tensor]) -> StepInputs:
+def eager_inputs(
+    state: DeviceRows, plan: StepPlan, inputs: HostInputs[torch.Tensor], with_rows: bool = False
+) -> StepInputs:
     """Inputs of a step that is launched kernel by kernel, in its own size."""
     rows = inputs.rows.long()
     ids, positions, slots, query_start, seq_lens = kernels.step_inputs(
         rows, inputs.num_tokens, inputs.token_ids, state.num_computed, state.next_token, state.tables, state.block_size
     )
+    if len(inputs.drafts):
+        places, draft_rows, number = inputs.drafts.long()
+        ids[places] = state.drafts.tokens[draft_rows, number].long()
     token_rows = None
-    if state.other_tables:
+    if state.other_tables or with_rows:
         token_rows = torch.repeat_interleave(rows, inputs.num_tokens.long(), output_size=plan.total_tokens)
     tokens = _Tokens(ids, positions, slots, token_rows, query_start, seq_lens)
     bounds = _Bounds(plan.num_decodes, plan.num_tokens, plan.bounds, max_unshared_tokens(plan))
@@ -219,6 +265,10 @@ def mixed_graph_inputs(
     block = state.tables[token_rows, positions // state.block_size].long()
     slots = torch.where(real, block * state.block_size + positions % state.block_size, -1)
     ids = torch.where(token_ids >= 0, token_ids, state.next_token[token_rows]).long()
+    if state.drafts.size:  # a token that the host does not know is a draft unless it is the row's first
+        number = (at - query_start[line]).clamp(max=state.drafts.size) - 1
+        drafts = state.drafts.tokens[token_rows, number.clamp(min=0)]
+        ids = torch.where((token_ids < 0) & (number >= 0), drafts, ids)
     tokens = _Tokens(ids, positions, slots, token_rows, query_start, seq_lens)
     # Only the device knows which sequences run one token: see AttentionBatch.tiles.
     bounds = _Bounds(0, np.zeros(len(rows), np.int32), np.full(len(rows), UNBOUNDED, np.int32), bound)
@@ -228,6 +278,7 @@ def mixed_graph_inputs(
 def decode_graph_inputs(
     state: DeviceRows,
     rows: torch.Tensor,  # [rows] int64, padded
+    lengths: torch.Tensor,  # [rows] int32: where lengths after the step are written
     bound: int,  # of the unshared tokens of a sequence
     shared: SharedPrefixes | None = None,
     order: torch.Tensor | None = None,
@@ -235,8 +286,8 @@ def decode_graph_inputs(
     """Inputs of a step of fixed size in which every row runs one token, by one kernel."""
     from kvasir.kernels.triton.cache_update import decode_inputs  # there is no Triton where there are no graphs
 
-    ids, positions, slots, lengths = decode_inputs(
-        rows, state.padding, state.num_computed, state.next_token, state.tables, state.block_size
+    ids, positions, slots = decode_inputs(
+        rows, lengths, state.padding, state.num_computed, state.next_token, state.tables, state.block_size
     )
     count = len(rows)
     query_start = torch.arange(count + 1, dtype=torch.int32, device=rows.device)
@@ -272,7 +323,7 @@ def _assemble(
     if state.other_tables:
         assert tokens.rows is not None, "the other groups' slots are found by each token's row"
         batch.other_groups = other_group_batches(state, batch, tokens.rows, tokens.positions)
-    return StepInputs(tokens.ids, tokens.positions, batch)
+    return StepInputs(tokens.ids, tokens.positions, batch, tokens.rows)
 
 
 def other_group_batches(

@@ -11,8 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.messages import GraphUse, Int32Array, Part, SampleInputs, StepPlan, StepResult, empty_ints
-from kvasir.sampling.features import SampledRows
+from kvasir.sampling.features import SampledLines, SampledRows
+from kvasir.worker.speculative.device import Verified
 
+NOT_NUMBERS = "the model's logits are not numbers (NaN): its weights, or the memory of the device, may be damaged"
 MakePart = Callable[[Sequence[NDArray[Any]]], Part]
 
 
@@ -48,11 +50,12 @@ class StepOutputs:
     inputs: SampleInputs | None = None
     tensors: list[torch.Tensor] = field(default_factory=list)
     graphs: GraphUse | None = None
-    _parts: list[tuple[str, slice, MakePart]] = field(default_factory=list)
+    _parts: list[tuple[str, slice, MakePart, bool]] = field(default_factory=list)
     _lines: Int32Array = field(default_factory=empty_ints)  # of the plan, which sampled
     _tokens_at: int = -1  # which tensor the tokens are; -1: no line sampled
     _all_rows: bool = False  # whether that tensor has a token for every line of the plan
     _step: SampledRows | None = None
+    _sampled: SampledLines | None = None  # set if drafts were verified
 
     def add_tokens(
         self, tokens: torch.Tensor, lines: Int32Array, all_rows: bool = False, step: SampledRows | None = None
@@ -60,8 +63,14 @@ class StepOutputs:
         self._tokens_at, self._lines, self._all_rows, self._step = len(self.tensors), lines, all_rows, step
         self.tensors.append(tokens)
 
-    def add_part(self, name: str, tensors: Sequence[torch.Tensor], make: MakePart) -> None:
-        self._parts.append((name, slice(len(self.tensors), len(self.tensors) + len(tensors)), make))
+    def add_verified(self, verified: Verified, sampled: SampledLines, step: SampledRows | None = None) -> None:
+        """Add the tokens of rows that may have taken several."""
+        self._tokens_at, self._lines, self._step, self._sampled = len(self.tensors), sampled.lines, step, sampled
+        self.tensors += verified.tensors()
+
+    def add_part(self, name: str, tensors: Sequence[torch.Tensor], make: MakePart, of_tokens: bool = False) -> None:
+        """Add a part of the result; `of_tokens`: with an entry for each token drawn, those of wrong drafts too."""
+        self._parts.append((name, slice(len(self.tensors), len(self.tensors) + len(tensors)), make, of_tokens))
         self.tensors += tensors
 
     def launch(self) -> DeviceResult:
@@ -70,21 +79,57 @@ class StepOutputs:
 
     def _result(self, *arrays: NDArray[Any]) -> StepResult:
         plan, step = self.plan, self._step
+        failures: dict[int, str] = {}
         token_ids, counts = np.zeros((len(plan.rows), 1), np.int32), plan.samples.astype(np.int32)
-        if self._tokens_at >= 0:
+        drafts = None
+        if self._sampled is not None:
+            token_ids, counts, drafts, failures = self._verified(*arrays[self._tokens_at : self._tokens_at + 3])
+        elif self._tokens_at >= 0:
             found = arrays[self._tokens_at]
             tokens = found[self._lines] if self._all_rows else found
+            if tokens.min() < 0:
+                failures = {int(line): NOT_NUMBERS for line in self._lines[tokens < 0]}
+                tokens = np.maximum(tokens, 0)
             token_ids[self._lines, 0] = tokens
             for call in step.on_host if step is not None else ():
                 call(tokens)
-        failures = None
         if step is not None and step.failures:
-            failures = {int(self._lines[i]): reason for i, reason in step.failures.items()}
-        parts = {name: make(arrays[where]) for name, where, make in self._parts}
+            failures |= {int(self._lines[i]): reason for i, reason in step.failures.items()}
+        parts = {name: make(arrays[where]) for name, where, make, _ in self._parts}
+        if self._sampled is not None and self._sampled.behind is not None:
+            parts |= {name: _of_taken(parts[name], counts) for name, *_, of_tokens in self._parts if of_tokens}
         if self.inputs is not None and len(self.inputs.dropped_lines):
             counts[self.inputs.dropped_lines] = 0
             parts = _without(parts, self.inputs.dropped_lines)
-        return StepResult(token_ids, counts, parts, failures=failures, graphs=self.graphs)
+        return StepResult(token_ids, counts, parts, failures=failures or None, graphs=self.graphs, drafts=drafts)
+
+    def _verified(
+        self, tokens: Int32Array, counts: Int32Array, drafts: Int32Array
+    ) -> tuple[Int32Array, Int32Array, Int32Array, dict[int, str]]:
+        """Tokens, their numbers, waiting drafts and failures, for the lines of the plan."""
+        sampled, step = self._sampled, self._step
+        assert sampled is not None, "drafts were verified"
+        lines = sampled.lines if sampled.behind is None else sampled.lines[sampled.behind == 0]
+        num_rows, width = len(self.plan.rows), int(counts.max())
+        taken, broken = np.arange(tokens.shape[1]) < counts[:, None], tokens < 0
+        failures = {int(line): NOT_NUMBERS for line in lines[(taken & broken).any(axis=1)]}
+        flat = np.maximum(tokens, 0)
+        all_tokens = np.zeros((num_rows, width), np.int32)
+        all_counts, all_drafts = np.zeros((2, num_rows), np.int32)
+        all_tokens[lines], all_counts[lines], all_drafts[lines] = flat[:, :width], counts, drafts
+        if step is not None and step.on_host:
+            per_row = np.bincount(np.searchsorted(lines, sampled.lines), minlength=len(lines))
+            for call in step.on_host:
+                call(flat[np.arange(tokens.shape[1]) < per_row[:, None]])
+        return all_tokens, all_counts, all_drafts, failures
+
+
+def _of_taken(part: Part, counts: Int32Array) -> Part:
+    """The part without the entries of drafts that were wrong. Entries of a line stand side by side."""
+    number = np.arange(len(part.index)) - np.searchsorted(part.index, part.index)
+    own = np.flatnonzero(number < counts[part.index])
+    ints = {name: values[own] for name, values in part.ints.items()}
+    return Part(part.index[own], ints, {name: values[own] for name, values in part.floats.items()})
 
 
 def _without(parts: dict[str, Part], dropped: Int32Array) -> dict[str, Part]:

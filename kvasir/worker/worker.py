@@ -9,35 +9,46 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvasir import kernels
 from kvasir.config import startup
-from kvasir.config.engine import EngineConfig
-from kvasir.distributed.mesh import Mesh
+from kvasir.config.engine import EngineConfig, ModelConfig
+from kvasir.config.speculative import read_speculative
+from kvasir.distributed import Mesh
 from kvasir.errors import ConfigError, DeviceMemoryError
 from kvasir.log import get_logger
-from kvasir.messages import DeviceMemory, KVSpec, SampleInputs, StepCosts, StepPlan
+from kvasir.lora.device import Adapters
+from kvasir.messages import AdapterTargets, DeviceMemory, KVSpec, Resource, SampleInputs, StepCosts, StepPlan
 from kvasir.models.loader import load
+from kvasir.models.native import LibraryModel
+from kvasir.models.transformer import Transformer
 from kvasir.platforms import select
+from kvasir.sampling.features import RowFeature
 from kvasir.worker.cpu_threads import one_torch_thread, use_threads
 from kvasir.worker.kv_memory import KVMemory, staging_bytes
 from kvasir.worker.memory_budget import Profile, expected_graphs, is_out_of_memory, kv_share, refuse_more_than_is_free
 from kvasir.worker.model import Model
 from kvasir.worker.model_runner import ModelRunner
-from kvasir.worker.profiling import largest_step, measure_costs
+from kvasir.worker.profiling import largest_step, measure_costs, measure_steps, pooling_steps, steps_to_compile
+from kvasir.worker.prompt_embeddings import PromptEmbeddings, overlay_of
+from kvasir.worker.speculative import draft_model, lookup  # noqa: F401 - they register themselves
+from kvasir.worker.speculative.drafter import DRAFTERS, Drafter, DrafterSettings
 from kvasir.worker.step_result import DeviceResult
 
 logger = get_logger(__name__)
 GIB = 1 << 30
+HEADS_PER_SIZE = 4  # head graphs of each size: with and without filters, stages and the rest
 
 
 class Worker:
     def __init__(self, config: EngineConfig, mesh: Mesh | None = None) -> None:
-        self.config = config
+        self.config, self._mesh = config, mesh
         self.platform = select(config.device.device)
         self.device = torch.device(config.device.device)
         self.kv_dtype = getattr(torch, config.cache.kv_dtype)
@@ -52,8 +63,10 @@ class Worker:
         )
         with startup.phase(startup.WEIGHTS), self._here():
             self.model: Model | None = load(config, self.device, mesh)
+            self.drafter = self._make_drafter(mesh)
         self._step_threads = one_torch_thread if self.model.runs_in_cpu_library else nullcontext
         self.runner: ModelRunner | None = None
+        self.adapters = self._make_adapters() if config.adapters.enable_lora else None
         self._precompiled = False
         self._num_ranks = 1 if mesh is None else mesh.size
         self._weight_bytes = self.model.weight_bytes()
@@ -63,9 +76,29 @@ class Worker:
             config.model.path, config.model.dtype, config.device.device, time.perf_counter() - started,
         )  # fmt: skip
 
+    def _make_adapters(self) -> Adapters:
+        model = self.model.model if isinstance(self.model, LibraryModel) else self.model
+        assert isinstance(model, Transformer), "resolve refuses adapters for other models"
+        ranks = 1 if self._mesh is None else self._mesh.size
+        return Adapters(model, self.config, self.device, ranks)
+
+    def adapter_targets(self) -> AdapterTargets | None:
+        return None if self.adapters is None else self.adapters.targets
+
+    def load(self, slot: int, resource: Resource) -> None:
+        assert self.adapters is not None, "only an engine with adapters loads resources"
+        with self._here():
+            self.adapters.store.load(slot, resource)
+
+    def finished_loads(self, seconds: float = 0.0) -> list[tuple[int, str | None]]:
+        assert self.adapters is not None, "only an engine with adapters loads resources"
+        return self.adapters.store.finished(seconds)
+
     def kv_spec(self) -> KVSpec:
         assert self.model is not None, "the worker is closed"
-        return self.model.kv_spec(self.config.cache.block_size, self.kv_dtype)
+        spec = self.model.kv_spec(self.config.cache.block_size, self.kv_dtype)
+        drafter = self.drafter
+        return spec if drafter is None else replace(spec, draft_bytes=drafter.block_bytes)
 
     def available_kv_bytes(self) -> int:
         """Bytes for the KV cache: those of the settings, or what is left after weights and the largest step."""
@@ -96,9 +129,17 @@ class Worker:
         refuse_more_than_is_free(size, setting, value, self.platform.memory_free(), step + staging)
 
     def _expected_graphs(self) -> int:
-        if self._profile is None or not self._uses_graphs():
+        if self._profile is None or self.model is None or not self._uses_graphs():
             return 0
-        return expected_graphs(self._profile.largest_step, int(self._largest_step().num_tokens.sum()))
+        from kvasir.worker.graphs.keys import GraphKeys
+
+        scheduler, num_tokens = self.config.scheduler, int(self._largest_step().num_tokens.sum())
+        drafting = read_speculative(self.config.model.speculative_config)
+        drafts = 0 if drafting is None else drafting.num_speculative_tokens
+        keys = GraphKeys(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, drafts, self.adapters is not None)
+        count = len(list(keys.forwards())) + HEADS_PER_SIZE * len(keys.head_sizes)
+        largest, vocab = self._profile.largest_step, self.model.vocab_size
+        return expected_graphs(count, scheduler.max_num_seqs, vocab, largest, num_tokens)
 
     def _measure(self) -> Profile:
         """Run the largest step once and read the peak of memory."""
@@ -116,23 +157,43 @@ class Worker:
         return Profile(peak, max(0, peak - self._weight_bytes), others)
 
     def _precompile(self) -> None:
-        """Compile the kernels of the largest step and of a first request, all at once."""
+        """Compile every kernel that serving can launch, all at once."""
         if self._precompiled or not kernels.are_compiled(self.device):
             return
         self._precompiled = True
-        if self.model is None or self.model.compile_copy() is None:
+        few_layers = None if self.model is None else self.model.compile_copy()
+        if few_layers is None:
             return
+        with startup.phase(startup.KERNELS):
+            if kernels.compile_listed(self._kernel_list()):
+                return
         with startup.phase(startup.KERNELS), kernels.precompile():
-            runner = self._run_largest_step()
+            runner = self._make_runner(num_blocks=1)
+            runner.model = few_layers
+            scheduler = self.config.scheduler
+            sizes = scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.config.model.max_model_len
+            for step in pooling_steps(*sizes, tasks) if (tasks := self._tasks()) else steps_to_compile(*sizes):
+                for changed in (False, True) if runner.may_change else (False,):
+                    runner.execute(step, as_graph=False, as_changed=changed)
+                    runner.sample().result()
             if runner.graphs is not None:
-                runner.graphs.precompile(self._largest_step())
+                runner.graphs.precompile(few_layers)
         del runner
         gc.collect()
         self.platform.release_memory()
 
+    def _kernel_list(self) -> str:
+        """What the launched kernels depend on beside the code and the device."""
+        config, model = self.config, self.model
+        assert model is not None, "the worker is closed"
+        sizes = (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, config.model.max_model_len)
+        cache = (config.cache.block_size, config.cache.kv_dtype, config.cache.has_host_tier)
+        shape = (config.model.dtype, config.model.logprobs_mode, self._num_ranks, self._uses_graphs())
+        adapters = (config.adapters.enable_lora, config.adapters.max_loras, config.adapters.max_lora_rank)
+        return f"{model.compile_key()} {sizes} {cache} {shape} {adapters} {config.model.speculative_config}"
+
     def _run_largest_step(self) -> ModelRunner:
-        """Runs kernel by kernel, even if the step is small enough for a graph: while kernels are precompiled, a graph
-        would be captured without those that are missing, and a measured step must not include what graphs keep."""
+        """Runs kernel by kernel, even if the step is small enough for a graph: there are none yet."""
         step = self._largest_step()
         what = f"The largest step, of {int(step.num_tokens.sum())} tokens for {len(step.rows)} requests,"
         with self._must_fit(what, "max_num_batched_tokens or max_num_seqs"):
@@ -143,7 +204,12 @@ class Worker:
 
     def _largest_step(self) -> StepPlan:
         scheduler = self.config.scheduler
-        return largest_step(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.config.model.max_model_len)
+        sizes = scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.config.model.max_model_len
+        return largest_step(*sizes, next(iter(self._tasks()), None))
+
+    def _tasks(self) -> tuple[str, ...]:
+        """The tasks of a pooling model; none: it generates text."""
+        return () if self.model is None else tuple(self.model.poolers)
 
     def allocate_kv(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         override = self.config.cache.num_gpu_blocks_override
@@ -155,14 +221,34 @@ class Worker:
             self.runner = self._make_runner(num_blocks, num_host_blocks)
             # With several ranks no rank may go without a graph that the others capture.
             if self.runner.graphs is not None and self._profile is not None and self._num_ranks == 1:
-                self.runner.graphs.cache.pool.memory.kept_free = self._profile.largest_step
+                self.runner.graphs.pool.kept_free = self._profile.largest_step
+            self._warm_up(self.runner)
         if self.device.type != "cpu":
             logger.info("memory of %s, %s", self.device, self.memory().describe())
+
+    def _warm_up(self, runner: ModelRunner) -> None:
+        """Capture all graphs. From here on nothing is compiled or captured."""
+        if runner.graphs is not None:
+            with startup.phase(startup.GRAPHS):
+                runner.graphs.capture()
+                self.platform.synchronize()
+        if self._precompiled:
+            kernels.keep_list(self._kernel_list())
+        kernels.watch_compilations(self.device)
 
     def measure_costs(self) -> StepCosts:
         assert self.runner is not None, "allocate_kv comes first"
         with self._here():
-            return measure_costs(self.runner, self.config.scheduler.max_num_batched_tokens)
+            costs = measure_costs(self.runner, self.config.scheduler.max_num_batched_tokens)
+        kernels.watch_compilations(self.device)  # swapping has kernels, too
+        return costs
+
+    def measure_steps(self) -> list[tuple[int, float]]:
+        assert self.runner is not None, "allocate_kv comes first"
+        with self._here(), startup.phase(startup.STEPS):
+            if self.runner.graphs is not None and (times := self.runner.graphs.measure()):
+                return times
+            return measure_steps(self.runner, self.config.scheduler.max_num_batched_tokens)
 
     def memory(self) -> DeviceMemory:
         assert self.runner is not None, "allocate_kv comes first"
@@ -172,18 +258,21 @@ class Worker:
             self.runner.kv_memory.pool.nbytes,
             None if self._profile is None else self._profile.largest_step,
             None if self._profile is None else self._profile.outside,
-            0 if self.runner.graphs is None else self.runner.graphs.cache.pool.memory.taken,
+            0 if self.runner.graphs is None else self.runner.graphs.pool.taken,
             self._expected_graphs(),
         )
 
     def _uses_graphs(self) -> bool:
-        return not self.config.device.enforce_eager and self.model is not None and self.model.capturable
+        drafter = self.drafter
+        drafts_fit = drafter is None or drafter.capturable
+        return not self.config.device.enforce_eager and self.model is not None and self.model.capturable and drafts_fit
 
     def _make_runner(self, num_blocks: int, num_host_blocks: int = 0) -> ModelRunner:
         assert self.model is not None, "the worker is closed"
         memory = KVMemory(self.kv_spec(), num_blocks, self.device)
-        page_shape = self.model.page_shape(memory.spec.block_size, self.kv_dtype)
-        self.model.bind_kv(memory.views(page_shape, self.kv_dtype))
+        if memory.spec.windows:
+            page_shape = self.model.page_shape(memory.spec.block_size, self.kv_dtype)
+            self.model.bind_kv(memory.views(page_shape, self.kv_dtype))
         return ModelRunner(
             self.model,
             memory,
@@ -194,7 +283,53 @@ class Worker:
             logprobs_mode=self.config.model.logprobs_mode,
             num_host_blocks=num_host_blocks,
             num_ranks=self._num_ranks,
+            max_tokens=self.config.scheduler.max_num_batched_tokens,
+            drafter=self.drafter,
+            further=self._further_features(),
         )
+
+    def _further_features(self) -> list[RowFeature]:
+        """Features that change the model's forward pass."""
+        found: list[RowFeature] = []
+        if self.adapters is not None:
+            found.append(self.adapters.feature(self.config.scheduler.max_num_seqs + 1))
+        if self.config.model.enable_prompt_embeds:
+            model = self.model.model if isinstance(self.model, LibraryModel) else self.model
+            overlay = overlay_of(model, self.config.model.hf)
+            found.append(PromptEmbeddings(overlay, getattr(torch, self.config.model.dtype), self.device))
+        return found
+
+    def _make_drafter(self, mesh: Mesh | None) -> Drafter | None:
+        """The drafter that the settings ask for. One serves all runners of this worker."""
+        config, settings = read_speculative(self.config.model.speculative_config), self.config
+        if config is None:
+            return None
+        assert self.model is not None, "drafters are made for a model"
+        return DRAFTERS.find(config.method)(
+            DrafterSettings(
+                config,
+                settings.scheduler.max_num_seqs + 1,
+                settings.model.max_model_len,
+                self.device,
+                settings.cache.block_size,
+                self.kv_dtype,
+                self.model.kv_spec(settings.cache.block_size, self.kv_dtype).windows,
+                None if settings.model.draft is None else partial(self._load_draft, settings.model.draft, mesh),
+            )
+        )
+
+    def _load_draft(self, draft: ModelConfig, mesh: Mesh | None) -> Model:
+        is_gguf = Path(draft.path).is_file()
+        load_format = "dummy" if self.config.load.load_format == "dummy" else "gguf" if is_gguf else "safetensors"
+        quantization = self.config.model.quantization
+        if self.config.device.attention_backend == "cpu" and (is_gguf or quantization == "gguf"):
+            quantization = "gguf" if is_gguf else None
+        asked = replace(
+            self.config,
+            model=replace(draft, quantization=quantization),
+            load=replace(self.config.load, load_format=load_format),
+        )
+        return load(asked, self.device, mesh)
 
     def execute(self, plan: StepPlan) -> None:
         assert self.runner is not None, "allocate_kv comes before the first step"
@@ -234,9 +369,12 @@ class Worker:
             raise DeviceMemoryError(str(error)) from error
 
     def close(self) -> None:
+        if self.adapters is not None:
+            self.adapters.store.close()
+        self.adapters = None
         if self.runner is not None:
             self.runner.host_memory.close()
-        self.runner = self.model = None
+        self.runner = self.model = self.drafter = None
         if self._give_cpus_back is not None:
             self._give_cpus_back()
             self._give_cpus_back = None

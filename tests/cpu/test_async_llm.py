@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,8 +41,8 @@ class OnlyToken:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model("llama", tmp_path_factory.mktemp("llama"))
+def model(models: Callable[[str], Model]) -> Model:
+    return models("llama")
 
 
 def start(model: Model, **settings: Any) -> AsyncLLM:

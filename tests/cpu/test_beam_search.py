@@ -20,8 +20,8 @@ from tests.pairwise import few
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model("llama", tmp_path_factory.mktemp("llama"))
+def model(models: Callable[[str], Model]) -> Model:
+    return models("llama")
 
 
 @pytest.fixture(scope="module")

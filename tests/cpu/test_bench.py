@@ -18,8 +18,7 @@ import torch
 
 from kvasir import LLM
 from kvasir.bench import throughput
-from kvasir.bench.runners import KvasirRunner
-from kvasir.bench.transformers_peer import TransformersRunner
+from kvasir.bench.runners import KvasirRunner, TransformersRunner
 from kvasir.bench.workloads import Span, uniform
 from kvasir.entrypoints.cli.main import main
 
@@ -97,7 +96,7 @@ def test_a_workload_file_and_dummy_weights(model: Path, tmp_path: Path) -> None:
         (["--workload", "mixed:4", "--num-prompts", "3"], "leave out --num-prompts"),
         (["--compare-batch", "4"], "--compare-batch needs --compare transformers"),
         (["--compare", "transformers", "--load-format", "dummy"], "benchmarks/make_model.py"),
-        (["--compare", "transformers", "--hf-overrides", '{"rope_theta": 5.0}'], "hf_overrides"),
+        (["--compare", "transformers", "--hf-overrides", '{"rope_theta": 5.0}'], "--hf-overrides"),
         (["--input-len", "600", "--num-prompts", "1"], "512"),
         (["--workload", "nothing.jsonl"], "cannot be read"),
         (["--json", "no/such/file"], "directory does not exist"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ CUMULATIVE, DELTA = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model("llama", tmp_path_factory.mktemp("llama"))
+def model(models: Callable[[str], Model]) -> Model:
+    return models("llama")
 
 
 def asked(**fields: Any) -> SamplingParams:

@@ -12,6 +12,7 @@ from kvasir import LLM, SamplingParams
 from kvasir.bench import startup as bench_startup
 from kvasir.entrypoints.cli.main import main
 from tests.model_builders import make_hf_model, save
+from tests.pairwise import few
 
 FLAGS = ["--device", "cpu", "--kv-cache-memory-bytes", "16m", "--max-model-len", "128", "--max-num-seqs", "4"]
 
@@ -28,25 +29,26 @@ def run_startup(tiny: Path, file: Path, *flags: str) -> dict[str, Any]:
     return found
 
 
-def test_phases_of_a_start_add_up(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--load-format", "dummy", "--num-iters-cold", "1", "--num-iters-warm", "1"]
+@pytest.mark.parametrize("warm", few([0, 1], fast=[0]))
+def test_phases_of_a_start_add_up(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], warm: int) -> None:
+    flags = ["--load-format", "dummy", "--num-iters-cold", "1", "--num-iters-warm", str(warm)]
     record = run_startup(tiny, tmp_path / "startup.json", *flags)
     wanted = ["interpreter", "imports", "settings", "torch and device", "tokenizer", "weights", "KV cache"]
-    for kind in ("cold", "warm"):
-        figures = record["results"][kind]
+    assert list(record["results"]) == ["cold", "warm"][: 1 + warm]
+    for figures in record["results"].values():
         assert list(figures["phases"]) == [*wanted, "first token", "unaccounted"]
         assert sum(figures["phases"].values()) == pytest.approx(figures["total"], abs=1e-6)
         assert all(took >= 0 for name, took in figures["phases"].items() if name != "unaccounted")
         assert abs(figures["phases"]["unaccounted"]) < 0.3 * figures["total"]
     shown = capsys.readouterr().out
-    assert "process start to first token" in shown and "medians of 1 cold, 1 warm starts" in shown
+    assert "process start to first token" in shown and f"medians of 1 cold{', 1 warm' * warm} starts" in shown
 
 
 @pytest.mark.slow
 def test_a_start_that_fails_says_why(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--num-iters-cold", "1", "--num-iters-warm", "0", "--skip-tokenizer-init"]
     assert main(["bench", "startup", str(tiny), *FLAGS, *flags, "--num-gpu-blocks-override", "2"]) == 2
-    assert "kvasir: error: max_model_len=128 needs" in capsys.readouterr().err
+    assert "kvasir: error: --max-model-len=128 needs" in capsys.readouterr().err
     assert main(["bench", "startup", str(tiny), "--num-iters-cold", "0", "--num-iters-warm", "0"]) == 2
 
 

@@ -22,8 +22,8 @@ VOCAB = 96
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model("qwen3", tmp_path_factory.mktemp("qwen3"))
+def model(models: Callable[[str], Model]) -> Model:
+    return models("qwen3")
 
 
 def greedy(**fields: Any) -> SamplingParams:

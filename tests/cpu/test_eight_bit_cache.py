@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,8 @@ def test_it_is_a_cache_of_rounded_values(
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model("llama", tmp_path_factory.mktemp("llama"))
+def model(models: Callable[[str], Model]) -> Model:
+    return models("llama")
 
 
 def test_how_much_is_lost(model: Model) -> None:
@@ -153,7 +154,7 @@ def test_a_checkpoints_scales_are_used(tmp_path: Path) -> None:
 
 
 def test_scales_that_are_none_are_refused(tmp_path: Path) -> None:
-    path = rescaled(tmp_path, "llama", {"model.layers.1.self_attn.k_scale": [0.5, 0.5]})
-    with pytest.raises(ModelError, match="one positive number"):
+    path = rescaled(tmp_path, "llama", {"model.layers.1.self_attn.k_scale": [0.5] * 5})
+    with pytest.raises(ModelError, match="one positive number or one for each of"):
         run_eight_bit(path)
     load_model(make_config(path), torch.device("cpu"))  # not read where the cache has the model's type

@@ -14,7 +14,7 @@ import pytest
 
 from kvasir import LLM, ModelRegistry, SamplingParams
 from kvasir.errors import ConfigError, ModelError
-from kvasir.models import registry
+from kvasir.models import architectures
 from kvasir.models.fallback import TransformersModel
 from kvasir.models.transformer import Transformer
 from tests.conftest import ROOT
@@ -33,10 +33,10 @@ PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(registry, "_ARCHITECTURES", dict(registry._ARCHITECTURES))
-    registry._load_plugins.cache_clear()
+    monkeypatch.setattr(architectures, "_ARCHITECTURES", dict(architectures._ARCHITECTURES))
+    architectures._load_plugins.cache_clear()
     yield
-    registry._load_plugins.cache_clear()
+    architectures._load_plugins.cache_clear()
 
 
 def make(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
@@ -113,20 +113,21 @@ def test_plugins_are_called_once_and_before_the_first_look(monkeypatch: pytest.M
 
     def plugin() -> None:
         calls.append(1)
-        ModelRegistry.register_model("Mine", "kvasir.models.architectures.llama:ARCHITECTURE")
+        ModelRegistry.register_model("Mine", "kvasir.models.architectures.llama:LLAMA")
 
-    point = EntryPoint("mine", "somewhere:plugin", registry.PLUGINS)
+    point = EntryPoint("mine", "somewhere:plugin", architectures.PLUGINS)
     monkeypatch.setattr(EntryPoint, "load", lambda self: plugin)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "kvasir.plugins" else [])
-    assert registry.find({"architectures": ["Mine"]}) is registry.find({"architectures": ["LlamaForCausalLM"]})
+    monkeypatch.setattr(architectures, "entry_points", lambda group: [point] if group == "kvasir.plugins" else [])
+    mine, llama = (architectures.find({"architectures": [name]}) for name in ("Mine", "LlamaForCausalLM"))
+    assert mine is llama
     assert calls == [1]
 
 
 def test_a_plugin_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("broken", "kvasir_no_such_module:register", registry.PLUGINS)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    point = EntryPoint("broken", "kvasir_no_such_module:register", architectures.PLUGINS)
+    monkeypatch.setattr(architectures, "entry_points", lambda group: [point])
     with pytest.raises(ConfigError, match="plugin broken .*failed: ModuleNotFoundError"):
-        registry.supported()
+        architectures.supported()
 
 
 def test_wrong_registrations_are_refused() -> None:
@@ -135,7 +136,7 @@ def test_wrong_registrations_are_refused() -> None:
     for place, said in (("no.such.module", "cannot be imported"), ("json:dumps", "is not an Architecture")):
         ModelRegistry.register_model("Mine", place)
         with pytest.raises(ModelError, match=said):
-            registry.find({"architectures": ["Mine"]})
+            architectures.find({"architectures": ["Mine"]})
 
 
 def test_overrides_reach_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,8 +65,11 @@ class Entropy(RowFeature):
         logs = drawn.raw[lines].float().log_softmax(-1)
         return (-(logs.exp() * logs).sum(-1) / self.unit[drawn.step.rows[lines]],)
 
+    def graph_keys(self, size: int) -> tuple[int, ...]:
+        return (size,)  # one graph for any number of lines
+
     def graph_key(self, key: int, size: int) -> int:
-        return size  # one graph for any number of lines
+        return size
 
     def buffers(self, key: int, size: int) -> tuple[torch.Tensor, ...]:
         return (self._lines[:key],)

@@ -12,11 +12,15 @@ import torch
 
 pytest.importorskip("gguf")
 
+import gguf
 from gguf import GGMLQuantizationType as Kind
 
 from kvasir import LLM, SamplingParams
+from kvasir.config.engine import EngineConfig, ModelConfig
 from kvasir.errors import ConfigError, ModelError
+from kvasir.frontend.requests.input import InputProcessor
 from kvasir.frontend.text.tokenizer_files import load_tokenizer
+from kvasir.quantization.gguf import _SCALES, CODES, PackedRows
 from kvasir.quantization.gguf_file import read_gguf
 from tests.cpu.test_engine import SMALL, check_logprobs, generate
 from tests.gguf_builders import write_model, write_tokenizer
@@ -57,9 +61,9 @@ class Written:
         settings = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 128, "use_tqdm_on_load": False, **settings}
         return LLM(self.path, dtype="float32", skip_tokenizer_init=True, **SMALL, **settings)
 
-    def check(self) -> None:
+    def check(self, num_prompts: int = 5) -> None:
         with self.llm() as llm:
-            check_logprobs(self, generate(llm, self.prompts, PARAMS))  # type: ignore[arg-type]
+            check_logprobs(self, generate(llm, self.prompts[:num_prompts], PARAMS))  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- families and types
@@ -69,6 +73,13 @@ def gemma2(writer: Any) -> None:
     writer.add_sliding_window(6)
     writer.add_attn_logit_softcapping(3.0)
     writer.add_final_logit_softcapping(5.0)
+
+
+def moe(writer: Any) -> None:
+    writer.add_expert_count(6)
+    writer.add_expert_used_count(3)
+    writer.add_expert_feed_forward_length(24)
+    writer.add_expert_shared_feed_forward_length(40)
 
 
 SCALE_16 = {"query_pre_attn_scalar": 16}
@@ -82,6 +93,9 @@ FAMILIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "gemma2": ("gemma2", gemma2, {"query_pre_attn_scalar": 16}),
     "gemma3": ("gemma3", lambda w: w.add_sliding_window(6), {**SCALE_16, "layer_types": None, "num_hidden_layers": 7}),
     "phi3": ("phi3", lambda w: (w.add_sliding_window(9), w.add_rope_dimension_count(8)), {}),
+    "mixtral": ("llama", lambda w: (w.add_expert_count(5), w.add_expert_used_count(2)), {}),
+    "qwen2_moe": ("qwen2moe", moe, {"mlp_only_layers": []}),
+    "qwen3_moe": ("qwen3moe", moe, {"decoder_sparse_step": 1}),
 }  # fmt: skip
 
 
@@ -98,14 +112,14 @@ KINDS = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", 
 def test_types(kind: str, tmp_path: Path) -> None:
     model = Written("llama", "llama", tmp_path / "m.gguf", Kind[kind], **LARGE_ROWS)
     assert read_gguf(model.path).tensors["blk.0.attn_q.weight"].kind == kind
-    model.check()
+    model.check(num_prompts=2)
 
 
 def test_llama3_factors_come_from_a_tensor(tmp_path: Path) -> None:
     """llama.cpp writes them out instead of naming the kind of scaling."""
     from kvasir.layers.rope import inverse_frequencies
     from kvasir.layers.spec import RopeSpec
-    from kvasir.models.spec_reader import read_rope
+    from kvasir.models.config_reader import read_rope
 
     hf = TINY["llama_tied_biases_llama3"][1]["rope_parameters"]
     scaled = inverse_frequencies(read_rope({"rope_parameters": hf}, 8), 128)
@@ -114,15 +128,17 @@ def test_llama3_factors_come_from_a_tensor(tmp_path: Path) -> None:
     Written("llama", "llama", tmp_path / "m.gguf", change=change, rope_parameters=hf).check()
 
 
-def test_packed_rows_stay_at_hand(tmp_path: Path) -> None:
-    model = Written("llama", "llama", tmp_path / "m.gguf", Kind.Q4_0, **LARGE_ROWS)
-    with model.llm() as llm:
-        layer = llm.llm_engine.client.core.executor.model.layers[0].attention.qkv  # type: ignore[attr-defined]
-        packed = layer.packed["k"]
-        assert (packed.kind, packed.shape, packed.data.dtype) == ("Q4_0", (128, 256), torch.uint8)
-        assert packed.data.shape == (128, 256 // 32 * 18)
-        weight = layer.weight.to_dense() if layer.weight.is_mkldnn else layer.weight
-        torch.testing.assert_close(packed.expand(), weight[256 : 256 + 128].float())
+@pytest.mark.parametrize("kind", CODES)
+def test_codes_have_the_files_values(kind: str) -> None:
+    """Bit by bit those of the gguf package, for random bytes; two codes in a byte, too."""
+    (block, size), rng = gguf.GGML_QUANT_SIZES[Kind[kind]], np.random.default_rng(0)
+    rows = rng.integers(0, 256, (6, 4, size), dtype=np.uint8)
+    for at in _SCALES[kind][1]:
+        rows[:, :, at : at + 2] = rng.normal(0, 1, (6, 4, 1)).astype(np.float16).view(np.uint8)
+    packed = PackedRows(torch.from_numpy(rows.reshape(6, -1)), kind, (6, 4 * block))
+    coded, wanted = packed.coded(), torch.from_numpy(gguf.dequantize(rows.reshape(6, -1), Kind[kind]))
+    assert coded is not None and torch.equal(coded.expand(), wanted) and torch.equal(coded.packed().expand(), wanted)
+    assert coded.packed().coding.tile == (min(32, coded.coding.group) if coded.coding.kind == "u4" else 0)
 
 
 # ---------------------------------------------------------------- tokenizers
@@ -176,6 +192,119 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert pieces_of("é") == ["<s>", "▁", "<0xC3>", "<0xA9>"]
     for text in ("abc d", "é a😀b", "  a  b "):
         assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+
+
+# ---------------------------------------------------------------- end tokens
+
+# Those of llama.cpp's special_eog_ids.
+ENDS = [
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>",
+    "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend▁of▁sentence\uff5c>", "[e~[",
+    "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>",
+    "<reponame>", "<|file_sep|>",
+]  # fmt: skip
+LETTERS = [chr(ord("a") + i) for i in range(26)]
+
+
+def add_vocabulary(writer: Any, tokens: list[str], kinds: dict[str, int], ids: dict[str, str], model: str) -> None:
+    """A tokenizer whose tokens are normal unless `kinds` says otherwise; `ids` names tokens by role."""
+    writer.add_tokenizer_model(model)
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([kinds.get(token, 1) for token in tokens])
+    writer.add_token_scores([-float(rank) for rank in range(len(tokens))])
+    writer.add_token_merges(["a b"])
+    writer.add_add_bos_token(False)
+    for role, token in ids.items():
+        writer.add_uint32(f"tokenizer.ggml.{role}_token_id", tokens.index(token))
+
+
+def end_texts_of(
+    path: Path,
+    tokens: list[str],
+    kinds: dict[str, int],
+    ids: dict[str, str],
+    *,
+    model: str = "gpt2",
+    skip: bool = False,
+) -> set[str]:
+    """The texts of the tokens that end a request to a model with this vocabulary."""
+    import gguf
+
+    tokens = [*LETTERS, "ab", *tokens]
+    writer = gguf.GGUFWriter(path, "llama")
+    add_vocabulary(writer, tokens, kinds, ids, model)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    settled = {"path": str(path), "tokenizer": str(path), "vocab_size": len(tokens), "max_model_len": 32}
+    config = EngineConfig(model=ModelConfig(model="m", **settled))
+    tokenizer = None if skip else load_tokenizer(path)
+    processor = InputProcessor(config, tokenizer)
+    request, state = processor.process("r", [1], SamplingParams(min_tokens=3), 0, 0.0)
+    assert set(request.sampling.stop_token_ids) == state.eos_token_ids, "min_tokens bans all of them"
+    assert request.sampling.banned_until == 4
+    request, state = processor.process("r", [1], SamplingParams(ignore_eos=True, stop_token_ids=[5]), 1, 0.0)
+    assert request.sampling.stop_token_ids == (5,) and not state.eos_token_ids
+    ends = {tokens[number] for number in processor.eos_token_ids}
+    if tokenizer is not None:
+        for text in ends & set(ENDS):
+            assert tokenizer.encode("ab" + text)[-1] == tokens.index(text), "an end token is matched as a whole"
+            assert tokenizer.decode([tokens.index(text)], skip_special_tokens=True) == "", "and hidden"
+    return ends
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("skip", [False, True])
+def test_end_tokens_are_those_of_llama_cpp(tmp_path: Path, model: str, skip: bool) -> None:
+    def ends(tokens: list[str], kinds: dict[str, int], ids: dict[str, str]) -> set[str]:
+        return end_texts_of(tmp_path / "m.gguf", tokens, kinds, ids, model=model, skip=skip)
+
+    for text in ENDS:
+        assert ends([text, "<x>"], {text: 3}, {}) == {text}
+        if text != "</s>":  # an HTML tag in the vocabularies of some models
+            assert ends([text, "<x>"], {}, {"eos": "<x>"}) == {text, "<x>"}, "whatever the token's type"
+    assert ends(["</s>", "<x>"], {}, {"eos": "<x>"}) == {"<x>"}
+    for role in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"):
+        assert ends(["<x>", "<y>"], {}, {role: "<x>"}) == {"<x>"}
+    harmony = ["<|return|>", "<|call|>", "<|end|>", "<|endoftext|>"]
+    assert ends(harmony, dict.fromkeys(harmony, 3), {"eos": "<|return|>"}) == set(harmony) - {"<|end|>"}
+    solar = ["<|flush|>", "<|calls|>", "<|end|>"]
+    assert ends(solar, dict.fromkeys(solar, 3), {}) == {"<|flush|>", "<|calls|>"}
+    gemma = ["<|tool_response>", "</s>", "<turn|>"]
+    assert ends(gemma, dict.fromkeys(gemma, 3), {}) == {"<|tool_response>", "<turn|>"}
+
+
+def test_text_ends_at_any_end_token(tmp_path: Path) -> None:
+    """A file that only names <|im_end|>, and a model that produces <|endoftext|>."""
+    tokens = [*LETTERS, "ab", "<|im_end|>", "<|endoftext|>", "<x>"]
+    tokens += [f"[{i}]" for i in range(len(tokens), 96)]
+    end, other = tokens.index("<|endoftext|>"), tokens.index("<x>")
+
+    def change(writer: Any) -> None:
+        kinds = {"<|im_end|>": 3, "<|endoftext|>": 3}
+        add_vocabulary(writer, tokens, kinds, {"eos": "<|im_end|>"}, "gpt2")
+
+    Written("llama", "llama", tmp_path / "m.gguf", change=change)
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {other}}}')
+    settings: dict[str, Any] = {"kv_cache_memory_bytes": 8 << 20, "max_model_len": 64, "use_tqdm_on_load": False}
+
+    def finish(llm: LLM, token: int, **params: Any) -> tuple[str, str | None, int]:
+        # The prompt's tokens come first, so that the text has something before its end.
+        asked = SamplingParams(temperature=0, max_tokens=8, logit_bias={token: 100.0}, **params)
+        (output,) = llm.generate(["ab"], asked, use_tqdm=False)
+        choice = output.outputs[0]
+        return choice.text, choice.finish_reason, len(choice.token_ids)
+
+    with LLM(str(tmp_path / "m.gguf"), dtype="float32", **SMALL, **settings) as llm:
+        assert finish(llm, end) == ("", "stop", 1)
+        text, reason, length = finish(llm, end, min_tokens=3)
+        assert (reason, length) == ("stop", 4) and "<|" not in text
+        assert finish(llm, end, ignore_eos=True)[1:] == ("length", 8)
+        assert finish(llm, other)[1:] == ("length", 8)
+    with LLM(str(tmp_path / "m.gguf"), dtype="float32", generation_config=str(tmp_path), **SMALL, **settings) as llm:
+        assert finish(llm, end)[1] == finish(llm, other)[1] == "stop", "the file's ends and the directory's"
 
 
 # ---------------------------------------------------------------- a real model

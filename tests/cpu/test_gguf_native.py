@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from kvasir.config.args import EngineArgs
 from kvasir.config.resolve import resolve
-from kvasir.distributed.mesh import Mesh
+from kvasir.distributed import Mesh
 from kvasir.kernels.cpu.packed import BF16, GGUF, PLAIN, PackedMatrix
 from kvasir.layers.base import Build
 from kvasir.layers.embedding import Embedding, Head
@@ -26,7 +26,7 @@ from kvasir.models.gguf import GGUFCheckpoint
 from kvasir.models.loader import load
 from kvasir.models.native import NativeDecoder
 from kvasir.models.transformer import Transformer
-from kvasir.quantization.cpu import VOCABULARIES, CpuMethods, matrix_of
+from kvasir.quantization.cpu import KEPT, VOCABULARIES, CpuMethods, matrix_of
 from kvasir.quantization.gguf import PackedRows
 from kvasir.quantization.gguf_file import read_gguf
 from tests.cpu.test_gguf import LARGE_ROWS, Written
@@ -154,7 +154,7 @@ def rows_of(kind: str, outputs: int, inputs: int) -> PackedRows:
 
 
 def build(mesh: Mesh | None = None) -> Build:
-    return Build(torch.bfloat16, mesh or Mesh(), CpuMethods("gguf"), torch.device("cpu"))
+    return Build(torch.bfloat16, mesh or Mesh(), CpuMethods(KEPT), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_ranks_share_of_the_vocabulary() -> None:
     for kind in (Embedding, Head):
         shares = []
         for rank in range(2):
-            layer = kind(replace(build(Mesh(rank, 2)), vocabulary=VOCABULARIES["gguf"]), 96, 256)
+            layer = kind(replace(build(Mesh(rank, 2)), vocabulary=VOCABULARIES[KEPT]), 96, 256)
             layer.load(("weight", None), rows)
             layer.process()
             assert layer.matrix is not None and layer.matrix.layout.format == GGUF["Q6_K"][1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvasir.worker.graphs import pool as graph_pool
-from kvasir.worker.graphs.pool import MIB, GraphMemory, GraphPool
+from kvasir.worker.graphs.pool import MIB, GraphPool
 
 GRAPH = 5 * MIB  # what a graph takes of the driver, by itself
 
@@ -105,33 +105,23 @@ def test_what_graphs_take_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = on(device, monkeypatch)
     graphs = [pool.capture(device.step(need=100, outputs=10))]
     assert isinstance(graphs[0].outputs, Outputs)
-    assert device.events == ["capture waits for step", "run", "captured", "step waits for capture"]
-    assert (pool.memory.taken, pool.memory.idle) == (100 * MIB + GRAPH, 90 * MIB)
-    graphs.append(pool.capture(device.step(need=50, outputs=5)))  # in what the first one leaves idle
-    assert (pool.memory.taken, pool.memory.idle) == (100 * MIB + 2 * GRAPH, 85 * MIB)
+    events = ["capture waits for step", "run", "released", "captured", "step waits for capture"]
+    assert device.events == events and pool.taken == 100 * MIB + GRAPH
+    device.events.clear()
+    graphs.append(pool.capture(device.step(need=50, outputs=5)))  # in what the first one leaves
+    assert pool.taken == 100 * MIB + 2 * GRAPH and device.pools == 1
+    assert device.events == ["capture waits for step", "captured", "step waits for capture"], "only the first is run"
 
 
 def test_the_largest_steps_memory_is_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(left=600)
     pool = on(device, monkeypatch)
-    pool.memory.kept_free = 500 * MIB
-    with pytest.raises(
-        torch.OutOfMemoryError, match=r"^it needs 101 MiB, and of 600 MiB that are free 500 are kept for"
-    ):
-        pool.capture(device.step(need=101, outputs=10))
-    assert device.events == ["capture waits for step", "run", "step waits for capture"]
-    assert pool.memory.taken == 0
-    pool.release()
-    assert device.left == 600 * MIB, "nothing is lost to other steps"
-    pool.capture(device.step(need=100, outputs=10))
-
-
-def test_a_capture_gets_what_torch_holds_unused(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(left=300)
-    pool = on(device, monkeypatch)
-    device.step(need=290, outputs=0)()  # of which the pool of graphs can use nothing
-    pool.capture(device.step(need=200, outputs=10))
-    assert device.events[1:] == ["capture waits for step", "run", "released", "captured", "step waits for capture"]
+    pool.kept_free = 550 * MIB
+    with pytest.raises(torch.OutOfMemoryError, match=r"^600 MiB are free, of which 550 are kept for the largest step"):
+        pool.capture(device.step(need=10, outputs=10))
+    assert pool.taken == 0 and device.events[-1] == "step waits for capture"
+    pool.kept_free = 500 * MIB
+    pool.capture(device.step(need=10, outputs=10))
 
 
 def test_a_capture_that_breaks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,50 +135,3 @@ def test_a_capture_that_breaks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError, match="no"):
         pool.capture(run)
     assert not device.capturing and device.events[-1] == "step waits for capture"
-
-
-@pytest.mark.parametrize(
-    ("need", "free", "fits"), [(100, 100, True), (100, 99, False), (130, 100, True), (131, 100, False)]
-)
-def test_room(need: int, free: int, fits: bool) -> None:
-    idle = 0 if need == 100 else 30
-    assert GraphMemory(kept_free=40, idle=idle).has_room(need, free + 40) == fits
-
-
-def test_what_is_dropped_is_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = Device(left=1000)
-    pool = on(device, monkeypatch)
-    first, second = (pool.capture(device.step(need=100, outputs=10)) for _ in range(2))
-    assert (pool.memory.taken, pool.memory.idle) == (110 * MIB + 2 * GRAPH, 90 * MIB)
-    graphs = [first]
-    del first
-    pool.drop(graphs)
-    assert not graphs and device.events[-1] == "device waited for"
-    assert (pool.memory.taken, pool.memory.idle) == (110 * MIB + GRAPH, 100 * MIB)
-    assert device.pools == 1
-    graphs = [second]
-    del second
-    pool.drop(graphs)
-    third = pool.capture(device.step(need=100, outputs=10))
-    assert device.pools == 2, "torch refuses to capture into a pool that no graph uses any more"
-    assert third.outputs.size == 10 * MIB
-
-
-def test_what_a_failed_capture_took_is_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As much as it got: torch gives a pool's memory back only when no graph uses the pool."""
-    device = Device(left=1000)
-    pool = on(device, monkeypatch)
-    first = pool.capture(device.step(need=100, outputs=10))
-    step, calls = device.step(need=300, outputs=10), []
-
-    def run() -> None:
-        step()
-        calls.append(1)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        pool.capture(run)
-    pool.release()
-    assert (pool.memory.taken, pool.memory.idle) == (310 * MIB + GRAPH, 300 * MIB)
-    assert first.outputs.size == 10 * MIB and device.pools == 1

@@ -19,9 +19,9 @@ import torch
 from kvasir import LLM, SamplingParams, kernels
 from kvasir.attention import select
 from kvasir.frontend.requests.extras import ExtrasBuilder
+from kvasir.sampling import logit_rules, parameters
 from kvasir.sampling.logit_rules import BadWords, Penalties
 from kvasir.sampling.logprobs import NamedTokens
-from kvasir.sampling.parameters import NO_SAMPLING_KEY
 from kvasir.sampling.sampler import Sampler
 from tests.model_builders import make_hf_model, save
 from tests.pairwise import few
@@ -32,7 +32,6 @@ if torch.cuda.is_available():
 
 from kvasir.kernels import triton
 from kvasir.kernels.triton import paged_decode
-from kvasir.worker.graphs import cache as graph_cache
 from kvasir.worker.graphs import step_graphs
 from kvasir.worker.graphs.pool import Captured
 from tests.graph_fakes import Repeats
@@ -44,8 +43,8 @@ WISHES: dict[str, dict[str, Any]] = {
     "penalties": {"presence_penalty": 0.8, "frequency_penalty": 0.4, "repetition_penalty": 1.3},
     "bias": {"logit_bias": {3: 2.0, 0: -1.0, 17: 4.0}},
     "bans": {"allowed_token_ids": list(range(10, 60)), "forbidden_token_ids": [11, 12]},
-    "bad words": {"bad_words": [f"{i}" for i in range(20, 40)] + [f"{i} {i}" for i in range(40, VOCAB)]},
-    "min_tokens": {"min_tokens": 4, "stop_token_ids": list(range(40)), "ignore_eos": True},
+    "bad words": {"bad_words": [f"{i}" for i in range(20, 40)] + [f"{i} {i}" for i in range(40, 50)]},
+    "min_tokens": {"min_tokens": 4, "stop_token_ids": list(range(40, 52)), "ignore_eos": True},
     "scored": {"logprobs": 3},
     "scored most": {"logprobs": 20},
     "scored alone": {"logprobs": 0, "temperature": 0},
@@ -55,6 +54,7 @@ WISHES: dict[str, dict[str, Any]] = {
     "all": {"presence_penalty": 0.5, "logit_bias": {5: 1.0}, "forbidden_token_ids": [6], "bad_words": ["7", "8 9"]}
     | {"min_tokens": 2, "stop_token_ids": [1, 2, 3], "logprobs": 2, "top_p": 0.95},
 }
+UNCAPTURED = {"named", "many named"}  # no head has a graph for these
 STAGED = {"penalties", "bias", "bans", "bad words", "all"}
 SCORED = {"scored", "scored most", "scored alone", "named", "many named", "filtered", "all"}
 
@@ -74,20 +74,20 @@ def words_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FixedTables(Repeats):
-    """A replay that is given other tables than its capture fails."""
+    """A replay that is given other tables than the first fails."""
 
     given: ClassVar[list[Any]] = []
 
     def capture(self, run: Callable[[], Any]) -> Captured[Any]:
-        def noted() -> Any:
-            self.given.clear()
-            return run()
-
-        captured = super().capture(noted)
-        wanted, replay = list(self.given), captured.graph.replay  # held, so that none of them is taken for another
+        captured = super().capture(run)
+        wanted: list[Any] = []  # held, so that none of them is taken for another
+        replay = captured.graph.replay
 
         def replay_alike() -> None:
+            self.given.clear()
             replay()
+            if not wanted:
+                wanted.extend(self.given)
             same = len(self.given) == len(wanted) and all(a is b for a, b in zip(self.given, wanted, strict=True))
             assert same, "a graph would have read a table that is no more"
 
@@ -183,41 +183,24 @@ def both(path: Path, request: pytest.FixtureRequest, names: list[str], **setting
 def test_each_wish_is_a_graph_and_changes_nothing(path: Path, name: str, request: pytest.FixtureRequest) -> None:
     runner, eager = both(path, request, [name, "nothing", name])
     stats = runner.graphs.stats
-    assert not eager, "a head was launched kernel by kernel"
-    assert (stats.heads["stages"] > 2) == (name in STAGED)
-    assert (stats.heads["scores"] > 2) == (name in SCORED)
-    assert (stats.heads["bans"] > 2) == (name in {"min_tokens", "all"})
+    assert bool(eager) == (name in UNCAPTURED), "a head was launched kernel by kernel"
+    assert (stats.heads["stages"] > 2) == (name in STAGED | {"min_tokens"})
+    assert (stats.heads["scores"] > 2) == (name in SCORED - UNCAPTURED)
 
 
-def test_all_wishes_at_once_while_tables_grow_and_rows_change_tenants(
-    path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_all_wishes_at_once_while_rows_change_tenants(path: Path, request: pytest.FixtureRequest) -> None:
     names = list(WISHES)[::-1] + ["penalties", "bias"] * 2 + ["nothing"]  # the longest lists are not first
     runner, eager = both(path, request, names)
     stats = runner.graphs.stats
-    assert not eager
-    assert (
-        stats.heads["stages"] > 10
-        and stats.heads["scores"] > 10
-        and stats.heads["bans"] > 4
-        and stats.heads["filters"] > 4
-    )
-    assert stats.stale_heads > 2
-    now = {head for head in runner.graphs.cache.heads if head.versions == step_graphs.versions_of(head.uses)}
-    assert len(runner.graphs.cache.heads) - len(now) <= len(now), "heads that cannot be used any more pile up"
-    parameters = runner.sampler.parameters
-    stages = {dict(head.uses).get(parameters, NO_SAMPLING_KEY).stages for head in now}
-    assert stages <= {(), parameters.stages.in_graphs()}
+    assert eager and stats.heads["stages"] > 5 and stats.heads["scores"] > 3 and stats.heads["filters"] > 4
 
 
 @pytest.mark.parametrize(
     "wishes",
     [
-        pytest.param([{"logprob_token_ids": list(range(n))} for n in (2, 9)], id="named"),
         pytest.param(
             [{"min_tokens": 3, "stop_token_ids": list(range(n))} for n in (2, 9)],
             id="min_tokens",
-            marks=pytest.mark.slow,
         ),
         pytest.param([{"logit_bias": dict.fromkeys(range(n), 1.0)} for n in (2, 9)], id="bias", marks=pytest.mark.slow),
         pytest.param(
@@ -229,9 +212,12 @@ def test_all_wishes_at_once_while_tables_grow_and_rows_change_tenants(
     ],
 )
 def test_a_longer_list_than_any_before(
-    path: Path, wishes: list[dict[str, Any]], request: pytest.FixtureRequest
+    path: Path, wishes: list[dict[str, Any]], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same steps again, but for a table that had to grow."""
+    """The same steps again, but for a table that had to grow. Graphs read the old one, and are not used any more."""
+    monkeypatch.setattr(parameters, "STOP_IDS", 2)
+    for name, size in (("BIASED_TOKENS", 2), ("BAD_WORDS", 2), ("BAD_WORD_TOKENS", 1)):
+        monkeypatch.setattr(logit_rules, name, size)
 
     def answers() -> tuple[list[Any], Any]:
         with engine(path) as (llm, runner, _):
@@ -246,7 +232,7 @@ def test_a_longer_list_than_any_before(
     request.getfixturevalue("graphs")
     found, graphs = answers()
     same(found, wanted)
-    assert graphs.stats.stale_heads > 0 and not any(map(step_graphs.is_stale, graphs.cache.heads))
+    assert graphs.stats.stale_heads > 0 and graphs.stats.heads["stages"] > 0, "before and after"
 
 
 @pytest.mark.parametrize(
@@ -254,20 +240,20 @@ def test_a_longer_list_than_any_before(
     few(["raw_logprobs", "processed_logits", "raw_logits", "processed_logprobs"], fast=["processed_logits"]),
 )
 def test_every_kind_of_score(path: Path, mode: str, request: pytest.FixtureRequest) -> None:
-    names = ["scored", "all", "named", "penalties", "filtered", "scored most"]
+    names = ["scored", "all", "penalties", "filtered", "scored most"]
     runner, eager = both(path, request, names, logprobs_mode=mode)
     assert runner.graphs.stats.heads["scores"] > 5 and not eager
 
 
-def test_capturing_a_head_is_not_learnt_from(path: Path, graphs: None) -> None:
-    """Each capture runs its head before the step's own replay. Rows keep their slots until others take them."""
+def test_padding_is_not_learnt_from(path: Path, graphs: None) -> None:
+    """Heads have more lines than rows sample. Rows keep their slots until others take them."""
     names = ["penalties", "bad words", "penalties", "all"]
     prompts, params = requests(names, max_tokens=9, ignore_eos=True, min_tokens=9)
     with engine(path) as (llm, runner, eager):
         texts, _ = said(llm.generate(prompts, params, use_tqdm=False))
         stages: dict[type, Any] = {type(stage): stage for stage in runner.sampler.parameters.stages._stages}
         counts, recent = stages[Penalties], stages[BadWords]
-        assert len(runner.graphs.cache.heads) > 1 and not eager
+        assert not eager
         learnt = [Counter(np.repeat(np.arange(VOCAB), counts.counts[slot])) for slot in counts.slots if slot >= 0]
         assert sorted(map(repr, map(sorted, (each.elements() for each in learnt)))) == sorted(
             repr(sorted(map(np.int64, texts[i]))) for i in (0, 2, 3)
@@ -286,7 +272,7 @@ def test_rows_that_do_not_sample_are_not_learnt_from(
 
     def noted(self: Any, *args: Any) -> Any:
         arrays, buffers = real(self, *args)
-        sent.append(len(arrays[1]) > 0)
+        sent.append(len(arrays[0]) > 0)
         return arrays, buffers
 
     monkeypatch.setattr(step_graphs.StepGraphs, "_head_inputs", noted)
@@ -299,26 +285,18 @@ def test_heads_that_find_no_memory_run_without(
     path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Full(FixedTables):
-        """A device that has memory for every third graph only."""
-
-        tries = 0
+        """A device that has memory for forward passes and the largest heads only."""
 
         def capture(self, run: Callable[[], Any]) -> Captured[Any]:
-            Full.tries += 1
-            if Full.tries % 3:
-                run()
+            if self.taken >= 24 << 20:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return super().capture(run)
 
-        def release(self) -> None:
-            pass
-
-    prompts, params = requests(list(WISHES)[5:])
+    prompts, params = requests([name for name in WISHES if name not in UNCAPTURED][5:])
     with engine(path) as (llm, _, _eager):
         wanted = llm.generate(prompts, params, use_tqdm=False)
     request.getfixturevalue("graphs")
     monkeypatch.setattr(step_graphs, "GraphPool", Full)
-    monkeypatch.setattr(graph_cache, "DEFERRED_STEPS", 2)
     with engine(path) as (llm, runner, eager):
         same(llm.generate(prompts, params, use_tqdm=False), wanted)
     stats = runner.graphs.stats

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvasir import kernels
-from kvasir.models.spec_reader import ACTIVATIONS
+from kvasir.models.config_reader import ACTIVATIONS
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -33,4 +33,4 @@ def test_every_kernel_compiles_for_an_h200(tmp_path: Path) -> None:
     }
     assert len(written) > 15 and compiled.keys() == written, "each is launched by some step of compile_for_gpu.py"
     assert compiled["paged_prefill._prefill_kernel"] >= 2 <= compiled["paged_mixed._mixed_kernel"], "with a window, too"
-    assert compiled["hopper_prefill._hopper_prefill_kernel"] == 1, "a step of other chunks waits for the compiler"
+    assert compiled["hopper_prefill._hopper_prefill_kernel"] >= 4, "of listed chunks and of all others, with sinks, too"

@@ -14,6 +14,7 @@ from kvasir.layers.attention import ATTENTIONS, AttentionLayer
 from kvasir.layers.base import Build, DecoderBuild
 from kvasir.layers.linear import replicated_linear
 from kvasir.layers.mlp import FEED_FORWARDS, FeedForward
+from kvasir.layers.norm import Norm
 from kvasir.layers.spec import AttentionSpec, GatedMLPSpec, RMSNormSpec
 from kvasir.models.loader import _fill_dummy, _process
 from kvasir.models.spec import DecoderSpec, LayerSpec, pre_norm
@@ -109,7 +110,7 @@ def test_nothing_of_a_new_kind_is_fused_unless_it_says_so(monkeypatch: pytest.Mo
         pre_norm(NORM, AttentionSpec(2, 2, 8), GatedMLPSpec(32)),
     )
     assert [layer.fuses for layer in model.layers] == [False, True]
-    assert len(model.compile_copy().layers) == 2
+    assert len(model.compile_copy().layers) == 3, "one of each kind, and the last one"
 
 
 def test_pages_of_several_shapes_are_refused() -> None:
@@ -124,3 +125,11 @@ def test_pages_of_several_shapes_are_refused() -> None:
 def test_a_kind_that_nobody_registered_is_named() -> None:
     with pytest.raises(ModelError, match="No feed-forward network is registered for RMSNormSpec"):
         make_model(pre_norm(NORM, AttentionSpec(2, 2, 8), NORM))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "lacking"), [(AttentionLayer, "page_shape"), (FeedForward, "forward"), (Norm, "forward")]
+)
+def test_a_kind_without_its_method_cannot_be_built(kind: type, lacking: str) -> None:
+    with pytest.raises(TypeError, match=f"abstract method.*{lacking}"):
+        type("Unfinished", (kind,), {})()

@@ -3,8 +3,6 @@ and its threads may be set anew while others compute."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +13,9 @@ import torch
 from kvasir.attention.cpu import CpuAttention
 from kvasir.attention.torch import TorchAttention
 from kvasir.kernels import reference
-from kvasir.kernels.cpu import build, library, ops, packed, sources
+from kvasir.kernels.cpu import library, ops, packed
 from kvasir.kernels.cpu.ops import StepView
 from tests.cpu.test_cpu_kernels import BFLOAT, FORMATS, close, instruction_set, make_batch, randn
-from tests.native_builders import require_library
 
 __all__ = ["instruction_set"]  # a fixture: all of this on every instruction set
 ROOT = Path(__file__).parent.parent.parent
@@ -170,36 +167,3 @@ def test_threads_are_set_while_others_compute() -> None:
     done.set()
     caller.join(60)
     assert not caller.is_alive() and not wrong
-
-
-def test_more_threads_than_the_system_grants() -> None:
-    program = """
-import resource
-from kvasir.errors import ConfigError
-from kvasir.kernels.cpu import library
-assert library.num_threads() > 0
-resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
-try:
-    library.configure(3000)
-except ConfigError as error:
-    print(error)
-"""
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert "cpu_threads=3000: the system starts no more than" in ran.stdout and "lower cpu_threads" in ran.stdout
-
-
-# ---------------------------------------------------------------- one made from other sources
-
-
-def test_a_library_from_other_sources_is_refused(
-    monkeypatch: pytest.MonkeyPatch, log_lines: list[str], tmp_path: Path
-) -> None:
-    require_library()
-    assert build.is_current() and build.is_current(library.PATH)
-    for file in sources.SOURCES.glob("*.*"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    monkeypatch.setattr(sources, "SOURCES", tmp_path)
-    assert library.library.__wrapped__() is not None
-    (tmp_path / "pool.h").write_text("// not what it was\n")
-    assert library.library.__wrapped__() is None
-    assert "it was built from other sources" in log_lines[-1] and "kvasir.kernels.cpu.build" in log_lines[-1]

@@ -1,4 +1,5 @@
-"""The CPU library's build: without a compiler, and its own tests under the sanitizers."""
+"""The CPU library's build and loading: without a compiler, from other sources, with few threads; and its own tests
+under the sanitizers."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvasir.kernels.cpu import build
+from kvasir.kernels import cpu
+from kvasir.kernels.cpu import build, library
 from tests.native_builders import SETS, require_library
 
 ROOT = Path(__file__).parent.parent.parent
@@ -96,3 +98,33 @@ for _ in range(3):
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
     assert ran.stderr.count("The CPU library is not built: models run on plain torch, slower.") == 1
+
+
+def test_a_library_from_other_sources_is_refused(
+    monkeypatch: pytest.MonkeyPatch, log_lines: list[str], tmp_path: Path
+) -> None:
+    require_library()
+    assert build.is_current() and build.is_current(library.PATH)
+    for file in cpu.SOURCES.glob("*.*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(cpu, "SOURCES", tmp_path)
+    assert library.library.__wrapped__() is not None
+    (tmp_path / "pool.h").write_text("// not what it was\n")
+    assert library.library.__wrapped__() is None
+    assert "it was built from other sources" in log_lines[-1] and "kvasir.kernels.cpu.build" in log_lines[-1]
+
+
+def test_more_threads_than_the_system_grants() -> None:
+    program = """
+import resource
+from kvasir.errors import ConfigError
+from kvasir.kernels.cpu import library
+assert library.num_threads() > 0
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+try:
+    library.configure(3000)
+except ConfigError as error:
+    print(error)
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert "cpu_threads=3000: the system starts no more than" in ran.stdout and "lower cpu_threads" in ran.stdout

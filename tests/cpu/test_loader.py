@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from kvasir import platforms
 from kvasir.errors import ConfigError, ModelError
-from kvasir.models import loader
+from kvasir.models import architectures, loader
+from kvasir.models.checkpoint import is_finite
 from kvasir.models.loader import load_model
 from kvasir.models.transformer import Transformer
 from tests.model_builders import PagedModel, make_config, make_hf_model, save
@@ -175,6 +176,50 @@ def test_shape_mismatch(checkpoint: Path) -> None:
     assert "model.layers.0.mlp.up_proj.weight in model.safetensors is [47, 32], but should be [48, 32]" in message
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_weights_that_are_not_finite(checkpoint: Path, backend: str, value: float) -> None:
+    tensor = load_file(checkpoint / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+    tensor[-1, 3] = value
+    edit(checkpoint, model__layers__1__mlp__up_proj__weight=tensor)
+    message = refusal(checkpoint, backend=backend, dtype="bfloat16" if backend == "cpu" else "float32")
+    assert "model.layers.1.mlp.up_proj.weight in model.safetensors has values that are not finite" in message
+
+
+def test_weights_too_large_for_dtype(checkpoint: Path) -> None:
+    edit(checkpoint, model__norm__weight=torch.full((32,), 1e5))
+    load_model(make_config(checkpoint, dtype="bfloat16"), CPU)
+    assert "model.norm.weight" in refusal(checkpoint, dtype="float16")
+
+
+def test_weights_on_a_device_are_checked_there(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other devices than a CPU do, on one."""
+    monkeypatch.setattr(loader, "_process", lambda model: None)  # weights that a CPU has packed cannot be checked
+    model = load_model(make_config(checkpoint), CPU)
+    source = loader._open_safetensors(checkpoint, architectures.find(make_config(checkpoint).model.hf), {})
+    places = loader.find_places(model, source.names, model.spec)
+    loader._check_on_device(model, source.checkpoint, places)
+    tensor = load_file(checkpoint / "model.safetensors")["model.layers.0.self_attn.k_proj.weight"]
+    tensor[0, 0] = float("nan")
+    edit(checkpoint, model__layers__0__self_attn__k_proj__weight=tensor)
+    source = loader._open_safetensors(checkpoint, architectures.find(make_config(checkpoint).model.hf), {})
+    loader._fill(source.checkpoint, places, dtype=None, show_progress=False)
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn\.k_proj\.weight"):
+        loader._check_on_device(model, source.checkpoint, places)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000, 70_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_value_is_found_anywhere(size: int, dtype: torch.dtype) -> None:
+    tensor = torch.randn(size).to(dtype)
+    assert is_finite(tensor)
+    for place in {0, size // 3, size - 1}:
+        for value in (float("nan"), float("inf"), float("-inf")):
+            broken = tensor.clone()
+            broken[place] = value
+            assert not is_finite(broken), (place, value)
+
+
 def test_untied_head_must_be_there(tmp_path: Path) -> None:
     path = save(make_hf_model("qwen2"), tmp_path)
     hf = json.loads((path / "config.json").read_text())
@@ -188,7 +233,8 @@ def test_unknown_architecture(checkpoint: Path) -> None:
 
 def test_quantized_checkpoint(checkpoint: Path) -> None:
     hf = json.loads((checkpoint / "config.json").read_text())
-    assert "quantized (gptq)" in refusal(checkpoint, hf={**hf, "quantization_config": {"quant_method": "gptq"}})
+    assert "no bits" in refusal(checkpoint, hf={**hf, "quantization_config": {"quant_method": "gptq"}})
+    assert "quant_method 'quip'" in refusal(checkpoint, hf={**hf, "quantization_config": {"quant_method": "quip"}})
 
 
 def test_weights_larger_than_memory(checkpoint: Path) -> None:

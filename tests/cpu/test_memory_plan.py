@@ -20,9 +20,10 @@ def test_graphs_go_beside_the_engines_share_and_the_rest_is_set_aside() -> None:
     assert kv_share(100 * GIB, 1.0, PROFILE, graphs=GIB) == 77 * GIB
 
 
-def test_graphs_are_of_small_steps() -> None:
-    assert expected_graphs(16 * GIB, 16384) == 2 * GIB
-    assert expected_graphs(GIB, 512) == 2 * GIB
+def test_graphs_share_the_memory_of_small_steps() -> None:
+    assert expected_graphs(256, 0, 0, 16 * GIB, 16384) == 2 * GIB
+    assert expected_graphs(0, 0, 0, GIB, 512) == GIB
+    assert expected_graphs(0, 4096, 1 << 17, 0, 512) == GIB, "heads of as many rows as graphs have"
 
 
 def test_a_cache_that_leaves_no_room_for_steps() -> None:
@@ -53,4 +54,4 @@ def test_where_nothing_was_measured() -> None:
 
 def test_the_largest_graph_is_the_one_that_is_captured() -> None:
     graph_shapes = pytest.importorskip("kvasir.worker.graphs.keys")
-    assert graph_shapes.MIXED_SIZES[-1] == graph_shapes.graph_sizes(4096)[-1] == LARGEST_GRAPH
+    assert graph_shapes.MIXED_TOKENS[-1] == graph_shapes.ROWS[-1] == LARGEST_GRAPH

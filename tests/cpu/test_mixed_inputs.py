@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from kvasir.kernels.layout import find_tiles
 from kvasir.messages import StepPlan
+from kvasir.worker.graphs.keys import ForwardGraphKey
 from kvasir.worker.step_inputs import DeviceRows, eager_inputs, host_inputs, mixed_graph_inputs
 
 MAX_ROWS, BLOCK = 12, 4
@@ -53,7 +51,7 @@ def test_inputs_equal_those_of_the_step_itself(counts: list[int], groups: int) -
     cpu = torch.device("cpu")
     wanted = eager_inputs(own, plan, host_inputs(plan, (), None, own.padding).to_device(cpu))
 
-    key: Any = SimpleNamespace(tokens=32, rows=8, is_mixed=True)
+    key = ForwardGraphKey(tokens=32, rows=8, bound=64)
     given = host_inputs(plan, (), key, padded.padding).to_device(cpu)
     got = mixed_graph_inputs(padded, given.rows.long(), given.num_tokens, given.token_ids, bound=64)
     count = sum(counts)
@@ -73,17 +71,18 @@ def test_inputs_equal_those_of_the_step_itself(counts: list[int], groups: int) -
 @pytest.mark.parametrize("size", [64, 256])
 def test_every_tile_of_every_chunk_is_there_once(size: int) -> None:
     counts = torch.tensor([1, 1, 2, 17, 1, 33, 0, 0], dtype=torch.int32)
-    tiles = find_tiles(counts, counts + 5, size)
-    listed = slice(int(tiles.count))
-    found = [(int(s), int(n)) for s, n in zip(tiles.sequence[listed], tiles.number[listed], strict=True)]
-    of = {i: -(-int(c) // tiles.height) for i, c in enumerate(counts) if c > 1}
+    tiles, height = find_tiles(counts, counts + 5, size), 16 if size <= 64 else 64
+    cut = tiles.cut(height)
+    listed = slice(int(cut.count))
+    found = [(int(s), int(n)) for s, n in zip(cut.sequence[listed], cut.number[listed], strict=True)]
+    of = {i: -(-int(c) // height) for i, c in enumerate(counts) if c > 1}
     assert found == [(i, n) for i, count in of.items() for n in range(count)]
     assert tiles.decode_lens.tolist() == [6, 6, 0, 0, 6, 0, 5, 5]
 
 
 def test_there_is_room_for_the_most_tiles() -> None:
-    tiles = find_tiles(torch.full((32,), 2, dtype=torch.int32), torch.full((32,), 2, dtype=torch.int32), 64)
+    tiles = find_tiles(torch.full((32,), 2, dtype=torch.int32), torch.full((32,), 2, dtype=torch.int32), 64).cut(16)
     assert int(tiles.count) == 32 == len(tiles.sequence)
     long_and_short = torch.tensor([960, *[2] * 32], dtype=torch.int32)
-    tiles = find_tiles(long_and_short, long_and_short, 1024)
+    tiles = find_tiles(long_and_short, long_and_short, 1024).cut(64)
     assert int(tiles.count) == 15 + 32 <= len(tiles.sequence)

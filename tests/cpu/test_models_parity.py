@@ -12,11 +12,10 @@ import torch
 
 from kvasir import kernels
 from kvasir.layers.linear import Linear
-from kvasir.layers.spec import GatedMLPSpec, MoESpec, RMSNormSpec
-from kvasir.models.decoder_layer import DecoderLayer
+from kvasir.layers.spec import AttentionSpec, GatedMLPSpec, MoESpec, RMSNormSpec
 from kvasir.models.loader import load_model
 from kvasir.models.spec import LayerSpec
-from kvasir.models.transformer import Transformer
+from kvasir.models.transformer import DecoderLayer, Transformer
 from tests.model_builders import REPRESENTATIVE, TINY, PagedModel, make_config, make_hf_model, save
 from tests.pairwise import few
 
@@ -112,6 +111,7 @@ def is_plain(layer: LayerSpec) -> bool:
     norms = [layer.attention_norm, layer.mlp_norm]
     bare = layer.attention_post_norm is layer.mlp_post_norm is None and layer.residual_scale == 1.0
     gated = isinstance(layer.mlp, GatedMLPSpec) and layer.mlp.activation == "silu"
+    gated = gated and isinstance(layer.attention, AttentionSpec)
     return type(layer) is LayerSpec and bare and gated and all(isinstance(norm, RMSNormSpec) for norm in norms)
 
 

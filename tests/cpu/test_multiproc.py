@@ -39,36 +39,37 @@ def test_two_ranks_say_what_transformers_says(name: str, tmp_path: Path, monkeyp
         assert len(workers) == 2
         outputs = generate(llm, model.prompts[:8], PARAMS)
         assert metric(llm, "partial_prefills") > 0
+        check_inputs_for_sampling(llm)
     check_logprobs(model, outputs)
     assert [worker.returncode for worker in workers] == [0, 0], "closing ends the workers, and in peace"
 
 
-def test_inputs_for_sampling_reach_every_rank(tmp_path: Path) -> None:
-    """A row that may say one token, one that must say another, one that is dropped; then what they said is computed."""
-    model, nothing = Model("llama", tmp_path), np.zeros(0, np.int32)
-    with model.llm(tensor_parallel_size=2) as llm:
-        executor = llm.llm_engine.client.core.executor  # type: ignore[attr-defined]
-        rows = np.arange(3, dtype=np.int32)
-        plan = StepPlan(
-            rows=rows, num_tokens=np.ones(3, np.int32), samples=np.ones(3, np.bool_), token_ids=rows + 5,
-            bounds=np.ones(3, np.int32), num_decodes=3, new_rows=[NewRow(row, 0, RowSampling()) for row in range(3)],
-            table_index=nothing, table_block=nothing, copies=nothing.reshape(0, 2), waits_for_host=True,
+def check_inputs_for_sampling(llm: LLM) -> None:
+    """They reach every rank: a row that may say one token, one that must say another, one that is dropped; then what
+    they said is computed."""
+    nothing = np.zeros(0, np.int32)
+    executor = llm.llm_engine.client.core.executor  # type: ignore[attr-defined]
+    rows = np.arange(3, dtype=np.int32)
+    plan = StepPlan(
+        rows=rows, num_tokens=np.ones(3, np.int32), samples=np.ones(3, np.bool_), token_ids=rows + 5,
+        bounds=np.ones(3, np.int32), num_decodes=3, new_rows=[NewRow(row, 0, RowSampling()) for row in range(3)],
+        table_index=nothing, table_block=nothing, copies=nothing.reshape(0, 2), waits_for_host=True,
+    )  # fmt: skip
+    one = np.array([0], np.int32)
+    mask = np.zeros((1, 2), np.int32)
+    mask[0, 1] = 1 << 5
+    executor.execute(plan)
+    result = executor.sample(SampleInputs(one, mask, one + 1, one + 41, one + 2)).result()
+    assert result.token_ids[:2, 0].tolist() == [37, 41] and result.counts.tolist() == [1, 1, 0]
+    said = []
+    for ids in (np.full(2, -1, np.int32), np.array([37, 41], np.int32)):
+        new = [] if ids[0] < 0 else [NewRow(row, 1, RowSampling()) for row in range(2)]
+        executor.execute(
+            replace(plan, rows=rows[:2], num_tokens=np.ones(2, np.int32), samples=np.ones(2, np.bool_),
+                    token_ids=ids, bounds=np.full(2, 2, np.int32), num_decodes=2, new_rows=new)
         )  # fmt: skip
-        one = np.array([0], np.int32)
-        mask = np.zeros((1, 2), np.int32)
-        mask[0, 1] = 1 << 5
-        executor.execute(plan)
-        result = executor.sample(SampleInputs(one, mask, one + 1, one + 41, one + 2)).result()
-        assert result.token_ids[:2, 0].tolist() == [37, 41] and result.counts.tolist() == [1, 1, 0]
-        said = []
-        for ids in (np.full(2, -1, np.int32), np.array([37, 41], np.int32)):
-            new = [] if ids[0] < 0 else [NewRow(row, 1, RowSampling()) for row in range(2)]
-            executor.execute(
-                replace(plan, rows=rows[:2], num_tokens=np.ones(2, np.int32), samples=np.ones(2, np.bool_),
-                        token_ids=ids, bounds=np.full(2, 2, np.int32), num_decodes=2, new_rows=new)
-            )  # fmt: skip
-            said.append(executor.sample(None).result().token_ids[:, 0].tolist())
-        assert said[0] == said[1], "the next step began with other tokens than those it was given"
+        said.append(executor.sample(None).result().token_ids[:, 0].tolist())
+    assert said[0] == said[1], "the next step began with other tokens than those it was given"
 
 
 @pytest.mark.parametrize("victim", few([0, 1], fast=[1]))

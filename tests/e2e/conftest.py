@@ -25,6 +25,6 @@ def fake_server(starter_model: Path) -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="session")
 def locked_server(starter_model: Path) -> Iterator[LiveServer]:
-    """The same, and its key is "sesame"."""
-    with LiveServer.fake(starter_model, server={"api_key": ["sesame"]}) as server:
+    """The same, and its key is "sesame". A proxy may put /llm before its paths."""
+    with LiveServer.fake(starter_model, server={"api_key": ["sesame"], "root_path": "/llm"}) as server:
         yield server.wait_until_ready()

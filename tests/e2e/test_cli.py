@@ -164,7 +164,7 @@ def test_a_refused_request_is_a_failure_that_is_told(bench: Bench, capsys: pytes
     flags = ["--num-prompts", "2", "--num-warmups", "0", "--disable-tqdm", "--random-input-len", "4000"]
     record = bench(*flags, status=1)
     assert (record["completed"], record["failed"]) == (0, 2)
-    assert "2 failed: HTTP 400: The prompt has 4000 tokens" in capsys.readouterr().out
+    assert "2 failed: HTTP 400: This model's maximum context length is 2048 tokens." in capsys.readouterr().out
     assert main([*bench.base, *flags[:2], *flags[-2:]]) == 2
     assert "The first request to" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,9 @@ def test_the_metrics_count(server: LiveServer) -> None:
     steps = metric("kvasir:iteration_tokens_total_count")
     assert steps == metric("kvasir:engine_steps_total") == metric("vllm:iteration_tokens_total_count")
     assert metric("kvasir:iteration_tokens_total_bucket", le="1.0") < steps
-    assert metric("kvasir:iteration_tokens_total_sum") > steps
+    tokens = metric("kvasir:prompt_tokens_total") - metric("kvasir:prompt_tokens_cached_total")
+    tokens += metric("kvasir:generation_tokens_total")
+    assert metric("kvasir:iteration_tokens_total_sum") == tokens, "not the token of the start, which nobody asked for"
     parts = [metric(f"kvasir:request_{part}_time_seconds_sum") for part in ("prefill", "decode", "inference")]
     assert 0 < parts[0] + parts[1] == pytest.approx(parts[2])
     counted = metric("kvasir:inter_token_latency_seconds_count")
@@ -107,6 +109,27 @@ def test_what_one_request_took(server: LiveServer) -> None:
     cached = server.metric("kvasir:prompt_tokens_cached_total") - cached
     assert new["max_num_generation_tokens"] == 4 + 3, "of several completions the longest"
     assert 0 < new["prefill_kv_computed_tokens"] == new["prompt_tokens"] - cached and cached > 0
+    assert server.metric("kvasir:prompt_tokens_by_source_total", source="local_cache_hit") >= cached
+    by_source = server.metric("kvasir:prompt_tokens_by_source_total")
+    assert by_source == server.metric("kvasir:prompt_tokens_total"), "every token has one source"
+
+
+def test_series_that_dashboards_of_vllm_read(server: LiveServer) -> None:
+    metric = partial(metric_in, server.metrics())
+    reasons = [metric("vllm:num_requests_waiting_by_reason", reason=reason) for reason in ("capacity", "deferred")]
+    assert sum(reasons) == metric("vllm:num_requests_waiting")
+    states = ("awake", "weights_offloaded", "discard_all")
+    assert [metric("vllm:engine_sleep_state", sleep_state=state) for state in states] == [1, 0, 0]
+    for name in ("lifetime", "idle_before_evict"):
+        assert metric(f"vllm:kv_block_{name}_seconds_count") == metric("vllm:kv_block_evictions_total")
+    assert metric("vllm:kv_block_reuse_gap_seconds_bucket", le="+Inf") >= 0
+    (labels,) = re.findall(r"^vllm:cache_config_info\{(.*)\} 1.0$", server.metrics(), re.MULTILINE)
+    found = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+    assert (found["block_size"], found["cache_dtype"], found["engine"]) == ("16", "auto", "0")
+    assert int(found["num_gpu_blocks"]) == metric("vllm:kv_cache_blocks")
+    vllm = {"enable_prefix_caching", "gpu_memory_utilization", "num_cpu_blocks", "num_gpu_blocks_override"}
+    vllm |= {"prefix_caching_hash_algo", "kv_cache_size_tokens", "mamba_cache_dtype", "sliding_window"}
+    assert vllm <= found.keys()
 
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (.ci/run does it)")
@@ -219,7 +242,7 @@ def test_several_processes_share_an_engine(starter_model: Path, tokenizer: Token
 
     with several(starter_model) as server:
         url = server.wait_until_ready().url
-        until(lambda: server.log.count("ready after") == 2, "both processes are ready", server)
+        assert server.log.count("ready after") == 2, "ready means both processes"
         for _ in range(4):  # whichever process is asked, it tells how the engine started
             assert "engine: KV cache" in web.get(f"{url}/ready").json()["startup_seconds"]
         assert server.metric("kvasir:startup_seconds", phase="engine: KV cache") > 0
@@ -236,6 +259,53 @@ def test_several_processes_share_an_engine(starter_model: Path, tokenizer: Token
             client.responses.create(model="fake", input="Hi", background=True)
         server.process.terminate()
         assert server.wait() == 0
+
+
+@pytest.mark.slow
+def test_ready_means_all_processes(starter_model: Path) -> None:
+    with several(starter_model) as server:
+        url = server.wait_until_ready().url
+        child, _ = server.children("api_process")
+        os.kill(child, signal.SIGSTOP)
+        try:
+            until(lambda: web.get(f"{url}/ready").status_code == 503, "one stands still", server)
+            assert web.get(f"{url}/ready").json()["reason"] == "1 of 2 API processes are ready"
+            assert ask(url).status_code == 200
+        finally:
+            os.kill(child, signal.SIGCONT)
+        server.wait_until_ready()
+
+
+@pytest.mark.slow
+def test_a_log_nobody_reads_stops_nothing(starter_model: Path) -> None:
+    """The log is a full pipe from the start. Later it is read again, and says how many lines are missing."""
+    reader, writer = os.pipe()
+    seen: list[bytes] = []
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    os.set_blocking(writer, True)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    with (
+        LiveServer.fake(starter_model, server={"port": port}, pipe=writer) as server,
+        httpx.Client(timeout=web.PATIENCE, base_url=server.url) as client,
+    ):
+        server.wait_until_ready()
+        for _ in range(3000):  # two lines each
+            assert client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1}).status_code == 200
+        threading.Thread(target=lambda: read_all(reader, seen), daemon=True).start()
+        until(lambda: b" ended: " in b"".join(seen), "it is read", seconds=30)
+        client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1})
+        dropped = rb"[1-9][0-9]+ log lines were dropped here"
+        until(lambda: re.search(dropped, b"".join(seen)), "the drops are counted", seconds=30)
+    os.close(writer)
+
+
+def read_all(descriptor: int, into: list[bytes]) -> None:
+    while data := os.read(descriptor, 65536):
+        into.append(data)
 
 
 @pytest.mark.slow

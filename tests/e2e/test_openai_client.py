@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import openai
 import pytest
@@ -42,6 +43,10 @@ def test_models(client: openai.OpenAI) -> None:
     assert (model.id, client.models.retrieve("fake").id) == ("fake", "fake")
     with pytest.raises(openai.NotFoundError, match="does not exist here. Available: fake"):
         client.models.retrieve("other/model")
+
+
+def test_models_with_a_slash_are_the_list(client: openai.OpenAI, fake_server: LiveServer) -> None:
+    assert web.get(f"{fake_server.url}/v1/models/").json() == web.get(f"{fake_server.url}/v1/models").json()
 
 
 # ---------------------------------------------------------------- chat
@@ -85,10 +90,11 @@ def test_continuous_usage(client: openai.OpenAI) -> None:
             stream_options={"include_usage": True, "continuous_usage_stats": True},  # type: ignore[typeddict-unknown-key]
             extra_body=KEEP_ON,
         )
-        return [chunk.usage for chunk in stream if chunk.usage is not None and chunk.usage.completion_tokens]
+        return [chunk.usage for chunk in stream if chunk.usage is not None]
 
     usages()
-    again = usages()
+    role, *again = usages()
+    assert role.completion_tokens == 0 and role.total_tokens == role.prompt_tokens, "it has no text yet"
     counts = [usage.completion_tokens for usage in again]
     assert counts[-1] == 30 and counts == sorted(counts)
     (cached,) = {usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens for usage in again}
@@ -168,11 +174,53 @@ def test_a_tool_message_is_read(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("content", ["", None])
-def test_calls_that_the_template_would_drop_are_refused(client: openai.OpenAI, content: str | None) -> None:
+def test_calls_that_the_template_would_drop_are_written_as_text(client: openai.OpenAI, content: str | None) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     messages = [*MESSAGES, {"role": "assistant", "content": content, "tool_calls": [call]}]
-    with pytest.raises(openai.BadRequestError, match="tool_calls is not supported by this model: its chat template"):
-        client.chat.completions.create(model="fake", messages=messages, max_tokens=3)  # type: ignore[arg-type]
+    written = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    same = [*MESSAGES, {"role": "assistant", "content": written}]
+    first, second = (
+        client.chat.completions.create(model="fake", messages=each, max_tokens=3, temperature=0)  # type: ignore[arg-type]
+        for each in (messages, same)
+    )
+    assert first.choices[0].message.content == second.choices[0].message.content
+
+
+# ---------------------------------------------------------------- stored chat completions
+
+
+def test_stored_chat_completions(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "max_tokens": 5, "store": True}
+    plain = client.chat.completions.create(**asked, metadata={"topic": "plain"}, extra_body=KEEP_ON)
+    stream = client.chat.completions.create(
+        **asked, metadata={"topic": "streamed"}, stream=True, n=2, extra_body={**KEEP_ON, "return_token_ids": True}
+    )
+    text = {0: "", 1: ""}
+    for chunk in stream:
+        text[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    again = client.chat.completions.retrieve(plain.id)
+    assert again.choices == plain.choices and again.usage == plain.usage and again.metadata == {"topic": "plain"}  # type: ignore[attr-defined]
+    (streamed,) = client.chat.completions.list(metadata={"topic": "streamed"}).data
+    assert {choice.index: choice.message.content for choice in streamed.choices} == text
+    assert [choice.finish_reason for choice in streamed.choices] == ["length"] * 2
+    assert all(len(choice.token_ids) == 5 for choice in streamed.choices)  # type: ignore[attr-defined]
+    assert streamed.usage and streamed.usage.completion_tokens == 10
+    newest = client.chat.completions.list(order="desc", limit=1)
+    assert newest.data[0].id == streamed.id and newest.has_more
+    (message,) = client.chat.completions.messages.list(plain.id).data
+    assert (message.role, message.content) == ("user", MESSAGES[0]["content"])
+    assert client.chat.completions.update(plain.id, metadata={"a": "b"}).metadata == {"a": "b"}  # type: ignore[attr-defined]
+    assert client.chat.completions.delete(plain.id).deleted
+    with pytest.raises(openai.NotFoundError, match="not stored here"):
+        client.chat.completions.retrieve(plain.id)
+
+
+def test_what_is_not_to_be_stored_is_not(client: openai.OpenAI) -> None:
+    made = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=1)  # type: ignore[arg-type]
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.retrieve(made.id)
+    with pytest.raises(openai.BadRequestError, match="metadata is kept with stored completions"):
+        client.chat.completions.create(model="fake", messages=MESSAGES, metadata={"a": "b"})  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- completions
@@ -255,13 +303,13 @@ def test_truncation(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
         ({"logprobs": 10000}, "logprobs"),
         ({"priority": 3}, "priority"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
-        ({"guided_json": {}}, "guided_json"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs"),
+        ({"guided_json": {"not": {}}}, "guided_json"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
         ({"kv_transfer_params": {}}, "kv_transfer_params"),
         ({"prompt_embeds": "x"}, "prompt_embeds"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
-        ({"tempereture": 1}, "tempereture"),
+        ({"stream": True, "stream_options": {"usage": True}}, "usage"),
         ({"prompt": [999999]}, "prompt"),
         ({"prompt": [[1], [1 << 80]]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
@@ -389,22 +437,79 @@ def test_a_chats_number_of_alternatives_goes_by_its_name(fake_server: LiveServer
 
 
 def test_paths_that_nobody_serves(fake_server: LiveServer) -> None:
-    reply = web.post(f"{fake_server.url}/v1/embeddings", json={})
+    reply = web.post(f"{fake_server.url}/v1/images", json={})
     assert reply.status_code == 404
-    assert reply.json()["error"]["message"] == "Nothing is served at /v1/embeddings; /docs lists all."
-    reply = web.get(f"{fake_server.url}/v1/chat/completions")
+    assert reply.json()["error"]["message"] == "Nothing is served at /v1/images; /docs lists all."
+    reply = web.get(f"{fake_server.url}/v1/completions")
     assert reply.status_code == 405
-    assert reply.json()["error"]["message"] == ("/v1/chat/completions does not take GET, only POST; /docs lists all.")
+    assert reply.json()["error"]["message"] == ("/v1/completions does not take GET, only POST; /docs lists all.")
 
 
 def test_too_long_a_prompt(fake_server: LiveServer) -> None:
     for text in ("a b c " * 2000, "a" * 10_000_000):  # the second is refused without being tokenized
         reply = web.post(f"{fake_server.url}/v1/completions", json={"prompt": text})
         assert reply.status_code == 400
-        assert reply.json()["error"]["code"] == "context_length_exceeded"
+        error = reply.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        # the words that LiteLLM looks for before it asks another model
+        assert error["message"].startswith("This model's maximum context length is 2048 tokens. However, ")
+
+
+def test_too_long_a_conversation(fake_server: LiveServer) -> None:
+    text = "a b c " * 2000
+    for path, body, field in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}, "messages"),
+        ("/v1/responses", {"input": text}, "input"),
+    ):
+        error = web.post(f"{fake_server.url}{path}", json=body).json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+        assert "This model's maximum context length is 2048 tokens. However, " in error["message"]
 
 
 # ---------------------------------------------------------------- responses
+
+
+def test_input_items_of_a_response(client: openai.OpenAI) -> None:
+    call = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes?"}]}
+    first = client.responses.create(model="fake", input=[{"role": "user", "content": "Hi"}, call], max_output_tokens=2)  # type: ignore[list-item]
+    second = client.responses.create(model="fake", input="And?", previous_response_id=first.id, max_output_tokens=2)
+    page = client.responses.input_items.list(second.id, order="asc", limit=3)
+    assert [(item.role, item.content[0].type) for item in page.data] == [  # type: ignore[union-attr]
+        *(("user", "input_text"), ("assistant", "output_text"), ("assistant", "output_text"))
+    ]
+    assert page.has_more and page.data[2].content[0].text == first.output_text  # type: ignore[union-attr]
+    everything = list(client.responses.input_items.list(second.id, limit=1))  # the client turns the pages
+    assert [item.id for item in everything[1:]] == [item.id for item in reversed(page.data)]
+    assert everything[0].content[0].text == "And?", "the newest first"  # type: ignore[union-attr]
+    with pytest.raises(openai.BadRequestError, match="no entry 'nobody'"):
+        client.responses.input_items.list(second.id, after="nobody")
+
+
+def test_input_tokens_of_a_response(client: openai.OpenAI) -> None:
+    asked: dict[str, object] = {"model": "fake", "input": "How many?", "instructions": "Count."}
+    counted = client.responses.input_tokens.count(**asked)  # type: ignore[arg-type]
+    answered = client.responses.create(**asked, max_output_tokens=1)  # type: ignore[call-overload]
+    assert counted.input_tokens == answered.usage.input_tokens and counted.object == "response.input_tokens"
+    more = client.responses.input_tokens.count(model="fake", input="More", previous_response_id=answered.id)
+    assert more.input_tokens > counted.input_tokens - 10
+    with pytest.raises(openai.BadRequestError, match="input is empty"):
+        client.responses.input_tokens.count(model="fake")
+
+
+def test_responses_include_what_they_have(client: openai.OpenAI) -> None:
+    reply = client.responses.create(
+        model="fake", input="Hi", max_output_tokens=2, include=["reasoning.encrypted_content"], store=False
+    )
+    assert reply.output_text
+    with pytest.raises(openai.BadRequestError, match="reasoning.encrypted_content.* not 'secrets'"):
+        client.responses.create(model="fake", input="Hi", include=["secrets"])  # type: ignore[list-item]
+
+
+def test_no_field_of_a_responses_item_is_dropped(client: openai.OpenAI) -> None:
+    item = {"role": "user", "content": "Hi", "mood": "good"}
+    with pytest.raises(openai.BadRequestError, match="'mood' in a message is not supported") as caught:
+        client.responses.create(model="fake", input=[item], max_output_tokens=2)  # type: ignore[list-item]
+    assert caught.value.param == "input"
 
 
 def test_responses(client: openai.OpenAI, tokenizer: Tokenizer) -> None:

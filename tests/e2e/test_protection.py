@@ -18,6 +18,7 @@ import openai
 import pytest
 from websockets.exceptions import ConnectionClosed
 
+from kvasir.server.routes.adapters import GUARDED
 from tests import web
 from tests.server_process import LiveServer, until
 
@@ -90,7 +91,22 @@ def test_every_route_is_guarded_but_the_probes(guarded: LiveServer) -> None:
     for path, methods in {**paths, "/openapi.json": {"get": 0}, "/nothing": {"get": 0}}.items():
         for method in methods:
             status = web.request(method, guarded.url + path, content=b"{}").status_code
-            assert (status == 401) == (path not in ("/health", "/ready", "/ping")), (path, status)
+            refused = 403 if path in GUARDED else 401  # adapters are not loaded by request without a key for that
+            assert (status == refused) == (path not in ("/health", "/ready", "/ping")), (path, status)
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_a_proxy_may_put_a_path_before_all_others(locked_server: LiveServer, prefix: str) -> None:
+    """It may also remove that path again before it asks the server."""
+    url, key = locked_server.url + prefix, {"Authorization": "Bearer sesame"}
+    for path in ("/health", "/ready", "/ping", "/", "/engine", "/docs", "/pages/base.css"):
+        assert web.get(url + path, follow_redirects=True).status_code == 200, path
+    assert web.get(f"{url}/v1/models").status_code == 401
+    assert web.get(f"{url}/v1/models", headers=key).json()["data"][0]["id"] == "fake"
+    assert web.post(f"{url}/v1/chat/completions", json=CHAT, headers=key).status_code == 200
+    assert web.get(f"{url}/openapi.json", headers=key).json()["servers"] == [{"url": "/llm"}]
+    with web.connect(url.replace("http", "ws") + "/engine/feed", additional_headers=key) as socket:
+        assert "steps" in json.loads(socket.recv())
 
 
 def test_a_websocket_needs_a_key_too(guarded: LiveServer) -> None:
@@ -249,6 +265,9 @@ def test_tls(starter_model: Path, tmp_path: Path) -> None:
         server.wait_until_ready()
         context = ssl.create_default_context(cafile=str(certificate))
         assert web.get(f"{server.url}/v1/models", verify=context).status_code == 200
+        assert web.get(f"{server.url}/v1/models", verify=context, headers={"A": "b" * 9000}).status_code == 431
+        large = web.post(f"{server.url}/v1/completions", verify=context, content=b"x" * (17 << 20))
+        assert large.status_code == 413, "it is read before the connection ends"
 
 
 # ---------------------------------------------------------------- a full queue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,37 @@ def test_no_more_run_in_the_background_than_are_stored(server: LiveServer) -> No
     done = create(server, **{**LONG, "max_output_tokens": 2}).json()["id"]
     place = f"{server.url}/v1/responses/{done}"
     until(lambda: web.get(place).json()["status"] == "incomplete", "the end of a response", server)
+
+
+def numbers(text: str) -> list[int]:
+    return [json.loads(line[6:])["sequence_number"] for line in text.splitlines() if line.startswith("data: ")]
+
+
+def test_a_background_stream_can_be_followed_again_from_any_event(server: LiveServer) -> None:
+    body = {"input": "Hi", "background": True, "stream": True, "max_output_tokens": 60, "ignore_eos": True}
+    with web.stream("POST", f"{server.url}/v1/responses", json=body) as stream:
+        lines = stream.iter_lines()
+        assert next(lines) == "event: response.created"
+        place = f"{server.url}/v1/responses/{json.loads(next(lines)[6:])['response']['id']}"
+    assert web.get(place).json()["status"] == "in_progress", "the client that left has ended nothing"
+    whole = web.get(f"{place}?stream=true")  # joins while it runs, and stays to the end
+    assert whole.headers["content-type"].startswith("text/event-stream")
+    every = numbers(whole.text)
+    assert every == list(range(len(every))) and len(every) > 20
+    assert whole.text.splitlines()[-3] == "event: response.incomplete", "max_output_tokens were reached"
+    assert numbers(web.get(f"{place}?stream=true&starting_after=7").text) == every[8:]
+    assert numbers(web.get(f"{place}?stream=true&starting_after=100000").text) == []
+    assert web.get(place).json()["output"][0]["content"][0]["text"]
+
+
+def test_a_background_stream_ends_with_its_response(server: LiveServer) -> None:
+    body = {**LONG, "stream": True}
+    with web.stream("POST", f"{server.url}/v1/responses", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        place = f"{server.url}/v1/responses/{json.loads(next(lines)[6:])['response']['id']}"
+        assert web.post(f"{place}/cancel").json()["status"] == "cancelled"
+        assert list(lines)[-3] == "event: response.cancelled"
 
 
 @pytest.mark.parametrize("query", ["stream=true", "starting_after=3", "include[]=message.output_text.logprobs", "x=1"])

@@ -19,7 +19,7 @@ from kvasir.entrypoints.cli.run_batch import run_batch
 from kvasir.errors import ConfigError
 from kvasir.executor.fake import fake_config
 from kvasir.frontend.text.tokenizer import Tokenizer
-from kvasir.models import starter
+from kvasir.models import hub
 from kvasir.server.config import ServerConfig
 from tests.server_process import echoed
 
@@ -39,10 +39,10 @@ class Runner:
         self.tokenizer = tokenizer
         self.input, self.output = directory / "in.jsonl", directory / "out.jsonl"
 
-    def __call__(self, *lines: str, executor: Any = ECHO, **settings: Any) -> dict[Any, Any]:
+    def __call__(self, *lines: str, executor: Any = ECHO, status: int = 0, **settings: Any) -> dict[Any, Any]:
         """Results by custom_id."""
         self.input.write_text("\n".join(lines))
-        assert self.run(str(self.input), str(self.output), executor, **settings) == 0
+        assert self.run(str(self.input), str(self.output), executor, **settings) == status
         results = [json.loads(text) for text in self.output.read_text().splitlines()]
         assert len({result["id"] for result in results}) == len(results)
         return {result["custom_id"]: result for result in results}
@@ -52,7 +52,7 @@ class Runner:
     ) -> int:
         config = fake_config(vocab_size=49152, max_model_len=512, tokenizer=str(self.tokenizer), **settings)
         flags = Namespace(input_file=source, output_file=target, max_concurrency=max_concurrency, disable_tqdm=True)
-        return run_batch(config, ServerConfig(), flags, executor)
+        return run_batch(config, ServerConfig(unknown_fields="refuse"), flags, executor)
 
 
 @pytest.fixture
@@ -75,9 +75,11 @@ def test_every_line_has_its_result(batch: Runner, tokenizer: Tokenizer, capsys: 
         json.dumps({"custom_id": "bare"}),
         line("text", prompt="the same name again"),
         line("chat", "/v1/chat/completions", messages=[{"role": "user", "content": "Who?"}], **words(5)),
+        status=1,
     )
     assert len(batch.output.read_text().splitlines()) == 12, "the blank line is none"
-    assert capsys.readouterr().err.endswith("2 answered, 10 failed\n")
+    said = "2 answered, 10 failed\nkvasir: error: 5 lines are no requests; the output says why\n"
+    assert capsys.readouterr().err.endswith(said)
     chat = results["chat"]["response"]
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], add_generation_prompt=True)
     assert chat["body"]["choices"][0]["message"]["content"] == echoed(tokenizer, ids, 5)  # type: ignore[arg-type]
@@ -98,8 +100,22 @@ def test_every_line_has_its_result(batch: Runner, tokenizer: Tokenizer, capsys: 
     assert results[None]["error"]["code"] == "invalid_json_line" and results[None]["error"]["line"] == 2
 
 
+def test_structured_output(batch: Runner) -> None:
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["red", "green"]}}}
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+    found = batch(
+        line("chat", "/v1/chat/completions", **chat, response_format=shape),
+        line("text", prompt="a", max_tokens=9, structured_outputs={"choice": ["yes", "no"]}),
+        line("bad", "/v1/chat/completions", **chat, response_format=wrong),
+    )
+    assert found["chat"]["response"]["body"]["choices"][0]["message"]["content"] in ('"red"', '"green"')
+    assert found["text"]["response"]["body"]["choices"][0]["text"] in ("yes", "no")
+    assert found["bad"]["response"]["status_code"] == 400
+
+
 def test_a_name_stands_once(batch: Runner, tokenizer: Tokenizer) -> None:
-    batch(line("a", prompt="Once upon", **words(3)), line("a", prompt="x", **words(3)))
+    batch(line("a", prompt="Once upon", **words(3)), line("a", prompt="x", **words(3)), status=1)
     results = [json.loads(text) for text in batch.output.read_text().splitlines()]
     good = [result["response"]["body"]["choices"][0]["text"] for result in results if result["response"]]
     assert good == [echoed(tokenizer, tokenizer.encode("Once upon"), 3)]
@@ -124,6 +140,14 @@ def test_an_engine_that_dies_is_told_in_every_line(batch: Runner, capsys: pytest
     results = [json.loads(text) for text in batch.output.read_text().splitlines()]
     assert len(results) == 20 and {result["response"]["status_code"] for result in results} <= {500, 503}
     assert "kvasir: error: " in capsys.readouterr().err
+
+
+def test_a_line_without_custom_id_fails_the_run_and_no_other_line(batch: Runner) -> None:
+    nameless = json.dumps({"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}})
+    results = batch(nameless, line("a", prompt="x", **words(2)), status=1)
+    assert "custom_id" in results[None]["error"]["message"] and results["a"]["response"]["status_code"] == 200
+    refused = batch(line("b", prompt="x", max_tokens=-1))
+    assert refused["b"]["response"]["status_code"] == 400, "a request that is refused has its reply"
 
 
 # ---------------------------------------------------------------- where it comes from and goes to
@@ -186,11 +210,11 @@ def test_without_a_model_it_is_the_starter_under_its_name(
         return run_batch(asked, config, flags, ECHO)
 
     monkeypatch.setattr("kvasir.entrypoints.cli.run_batch.run_batch", without_model)
-    monkeypatch.setattr(starter, "find_starter_model", lambda: starter_model)
-    batch.input.write_text(line("a", prompt="x", model=starter.NAME, **words(2)))
+    monkeypatch.setattr(hub, "find_starter_model", lambda: starter_model)
+    batch.input.write_text(line("a", prompt="x", model=hub.STARTER, **words(2)))
     assert main(["run-batch", "-i", str(batch.input), "-o", str(batch.output), "--disable-tqdm"]) == 0
     (result,) = map(json.loads, batch.output.read_text().splitlines())
-    assert result["response"]["body"]["model"] == starter.NAME
+    assert result["response"]["body"]["model"] == hub.STARTER
 
 
 def test_files_that_cannot_be(batch: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

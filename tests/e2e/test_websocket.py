@@ -85,7 +85,7 @@ def test_cancel(slow_socket: ClientConnection, slow_server: LiveServer) -> None:
     [
         ("{", "not valid JSON"),
         ("[1]", "must be a JSON object"),
-        (json.dumps({**BODY, "max_tokns": 3}), "max_tokns"),
+        (json.dumps({**BODY, "max_tokens": "many"}), "max_tokens"),
         (json.dumps({**BODY, "model": "other"}), "does not exist"),
         (json.dumps({**BODY, "temperature": -5}), "temperature"),
         (json.dumps({**BODY, "stream": False}), "A WebSocket always streams"),

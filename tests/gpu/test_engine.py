@@ -169,9 +169,8 @@ def test_heads_that_do_more_are_graphs_and_change_nothing(
             said.append([branch for each in llm.generate(texts, params, use_tqdm=False) for branch in each.outputs])
             if runner.graphs is not None:
                 stats = runner.graphs.stats
-                assert not launched, "a head was launched kernel by kernel"
-                assert stats.heads["stages"] > 20 and stats.heads["scores"] > 20 and stats.heads["bans"] > 10
-                assert stats.stale_heads > 0
+                assert launched, "log-probabilities of more than eight rows, and of named tokens"
+                assert stats.heads["stages"] > 5 and stats.heads["filters"] > 5 and not stats.stale_heads
     graph, eager = said
     assert [branch.token_ids for branch in graph] == [branch.token_ids for branch in eager]
     found, wanted = ([entry for branch in way for entry in branch.logprobs or ()] for way in (graph, eager))
@@ -267,3 +266,29 @@ def test_an_eight_bit_cache_is_read_alike_in_every_way(checkpoint: tuple[Any, Pa
 
 def value(entry: dict[int, Any]) -> float:
     return float(next(iter(entry.values())).logprob)
+
+
+@pytest.mark.parametrize("way", ["graphs", "eager", "torch"])
+def test_logits_that_are_not_numbers_end_their_request_alone(way: str, tmp_path: Path) -> None:
+    hf = make_hf_model("qwen3", hidden_size=64, num_attention_heads=4, head_dim=16, tie_word_embeddings=False)
+    bad = 7  # its embedding becomes NaN, so every prompt with it fails
+    texts = [[token for token in prompt if token != bad] or [1] for prompt in prompts()]
+    ways = [
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=1, top_p=0.9, seed=4, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=0, logprobs=2, repetition_penalty=1.1, max_tokens=24, ignore_eos=True),
+    ]
+    params = [ways[i % len(ways)] for i in range(len(texts))]
+    with make(save(hf, tmp_path), **WAYS[way]) as llm:
+        alone = llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
+        model: Any = llm.llm_engine.client.core.executor.model  # type: ignore[attr-defined]
+        model.embedding.weight.data[bad] = torch.nan
+        mixed = [{"prompt_token_ids": [*text, bad]} for text in texts] + [{"prompt_token_ids": text} for text in texts]
+        found = llm.generate(mixed, params + params, use_tqdm=False)
+    assert {output.outputs[0].finish_reason for output in found[: len(texts)]} == {"error"}
+    assert "NaN" in str(found[0].outputs[0].stop_reason)
+    for one, other in zip(alone, found[len(texts) :], strict=True):
+        said = other.outputs[0].token_ids
+        assert other.outputs[0].finish_reason in ("length", "error")
+        # what it generates may be the bad token itself, which ends it one token later
+        assert said == one.outputs[0].token_ids[: len(said)] and (len(said) == 24 or said[-1] == bad)

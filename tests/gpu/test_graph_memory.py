@@ -1,4 +1,4 @@
-"""Graphs and the memory they take: measured, refused and dropped, the text is the same."""
+"""Graphs and the memory they take: whether it is there or not, the text is the same."""
 
 from __future__ import annotations
 
@@ -37,27 +37,31 @@ def test_what_graphs_take_is_measured(path: Path, wanted: list[list[int]]) -> No
     with make(path) as llm:
         core = core_of(llm)
         memory = core.memory
-        assert memory.largest_step > 0 and memory.outside > 0 and memory.graphs_expected > 0 == memory.graphs
+        assert memory.largest_step > 0 and memory.outside > 0
+        assert 0 < memory.graphs <= memory.graphs_expected, "the cache was sized with too little for graphs"
         assert run(llm, GREEDY) == wanted
-        stats, pool = core.stats(), core.executor.runner.graphs.cache.pool
-        assert stats.num_graphs > 2 and stats.graph_bytes == pool.memory.taken > 0
-        assert 0 <= pool.memory.idle <= pool.memory.taken
-        assert stats.graphs_deferred == stats.graphs_dropped == 0
+        stats, graphs = core.stats(), core.executor.runner.graphs
+        assert stats.num_graphs == len(graphs.forwards) + len(graphs.heads) > 100
+        assert stats.graph_bytes == graphs.pool.taken > 0
+        assert stats.late_captures == stats.late_compilations == 0
 
 
-def test_without_memory_for_graphs_the_same_steps_run_without(path: Path, wanted: list[list[int]]) -> None:
+def test_without_memory_for_graphs_the_same_steps_run_without(
+    path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvasir.worker.graphs import pool
+
+    monkeypatch.setattr(pool, "SEGMENT", 1 << 60)
     with make(path) as llm:
-        core = core_of(llm)
-        core.executor.runner.graphs.cache.pool.memory.kept_free = 1 << 60
         assert run(llm, GREEDY) == wanted
-        stats = core.stats()
-        assert stats.graphs_deferred > 1 and stats.num_graphs == stats.preemptions == 0
+        stats = core_of(llm).stats()
+        assert stats.num_graphs == stats.preemptions == 0
 
 
 def test_a_capture_that_fails_leaves_the_device_as_it_was(
     path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of the recording, every other time."""
+    """In the middle of the recording of the fortieth."""
     from kvasir.worker.graphs import pool
 
     record, tries = pool.GraphPool._record, []
@@ -70,26 +74,43 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(
             calls.append(call())
             raise RuntimeError("Triton Error [CUDA]: out of memory")
 
-        return record(self, breaks if len(tries) % 2 else call)
+        return record(self, breaks if len(tries) == 40 else call)
 
     monkeypatch.setattr(pool.GraphPool, "_record", failing)
     with make(path) as llm:
         assert run(llm, GREEDY) == wanted
         stats = core_of(llm).stats()
-        assert stats.graphs_deferred > 1 and stats.num_graphs > 0 and stats.preemptions == 0
+        assert stats.num_graphs == 39 and stats.preemptions == 0
 
 
-def test_graphs_that_make_way_for_others(path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvasir.worker.graphs import cache
-
-    monkeypatch.setattr(cache, "MAX_GRAPHS", 2)
-    with make(path) as llm:
-        assert run(llm, GREEDY) == wanted
-        stats = core_of(llm).stats()
-        assert stats.graphs_dropped > 0 and stats.num_graphs <= 2
-
-
-@pytest.mark.parametrize("settings", [{"max_num_batched_tokens": 1024}, {"max_num_seqs": 1}], ids=str)
-def test_budgets_that_fit_a_graph(path: Path, wanted: list[list[int]], settings: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_num_batched_tokens": 1024}, {"max_num_seqs": 1}, {"max_num_seqs": 8}, {"max_num_seqs": 2048}],
+    ids=str,
+)
+def test_budgets_of_all_sizes(path: Path, wanted: list[list[int]], settings: dict[str, int]) -> None:
     with make(path, **settings) as llm:
         assert run(llm, GREEDY) == wanted
+        stats = core_of(llm).stats()
+        assert stats.num_graphs > 20 and stats.late_compilations == stats.late_captures == 0
+
+
+def test_two_engines_share_a_device(path: Path, wanted: list[list[int]]) -> None:
+    """Each has a small share of the memory, and its own graphs."""
+    with make(path, gpu_memory_utilization=0.05) as first, make(path, gpu_memory_utilization=0.1) as second:
+        for llm in (first, second, first):
+            assert run(llm, GREEDY) == wanted
+        assert core_of(first).stats().late_compilations == core_of(second).stats().late_compilations == 0
+
+
+def test_a_second_start_compiles_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one wrote down what it needs, and nothing else runs before the graphs are captured."""
+    from kvasir.worker.worker import Worker
+
+    with make(path):
+        pass
+    ran: list[Any] = []
+    monkeypatch.setattr("kvasir.worker.worker.steps_to_compile", lambda *sizes: ran.append(sizes) or [])
+    with make(path) as llm:
+        assert run(llm, GREEDY) and not ran and isinstance(core_of(llm).executor, Worker)
+        assert core_of(llm).stats().late_compilations == 0

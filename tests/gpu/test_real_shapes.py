@@ -38,7 +38,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kvasir.kernels import triton as fast
 from kvasir.kernels.triton import linear
 from kvasir.kernels.triton.linear import COUNTS
-from kvasir.worker.graphs.keys import MIXED_SIZES
+from kvasir.worker.graphs.keys import MIXED_TOKENS
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ class Evidence:
     @property
     def decode_sizes(self) -> set[int]:
         """Rows of the graphs in which every row runs one token."""
-        return {key.rows for key in self.runner.graphs.cache.forwards if not key.is_mixed}
+        return {key.rows for key in self.runner.graphs.forwards if not key.is_mixed}
 
     def expects(self, kind: str, rows: int) -> bool:
         """Whether this device's table has o and down in parts, or the head in tiles, for so many rows."""
@@ -84,13 +84,13 @@ def decode_graphs(seen: Evidence) -> None:
 
 def mixed_graphs(seen: Evidence) -> None:
     mixed = [step for step in seen.steps if step.is_mixed]
-    assert len(mixed) > 4 and max(step.tokens for step in mixed) <= MIXED_SIZES[-1]
+    assert len(mixed) > 4 and max(step.tokens for step in mixed) <= MIXED_TOKENS[-1]
     assert seen.stats.mixed_steps >= len(mixed)
     assert seen.launches["descriptor of the cache"]
 
 
 def eager_chunks(seen: Evidence) -> None:
-    above = [step for step in seen.steps if step.tokens > MIXED_SIZES[-1]]
+    above = [step for step in seen.steps if step.tokens > MIXED_TOKENS[-1]]
     assert len(above) >= 4 and seen.runner.stats.narrowed_steps >= len(above)
     assert max(seen.load.lengths) > max(step.tokens for step in above), "no prompt was cut"
     assert seen.launches["descriptor of the cache"]
@@ -137,7 +137,7 @@ def checkpoint(
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each way of a product was launched or captured; replays of a graph do not come by here."""
+    """How often each way of a product was launched, or captured at the start; replays of a graph do not come by."""
     counts: Counter[str] = Counter()
 
     def count(name: str, label: Callable[..., str]) -> None:
@@ -178,7 +178,6 @@ def run(
     """What is said without log-probabilities, and with them, by other heads; the path is proven."""
     load = case.load
     with open_llm(path, **load.settings, **settings) as llm:
-        launches.clear()  # of what is precompiled at the start
         steps = watch_steps(llm)
         prompts = load.prompts(vocab_size)
         said = speak(llm, prompts, load.max_tokens, scored=False), speak(llm, prompts, load.max_tokens)

@@ -83,6 +83,7 @@ def test_ten_thousand_requests(path: Path) -> None:
         assert stats.preemptions > 0
         graphs = engine.client.core.executor.runner.graphs.stats  # type: ignore[attr-defined]
         assert graphs.mixed_steps > 10 and graphs.replays > graphs.mixed_steps
+        assert stats.late_compilations == stats.late_captures == 0, "something was prepared while requests waited"
 
 
 def test_a_step_without_memory_is_tried_again_in_smaller_ones(path: Path) -> None:

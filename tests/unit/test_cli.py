@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import kvasir
-from kvasir.config import vllm_settings
+from kvasir.config import args
 from kvasir.config.args import EngineArgs
-from kvasir.config.engine import all_settings
+from kvasir.config.engine import SettingField, all_settings
 from kvasir.entrypoints.cli import main as cli
 from kvasir.errors import ConfigError
+from kvasir.server.config import server_settings
 
 ROOT = Path(__file__).parent.parent.parent
 HEAVY = {"torch", "numpy", "transformers", "huggingface_hub", "yaml"}
@@ -58,7 +62,7 @@ def test_bench_help_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bench_uses_the_starter_model_where_none_is_named(
     benchmark: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvasir.models.starter.find_starter_model", lambda: Path("/no/such/starter.gguf"))
+    monkeypatch.setattr("kvasir.models.hub.find_starter_model", lambda: Path("/no/such/starter.gguf"))
     assert cli.main(["bench", benchmark]) == 2
     assert "/no/such/starter.gguf" in capsys.readouterr().err
 
@@ -99,17 +103,17 @@ def test_a_subcommands_help_shows_every_setting(command: ModuleType, capsys: pyt
     ("argv", "message"),
     [
         (["trial"], "No model was given"),
-        (["trial", "m", "--gpu-memory-utilization", "2"], "gpu_memory_utilization=2.0 is too large"),
+        (["trial", "m", "--gpu-memory-utilization", "2"], "--gpu-memory-utilization=2.0 is too large"),
         (["trial", "m", "--gpu-memory-utilization", "lots"], "'lots' is not a number"),
         (["trial", "m", "--max-model-len", "1q"], "is not a whole number"),
         (["trial", "m", "--hf-overrides", "{"], "takes JSON"),
         (["trial", "m", "--hf-overrides", "[]"], "takes a mapping"),
         (["trial", "m", "--dtype", "int3"], "Possible: auto"),
-        (["trial", "m", "--trust-remote-code"], "trust_remote_code=True is not available"),
+        (["trial", "m", "--trust-remote-code"], "--trust-remote-code is not available"),
         (["trial", "m", "other"], "'other' is one too many"),
         (["trial", "m", "--no-such-flag"], "--no-such-flag is not a flag of this command."),
         (["trial", "--modle", "m"], "--modle is not a flag of this command. Did you mean --model"),
-        (["trial", "m", "--max-loras", "4"], "--max-loras is a flag of vLLM that Kvasir does not have yet.\n"),
+        (["trial", "m", "--lora-dtype", "4"], "--lora-dtype is a flag of vLLM that Kvasir does not have yet.\n"),
         (["trial", "m", "--no_enable_sleep_mode"], "--no-enable-sleep-mode is a flag of vLLM that Kvasir does not"),
         (["trial", "m", "--compilation-config.mode=3"], "--compilation-config.mode is a flag of vLLM that Kvasir does"),
         (["trial", "m", "-O3"], "-O3 is a flag of vLLM that Kvasir does not have yet.\n"),
@@ -130,18 +134,131 @@ def test_what_is_wrong_is_said_in_one_line(
     assert shown.startswith("kvasir: error: ") and shown.count("\n") == 1 and message in shown
 
 
+# ---------------------------------------------------------------- errors name flags
+
+TAKING_SETTINGS = [
+    *(["serve"], ["chat"], ["complete", "-q", "hi"], ["warm"], ["run-batch", "-i", "in", "-o", "out"]),
+    *(["bench", name] for name in ("throughput", "latency", "startup")),
+]
+
+
+def wrong_values(known: SettingField) -> list[str]:
+    """Values of a flag that cannot be right; none for texts and plain switches."""
+    if bool in known.types:
+        return []
+    numbers = ["lots", *(["-7"] if known.setting.minimum is not None or known.setting.above is not None else [])]
+    if int in known.types or float in known.types:
+        return numbers
+    if list in known.types and known.section == "server":  # several words, or a JSON list
+        return ["[7"]
+    if dict in known.types or list in known.types:
+        return ["{", "7"]
+    return ["bogus"] if known.setting.choices else []
+
+
+@pytest.mark.parametrize("command", TAKING_SETTINGS, ids=" ".join)
+def test_errors_name_the_flag(command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    settings = all_settings() | server_settings()
+    if command != ["serve"]:  # the others share its way to report errors
+        settings = {name: settings[name] for name in ("max_model_len", "seed", "dtype", "hf_overrides", "enable_lora")}
+    for name, known in settings.items():
+        flag = "--" + name.replace("_", "-")
+        given = [[flag, value] for value in wrong_values(known)]
+        if known.setting.refused and known.types == (bool,):
+            given.append([flag])
+        for arguments in given:
+            shown = error_of([*command, "--model", "m", *arguments], capsys)
+            assert shown.startswith(f"kvasir: error: {flag}"), shown
+            assert not re.search(rf"(?<![\w-]){name}(?![\w-])", shown.replace("the model", "")), shown
+        if given and len(given[0]) == 2 and "_" in name and given[0][1] != "[7":
+            file = tmp_path / "settings.yaml"
+            file.write_text(f"{name}: {given[0][1]!r}\n")
+            shown = error_of([*command, "--model", "m", "--config", str(file)], capsys)
+            assert flag in shown and name not in shown.replace(str(file), ""), shown
+
+
+def error_of(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    try:
+        status = cli.main(argv)
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    shown = capsys.readouterr().err
+    assert status == 2 and shown.count("\n") == 1, shown
+    return shown
+
+
+def test_errors_in_python_name_the_argument() -> None:
+    for name, known in all_settings().items():
+        for value in wrong_values(known)[:1]:
+            with pytest.raises(ConfigError, match=rf"^{name}=") as error:
+                EngineArgs(**({"model": "m"} | {name: value}))
+            assert "--" not in str(error.value)
+
+
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_errors_name_sampling_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, shown in [
+        (["--temperature", "-1"], "--temperature must be at least 0"),
+        (["--top-p", "7"], "--top-p must be above 0"),
+        (["--top-k", "-7"], "--top-k must be"),
+        (["--max-tokens", "0"], "--max-tokens must be"),
+        (["--stop", ""], "--stop contains an empty string"),
+    ]:
+        assert error_of([command, "no/such/model", "-q", "hi", *given], capsys).startswith(f"kvasir: error: {shown}")
+
+
+RAISED = ("ConfigError", "ModelError", "EngineError", "DeviceMemoryError")
+
+
+def messages_in(file: Path) -> Iterator[str]:
+    """The texts that a module raises as errors of settings and models, with x for what is filled in."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        call = node.exc if isinstance(node, ast.Raise) else None
+        if isinstance(call, ast.Call) and call.args and ast.unparse(call.func) in RAISED:
+            parts = call.args[0].values if isinstance(call.args[0], ast.JoinedStr) else call.args[:1]
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in parts)
+
+
+def test_every_message_of_the_package_is_put_into_flags() -> None:
+    flags = cli._flags(cli._parser(["serve"]))
+    names = {flag.removeprefix("--").replace("-", "_") for flag in flags}
+    found = 0
+    for file in (ROOT / "kvasir").rglob("*.py"):
+        for message in messages_in(file):
+            words = set(re.findall(r"[a-z]+(?:_[a-z]+)+|\b[a-z]+(?==)", message)) & names
+            found += bool(words)
+            shown = args.with_flags(message, flags)
+            left = set(re.findall(r"(?<![\w-])[a-z]+(?:_[a-z]+)+|\b(?<!-)[a-z]+(?==)", shown)) & names
+            assert not left, f"{file.name}: {shown}"
+    assert found > 50
+
+
+def test_only_names_are_put_into_flags() -> None:
+    flags = ["--model", "--device", "--seed", "--max-model-len", "--enforce-eager", "--no-enforce-eager", "--dtype"]
+    for message, shown in {
+        "max_model_len=4 is less than max_model_len.": "--max-model-len=4 is less than --max-model-len.",
+        "Turn enforce_eager=True off: enforce_eager=False": "Turn --enforce-eager off: --no-enforce-eager",
+        "device='x' is no device of this model": "--device='x' is no device of this model",
+        "seed must be a seed; set seed, or set dtype to x": "--seed must be a seed; set --seed, or set --dtype to x",
+        "Pass it as `model`; the model has a seed": "Pass it as `--model`; the model has a seed",
+    }.items():
+        assert args.with_flags(message, flags) == shown
+    paths = "/max_model_len/x, max_model_len.json, 'max_model_len'"
+    assert args.with_flags(paths, flags) == paths
+
+
 def test_what_kvasir_has_is_not_said_to_be_missing() -> None:
     flags = {flag for name in cli.COMMANDS for flag in cli._flags(cli._parser([name]))}
     names = {flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags if flag.startswith("--")}
-    assert not names & vllm_settings.NAMES and not flags & vllm_settings.SHORT_FLAGS
-    assert not all_settings().keys() & vllm_settings.NAMES
+    assert not names & args.VLLM_NAMES and not flags & args.VLLM_SHORT_FLAGS
+    assert not all_settings().keys() & args.VLLM_NAMES
 
 
 def test_settings_of_vllm_that_are_missing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="^max_loras is a setting of vLLM that Kvasir does not have yet.$"):
-        EngineArgs("m", max_loras=4)
-    (tmp_path / "config.yaml").write_text("max-loras: 4\n")
-    with pytest.raises(ConfigError, match="config.yaml: max-loras is a setting of vLLM that Kvasir does not"):
+    with pytest.raises(ConfigError, match="^lora_dtype is a setting of vLLM that Kvasir does not have yet.$"):
+        EngineArgs("m", lora_dtype="half")
+    (tmp_path / "config.yaml").write_text("lora-dtype: half\n")
+    with pytest.raises(ConfigError, match="config.yaml: lora-dtype is a setting of vLLM that Kvasir does not"):
         EngineArgs.add_cli_args(ArgumentParser()).parse_args(["--config", str(tmp_path / "config.yaml")])
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvasir.config.engine import all_settings
 from kvasir.entrypoints.cli import main as cli
-from kvasir.entrypoints.cli.help import help_on
+from kvasir.entrypoints.cli.main import help_on
 
 WITH_ENGINE_FLAGS = [
     *(["serve"], ["chat"], ["complete"], ["run-batch"]),
@@ -74,7 +74,7 @@ def test_all_is_all(capsys: pytest.CaptureFixture[str]) -> None:
         ("max-modle-len", "Did you mean max-model-len"),
         ("qwertzuiop", "--help=listgroup lists the groups."),
         ("", "has no group ''"),
-        ("max-loras", "--max-loras is a flag of vLLM that Kvasir does not have yet."),
+        ("lora-dtype", "--lora-dtype is a flag of vLLM that Kvasir does not have yet."),
     ],
 )
 def test_an_unknown_word(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,11 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvasir import platforms
-from kvasir.config.args import OLD_NAMES, EngineArgs, flag, parse_size
+from kvasir.config.args import EngineArgs, flag, parse_size
 from kvasir.config.engine import EngineConfig, ModelConfig, all_settings
 from kvasir.config.resolve import resolve
+from kvasir.config.speculative import read_speculative
 from kvasir.entrypoints.cli.main import Parser
 from kvasir.errors import ConfigError
+from kvasir.frontend.requests.structured import StructuredOutputs
+from kvasir.frontend.text.grammar import JsonStyle
 from kvasir.kernels.cpu import library
 from kvasir.platforms.cpu import CpuPlatform
 
@@ -77,6 +80,7 @@ class Case:
 
 
 ON_HUB = {"model": "org/model"}
+SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 CASES = {
     "model": Case("org/other", shows=lambda c, w: "org/other" in w.fetched and c.model.path == str(w.path)),
     "tokenizer": Case("org/words", shows=lambda c, w: "*.safetensors" not in w.fetched["org/words"]["allow_patterns"]),
@@ -107,10 +111,25 @@ CASES = {
     "chat_template": Case("template.jinja", shows=lambda c, w: c.model.chat_template == "{{ messages }}"),
     "model_impl": Case("kvasir", shows=lambda c, w: c.model.model_impl == "kvasir"),
     "runner": Case("generate", shows=lambda c, w: c.model.runner == "generate"),
+    "pooler_config": Case(
+        {"pooling_type": "mean"},
+        shows=lambda c, w: c.model.poolers[0].pooling == "mean",
+        beside={"runner": "pooling", "hf_overrides": SMALL},
+    ),
     "convert": Case("none", shows=lambda c, w: c.model.convert == "none"),
     "quantization": Case("int8", shows=lambda c, w: c.model.quantization == "int8"),
-    "enable_lora": Case(True, refused="LoRA"),
-    "speculative_config": Case({"method": "ngram"}, refused="Speculative decoding"),
+    "enable_lora": Case(True, shows=lambda c, w: c.adapters.enable_lora),
+    "max_loras": Case(3, shows=lambda c, w: (c.adapters.max_loras, c.adapters.max_cpu_loras) == (3, 12)),
+    "max_lora_rank": Case(64, shows=lambda c, w: c.adapters.max_lora_rank == 64),
+    "max_cpu_loras": Case(99, shows=lambda c, w: c.adapters.max_cpu_loras == 99),
+    "speculative_config": Case(
+        {"method": "suffix"}, shows=lambda c, w: c.model.speculative_config == {"method": "suffix"}
+    ),
+    "structured_outputs_config": Case(
+        {"backend": "guidance", "whitespace": "compact"},
+        shows=lambda c, w: StructuredOutputs(c.model, None).style == JsonStyle("compact"),
+    ),
+    "enable_prompt_embeds": Case(True, shows=lambda c, w: c.model.enable_prompt_embeds),
     "logits_processors": Case(["a:b"], shows=lambda c, w: c.model.logits_processors == ["a:b"]),
     "load_format": Case(
         "dummy",
@@ -139,6 +158,7 @@ CASES = {
     # Without chunks a whole prompt must fit into a step: the automatic budget grows.
     "enable_chunked_prefill": Case(False, shows=lambda c, w: c.scheduler.max_num_batched_tokens == 4096),
     "long_prefill_token_threshold": Case(64, shows=lambda c, w: c.scheduler.long_prefill_token_threshold == 64),
+    "target_step_ms": Case(12.5, shows=lambda c, w: c.scheduler.target_step_ms == 12.5),
     "scheduling_policy": Case("priority", shows=lambda c, w: c.scheduler.scheduling_policy == "priority"),
     "priority_aging_seconds": Case(2.5, shows=lambda c, w: c.scheduler.priority_aging_seconds == 2.5),
     "priority_aging_best": Case(-3, shows=lambda c, w: c.scheduler.priority_aging_best == -3),
@@ -151,7 +171,7 @@ CASES = {
     "tensor_parallel_size": Case(2, shows=lambda c, w: c.parallel.distributed_executor_backend == "mp"),
     "pipeline_parallel_size": Case(2, refused="Pipeline parallelism is not supported"),
     "data_parallel_size": Case(2, shows=lambda c, w: c.parallel.data_parallel_size == 2),
-    "enable_expert_parallel": Case(True, refused="Expert parallelism is not supported"),
+    "enable_expert_parallel": Case(True, shows=lambda c, w: c.parallel.enable_expert_parallel is True),
     "distributed_executor_backend": Case("uni", shows=lambda c, w: c.parallel.distributed_executor_backend == "uni"),
     "device": Case("cpu:0", shows=lambda c, w: c.device.device == "cpu:0"),
     "attention_backend": Case("torch", shows=lambda c, w: c.device.attention_backend == "torch"),
@@ -248,7 +268,7 @@ def test_a_model_is_needed() -> None:
         ("model", 3, "takes a string"),
         ("attention_backend", "FLEX_ATTENTION", "Possible: auto, torch, triton, cpu, flash_attn, flashinfer"),
         ("attention_backend", 2, "takes a string"),
-        ("scheduling_policy", "lifo", "Possible: fcfs, priority, wrr, deadline, or your own class"),
+        ("scheduling_policy", "lifo", "Possible: fair, fcfs, priority, wrr, deadline, or your own class"),
         ("watermark", 0.6, "at most 0.5"),
     ],
 )
@@ -324,11 +344,54 @@ def test_older_names_warn_once(name: str, log_lines: list[str]) -> None:
     assert from_command_line(["m", flag(name), json.dumps(value)]).hf_overrides == {name: value}
 
 
-def test_older_names_of_refused_settings_lead_to_the_new_one() -> None:
-    for name, value in {"speculative_model": "[ngram]", "num_speculative_tokens": 3}.items():
-        assert OLD_NAMES[name][0] == "speculative_config"
-        with pytest.raises(ConfigError, match="speculative_config=.* is not available"):
-            EngineArgs("m", **{name: value})
+def test_older_names_of_speculative_settings_are_entries_now() -> None:
+    args = EngineArgs("m", speculative_model="[ngram]", num_speculative_tokens=3)
+    assert args.speculative_config == {"model": "[ngram]", "num_speculative_tokens": 3}
+    found = read_speculative(args.speculative_config)
+    assert found is not None and (found.method, found.num_speculative_tokens) == ("ngram", 3)
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({}, "neither method nor model"),
+        ({"method": "ngram"}, "num_speculative_tokens is missing"),
+        ({"method": "ngramm", "num_speculative_tokens": 2}, "Did you mean ngram"),
+        ({"method": "suffix", "num_speculative_tokens": 0}, "from 1 to 32"),
+        ({"method": "suffix", "num_speculative_tokens": True}, "whole number"),
+        ({"method": "suffix", "num_speculativ_tokens": 2}, "Did you mean num_speculative_tokens"),
+        ({"method": "suffix", "disable_by_batch_size": 8}, "an entry of vLLM that Kvasir does not have"),
+        ({"method": "suffix", "model": "org/model"}, "takes no model"),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, "needs `model`"),
+        ({"model": "org/model", "num_speculative_tokens": 2, "prompt_lookup_max": 3}, "has no effect with"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 5, "prompt_lookup_max": 3},
+            "is more than",
+        ),
+        ({"method": "ngram", "num_speculative_tokens": 2, "suffix_decoding_max_tree_depth": 3}, "method='suffix'"),
+        ({"method": "suffix", "adaptive": 1}, "true or false"),
+        ({"method": "suffix", "synthetic_acceptance_rate": 2}, "from 0 to 1"),
+    ],
+)
+def test_wrong_speculative_settings_are_refused_by_name(entries: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EngineArgs("m", speculative_config=entries)
+
+
+def test_speculative_settings_have_the_defaults_of_vllm() -> None:
+    def lookup(**entries: Any) -> tuple[int, int, int]:
+        found = read_speculative(entries)
+        assert found is not None
+        return found.num_speculative_tokens, found.prompt_lookup_min, found.prompt_lookup_max
+
+    assert lookup(method="ngram", num_speculative_tokens=3) == (3, 5, 5)
+    assert lookup(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4) == (3, 4, 4)
+    assert lookup(method="ngram", num_speculative_tokens=3, prompt_lookup_min=2, prompt_lookup_max=4) == (3, 2, 4)
+    assert lookup(method="suffix", suffix_decoding_max_tree_depth=24) == (8, 1, 24)
+    named = read_speculative({"model": "org/model", "num_speculative_tokens": 2})
+    assert named is not None and named.method == "draft_model" and named.model == "org/model"
+    text = '{"method": "suffix", "num_speculative_tokens": 5}'
+    assert from_command_line(["m", "--speculative-config", text]).speculative_config["num_speculative_tokens"] == 5
 
 
 def test_older_and_newer_name_together_are_refused() -> None:

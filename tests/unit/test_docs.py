@@ -58,7 +58,7 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in anchors(linked.read_text(encoding="utf-8")), f"{page} links to {target}#{anchor}"
 
 
-COMING = ("speculative/", "structured/", "lora/", "multimodal/", "transfer/")  # folders of features that are planned
+COMING = ("structured/", "multimodal/", "transfer/")  # folders of features that are planned
 DESIGN = [
     "docs/architecture.md",
     "docs/glossary.md",

@@ -238,12 +238,38 @@ def test_a_request_that_nobody_takes_up_is_seen_by_check_health() -> None:
             await llm.check_health()
             request = asyncio.create_task(last(llm, tokens(2), greedy(3)))
             await until(lambda: stuck(llm))
-            with pytest.raises(EngineError, match="has not started on a request for .* stall_timeout=0.3"):
+            with pytest.raises(EngineError, match="has not (started on a request|answered) for .* stall_timeout=0.3"):
                 await llm.check_health()
         finally:
             os.kill(pid, signal.SIGCONT)
         assert (await request).finished
         await until(lambda: healthy(llm))
+
+    with engine(stall_timeout=0.3) as llm:
+        run(work(llm))
+
+
+def test_a_hanging_engine_is_noticed_without_requests_and_holds_no_request_beyond_its_deadline() -> None:
+    async def work(llm: AsyncLLM) -> None:
+        (pid,) = engine_pids(llm)
+        await llm.check_health()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await until(lambda: stuck(llm))
+            with pytest.raises(EngineError, match="has not answered for .* stall_timeout=0.3"):
+                await llm.check_health()
+            asked = [last(llm, tokens(i), greedy(3), timeout=0.2) for i in range(3)]
+            asked.append(last(llm, tokens(5), greedy(3), timeout=0.2, arrival_time=time.time() - 10))
+            asked.append(last(llm, tokens(7), BeamSearchParams(beam_width=2, max_tokens=4), timeout=0.2))
+            started = time.monotonic()
+            outputs = await asyncio.gather(*asked)
+            assert {each.finish_reason for output in outputs for each in output.outputs} == {"timeout"}
+            assert time.monotonic() - started < 10, "and not only when it goes on"
+            assert len(llm.output_processor) == 0
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await until(lambda: healthy(llm))
+        assert (await last(llm, tokens(1), greedy(3), timeout=60)).outputs[0].finish_reason == "length"
 
     with engine(stall_timeout=0.3) as llm:
         run(work(llm))

@@ -10,14 +10,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-MOST_ROOT_NAMES = 24
+MOST_ROOT_NAMES = 25
 PACKAGE = Path(__file__).parent.parent.parent / "kvasir"
 
 # Everything may import these; they import only each other.
 BASE = {"kvasir", "errors", "log", "sampling_params", "outputs", "messages"}
-BASE |= {"config.checks", "config.startup", "config.engine", "config.args", "config.env", "config.vllm_settings"}
+BASE |= {"config.startup", "config.engine", "config.args", "config.env", "config.scratch"}
+BASE |= {"config.names", "config.speculative", "config.pooling"}
 
 
 @dataclass(frozen=True)
@@ -33,37 +35,49 @@ class Line:
 ORDER = {
     "__main__": Line(("entrypoints",)),
     "entrypoints.openai": Line(("entrypoints.cli",)),
-    "entrypoints.cli": Line(("entrypoints", "frontend", "models.starter"), by_name=("anything",)),
+    "entrypoints.cli": Line(("entrypoints", "frontend", "models.hub"), by_name=("anything",)),
     "bench": Line(("entrypoints", "frontend", "models.hub")),
-    "server": Line(("entrypoints.async_llm", "parsers", "frontend", "engine.transport", "models.starter")),
-    "server.routes": Line(("server", "entrypoints.async_llm", "parsers", "frontend", "engine.transport")),
+    "server": Line(
+        ("entrypoints.async_llm", "parsers", "frontend", "engine.transport", "engine.stats", "models.hub", "host")
+    ),
+    "server.routes": Line(
+        ("server", "entrypoints.async_llm", "parsers", "frontend", "engine.transport", "engine.stats", "host")
+    ),
     "server.schema": Line(),
-    "entrypoints": Line(("config.resolve", "frontend", "engine.transport")),
-    "engine.process": Line(("config.resolve", "engine", "sampling.startup_processors")),
-    "parsers": Line(),
+    "entrypoints": Line(("config.resolve", "frontend", "engine.transport", "engine.stats", "host")),
+    "engine.process": Line(("config.resolve", "engine", "sampling.startup_processors"), by_name=("frontend.requests",)),
+    "parsers": Line(("frontend.text",)),
     "frontend.clients": Line(("frontend", "engine", "host", "platforms.limits")),
     "frontend": Line(
-        ("host", "engine.transport", "platforms.limits", "sampling.startup_processors", "quantization.gguf_file")
+        (
+            *("host", "engine.transport", "engine.stats", "platforms.limits", "sampling.startup_processors"),
+            *("engine.grammar_guide", "engine.thinking_budget", "quantization.gguf_file"),
+        )
     ),
     "engine": Line(("executor", "host", "sampling.startup_processors")),
     "engine.cache": Line(),
     "engine.transport": Line(),
-    # cpu_features has what must be done before the worker, and with it torch, is imported.
-    "executor": Line(("platforms.cpu_features", "platforms.limits"), by_name=("worker", "distributed")),
+    "engine.stats": Line(),
+    # platforms.cpu has what must be done before the worker, and with it torch, is imported.
+    "executor": Line(("platforms.cpu", "platforms.limits"), by_name=("worker", "distributed")),
     "worker": Line(
-        ("models", "sampling", "speculative", "lora", "attention", "kernels", "platforms", "distributed", "device")
+        (
+            *("models", "layers", "sampling", "worker.speculative", "lora", "attention", "kernels", "platforms"),
+            *("distributed", "device"),
+        )
     ),
-    "speculative": Line(("models", "sampling"), halves=True),
+    "worker.speculative": Line(("sampling", "attention", "kernels")),
     "structured": Line(("kernels",), halves=True),
     "transfer": Line(("kernels", "distributed"), halves=True),
     "multimodal": Line(("models",), halves=True),
-    "lora": Line(("layers", "kernels")),
+    # host.py finds adapters on the Hub; device.py finds the modules of a model and is a feature of its rows
+    "lora.host": Line(("models.hub",)),
+    "lora": Line(("models", "sampling", "layers", "attention", "distributed", "kernels", "host")),
     "config.resolve": Line(
         ("models.hub", "quantization.gguf_file", "platforms"),
-        by_name=("models.registry", "models.gguf", "kernels.cpu"),
+        by_name=("models.architectures", "models.gguf", "kernels.cpu"),
     ),
     "models.hub": Line(),
-    "models.starter": Line(),
     # kernels: transformers' own layers, in models.fallback, bring keys and values to store
     "models": Line(("layers", "attention", "quantization", "distributed", "kernels", "platforms")),
     "layers": Line(("attention", "quantization", "kernels", "distributed")),
@@ -80,7 +94,6 @@ NO_TORCH = (
     *sorted(BASE - {"kvasir"}),
     "config",
     "models.hub",
-    "models.starter",
     "quantization.gguf_file",
     "sampling.startup_processors",
     "entrypoints",
@@ -113,9 +126,14 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "kvasir"
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def imports_of(file: Path, tree: ast.AST | None = None, hidden: bool = False) -> Iterator[Import]:
     """Every import statement in a file, by the full name of what it imports."""
-    for node in ast.iter_child_nodes(tree or ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.iter_child_nodes(tree or parsed(file)):
         if isinstance(node, ast.Import):
             yield from (Import(file, node.lineno, alias.name, hidden) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -127,6 +145,7 @@ def imports_of(file: Path, tree: ast.AST | None = None, hidden: bool = False) ->
             yield from imports_of(file, node, hidden or inside)
 
 
+@cache
 def _module_in(package: str, name: str) -> str:
     """The module that `from package import name` imports: package.name where that is a module, else package."""
     path = PACKAGE.parent.joinpath(*package.split("."), name)
@@ -199,7 +218,7 @@ def test_public_class_names_are_unique() -> None:
     """A class name means one thing in the whole package."""
     places: dict[str, list[str]] = {}
     for file in sources():
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        for node in parsed(file).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(module_name(file))
     assert not {name: modules for name, modules in places.items() if len(modules) > 1}

@@ -7,7 +7,9 @@ from kvasir.errors import ConfigError
 
 PUBLIC = [
     "LLM", "LLMEngine", "AsyncLLM", "AsyncLLMEngine", "EngineArgs", "AsyncEngineArgs",
-    "SamplingParams", "RequestOutput", "BeamSearchParams", "CompletionOutput",
+    "SamplingParams", "StructuredOutputsParams", "RequestOutput", "BeamSearchParams", "CompletionOutput", "LoRARequest",
+    "PoolingParams", "PoolingOutput", "PoolingRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput",
+    "ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput",
     "TextPrompt", "TokensPrompt", "PromptType", "ModelRegistry", "__version__", "__version_tuple__",
 ]  # fmt: skip
 

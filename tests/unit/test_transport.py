@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from kvasir.engine import transport
-from kvasir.engine.transport import Address, Progress, client_of, identity, make_directory, portable_error
+from kvasir.engine.liveness import Address, make_directory
+from kvasir.engine.transport import Progress, client_of, identity, portable_error
+from kvasir.entrypoints.async_llm import merge
 from kvasir.errors import ConfigError, EngineError, ModelError
 from kvasir.executor.fake import fake_config
 from kvasir.frontend.clients.launch import _environment
-from kvasir.frontend.clients.stream import merge
 from kvasir.messages import (
     BeamOutput,
     BeamSpec,
@@ -179,3 +183,23 @@ def test_deltas_are_merged_branch_by_branch() -> None:
     flat.append([(1, -0.5, 1, "a")])
     both = merge(delta((0, "a"), logprobs=flat), delta((0, "b"), logprobs=flat)).outputs[0].logprobs
     assert isinstance(both, FlatLogprobs) and len(both) == 2 and both[1] == flat[0] and len(flat) == 1
+
+
+def test_directories_of_killed_processes_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    make = "from kvasir.engine.liveness import make_directory; print(make_directory(2), flush=True); input()"
+    alive, killed = (
+        subprocess.Popen([sys.executable, "-c", make], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    )
+    kept, left = (process.stdout.readline().strip() for process in (alive, killed) if process.stdout is not None)
+    other = tmp_path / "kvasir-notes"  # not made by a process that locks it
+    other.mkdir()
+    killed.kill()
+    killed.wait()
+    own = make_directory(1)
+    assert not Path(left).exists() and Path(kept).exists() and Path(own).exists() and other.exists()
+    alive.communicate("\n")
+    Address(own, 0).remove()
+    assert not Path(own).exists(), "nor is anything left of one that ends as it should"

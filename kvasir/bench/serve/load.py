@@ -11,8 +11,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 
-from kvasir.bench.serve.answer import Answer
-from kvasir.bench.serve.client import LoadClient
+from kvasir.bench.serve.client import LoadClient, TimedAnswer
 from kvasir.errors import ConfigError
 
 
@@ -25,22 +24,25 @@ class LoadPlan:
 
 @dataclass(slots=True)
 class Outcome:
-    answers: list[Answer]
+    answers: list[TimedAnswer]
     seconds: float
     client_cpu: float  # fraction of a core that this process used
     peak: int  # maximum number of concurrent requests
 
 
 async def run(
-    client: LoadClient, load: LoadPlan, keep_text: bool = False, on_end: Callable[[Answer], None] = lambda answer: None
+    client: LoadClient,
+    load: LoadPlan,
+    keep_text: bool = False,
+    on_end: Callable[[TimedAnswer], None] = lambda answer: None,
 ) -> Outcome:
     gate: AbstractAsyncContextManager[object] = (
         nullcontext() if load.max_concurrency is None else asyncio.Semaphore(load.max_concurrency)
     )
-    answers = [Answer(keep_text) for _ in load.bodies]
+    answers = [TimedAnswer(keep_text) for _ in load.bodies]
     running = peak = 0
 
-    async def one(body: bytes, answer: Answer) -> None:
+    async def one(body: bytes, answer: TimedAnswer) -> None:
         nonlocal running, peak
         async with gate:
             running += 1

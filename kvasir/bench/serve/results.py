@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from kvasir.bench import report
-from kvasir.bench.serve.answer import Answer
+from kvasir.bench.serve.client import TimedAnswer
 from kvasir.bench.serve.datasets import Prompt
 from kvasir.bench.serve.load import Outcome
 from kvasir.errors import ConfigError
 
-METRICS: Mapping[str, tuple[str, Callable[[Answer], Sequence[float]]]] = {
+METRICS: Mapping[str, tuple[str, Callable[[TimedAnswer], Sequence[float]]]] = {
     "ttft": ("time to first token", lambda answer: [answer.first]),
     "tpot": ("time per output token", lambda a: [] if a.per_token is None else [a.per_token]),
     "itl": ("inter-token latency", lambda answer: answer.gaps),
@@ -44,7 +44,7 @@ class Goodput:
                 raise ConfigError(f"--goodput {word}: {value!r} is not a number of milliseconds.") from None
         return cls(limits)
 
-    def is_met(self, answer: Answer) -> bool:
+    def is_met(self, answer: TimedAnswer) -> bool:
         return all(
             value * 1e3 <= limit for name, limit in self.limits.items() for value in METRICS[name][1](answer)
         )  # fmt: skip
@@ -82,7 +82,7 @@ def measure(
     )
 
 
-def _tokens_in(answer: Answer, prompt: Prompt) -> int:
+def _tokens_in(answer: TimedAnswer, prompt: Prompt) -> int:
     return prompt.num_tokens if answer.usage is None else answer.usage.prompt_tokens or prompt.num_tokens
 
 
@@ -95,7 +95,7 @@ def _summary(name: str, seconds: Sequence[float], percentiles: Sequence[float]) 
     return {f"{key}_{name}_ms": value for key, value in found.items()}
 
 
-def _client_figures(outcome: Outcome, good: Sequence[Answer]) -> dict[str, Any]:
+def _client_figures(outcome: Outcome, good: Sequence[TimedAnswer]) -> dict[str, Any]:
     """Figures that show whether the client limited the measurement."""
     chunks = sum(len(answer.times) for answer in good)
     tokens = sum(answer.num_tokens for answer in good)

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvasir.engine.cache.block_pool import BlockPool
-from kvasir.engine.cache.prefix import is_private
+from kvasir.engine.cache.block_pool import BlockPool, is_private
 from kvasir.engine.cache.tier import NO_COPIES, SwappedBlocks, SwapPolicy, TierStats
 from kvasir.messages import Int32Array
 

@@ -12,15 +12,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.engine.cache.block_pool import BlockPool
-from kvasir.engine.cache.prefix import extend_chain, is_private, keep_swapped_blocks, with_group
+from kvasir.engine.cache.block_pool import BlockPool, extend_chain, is_private, with_group
 from kvasir.engine.cache.prefix_groups import PrefixGroup, find_groups
-from kvasir.engine.cache.tier import NoTier, SwappedBlocks, Tier
+from kvasir.engine.cache.tier import NO_COPIES, NoTier, SwappedBlocks, Tier, keep_swapped_blocks
 from kvasir.messages import NULL_BLOCK, Int32Array
 
 IntArray = NDArray[np.int64]
 NO_ENTRIES: Int32Array = np.zeros(0, np.int32)
-NO_COPIES: Int32Array = np.zeros((0, 2), np.int32)
 IN_TIER = -1  # in place of a block id: the content is in the tier and can be copied to the device
 
 
@@ -57,7 +55,7 @@ class Prefix:
 
     @property
     def num_columns(self) -> int:
-        return len(self.blocks[0])
+        return len(self.blocks[0]) if self.blocks else 0
 
     def device_blocks(self) -> list[int]:
         """Return the blocks that are on the device."""
@@ -105,6 +103,11 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold `num_tokens`, in all groups together."""
         return -(-num_tokens // self.block_size) * self.num_groups
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Number of last tokens that every layer attends to; None if some attend to all."""
+        return None if None in self.windows else max(window for _, window in self._windowed)
 
     def _first_visible_column(self, position: int, window: int | None) -> int:
         """First column that a token at `position` attends to."""
@@ -239,6 +242,12 @@ class KVCacheManager:
         self.num_blocks[row] = self.num_hashed[row] = 0
         return chain
 
+    def forget(self, row: int) -> None:
+        """Make the contents of the row's blocks impossible to hit, because they may be wrong."""
+        for line in range(row, len(self.tables), self.max_rows):
+            for block in self.tables[line, self.num_freed[line] : self.num_blocks[row]].tolist():
+                self.pool.forget(block)
+
     def swap_out(self, row: int, token_ids: Int32Array, may_keep: bool = True) -> tuple[list[bytes], SwappedBlocks]:
         """Close a row that will resume with `token_ids` and at least one more token, and ask the tier to keep its
         blocks."""
@@ -264,8 +273,8 @@ class KVCacheManager:
         return True
 
     def _set_tables(self, row: int, lines: list[list[int]]) -> None:
-        self.num_blocks[row] = len(lines[0])
-        if not lines[0]:
+        self.num_blocks[row] = len(lines[0]) if lines else 0  # a model without a cache has no groups
+        if not self.num_blocks[row]:
             return
         for group, blocks in enumerate(lines):
             line = group * self.max_rows + row
@@ -292,11 +301,15 @@ class KVCacheManager:
     ) -> bool:
         """Make the next `num_new` tokens of each row writable. Returns False and allocates nothing if there are too few
         free blocks. Up to `num_unsettled` of the computed tokens may be rejected drafts."""
+        if not self.num_groups:  # the model has no cache
+            return True
         settled = num_computed if num_unsettled is None else num_computed - num_unsettled
         for group, window in self._windowed:
             self._free_outside_window(group, window, rows, settled)
         have = self.num_blocks[rows]
         extra = -(-(num_computed + num_new) // self.block_size) - have
+        if num_unsettled is not None:
+            extra = np.maximum(extra, 0)  # blocks that were prepared for rejected drafts are used later
         shared = self._shared_writes(rows, settled) if self._forked else []
         total = int(extra.sum())
         if total * self.num_groups + len(shared) > self.pool.num_free:

@@ -34,7 +34,7 @@ class PrefixGroup:
 def is_worthwhile(sequences: int, tokens: int) -> bool:
     """Whether a separate attention stage for the shared prefix saves time. The limits were measured on an H200; with
     more sequences, shorter prefixes are enough."""
-    return sequences >= MIN_GROUP_ROWS and tokens >= (512 if sequences >= 128 else 1024 if sequences >= 32 else 2048)
+    return sequences >= MIN_GROUP_ROWS and tokens >= (512 if sequences >= 128 else 1024)
 
 
 def find_groups(tables: list[Int32Array], rows: IntArray, limits: IntArray, block_size: int) -> list[PrefixGroup]:

@@ -1,4 +1,5 @@
-"""Second tier of the KV cache: the interface to memory that keeps blocks which the device has no room for.
+"""Second tier of the KV cache: the interface to memory that keeps blocks which the device has no room for, and what a
+preempted row asks it to keep.
 
 HostTier (host_tier.py) keeps them in host memory. A tier on disk or on another machine would be another class, or would
 sit behind HostTier and fill its blocks. Core process; a tier knows block names and numbers, not tensors.
@@ -8,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from kvasir.engine.cache.block_pool import is_private, private_name, with_group, without_group
 from kvasir.messages import Int32Array, StepCosts, empty_pairs
+
+if TYPE_CHECKING:
+    from kvasir.engine.cache.manager import KVCacheManager
 
 NO_COPIES = empty_pairs()  # shared by all callers, which do not write to it
 
@@ -153,3 +158,59 @@ class CostSwapPolicy:
 
     def should_swap(self, num_blocks: int, num_tokens: int) -> bool:
         return 2 * num_blocks * self.costs.copy_block < num_tokens * self.costs.compute_token
+
+
+# ----------------------------------------------------------------
+# Names for all blocks of a preempted row, so that it finds them on the device or in the tier when it resumes.
+#
+# With prefix caching, full blocks have names already. A partly filled last block and, without prefix caching, every
+# block gets a private name; rows that share a block share its name.
+
+
+def keep_swapped_blocks(cache: KVCacheManager, row: int, hashes: list[bytes], num_tokens: int) -> SwappedBlocks:
+    """Ask the tier to keep the row's blocks, and name those that have no name. With prefix caching, `hashes` are the
+    names of the full blocks. If the tier declines, the result has no names."""
+    columns = num_tokens // cache.block_size
+    chain = hashes[:columns] if cache.caching else [_shared_name(cache, row, column) for column in range(columns)]
+    if num_tokens % cache.block_size and _is_exclusive(cache, row, columns):
+        chain.append(private_name())
+    held = _row_blocks(cache, row, len(chain))
+    swapped = SwappedBlocks(num_tokens, min(num_tokens, len(chain) * cache.block_size), chain)
+    swapped.names = [with_group(group, chain[column]) for group, column, _ in held]
+    own = [column for _, column, block in held if cache.pool.ref_counts[block] == 1]
+    # With prefix caching, blocks that other rows hold are found by their hash; the rest would be recomputed.
+    to_recompute = set(own) if cache.caching else range(len(chain))
+    if not to_recompute or not cache.tier.keep(swapped, len(own), len(to_recompute) * cache.block_size):
+        return SwappedBlocks(num_tokens)
+    for (_, column, block), name in zip(held, swapped.names, strict=True):
+        if column == columns:  # a step in flight may have filled and named it, but the row will write to it again
+            cache.pool.forget(block)
+        if cache.pool.name_of(block) is None:
+            cache.pool.register([block], [name])
+    return swapped
+
+
+def _row_blocks(cache: KVCacheManager, row: int, columns: int) -> list[tuple[int, int, int]]:
+    """Return group, column and block of each block that the row holds in its first `columns` columns."""
+    lines = [group * cache.max_rows + row for group in range(cache.num_groups)]
+    return [
+        (group, column, int(cache.tables[line, column]))
+        for group, line in enumerate(lines)
+        for column in range(int(cache.num_freed[line]), columns)
+    ]
+
+
+def _shared_name(cache: KVCacheManager, row: int, column: int) -> bytes:
+    """Return the name by which a swapped row already knows this full block, or a new private name."""
+    for group in range(cache.num_groups):
+        name = cache.pool.name_of(int(cache.tables[group * cache.max_rows + row, column]))
+        if name is not None:
+            return without_group(group, name)
+    return private_name()
+
+
+def _is_exclusive(cache: KVCacheManager, row: int, column: int) -> bool:
+    """Whether no other row holds the row's blocks in this column, and no swapped row needs them."""
+    blocks = cache.tables[row :: cache.max_rows, column].tolist()
+    names = [cache.pool.name_of(block) for block in blocks]
+    return bool((cache.pool.ref_counts[blocks] == 1).all()) and not any(map(is_private, filter(None, names)))

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvasir.engine.policies.base import Context, Policy, RankedPolicy, TokenCountingPolicy
 from kvasir.engine.policies.deadline import EarliestDeadlineFirst
+from kvasir.engine.policies.fair import FairShare
 from kvasir.engine.policies.fcfs import FirstComeFirstServed
 from kvasir.engine.policies.priority import Priority
 from kvasir.engine.policies.wrr import WeightedRoundRobin
@@ -16,6 +17,7 @@ __all__ = [
     "POLICIES",
     "Context",
     "EarliestDeadlineFirst",
+    "FairShare",
     "FirstComeFirstServed",
     "Policy",
     "Priority",
@@ -26,6 +28,7 @@ __all__ = [
 ]
 
 POLICIES: dict[str, type[Policy]] = {
+    "fair": FairShare,
     "fcfs": FirstComeFirstServed,
     "priority": Priority,
     "wrr": WeightedRoundRobin,

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvasir.engine.observers import ServiceRate
 from kvasir.engine.request import Request
-from kvasir.engine.service_rate import ServiceRate
 
 
 def _whole_prompt(request: Request) -> int:

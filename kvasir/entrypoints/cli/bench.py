@@ -10,7 +10,7 @@ from typing import Any
 from kvasir.config.args import EngineArgs
 from kvasir.entrypoints.cli import bench_serve
 from kvasir.errors import ConfigError
-from kvasir.models import starter
+from kvasir.models import hub
 
 PROMPT_FLAGS = ("num_prompts", "input_len", "output_len")
 
@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_throughput(commands.add_parser("throughput", help="tokens per second with many requests at once"))
     _add_latency(commands.add_parser("latency", help="time to first token, and time per token after it"))
     bench_serve.add_arguments(commands.add_parser("serve", help="a server under load: latency, throughput, goodput"))
+    _add_embed(commands.add_parser("embed", help="texts per second of a pooling model"))
     _add_startup(commands.add_parser("startup", help="time from process start to first token, by phase"))
 
 
@@ -27,8 +28,9 @@ def run(namespace: argparse.Namespace) -> int:
     _check_json(namespace.json)
     if namespace.benchmark == "serve":
         return bench_serve.run(namespace)
-    starter.use_as_default(namespace)
-    measure = {"throughput": _throughput, "latency": _latency, "startup": _startup}[namespace.benchmark]
+    hub.use_starter_by_default(namespace)
+    known = {"throughput": _throughput, "latency": _latency, "startup": _startup, "embed": _embed}
+    measure = known[namespace.benchmark]
     if namespace.benchmark != "startup":
         namespace.skip_tokenizer_init = True  # prompts are token ids, and outputs are not decoded
     record, text = measure(namespace)
@@ -59,6 +61,14 @@ def _latency(namespace: argparse.Namespace) -> tuple[dict[str, Any], str]:
     given = _given(namespace, "input_len", "output_len", "batch_size", "num_iters", "compare")
     record = latency.run(EngineArgs.from_cli_args(namespace), latency.LatencyOptions(**given))
     return record, latency.render(record)
+
+
+def _embed(namespace: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from kvasir.bench import embed
+
+    given = _given(namespace, "num_prompts", "input_len", "repeat")
+    record = embed.run(EngineArgs.from_cli_args(namespace), embed.EmbedOptions(**given))
+    return record, embed.render(record)
 
 
 def _startup(namespace: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -101,6 +111,17 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
         "--num-iters", type=_count, metavar="N", help="number of rounds, of which the median is reported (default: 5)"
     )
     _add_shared(parser, group)
+
+
+def _add_embed(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests")
+    group.add_argument("--num-prompts", type=_count, metavar="N", help="number of texts (default: 512)")
+    group.add_argument("--input-len", type=_span, metavar="N|A:B", help="tokens per text, or a range (default: 16:128)")
+    group.add_argument(
+        "--repeat", type=_count, metavar="N", help="number of rounds, of which the median is reported (default: 3)"
+    )
+    group.add_argument("--json", metavar="FILE", help="write the result to FILE as JSON")
+    EngineArgs.add_cli_args(parser)
 
 
 def _add_startup(parser: argparse.ArgumentParser) -> None:

@@ -22,11 +22,10 @@ from kvasir.errors import ConfigError
 def run(namespace: argparse.Namespace) -> int:
     options = _options(namespace)
     metadata = _pairs("--metadata", namespace.metadata)
-    from kvasir.bench import report
-    from kvasir.bench.serve import run as bench
+    from kvasir.bench import report, serve
     from kvasir.bench.serve.results import render
 
-    record = bench.run(options)
+    record = serve.run(options)
     record |= {"label": namespace.label} | metadata
     print(render(record, options.metrics, options.percentiles))
     if namespace.json:
@@ -39,8 +38,8 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _options(namespace: argparse.Namespace) -> Any:
+    from kvasir.bench.serve import ServeOptions
     from kvasir.bench.serve.results import Goodput
-    from kvasir.bench.serve.run import ServeOptions
 
     detailed = namespace.save_detailed
     if detailed and not (namespace.save_result or namespace.append_result or namespace.json):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from kvasir.config import env
 from kvasir.config.args import EngineArgs
 from kvasir.entrypoints.cli.complete import add_sampling_flags, sampling, server_key
+from kvasir.entrypoints.cli.main import log_warnings_only
 from kvasir.errors import ConfigError
-from kvasir.log import get_logger
-from kvasir.models import starter
+from kvasir.models import hub
 
 if TYPE_CHECKING:
     from kvasir.entrypoints.cli.chat_backend import Backend
@@ -38,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    return start(namespace, sampling(namespace), server_key(namespace))
+    restore = log_warnings_only()  # log lines would be mixed with the chat
+    try:
+        return start(namespace, sampling(namespace), server_key(namespace))
+    finally:
+        restore()
 
 
 def start(namespace: argparse.Namespace, params: dict[str, Any], key: str | None) -> int:
@@ -70,9 +74,8 @@ def _remote(namespace: argparse.Namespace, key: str | None) -> Backend:
 def _local(namespace: argparse.Namespace) -> Backend:
     if namespace.api_key or namespace.model_name:
         raise ConfigError("--api-key and --model-name need a server; add --url.")
-    name = starter.NAME if starter.use_as_default(namespace) else None
+    name = hub.STARTER if hub.use_starter_by_default(namespace) else None
     if env.LOG_LEVEL.name not in os.environ:
-        get_logger("kvasir").setLevel("WARNING")  # log lines would be mixed with the chat
         namespace.use_tqdm_on_load = getattr(namespace, "use_tqdm_on_load", False)
     args = EngineArgs.from_cli_args(namespace)
     from kvasir.entrypoints.cli.chat_local import LocalModel  # imports the engine

@@ -88,6 +88,7 @@ class RemoteModel:
                 reply.read()
             _check(reply)
             reason = None
+            thinking = False
             for data in events(reply.iter_bytes()):
                 if data == _DONE:
                     return
@@ -96,8 +97,13 @@ class RemoteModel:
                     raise EngineError(_message(event))
                 for choice in event["choices"]:
                     reason = choice.get("finish_reason") or reason
-                    if text := choice.get("text") or (choice.get("delta") or {}).get("content"):
-                        yield text
+                    delta = choice.get("delta") or {}
+                    if thought := delta.get("reasoning") or delta.get("reasoning_content"):
+                        yield thought if thinking else f"<think>\n{thought}"
+                        thinking = True
+                    if text := choice.get("text") or delta.get("content"):
+                        yield f"\n</think>\n\n{text}" if thinking else text
+                        thinking = False
                 if usage := event.get("usage"):
                     yield _usage(usage, reason)
             raise EngineError(f"{self.url} ended the stream before the reply was complete.")

@@ -7,7 +7,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kvasir.config.args import EngineArgs
+from kvasir.config.args import EngineArgs, flags_of, with_flags
+from kvasir.config.engine import all_settings
 from kvasir.entrypoints.cli.chat_backend import AnswerUsage, Message, Piece
 from kvasir.entrypoints.interrupts import delay_interrupts
 from kvasir.entrypoints.llm_engine import LLMEngine
@@ -32,7 +33,11 @@ class LocalModel:
 
     def _generate(self, prompt: PromptType, params: Mapping[str, Any]) -> Iterator[Piece]:
         request_id = f"chat-{next(self._ids)}"
-        self.engine.add_request(request_id, prompt, self._sampling(params))
+        try:
+            self.engine.add_request(request_id, prompt, self._sampling(params))
+        except RequestError as error:  # such as a prompt beyond max_model_len
+            error.args = (with_flags(str(error), flags_of(all_settings())),)
+            raise
         try:
             with delay_interrupts() as check:
                 yield from self._run(check)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvasir.config.engine import did_you_mean
+from kvasir.config.names import did_you_mean
 from kvasir.entrypoints.cli.chat_backend import AnswerUsage, Backend, Message
 from kvasir.errors import KvasirError
 from kvasir.sampling_params import SamplingParams

@@ -119,7 +119,7 @@ def _system() -> dict[str, Any]:
 
 def _cpu() -> dict[str, Any]:
     from kvasir.bench.report import cpu_name
-    from kvasir.platforms.cpu_features import amx_lacks_description, cpu_flags, cpuid
+    from kvasir.platforms.cpu import amx_lacks_description, cpu_flags, cpuid
 
     flags = cpu_flags()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

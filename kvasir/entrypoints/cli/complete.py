@@ -17,6 +17,7 @@ from kvasir.config.engine import all_settings
 from kvasir.config.env import API_KEY
 from kvasir.entrypoints.cli.main import log_warnings_only
 from kvasir.errors import ConfigError, KvasirError
+from kvasir.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvasir.entrypoints.cli.chat_backend import AnswerUsage, Backend, Piece
@@ -62,19 +63,23 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def _answer(namespace: argparse.Namespace, prompt: str | None) -> int:
+    params = sampling(namespace)
     backend = _open(namespace)
     try:
         if prompt is not None:
-            _print_answer(backend.complete(prompt, sampling(namespace)), namespace.stats)
+            _print_answer(backend.complete(prompt, params), namespace.stats)
         else:
-            _converse(backend, sampling(namespace), namespace.stats)
+            _converse(backend, params, namespace.stats)
     finally:
         backend.close()
     return 0
 
 
 def sampling(namespace: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name in _SAMPLING if (value := getattr(namespace, name)) is not None}
+    """The sampling parameters that are given as flags; wrong ones are reported before anything is loaded."""
+    given = {name: value for name in _SAMPLING if (value := getattr(namespace, name)) is not None}
+    SamplingParams(**given)
+    return given
 
 
 def _standard_input() -> str:

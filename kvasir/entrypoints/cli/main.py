@@ -8,17 +8,17 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
 from kvasir import __version__
 from kvasir.config import env
-from kvasir.config.engine import did_you_mean
-from kvasir.config.vllm_settings import vllm_only
-from kvasir.entrypoints.cli.help import HELP, help_on, short_usage
+from kvasir.config.args import vllm_only, with_flags
+from kvasir.config.names import did_you_mean
 from kvasir.errors import ConfigError, KvasirError
 from kvasir.log import get_logger
 
@@ -27,12 +27,19 @@ COMMANDS = {
     "chat": ("kvasir.entrypoints.cli.chat", "chat with a model in the terminal"),
     "complete": ("kvasir.entrypoints.cli.complete", "complete a text, with a server or a local model"),
     "run-batch": ("kvasir.entrypoints.cli.run_batch", "process a file of requests in OpenAI's batch format"),
-    "bench": ("kvasir.entrypoints.cli.bench", "measure throughput, latency, a server under load, or startup"),
+    "warm": ("kvasir.entrypoints.cli.warm", "compile what serving a model on this device needs, and end"),
+    "quantize": ("kvasir.entrypoints.cli.quantize", "write a quantized copy of a checkpoint"),
+    "bench": ("kvasir.entrypoints.cli.bench", "measure throughput, latency, embeddings, a server, or startup"),
+    "merge-lora": ("kvasir.entrypoints.cli.merge_lora", "merge a LoRA adapter into a checkpoint"),
     "collect-env": (
         "kvasir.entrypoints.cli.collect_env",
         "describe this machine and installation for a bug report",
     ),
 }
+HELP = "show help; =listgroup lists the groups of flags, =GROUP shows one group, =WORD shows flags with that word"
+MAX_USAGE_FLAGS = 12  # a usage line with more is hard to read
+_VLLM_GROUPS = {"frontend": "server"}  # vLLM's name -> ours, where they differ by more than "Config"
+Sections = list[tuple[str, list[argparse.Action]]]
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,6 +50,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="help", help=HELP)
 
     def error(self, message: str) -> NoReturn:
+        message = with_flags(message, _flags(self))
+        argument = re.match(r"argument ([\w/-]+): ", message)
+        if argument and message.startswith(tuple(argument[1].split("/")), argument.end()):
+            message = message[argument.end() :]  # it names the flag itself
         self.exit(2, f"kvasir: error: {message} (see {self.prog} --help)\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -70,6 +81,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line. Returns the exit status, which is 2 for errors that the user must correct."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = Parser(prog="kvasir")
     try:
         env.validate()
         parser = _parser(arguments)
@@ -85,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KvasirError as error:
         if get_logger("kvasir").isEnabledFor(logging.DEBUG):
             traceback.print_exc()
-        print(f"kvasir: error: {error}", file=sys.stderr)
+        print(f"kvasir: error: {with_flags(str(error), _flags(parser))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -126,3 +138,91 @@ def log_warnings_only(name: str = "kvasir") -> Callable[[], None]:
     if not any(os.environ.get(variable) for variable in (env.LOG_LEVEL.name, *env.LOG_LEVEL.aliases)):
         logger.setLevel("WARNING")
     return lambda: logger.setLevel(before)
+
+
+# ---------------------------------------------------------------- help on a part of a command
+# As in vLLM: --help=listgroup, --help=GROUP, --help=WORD, --help=all.
+
+
+def help_on(parser: argparse.ArgumentParser, asked: str) -> tuple[int, str]:
+    """The exit status, and the text to print."""
+    word = asked.lower().strip("- ").replace("_", "-")
+    short = word.removesuffix("config").strip("-")  # vLLM's group SchedulerConfig is called scheduler here
+    if word == "all":
+        return 0, parser.format_help()
+    if word == "listgroup":
+        return 0, _list_groups(parser)
+    sections = _sections(parser)
+    for name in (word, _VLLM_GROUPS.get(short, short)):
+        if found := [section for section in sections if _group_name(section[0]) == name]:
+            return 0, _format_sections(parser, found)
+    for part in filter(None, (word, short)):
+        if found := _with_word(sections, part):
+            return 0, _format_sections(parser, found)
+    return 2, f"kvasir: error: {_unknown_help(parser, asked, word, sections)}\n"
+
+
+def short_usage(parser: argparse.ArgumentParser) -> str | None:
+    """A usage line without optional flags; None if there are few flags."""
+    actions = [action for _, actions in _sections(parser) for action in actions]
+    flags = [action for action in actions if action.option_strings]
+    if len(flags) <= MAX_USAGE_FLAGS:
+        return None
+    required = [f"{action.option_strings[0]} {action.metavar}" for action in flags if action.required]
+    others = [f"[{action.metavar or action.dest}]" for action in actions if not action.option_strings]
+    return " ".join(["%(prog)s", *required, *others, "[FLAGS]"])
+
+
+def _sections(parser: argparse.ArgumentParser) -> Sections:
+    """The title of every group, and its arguments that are not hidden."""
+    groups = [(group.title or "", group._group_actions) for group in parser._action_groups]
+    shown = [(title, [each for each in actions if each.help != argparse.SUPPRESS]) for title, actions in groups]
+    return [(title, actions) for title, actions in shown if actions]
+
+
+def _group_name(title: str) -> str:
+    """The name of a group for --help: its title without article and remarks."""
+    return re.sub(r"^(the|a) |\s*\(.*", "", title.lower())
+
+
+def _with_word(sections: Sections, word: str) -> Sections:
+    found = [
+        (title, [action for action in actions if any(word in flag for flag in action.option_strings)])
+        for title, actions in sections
+    ]
+    return [(title, actions) for title, actions in found if actions]
+
+
+def _format_sections(parser: argparse.ArgumentParser, sections: Sections) -> str:
+    formatter = parser._get_formatter()
+    for title, actions in sections:
+        formatter.start_section(title)
+        formatter.add_arguments(actions)
+        formatter.end_section()
+    return formatter.format_help()
+
+
+def _list_groups(parser: argparse.ArgumentParser) -> str:
+    lines = [f"Groups of {parser.prog}'s flags; --help=NAME shows one group, --help=all shows all:"]
+    for title, actions in _sections(parser):
+        if flags := list(_long_flags([(title, actions)])):
+            some = ", ".join(flags[:3]) + (", ..." if len(flags) > 3 else "")
+            lines.append(f"  {_group_name(title):<12} {some}")
+    return "\n".join(lines) + "\n"
+
+
+def _long_flags(sections: Sections) -> Iterator[str]:
+    """The long name of each flag."""
+    for _, actions in sections:
+        for action in actions:
+            yield from [flag for flag in action.option_strings if flag.startswith("--")][:1]
+
+
+def _unknown_help(parser: argparse.ArgumentParser, asked: str, word: str, sections: Sections) -> str:
+    if missing := vllm_only(f"--{word}", "flag"):
+        return missing
+    near = did_you_mean(
+        word, [*(_group_name(title) for title, _ in sections), *(flag[2:] for flag in _long_flags(sections))]
+    )
+    message = f"{parser.prog} has no group {asked!r} and no flag with that word.{near}"
+    return f"{message} --help=listgroup lists the groups."

@@ -12,13 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from kvasir.config.args import EngineArgs, flag, flag_options
-from kvasir.config.engine import EngineConfig
+from kvasir.config.args import EngineArgs, flag, flag_options, flags_of, with_flags
+from kvasir.config.engine import EngineConfig, all_settings
 from kvasir.entrypoints.cli.main import log_warnings_only
 from kvasir.errors import ConfigError
 
 # Settings of the server that also apply without one.
-SERVER_SETTINGS = ("response_role", "trust_request_chat_template", "max_prompt_tokens", "request_timeout")
+SERVER_SETTINGS = (
+    *("response_role", "trust_request_chat_template", "max_prompt_tokens", "request_timeout"),
+    *("unknown_fields", "max_tokenizing_characters"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +69,10 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def run_batch(asked: EngineConfig, config: Any, namespace: argparse.Namespace, executor: Any = None) -> int:
-    """Returns the exit status: 0 if every line has a result or an error, 1 if the engine died."""
+    """Returns the exit status: 0 if every line is a request and has its reply, which may be a refusal.
+
+    It is 1 if a line is no request, such as one without custom_id, or if the engine died.
+    """
     from kvasir.entrypoints.async_llm import AsyncLLM
     from kvasir.server.batch import BatchRunner
     from kvasir.server.state import ServerState
@@ -75,15 +81,18 @@ def run_batch(asked: EngineConfig, config: Any, namespace: argparse.Namespace, e
     with open_input(namespace.input_file) as lines, open_output(namespace.output_file) as output:
         engine = AsyncLLM(asked, executor)
         try:
-            batch = BatchRunner(ServerState(config, asked.model.model), engine)
+            batch = BatchRunner.with_engine(ServerState(config, asked.model.model), engine)
             counts = _answer(batch, iterate_in_thread(lines), output, namespace)
         finally:
             died = engine.dead_error
             engine.shutdown()
     print(f"{counts.answered} answered, {counts.failed} failed", file=sys.stderr)
     if died is not None:
-        print(f"kvasir: error: {died}", file=sys.stderr)
-    return 1 if died is not None else 0
+        print(f"kvasir: error: {with_flags(str(died), flags_of(all_settings()))}", file=sys.stderr)
+    if counts.unread:
+        which = "1 line is no request" if counts.unread == 1 else f"{counts.unread} lines are no requests"
+        print(f"kvasir: error: {which}; the output says why", file=sys.stderr)
+    return 1 if died is not None or counts.unread else 0
 
 
 def _answer(batch: Any, lines: AsyncIterator[bytes], output: BinaryIO, namespace: argparse.Namespace) -> Any:

@@ -14,16 +14,24 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from typing import Any, Protocol, Self
 
 import zmq
 
 from kvasir.config.engine import EngineConfig
 from kvasir.engine import transport
-from kvasir.engine.transport import KEYS_PER_CLIENT, Address, Progress, Registration, make_directory, remove_directory
-from kvasir.errors import ConfigError, EngineDeadError, EngineError, KvasirError, RequestError
-from kvasir.frontend.clients.launch import EngineProcess, ExecutorFactory, close_all, launch, wait_for_all
+from kvasir.engine.liveness import FAILED, READY, Address
+from kvasir.engine.transport import KEYS_PER_CLIENT, Progress
+from kvasir.errors import EngineDeadError, EngineError, KvasirError, RequestError
+from kvasir.frontend.clients.launch import (
+    EngineProcess,
+    ExecutorFactory,
+    register,
+    start_engines,
+    stop_engines,
+    wait_for_all,
+)
 from kvasir.frontend.clients.router import Router
 from kvasir.messages import EngineOutput, EngineRequest
 
@@ -53,7 +61,8 @@ class EngineClient:
         self.directory = directory
         self.listener: EngineListener | None = None
         self.connections: list[EngineConnection] = []
-        self.router = Router(config.parallel.data_parallel_size, config.cache.block_size)
+        size = config.parallel.data_parallel_size
+        self.router = Router(size, config.cache.block_size) if size > 1 else None
         self.keys: Iterator[int] = itertools.count()  # request keys, from a range that only this client uses
         self.startup_seconds: dict[str, float] = {}  # by startup phase, of the slowest engine
         self.dead: KvasirError | None = None  # why an engine ended
@@ -66,6 +75,7 @@ class EngineClient:
         self._forks: dict[int, list[int]] = {}  # request key -> keys of the requests that fork from it
         self._calls: dict[int, CallFuture] = {}
         self._call_numbers = itertools.count()
+        self._pings: dict[int, EngineConnection] = {}  # unanswered ones by their call numbers
         self._loop: asyncio.AbstractEventLoop | None = None
         self._read_scheduled = False
 
@@ -74,28 +84,17 @@ class EngineClient:
     @classmethod
     def start(cls, asked: EngineConfig, executor: ExecutorFactory = None) -> Self:
         """Start the processes. Returns once their settings are resolved, while the model is still loading."""
-        size = asked.parallel.data_parallel_size
-        directory = make_directory(size)
-        processes: list[EngineProcess] = []
-        try:
-            processes = launch(asked, executor, directory)
-            configs: list[EngineConfig] = wait_for_all(processes, transport.RESOLVED)
-            _check_same_device(configs)
-        except BaseException:
-            close_all(processes)
-            remove_directory(directory, size)
-            raise
-        return cls(configs[0], directory, processes)
+        return cls(*start_engines(asked, executor))
 
     @classmethod
     def attach(cls, directory: str) -> Self:
         """Connect to engines that another process owns. They abort our requests when this process ends."""
-        first, liveness = _register(Address(directory, 0), None)
+        first, liveness = register(Address(directory, 0), None)
         client = cls(first.config, directory, [])
         client._connect(0, first.client, liveness)
         client._add_startup(first.startup_seconds)
         for index in range(1, first.config.parallel.data_parallel_size):
-            other, liveness = _register(Address(directory, index), first.client)
+            other, liveness = register(Address(directory, index), first.client)
             client._connect(index, first.client, liveness)
             client._add_startup(other.startup_seconds)
         client.keys = itertools.count(first.client << KEYS_PER_CLIENT)
@@ -103,7 +102,7 @@ class EngineClient:
 
     def wait_ready(self) -> None:
         """Wait until every engine process of this owner accepts requests, then connect to it."""
-        for seconds in wait_for_all(self._processes, transport.READY):
+        for seconds in wait_for_all(self._processes, READY):
             self._add_startup(seconds)
         for index, process in enumerate(self._processes):
             try:
@@ -119,8 +118,7 @@ class EngineClient:
         self.closed = True
         for connection in self.connections:
             connection.close()
-        close_all(self._processes)
-        remove_directory(self.directory, len(self._processes))
+        stop_engines(self._processes, self.directory)
         self._context.term()
 
     def _connect(
@@ -143,8 +141,10 @@ class EngineClient:
         if engine is not None:
             self._check_index("data_parallel_rank", engine)
         data = _encode(request)  # before anything is recorded: encoding may fail
-        others = [connection.num_requests_of_others() for connection in self.connections]
-        index = self.router.route(request, others, engine)
+        index = 0
+        if self.router is not None:
+            others = [connection.num_requests_of_others() for connection in self.connections]
+            index = self.router.route(request, others, engine)
         forks = [fork.key for fork in request.forks]
         if forks:
             self._forks[request.key] = forks
@@ -225,6 +225,9 @@ class EngineClient:
             self.listener.on_refusal(refusal.key, refusal.error)
 
     def _finish_call(self, result: transport.CoreResult) -> None:
+        if (connection := self._pings.pop(result.number, None)) is not None:
+            connection.pinged = None
+            return
         future = self._calls.pop(result.number, None)
         if future is None or future.done():
             return
@@ -243,7 +246,8 @@ class EngineClient:
     def _forget(self, key: int) -> int | None:
         """Returns the engine that had the request; None if it had ended before."""
         self._forks.pop(key, None)
-        self.router.remove(key)
+        if self.router is not None:
+            self.router.remove(key)
         index = self._engine_of.pop(key, None)
         if index is not None:
             self._num_requests[index] -= 1
@@ -275,7 +279,7 @@ class EngineClient:
 
     def _schedule_read(self) -> None:
         """ZeroMQ signals arrivals on a file descriptor only once, so the socket is read after each use of it."""
-        if not self._read_scheduled and self._loop is not None:
+        if not self._read_scheduled and self._loop is not None and not self._loop.is_closed():
             self._read_scheduled = True
             self._loop.call_soon(self._read)
 
@@ -320,18 +324,38 @@ class EngineClient:
         if self.listener is not None:
             self.listener.on_death(error)
 
-    def check_progress(self, limit: float) -> None:
-        """Raise EngineError if a step, or a request's wait for its first step, takes longer than `limit` seconds."""
+    def ping(self) -> None:
+        """Ask every engine for a sign of life, except those that still owe one. In an event loop."""
+        self.bind_event_loop()
+        for connection in self.connections:
+            if connection.pinged is None:
+                number = next(self._call_numbers)
+                connection.pinged = time.monotonic()
+                self._pings[number] = connection
+                connection.send_call(transport.CoreCall(number, "has_work", ()))
+        self._schedule_read()
+
+    @property
+    def seconds_unanswered(self) -> float:
+        """How long the slowest engine has owed the answer to a ping; 0 if none does."""
+        return max((connection.seconds_unanswered for connection in self.connections), default=0.0)
+
+    def check_progress(self, limit: float, setting: str = "stall_timeout") -> None:
+        """Raise EngineError if a step, a request's wait for its first step, or the answer to a ping takes longer than
+        `limit` seconds, the value of `setting`."""
+        self._read(limit=None)  # answers that have arrived while nothing read them
         for index, connection in enumerate(self.connections):
             name = f"engine {index}" if len(self.connections) > 1 else "the engine"
+            allowed = f"{setting}={limit:g} allows less"
             step = connection.progress.seconds_in_step()
             if step > limit:
-                raise EngineError(f"{name} has been in one step for {step:.1f} s; stall_timeout={limit:g} allows less")
+                raise EngineError(f"{name} has been in one step for {step:.1f} s; {allowed}")
             wait = connection.seconds_without_step() if self._num_requests[index] else 0.0
             if wait > limit:
-                raise EngineError(
-                    f"{name} has not started on a request for {wait:.1f} s; stall_timeout={limit:g} allows less"
-                )
+                raise EngineError(f"{name} has not started on a request for {wait:.1f} s; {allowed}")
+            silence = connection.seconds_unanswered
+            if silence > limit:
+                raise EngineError(f"{name} has not answered for {silence:.1f} s; {allowed}")
 
 
 class EngineConnection:
@@ -353,6 +377,7 @@ class EngineConnection:
         self.liveness = liveness
         self.process = process
         self.progress = Progress(address.progress)
+        self.pinged: float | None = None  # when the ping was sent that is not answered yet
         self._last_sent = (0.0, -1)  # when a request was sent, and the number of steps until then
         self.socket = context.socket(zmq.DEALER)
         self.socket.set_hwm(0)
@@ -393,12 +418,16 @@ class EngineConnection:
         sent, steps = self._last_sent
         return time.monotonic() - sent if steps == self.progress.num_steps else 0.0
 
+    @property
+    def seconds_unanswered(self) -> float:
+        return 0.0 if self.pinged is None else time.monotonic() - self.pinged
+
     def death(self) -> KvasirError | None:
         """Why the engine ended; None while it lives. Does not wait for it to end."""
         try:
             while self.liveness.poll():
                 kind, value = self.liveness.recv()
-                if kind == transport.FAILED:
+                if kind == FAILED:
                     return EngineDeadError(str(value)) if isinstance(value, EngineError) else value
         except (EOFError, OSError):
             return EngineDeadError(f"the engine process ended{self._exit_code()}")
@@ -418,28 +447,8 @@ class EngineConnection:
         self.liveness.close()
 
 
-def _register(address: Address, client: int | None) -> tuple[Registration, Connection]:
-    """Register with an engine that another process owns, under this client number or a new one."""
-    try:
-        liveness = Client(address.liveness, "AF_UNIX")
-        liveness.send(client)
-        return liveness.recv(), liveness
-    except (EOFError, OSError) as error:
-        raise EngineDeadError(f"no engine answers at {address.directory}: {error}") from error
-
-
 def _encode(request: EngineRequest) -> bytes:
     try:
         return transport.encode(request)
     except (OverflowError, RecursionError, TypeError, ValueError) as error:
         raise RequestError(f"this request cannot be sent to the engine's process: {error}") from error
-
-
-def _check_same_device(configs: list[EngineConfig]) -> None:
-    kinds = [config.device.device.partition(":")[0] for config in configs]
-    if len(set(kinds)) > 1:
-        needed = len(configs) * configs[0].parallel.tensor_parallel_size
-        raise ConfigError(
-            f"data_parallel_size={len(configs)} needs {needed} {kinds[0]} devices, but there are fewer; "
-            f"lower it, or set device='cpu'"
-        )

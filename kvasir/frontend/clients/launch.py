@@ -1,4 +1,7 @@
-"""Starts engine processes and waits until they are ready. Owner's process; imports neither torch nor a model."""
+"""Starts engine processes, waits until they are ready and ends them. Imports neither torch nor a model.
+
+The process that starts engines is their owner; other processes of its user register with engines that run already.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,20 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Client, Connection, wait
 from typing import Any
 
 from kvasir.config.engine import EngineConfig
-from kvasir.engine.transport import FAILED, EngineStart
-from kvasir.errors import ConfigError, EngineError, KvasirError
+from kvasir.engine.liveness import (
+    FAILED,
+    RESOLVED,
+    Address,
+    EngineStart,
+    Registration,
+    make_directory,
+    remove_directory,
+)
+from kvasir.errors import ConfigError, EngineDeadError, EngineError, KvasirError
 from kvasir.platforms.limits import parse_cpus, share, usable_cpus
 
 ExecutorFactory = str | Callable[[EngineConfig], Any] | None  # "module:name" or a callable; None runs the model
@@ -60,6 +71,39 @@ class EngineProcess:
             raise value
         assert kind == expected, f"the engine sent {kind!r} instead of {expected!r}"
         return value
+
+
+def start_engines(asked: EngineConfig, executor: ExecutorFactory) -> tuple[EngineConfig, str, list[EngineProcess]]:
+    """Start all engine processes and wait until the settings are resolved; models are still loading then. Returns the
+    resolved settings, the directory of the sockets, and the processes."""
+    size = asked.parallel.data_parallel_size
+    directory = make_directory(size)
+    processes: list[EngineProcess] = []
+    try:
+        processes = launch(asked, executor, directory)
+        configs: list[EngineConfig] = wait_for_all(processes, RESOLVED)
+        _check_same_device(configs)
+    except BaseException:
+        close_all(processes)
+        remove_directory(directory, size)
+        raise
+    return configs[0], directory, processes
+
+
+def stop_engines(processes: list[EngineProcess], directory: str) -> None:
+    """End the processes and remove their files."""
+    close_all(processes)
+    remove_directory(directory, len(processes))
+
+
+def register(address: Address, client: int | None) -> tuple[Registration, Connection]:
+    """Register with an engine that another process owns, under this client number or a new one."""
+    try:
+        liveness = Client(address.liveness, "AF_UNIX")
+        liveness.send(client)
+        return liveness.recv(), liveness
+    except (EOFError, OSError) as error:
+        raise EngineDeadError(f"no engine answers at {address.directory}: {error}") from error
 
 
 def launch(asked: EngineConfig, executor: ExecutorFactory, directory: str) -> list[EngineProcess]:
@@ -130,3 +174,13 @@ def _environment(asked: EngineConfig, index: int) -> dict[str, str]:
         names = [str(number) for number in range(size * width)] if visible is None else visible.split(",")
         given["CUDA_VISIBLE_DEVICES"] = ",".join(names[index * width : (index + 1) * width])
     return given
+
+
+def _check_same_device(configs: list[EngineConfig]) -> None:
+    kinds = [config.device.device.partition(":")[0] for config in configs]
+    if len(set(kinds)) > 1:
+        needed = len(configs) * configs[0].parallel.tensor_parallel_size
+        raise ConfigError(
+            f"data_parallel_size={len(configs)} needs {needed} {kinds[0]} devices, but there are fewer; "
+            f"lower it, or set device='cpu'"
+        )

@@ -45,6 +45,8 @@ class RouterStats:
 
 
 class Router:
+    """Used with two engines or more."""
+
     def __init__(self, num_engines: int, block_size: int) -> None:
         self.stats = RouterStats([0] * num_engines)
         self._engines = [_Engine() for _ in range(num_engines)]
@@ -53,8 +55,6 @@ class Router:
 
     def route(self, request: EngineRequest, requests_of_others: Sequence[int], engine: int | None = None) -> int:
         """Choose and record the engine for a request, unless `engine` names it. The counts are per engine."""
-        if len(self._engines) == 1:
-            return 0
         chain = self._chain(request)
         cached = [each.num_cached(chain) * self._block_size for each in self._engines]
         if engine is None:
@@ -73,9 +73,6 @@ class Router:
             engine.tokens -= tokens
 
     def metrics(self) -> list[Metric]:
-        """Empty with a single engine."""
-        if len(self._engines) == 1:
-            return []
         stats = self.stats
         sent = [(f"{PREFIX}router_requests", count, {"engine": str(i)}) for i, count in enumerate(stats.requests)]
         whole = {"router_prefix_tokens": stats.prefix_tokens, "router_diverted": stats.diverted}

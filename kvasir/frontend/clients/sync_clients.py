@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvasir.config.engine import EngineConfig
 from kvasir.engine.build import build_core
 from kvasir.engine.core import EngineCore
+from kvasir.engine.grammar_guide import GRAMMAR_GUIDE
+from kvasir.engine.stats import EngineStats
 from kvasir.errors import KvasirError, RequestError
 from kvasir.frontend.requests.metrics import sum_stats
-from kvasir.messages import EngineOutput, EngineRequest, EngineStats
+from kvasir.frontend.requests.structured import grammar_guides
+from kvasir.messages import EngineOutput, EngineRequest
 
 if TYPE_CHECKING:
     from kvasir.frontend.clients.launch import ExecutorFactory
@@ -55,6 +58,8 @@ class InprocClient:
 
     def __init__(self, config: EngineConfig) -> None:
         self.core: EngineCore = build_core(config)
+        if (guides := grammar_guides(config.model)) is not None:
+            self.core.scheduler.guides.kinds[GRAMMAR_GUIDE] = guides
 
     def wait_ready(self) -> None:
         pass

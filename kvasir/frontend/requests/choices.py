@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from kvasir.errors import RequestError
-from kvasir.frontend.requests.extras import mix
 from kvasir.frontend.requests.state import Ending, RequestState
 from kvasir.frontend.text.detokenizer import decode_finished
 from kvasir.frontend.text.tokenizer import Tokenizer
@@ -23,7 +22,7 @@ _MAY_BE_SET = {
     *("n", "best_of", "max_tokens", "ignore_eos", "stop_token_ids", "detokenize", "skip_special_tokens"),
     *("spaces_between_special_tokens", "include_stop_str_in_output", "output_kind", "stream_interval", "temperature"),
     *("skip_reading_prefix_cache", "use_beam_search", "length_penalty", "early_stopping"),
-    *("num_beam_groups", "diversity_penalty"),
+    *("num_beam_groups", "diversity_penalty", "keep_special_tokens"),
 }
 
 
@@ -46,18 +45,19 @@ def fork(
         states.append(
             processor.state(key, state.request_id, state.prompt, state.prompt_token_ids, others, arrival_time)
         )
-        forks.append(_fork(request, key, index))
+        forks.append(_fork(processor, request, key, index))
     return replace(request, forks=tuple(forks)), states
 
 
-def _fork(request: EngineRequest, key: int, index: int) -> EngineRequest:
+def _fork(processor: InputProcessor, request: EngineRequest, key: int, index: int) -> EngineRequest:
     """Another completion of the same prompt, with its own seed."""
     sampling = request.sampling
     extras = sampling.extras
     if extras is not None:
         extras = replace(extras, prompt_logprobs=None, ema_key=key if extras.top_ema_p else 0)
         extras = None if extras == Extras(extras.num_prompt_tokens) else extras
-    return replace(request, key=key, sampling=replace(sampling, seed=mix(sampling.seed ^ mix(index)), extras=extras))
+    seed = processor.fork_seed(sampling.seed, index)
+    return replace(request, key=key, embeddings=None, sampling=replace(sampling, seed=seed, extras=extras))
 
 
 def _ranked(processor: InputProcessor, request: EngineRequest, params: SamplingParams) -> EngineRequest:
@@ -230,9 +230,8 @@ class BeamState:
         said = ""
         if tokenizer is not None and state.detokenize:
             request = (state.prompt_token_ids, ids[: len(ids) - self._num_hidden(text)])
-            (said,) = decode_finished(
-                tokenizer, [request], state.skip_special_tokens, state.spaces_between_special_tokens
-            )
+            how = state.skip_special_tokens, state.spaces_between_special_tokens, state.keep_special_tokens
+            (said,) = decode_finished(tokenizer, [request], *how)
         reason, stop_reason = ending or (None, None)
         total = None if ending is None else text.cumulative_logprob
         return CompletionOutput(index, said, ids, total, None, reason, stop_reason)

@@ -16,14 +16,14 @@ from kvasir.messages import Extras
 from kvasir.sampling.startup_processors import StartupProcessors, three_arguments
 from kvasir.sampling_params import SamplingParams
 
-_NOT_PARAMETERS = ("num_prompt_tokens", "ema_key")  # fields of Extras that no parameter sets
+_NOT_PARAMETERS = ("num_prompt_tokens", "num_virtual_tokens", "ema_key")  # fields of Extras that no parameter sets
 _OTHER_NAMES = {"processors": "logits_processors"}  # field of Extras -> its parameter; others have the same name
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 _PARAMETERS = [
     _OTHER_NAMES.get(field.name, field.name) for field in fields(Extras) if field.name not in _NOT_PARAMETERS
 ]
-# Parameters that need Extras, with the values that do not: most requests are recognized without building any.
-_UNSET: tuple[tuple[str, tuple[object, ...]], ...] = tuple((name, (_DEFAULTS[name], [], {})) for name in _PARAMETERS)
+# Parameters that need Extras, with the values that do not.
+UNSET: tuple[tuple[str, tuple[object, ...]], ...] = tuple((name, (_DEFAULTS[name], [], {})) for name in _PARAMETERS)
 
 
 class ExtrasBuilder:
@@ -41,9 +41,8 @@ class ExtrasBuilder:
         self.startup = StartupProcessors(None if remote else config.logits_processors)
 
     def build(self, params: SamplingParams, key: int, num_prompt_tokens: int) -> Extras | None:
-        """Extras of a request; None for the many that need none."""
-        if not self.has_startup and all(getattr(params, name) in unset for name, unset in _UNSET):
-            return None
+        """Extras of a request; None if its values have no effect."""
+        asked = params.prompt_logprobs
         extras = Extras(
             num_prompt_tokens,
             presence_penalty=params.presence_penalty,
@@ -58,16 +57,14 @@ class ExtrasBuilder:
             processors=self._processors(params),
             extra_args=self._extra_args(params),
             logprob_token_ids=self._ids("logprob_token_ids", params.logprob_token_ids),
-            prompt_logprobs=self.count("prompt_logprobs", params.prompt_logprobs),
+            prompt_logprobs=None if asked is None else self.count("prompt_logprobs", asked),
         )
         if extras == Extras(num_prompt_tokens):
             return None
         return replace(extras, ema_key=key) if extras.top_ema_p else extras  # Top-EMA alone keeps state by request
 
-    def count(self, name: str, asked: int | None) -> int | None:
+    def count(self, name: str, asked: int) -> int:
         """Number of log-probabilities; -1 means the whole vocabulary."""
-        if asked is None:
-            return None
         wanted = self.vocab_size if asked == -1 else min(asked, self.vocab_size)
         if self.max_logprobs != -1 and wanted > self.max_logprobs:
             means = f" means the whole vocabulary of {wanted} tokens, which" if asked == -1 else ""
@@ -140,20 +137,3 @@ class ExtrasBuilder:
     def _extra_args(self, params: SamplingParams) -> dict[str, Any] | None:
         asked = params.extra_args or {}
         return asked if self.remote and (asked or self.has_startup) else None
-
-
-# ---------------------------------------------------------------- seeds
-
-_MASK32 = 0xFFFFFFFF
-
-
-def fold(number: int) -> int:
-    """Fold 64 bits to 32. Numbers below 2**32 stay as they are."""
-    return (number & _MASK32) ^ mix((number >> 32) & _MASK32)
-
-
-def mix(number: int) -> int:
-    """A bijection of 32 bits (the last step of murmur3) that separates neighbours; 0 stays 0."""
-    number = ((number ^ (number >> 16)) * 0x85EBCA6B) & _MASK32
-    number = ((number ^ (number >> 13)) * 0xC2B2AE35) & _MASK32
-    return number ^ (number >> 16)

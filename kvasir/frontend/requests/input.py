@@ -12,18 +12,26 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from kvasir.config.engine import EngineConfig
-from kvasir.errors import ModelError, RequestError
+from kvasir.config.speculative import read_speculative
+from kvasir.engine.thinking_budget import BUDGET_GUIDE, budget_argument
+from kvasir.errors import ModelError, PromptTooLongError, RequestError
 from kvasir.frontend.requests.choices import BeamState, as_beam_search, fork
-from kvasir.frontend.requests.extras import ExtrasBuilder, fold, mix
+from kvasir.frontend.requests.extras import UNSET, ExtrasBuilder
+from kvasir.frontend.requests.pooling import PoolingProcessor
 from kvasir.frontend.requests.prompts import PromptProcessor, PromptType
 from kvasir.frontend.requests.state import RequestState
+from kvasir.frontend.requests.structured import StructuredOutputs, find_eos_token_ids
 from kvasir.frontend.text.stop import Repetitions, StopStrings
 from kvasir.frontend.text.tokenizer import Tokenizer
-from kvasir.messages import EngineRequest, RowSampling, Terms
+from kvasir.lora.host import Adapter
+from kvasir.messages import EngineRequest, FloatArray, RowSampling, Terms
 from kvasir.outputs import RequestMetrics
-from kvasir.sampling_params import RequestOutputKind, SamplingParams
+from kvasir.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
 
+VIRTUAL_TOKEN = 0  # id in the places of a soft prompt, where no id is read; one for all, so that blocks are shared
 _GREEDY_BELOW = 1e-5  # smaller temperatures select the likeliest token, and could overflow
 # Sampling parameters in a generation config, with our names.
 _GENERATION_NAMES = {
@@ -46,14 +54,30 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.prompts = PromptProcessor(config.model, tokenizer)
         self.extras = ExtrasBuilder(config.model, tokenizer, config.parallel.tensor_parallel_size, remote)
-        self.eos_token_ids = self._find_eos_token_ids()
+        self.eos_token_ids = find_eos_token_ids(config.model, tokenizer)
+        self.structured = StructuredOutputs(config.model, tokenizer)
+        drafting = read_speculative(config.model.speculative_config)
+        self.num_drafts = 0 if drafting is None else drafting.num_speculative_tokens
+        self.pooling = PoolingProcessor(config.model, self.prompts)
 
     def process(
-        self, request_id: str, prompt: PromptType, params: SamplingParams, key: int, arrival_time: float
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        key: int,
+        arrival_time: float,
+        adapter: Adapter | None = None,
     ) -> tuple[EngineRequest, RequestState]:
         """The request for the core, and its state for OutputProcessor."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"Sampling parameters must be SamplingParams, not {type(params).__name__}.")
+        if self.config.poolers:
+            tasks = ", ".join(pooler.task for pooler in self.config.poolers)
+            raise RequestError(
+                f"this model does not generate text: it is a pooling model ({tasks}). Use its embeddings, scores or "
+                f"classes, or another model."
+            )
         params.verify()
         tokenized = self.prompts.read(prompt)
         ids = tokenized.token_ids
@@ -63,6 +87,7 @@ class InputProcessor:
         stop_ids = self._stop_token_ids(params)
         self._check_needs(params, stop_ids)
         sampling = self._row_sampling(params, key, len(ids), stop_ids)
+        structured = params.structured_outputs
         followed = params.output_kind is not RequestOutputKind.FINAL_ONLY
         watched = bool(params.stop) or params.repetition_detection is not None
         request = EngineRequest(
@@ -74,9 +99,64 @@ class InputProcessor:
             cache_salt=tokenized.salt,
             needs_last_token=sampling.extras is not None and bool(sampling.extras.processors),
             reads_cache=not params.skip_reading_prefix_cache and params.prompt_logprobs is None,
-            min_tokens=max(1, params.min_tokens) if stop_ids or watched else max_tokens,
+            min_tokens=max(1, params.min_tokens) if stop_ids or watched or structured is not None else max_tokens,
+            guide=self._guide(params, sampling),
+            num_drafts=self.num_drafts,
         )
-        return request, self.state(key, request_id, tokenized.text, ids, params, arrival_time)
+        if tokenized.embeddings is not None:
+            request = self._with_embeddings(request, tokenized.embeddings, adapter, params)
+        if adapter is not None:
+            request = self._with_adapter(request, adapter, params)
+        state = self.state(key, request_id, tokenized.text, ids, params, arrival_time)
+        if adapter is not None:
+            state.lora_request, state.num_virtual = adapter.request, adapter.num_virtual_tokens
+        return request, state
+
+    def _with_embeddings(
+        self, request: EngineRequest, rows: FloatArray, adapter: Adapter | None, params: SamplingParams
+    ) -> EngineRequest:
+        """The same request, whose prompt's ids mean nothing: no rule counts them."""
+        if params.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs is not possible: prompt_embeds has no tokens.", "prompt_logprobs")
+        if adapter is not None and adapter.num_virtual_tokens:
+            message = f"prompt_embeds is not possible with adapter {adapter.name!r}, which is a soft prompt itself."
+            raise RequestError(message, "prompt_embeds")
+        sampling, extras = request.sampling, request.sampling.extras
+        if extras is not None:
+            extras = replace(extras, num_virtual_tokens=len(rows))
+        return replace(request, embeddings=rows, sampling=replace(sampling, extras=extras))
+
+    def _with_adapter(self, request: EngineRequest, adapter: Adapter, params: SamplingParams) -> EngineRequest:
+        """The same request with an adapter. Its cached blocks are those of the adapter's content alone; a soft prompt
+        takes the place of tokens before the prompt, whose ids mean nothing."""
+        if params.prompt_logprobs is not None and adapter.changes_head:
+            message = (
+                f"prompt_logprobs cannot be had with adapter {adapter.name!r}, which changes the head or the prompt."
+            )
+            raise RequestError(message, "prompt_logprobs")
+        request = replace(request, resource=adapter.resource, cache_salt=adapter.salted(request.cache_salt))
+        count = adapter.num_virtual_tokens
+        if not count:
+            return request
+        length = count + len(request.prompt_token_ids)
+        sampling, extras = request.sampling, request.sampling.extras
+        if length >= self.config.max_model_len:
+            message = (
+                f"With the {count} virtual tokens of adapter {adapter.name!r} the prompt has {length} tokens, but "
+            )
+            raise PromptTooLongError(
+                f"{message}max_model_len={self.config.max_model_len}; shorten it.", "prompt", length
+            )
+        if extras is not None:
+            extras = replace(extras, num_prompt_tokens=length, num_virtual_tokens=count)
+        until = sampling.banned_until + count if sampling.banned_until else 0
+        virtual = np.full(count, VIRTUAL_TOKEN, np.int32)
+        return replace(
+            request,
+            prompt_token_ids=np.concatenate([virtual, request.prompt_token_ids]),
+            max_tokens=min(request.max_tokens, self.config.max_model_len - length),
+            sampling=replace(sampling, banned_until=until, extras=extras),
+        )
 
     def state(
         self, key: int, request_id: str, text: str | None, ids: list[int], params: SamplingParams, arrival_time: float
@@ -92,19 +172,28 @@ class InputProcessor:
             RequestMetrics(arrival_time),
             kind=params.output_kind,
             min_tokens=params.min_tokens,
-            num_logprobs=len(dict.fromkeys(named)) if named else self.extras.count("logprobs", params.logprobs),
+            num_logprobs=len(dict.fromkeys(named)) if named else self._count("logprobs", params.logprobs),
             named_logprobs=bool(named),
-            num_prompt_logprobs=self.extras.count("prompt_logprobs", params.prompt_logprobs),
+            num_prompt_logprobs=self._count("prompt_logprobs", params.prompt_logprobs),
             flat_logprobs=params.flat_logprobs,
             detokenize=params.detokenize,
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
+            keep_special_tokens=frozenset(params.keep_special_tokens or ()),
             include_stop=params.include_stop_str_in_output,
             stops=StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None,
             repetitions=Repetitions(detection) if detection is not None and detection.max_pattern_size else None,
             stream_interval=params.stream_interval or self.stream_interval,
             eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
         )
+
+    def _guide(self, params: SamplingParams, sampling: RowSampling) -> tuple[str, Any] | None:
+        """The rule for the request's tokens: its grammar, and around it the budget of its reasoning."""
+        structured, budget, marks = params.structured_outputs, params.thinking_token_budget, params.reasoning_tokens
+        inner = None if structured is None else self.structured.guide(structured, sampling)
+        if budget is None or marks is None:
+            return inner
+        return BUDGET_GUIDE, budget_argument(budget, marks.opening, marks.closing, marks.begun, inner)
 
     # ------------------------------------------------------------ parameters
 
@@ -120,7 +209,8 @@ class InputProcessor:
         if params.stop and self.tokenizer is None:
             message = "stop strings need a tokenizer, and skip_tokenizer_init=True loads none: use stop_token_ids."
             raise RequestError(message, "stop")
-        self.extras.check_possible(params, stop_ids)
+        if params.min_tokens or params.forbidden_token_ids or params.allowed_token_ids is not None:
+            self.extras.check_possible(params, stop_ids)
 
     def _stop_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         own, size = params.stop_token_ids or [], self.config.vocab_size
@@ -136,8 +226,9 @@ class InputProcessor:
     ) -> RowSampling:
         # min_tokens forbids the tokens that would end the request; under ignore_eos the model's end tokens do not.
         banned_until = num_prompt_tokens + params.min_tokens if params.min_tokens else 0
-        extras = self.extras.build(params, key, num_prompt_tokens)
-        logprobs = 0 if params.logprob_token_ids else self.extras.count("logprobs", params.logprobs)
+        is_plain = not self.extras.has_startup and all(getattr(params, name) in unset for name, unset in UNSET)
+        extras = None if is_plain else self.extras.build(params, key, num_prompt_tokens)
+        logprobs = 0 if params.logprob_token_ids else self._count("logprobs", params.logprobs)
         if params.temperature < _GREEDY_BELOW:  # the other settings do not change the likeliest token
             return RowSampling(logprobs=logprobs, banned_until=banned_until, stop_token_ids=stop_ids, extras=extras)
         return RowSampling(
@@ -152,21 +243,19 @@ class InputProcessor:
             extras=extras,
         )
 
+    def _count(self, name: str, asked: int | None) -> int | None:
+        return None if asked is None else self.extras.count(name, asked)
+
     def _seed(self, asked: int | None, key: int) -> int:
         """A 32-bit seed: the request's own, or one made of the engine's seed and the request's key."""
         if asked is not None and asked != -1:  # -1 means unset, as in vLLM
             return fold(asked)
         return mix(fold(key) ^ mix(fold(self.config.seed)))
 
-    def _find_eos_token_ids(self) -> frozenset[int]:
-        """The model's end tokens."""
-        found = self.config.generation.get("eos_token_id", self.config.hf.get("eos_token_id"))
-        ids = set(found if isinstance(found, list | tuple) else [] if found is None else [found])
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            ids.add(self.tokenizer.eos_token_id)
-        if not all(isinstance(token, int) for token in ids):
-            raise ModelError(f"eos_token_id in the model's generation_config.json must be ints, not {found!r}.")
-        return frozenset(token for token in ids if 0 <= token < self.config.vocab_size)
+    @staticmethod
+    def fork_seed(seed: int, index: int) -> int:
+        """The seed of a request's completion number `index`, if the first has `seed`."""
+        return mix(seed ^ mix(index))
 
 
 def default_sampling_params(config: EngineConfig) -> SamplingParams:
@@ -183,13 +272,19 @@ def process_all(
     processor: InputProcessor,
     request_id: str,
     prompt: PromptType,
-    params: SamplingParams,
+    params: SamplingParams | PoolingParams,
     keys: Iterator[int],
     arrival_time: float,
     terms: Terms | None = None,
+    adapter: Adapter | None = None,
 ) -> tuple[EngineRequest, list[RequestState] | BeamState]:
     """Process a request with all completions that it asks for."""
-    request, state = processor.process(request_id, prompt, params, next(keys), arrival_time)
+    if isinstance(params, PoolingParams):
+        if adapter is not None:
+            raise RequestError("Adapters are for models that generate text; leave lora_request out.", "lora_request")
+        request, pooled = processor.pooling.process(request_id, prompt, params, next(keys), arrival_time)
+        return request if terms is None else replace(request, terms=terms), [pooled]
+    request, state = processor.process(request_id, prompt, params, next(keys), arrival_time, adapter)
     request = request if terms is None else replace(request, terms=terms)
     if params.use_beam_search:
         return as_beam_search(processor, request, params), BeamState(state, params.n, params.num_branches)
@@ -198,9 +293,26 @@ def process_all(
     return request, [state]
 
 
+# ---------------------------------------------------------------- seeds
+
+_MASK32 = 0xFFFFFFFF
+
+
+def fold(number: int) -> int:
+    """Fold 64 bits to 32. Numbers below 2**32 stay as they are."""
+    return (number & _MASK32) ^ mix((number >> 32) & _MASK32)
+
+
+def mix(number: int) -> int:
+    """A bijection of 32 bits (the last step of murmur3) that separates neighbours; 0 stays 0."""
+    number = ((number ^ (number >> 16)) * 0x85EBCA6B) & _MASK32
+    number = ((number ^ (number >> 13)) * 0xC2B2AE35) & _MASK32
+    return number ^ (number >> 16)
+
+
 # ---------------------------------------------------------------- priority, tenant, deadline
 
-_WITHOUT_PRIORITIES = ("fcfs", "wrr", "deadline")
+_WITHOUT_PRIORITIES = ("fair", "fcfs", "wrr", "deadline")
 WEIGHTS = 1e-3, 1e3  # smallest and largest: with others, the tokens served to tenants would lose precision
 _LARGEST_PRIORITY = 2**53  # the queue compares priorities as floats
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any
 
-from kvasir.messages import STEP_SIZES, EngineStats
+from kvasir.engine.stats import ALIKE, STEP_SIZES, EngineStats
+from kvasir.messages import BLOCK_AGES
 
 PREFIX = "kvasir:"
 
@@ -44,12 +45,15 @@ class Histogram(Metric):
 
 def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
     """Add up the figures of several engines."""
-    return EngineStats(**{f.name: _sum([getattr(each, f.name) for each in stats]) for f in fields(EngineStats)})
+    found = {f: [getattr(each, f.name) for each in stats] for f in fields(EngineStats)}
+    return EngineStats(**{f.name: values[0] if f.metadata == ALIKE else _sum(values) for f, values in found.items()})
 
 
 def _sum(values: list[Any]) -> Any:
     """The sum of numbers, or of lists element by element."""
-    return [sum(place) for place in zip(*values, strict=True)] if isinstance(values[0], list) else sum(values)
+    if not isinstance(values[0], list):
+        return sum(values)
+    return [sum(place) for place in zip_longest(*values, fillvalue=0)]
 
 
 def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]:
@@ -58,13 +62,15 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
         "num_requests_running": stats.num_running,
         "num_requests_waiting": stats.num_waiting,
         "num_prompt_tokens_waiting": stats.num_waiting_tokens,
-        "kv_cache_usage_perc": stats.num_used_blocks / stats.num_blocks,
+        "kv_cache_usage_perc": stats.num_used_blocks / max(1, stats.num_blocks),
         "kv_cache_blocks": stats.num_blocks,
         "kv_cache_blocks_used": stats.num_used_blocks,
         "kv_cache_blocks_cached": stats.num_cached_blocks,
         "host_cache_blocks": stats.host_blocks,
         "host_cache_blocks_used": stats.host_used_blocks,
         "host_cache_blocks_cached": stats.host_cached_blocks,
+        "adapter_slots": stats.resource_slots,
+        "adapter_slots_used": stats.resource_slots_used,
         "cuda_graphs": stats.num_graphs,
         "cuda_graph_memory_bytes": stats.graph_bytes,
     }
@@ -79,6 +85,9 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
         "timeouts_running": stats.timeouts_running,
         "timeouts_foreseen": stats.timeouts_foreseen,
         "dropped_tokens": stats.dropped_tokens,
+        "adapter_loads": stats.resource_loads,
+        "adapter_evictions": stats.resource_evictions,
+        "adapter_hits": stats.resource_hits,
         "prefix_cache_queries": stats.prefix_cache_queries,
         "prefix_cache_hits": stats.prefix_cache_hits,
         "kv_block_evictions": stats.evictions,
@@ -93,17 +102,60 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
         "kv_blocks_restored": stats.restored_blocks,
         "host_cache_evictions": stats.host_evictions,
         "host_cache_hits": stats.host_cache_hits,
-        "cuda_graphs_deferred": stats.graphs_deferred,
-        "cuda_graphs_dropped": stats.graphs_dropped,
+        "guided_tokens": stats.guided_tokens,
+        "guided_passes": stats.guided_passes,
+        "guided_steps": stats.guided_steps,
+        "guided_lenient": stats.lenient_guides,
+        "guided_jumps": stats.jumps,
+        "guided_tokens_jumped": stats.jumped_tokens,
+        "guided_mask_seconds": stats.mask_seconds,
+        "spec_decode_num_drafts": stats.drafts,
+        "spec_decode_num_draft_tokens": stats.draft_tokens,
+        "spec_decode_num_accepted_tokens": stats.accepted_tokens,
+        "spec_decode_rows_without_drafts": stats.rows_without_drafts,
+        "spec_decode_rows_paused": stats.rows_paused,
+        "late_compilations": stats.late_compilations,
+        "late_captures": stats.late_captures,
         **frontend,
     }
     metrics: list[Metric] = [Gauge(PREFIX + name, value) for name, value in gauges.items()]
     metrics += [Counter(PREFIX + name, value) for name, value in counters.items()]
-    return [*metrics, step_histogram(stats)]
+    metrics += [_accepted_at(*each) for each in enumerate(stats.accepted_by_position)]
+    metrics += [_waiting("capacity", stats.num_waiting), _waiting("deferred", 0)]
+    metrics += [_sleep_state(state, state == "awake") for state in ("awake", "weights_offloaded", "discard_all")]
+    return [*metrics, *_histograms(stats)]
+
+
+def _accepted_at(position: int, number: int) -> Counter:
+    return Counter(f"{PREFIX}spec_decode_num_accepted_tokens_per_pos", number, {"position": str(position)})
+
+
+def _waiting(reason: str, number: int) -> Gauge:
+    """Waiting requests as vLLM divides them. Every request here waits for rows, tokens or blocks: none is deferred."""
+    return Gauge(f"{PREFIX}num_requests_waiting_by_reason", number, {"reason": reason})
+
+
+def _sleep_state(name: str, is_in_it: bool) -> Gauge:
+    """One of vLLM's states. This engine has no sleep mode, so it is always awake."""
+    return Gauge(f"{PREFIX}engine_sleep_state", float(is_in_it), {"sleep_state": name})
 
 
 def step_histogram(stats: EngineStats) -> Histogram:
     """Tokens per step, under vLLM's name, although it ends like a counter's."""
-    bounds = [*(f"{size}.0" for size in STEP_SIZES), "+Inf"]
-    buckets = dict(zip(bounds, accumulate(stats.step_sizes), strict=True))
-    return Histogram(f"{PREFIX}iteration_tokens_total", stats.scheduled_tokens, {}, buckets)
+    return _histogram("iteration_tokens_total", STEP_SIZES, stats.step_sizes, stats.step_tokens)
+
+
+def _histograms(stats: EngineStats) -> list[Histogram]:
+    made = [step_histogram(stats)]
+    for name, counts, seconds in (
+        ("kv_block_lifetime_seconds", stats.block_lifetimes, stats.block_lifetime_seconds),
+        ("kv_block_idle_before_evict_seconds", stats.block_idle_times, stats.block_idle_seconds),
+        ("kv_block_reuse_gap_seconds", stats.block_reuse_gaps, stats.block_reuse_seconds),
+    ):
+        made.append(_histogram(name, BLOCK_AGES, counts, seconds))
+    return made
+
+
+def _histogram(name: str, bounds: Sequence[float], counts: list[int], total: float) -> Histogram:
+    upper = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    return Histogram(PREFIX + name, total, {}, dict(zip(upper, accumulate(counts), strict=True)))

@@ -9,15 +9,19 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvasir.errors import RequestError
+from kvasir.errors import EngineError, RequestError
 from kvasir.frontend.requests.choices import BeamState, Branches
 from kvasir.frontend.requests.logprobs import LogprobLine, by_line
+from kvasir.frontend.requests.pooling import PooledState, by_key
 from kvasir.frontend.requests.state import Ending, RequestState
 from kvasir.frontend.text.detokenizer import decode_finished
 from kvasir.frontend.text.tokenizer import Tokenizer
-from kvasir.messages import LOGPROBS, PROMPT_LOGPROBS, BeamOutput, EngineOutput, Finished, FinishReason
+from kvasir.log import get_logger
+from kvasir.messages import LOGPROBS, POOLING_TASKS, PROMPT_LOGPROBS, BeamOutput, EngineOutput, Finished, FinishReason
 from kvasir.outputs import RequestMetrics, RequestOutput
 from kvasir.sampling_params import RequestOutputKind
+
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,12 +32,22 @@ class StopAbort:
     num_tokens_kept: int
 
 
+@dataclass(slots=True, frozen=True)
+class BrokenRequest:
+    """An output of this request could not be handled: the core must abort its keys, and the caller gets the error."""
+
+    request_id: str
+    keys: list[int]
+    error: EngineError
+
+
 class OutputProcessor:
     """Turns EngineOutputs into RequestOutputs, for all requests of one API process."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
         self.metrics = FrontendMetrics()
+        self._broken: list[BrokenRequest] = []
         self._states: dict[int, RequestState] = {}
         self._branches: dict[int, Branches] = {}  # of requests with several completions, by the key of each
         self._searches: dict[int, BeamState] = {}
@@ -80,35 +94,75 @@ class OutputProcessor:
         lines, prompt_lines = (
             by_line(output.parts[name]) if name in output.parts else {} for name in (LOGPROBS, PROMPT_LOGPROBS)
         )
+        pooled = [by_key(part) for name, part in output.parts.items() if name in POOLING_TASKS]
         tokens, counts = output.token_ids.tolist(), output.counts.tolist()
         for line, key in enumerate(output.keys.tolist()):
             state = self._states.get(key)
             if state is None:  # it has ended here, and the core does not know yet
                 continue
-            if line in prompt_lines:
-                state.add_prompt_logprobs(prompt_lines[line], self.tokenizer)
-            if not counts[line]:
-                continue
-            end = ended.get(key)
-            ending = self._take(state, tokens[line][: counts[line]], lines.get(line, []), end, now)
-            if ending is not None:
-                if ended.pop(key, None) is None:
-                    aborts.append(StopAbort(key, len(state.token_ids)))
-                if ending.reason != "stop":  # a stop string has already cut the text
-                    self._complete_text(state)
-                self._finish(state, ending, now, step)
-            elif end is None and state.is_due:
-                if key not in self._branches:
-                    step.results.append(state.output([state.completion(0, None)], False))
-                else:
-                    step.touch(self._branches[key])
-        self._finish_all(list(ended.values()), now, step)
+            try:
+                for found in pooled:
+                    if line in found and isinstance(state, PooledState):
+                        state.add_pooled(*found[line])
+                if line in prompt_lines:
+                    state.add_prompt_logprobs(prompt_lines[line], self.tokenizer)
+                if not counts[line]:
+                    continue
+                end = ended.get(key)
+                ending = self._take(state, tokens[line][: counts[line]], lines.get(line, []), end, now)
+                if ending is not None:
+                    if ended.pop(key, None) is None:
+                        aborts.append(StopAbort(key, len(state.token_ids)))
+                    if ending.reason != "stop":  # a stop string has already cut the text
+                        self._complete_text(state)
+                    self._finish(state, ending, now, step)
+                elif end is None and state.is_due:
+                    if key not in self._branches:
+                        step.results.append(state.output([state.completion(0, None)], False))
+                    else:
+                        step.touch(self._branches[key])
+            except Exception as error:  # a fault in one request's output must not end the others
+                self._break(state, error, step)
+        self._finish_all([end for end in ended.values() if end.key in self._states], now, step)
         self._take_beams(output.beams, now, step)
-        for end in (end for end in output.finished if end.key in self._searches):  # ended by its deadline
+        for end in (end for end in output.finished if end.key in self._searches):  # by its deadline or an error
             search = self._searches[end.key]
-            step.results.append(search.end(Ending(str(end.reason), end.error)))
-            self._close_search(search, str(end.reason), now)
-        return step.outputs(), aborts
+            try:
+                step.results.append(search.end(Ending(str(end.reason), end.error)))
+                self._close_search(search, str(end.reason), now)
+            except Exception as error:
+                self._break(search.state, error, step)
+        return self._outputs(step), aborts
+
+    def _outputs(self, step: _Step) -> list[RequestOutput]:
+        found = step.results
+        for branches in step.touched.values():
+            try:
+                if (output := branches.output()) is not None:
+                    found.append(output)
+            except Exception as error:
+                self._break(branches.states[0], error)
+        return found
+
+    def take_broken(self) -> list[BrokenRequest]:
+        """Return the requests whose outputs could not be handled since the last call. They have ended here."""
+        broken, self._broken = self._broken, []
+        return broken
+
+    def _break(self, state: RequestState, error: Exception, step: _Step | None = None) -> None:
+        """End a request whose output could not be handled."""
+        logger.exception("An output of request %r could not be handled, so the request fails", state.request_id)
+        request = self._requests.pop(state.request_id, state)
+        states = request.states if isinstance(request, Branches) else [state]
+        for each in states:
+            self._states.pop(each.key, None)
+            self._branches.pop(each.key, None)
+        self._searches.pop(state.key, None)
+        if step is not None:
+            step.forget(state.request_id, request)
+        self.metrics.finished["error"] += 1
+        said = EngineError(f"an output could not be handled: {type(error).__name__}: {error}")
+        self._broken.append(BrokenRequest(state.request_id, [each.key for each in states], said))
 
     def _of_key(self, key: int) -> RequestState | None:
         search = self._searches.get(key)
@@ -117,12 +171,17 @@ class OutputProcessor:
     def _take_beams(self, beams: Sequence[BeamOutput], now: float, step: _Step) -> None:
         for beam in beams:
             search = self._searches.get(beam.key)
-            given = None if search is None else search.take(beam, self.tokenizer, now)
-            if given is not None:
-                step.results.append(given)
-            if search is not None and beam.finished:
-                reason = "stop" if beam.hypotheses[0].stop_token_id is not None else "length"
-                self._close_search(search, reason, now)
+            if search is None:
+                continue
+            try:
+                given = search.take(beam, self.tokenizer, now)
+                if given is not None:
+                    step.results.append(given)
+                if beam.finished:
+                    reason = "stop" if beam.hypotheses[0].stop_token_id is not None else "length"
+                    self._close_search(search, reason, now)
+            except Exception as error:
+                self._break(search.state, error, step)
 
     def _close_search(self, search: BeamState, reason: str, now: float) -> None:
         state = search.state
@@ -152,19 +211,28 @@ class OutputProcessor:
                 state.token_ids = end.token_ids.tolist()
             if end.first_token is not None:
                 state.set_token_times(end.first_token, now)
-        self._detokenize(pairs)
+        try:
+            self._detokenize(pairs)
+            batched = True
+        except Exception:
+            batched = False  # one of them breaks it: which one is found below
         for state, end in pairs:
-            stop = state.flush()
-            ending = Ending(str(end.reason), _stop_reason(state, end)) if stop is None else Ending("stop", stop)
-            self._finish(state, ending, now, step)
+            try:
+                if not batched:
+                    self._detokenize([(state, end)])
+                stop = state.flush()
+                ending = Ending(str(end.reason), _stop_reason(state, end)) if stop is None else Ending("stop", stop)
+                self._finish(state, ending, now, step)
+            except Exception as error:
+                self._break(state, error, step)
 
     def _detokenize(self, ended: list[tuple[RequestState, Finished]]) -> None:
         if self.tokenizer is None:
             return
-        groups: dict[tuple[bool, bool], list[tuple[RequestState, Finished]]] = {}
+        groups: dict[tuple[bool, bool, frozenset[str]], list[tuple[RequestState, Finished]]] = {}
         for state, end in ended:
             if state.detokenizer is None and state.detokenize:
-                how = (state.skip_special_tokens, state.spaces_between_special_tokens)
+                how = state.skip_special_tokens, state.spaces_between_special_tokens, state.keep_special_tokens
                 groups.setdefault(how, []).append((state, end))
         for how, group in groups.items():
             ids = [(s.prompt_token_ids, s.token_ids[: len(s.token_ids) - _hides_last(s, end)]) for s, end in group]
@@ -207,7 +275,9 @@ class OutputProcessor:
             self._branches.pop(each.key, None)
         return state.request_id
 
-    def abort(self, request_ids: Iterable[str], now: float) -> list[tuple[list[int], RequestOutput]]:
+    def abort(
+        self, request_ids: Iterable[str], now: float, reason: FinishReason = FinishReason.ABORT
+    ) -> list[tuple[list[int], RequestOutput]]:
         """End requests: for each that was running, the keys that the core must abort and the last output."""
         aborted = []
         for request_id in dict.fromkeys(request_ids):
@@ -215,14 +285,13 @@ class OutputProcessor:
             if request is None:
                 continue
             if isinstance(request, BeamState):
-                self._close_search(request, "abort", now)
-                aborted.append(([request.state.key], request.end(Ending("abort", None))))
+                self._close_search(request, str(reason), now)
+                aborted.append(([request.state.key], request.end(Ending(str(reason), None))))
                 continue
             keys = [request.key] if isinstance(request, RequestState) else request.running()
             step = _Step()
-            self._finish_all([Finished(key, FinishReason.ABORT, None, None) for key in keys], now, step)
-            (output,) = step.outputs()
-            aborted.append((keys, output))
+            self._finish_all([Finished(key, reason, None, None) for key in keys], now, step)
+            aborted += [(keys, output) for output in self._outputs(step)]  # none if it has failed just now
         return aborted
 
 
@@ -236,9 +305,10 @@ class _Step:
     def touch(self, branches: Branches) -> None:
         self.touched[id(branches)] = branches
 
-    def outputs(self) -> list[RequestOutput]:
-        found = [output for branches in self.touched.values() if (output := branches.output()) is not None]
-        return self.results + found
+    def forget(self, request_id: str, request: object) -> None:
+        """Drop the outputs of a request that has failed meanwhile."""
+        self.results = [each for each in self.results if each.request_id != request_id]
+        self.touched.pop(id(request), None)
 
 
 def _hides_last(state: RequestState, end: Finished | None) -> bool:

@@ -6,10 +6,15 @@ LLM, AsyncLLM and the server share it. It knows the model's tokenizer and limits
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import islice
 from numbers import Integral
 from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
 
@@ -17,12 +22,17 @@ import numpy as np
 
 from kvasir.config.engine import ModelConfig
 from kvasir.errors import PromptTooLongError, RequestError
+from kvasir.frontend.requests import embeddings
 from kvasir.frontend.text.chat_template import check_reads, choose_template
-from kvasir.frontend.text.tokenizer import Tokenizer
-from kvasir.messages import Int32Array
+from kvasir.frontend.text.tokenizer import WORD_BOUNDARY, Tokenizer
+from kvasir.messages import FloatArray, Int32Array
 
 T = TypeVar("T")
 _LONG_TEXT = 1 << 14  # characters; tokenizing more would hold up the event loop for milliseconds
+_BYTES_PER_CHARACTER = 400  # that tokenizing needs at most
+_BATCH = 1 << 18  # characters that are tokenized in one call
+_LEAST_CHARACTERS = 1 << 20  # of TextPool
+_CHARACTERS_PER_TOKEN = 8  # in TextPool's default; texts have about 4
 _TRUNCATE = "truncate_prompt_tokens"
 
 
@@ -41,6 +51,13 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
+class EmbedsPrompt(TypedDict):
+    """Embeddings in place of tokens: a tensor [tokens, hidden]. Needs enable_prompt_embeds."""
+
+    prompt_embeds: Any  # of torch or numpy, or the bytes of a file that torch.save or safetensors wrote
+    cache_salt: NotRequired[str]
+
+
 @dataclass(slots=True, frozen=True)
 class TokenizedPrompt:
     """A prompt that is tokenized and checked. PromptProcessor makes these; they are not checked again."""
@@ -49,9 +66,10 @@ class TokenizedPrompt:
     array: Int32Array  # the same ids, for the core
     text: str | None = None
     salt: bytes = b""
+    embeddings: FloatArray | None = None  # in place of those of the ids, which then mean nothing
 
 
-PromptType: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt | TokenizedPrompt
+PromptType: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | TokenizedPrompt
 
 
 class PromptProcessor:
@@ -70,8 +88,8 @@ class PromptProcessor:
 
     @property
     def max_tokens(self) -> int:
-        """Longest prompt that leaves room for one token of output."""
-        return self.config.max_model_len - 1
+        """Longest prompt; one that is completed leaves room for one token of output."""
+        return self.config.max_model_len - (not self.config.poolers)
 
     # ------------------------------------------------------------ conversations
 
@@ -95,7 +113,8 @@ class PromptProcessor:
         template = self.config.chat_template if chat_template is None else chat_template
         source = choose_template(self.tokenizer.chat_template, template, tools is not None)
         given = {"tools": tools, "documents": documents, **variables}
-        check_reads(source, messages, {name: value for name, value in given.items() if name not in may_ignore})
+        must_read = {name: value for name, value in given.items() if name not in may_ignore}
+        messages = check_reads(source, messages, must_read)
         options = {
             "chat_template": template,
             "continue_final_message": continue_final_message,
@@ -108,21 +127,29 @@ class PromptProcessor:
         for name in ("messages", "self", *options):
             if name in extra:
                 raise RequestError(f"{name} cannot be a variable of a chat template.", "chat_template_kwargs")
-        return self.tokenizer.render_chat(messages, **options, **extra)
+        try:
+            return self.tokenizer.render_chat(messages, **options, **extra)
+        except RecursionError:
+            raise RequestError("The messages or the template's variables are nested too deeply.", "messages") from None
 
     # ------------------------------------------------------------ text to token ids
 
     def tokenize(
-        self, prompts: Sequence[PromptType], add_special_tokens: bool = True, truncate: int | None = None
+        self,
+        prompts: Sequence[PromptType],
+        add_special_tokens: bool = True,
+        truncate: int | None = None,
+        side: str = "left",
     ) -> list[PromptType]:
         """Tokenize all texts in one call, which uses every core. Other prompts stay as they are; nothing is checked."""
         texts = {i: text for i, prompt in enumerate(prompts) if (text := _text_of(prompt)) is not None}
         # `read` refuses prompts with unknown entries, and texts that cannot fit
-        texts = {i: t for i, t in texts.items() if not _other_entries(prompts[i]) and not self._cannot_fit(t, truncate)}
+        texts = {i: t for i, t in texts.items() if not _other_entries(prompts[i]) and not self.cannot_fit(t, truncate)}
         if self._tokenizer is None or not texts:
             return list(prompts)
         ready = list(prompts)
-        encoded = self._tokenizer.encode_batch(list(texts.values()), add_special_tokens)
+        shorter = {i: self.cut(text, truncate, side) for i, text in texts.items()}
+        encoded = (ids for some in _batches(shorter.values()) for ids in self._encode_batch(some, add_special_tokens))
         for (i, text), ids in zip(texts.items(), encoded, strict=True):
             done = TokensPrompt(prompt=text, prompt_token_ids=ids)
             given = prompts[i]
@@ -132,12 +159,18 @@ class PromptProcessor:
         return ready
 
     def read_all(
-        self, prompts: Sequence[PromptType], add_special_tokens: bool = True, truncate: int | None = None
+        self,
+        prompts: Sequence[PromptType],
+        add_special_tokens: bool = True,
+        truncate: int | None = None,
+        side: str = "left",
     ) -> list[TokenizedPrompt]:
-        return [self.read(prompt, truncate) for prompt in self.tokenize(prompts, add_special_tokens, truncate)]
+        ready = self.tokenize(prompts, add_special_tokens, truncate, side)
+        return [self.read(prompt, truncate, side) for prompt in ready]
 
-    def read(self, prompt: PromptType, truncate: int | None = None) -> TokenizedPrompt:
-        """Tokenize and check one prompt. `truncate`: keep so many last tokens; -1: as many as the model takes."""
+    def read(self, prompt: PromptType, truncate: int | None = None, side: str = "left") -> TokenizedPrompt:
+        """Tokenize and check one prompt. `truncate`: keep so many tokens; -1: as many as the model takes. `side`: where
+        the others are removed."""
         if isinstance(prompt, TokenizedPrompt):
             return prompt
         given: dict[str, Any]
@@ -145,6 +178,8 @@ class PromptProcessor:
             given = {**prompt}
         else:
             given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        if "prompt_embeds" in given:
+            return self._read_embeddings(given, truncate)
         unknown = given.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
         if unknown:
             names = ", ".join(sorted(map(str, unknown)))
@@ -152,50 +187,96 @@ class PromptProcessor:
         text, salt = given.get("prompt"), _salt(given.get("cache_salt", ""))
         if not isinstance(text, str | None):
             raise RequestError(f"A prompt's text must be a string, not {reprlib.repr(text)}.", "prompt")
-        ids = given["prompt_token_ids"] if "prompt_token_ids" in given else self._encode(text, truncate)
+        ids = given["prompt_token_ids"] if "prompt_token_ids" in given else self._encode(text, truncate, side)
         plain = _plain_ints(ids)
         array = self._check_vocabulary(plain)
-        kept = self._fit(plain, truncate)
-        return TokenizedPrompt(kept, array[len(plain) - len(kept) :], text, salt)
+        kept = self._fit(plain, truncate, side)
+        first = 0 if side == "right" else len(plain) - len(kept)
+        return TokenizedPrompt(kept, array[first : first + len(kept)], text, salt)
 
-    def _encode(self, text: str | None, truncate: int | None) -> list[int]:
+    def _read_embeddings(self, given: dict[str, Any], truncate: int | None) -> TokenizedPrompt:
+        """A prompt of embeddings. Its cached blocks are found by its content: ids in their places mean nothing."""
+        if not self.config.enable_prompt_embeds:
+            message = "prompt_embeds is off: start the engine with enable_prompt_embeds (--enable-prompt-embeds)."
+            raise RequestError(message, "prompt_embeds")
+        if others := given.keys() - {"prompt_embeds", "cache_salt"}:
+            raise RequestError(f"A prompt of prompt_embeds has no {', '.join(sorted(map(str, others)))}.", "prompt")
+        if truncate is not None:
+            raise RequestError(f"{_TRUNCATE} is for tokens: shorten the tensor.", _TRUNCATE)
+        hf = self.config.hf
+        size = next((hf[name] for name in ("hidden_size", "n_embd", "d_model") if isinstance(hf.get(name), int)), 0)
+        rows = embeddings.checked(given["prompt_embeds"], size)
+        ids = self._fit([0] * len(rows), None, "left")
+        content = hashlib.sha256(rows.tobytes()).digest()
+        salt = b"\xfe" + content + _salt(given.get("cache_salt", ""))  # no user's begins so, as those are UTF-8
+        return TokenizedPrompt(ids, np.zeros(len(ids), np.int32), None, salt, rows)
+
+    def _encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        return self.tokenizer.encode_batch(texts, add_special_tokens)
+
+    def _encode(self, text: str | None, truncate: int | None, side: str) -> list[int]:
         if text is None:
             raise RequestError("A prompt must have prompt (a text) or prompt_token_ids.", "prompt")
-        if self._cannot_fit(text, truncate):
-            raise self._too_long(f"{len(text)} characters")
-        return self.tokenizer.encode(text)
+        if self.cannot_fit(text, truncate):
+            raise self._too_long(f"more than {self.max_tokens} tokens ({len(text)} characters)")
+        return self.tokenizer.encode(self.cut(text, truncate, side))
 
-    def _cannot_fit(self, text: str, truncate: int | None) -> bool:
-        """Whether a text is too long whatever its tokens are: no token is longer than the vocabulary's longest."""
+    def cannot_fit(self, text: str, truncate: int | None) -> bool:
+        """Whether a text is too long whatever its tokens are."""
         if truncate is not None or len(text) < _LONG_TEXT or self._tokenizer is None:
             return False
-        return len(text) > self.max_tokens * self._longest_token
+        longest = self._tokenizer.characters_per_token
+        return longest is not None and len(text) > self.max_tokens * longest
 
-    @cached_property
-    def _longest_token(self) -> int:
-        """Characters of the longest token."""
-        return max(map(len, self.tokenizer.get_vocab()))
+    def cut(self, text: str, truncate: int | None, side: str = "left") -> str:
+        """The end of a text that truncation would leave most of untokenized; its last tokens are those of the text.
+
+        The text stays whole if its tokenizer has no place where it can be cut, or if it has no such place itself.
+        """
+        if truncate is None or side == "right" or len(text) < _LONG_TEXT or self._tokenizer is None:
+            return text
+        longest = self._tokenizer.characters_per_token
+        keep = self.num_kept(truncate)
+        if longest is None or not self._tokenizer.splits_at_words:
+            return text
+        end = len(text) - (keep + 1) * longest  # the characters from here on have at least keep + 1 tokens
+        if end < _LONG_TEXT:
+            return text
+        # Two places: tokenizers may add a space at the beginning, which changes the first word's tokens.
+        places = [found.start() for found in islice(WORD_BOUNDARY.finditer(text, end - _LONG_TEXT, end), 2)]
+        return text[places[0] :] if len(places) > 1 else text
 
     # ------------------------------------------------------------ checks
 
-    def _fit(self, ids: list[int], truncate: int | None) -> list[int]:
+    def _fit(self, ids: list[int], truncate: int | None, side: str) -> list[int]:
         if truncate is not None:
-            if truncate > self.max_tokens:
-                message = f"{_TRUNCATE}={truncate} is more than the {self.max_tokens} tokens that a prompt may have."
-                raise RequestError(message, _TRUNCATE)
-            keep = self.max_tokens if truncate == -1 else truncate
-            if keep < 1:
-                raise RequestError(f"{_TRUNCATE} must be -1, or at least 1.", _TRUNCATE)
-            ids = ids[-keep:]
+            keep = self.num_kept(truncate)
+            ids = ids[:keep] if side == "right" else ids[-keep:]
         if len(ids) > self.max_tokens:
             raise self._too_long(f"{len(ids)} tokens", len(ids))
         return ids
 
+    def num_kept(self, truncate: int) -> int:
+        """Number of tokens that truncation leaves at most."""
+        if truncate > self.max_tokens:
+            message = f"{_TRUNCATE}={truncate} is more than the {self.max_tokens} tokens that a prompt may have."
+            raise RequestError(message, _TRUNCATE)
+        keep = self.max_tokens if truncate == -1 else truncate
+        if keep < 1:
+            raise RequestError(f"{_TRUNCATE} must be -1, or at least 1.", _TRUNCATE)
+        return keep
+
     def _too_long(self, size: str, num_tokens: int | None = None) -> PromptTooLongError:
-        longest = self.config.max_model_len
+        if self.config.poolers:
+            message = (
+                f"This model's maximum context length is {self.config.max_model_len} tokens. However, your text has "
+                f"{size}. Please shorten it, or set {_TRUNCATE} to cut it: -1 keeps as many tokens as fit."
+            )
+            return PromptTooLongError(message, "prompt", num_tokens)
+        # Clients that shorten a conversation, or ask another model instead, know it by OpenAI's words.
         message = (
-            f"The prompt has {size}, but max_model_len={longest} leaves room for {longest - 1} tokens and one to "
-            f"generate: shorten the prompt or raise max_model_len."
+            f"This model's maximum context length is {self.config.max_model_len} tokens. However, your prompt resulted "
+            f"in {size}, which leaves no room for an answer. Please reduce the length of the prompt."
         )
         return PromptTooLongError(message, "prompt", num_tokens)
 
@@ -215,9 +296,85 @@ class PromptProcessor:
         return array
 
 
-async def off_loop(num_characters: int, work: Callable[[], T]) -> T:
-    """Do `work` on so much text: in a thread if that would hold up the event loop."""
-    return work() if num_characters < _LONG_TEXT else await asyncio.to_thread(work)
+class TextPool:
+    """Works on long texts in a few threads and on short ones at once: a long one would hold up the event loop.
+
+    Tokenizing needs hundreds of bytes per character, so only `max_characters` are worked on at a time; further texts
+    wait in order. Belongs to one event loop at a time.
+    """
+
+    def __init__(self, max_model_len: int, max_characters: int | None = None) -> None:
+        default = max(_LEAST_CHARACTERS, _CHARACTERS_PER_TOKEN * max_model_len)
+        self.max_characters = default if max_characters is None else max_characters
+        self.num_characters = 0  # that are being worked on
+        self._most = 0  # of them since take_peak
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "text")
+
+    async def run(self, num_characters: int, work: Callable[[], T]) -> T:
+        """Do `work` on so much text."""
+        if num_characters < _LONG_TEXT:
+            return work()
+        size = min(num_characters, self.max_characters)
+        await self._acquire(size)
+        loop = asyncio.get_running_loop()
+
+        def release(done: Future[T]) -> None:  # when the thread is done, also with work whose request was cancelled
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(self._release, size)
+
+        running = self._threads.submit(work)
+        running.add_done_callback(release)
+        return await asyncio.wrap_future(running)
+
+    async def _acquire(self, size: int) -> None:
+        if not self._waiting and self.num_characters + size <= self.max_characters:
+            self._take(size)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # its turn had come
+                self._release(size)
+            raise
+
+    def _release(self, size: int) -> None:
+        self.num_characters -= size
+        while self._waiting:
+            needed, turn = self._waiting[0]
+            if not turn.cancelled():
+                if self.num_characters + needed > self.max_characters:
+                    return
+                self._take(needed)
+                turn.set_result(None)
+            self._waiting.popleft()
+
+    def _take(self, size: int) -> None:
+        self.num_characters += size
+        self._most = max(self._most, self.num_characters)
+
+    def take_peak(self) -> int:
+        """Number of bytes that were needed at most since the last call; 0 while they are."""
+        if self.num_characters:
+            return 0
+        peak, self._most = self._most * _BYTES_PER_CHARACTER, 0
+        return peak
+
+
+def _batches(texts: Collection[str]) -> Iterator[list[str]]:
+    """The texts in lists of at most _BATCH characters; a longer text is alone."""
+    some: list[str] = []
+    size = 0
+    for text in texts:
+        if some and size + len(text) > _BATCH:
+            yield some
+            some, size = [], 0
+        some.append(text)
+        size += len(text)
+    if some:
+        yield some
 
 
 def _plain_ints(ids: Any) -> list[int]:

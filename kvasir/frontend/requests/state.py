@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvasir.frontend.requests.logprobs import LogprobLine, LogprobLists, TokenText
 from kvasir.frontend.text.detokenizer import Detokenizer, make_detokenizer
@@ -43,6 +43,7 @@ class RequestState:
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    keep_special_tokens: frozenset[str] = frozenset()
     include_stop: bool = False  # keep the stop sequence in the text
     stops: StopStrings | None = None
     repetitions: Repetitions | None = None
@@ -55,6 +56,8 @@ class RequestState:
     prompt_logprobs: LogprobLists | None = None
     cumulative_logprob: float | None = None
     num_emitted: int = 0  # tokens already returned
+    lora_request: Any = None  # handed back with outputs
+    num_virtual: int = 0  # tokens of a soft prompt, which stand before the prompt in the cache
     num_cached: int | None = None  # prompt tokens found in the prefix cache, once it is scheduled
     detokenizer: Detokenizer | None = None  # None: no text, or all text at the end
 
@@ -69,9 +72,8 @@ class RequestState:
         """Detokenize incrementally if text is needed before the end: for outputs, or for stop strings."""
         follows = self.stops is not None or self.kind is not RequestOutputKind.FINAL_ONLY
         if tokenizer is not None and self.detokenize and follows:
-            self.detokenizer = make_detokenizer(
-                tokenizer, self.prompt_token_ids, self.skip_special_tokens, self.spaces_between_special_tokens
-            )
+            how = self.skip_special_tokens, self.spaces_between_special_tokens, self.keep_special_tokens
+            self.detokenizer = make_detokenizer(tokenizer, self.prompt_token_ids, *how)
 
     def take(self, token_ids: Sequence[int], num_with_text: int) -> Ending | None:
         """Append sampled tokens, up to one that ends the completion. Tokens after `num_with_text` have no text."""
@@ -150,7 +152,7 @@ class RequestState:
         return CompletionOutput(index, text, token_ids, total, logprobs, reason, stop_reason)
 
     def start(self, started: Started) -> None:
-        self.num_cached = started.num_cached_tokens
+        self.num_cached = max(0, started.num_cached_tokens - self.num_virtual)
         self.metrics.first_scheduled_time = self.metrics.arrival_time + started.waited
 
     def set_token_times(self, first_token: float, now: float) -> None:
@@ -173,5 +175,6 @@ class RequestState:
             completions,
             finished,
             self.metrics,
+            lora_request=self.lora_request,
             num_cached_tokens=self.num_cached,
         )

@@ -1,27 +1,22 @@
 """Renders chat messages with a Jinja template, with the same result as transformers. API process; needs no tokenizer.
 
-A template is a program from a model's repository or from a client, so it runs in jinja2's immutable sandbox and gets
-only plain JSON data.
+A template is a program from a model's repository or from a client, so it runs in a sandbox (template_sandbox.py) and
+gets only plain JSON data.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
 import jinja2
-import jinja2.exceptions
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-import jinja2.utils
+from jinja2 import nodes
 
-from kvasir.config.engine import did_you_mean
+from kvasir.config.names import did_you_mean
 from kvasir.errors import RequestError
+from kvasir.frontend.text.template_sandbox import sandbox
 
 Message = dict[str, Any]
 
@@ -34,6 +29,14 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # a template may support others
 
 _PROBE = "kvasir probe"
+_ROLE_PROBE, _FIELD_PROBE, _OTHER_ROLE = "kvasir role", "kvasir field", "kvasir_other"
+
+# Fields of messages that templates need not read: names and ids, and what servers add to their replies. Reasoning
+# is among them, because models are trained to answer without that of earlier turns.
+_MESSAGE_FIELDS = (
+    *("role", "content", "name", "tool_calls", "tool_call_id", *_REASONING_FIELDS),
+    *("annotations", "reasoning_details", "provider_specific_fields", "cache_control", "id", "type", "status"),
+)
 
 
 class ChatTemplate:
@@ -42,8 +45,9 @@ class ChatTemplate:
     def __init__(self, source: str) -> None:
         self._source = source
         self._knows_developer = "developer" in source
+        self._shown_roles: dict[str, bool] = {}
         try:
-            self._template = _environment().from_string(source)
+            self._template = sandbox().from_string(source)
         except jinja2.TemplateError as error:
             line = f" at line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise RequestError(f"The chat template does not compile{line}: {error}", "chat_template") from error
@@ -125,6 +129,61 @@ class ChatTemplate:
             return {**message, "content": None if takes_null else ""}
         return message
 
+    # ------------------------------------------------------------ what it reads
+
+    @cached_property
+    def _words(self) -> frozenset[str]:
+        """Every variable, attribute and string of the template's code; its text is not among them."""
+        code = sandbox().parse(self._source)
+        found = {node.attr for node in code.find_all(nodes.Getattr)}
+        found |= {node.name for node in code.find_all(nodes.Name)}
+        return frozenset(found | {node.value for node in code.find_all(nodes.Const) if isinstance(node.value, str)})
+
+    def reads(self, name: str) -> bool:
+        return name in self._words
+
+    def reads_field(self, name: str) -> bool:
+        """Whether it reads a message's field, by name or because it prints whole messages."""
+        return name in self._words or (name != "tool_calls" and self._prints_messages)
+
+    @cached_property
+    def _prints_messages(self) -> bool:
+        return _FIELD_PROBE in self._try({**_user(_PROBE), "kvasir_field": _FIELD_PROBE})
+
+    def shows_role(self, role: str) -> bool:
+        """Whether messages of a role are in the text. Where the template refuses the probes, this is not known: yes."""
+        if role in ("user", "assistant"):
+            return True
+        if role not in _ROLES and role not in self._words:
+            role = _OTHER_ROLE  # one answer for all of them: clients can think up any number
+        if role not in self._shown_roles:
+            self._shown_roles[role] = self._probe_role(role)
+        return self._shown_roles[role]
+
+    def _probe_role(self, role: str) -> bool:
+        role = "system" if role == "developer" and not self._knows_developer else role
+        probe = {"role": role, "content": _ROLE_PROBE, "name": "f", "tool_call_id": "call00001"}
+        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        tried = (
+            self._try(probe, _user(_PROBE)),
+            self._try(_user(_PROBE), answer, probe),
+            self._try(_user(_PROBE), probe),
+        )
+        rendered = [text for text in tried if _PROBE in text]
+        return not rendered or any(_ROLE_PROBE in text for text in rendered)
+
+    def write_calls(self, calls: object) -> str | None:
+        """Tool calls as the model writes them; None if the template's text does not say how."""
+        write = next((write for mark, write in _CALL_FORMATS.items() if mark in self._source), None)
+        functions = (
+            [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+        )
+        if write is None or not functions or not all(isinstance(function, dict) for function in functions):
+            return None
+        parsed = [_parse_arguments({"function": function})["function"] for function in functions]
+        return write([(str(function.get("name", "")), function.get("arguments") or {}) for function in parsed])
+
     # The forms that a template supports are found by rendering probes.
 
     @cached_property
@@ -183,12 +242,65 @@ def choose_template(own: str | Mapping[str, str] | None, asked: str | None, with
     return template
 
 
-def check_reads(source: str, messages: Sequence[Mapping[str, Any]], given: Mapping[str, object]) -> None:
-    """Raise if the template does not read a given input, because it would be ignored."""
-    calls = any(isinstance(message, Mapping) and message.get("tool_calls") for message in messages)
-    for name, value in {**given, "tool_calls": calls}.items():
-        if value and name not in source:
-            raise RequestError(f"{name} is not supported by this model: its chat template does not read it.", name)
+def check_reads(
+    source: str, messages: Sequence[Mapping[str, Any]], given: Mapping[str, object]
+) -> Sequence[Mapping[str, Any]]:
+    """Raise if the template does not read a given input, because it would be ignored. Returns the messages to render.
+
+    Tool calls that the template does not read are written into the content, if its text says how the model writes them.
+    """
+    template = compile_template(source)
+    for name, value in given.items():
+        if value and not template.reads(name):
+            raise _unread(name, name)
+    return [_check_message(template, message) if isinstance(message, Mapping) else message for message in messages]
+
+
+def _check_message(template: ChatTemplate, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    role, calls = message.get("role"), message.get("tool_calls")
+    if message.get("refusal") and not message.get("content"):
+        message = {**message, "content": message["refusal"], "refusal": None}
+    if isinstance(role, str) and not template.shows_role(role):
+        raise _unread(f"The role {role!r}", "messages")
+    for name, value in message.items():
+        asks_something = value is not False and value not in (None, "", [], {})
+        if asks_something and name not in _MESSAGE_FIELDS and not template.reads_field(str(name)):
+            raise _unread(f"{name!r} in a message", "messages", did_you_mean(name, _MESSAGE_FIELDS))
+    if not calls or template.reads_field("tool_calls"):
+        return message
+    if (written := template.write_calls(calls)) is None:
+        raise _unread("tool_calls", "tool_calls")
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return {**message, "content": content + written, "tool_calls": None}
+    return {**message, "content": [*content, written], "tool_calls": None}
+
+
+def _unread(what: str, parameter: str, hint: str = "") -> RequestError:
+    message = f"{what} is not supported by this model: its chat template does not read it.{hint}"
+    return RequestError(message, parameter)
+
+
+# How models write tool calls whose templates do not read them, by a text that these templates have.
+_CALL_FORMATS: dict[str, Callable[[list[tuple[str, Any]]], str]] = {
+    "<|tool_call|>": lambda calls: "<|tool_call|>" + json.dumps([_named(*call) for call in calls]),  # Granite 3
+    "<|tool_list_start|>": lambda calls: (  # LFM2
+        f"<|tool_call_start|>[{', '.join(_as_python(*call) for call in calls)}]<|tool_call_end|>"
+    ),
+    "<tool_call>": lambda calls: "\n".join(  # Hermes' format, which SmolLM3 uses, too
+        f"<tool_call>\n{json.dumps(_named(*call))}\n</tool_call>" for call in calls
+    ),
+}
+
+
+def _named(name: str, arguments: Any) -> Message:
+    return {"name": name, "arguments": arguments}
+
+
+def _as_python(name: str, arguments: Any) -> str:
+    values = arguments.items() if isinstance(arguments, dict) else ()
+    shown = ", ".join(f"{key}={json.dumps(v) if isinstance(v, str) else repr(v)}" for key, v in values)
+    return f"{name}({shown})"
 
 
 def _user(content: object) -> Message:
@@ -261,7 +373,7 @@ def _parse_arguments(call: Any) -> Any:
         return call
     try:
         values = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         message = f"The arguments of the tool call {function.get('name')!r} are not JSON."
         raise RequestError(message, "messages") from None
     return {**call, "function": {**function, "arguments": values}}
@@ -287,78 +399,3 @@ def _plain(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value)
     return f"<{type(value).__name__}>"
-
-
-# ---------------------------------------------------------------- the sandbox
-
-
-@lru_cache(maxsize=1)
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _Namespace
-    return environment
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks text of the assistant for training. Here its body is rendered as it is."""
-
-    tags = {"generation"}  # noqa: RUF012  # jinja2's own declaration
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    def _body(self, caller: Any) -> str:
-        text: str = caller()
-        return text
-
-
-class _Dict:
-    """`dict(...)` without the attributes of the class."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """`namespace(...)` that refuses names with an underscore, which could reach Python's internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # as in jinja2, so that a name may be `self`
-        self, given = args[0], dict(*args[1:], **kwargs)
-        jinja2.utils.Namespace.__init__(self)
-        for name, value in given.items():
-            self[name] = value
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"A chat template may not set {name!r} on a namespace.")
-        super().__setitem__(name, value)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Like jinja2's filter, but without HTML escapes, which models were not trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

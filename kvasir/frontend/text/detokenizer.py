@@ -29,11 +29,21 @@ class Detokenizer(Protocol):
 
 
 def make_detokenizer(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool, spaces_between: bool = True
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    skip_special_tokens: bool,
+    spaces_between: bool = True,
+    keep: frozenset[str] = frozenset(),
 ) -> Detokenizer:
-    table = tokenizer.token_bytes(skip_special_tokens)
+    """`keep`: special tokens that stay in the text although the others are skipped."""
+    table = tokenizer.token_bytes(skip_special_tokens, keep)
     if table is not None:
         return BytesDetokenizer(table)
+    if skip_special_tokens and keep:
+        shown = make_detokenizer(tokenizer, prompt_ids, False, spaces_between)
+        return HidingDetokenizer(
+            shown, frozenset(id for text, id in tokenizer.skipped_tokens.items() if text not in keep)
+        )
     context = _context(tokenizer, prompt_ids, skip_special_tokens)
     detokenizer = TextDetokenizer(tokenizer, context, skip_special_tokens)
     return (
@@ -46,14 +56,15 @@ def decode_finished(
     requests: Sequence[tuple[Sequence[int], list[int]]],
     skip_special_tokens: bool,
     spaces_between: bool = True,
+    keep: frozenset[str] = frozenset(),
 ) -> list[str]:
     """The texts of finished requests, given as (prompt ids, output ids)."""
-    table = tokenizer.token_bytes(skip_special_tokens)
+    table = tokenizer.token_bytes(skip_special_tokens, keep)
     if table is not None:
         return [b"".join([table[token] for token in ids]).decode("utf-8", "replace") for _, ids in requests]
-    if not spaces_between:
+    if not spaces_between or keep:
         return [
-            _decode_incrementally(make_detokenizer(tokenizer, prompt, skip_special_tokens, False), ids)
+            _decode_incrementally(make_detokenizer(tokenizer, prompt, skip_special_tokens, spaces_between, keep), ids)
             for prompt, ids in requests
         ]
     contexts = [_context(tokenizer, prompt_ids, skip_special_tokens) for prompt_ids, _ in requests]
@@ -142,6 +153,22 @@ class UnspacedDetokenizer:
             text = self._added[token_id]
         self._after_added = is_added
         return text
+
+    def flush(self) -> str:
+        return self._inner.flush()
+
+
+class HidingDetokenizer:
+    """Leaves out some tokens."""
+
+    __slots__ = ("_hidden", "_inner")
+
+    def __init__(self, inner: Detokenizer, hidden: frozenset[int]) -> None:
+        self._inner = inner
+        self._hidden = hidden
+
+    def push(self, token_id: int) -> str:
+        return "" if token_id in self._hidden else self._inner.push(token_id)
 
     def flush(self) -> str:
         return self._inner.flush()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvasir.config.checks import RepetitionDetectionParams
+from kvasir.sampling_params import RepetitionDetectionParams
 
 
 class StopStrings:

@@ -6,6 +6,7 @@ clean_up_tokenization_spaces is never applied: it is meant for WordPiece and wou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, overload
@@ -14,6 +15,14 @@ import tokenizers
 
 from kvasir.errors import RequestError
 from kvasir.frontend.text.chat_template import choose_template, compile_template
+
+# Normalizers that keep the number of characters, or add one; NFC composes up to _MOST_COMPOSED characters to one.
+_HARMLESS = re.compile(r'Prepend\(prepend="."\)|Replace\(pattern=String\(" "\), content="▁"\)|normalizers=|[\[\](), ]')
+_NAME = re.compile(r"Sequence|NFC")
+_MOST_COMPOSED = 4
+_MOST_LENGTHS = 8  # lengths to cut texts to for which a copy of the tokenizer is kept
+_ACROSS_WORDS = re.compile(r"[0-9A-Za-z][ Ġ▁]|(?:\n|Ċ|<0x0A>)[A-Za-z]")
+WORD_BOUNDARY = re.compile(r"(?<=[0-9A-Za-z]) |(?<=\n)(?=[A-Za-z])")  # for Tokenizer.splits_at_words
 
 # Keywords of Hugging Face's apply_chat_template that are not template variables -> the only value supported here.
 _NOT_VARIABLES: Mapping[str, object] = {
@@ -26,6 +35,31 @@ _NOT_VARIABLES: Mapping[str, object] = {
     "tokenizer_kwargs": None,
     "sanitize_control_tokens": False,
 }
+
+# Texts of tokens that end a generated text, as in llama.cpp: models produce them even if their files name another eos.
+END_TEXTS = frozenset(
+    (
+        *("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "</s>", "<eos>"),
+        *("<end_of_turn>", "<end_of_utterance>", "<turn|>", "<|tool_response>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+        *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<\uff5cend▁of▁sentence\uff5c>", "[e~["),
+        # Code models: what follows is padding, another repository or another file.
+        *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|file_sep|>"),
+        *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    )
+)
+# A text that does not end the output of a model that has all of the others: there it only separates parts of a reply.
+_SEPARATORS = (
+    ("<|end|>", {"<|return|>", "<|call|>"}),
+    ("<|end|>", {"<|flush|>", "<|call|>"}),
+    ("<|end|>", {"<|flush|>", "<|calls|>"}),
+    ("</s>", {"<|tool_response>"}),
+)
+
+
+def end_texts(texts: Iterable[str]) -> frozenset[str]:
+    """Those of a vocabulary's texts that end a generated text."""
+    found = END_TEXTS.intersection(texts)
+    return found - {text for text, others in _SEPARATORS if others <= found}
 
 
 class Tokenizer:
@@ -41,9 +75,11 @@ class Tokenizer:
         self._backend = backend
         self.special_tokens_map = dict(special)  # by name, such as "eos_token"
         self.all_special_tokens = list(dict.fromkeys([*special.values(), *extra_special]))
+        self.additional_special_tokens = [token for token in self.all_special_tokens if token not in special.values()]
         self.chat_template = chat_template  # a dict if there are several, by name
-        self._bytes: dict[bool, TokenBytes] = {}  # by skip_special_tokens
+        self._bytes: dict[tuple[bool, frozenset[str]], TokenBytes] = {}  # by skip_special_tokens, and what stays
         self._texts: dict[int, str] = {}
+        self._cutting: dict[int, tokenizers.Tokenizer] = {}  # by the length that texts are cut to
 
     # ------------------------------------------------------------ text and ids
 
@@ -57,6 +93,31 @@ class Tokenizer:
         except (TypeError, UnicodeError) as error:  # not a string, or a string with lone surrogates
             raise RequestError(f"The text cannot be tokenized: {_why_not_text(texts)}.", "prompt") from error
         return [encoding.ids for encoding in encodings]
+
+    def encode_pairs(
+        self, texts: Sequence[str | tuple[str, str]], max_length: int | None
+    ) -> list[tuple[list[int], list[int]]]:
+        """Ids and kinds (0 for a first text, 1 for a second) of texts and of pairs of texts, cut to `max_length`
+        tokens: the longer text of a pair is cut first, and special tokens stay."""
+        backend = self._cutting_backend(max_length)
+        try:
+            encodings = backend.encode_batch(list(texts))
+        except (TypeError, UnicodeError, ValueError) as error:
+            said = _why_not_text([text for each in texts for text in (each if isinstance(each, tuple) else (each,))])
+            raise RequestError(f"The text cannot be tokenized: {said}.", "prompt") from error
+        return [(encoding.ids, encoding.type_ids) for encoding in encodings]
+
+    def _cutting_backend(self, max_length: int | None) -> tokenizers.Tokenizer:
+        """A copy of the tokenizer for each length that texts are cut to; the few newest are kept."""
+        if max_length is None:
+            return self._backend
+        if max_length not in self._cutting:
+            copied = tokenizers.Tokenizer.from_str(self._backend.to_str())
+            copied.enable_truncation(max_length)
+            while len(self._cutting) >= _MOST_LENGTHS:
+                self._cutting.pop(next(iter(self._cutting)), None)
+            self._cutting[max_length] = copied
+        return self._cutting[max_length]
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         return self.decode_batch([[ids] if isinstance(ids, int) else list(ids)], skip_special_tokens)[0]
@@ -92,25 +153,38 @@ class Tokenizer:
 
     # ------------------------------------------------------------ one token at a time
 
-    def token_bytes(self, skip_special_tokens: bool) -> TokenBytes | None:
-        """The bytes of each token for byte-level tokenizers; None for other tokenizers."""
+    def token_bytes(self, skip_special_tokens: bool, keep: frozenset[str] = frozenset()) -> TokenBytes | None:
+        """The bytes of each token for byte-level tokenizers; None for other tokenizers. `keep`: special tokens that are
+        not skipped."""
         if type(self._backend.decoder).__name__ != "ByteLevel":
             return None
-        if skip_special_tokens not in self._bytes:
-            skipped = self._skipped_tokens if skip_special_tokens else frozenset()
-            self._bytes[skip_special_tokens] = TokenBytes(self._backend, skipped)
-        return self._bytes[skip_special_tokens]
+        key = skip_special_tokens, keep
+        if key not in self._bytes:
+            skipped = frozenset(self.skipped_tokens if skip_special_tokens else ()) - keep
+            self._bytes[key] = TokenBytes(self._backend, skipped)
+        return self._bytes[key]
 
     @cached_property
-    def _skipped_tokens(self) -> frozenset[str]:
-        """Tokens that skip_special_tokens removes from text."""
-        added = self._backend.get_added_tokens_decoder().values()
-        return frozenset(token.content for token in added if token.special)
+    def skipped_tokens(self) -> dict[str, int]:
+        """Tokens that skip_special_tokens removes from text, with their ids."""
+        added = self._backend.get_added_tokens_decoder().items()
+        return {token.content: token_id for token_id, token in added if token.special}
+
+    @cached_property
+    def end_token_ids(self) -> frozenset[int]:
+        """The eos token, and hidden tokens that are known to end a text: users would not see why it goes on."""
+        ends = {self.skipped_tokens[text] for text in end_texts(self.skipped_tokens)}
+        return frozenset(ends if self.eos_token_id is None else ends | {self.eos_token_id})
 
     def added_tokens(self, skip_special_tokens: bool) -> dict[int, str]:
         """Tokens added to the vocabulary that are visible in text, with their text."""
         added = self._backend.get_added_tokens_decoder().items()
         return {token_id: token.content for token_id, token in added if not (skip_special_tokens and token.special)}
+
+    @cached_property
+    def added_ids(self) -> dict[str, int]:
+        """Tokens added to the vocabulary, special or not, by their text."""
+        return {text: token_id for token_id, text in self.added_tokens(skip_special_tokens=False).items()}
 
     def token_text(self, token_id: int) -> str:
         """The text of one token inside a longer text: with its leading space, and special tokens visible."""
@@ -166,6 +240,12 @@ class Tokenizer:
 
     # ------------------------------------------------------------ the vocabulary
 
+    can_serialize = True
+
+    def serialized(self) -> str:
+        """The tokenizer in the format of tokenizer.json."""
+        return self._backend.to_str()
+
     def get_vocab(self) -> dict[str, int]:
         return self._backend.get_vocab(with_added_tokens=True)
 
@@ -180,6 +260,32 @@ class Tokenizer:
 
     def __bool__(self) -> bool:
         return True
+
+    def prepare_limits(self) -> None:
+        """Compute the next two properties, which look at the whole vocabulary, before they are needed."""
+        _ = self.characters_per_token, self.splits_at_words
+
+    @cached_property
+    def characters_per_token(self) -> int | None:
+        """The most characters of a text that become one token; None if the tokenizer sets no limit: it may drop
+        characters, or write one token for many that it does not know."""
+        model = self._backend.model
+        knows_all = type(self._backend.decoder).__name__ == "ByteLevel" or getattr(model, "byte_fallback", False)
+        normalizer = "" if self._backend.normalizer is None else _HARMLESS.sub("", repr(self._backend.normalizer))
+        strips = any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values())
+        if not knows_all or _NAME.sub("", normalizer) or strips:
+            return None
+        longest = max(map(len, self.get_vocab()))
+        return longest * _MOST_COMPOSED if normalizer else longest
+
+    @cached_property
+    def splits_at_words(self) -> bool:
+        """Whether no token goes on beyond an ASCII word into the space after it, or beyond a line break into a word.
+
+        Then a text's tokens after such a place do not depend on the text before it: merges make only tokens of the
+        vocabulary, and all pre-tokenizers split there, too.
+        """
+        return not any(_ACROSS_WORDS.search(token) for token in self.get_vocab())
 
     @property
     def bos_token(self) -> str | None:

@@ -14,10 +14,10 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from kvasir.errors import KvasirError, ModelError
-from kvasir.frontend.text.tokenizer import Tokenizer
+from kvasir.frontend.text.tokenizer import Tokenizer, end_texts
 from kvasir.quantization.gguf_file import GGUFFile
 
-CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
 _ADVICE = "Set tokenizer=... to another tokenizer, or set skip_tokenizer_init=True and send token ids."
 
 # ---------------------------------------------------------------- pre-tokenizers
@@ -162,9 +162,29 @@ def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[st
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -> None:
-    """Control tokens become special tokens; user-defined ones are matched as a whole but stay visible in text."""
-    marked = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if kind in (CONTROL, USER_DEFINED)]
+    """Control tokens become special tokens; user-defined ones are matched as a whole but stay visible in text.
+
+    Tokens that end a text are control tokens, whatever the file says, as in llama.cpp.
+    """
+    ends = end_token_texts(tokens, kinds)
+    typed = zip(tokens, [*kinds, *[NORMAL] * len(tokens)], strict=False)
+    known = ((token, CONTROL if token in ends else kind) for token, kind in typed)
+    marked = [(token, kind) for token, kind in known if kind in (CONTROL, USER_DEFINED)]
     backend.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False) for token, kind in marked])
+
+
+def end_token_ids(file: GGUFFile) -> set[int]:
+    """The tokens that end a text, by the ids that the file names and by the texts of its tokens."""
+    named = (file.metadata.get(_PREFIX + name) for name in _END_IDS)
+    tokens, kinds = (file.metadata.get(_PREFIX + name) or [] for name in ("tokens", "token_type"))
+    texts = end_token_texts(tokens, kinds)
+    return {number for number in named if number is not None} | {i for i, text in enumerate(tokens) if text in texts}
+
+
+def end_token_texts(tokens: list[str], kinds: list[int]) -> frozenset[str]:
+    """The texts of tokens that end a text. `</s>` is also an HTML tag, so it must be a control token."""
+    tags = {token for token, kind in zip(tokens, kinds, strict=False) if token == "</s>" and kind != CONTROL}
+    return end_texts(tokens) - tags
 
 
 def _named_tokens(entries: dict[str, Any], tokens: list[str]) -> dict[str, str]:
@@ -192,7 +212,8 @@ _SCALARS = {
     **{_PREFIX + name: str for name in ("model", "pre")},
     **{_PREFIX + name: bool for name in ("add_bos_token", "add_eos_token", "add_space_prefix")},
 }
-_IDS = ("bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id")
+_END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
+_IDS = ("bos_token_id", "unknown_token_id", "padding_token_id", *_END_IDS)
 _TYPE_NAMES = {str: "string", float: "number", int: "integer", bool: "boolean"}
 _MAX_TOKEN_LENGTH = 1 << 14  # characters; deriving the merges of a longer token would take too long
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # Run as a file, because importing kvasir needs torch, which a build does not have.
-_SOURCES = runpy.run_path(str(HERE / "sources.py"))
+_SOURCES = runpy.run_path(str(HERE / "__init__.py"))
 SOURCES: Path = _SOURCES["SOURCES"]
 NAME: str = _SOURCES["NAME"]
 

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from kvasir.errors import ConfigError
-from kvasir.kernels.cpu.sources import NAME, fingerprint
+from kvasir.kernels.cpu import NAME, fingerprint
 from kvasir.log import get_logger
 
 logger = get_logger(__name__)
@@ -104,6 +104,38 @@ class MatrixStruct(ctypes.Structure):
         ("scale", c_void_p),
         ("min", c_void_p),
         ("bias", c_void_p),
+        ("order", c_void_p),
+        ("factor", c_void_p),
+    )
+
+
+class CodesStruct(ctypes.Structure):
+    _fields_ = (
+        ("codes", c_void_p),
+        ("stride", c_int64),
+        ("scale", c_void_p),
+        ("min", c_void_p),
+        ("groups", c_int32),
+        ("offset", c_int32),
+    )
+
+
+MAX_PARTS = 4
+
+
+class AdaptersStruct(ctypes.Structure):
+    _fields_ = (
+        ("slots", c_int32),
+        ("parts", c_int32),
+        ("rank", c_int32),
+        ("inputs", c_int32),
+        ("outputs", c_int32),
+        ("part_outputs", c_int32 * MAX_PARTS),
+        ("shrink", c_void_p),
+        ("expand", c_void_p),
+        ("gain", c_void_p),
+        ("shift", c_void_p),
+        ("uses", c_void_p),
     )
 
 
@@ -144,6 +176,7 @@ class StepStruct(ctypes.Structure):
         ("query_start", c_void_p),
         ("lengths", c_void_p),
         ("groups", c_void_p),
+        ("adapters", c_void_p),
     )
 
 
@@ -154,6 +187,19 @@ class RowsStruct(ctypes.Structure):
         ("tables", c_void_p),
         ("table_stride", c_int64),
         ("block_size", c_int32),
+    )
+
+
+class LookupStruct(ctypes.Structure):
+    _fields_ = (("drafts", c_int32), ("shortest", c_int32), ("longest", c_int32), ("latest", c_int32))
+
+
+class DraftRowsStruct(ctypes.Structure):
+    _fields_ = (
+        ("drafts", c_void_p),
+        ("counts", c_void_p),
+        ("num_computed", c_void_p),
+        ("next_token", c_void_p),
     )
 
 
@@ -179,6 +225,10 @@ class LayerStruct(ctypes.Structure):
         ("o", MatrixStruct),
         ("up", MatrixStruct),
         ("down", MatrixStruct),
+        ("qkv_adapters", AdaptersStruct),
+        ("o_adapters", AdaptersStruct),
+        ("up_adapters", AdaptersStruct),
+        ("down_adapters", AdaptersStruct),
         ("rotation", RotationStruct),
         ("cache", CacheStruct),
         ("heads", c_int32),
@@ -193,6 +243,7 @@ class LayerStruct(ctypes.Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("residual_scale", c_float),
+        ("sinks", c_void_p),
     )
 
 

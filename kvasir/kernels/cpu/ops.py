@@ -10,11 +10,16 @@ from typing import Any, Protocol
 
 import torch
 
+from kvasir.kernels.adapters import AdapterMatrices, TokenSlots
 from kvasir.kernels.cpu.library import (
     ACTIVATIONS,
+    MAX_PARTS,
+    AdaptersStruct,
     CacheStruct,
+    DraftRowsStruct,
     GroupStruct,
     LayerStruct,
+    LookupStruct,
     NormStruct,
     RotationStruct,
     RowsStruct,
@@ -68,6 +73,40 @@ def gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype)
     loaded().kv_gated(_at(x), out.numel() // size, size, ACTIVATIONS[kind], _at(out))
     return out
+
+
+def adapt(x: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, slots: TokenSlots) -> torch.Tensor:
+    x, y = x.contiguous(), y.contiguous()
+    struct = adapters_of(matrices)
+    if y.shape != (len(x), struct.outputs) or x.shape[1] != struct.inputs or len(slots.slots) != len(x):
+        raise TypeError(f"{list(x.shape)} and {list(y.shape)} do not fit {struct.outputs} outputs of {struct.inputs}")
+    are_there = loaded().kv_adapt(
+        ctypes.byref(struct),
+        *(_at(x), ctypes.c_int64(x.shape[1]), ctypes.c_void_p(address(slots.slots, torch.int32)), len(x)),
+        *(_at(y), ctypes.c_int64(y.shape[1])),
+    )
+    if not are_there:
+        raise IndexError(f"slot {int(slots.slots.max())} of {struct.slots}")
+    return y
+
+
+def adapters_of(matrices: AdapterMatrices) -> AdaptersStruct:
+    """A layer's adapters as the library reads them."""
+    if len(matrices.parts) > MAX_PARTS:
+        raise TypeError(f"the CPU library takes layers of {MAX_PARTS} parts, not {len(matrices.parts)}")
+    return AdaptersStruct(
+        slots=len(matrices.uses),
+        parts=len(matrices.parts),
+        rank=matrices.rank,
+        inputs=matrices.shrink.shape[2],
+        outputs=matrices.expand.shape[2],
+        part_outputs=(ctypes.c_int32 * MAX_PARTS)(*matrices.parts),
+        shrink=address(matrices.shrink, torch.bfloat16),
+        expand=address(matrices.expand, torch.bfloat16),
+        gain=address(matrices.gain, torch.float32),
+        shift=address(matrices.shift, torch.float32),
+        uses=address(matrices.uses, torch.int32),
+    )
 
 
 def rope_store(
@@ -143,6 +182,48 @@ def step_inputs(
     if not fits:
         raise ValueError(f"{len(token_ids)} token ids were given for sequences of {num_tokens.tolist()} tokens")
     return ids, positions, slots, query_start, lengths
+
+
+def lookup_drafts(
+    history: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    drafts: torch.Tensor,
+    counts: torch.Tensor,
+    shortest: int,
+    longest: int,
+    latest: bool,
+) -> None:
+    text, stride = rows_address(history, torch.int32)
+    how = LookupStruct(drafts.shape[1], shortest, longest, latest)
+    rows, lengths = rows.contiguous(), lengths.contiguous()
+    loaded().kv_lookup_drafts(
+        ctypes.c_void_p(text), ctypes.c_int64(stride), ctypes.c_void_p(address(rows, torch.int64)),
+        ctypes.c_void_p(address(lengths, torch.int32)), len(rows), ctypes.byref(how),
+        ctypes.c_void_p(address(drafts, torch.int32)), ctypes.c_void_p(address(counts, torch.int32)),
+    )  # fmt: skip
+
+
+def accept_drafts(
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    lines: torch.Tensor,
+    drafts: torch.Tensor,
+    counts: torch.Tensor,
+    num_computed: torch.Tensor,
+    next_token: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = drafts.shape[1]
+    own = torch.empty(len(rows), 1 + size, dtype=torch.int32)
+    taken = torch.empty(len(rows), dtype=torch.int32)
+    state = DraftRowsStruct(*(address(each, torch.int32) for each in (drafts, counts, num_computed, next_token)))
+    given = (
+        address(tokens, torch.int32), address(rows, torch.int64), address(starts, torch.int32),
+        address(lines, torch.int32),
+    )  # fmt: skip
+    loaded().kv_accept_drafts(*map(ctypes.c_void_p, given), len(rows), size, ctypes.byref(state), _at(own), _at(taken))
+    return own, taken
 
 
 def takes_logits(logits: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvasir.kernels.cpu.library import ACTIVATIONS, MatrixStruct, RoutesStruct, loaded
+from kvasir.kernels.cpu.library import ACTIVATIONS, CodesStruct, MatrixStruct, RoutesStruct, loaded
 from kvasir.kernels.cpu.ops import address
 
 _KINDS = {"bf16": 0, "q8": 1, "q4": 2, "plain": 3, "q6": 4}
@@ -25,6 +25,11 @@ class Format:
     group: int = 32
     offset: int = 0
     has_min: bool = False
+
+    def __str__(self) -> str:
+        if self.kind in ("bf16", "plain"):
+            return "bfloat16"
+        return f"{self.kind[1:]}-bit integers in groups of {self.group}{' with minima' if self.has_min else ''}"
 
     def joined(self, other: Format) -> Format:
         """A format that holds the numbers of both."""
@@ -89,15 +94,37 @@ class Layout:
         return self.data_bytes + self.scale_bytes * (2 if self.format.has_min else 1)
 
 
-class PackedMatrix:
-    """A layout with its memory (uint8, flat) and an optional bias of bfloat16."""
+@dataclass(frozen=True)
+class Arrangement:
+    """What is done to a row of inputs before a matrix multiplies it: input order[k] takes place k, times its factor."""
 
-    def __init__(self, layout: Layout, memory: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    order: torch.Tensor | None = None  # int32 [inputs]
+    factor: torch.Tensor | None = None  # float32 [inputs], in the order of the inputs
+
+    def restore(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of an arranged matrix as those of the matrix that takes inputs as they are."""
+        if self.order is not None:
+            rows = torch.empty_like(rows).index_copy_(1, self.order.long(), rows)
+        return rows if self.factor is None else (rows.float() * self.factor).to(rows.dtype)
+
+
+class PackedMatrix:
+    """A layout with its memory (uint8, flat), an optional bias of bfloat16, and an arrangement of its inputs."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        memory: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        arrangement: Arrangement | None = None,
+    ) -> None:
         if memory.numel() != layout.num_bytes or not memory.is_contiguous():
             raise ValueError(f"{layout} takes {layout.num_bytes} contiguous bytes, not {memory.numel()}")
         if bias is not None and (bias.shape != (layout.outputs,) or bias.dtype != torch.bfloat16):
             raise ValueError(f"{layout.outputs} biases of bfloat16 are needed, not {list(bias.shape)} of {bias.dtype}")
         self.layout, self.memory, self.bias = layout, memory, bias
+        self.arrangement = arrangement or Arrangement()
+        order, factor = self.arrangement.order, self.arrangement.factor
         form, at = layout.format, memory.data_ptr()
         scale = at + layout.data_bytes
         self.struct = MatrixStruct(
@@ -111,10 +138,12 @@ class PackedMatrix:
             scale=scale if layout.scale_bytes else None,
             min=scale + layout.scale_bytes if form.has_min else None,
             bias=None if bias is None else bias.data_ptr(),
+            order=None if order is None else address(order, torch.int32),
+            factor=None if factor is None else address(factor, torch.float32),
         )
 
     def with_bias(self, bias: torch.Tensor | None) -> PackedMatrix:
-        return PackedMatrix(self.layout, self.memory, bias)
+        return PackedMatrix(self.layout, self.memory, bias, self.arrangement)
 
     def fill(self, rows: torch.Tensor, first: int = 0) -> None:
         """Write [n, inputs] floats to the rows from `first` on, quantized if the format is."""
@@ -147,6 +176,34 @@ class PackedMatrix:
         if not known:
             raise ValueError(f"the library does not know {kind}")
 
+    def fill_codes(
+        self,
+        codes: torch.Tensor,  # uint8 [n, inputs]
+        offset: int,
+        scale: torch.Tensor,  # float32 [n, groups]
+        minimum: torch.Tensor | None,  # like scale
+        first: int = 0,
+    ) -> None:
+        """Write codes that mean (code - offset) * scale + minimum to the rows from `first` on."""
+        self._check_width(codes)
+        self._check_place(first, len(codes))
+        form, groups = self.layout.format, scale.shape[1]
+        if not form.has_min and (minimum is not None or offset != form.offset):
+            raise ValueError(f"{form} does not hold codes with minima or an offset of {offset}")
+        if groups > 1 and self.layout.inputs // groups % form.group:
+            raise ValueError(f"groups of {form.group} do not divide {groups} groups of {self.layout.inputs} inputs")
+        codes, scale = codes if codes.stride(1) == 1 else codes.contiguous(), scale.contiguous()
+        lowest = None if minimum is None else minimum.contiguous()
+        source = CodesStruct(
+            codes=codes.data_ptr(),
+            stride=codes.stride(0),
+            scale=address(scale, torch.float32),
+            min=None if lowest is None else address(lowest, torch.float32),
+            groups=groups,
+            offset=offset,
+        )
+        loaded().kv_pack_codes(ctypes.byref(self.struct), ctypes.byref(source), first, len(codes))
+
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """These rows as bfloat16, [n, inputs]."""
         out = torch.empty(len(numbers), self.layout.inputs, dtype=torch.bfloat16)
@@ -159,7 +216,7 @@ class PackedMatrix:
         )
         if not are_there:
             raise IndexError(f"rows {numbers.min()} to {numbers.max()} of a matrix of {self.layout.outputs}")
-        return out
+        return self.arrangement.restore(out)
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, inputs] bfloat16 -> [rows, outputs], bias added."""
@@ -221,7 +278,20 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-__all__ = ["BF16", "GGUF", "INT4", "INT6", "INT8", "PLAIN", "Format", "Layout", "PackedMatrix", "pack", "plain"]
+__all__ = [
+    "BF16",
+    "GGUF",
+    "INT4",
+    "INT6",
+    "INT8",
+    "PLAIN",
+    "Arrangement",
+    "Format",
+    "Layout",
+    "PackedMatrix",
+    "pack",
+    "plain",
+]
 
 
 # ---------------------------------------------------------------- memory

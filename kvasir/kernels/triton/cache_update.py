@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.triton.launch import await_previous, early
+from kvasir.kernels.triton.launch import await_previous, cdiv, early, next_power_of_2
 
 
 @triton.jit(do_not_specialize_on_alignment=["position_ptr", "slot_ptr"])
@@ -105,7 +105,7 @@ def rope_store(
         qkv, query, kv_cache, q_gain if norm else qkv, k_gain if norm else qkv, positions, slots,
         qkv if table is None else table, eps, k_scale, v_scale,
         kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=triton.next_power_of_2(dim),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=next_power_of_2(dim),
         ROTARY=0 if table is None else table.shape[1], BLOCK_SIZE=block_size, GROUP=group, QK_NORM=norm,
         INTERLEAVED=interleaved,
         LIMIT=torch.finfo(kv_cache.dtype).max if kv_cache.itemsize == 1 else 0.0, num_warps=1, **early(qkv),
@@ -153,7 +153,7 @@ def copy_blocks(
     word = next(kind for kind in WORDS if page_bytes % kind.itemsize == 0)
     source, target = source.view(word), target.view(word)
     words = source.shape[2]
-    grid = len(source_index), layers, triton.cdiv(words, CHUNK)
+    grid = len(source_index), layers, cdiv(words, CHUNK)
     _copy_blocks_kernel[grid](
         source,
         target,
@@ -197,19 +197,19 @@ def _decode_inputs_kernel(
 
 def decode_inputs(
     rows: torch.Tensor,  # [n] int64, each at most once but for `padding_row`
+    lengths: torch.Tensor,  # [n] int32: lengths after the step are written here
     padding_row: int,  # gets slot -1 and length 0
     num_computed: torch.Tensor,  # [rows] int32, counted up
     next_token: torch.Tensor,  # [rows] int32
     tables: torch.Tensor,  # [rows, max_blocks] int32
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Input ids, positions and slots [n] int64, and lengths after the step [n] int32."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Input ids, positions and slots, [n] int64."""
     n = len(rows)
     ids, positions, slots = torch.empty(3, n, dtype=torch.int64, device=rows.device)
-    lengths = torch.empty(n, dtype=torch.int32, device=rows.device)
-    block = min(256, max(16, triton.next_power_of_2(n)))
-    _decode_inputs_kernel[(triton.cdiv(n, block),)](
+    block = 128  # one variant for all sizes
+    _decode_inputs_kernel[(cdiv(n, block),)](
         rows, num_computed, next_token, tables, ids, positions, slots, lengths, n, padding_row, tables.stride(0),
         BLOCK_SIZE=block_size, BLOCK=block, num_warps=1, **early(rows),
     )  # fmt: skip
-    return ids, positions, slots, lengths
+    return ids, positions, slots

@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kvasir.kernels.triton.launch import cdiv, next_power_of_2
+
 LIST = 4096  # candidates that a line may have
 CHUNK = 4096  # logits per program
 MARKS = 8
@@ -202,7 +204,7 @@ def filter_threshold(
 ) -> torch.Tensor:
     """See reference.filter_threshold."""
     lines, vocab = logits.shape
-    chunks = triton.cdiv(vocab, CHUNK)
+    chunks = cdiv(vocab, CHUNK)
     terms = (logits, rows, temperature, min_p, top_k, top_p)
 
     def floats(*shape: int) -> torch.Tensor:
@@ -212,7 +214,7 @@ def filter_threshold(
     records, marks = floats(ROUNDS + 1, lines, RECORD.value), floats(ROUNDS, lines, MARKS)
     masses = floats(ROUNDS, lines, chunks, MARKS)
     counts = torch.empty(masses.shape, dtype=torch.int32, device=logits.device)
-    shape = dict(CHUNKS=triton.next_power_of_2(chunks), CHUNK=CHUNK, MARKS=MARKS, LIST=LIST)
+    shape = dict(CHUNKS=next_power_of_2(chunks), CHUNK=CHUNK, MARKS=MARKS, LIST=LIST)
     grid = (lines, chunks)
     _weigh_kernel[grid](*terms, stats, vocab, chunks, CHUNK=CHUNK, num_warps=8)
     for round in range(ROUNDS):

@@ -12,7 +12,6 @@ On an H200, against paged_prefill's own kernel: 8 chunks of 2048 tokens 0.62 ms,
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,6 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kvasir.kernels.layout import TileList
+from kvasir.kernels.triton.launch import cdiv
+
 ROWS = gl.constexpr(64)  # of a computing warp group: those of one wgmma
 GROUPS = gl.constexpr(2)  # warp groups that compute
 KEYS = gl.constexpr(64)  # in a block; the cache's are multiples of it
@@ -33,11 +35,19 @@ _copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  
 
 
 @gluon.jit
-def _find_tile(index, tiles, start_ptr, length_ptr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+def _find_tile(
+    index, tiles, total, start_ptr, length_ptr, seq_ptr, number_ptr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, LISTED: gl.constexpr,
+):  # fmt: skip
     """The last tiles of a chunk see most keys and come first, so that the end of a launch is short."""
     rest = index // KV_HEADS
-    row = (tiles - 1 - rest % tiles) * (GROUPS * ROWS)
-    seq = rest // tiles
+    if LISTED:
+        at = total // KV_HEADS - 1 - rest
+        seq = gl.load(seq_ptr + at)
+        row = gl.load(number_ptr + at) * (GROUPS * ROWS)
+    else:
+        seq = rest // tiles
+        row = (tiles - 1 - rest % tiles) * (GROUPS * ROWS)
     start = gl.load(start_ptr + seq)
     num_q = gl.load(start_ptr + seq + 1) - start
     length = gl.load(length_ptr + seq)
@@ -49,8 +59,9 @@ def _find_tile(index, tiles, start_ptr, length_ptr, KV_HEADS: gl.constexpr, GROU
 
 @gluon.jit
 def _load(
-    queries, pages, table_ptr, row_ptr, start_ptr, length_ptr, table_stride, tiles, total, q_ring, ring,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    queries, pages, table_ptr, row_ptr, start_ptr, length_ptr, seq_ptr, number_ptr, table_stride, tiles, total, q_ring,
+    ring, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    LISTED: gl.constexpr,
 ):  # fmt: skip
     q, q_here, q_free = q_ring
     k, v, k_here, v_here, k_free, v_free = ring
@@ -58,7 +69,7 @@ def _load(
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         seq, kv_head, row, start, _num_q, _length, blocks = _find_tile(
-            index, tiles, start_ptr, length_ptr, KV_HEADS, GROUP
+            index, tiles, total, start_ptr, length_ptr, seq_ptr, number_ptr, KV_HEADS, GROUP, LISTED
         )
         table = table_ptr + gl.load(row_ptr + seq) * table_stride
         if blocks > 0:
@@ -132,8 +143,8 @@ def _advance(
 
 @gluon.jit
 def _compute(
-    which, out_ptr, start_ptr, length_ptr, scale, tiles, total, q_ring, ring,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+    which, sink_ptr, out_ptr, start_ptr, length_ptr, seq_ptr, number_ptr, scale, tiles, total, q_ring, ring,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, LISTED: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
@@ -144,7 +155,7 @@ def _compute(
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         _seq, kv_head, row, start, num_q, length, blocks = _find_tile(
-            index, tiles, start_ptr, length_ptr, KV_HEADS, GROUP
+            index, tiles, total, start_ptr, length_ptr, seq_ptr, number_ptr, KV_HEADS, GROUP, LISTED
         )
         if blocks > 0:
             row += which * ROWS
@@ -184,6 +195,9 @@ def _compute(
                 step += 1
             acc = warpgroup_mma_wait(0, deps=(_add_values(p, acc, step - 1, v, v_here),))
             mbarrier.arrive(v_free.index((step - 1) % STAGES))
+            if SINKS:
+                head = kv_head * GROUP + (row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))) % GROUP
+                norm += gl.exp2(gl.load(sink_ptr + head) * 1.4426950408889634 - top)
             acc = acc / gl.convert_layout(norm, gl.SliceLayout(1, O_LAYOUT))[:, None]
             m = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LINES))
             d = gl.arange(0, DIM, layout=gl.SliceLayout(0, LINES))
@@ -200,11 +214,18 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
-@gluon.jit(do_not_specialize=["tiles", "total"], do_not_specialize_on_alignment=["row_ptr", "start_ptr", "length_ptr"])
+@gluon.jit(
+    do_not_specialize=["tiles", "total"],
+    do_not_specialize_on_alignment=["row_ptr", "start_ptr", "length_ptr", "count_ptr", "seq_ptr", "number_ptr"],
+)
 def _hopper_prefill_kernel(
-    queries, pages, table_ptr, row_ptr, start_ptr, length_ptr, out_ptr, scale, table_stride, tiles, total,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    queries, pages, table_ptr, row_ptr, start_ptr, length_ptr, count_ptr, seq_ptr, number_ptr, sink_ptr, out_ptr, scale,
+    table_stride, tiles, total,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, LISTED: gl.constexpr,
+    SINKS: gl.constexpr,
 ):  # fmt: skip
+    if LISTED:
+        total = gl.load(count_ptr) * KV_HEADS
     q = gl.allocate_shared_memory(pages.dtype, [GROUPS, ROWS // GROUP, GROUP, DIM], queries.layout)
     k = gl.allocate_shared_memory(pages.dtype, [STAGES, KEYS, DIM], pages.layout)
     v = gl.allocate_shared_memory(pages.dtype, [STAGES, KEYS, DIM], pages.layout)
@@ -213,10 +234,12 @@ def _hopper_prefill_kernel(
     # The last two numbers are registers of a computing thread and of a loading one. They are written here because a
     # constant inside a named tuple would not stay a constant.
     gl.warp_specialize([
-        (_compute, (0, out_ptr, start_ptr, length_ptr, scale, tiles, total, q_ring, ring, KV_HEADS, GROUP, DIM)),
-        (_compute, (1, out_ptr, start_ptr, length_ptr, scale, tiles, total, q_ring, ring, KV_HEADS, GROUP, DIM)),
-        (_load, (queries, pages, table_ptr, row_ptr, start_ptr, length_ptr, table_stride, tiles, total, q_ring, ring,
-                 KV_HEADS, GROUP, DIM, BLOCK_SIZE)),
+        (_compute, (0, sink_ptr, out_ptr, start_ptr, length_ptr, seq_ptr, number_ptr, scale, tiles, total, q_ring, ring,
+                    KV_HEADS, GROUP, DIM, LISTED, SINKS)),
+        (_compute, (1, sink_ptr, out_ptr, start_ptr, length_ptr, seq_ptr, number_ptr, scale, tiles, total, q_ring, ring,
+                    KV_HEADS, GROUP, DIM, LISTED, SINKS)),
+        (_load, (queries, pages, table_ptr, row_ptr, start_ptr, length_ptr, seq_ptr, number_ptr, table_stride, tiles,
+                 total, q_ring, ring, KV_HEADS, GROUP, DIM, BLOCK_SIZE, LISTED)),
     ], [4, 4], [240, 24])  # fmt: skip
 
 
@@ -235,6 +258,11 @@ def takes(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
     )
 
 
+def tile_tokens(query: torch.Tensor, kv_cache: torch.Tensor) -> int:
+    """Tokens of a tile of this kernel."""
+    return ROWS.value * GROUPS.value * kv_cache.shape[3] // query.shape[1]
+
+
 def hopper_prefill(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -242,16 +270,24 @@ def hopper_prefill(
     rows: torch.Tensor,
     starts: torch.Tensor,
     lengths: torch.Tensor,
-    longest: int,
+    longest: int | None,  # None: chunks are those of `listed`
     out: torch.Tensor,
     scale: float,  # in units of log2(e)
+    sinks: torch.Tensor | None = None,  # [heads] float32
+    listed: TileList | None = None,  # of `tile_tokens`
 ) -> None:
     """See paged_prefill."""
     tokens, heads, dim = query.shape
     blocks, _, block_size, kv_heads, _ = kv_cache.shape
     group, width, height = heads // kv_heads, kv_heads * dim, ROWS.value * GROUPS.value
-    tiles = triton.cdiv(longest * group, height)
-    total = kv_heads * tiles * len(rows)
+    if listed is None:
+        assert longest is not None, "without a list, the longest chunk bounds the number of tiles"
+        tiles = cdiv(longest * group, height)
+        total = kv_heads * tiles * rows.shape[0]
+        lists = (lengths, lengths, lengths)
+    else:
+        tiles, total = 1, kv_heads * listed.sequence.shape[0]
+        lists = (listed.count, listed.sequence, listed.number)
     box = [ROWS.value // group, group, dim]
     queries = TensorDescriptor(
         query, [tokens, heads, dim], [heads * dim, dim, 1], box, gl.NVMMASharedLayout(128, 16, 3)
@@ -261,6 +297,8 @@ def hopper_prefill(
     )
     programs = min(total, torch.cuda.get_device_properties(query.device).multi_processor_count)
     _hopper_prefill_kernel[(programs,)](
-        queries, pages, tables, rows, starts, lengths, out, scale, tables.stride(0), tiles, total,
-        KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_SIZE=block_size, num_warps=4,
+        queries, pages, tables, rows, starts, lengths, *lists, lengths if sinks is None else sinks, out, scale,
+        tables.stride(0), tiles, total,
+        KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_SIZE=block_size, LISTED=listed is not None,
+        SINKS=sinks is not None, num_warps=4,
     )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.triton.launch import await_previous, early
+from kvasir.kernels.triton.launch import await_previous, cdiv, early, next_power_of_2
 
 AHEAD = 256  # columns of the matrix that a program prefetches before it waits for x
 
@@ -80,7 +80,7 @@ UNTUNED = [2, 1024, 2]  # rows of the matrix per program, columns per step, warp
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `gemv` can take this product: one row, of a size that its blocks divide."""
-    return len(x) == 1 and is_fit(weight)
+    return x.shape[0] == 1 and is_fit(weight)
 
 
 def is_fit(weight: torch.Tensor) -> bool:
@@ -106,7 +106,7 @@ def gemv(
     while inner % block_k:
         block_k //= 2
     y = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
-    _gemv_kernel[(triton.cdiv(outputs, block_n),)](
+    _gemv_kernel[(cdiv(outputs, block_n),)](
         x, weight, weight if bias is None else bias, weight if gain is None else gain, weight if add is None else add,
         y, outputs, eps, INNER=inner, BLOCK_N=block_n, BLOCK_K=block_k, BIAS=bias is not None, NORM=gain is not None,
         ADD=add is not None, GATED=gated, AHEAD=min(AHEAD, inner & -inner), num_warps=warps, **early(x),
@@ -163,10 +163,17 @@ def parts_for(x: torch.Tensor, weight: torch.Tensor) -> list[int] | None:
 
 
 def _find(key: Callable[[int, int, int], str], x: torch.Tensor, weight: torch.Tensor) -> list[int] | None:
-    if not 1 < len(x) <= COUNTS[-1] or weight.dim() != 2 or x.element_size() != 2 or not weight.is_contiguous():
+    rows = x.shape[0]
+    if not 1 < rows <= COUNTS[-1] or weight.dim() != 2 or x.element_size() != 2 or not weight.is_contiguous():
         return None
-    outputs, inner = weight.shape
-    return find(key(outputs, inner, next(count for count in COUNTS if len(x) <= count)), x)
+    return _measured(key, *weight.shape, rows, x.device.index)
+
+
+@cache
+def _measured(
+    key: Callable[[int, int, int], str], outputs: int, inner: int, rows: int, device: int | None
+) -> list[int] | None:
+    return table(device_name(device)).get(key(outputs, inner, next(count for count in COUNTS if rows <= count)))
 
 
 def tile_linear(
@@ -176,7 +183,7 @@ def tile_linear(
     blocks: list[int],  # outputs and inputs per tile, warps, stages
 ) -> torch.Tensor:
     """See reference.linear."""
-    y = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, y, [*blocks, 1])
     return y
 
@@ -187,7 +194,7 @@ def linear_parts(
     blocks: list[int],  # outputs and inputs per tile, warps, stages, parts
 ) -> torch.Tensor:
     """[parts, rows, outputs] float32, whose sum is the product."""
-    y = torch.empty(blocks[-1], len(x), len(weight), dtype=torch.float32, device=x.device)
+    y = torch.empty(blocks[-1], x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
     _launch(x, weight, None, y, blocks)
     return y
 
@@ -197,14 +204,15 @@ def _launch(
 ) -> None:
     outputs, inner = weight.shape
     block_n, block_k, warps, stages, split = blocks
-    block_m = min(128, max(16, triton.next_power_of_2(len(x))))
+    rows = x.shape[0]
+    block_m = min(128, max(16, next_power_of_2(rows)))
     described = weight
     if x.is_cuda:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         described = TensorDescriptor(weight, [outputs, inner], [inner, 1], [block_n, block_k])
-    _tile_kernel[(triton.cdiv(outputs, block_n), split, triton.cdiv(len(x), block_m))](
-        x, weight, described, weight if bias is None else bias, y, len(x), outputs,
+    _tile_kernel[(cdiv(outputs, block_n), split, cdiv(rows, block_m))](
+        x, weight, described, weight if bias is None else bias, y, rows, outputs,
         INNER=inner, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT=split, BIAS=bias is not None,
         DESCRIPTOR=x.is_cuda, STAGES=stages, num_warps=warps, num_stages=stages, **early(x),
     )  # fmt: skip

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kvasir.kernels.reference import ANY_TOKEN
-from kvasir.kernels.triton.launch import await_previous, early
+from kvasir.kernels.triton.launch import await_previous, cdiv, early
 
 _BLOCK = 2048
 _LINES = 256
@@ -48,7 +48,7 @@ def penalize(
 ) -> None:
     """See reference.penalize."""
     lines, vocab = logits.shape
-    _penalize_kernel[(lines, triton.cdiv(vocab, _BLOCK))](
+    _penalize_kernel[(lines, cdiv(vocab, _BLOCK))](
         logits, logits.stride(0), rows, slots, counts, in_prompt.view(torch.uint8), presence, frequency, repetition,
         VOCAB=vocab, BLOCK=_BLOCK, num_warps=4, **early(logits),
     )  # fmt: skip
@@ -71,7 +71,7 @@ def _count_tokens_kernel(
 def count_tokens(tokens: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor) -> None:
     """See reference.count_tokens."""
     lines = len(tokens)
-    _count_tokens_kernel[(triton.cdiv(lines, _LINES),)](
+    _count_tokens_kernel[(cdiv(lines, _LINES),)](
         tokens, rows, slots, counts, lines, VOCAB=counts.shape[1], LINES=_LINES, num_warps=1, **early(tokens)
     )
 
@@ -104,7 +104,7 @@ def add_bias(
 ) -> None:
     """See reference.add_bias."""
     width = ids.shape[1]
-    _add_bias_kernel[(len(logits), triton.cdiv(width, _LIST_BLOCK))](
+    _add_bias_kernel[(len(logits), cdiv(width, _LIST_BLOCK))](
         logits, logits.stride(0), rows, slots, ids, values, width, BLOCK=_LIST_BLOCK, num_warps=1, **early(logits)
     )
 
@@ -139,7 +139,7 @@ def ban_words(
 ) -> None:
     """See reference.ban_words."""
     words, length = beginnings.shape[1:]
-    _ban_words_kernel[(len(logits), triton.cdiv(words, _LIST_BLOCK))](
+    _ban_words_kernel[(len(logits), cdiv(words, _LIST_BLOCK))](
         logits, logits.stride(0), rows, slots, beginnings, ends, recent, words, length,
         ANY=ANY_TOKEN, BLOCK=_LIST_BLOCK, num_warps=1, **early(logits),
     )  # fmt: skip
@@ -192,7 +192,7 @@ def _mask_logits_kernel(
 def mask_logits(logits: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, allowed: torch.Tensor) -> None:
     """See reference.mask_logits."""
     lines, vocab = logits.shape
-    _mask_logits_kernel[(lines, triton.cdiv(vocab, _BLOCK))](
+    _mask_logits_kernel[(lines, cdiv(vocab, _BLOCK))](
         logits, logits.stride(0), rows, slots, allowed,
         VOCAB=vocab, WORDS=allowed.shape[1], BLOCK=_BLOCK, num_warps=4, **early(logits),
     )  # fmt: skip

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kvasir.kernels.layout import SharedPrefixes
-from kvasir.kernels.triton.launch import await_previous, early
+from kvasir.kernels.triton.launch import await_previous, early, next_power_of_2
 from kvasir.kernels.triton.shared_prefix import attend_prefixes, choose_tiling
 
 LOG2E = 1.4426950408889634
@@ -32,7 +32,7 @@ def soft_cap(s, CAP: tl.constexpr):
 
 
 @triton.jit
-def _first_keys(
+def first_keys(
     length, shared_ptr, WINDOW: tl.constexpr, SHARES: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     """Number of keys of a sequence in a shared prefix, and where the others begin: after it, or at the tile that holds
@@ -48,7 +48,7 @@ def _first_keys(
 
 
 @triton.jit
-def _part_length(span, log_splits, least, BLOCK_N: tl.constexpr):
+def part_length(span, log_splits, least, BLOCK_N: tl.constexpr):
     """Length of a part: always whole tiles, so that the compiler knows where they lie within blocks."""
     each = (span + (1 << log_splits) - 1) >> log_splits
     return tl.cdiv(tl.maximum(each, least), BLOCK_N) * BLOCK_N
@@ -61,15 +61,15 @@ def find_part(
 ):  # fmt: skip
     """The keys of a part, and whether its queries see no others. Padding rows have length 0. They, and parts that a
     short sequence does not have, begin at its end or later, and cost about half a nanosecond."""
-    shared, origin = _first_keys(length, shared_ptr, WINDOW, SHARES, BLOCK_SIZE, BLOCK_N)
-    size = _part_length(length - origin, log_splits, least, BLOCK_N)
+    shared, origin = first_keys(length, shared_ptr, WINDOW, SHARES, BLOCK_SIZE, BLOCK_N)
+    size = part_length(length - origin, log_splits, least, BLOCK_N)
     start = origin + part * size
     return start, tl.minimum(start + size, length), (shared == 0) & (size >= length - origin)
 
 
 @triton.jit
 def attend_part(
-    q_ptr, cache_ptr, table, out_ptr, part_ptr, lse_ptr, scale, log_splits, extra,
+    q_ptr, cache_ptr, table, sink_ptr, out_ptr, part_ptr, lse_ptr, scale, log_splits, extra,
     block_stride, value_stride, token_stride, head_stride, kv_head, seq, part, length, start, end, is_whole,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
@@ -107,6 +107,10 @@ def attend_part(
         total = total * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         top = new_top
+    if sink_ptr is not None:  # noqa: SIM102  # known when the kernel is compiled, and what follows is not
+        if is_whole:  # otherwise it is added where the parts are merged
+            sink = tl.load(sink_ptr + kv_head * GROUP + g, mask=g < GROUP, other=0.0) * 1.4426950408889634
+            total += tl.exp2(sink - top)
     acc = acc / total[:, None]
     if is_whole:
         tl.store(out_ptr + head[:, None] * DIM + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=used)
@@ -121,7 +125,7 @@ def attend_part(
     do_not_specialize_on_alignment=["row_ptr", "length_ptr", "order_ptr", "shared_ptr"],
 )
 def _decode_kernel(
-    q_ptr, cache_ptr, table_ptr, row_ptr, length_ptr, order_ptr, shared_ptr, out_ptr, part_ptr, lse_ptr,
+    q_ptr, cache_ptr, table_ptr, row_ptr, length_ptr, order_ptr, shared_ptr, sink_ptr, out_ptr, part_ptr, lse_ptr,
     scale, log_splits, least, extra, table_stride, block_stride, value_stride, token_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SHARES: tl.constexpr,
@@ -141,7 +145,7 @@ def _decode_kernel(
     if start >= length:
         return
     attend_part(
-        q_ptr, cache_ptr, table, out_ptr, part_ptr, lse_ptr, scale, log_splits, extra,
+        q_ptr, cache_ptr, table, sink_ptr, out_ptr, part_ptr, lse_ptr, scale, log_splits, extra,
         block_stride, value_stride, token_stride, head_stride, kv_head, seq, part, length, start, end, is_whole,
         HEADS, KV_HEADS, DIM, PADDED, TILE, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, STAGES,
     )  # fmt: skip
@@ -151,19 +155,29 @@ def _decode_kernel(
     do_not_specialize=["log_splits", "least", "extra"], do_not_specialize_on_alignment=["length_ptr", "shared_ptr"]
 )
 def _merge_kernel(
-    part_ptr, lse_ptr, length_ptr, shared_ptr, out_ptr, log_splits, least, extra,
+    part_ptr, lse_ptr, length_ptr, shared_ptr, sink_ptr, out_ptr, log_splits, least, extra,
     HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SHARES: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Parts weighted by their log-sum-exp, all of a head as one tile of SLOTS (a power of two)."""
     head = tl.program_id(0)
     seq = tl.program_id(1)
     length = tl.load(length_ptr + seq, cache_modifier=".cg")
-    shared, origin = _first_keys(length, shared_ptr + seq, WINDOW, SHARES, BLOCK_SIZE, BLOCK_N)
-    own = tl.cdiv(length - origin, _part_length(length - origin, log_splits, least, BLOCK_N))
+    shared, origin = first_keys(length, shared_ptr + seq, WINDOW, SHARES, BLOCK_SIZE, BLOCK_N)
+    own = tl.cdiv(length - origin, part_length(length - origin, log_splits, least, BLOCK_N))
     await_previous(PDL)
     if (length == 0) | ((shared == 0) & (own == 1)):  # a padding row, or written directly
         return
+    merge_parts(
+        part_ptr, lse_ptr, sink_ptr, out_ptr, log_splits, extra, seq, head, shared, own, HEADS, DIM, PADDED, SLOTS
+    )
+
+
+@triton.jit
+def merge_parts(
+    part_ptr, lse_ptr, sink_ptr, out_ptr, log_splits, extra, seq, head, shared, own,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Parts weighted by their log-sum-exp, all of a head as one tile of SLOTS (a power of two)."""
     d = tl.arange(0, PADDED)
     j = tl.arange(0, SLOTS)
     there = (j < extra + own) & ((j >= extra) | (shared > 0))
@@ -171,8 +185,12 @@ def _merge_kernel(
     slot = line * (extra + (1 << log_splits)) + j
     lse = tl.load(lse_ptr + slot, mask=there, other=-float("inf"))
     x = tl.load(part_ptr + slot[:, None] * DIM + d[None, :], mask=there[:, None] & (d < DIM)[None, :], other=0.0)
-    weight = tl.exp2(lse - tl.max(lse, 0))
-    out = tl.sum(x * weight[:, None], 0) / tl.sum(weight, 0)
+    top = tl.max(lse, 0)
+    weight = tl.exp2(lse - top)
+    total = tl.sum(weight, 0)
+    if sink_ptr is not None:
+        total += tl.exp2(tl.load(sink_ptr + head) * 1.4426950408889634 - top)
+    out = tl.sum(x * weight[:, None], 0) / total
     tl.store(out_ptr + line * DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM)
 
 
@@ -244,15 +262,17 @@ class Parts:
         """log_splits, least and extra, of the kernels' arguments."""
         return self.split.count.bit_length() - 1, self.split.least, self.extra
 
-    def merge(self, lengths: torch.Tensor, out: torch.Tensor, shape: dict[str, Any]) -> None:
+    def merge(
+        self, lengths: torch.Tensor, out: torch.Tensor, shape: dict[str, Any], sinks: torch.Tensor | None
+    ) -> None:
         """Called when all parts are there; `shape` is what `attend_part` was given."""
         slots = self.extra + self.split.count
         if slots == 1:
             return
         shape = {name: shape[name] for name in ("HEADS", "DIM", "PADDED", "BLOCK_SIZE", "BLOCK_N", "WINDOW", "SHARES")}
         _merge_kernel[(out.shape[1], len(lengths))](
-            self.part, self.lse, lengths, lengths if self.shared is None else self.shared, out, *self.numbers,
-            SLOTS=triton.next_power_of_2(slots), num_warps=1, **shape, **early(out),
+            self.part, self.lse, lengths, lengths if self.shared is None else self.shared, sinks, out, *self.numbers,
+            SLOTS=next_power_of_2(slots), num_warps=1 if shape["PADDED"] <= 256 else 8, **shape, **early(out),
         )  # fmt: skip
 
 
@@ -297,8 +317,8 @@ def part_shape(
     """The compile-time constants of kernels that call `attend_part`."""
     heads, dim, kv_heads = query.shape[1], query.shape[2], kv_cache.shape[3]
     return dict(
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=triton.next_power_of_2(dim),
-        TILE=max(16, triton.next_power_of_2(heads // kv_heads)), BLOCK_SIZE=kv_cache.shape[2],
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=next_power_of_2(dim),
+        TILE=max(16, next_power_of_2(heads // kv_heads)), BLOCK_SIZE=kv_cache.shape[2],
         WINDOW=window or 0, SOFTCAP=softcap or 0.0,
     )  # fmt: skip
 
@@ -314,6 +334,7 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [heads] float32
     *,
     split: Split | None = None,
     longest: int | None = None,  # upper bound of a sequence's tokens outside its shared prefix; None: unknown
@@ -328,8 +349,9 @@ def paged_decode(
     shape = part_shape(query, kv_cache, window, softcap) | dict(BLOCK_N=block_n, SHARES=parts.shared is not None)
     _decode_kernel[(kv_cache.shape[3], len(query), parts.split.count)](
         query, kv_cache, tables, rows, lengths, lengths if order is None else order,
-        lengths if parts.shared is None else parts.shared, out, parts.part, parts.lse, scale * LOG2E, *parts.numbers,
-        tables.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
+        lengths if parts.shared is None else parts.shared, sinks, out, parts.part, parts.lse, scale * LOG2E,
+        *parts.numbers, tables.stride(0),
+        kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
         ORDERED=order is not None, STAGES=stages, num_warps=warps, num_stages=stages, **shape, **early(query),
     )  # fmt: skip
-    parts.merge(lengths, out, shape)
+    parts.merge(lengths, out, shape, sinks)

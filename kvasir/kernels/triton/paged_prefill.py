@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.triton.launch import await_previous, early
+from kvasir.kernels.triton.launch import await_previous, cdiv, early, next_power_of_2
 from kvasir.kernels.triton.paged_decode import LOG2E, soft_cap
 from kvasir.log import get_logger
 
@@ -29,7 +29,7 @@ NEWEST = (3, 9)  # newest Triton that hopper_prefill.py was compiled with
 
 @triton.jit
 def attend_tile(
-    q_ptr, cache_ptr, pages, table_ptr, row_ptr, start_ptr, length_ptr, out_ptr, scale,
+    q_ptr, cache_ptr, pages, table_ptr, row_ptr, start_ptr, length_ptr, sink_ptr, out_ptr, scale,
     table_stride, block_stride, value_stride, token_stride, head_stride, kv_head, seq, tile, piece,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -43,8 +43,8 @@ def attend_tile(
     rows_end = tl.minimum((tile + 1) * TILE_ROWS, num_q * GROUP)
     if row < rows_end:
         _attend_rows(
-            q_ptr, cache_ptr, pages, table_ptr + tl.load(row_ptr + seq).to(tl.int64) * table_stride, out_ptr, scale,
-            block_stride, value_stride, token_stride, head_stride, kv_head, q_start, num_q, row, rows_end,
+            q_ptr, cache_ptr, pages, table_ptr + tl.load(row_ptr + seq).to(tl.int64) * table_stride, sink_ptr, out_ptr,
+            scale, block_stride, value_stride, token_stride, head_stride, kv_head, q_start, num_q, row, rows_end,
             tl.load(length_ptr + seq), HEADS, KV_HEADS, DIM, PADDED, BLOCK_SIZE, BLOCK_M, BLOCK_N, WINDOW, SOFTCAP,
             DESCRIPTOR, STAGES,
         )  # fmt: skip
@@ -52,7 +52,7 @@ def attend_tile(
 
 @triton.jit
 def _attend_rows(
-    q_ptr, cache_ptr, pages, table, out_ptr, scale, block_stride, value_stride, token_stride, head_stride,
+    q_ptr, cache_ptr, pages, table, sink_ptr, out_ptr, scale, block_stride, value_stride, token_stride, head_stride,
     kv_head, q_start, num_q, row, rows_end, length,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -139,12 +139,14 @@ def _attend_rows(
                 total = total * shrink + tl.sum(p, 1)
                 acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
                 top = new_top
+    if sink_ptr is not None:
+        total += tl.exp2(tl.load(sink_ptr + kv_head * GROUP + m % GROUP) * 1.4426950408889634 - top)
     tl.store(out_ptr + at_q, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=used)
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_ptr", "start_ptr", "length_ptr"])
 def _prefill_kernel(
-    q_ptr, cache_ptr, pages, table_ptr, row_ptr, start_ptr, length_ptr, out_ptr, scale,
+    q_ptr, cache_ptr, pages, table_ptr, row_ptr, start_ptr, length_ptr, sink_ptr, out_ptr, scale,
     table_stride, block_stride, value_stride, token_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -153,9 +155,9 @@ def _prefill_kernel(
     await_previous(PDL)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the longest tiles first: a shorter tail
     attend_tile(
-        q_ptr, cache_ptr, pages, table_ptr, row_ptr, start_ptr, length_ptr, out_ptr, scale, table_stride, block_stride,
-        value_stride, token_stride, head_stride, tl.program_id(0), tl.program_id(2), tile, 0, HEADS, KV_HEADS, DIM,
-        PADDED, BLOCK_SIZE, BLOCK_M, BLOCK_M, BLOCK_N, WINDOW, SOFTCAP, DESCRIPTOR, STAGES,
+        q_ptr, cache_ptr, pages, table_ptr, row_ptr, start_ptr, length_ptr, sink_ptr, out_ptr, scale, table_stride,
+        block_stride, value_stride, token_stride, head_stride, tl.program_id(0), tl.program_id(2), tile, 0, HEADS,
+        KV_HEADS, DIM, PADDED, BLOCK_SIZE, BLOCK_M, BLOCK_M, BLOCK_N, WINDOW, SOFTCAP, DESCRIPTOR, STAGES,
     )  # fmt: skip
 
 
@@ -196,14 +198,14 @@ class Reading:
 
             width = kv_heads * dim
             pages = TensorDescriptor(kv_cache, [blocks * 2 * block_size, width], [width, 1], [block_n, dim])
-        block_m = min(block_m, max(16, triton.next_power_of_2(most_rows)))
+        block_m = min(block_m, max(16, next_power_of_2(most_rows)))
         how = dict(BLOCK_M=block_m, BLOCK_N=block_n, DESCRIPTOR=descriptor, STAGES=stages, num_stages=stages)
         return cls(pages, how)
 
 
 def reads_by_descriptor(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
     block_size, dim = kv_cache.shape[2], kv_cache.shape[4]
-    whole = block_size % 64 == 0 and triton.next_power_of_2(dim) == dim and query.element_size() == 2 and query.is_cuda
+    whole = block_size % 64 == 0 and next_power_of_2(dim) == dim and query.element_size() == 2 and query.is_cuda
     return whole and kv_cache.is_contiguous() and dim * kv_cache.itemsize >= 32  # bytes of a tile's row
 
 
@@ -219,20 +221,23 @@ def paged_prefill(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [heads] float32
 ) -> None:
     if window is None and softcap is None and is_hopper(query):
         from kvasir.kernels.triton import hopper_prefill
 
         if hopper_prefill.takes(query, kv_cache):
-            hopper_prefill.hopper_prefill(query, kv_cache, tables, rows, starts, lengths, longest, out, scale * LOG2E)
+            hopper_prefill.hopper_prefill(
+                query, kv_cache, tables, rows, starts, lengths, longest, out, scale * LOG2E, sinks
+            )
             return
     _, heads, dim = query.shape
     _, _, block_size, kv_heads, _ = kv_cache.shape
     most_rows = longest * (heads // kv_heads)
     reading = Reading.of(query, kv_cache, most_rows)
-    _prefill_kernel[(kv_heads, triton.cdiv(most_rows, reading.constants["BLOCK_M"]), len(rows))](
-        query, kv_cache, reading.pages, tables, rows, starts, lengths, out, scale * LOG2E,
+    _prefill_kernel[(kv_heads, cdiv(most_rows, reading.constants["BLOCK_M"]), len(rows))](
+        query, kv_cache, reading.pages, tables, rows, starts, lengths, sinks, out, scale * LOG2E,
         tables.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=triton.next_power_of_2(dim), BLOCK_SIZE=block_size,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=next_power_of_2(dim), BLOCK_SIZE=block_size,
         WINDOW=window or 0, SOFTCAP=softcap or 0.0, num_warps=4, **reading.constants, **early(query),
     )  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.triton.launch import await_previous, early
+from kvasir.kernels.triton.launch import await_previous, cdiv, early, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -38,7 +38,7 @@ def _rms_norm_kernel(
 def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     width = x.shape[-1]
     y = torch.empty_like(x if residual is None else residual)
-    rows, block = y.numel() // width, triton.next_power_of_2(width)
+    rows, block = y.numel() // width, next_power_of_2(width)
     _rms_norm_kernel[(rows,)](
         x, x if residual is None else residual, weight, y, rows, eps,
         WIDTH=width, BLOCK=block, ADD=residual is not None, PARTS=x.numel() // y.numel(),
@@ -64,7 +64,7 @@ def add_rms_norm(
 
 
 @triton.jit
-def _activate(x, KIND: tl.constexpr):
+def activate(x, KIND: tl.constexpr):
     if KIND == "silu":
         y = x / (1.0 + tl.exp(-x))
     elif KIND == "gelu_tanh":  # (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u))
@@ -79,7 +79,8 @@ def _activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def _gated_kernel(
-    x_ptr, y_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr
+    x_ptr, y_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -87,15 +88,21 @@ def _gated_kernel(
     inside = i < WIDTH
     gate = tl.load(x_ptr + row * 2 * WIDTH + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * 2 * WIDTH + WIDTH + i, mask=inside, other=0.0).to(tl.float32)
-    active = _activate(gate, KIND).to(y_ptr.dtype.element_ty).to(tl.float32)  # rounded, as the reference is
-    tl.store(y_ptr + row * WIDTH + i, (active * up).to(y_ptr.dtype.element_ty), mask=inside)
+    if KIND == "clamped":
+        gate = tl.minimum(gate, LIMIT)
+        y = (tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
+    else:
+        y = activate(gate, KIND).to(y_ptr.dtype.element_ty).to(tl.float32) * up  # rounded, as the reference is
+    tl.store(y_ptr + row * WIDTH + i, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def gated_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """x [tokens, 2 * n], contiguous: the activation of the left half, times the right half."""
+def gated_activation(x: torch.Tensor, kind: str | tuple[float, float]) -> torch.Tensor:
+    """See reference.gated_activation. x must be contiguous."""
+    alpha, limit = (0.0, 0.0) if isinstance(kind, str) else kind
+    kind = kind if isinstance(kind, str) else "clamped"
     tokens, width = x.shape[0], x.shape[1] // 2
     y = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
-    block = min(1024, triton.next_power_of_2(width))
-    grid = (tokens, triton.cdiv(width, block))
-    _gated_kernel[grid](x, y, WIDTH=width, BLOCK=block, KIND=kind, num_warps=4, **early(x))
+    block = min(1024, next_power_of_2(width))
+    grid = (tokens, cdiv(width, block))
+    _gated_kernel[grid](x, y, WIDTH=width, BLOCK=block, KIND=kind, ALPHA=alpha, LIMIT=limit, num_warps=4, **early(x))
     return y

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvasir.kernels.layout import SharedPrefixes
-from kvasir.kernels.triton.launch import await_previous, early
+from kvasir.kernels.triton.launch import await_previous, cdiv, early, next_power_of_2
 
 ENTRY = 8  # numbers of a tile in the list, of which five are used
 MAX_PARTS = 4  # of a prefix
@@ -118,7 +118,7 @@ class Tiling:
 
 def choose_tiling(lines: int, kv_heads: int) -> Tiling:
     height, warps = (128, 8) if lines >= 512 else (64, 4) if lines >= 64 else (16, 4)
-    programs = triton.cdiv(lines, height) * kv_heads
+    programs = cdiv(lines, height) * kv_heads
     return Tiling(height, warps, max(1, min(MAX_PARTS, PROGRAMS // programs)))
 
 
@@ -127,11 +127,11 @@ def list_tiles(rows: torch.Tensor, shared: SharedPrefixes, lines: int, height: i
     members begin, the number of shared tokens, and the row whose block table holds them."""
     if (lines, height) not in shared.tiles:
         groups = len(shared.starts) - 1
-        tiles = triton.cdiv(len(rows) * lines, height) + groups - 1  # the last tile of each group may be short
-        listed = torch.empty(triton.next_power_of_2(tiles), ENTRY, dtype=torch.int32, device=rows.device)
+        tiles = cdiv(len(rows) * lines, height) + groups - 1  # the last tile of each group may be short
+        listed = torch.empty(max(128, next_power_of_2(tiles)), ENTRY, dtype=torch.int32, device=rows.device)
         _list_kernel[(1,)](
             rows, shared.tokens, shared.members, shared.starts, listed, groups,
-            LINES=lines, HEIGHT=height, TILES=len(listed), GROUPS=triton.next_power_of_2(groups), ENTRY=ENTRY,
+            LINES=lines, HEIGHT=height, TILES=len(listed), GROUPS=next_power_of_2(groups), ENTRY=ENTRY,
             num_warps=4, **early(rows),
         )  # fmt: skip
         shared.tiles[lines, height] = listed[:tiles]
@@ -157,7 +157,7 @@ def attend_prefixes(
     _prefix_kernel[(kv_heads, tiling.parts, len(tiles))](
         query, kv_cache, tables, shared.members, tiles, part, lse, scale * 1.4426950408889634, slots,
         tables.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=triton.next_power_of_2(dim), BLOCK_SIZE=block_size,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=next_power_of_2(dim), BLOCK_SIZE=block_size,
         BLOCK_M=tiling.height, BLOCK_N=block_n, ENTRY=ENTRY, STAGES=3, num_warps=tiling.warps, num_stages=3,
         **early(query),
     )  # fmt: skip

@@ -5,17 +5,19 @@ from __future__ import annotations
 from kvasir.errors import ModelError
 from kvasir.layers.spec import RopeSpec
 from kvasir.models.architectures import llama
-from kvasir.models.config_reader import Config, flag, integer, real
-from kvasir.models.spec import Architecture, DecoderSpec, parallel, vary_attention
-from kvasir.models.spec_reader import (
+from kvasir.models.config_reader import (
+    flag,
     head_dim_of,
+    integer,
     read_attention,
     read_decoder,
     read_gated_mlp,
     read_layer_norm,
     read_rope,
+    real,
     windows_by_type,
 )
+from kvasir.models.spec import Architecture, Config, DecoderSpec, parallel, vary_attention
 
 NAMES = {name: ours for name, ours in llama.NAMES.items() if ours != "layers.*.mlp_norm"}
 

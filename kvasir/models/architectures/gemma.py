@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, replace
 
-from kvasir.layers.spec import AttentionSpec, GatedMLPSpec, RMSNormSpec, RopeSpec
+from kvasir.layers.spec import AttentionSpec, EncoderAttentionSpec, GatedMLPSpec, RMSNormSpec, RopeSpec
 from kvasir.models.architectures import llama
-from kvasir.models.config_reader import Config, flag, integer, mapping, optional_real, real
-from kvasir.models.spec import Architecture, DecoderSpec, LayerSpec, pre_norm, sandwich_norm, vary_attention
-from kvasir.models.spec_reader import (
+from kvasir.models.config_reader import (
+    flag,
     head_dim_of,
+    integer,
+    mapping,
+    optional_real,
     read_activation,
     read_attention,
     read_decoder,
     read_gated_mlp,
     read_rms_norm,
     read_rope,
+    real,
     windows_by_type,
+)
+from kvasir.models.spec import (
+    AnyAttentionSpec,
+    Architecture,
+    Config,
+    DecoderSpec,
+    LayerSpec,
+    pre_norm,
+    sandwich_norm,
+    vary_attention,
 )
 
 NAMES = llama.NAMES
@@ -66,7 +80,16 @@ def read_gemma3(config: Config) -> DecoderSpec:
     window, pattern = integer(config, "sliding_window", 4096), integer(config, "sliding_window_pattern", 6)
     windows = windows_by_type(config, window, pattern)
     layers = vary_attention(layer, window=windows, rope=[far if window is None else near for window in windows])
+    if flag(config, "use_bidirectional_attention"):
+        layers = tuple(replace(each, attention=_both_directions(each.attention)) for each in layers)
     return _decoder(config, layers, norm, optional_real(config, "final_logit_softcapping"))
+
+
+def _both_directions(attention: AnyAttentionSpec) -> EncoderAttentionSpec:
+    """As in EmbeddingGemma: half of a window is before a token and half after it."""
+    entries = {field.name: getattr(attention, field.name) for field in fields(attention)}
+    reach = None if attention.window is None else attention.window // 2
+    return EncoderAttentionSpec(**{**entries, "window": None}, reach=reach)
 
 
 def _parts(config: Config, **options: RopeSpec) -> tuple[AttentionSpec, GatedMLPSpec, RMSNormSpec]:

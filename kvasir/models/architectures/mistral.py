@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from kvasir.layers.spec import MoESpec, SoftmaxRoutingSpec
+from kvasir.layers.spec import MoESpec, TopKRoutingSpec
 from kvasir.models.architectures import llama
-from kvasir.models.config_reader import Config, integer
-from kvasir.models.spec import Architecture, DecoderSpec, pre_norm
-from kvasir.models.spec_reader import (
+from kvasir.models.config_reader import (
     head_dim_of,
+    integer,
     read_activation,
     read_attention,
     read_decoder,
@@ -16,6 +15,7 @@ from kvasir.models.spec_reader import (
     read_rope,
     read_window,
 )
+from kvasir.models.spec import Architecture, Config, DecoderSpec, pre_norm
 
 MIXTRAL_NAMES = {
     **{name: ours for name, ours in llama.NAMES.items() if ".mlp." not in name},
@@ -38,7 +38,7 @@ def read_mixtral(config: Config) -> DecoderSpec:
     experts = MoESpec(
         integer(config, "num_local_experts", 8),
         integer(config, "intermediate_size"),
-        SoftmaxRoutingSpec(integer(config, "num_experts_per_tok", 2), normalise=True),
+        TopKRoutingSpec(integer(config, "num_experts_per_tok", 2), normalise=True),
         read_activation(config),
     )
     attention = read_attention(config, rope=rope, window=read_window(config))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from kvasir.layers.spec import GatedMLPSpec, MoESpec, SoftmaxRoutingSpec
+from kvasir.layers.spec import GatedMLPSpec, MoESpec, SharedExpertSpec, TopKRoutingSpec
 from kvasir.models.architectures import llama
-from kvasir.models.config_reader import Config, flag, integer, listed
-from kvasir.models.spec import Architecture, DecoderSpec, pre_norm, vary_attention
-from kvasir.models.spec_reader import (
+from kvasir.models.config_reader import (
+    flag,
     head_dim_of,
+    integer,
+    listed,
     read_activation,
     read_attention,
     read_decoder,
@@ -17,6 +16,7 @@ from kvasir.models.spec_reader import (
     read_layer_windows,
     read_rms_norm,
 )
+from kvasir.models.spec import Architecture, Config, DecoderSpec, pre_norm, vary_attention
 
 NAMES3 = {
     **llama.NAMES,
@@ -55,7 +55,8 @@ def read_qwen3(config: Config) -> DecoderSpec:
 
 def read_qwen2_moe(config: Config) -> DecoderSpec:
     """Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts on most layers, beside a shared expert."""
-    shared = GatedMLPSpec(integer(config, "shared_expert_intermediate_size"), read_activation(config))
+    mlp = GatedMLPSpec(integer(config, "shared_expert_intermediate_size"), read_activation(config))
+    shared = SharedExpertSpec(mlp, gated=True)
     return _with_experts(config, read_qwen2(config, flag(config, "qkv_bias", True)), top_k=4, shared=shared)
 
 
@@ -65,22 +66,23 @@ def read_qwen3_moe(config: Config) -> DecoderSpec:
     return _with_experts(config, read_qwen3(config), top_k=8)
 
 
-def _with_experts(config: Config, spec: DecoderSpec, *, top_k: int, shared: GatedMLPSpec | None = None) -> DecoderSpec:
+def _with_experts(
+    config: Config, spec: DecoderSpec, *, top_k: int, shared: SharedExpertSpec | None = None
+) -> DecoderSpec:
     """Experts on every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name."""
     step, dense = integer(config, "decoder_sparse_step", 1), listed(config, "mlp_only_layers", int) or []
     experts = MoESpec(
         integer(config, "num_experts", config.get("num_local_experts")),
         integer(config, "moe_intermediate_size"),
-        SoftmaxRoutingSpec(integer(config, "num_experts_per_tok", top_k), flag(config, "norm_topk_prob")),
+        TopKRoutingSpec(integer(config, "num_experts_per_tok", top_k), flag(config, "norm_topk_prob")),
         read_activation(config),
         shared,
     )
-    return replace(
-        spec,
-        layers=tuple(
-            replace(layer, mlp=experts) if (index + 1) % step == 0 and index not in dense else layer
+    return spec.with_mlps(
+        [
+            experts if (index + 1) % step == 0 and index not in dense else layer.mlp
             for index, layer in enumerate(spec.layers)
-        ),
+        ]
     )
 
 

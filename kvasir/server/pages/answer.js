@@ -1,6 +1,7 @@
 // One answer, while it streams and after: its text, its timing and how it ended.
 
 import { ApiError, stream } from "./api.js";
+import { Folds } from "./folds.js";
 import { TokenText, readers } from "./tokens.js";
 
 export class Answer {
@@ -10,6 +11,7 @@ export class Answer {
     this.after = after;
     this.said = said;
     this.tokens = new TokenText(said);
+    this.folds = new Folds(said);
     this.usage = null;
     this.reason = null;
     this.stopping = new AbortController();
@@ -19,11 +21,18 @@ export class Answer {
     return this.tokens.text;
   }
 
+  /** The answer as a message of the chat. */
+  get message() {
+    const { calls, reasoning } = this.folds;
+    const thought = reasoning ? { reasoning } : {};
+    return { role: "assistant", content: this.text, ...thought, ...(calls.length ? { tool_calls: calls } : {}) };
+  }
+
   stop() {
     this.stopping.abort();
   }
 
-  /** Runs until the answer is complete, stopped or failed. Returns whether there is any text. */
+  /** Runs until the answer is complete, stopped or failed. Returns whether there is any text or call. */
   async run(path, body, key, onText) {
     this.began = performance.now();
     this.first = this.last = null;
@@ -40,7 +49,7 @@ export class Answer {
     }
     this.said.classList.remove("streaming");
     this.#figures();
-    return this.text !== "";
+    return this.text !== "" || this.folds.calls.length > 0;
   }
 
   #take(chunk) {
@@ -48,12 +57,13 @@ export class Answer {
     const choice = chunk.choices?.[0];
     if (!choice) return;
     this.reason = choice.finish_reason ?? this.reason;
+    const folded = this.folds.take(choice.delta ?? {});
     const [text, tokens] = readers[this.kind](choice);
-    if (!text && !tokens.length) return;
+    if (!folded && !text && !tokens.length) return;
     this.count += tokens.length || 1;
     this.last = performance.now();
     this.first ??= this.last;
-    this.tokens.add(text, tokens);
+    if (text || !folded) this.tokens.add(text, folded ? [] : tokens); // tokens of folded text are not shown
   }
 
   #fail(message) {
@@ -82,7 +92,7 @@ export class Answer {
     }
     const cached = this.usage?.prompt_tokens_details?.cached_tokens;
     if (cached) words.push(`${cached} of ${this.usage.prompt_tokens} prompt tokens cached`);
-    if (this.reason && this.reason !== "stop") words.push({ length: "reached max tokens" }[this.reason] ?? this.reason);
+    if (this.reason && this.reason !== "stop") words.push({ length: "reached max tokens", tool_calls: "calls tools" }[this.reason] ?? this.reason);
     return words;
   }
 }

@@ -49,8 +49,20 @@ export async function get(path, key) {
   return response.json();
 }
 
+export async function post(path, body, key) {
+  const asked = { method: "POST", headers: headers(key), body: JSON.stringify(body) };
+  const response = await fetch(new URL(path, base), asked);
+  if (!response.ok) await refuse(response);
+  return response.json();
+}
+
 export async function models(key) {
-  return (await get("v1/models", key)).data.map((model) => model.id);
+  return (await modelCards(key)).map((model) => model.id);
+}
+
+/** The same with all that the server says of them; an adapter has a parent. */
+export async function modelCards(key) {
+  return (await get("v1/models", key)).data;
 }
 
 /** Sends a request and yields the objects of its stream. Aborting `signal` closes the connection, which aborts it. */

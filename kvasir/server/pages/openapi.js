@@ -81,7 +81,9 @@ function typeWords(spec, schema) {
   if (schema.const !== undefined) return JSON.stringify(schema.const);
   if (schema.enum) return schema.enum.map((each) => JSON.stringify(each)).join(" or ");
   if (schema.anyOf) {
-    const kinds = schema.anyOf.filter((each) => each.type !== "null").map((each) => typeWords(spec, each));
+    // what is converted to the type is on no field: the page's introduction tells
+    const own = schema.anyOf.filter((each) => each.type !== "null" && !resolve(spec, each)["x-conversion"]);
+    const kinds = own.map((each) => typeWords(spec, each));
     return [...new Set(kinds)].join(" or ");
   }
   if (schema.type === "array") return schema.items ? `list of ${many(typeWords(spec, schema.items))}` : "list";

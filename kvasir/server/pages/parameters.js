@@ -13,10 +13,12 @@ const PARAMETERS = [
   { name: "seed", label: "Seed", kind: "number", step: 1, value: "", why: "The same seed gives the same answer." },
   { name: "stop", label: "Stop sequences", kind: "text", value: "", why: "Texts that end the answer, separated by |." },
   { name: "top_logprobs", label: "Top logprobs", kind: "number", min: 0, max: 20, step: 1, value: 5, why: "Alternatives per token, shown on hover; 0: none." },
+  { name: "schema", label: "JSON schema", kind: "textarea", rows: 3, why: "The answer is JSON of this schema." },
+  { name: "tools", label: "Tools", kind: "textarea", rows: 3, why: "A JSON list of functions that the model may call; the next message is the result." },
   { name: "key", label: "API key", kind: "password", value: "", why: "Needed if the server requires one. Kept until the tab is closed." },
 ];
 const SECRET = new Set(["key"]);
-const NOT_SENT = new Set(["system", "stop", "top_logprobs", "key"]);
+const NOT_SENT = new Set(["system", "stop", "top_logprobs", "schema", "tools", "key"]);
 
 function remember(name, value) {
   try {
@@ -75,16 +77,36 @@ export class Parameters {
     return this.inputs[name].value;
   }
 
-  /** The fields of a request's body. An empty field is left out, so the model's default applies. */
-  body() {
+  /** JSON of a text area; undefined if it is empty or wrong. */
+  #json(name) {
+    try {
+      return JSON.parse(this.get(name));
+    } catch {
+      return undefined;
+    }
+  }
+
+  /** The label of a text area whose JSON is wrong. */
+  wrong() {
+    const bad = PARAMETERS.find(({ name }) => ["schema", "tools"].includes(name) && this.get(name).trim() && this.#json(name) === undefined);
+    return bad?.label;
+  }
+
+  /** The fields of a request's body. An empty field is left out, so the model's default applies. `kind` is chat or
+   * completion. */
+  body(kind = "chat") {
     const found = {};
-    for (const { name, kind } of PARAMETERS) {
+    for (const { name, kind: input } of PARAMETERS) {
       const text = this.inputs[name].value.trim();
-      if (NOT_SENT.has(name) || text === "" || kind === "text") continue;
+      if (NOT_SENT.has(name) || text === "" || input === "text") continue;
       if (Number.isFinite(Number(text))) found[name] = Number(text);
     }
     const stop = this.get("stop").split("|").filter(Boolean);
     if (stop.length) found.stop = stop;
+    const schema = this.#json("schema");
+    if (schema) found.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+    const tools = kind === "chat" ? this.#json("tools") : undefined;
+    if (Array.isArray(tools) && tools.length) found.tools = tools.map((each) => (each.type ? each : { type: "function", function: each }));
     return found;
   }
 

@@ -1,7 +1,7 @@
 // The playground: chat and completion.
 
 import { Answer } from "./answer.js";
-import { base, models } from "./api.js";
+import { base, modelCards } from "./api.js";
 import { Parameters } from "./parameters.js";
 import { asCurl, asPython, copy } from "./snippets.js";
 import { explainTokens } from "./tokens.js";
@@ -31,12 +31,12 @@ function chatBody(turns) {
   const system = parameters.get("system").trim();
   const body = { ...chosenModel(), messages: [...(system ? [{ role: "system", content: system }] : []), ...turns] };
   const wanted = parameters.alternatives();
-  return { ...body, ...parameters.body(), ...(wanted ? { logprobs: true, top_logprobs: wanted } : {}) };
+  return { ...body, ...parameters.body("chat"), ...(wanted ? { logprobs: true, top_logprobs: wanted } : {}) };
 }
 
-function completionBody(prompt) {
+function completionBody(prompt, model = chosenModel()) {
   const wanted = parameters.alternatives();
-  return { ...chosenModel(), prompt, ...parameters.body(), ...(wanted ? { logprobs: wanted } : {}) };
+  return { ...model, prompt, ...parameters.body("completion"), ...(wanted ? { logprobs: wanted } : {}) };
 }
 
 function streamed(body) {
@@ -53,9 +53,18 @@ function shownBody() {
 }
 
 async function run(answer, body, onText) {
-  running = answer;
+  const [found] = await runAll([[answer, body]], onText);
+  return found;
+}
+
+/** Streams several answers at once; one button stops them all. */
+async function runAll(pairs, onText) {
+  const wrong = parameters.wrong();
+  if (wrong) toast(`${wrong} is not valid JSON and is not sent.`);
+  running = { stop: () => pairs.forEach(([answer]) => answer.stop()) };
   showRunning(true);
-  const found = await answer.run(PATHS[answer.kind], streamed(body), parameters.get("key"), onText);
+  const ask = ([answer, body]) => answer.run(PATHS[answer.kind], streamed(body), parameters.get("key"), onText);
+  const found = await Promise.all(pairs.map(ask));
   running = null;
   showRunning(false);
   return found;
@@ -109,10 +118,12 @@ async function ask() {
   $("transcript").scrollTop = $("transcript").scrollHeight;
   const answer = new Answer("chat", said, after);
   const found = await run(answer, chatBody(messages), follow);
-  if (found) messages.push({ role: "assistant", content: answer.text });
+  if (found) messages.push(answer.message);
+  showCalls();
   const again = button("Regenerate", () => {
     if (running) return;
     if (found) messages.pop();
+    showCalls();
     element.remove();
     ask();
   });
@@ -124,15 +135,28 @@ async function ask() {
 function send(text) {
   if (running || !text.trim()) return;
   turn("user", text);
-  messages.push({ role: "user", content: text });
+  const calls = openCalls();
+  if (calls.length) messages.push(...calls.map(({ id }) => ({ role: "tool", tool_call_id: id, content: text })));
+  else messages.push({ role: "user", content: text });
   $("message").value = "";
   grow($("message"));
   ask();
 }
 
+/** The calls whose result is the next message. */
+function openCalls() {
+  return messages.at(-1)?.tool_calls ?? [];
+}
+
+function showCalls() {
+  const names = openCalls().map((call) => call.function.name);
+  $("message").placeholder = names.length ? `Result of ${names.join(", ")}` : "Message the model";
+}
+
 function clear() {
   if (running) return;
   messages = [];
+  showCalls();
   for (const element of document.querySelectorAll(".turn")) element.remove();
   $("welcome").hidden = false;
   $("completion-output").replaceChildren();
@@ -150,7 +174,20 @@ function grow(area) {
 async function complete(prompt) {
   if (running || !prompt) return;
   completed = prompt;
+  const against = $("against").value;
+  const bodies = [completionBody(prompt), ...(against ? [completionBody(prompt, { model: against })] : [])];
   const output = $("completion-output");
+  output.replaceChildren();
+  output.classList.toggle("side-by-side", bodies.length > 1);
+  const columns = bodies.map((body) => completionColumn(output, prompt, bodies.length > 1 ? body.model : null));
+  await runAll(columns.map(({ answer }, index) => [answer, bodies[index]]));
+  for (const { answer, after } of columns) after.prepend(button("Copy", () => copied(prompt + answer.text)));
+  $("again-completion").hidden = false;
+}
+
+/** A place for one completion; beside another one it is headed by its model's name. */
+function completionColumn(output, prompt, name) {
+  const column = document.createElement("div");
   const said = document.createElement("div");
   said.className = "said";
   said.tabIndex = 0;
@@ -161,11 +198,15 @@ async function complete(prompt) {
   said.append(given, text);
   const after = document.createElement("div");
   after.className = "after";
-  output.replaceChildren(said, after);
-  const answer = new Answer("completion", text, after);
-  await run(answer, completionBody(prompt));
-  after.prepend(button("Copy", () => copied(prompt + answer.text)));
-  $("again-completion").hidden = false;
+  if (name) {
+    const who = document.createElement("div");
+    who.className = "who";
+    who.textContent = name.split("/").at(-1);
+    column.append(who);
+  }
+  column.append(said, after);
+  output.append(column);
+  return { answer: new Answer("completion", text, after), after };
 }
 
 // ---------------------------------------------------------------- page controls
@@ -201,9 +242,12 @@ function openPanel(open) {
 
 async function listModels() {
   try {
-    const names = await models(parameters.get("key"));
-    $("model").replaceChildren(...names.map((name) => new Option(name.split("/").at(-1), name)));
-    $("model").disabled = names.length < 2;
+    const listed = await modelCards(parameters.get("key"));
+    const named = ({ id, parent }) => new Option(id.split("/").at(-1) + (parent ? " (adapter)" : ""), id);
+    const options = () => listed.map(named);
+    $("model").replaceChildren(...options());
+    $("model").disabled = $("against").hidden = listed.length < 2;
+    $("against").replaceChildren(new Option("Compare with …", ""), ...options());
   } catch (error) {
     toast(error.message);
   }

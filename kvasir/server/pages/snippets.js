@@ -29,8 +29,9 @@ function literal(value, indent = "") {
 const EXTRA = new Set(["top_k", "min_p", "repetition_penalty"]);
 
 export function asPython(url, kind, body, needsKey) {
-  const plain = Object.entries(body).filter(([name]) => !EXTRA.has(name) && name !== "stream_options");
-  const extra = Object.fromEntries(Object.entries(body).filter(([name]) => EXTRA.has(name)));
+  const isExtra = (name) => EXTRA.has(name) || (kind === "completion" && name === "response_format");
+  const plain = Object.entries(body).filter(([name]) => !isExtra(name) && name !== "stream_options");
+  const extra = Object.fromEntries(Object.entries(body).filter(([name]) => isExtra(name)));
   const lines = plain.map(([name, value]) => `    ${name}=${literal(value, "    ")},`);
   if (Object.keys(extra).length) lines.push(`    extra_body=${literal(extra, "    ")},`);
   const call = kind === "chat" ? "client.chat.completions.create" : "client.completions.create";

@@ -4,43 +4,65 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from msgspec import UNSET
 from starlette.responses import Response
 
 from kvasir.errors import RequestError
+from kvasir.frontend.requests.prompts import TokenizedPrompt
 from kvasir.outputs import CompletionOutput, RequestOutput
-from kvasir.parsers.base import Content, OutputPart, content_of
-from kvasir.server.api_request import ApiRequest, read_chat
-from kvasir.server.event_stream import EventStream, OpenAIEvents
-from kvasir.server.http import FINGERPRINT, Call, StrictRoute, TheCall, answers, reply, unless_gone
+from kvasir.parsers.base import Content, OutputPart, Reasoning, ToolCall, calls_of, content_of, reasoning_of
+from kvasir.server.answers import ChatAnswer
+from kvasir.server.api_request import ApiRequest, answer_of, read_chat, within
+from kvasir.server.errors import EVENTS, answers
+from kvasir.server.event_stream import EventStream, OpenAIEvents, PayloadWriter
+from kvasir.server.http import FINGERPRINT, Call, StrictRoute, TheCall, reply, unless_gone
 from kvasir.server.logprobs import LogprobWriter, prompt_logprobs
-from kvasir.server.schema.base import encode
+from kvasir.server.response_store import StoredCompletion
+from kvasir.server.schema.base import Usage, encode
 from kvasir.server.schema.chat import (
+    CalledCustom,
+    CalledFunction,
+    ChatBatchRequest,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
+    ChatLogprobs,
     ChatRequest,
     ChunkChoice,
     Delta,
+    ReplyCall,
     ReplyMessage,
 )
 from kvasir.server.schema.sampling import sampling_params
+from kvasir.server.schema.tools import RequestTools, chat_tools
 from kvasir.server.state import ServerState, State
 
 router = APIRouter(route_class=StrictRoute, tags=["OpenAI"])
 
 
-@router.post("/v1/chat/completions", responses=answers(ChatCompletion, "A reply; with `stream`, events of chunks."))
+@router.post(
+    "/v1/chat/completions",
+    responses=answers(ChatCompletion, description="A reply; with `stream`, events of chunks.", stream=EVENTS),
+)
 async def create_chat_completion(body: ChatRequest, request: Request, state: State, call: TheCall) -> Response:
-    """Answer a conversation."""
+    """ChatAnswer a conversation."""
     chat = await unless_gone(request, ChatJob.make(state, call, body))
     if body.stream:
         return EventStream(chat.request, OpenAIEvents(chat.chunks()))
     return reply(await unless_gone(request, chat.whole()))
+
+
+@router.post("/v1/chat/completions/batch", responses=answers(ChatCompletion))
+async def create_chat_batch(body: ChatBatchRequest, request: Request, state: State, call: TheCall) -> Response:
+    """ChatAnswer several conversations at once: the reply has one choice for each, in their order."""
+    first, *others = await unless_gone(request, ChatJob.make_all(state, call, body.conversations()))
+    return reply(await unless_gone(request, first.whole_with(others)))
 
 
 @dataclass(slots=True)
@@ -56,12 +78,17 @@ class ChatJob:
 
     @classmethod
     async def make(cls, state: ServerState, call: Call, body: ChatRequest) -> ChatJob:
+        (job,) = await cls.make_all(state, call, [body])
+        return job
+
+    @classmethod
+    async def make_all(cls, state: ServerState, call: Call, bodies: Sequence[ChatRequest]) -> list[ChatJob]:
+        """One job for each conversation. They share a request, so `bodies` differ in nothing but their messages."""
+        body = bodies[0]
+        if body.store and not state.stores_responses:
+            raise RequestError(f"Chat completions are not stored: {state.why_nothing_is_stored}", "store")
         call.take_id(body.request_id)
         model = state.check_model(body.model)
-        variables = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-        if state.config.exclude_tools_when_tool_choice_none:
-            body.tools = None
-        prompt = await read_chat(state, body, body.truncate_prompt_tokens, body.cache_salt, **variables)
         params = sampling_params(
             body,
             state.default_params,
@@ -69,61 +96,110 @@ class ChatJob:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             stream=bool(body.stream),
         )
+        tools = chat_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        async with within(state, call, body.timeout):
+            prompts = [await _prompt(state, each, tools) for each in bodies]
+        shows_reasoning, budget = body.include_reasoning is not False, body.thinking_token_budget
+        answer = answer_of(state, params, tools, prompts[0], body, shows_reasoning, budget)
         user = body.user or body.safety_identifier
         names = {"logprobs": "top_logprobs"} if body.top_logprobs else {}
-        request = ApiRequest(state, call, [prompt], params, body.priority or 0, body.timeout, user, names)
+        priority, timeout = body.priority or 0, body.timeout
+        request = ApiRequest(state, call, prompts, params, priority, timeout, user, names, answer, model)
         opens = body.add_generation_prompt is not False and not body.continue_final_message
-        role = state.config.response_role if opens else body.messages[-1].role
-        return cls(body, request, model, f"chatcmpl-{call.id}", role, _echoed(body, role))
+        made = []
+        for each in bodies:
+            role = state.config.response_role if opens else each.messages[-1].role
+            made.append(cls(each, request, model, f"chatcmpl-{call.id}", role, _echoed(each, role)))
+        return made
 
     @property
     def writer(self) -> LogprobWriter:
-        as_ids, named = bool(self.body.return_tokens_as_token_ids), self.body.logprob_token_ids
-        return LogprobWriter(self.request.engine.tokenizer, as_ids, named)
+        as_ids = self.request.state.writes_token_ids(self.body.return_tokens_as_token_ids)
+        return LogprobWriter(self.request.engine.tokenizer, as_ids, self.body.logprob_token_ids)
 
-    def chunks(self) -> ChatChunks:
-        asked = self.body.stream_options
-        forced = self.request.state.config.enable_force_include_usage
-        options = ChunkOptions(
-            usage=forced or (asked is not None and asked.include_usage),
-            continuous_usage=asked is not None and asked.continuous_usage_stats,
-            token_ids=bool(self.body.return_token_ids),
-            num_top_logprobs=(self.body.top_logprobs or 0) if self.body.logprobs else None,
-            echo=self.echo,
-        )
-        logprobs = self.writer if self.body.logprobs else None
-        return ChatChunks(self.request, self.id, int(time.time()), self.model, self.role, options, logprobs)
+    def chunks(self) -> PayloadWriter:
+        return StoringChunks(self) if self.body.store else ChatChunks(self)
 
     async def whole(self) -> ChatCompletion:
         (output,) = await self.request.whole()
-        self.request.check(output)
-        made = ChatCompletion(
-            id=self.id,
-            created=int(time.time()),
-            model=self.model,
-            choices=[self._choice(each) for each in output.outputs],
-            usage=self.request.usage(),
-            system_fingerprint=FINGERPRINT,
-        )
+        made = self._completion([self._choice(each, each.index) for each in output.outputs])
         if self.body.return_token_ids:
             made.prompt_token_ids = output.prompt_token_ids
         if output.prompt_logprobs is not None:
             made.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        if self.body.store:
+            self.store(made)
         return made
 
-    def _choice(self, each: CompletionOutput) -> ChatChoice:
-        parts = self.request.parts.read(each.index, each)
-        choice = ChatChoice(
-            index=each.index,
-            message=ReplyMessage(role=self.role, content=self.echo + content_of(parts)),
-            finish_reason=each.finish_reason,
-            stop_reason=each.stop_reason,
+    def store(self, completion: ChatCompletion) -> None:
+        messages = [message.model_dump(exclude_unset=True) for message in self.body.messages]
+        kept = copy(completion)
+        kept.metadata = self.body.metadata or {}
+        state, owner = self.request.state, self.request.call.key.name
+        state.completions.add(StoredCompletion(kept, messages, owner))
+
+    async def whole_with(self, others: Sequence[ChatJob]) -> ChatCompletion:
+        """The completion of several conversations with one choice each, this one's first."""
+        jobs, outputs, choices = [self, *others], await self.request.whole(), []
+        for index, (job, output) in enumerate(zip(jobs, outputs, strict=True)):
+            (each,) = output.outputs
+            choices.append(job._choice(each, index))
+        return self._completion(choices)
+
+    def _completion(self, choices: list[ChatChoice]) -> ChatCompletion:
+        return ChatCompletion(
+            id=self.id,
+            created=int(time.time()),
+            model=self.model,
+            choices=choices,
+            usage=self.request.usage(),
+            system_fingerprint=FINGERPRINT,
         )
+
+    def _choice(self, each: CompletionOutput, index: int) -> ChatChoice:
+        """`index`: the choice's number in the reply."""
+        parts = self.request.parts.read(index, each)
+        message = ReplyMessage(role=self.role, content=self.echo + content_of(parts))
+        choice = ChatChoice(
+            index=index, message=message, finish_reason=each.finish_reason, stop_reason=each.stop_reason
+        )
+        if not all(isinstance(part, Content) for part in parts):
+            choice.finish_reason = self._complete(message, parts, each.finish_reason)
         if each.logprobs is not None and self.body.logprobs:
             choice.logprobs = self.writer.chat(each.token_ids, each.logprobs, self.body.top_logprobs or 0)
         if self.body.return_token_ids:
             choice.token_ids = each.token_ids
         return choice
+
+    def _complete(self, message: ReplyMessage, parts: Sequence[OutputPart], reason: str | None) -> str | None:
+        """Add reasoning and calls to a message; return its finish reason."""
+        reasoning, calls = reasoning_of(parts), calls_of(parts)
+        if reasoning:
+            message.reasoning = message.reasoning_content = reasoning
+        if not calls:
+            return reason
+        message.content = message.content or None
+        message.tool_calls = [_call(self.request.answer, call.id, call.name, call.arguments) for call in calls]
+        return finish_reason(reason, True)
+
+
+def finish_reason(reason: str | None, called: bool) -> str | None:
+    """An answer with calls ends with "tool_calls", unless it was cut short."""
+    return "tool_calls" if called and reason == "stop" else reason
+
+
+def _call(answer: ChatAnswer, call_id: str, name: str, arguments: str) -> ReplyCall:
+    if answer.is_custom(name):
+        return ReplyCall(id=call_id, type="custom", custom=CalledCustom(name=name, input=arguments))
+    return ReplyCall(id=call_id, type="function", function=CalledFunction(name=name, arguments=arguments))
+
+
+async def _prompt(state: ServerState, body: ChatRequest, tools: RequestTools) -> TokenizedPrompt:
+    variables = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    excluded = not tools.is_active and state.config.exclude_tools_when_tool_choice_none
+    truncate, side = body.truncate_prompt_tokens, body.truncation_side
+    shown = None if excluded else tools.shown()
+    return await read_chat(state, body, truncate, body.cache_salt, side, shown, **variables)
 
 
 def _echoed(body: ChatRequest, role: str) -> str:
@@ -142,21 +218,6 @@ def _echoed(body: ChatRequest, role: str) -> str:
 # ---------------------------------------------------------------- the stream
 
 
-@dataclass(slots=True)
-class ChunkOptions:
-    """What chunks have besides parts of the answer."""
-
-    usage: bool = False
-    continuous_usage: bool = False
-    token_ids: bool = False
-    num_top_logprobs: int | None = None  # None: no log-probabilities
-    echo: str = ""  # every choice begins with this
-
-    @property
-    def text_only(self) -> bool:
-        return not self.token_ids and not self.continuous_usage and self.num_top_logprobs is None
-
-
 class ChatChunks:
     """Writes the chunks of one reply.
 
@@ -164,23 +225,21 @@ class ChatChunks:
     equal to the encoded struct.
     """
 
-    def __init__(
-        self,
-        request: ApiRequest,
-        id: str,
-        created: int,
-        model: str,
-        role: str,
-        options: ChunkOptions,
-        logprobs: LogprobWriter | None = None,
-    ) -> None:
-        self.request = request
-        self.options = options
-        self.role = role
-        self._base: dict[str, Any] = {"id": id, "created": created, "model": model, "system_fingerprint": FINGERPRINT}
-        self._logprobs = logprobs
-        self._text_only = options.text_only
-        self._read = request.parts.read
+    def __init__(self, job: ChatJob) -> None:
+        body, asked = job.body, job.body.stream_options
+        self.request = job.request
+        self._job = job
+        self._base: dict[str, Any] = {"id": job.id, "created": int(time.time()), "model": job.model}
+        self._base["system_fingerprint"] = FINGERPRINT
+        forced = job.request.state.config.enable_force_include_usage
+        self._usage = forced or (asked is not None and asked.include_usage)
+        self._continuous_usage = asked is not None and asked.continuous_usage_stats
+        self._token_ids = bool(body.return_token_ids)
+        self._logprobs = job.writer if body.logprobs else None
+        self._text_only = not (self._token_ids or self._continuous_usage or body.logprobs)
+        self._read = job.request.parts.read
+        self._called: set[int] = set()  # choices with tool calls
+        self._customs: set[tuple[int, int]] = set()  # choices and calls of custom tools
         self._around: dict[int, tuple[bytes, bytes]] = {}  # bytes before and after a content chunk's text, by choice
 
     def payloads(self, output: RequestOutput) -> Sequence[bytes]:
@@ -191,10 +250,12 @@ class ChatChunks:
         parts = self._read(each.index, each)
         if len(parts) == 1 and type(parts[0]) is Content:
             return (around[0] + encode(parts[0].text) + around[1],)
-        return (encode(self._chunk(ChunkChoice(index=each.index, delta=_delta(parts)))),) if parts else ()
+        return (
+            (encode(self._chunk(ChunkChoice(index=each.index, delta=self._delta(each.index, parts)))),) if parts else ()
+        )
 
     def last_payloads(self) -> Sequence[bytes]:
-        if not self.options.usage:
+        if not self._usage:
             return ()
         return (encode(ChatChunk(**self._base, choices=[], usage=self.request.usage())),)
 
@@ -208,24 +269,32 @@ class ChatChunks:
             if parts or (each.token_ids and not self._text_only):
                 made.append(encode(self._chunk(self._choice(each, parts))))
             if each.finish_reason is not None:
-                end = ChunkChoice(index=each.index, delta=Delta(), finish_reason=each.finish_reason)
+                reason = finish_reason(each.finish_reason, each.index in self._called)
+                end = ChunkChoice(index=each.index, delta=Delta(), finish_reason=reason)
                 end.stop_reason = each.stop_reason
                 made.append(encode(self._chunk(end)))
         return made
 
     def _first(self, index: int, output: RequestOutput) -> list[bytes]:
         """The role, and with the first choice what was asked about the prompt."""
-        chunk = self._chunk(ChunkChoice(index=index, delta=Delta(role=self.role, content="")))
+        chunk = self._opening(ChunkChoice(index=index, delta=Delta(role=self._job.role, content="")))
         if not self._around:
-            if self.options.token_ids:
+            if self._token_ids:
                 chunk.prompt_token_ids = output.prompt_token_ids
             if output.prompt_logprobs is not None:
                 chunk.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
         self._prepare(index)
         made = [encode(chunk)]
-        if self.options.echo:
-            made.append(encode(self._chunk(ChunkChoice(index=index, delta=Delta(content=self.options.echo)))))
+        if self._job.echo:
+            made.append(encode(self._opening(ChunkChoice(index=index, delta=Delta(content=self._job.echo)))))
         return made
+
+    def _opening(self, choice: ChunkChoice) -> ChatChunk:
+        """A chunk without generated tokens. It is written when the first ones come; its usage must not count them."""
+        chunk = self._chunk(choice)
+        if isinstance(chunk.usage, Usage):
+            chunk.usage.total_tokens, chunk.usage.completion_tokens = chunk.usage.prompt_tokens, 0
+        return chunk
 
     def _prepare(self, index: int) -> None:
         mark = "\x00"
@@ -234,24 +303,109 @@ class ChatChunks:
         self._around[index] = before, after
 
     def _choice(self, each: CompletionOutput, parts: Sequence[OutputPart]) -> ChunkChoice:
-        choice = ChunkChoice(index=each.index, delta=_delta(parts))
-        if self.options.token_ids:
+        choice = ChunkChoice(index=each.index, delta=self._delta(each.index, parts))
+        if self._token_ids:
             choice.token_ids = each.token_ids
-        num = self.options.num_top_logprobs
-        if num is not None and each.logprobs is not None and self._logprobs is not None:
-            choice.logprobs = self._logprobs.chat(each.token_ids, each.logprobs, num)
+        if self._logprobs is not None and each.logprobs is not None:
+            num_top = self._job.body.top_logprobs or 0
+            choice.logprobs = self._logprobs.chat(each.token_ids, each.logprobs, num_top)
         return choice
+
+    def _delta(self, index: int, parts: Sequence[OutputPart]) -> Delta:
+        if all(isinstance(part, Content) for part in parts):
+            return Delta(content=content_of(parts))
+        delta, calls = Delta(), {}
+        for part in parts:
+            if isinstance(part, Content):
+                delta.content = (delta.content or "") + part.text
+            elif isinstance(part, Reasoning):
+                delta.reasoning = delta.reasoning_content = (delta.reasoning or "") + part.text
+            elif isinstance(part, ToolCall):
+                self._called.add(index)
+                self._customs |= {(index, part.index)} if self.request.answer.is_custom(part.name) else set()
+                calls[part.index] = _call(self.request.answer, part.id, part.name, "")
+            elif part.index in calls:
+                _add_text(calls[part.index], part.text)
+            elif (index, part.index) in self._customs:
+                calls[part.index] = ReplyCall(custom=CalledCustom(input=part.text))
+            else:
+                calls[part.index] = ReplyCall(function=CalledFunction(arguments=part.text))
+        if calls:
+            for number, call in calls.items():
+                call.index = number
+            delta.tool_calls = list(calls.values())
+        return delta
 
     def _chunk(self, choice: ChunkChoice) -> ChatChunk:
         chunk = ChatChunk(**self._base, choices=[choice])
-        if self.options.continuous_usage:
+        if self._continuous_usage:
             chunk.usage = self.request.usage()
-        elif self.options.usage:
+        elif self._usage:
             chunk.usage = None  # as OpenAI announces usage that comes later
         else:
             chunk.usage = UNSET
         return chunk
 
 
-def _delta(parts: Sequence[OutputPart]) -> Delta:
-    return Delta(content=content_of(parts))
+class StoringChunks(ChatChunks):
+    """Stores the completion that the chunks add up to."""
+
+    def __init__(self, job: ChatJob) -> None:
+        super().__init__(job)
+        self._choices: dict[int, ChatChoice] = {}
+        self._first_chunk: ChatChunk | None = None
+
+    def payloads(self, output: RequestOutput) -> Sequence[bytes]:
+        made = super().payloads(output)
+        for payload in made:
+            self._add(msgspec.json.decode(payload, type=ChatChunk))
+        return made
+
+    def last_payloads(self) -> Sequence[bytes]:
+        if self._first_chunk is not None:
+            first = self._first_chunk
+            completion = self._job._completion([self._choices[index] for index in sorted(self._choices)])
+            completion.prompt_token_ids, completion.prompt_logprobs = first.prompt_token_ids, first.prompt_logprobs
+            self._job.store(completion)
+        return super().last_payloads()
+
+    def _add(self, chunk: ChatChunk) -> None:
+        self._first_chunk = self._first_chunk or chunk
+        (new,) = chunk.choices
+        choice = self._choices.get(new.index)
+        if choice is None:
+            message = ReplyMessage(role=self._job.role, content="")
+            choice = self._choices[new.index] = ChatChoice(index=new.index, message=message)
+        message = choice.message
+        message.content = (message.content or "") + (new.delta.content or "")
+        if new.delta.reasoning is not UNSET:
+            message.reasoning = message.reasoning_content = (message.reasoning or "") + new.delta.reasoning
+        if new.delta.tool_calls is not UNSET:
+            message.tool_calls = _joined_calls(message.tool_calls or [], new.delta.tool_calls)
+        choice.finish_reason = new.finish_reason
+        if new.stop_reason is not UNSET:
+            choice.stop_reason = new.stop_reason
+        if new.token_ids is not UNSET:
+            choice.token_ids = [*(choice.token_ids or []), *new.token_ids]
+        if new.logprobs is not None:
+            earlier = [] if choice.logprobs is None else choice.logprobs.content
+            choice.logprobs = ChatLogprobs(content=[*earlier, *new.logprobs.content])
+
+
+def _add_text(call: ReplyCall, text: str) -> None:
+    if isinstance(call.function, CalledFunction):
+        call.function.arguments = (call.function.arguments or "") + text
+    elif isinstance(call.custom, CalledCustom):
+        call.custom.input = (call.custom.input or "") + text
+
+
+def _joined_calls(known: list[ReplyCall], pieces: list[ReplyCall]) -> list[ReplyCall]:
+    """Calls with further pieces of them, which come in their order."""
+    for piece in pieces:
+        if piece.id is not UNSET:
+            known.append(ReplyCall(id=piece.id, type=piece.type, function=piece.function, custom=piece.custom))
+        elif isinstance(piece.function, CalledFunction):
+            _add_text(known[-1], piece.function.arguments or "")
+        elif isinstance(piece.custom, CalledCustom):
+            _add_text(known[-1], piece.custom.input or "")
+    return known

@@ -11,15 +11,20 @@ from fastapi import APIRouter, Request
 from msgspec import UNSET
 from starlette.responses import Response
 
+from kvasir.errors import RequestError
 from kvasir.frontend.requests.prompts import TokenizedPrompt
 from kvasir.outputs import CompletionOutput, RequestOutput
 from kvasir.parsers.base import content_of
 from kvasir.sampling_params import SamplingParams
-from kvasir.server.api_request import ApiRequest, read_prompts
+from kvasir.server.api_request import ApiRequest, read_embeddings, read_prompts, within
+from kvasir.server.errors import EVENTS, answers
 from kvasir.server.event_stream import EventStream, OpenAIEvents
-from kvasir.server.http import FINGERPRINT, Call, StrictRoute, TheCall, answers, reply, unless_gone
-from kvasir.server.logprobs import LogprobWriter, prompt_logprobs
+from kvasir.server.http import FINGERPRINT, Call, StrictRequest, StrictRoute, TheCall, reply, unless_gone, validated
+from kvasir.server.limits import check_limits
+from kvasir.server.logprobs import LogprobWriter, TextOffsets, prompt_logprobs
+from kvasir.server.routes.chat import create_chat_completion
 from kvasir.server.schema.base import encode
+from kvasir.server.schema.chat import ChatCompletion, ChatRequest
 from kvasir.server.schema.completions import Completion, CompletionChoice, CompletionRequest
 from kvasir.server.schema.sampling import sampling_params
 from kvasir.server.state import ServerState, State
@@ -27,13 +32,39 @@ from kvasir.server.state import ServerState, State
 router = APIRouter(route_class=StrictRoute, tags=["OpenAI"])
 
 
-@router.post("/v1/completions", responses=answers(Completion, "Texts; with `stream`, events of the same shape."))
+@router.post(
+    "/v1/completions",
+    responses=answers(Completion, description="Texts; with `stream`, events of the same shape.", stream=EVENTS),
+)
 async def create_completion(body: CompletionRequest, request: Request, state: State, call: TheCall) -> Response:
     """Complete a text."""
     job = await unless_gone(request, CompletionJob.make(state, call, body))
     if body.stream:
         return EventStream(job.request, OpenAIEvents(job))
     return reply(await unless_gone(request, job.whole()))
+
+
+_EITHER = {"anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (ChatRequest, CompletionRequest)]}
+_INVOCATION = {"requestBody": {"required": True, "content": {"application/json": {"schema": _EITHER}}}}
+
+
+@router.post(
+    "/invocations",
+    responses=answers(ChatCompletion, Completion, description="With `stream`, events.", stream=EVENTS),
+    openapi_extra=_INVOCATION,
+)
+async def invoke(request: Request, state: State, call: TheCall) -> Response:
+    """Answer a conversation or complete a text, whichever the body has: for SageMaker, which knows only this path."""
+    assert isinstance(request, StrictRequest), "its route is strict"
+    given = await request.json()
+    if not isinstance(given, dict) or ("messages" in given) == ("prompt" in given):
+        raise RequestError("The body must be a JSON object with messages (chat) or prompt (completions).")
+    if "messages" in given:
+        chat = validated(ChatRequest, request.known_fields(ChatRequest))
+        return await create_chat_completion(chat, request, state, call)
+    return await create_completion(
+        validated(CompletionRequest, request.known_fields(CompletionRequest)), request, state, call
+    )
 
 
 @dataclass(slots=True)
@@ -46,26 +77,28 @@ class CompletionJob:
     id: str
     created: int
     scores_only: bool  # max_tokens=0: the one token that was generated is dropped
-    offsets: dict[int, int] = field(default_factory=dict)  # characters written so far, by choice
+    offsets: dict[int, TextOffsets] = field(default_factory=dict)  # of output tokens, by choice
     around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # bytes before and after a chunk's text
 
     @classmethod
     async def make(cls, state: ServerState, call: Call, body: CompletionRequest) -> CompletionJob:
         call.take_id(body.request_id)
         model = state.check_model(body.model)
-        prompts = await _prompts(state, body)
         params = _params(state, body)
-        request = ApiRequest(state, call, prompts, params, body.priority or 0, body.timeout, body.user)
+        async with within(state, call, body.timeout):
+            prompts = await _prompts(state, body, params)
+        priority, timeout = body.priority or 0, body.timeout
+        request = ApiRequest(state, call, prompts, params, priority, timeout, body.user, model=model)
         return cls(body, request, model, f"cmpl-{call.id}", int(time.time()), body.max_tokens == 0)
 
     def _writer(self, named: Sequence[int] | None = None) -> LogprobWriter:
-        return LogprobWriter(self.request.engine.tokenizer, bool(self.body.return_tokens_as_token_ids), named)
+        as_ids = self.request.state.writes_token_ids(self.body.return_tokens_as_token_ids)
+        return LogprobWriter(self.request.engine.tokenizer, as_ids, named)
 
     async def whole(self) -> Completion:
         outputs = await self.request.whole()
         choices = []
         for output in outputs:
-            self.request.check(output)
             choices += [self._choice(output, each, True) for each in output.outputs]
         return self._reply(choices, final=True)
 
@@ -150,7 +183,6 @@ class CompletionJob:
                 choice.prompt_token_ids = output.prompt_token_ids
         if body.prompt_logprobs is not None and first and output.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
-        self.offsets[at] = self.offsets.get(at, 0) + len(choice.text)
         return choice
 
     def _add_logprobs(
@@ -164,10 +196,15 @@ class CompletionJob:
         num: int,
     ) -> None:
         positions = list(each.logprobs or [])[: len(ids)]
-        offset = self.offsets.get(choice.index, 0) + len(echo)
-        choice.logprobs = self._writer(self.body.logprob_token_ids).completion(ids, positions, num, offset)
+        if choice.index not in self.offsets:
+            params, prompt = self.request.params, output.prompt_token_ids
+            how = params.skip_special_tokens, params.spaces_between_special_tokens
+            self.offsets[choice.index] = TextOffsets(self.request.engine.tokenizer, prompt, len(echo), *how)
+        offsets = self.offsets[choice.index].of(ids)
+        choice.logprobs = self._writer(self.body.logprob_token_ids).completion(ids, positions, num, offsets)
         if self.body.echo and first and output.prompt_logprobs is not None:
-            of_prompt = self._writer().completion(output.prompt_token_ids, list(output.prompt_logprobs), num, 0)
+            of_ids = TextOffsets(self.request.engine.tokenizer).in_text(output.prompt_token_ids, echo)
+            of_prompt = self._writer().completion(output.prompt_token_ids, list(output.prompt_logprobs), num, of_ids)
             for name in ("text_offset", "token_logprobs", "tokens", "top_logprobs"):
                 setattr(choice.logprobs, name, getattr(of_prompt, name) + getattr(choice.logprobs, name))
 
@@ -175,7 +212,7 @@ class CompletionJob:
         if output.prompt is not None and self.body.truncate_prompt_tokens is None:
             return output.prompt
         tokenizer = self.request.engine.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids, skip_special_tokens=True)
+        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids)  # as it was given, so with all
 
 
 def _shows_something(choice: CompletionChoice) -> bool:
@@ -186,11 +223,16 @@ def _shows_something(choice: CompletionChoice) -> bool:
     return of_text or of_prompt or choice.finish_reason is not None
 
 
-async def _prompts(state: ServerState, body: CompletionRequest) -> Sequence[TokenizedPrompt]:
-    given = body.prompt
-    several: Any = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+async def _prompts(state: ServerState, body: CompletionRequest, params: SamplingParams) -> Sequence[TokenizedPrompt]:
+    given, embeds = body.prompt, body.prompt_embeds
+    several: Any = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
+    if embeds is not None and given in (None, "", []):  # OpenAI's client cannot leave prompt out
+        several = []
+    tensors = [] if embeds is None else [embeds] if isinstance(embeds, str) else embeds
+    check_limits(params, len(several) + len(tensors), state.config.max_choices)
     special, truncate = body.add_special_tokens is not False, body.truncate_prompt_tokens
-    return await read_prompts(state, several, special, truncate, body.cache_salt)
+    read = await read_embeddings(state, tensors, truncate, body.cache_salt) if tensors else []
+    return read + await read_prompts(state, several, special, truncate, body.cache_salt, body.truncation_side)
 
 
 def _params(state: ServerState, body: CompletionRequest) -> SamplingParams:

@@ -16,11 +16,12 @@ from prometheus_client.core import Metric
 from starlette.responses import Response
 from starlette.websockets import WebSocketDisconnect
 
+from kvasir.engine.stats import RequestSnapshot, Snapshot
 from kvasir.engine.transport import KEYS_PER_CLIENT
 from kvasir.errors import KvasirError
 from kvasir.frontend.requests.metrics import PREFIX
-from kvasir.messages import Int32Array, RequestSnapshot, Snapshot
-from kvasir.server.errors import ApiError
+from kvasir.messages import Int32Array
+from kvasir.server.errors import ERRORS, ApiError
 from kvasir.server.gate import may_connect
 from kvasir.server.schema.base import encode
 from kvasir.server.state import ServerState, State, state_of
@@ -34,7 +35,7 @@ Since = Annotated[int, Query(ge=0, description="leave out steps up to this numbe
 Interval = Annotated[float, Query(ge=0.05, le=60, description="seconds between two messages")]
 
 
-@router.get("/engine/state", summary="The engine's requests, blocks and steps at this moment")
+@router.get("/engine/state", responses=ERRORS, summary="The engine's requests, blocks and steps at this moment")
 async def engine_state_now(state: State, since: Since = 0, engine: Engine = 0) -> Response:
     return Response(encode(await _look(state, since, engine)), media_type="application/json")
 
@@ -75,7 +76,7 @@ async def _look(state: ServerState, since: int, engine: int) -> dict[str, Any]:
             "not_found",
             "engine",
         )
-    snapshot = await state.engine.call("snapshot", since, engine=engine)
+    snapshot = await state.call("snapshot", since, engine=engine)
     seen = engine_state(snapshot, state.model_names[0], distributions(state.metrics.collect()))
     return {**seen, "engine": engine, "engines": number}
 

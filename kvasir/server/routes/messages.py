@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from kvasir.errors import RequestError
+from kvasir.errors import PromptTooLongError, RequestError
 from kvasir.frontend.requests.prompts import TokenizedPrompt
 from kvasir.outputs import CompletionOutput, RequestOutput
-from kvasir.parsers.base import content_of
+from kvasir.parsers.base import Content, OutputPart, Reasoning, ToolCall, calls_of, joined
 from kvasir.sampling_params import SamplingParams
-from kvasir.server.api_request import ApiRequest, read_chat
-from kvasir.server.errors import anthropic_body, as_api_error, timed_out
+from kvasir.server.api_request import ApiRequest, answer_of, read_chat, within
+from kvasir.server.errors import EVENTS, answers, anthropic_body, as_api_error, timed_out
 from kvasir.server.event_stream import EventStream
-from kvasir.server.http import Call, StrictRoute, TheCall, answers, reply, unless_gone
+from kvasir.server.http import Call, StrictRoute, TheCall, reply, unless_gone
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.chat import ChatTemplateFields, Message
 from kvasir.server.schema.messages import (
@@ -28,14 +30,22 @@ from kvasir.server.schema.messages import (
     MessagesRequest,
     MessageUsage,
     TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
 )
 from kvasir.server.schema.sampling import sampling_params
+from kvasir.server.schema.tools import RequestTools, anthropic_tools
 from kvasir.server.state import ServerState, State
 
 router = APIRouter(route_class=StrictRoute, tags=["Anthropic"])
 
 
-@router.post("/v1/messages", responses=answers(MessageReply, "The message; with `stream`, events."))
+@router.post(
+    "/v1/messages",
+    responses=answers(
+        MessageReply, description="The message; with `stream`, events.", stream=EVENTS, errors="MessagesErrorReply"
+    ),
+)
 async def create_message(body: MessagesRequest, request: Request, state: State, call: TheCall) -> Response:
     """Answer a conversation."""
     job = await unless_gone(request, MessageJob.make(state, call, body))
@@ -44,10 +54,10 @@ async def create_message(body: MessagesRequest, request: Request, state: State, 
     return reply(await unless_gone(request, job.whole()))
 
 
-@router.post("/v1/messages/count_tokens", responses=answers(CountTokensReply))
+@router.post("/v1/messages/count_tokens", responses=answers(CountTokensReply, errors="MessagesErrorReply"))
 async def count_tokens(body: CountTokensRequest, request: Request, state: State) -> Response:
     """Count the tokens of a conversation with the chat template applied."""
-    prompt = await unless_gone(request, _prompt(state, body))
+    prompt, _ = await unless_gone(request, _prompt(state, body, anthropic_tools(body.tools, body.tool_choice)))
     return reply(CountTokensReply(input_tokens=len(prompt.token_ids)))
 
 
@@ -59,27 +69,40 @@ class MessageJob:
     model: str
     id: str
     is_open: bool = False  # the first events are written
+    index: int = -1  # of the block that is open, or was last
+    kind: str = ""  # of the block that is open
+    called: bool = False  # there are calls
 
     @classmethod
     async def make(cls, state: ServerState, call: Call, body: MessagesRequest) -> MessageJob:
-        prompt = await _prompt(state, body)
+        params = _params(state, body)
+        tools = anthropic_tools(body.tools, body.tool_choice)
+        async with within(state, call, body.timeout):
+            prompt, fields = await _prompt(state, body, tools)
+        thinking = body.thinking
+        if thinking is not None and thinking.type == "enabled" and state.formats.of().reasoning is None:
+            message = "thinking is enabled, but this model has no reasoning that the server knows: leave thinking out."
+            raise RequestError(message, "thinking")
+        hides = thinking is not None and (thinking.display == "omitted" or thinking.type == "disabled")
+        budget = None if thinking is None or thinking.type != "enabled" else thinking.budget_tokens
+        answer = answer_of(state, params, tools, prompt, fields, not hides, budget)
         user = (body.metadata or {}).get("user_id")
         name = None if user is None else str(user)
         names = {"stop": "stop_sequences"}
-        params = _params(state, body)
-        request = ApiRequest(state, call, [prompt], params, body.priority or 0, body.timeout, name, names)
+        priority, timeout = body.priority or 0, body.timeout
+        request = ApiRequest(state, call, [prompt], params, priority, timeout, name, names, answer, body.model)
         return cls(request, body.model, f"msg_{call.id}")
 
     async def whole(self) -> MessageReply:
         (output,) = await self.request.whole()
-        self.request.check(output)
         (each,) = output.outputs
         self._check_time(each)
-        made = self._message([TextBlock(text=content_of(self.request.parts.read(0, each)))])
-        made.stop_reason, made.stop_sequence = _stop(each)
+        made = self._message(_blocks(self.request.parts.read(0, each)))
+        called = any(isinstance(block, ToolUseBlock) for block in made.content)
+        made.stop_reason, made.stop_sequence = _stop(each, called)
         return made
 
-    def _message(self, content: list[TextBlock]) -> MessageReply:
+    def _message(self, content: list[TextBlock | ThinkingBlock | ToolUseBlock]) -> MessageReply:
         return MessageReply(id=self.id, model=self.model, content=content, usage=self._usage())
 
     def _usage(self) -> MessageUsage:
@@ -103,8 +126,41 @@ class MessageJob:
         frames = b"" if self.is_open else self._opening()
         self.is_open = True
         for part in self.request.parts.read(0, each):
-            frames += _BEFORE + encode(part.text) + _AFTER
+            if isinstance(part, Content):
+                frames += self._in_block("text", TextBlock(text=""))
+                frames += _before(self.index) + encode(part.text) + _AFTER
+            elif isinstance(part, Reasoning):
+                frames += self._in_block("thinking", ThinkingBlock(thinking=""))
+                frames += self._delta({"type": "thinking_delta", "thinking": part.text})
+            elif isinstance(part, ToolCall):
+                self.called = True
+                frames += self._end_block() + self._in_block(
+                    part.id, ToolUseBlock(id=part.id, name=part.name, input={})
+                )
+            else:
+                frames += self._delta({"type": "input_json_delta", "partial_json": part.text})
         return frames if each.finish_reason is None else frames + self._closing(each)
+
+    def _in_block(self, kind: str, start: TextBlock | ThinkingBlock | ToolUseBlock) -> bytes:
+        """Begin a block, unless one of this kind is open."""
+        if self.kind == kind:
+            return b""
+        frames = self._end_block()
+        self.kind, self.index = kind, self.index + 1
+        body = {"type": "content_block_start", "index": self.index, "content_block": start}
+        return frames + _event("content_block_start", body)
+
+    def _end_block(self) -> bytes:
+        if not self.kind:
+            return b""
+        frames = b""
+        if self.kind == "thinking":
+            frames = self._delta({"type": "signature_delta", "signature": ""})
+        self.kind = ""
+        return frames + _event("content_block_stop", {"type": "content_block_stop", "index": self.index})
+
+    def _delta(self, delta: dict[str, str]) -> bytes:
+        return _event("content_block_delta", {"type": "content_block_delta", "index": self.index, "delta": delta})
 
     def finish(self) -> bytes:
         return b""
@@ -115,22 +171,15 @@ class MessageJob:
     def _opening(self) -> bytes:
         start = self._message([])
         start.usage.output_tokens = 0
-        block = {"type": "content_block_start", "index": 0, "content_block": TextBlock(text="")}
-        return (
-            _event("message_start", {"type": "message_start", "message": start})
-            + _event("content_block_start", block)
-            + _event("ping", {"type": "ping"})
-        )
+        return _event("message_start", {"type": "message_start", "message": start}) + _event("ping", {"type": "ping"})
 
     def _closing(self, each: CompletionOutput) -> bytes:
-        reason, sequence = _stop(each)
+        frames = b"" if self.index >= 0 else self._in_block("text", TextBlock(text=""))  # a message is never empty
+        frames += self._end_block()
+        reason, sequence = _stop(each, self.called)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         end = {"type": "message_delta", "delta": delta, "usage": self._usage()}
-        return (
-            _event("content_block_stop", {"type": "content_block_stop", "index": 0})
-            + _event("message_delta", end)
-            + _event("message_stop", {"type": "message_stop"})
-        )
+        return frames + _event("message_delta", end) + _event("message_stop", {"type": "message_stop"})
 
 
 def _event(kind: str, body: Any) -> bytes:
@@ -138,28 +187,75 @@ def _event(kind: str, body: Any) -> bytes:
 
 
 # The bytes of a text delta's event around its text. Tokens come often, so these are encoded once.
-_DELTA = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "\x00"}}
-_BEFORE, _AFTER = _event("content_block_delta", _DELTA).split(encode("\x00"))
+_AFTER = b"}}\n\n"
 
 
-def _stop(each: CompletionOutput) -> tuple[str, str | None]:
+@cache
+def _before(index: int) -> bytes:
+    body = {"type": "content_block_delta", "index": index, "delta": {"type": "text_delta", "text": "\x00"}}
+    before, after = _event("content_block_delta", body).split(encode("\x00"))
+    assert after == _AFTER, "what follows a text does not depend on the block"
+    return before
+
+
+def _blocks(parts: Sequence[OutputPart]) -> list[TextBlock | ThinkingBlock | ToolUseBlock]:
+    """The content of a whole message."""
+    made: list[TextBlock | ThinkingBlock | ToolUseBlock] = []
+    calls = iter(calls_of(parts))
+    for part in joined(parts):
+        if isinstance(part, Content):
+            made.append(TextBlock(text=part.text))
+        elif isinstance(part, Reasoning):
+            made.append(ThinkingBlock(thinking=part.text))
+        elif isinstance(part, ToolCall):
+            call = next(calls)
+            made.append(ToolUseBlock(id=call.id, name=call.name, input=_input(call.arguments)))
+    return made or [TextBlock(text="")]
+
+
+def _input(arguments: str) -> Any:
+    """The arguments as an object. Text that is none, because it was cut short, is kept under a name of ours."""
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return {"arguments": arguments}
+    return found if isinstance(found, dict) else {"arguments": found}
+
+
+def _stop(each: CompletionOutput, called: bool) -> tuple[str, str | None]:
     if each.finish_reason == "length":
         return "max_tokens", None
+    if called and each.finish_reason == "stop":
+        return "tool_use", None
     if isinstance(each.stop_reason, str) and each.finish_reason == "stop":
         return "stop_sequence", each.stop_reason
     return "end_turn", None
 
 
-async def _prompt(state: ServerState, body: CountTokensRequest) -> TokenizedPrompt:
+async def _prompt(
+    state: ServerState, body: CountTokensRequest, tools: RequestTools
+) -> tuple[TokenizedPrompt, ChatTemplateFields]:
     state.check_model(body.model)
     messages, continues = conversation(body)
-    fields = ChatTemplateFields(
-        messages=messages,
-        tools=None if state.config.exclude_tools_when_tool_choice_none else body.tools,
-        continue_final_message=continues,
-        chat_template_kwargs=getattr(body, "chat_template_kwargs", None),
-    )
-    return await read_chat(state, fields, salt=getattr(body, "cache_salt", None))
+    given: dict[str, Any] = {**(getattr(body, "chat_template_kwargs", None) or {})}
+    if body.thinking is not None:  # the names that templates have for it
+        enabled = body.thinking.type != "disabled"
+        given = {"enable_thinking": enabled, "thinking": enabled, **given}
+    fields = ChatTemplateFields(messages=messages, continue_final_message=continues, chat_template_kwargs=given)
+    excluded = not tools.is_active and state.config.exclude_tools_when_tool_choice_none
+    shown = None if excluded else tools.shown()
+    try:
+        return await read_chat(state, fields, salt=getattr(body, "cache_salt", None), tools=shown), fields
+    except PromptTooLongError as error:
+        raise PromptTooLongError(_too_long(state, error), "messages", error.num_tokens) from error
+
+
+def _too_long(state: ServerState, error: PromptTooLongError) -> str:
+    """Anthropic's words, by which its clients know that they should shorten the conversation."""
+    if error.num_tokens is None:
+        return f"prompt is too long: {error}"
+    most = state.engine.input_processor.prompts.max_tokens
+    return f"prompt is too long: {error.num_tokens} tokens > {most} maximum. {error}"
 
 
 def _params(state: ServerState, body: MessagesRequest) -> SamplingParams:
@@ -175,7 +271,9 @@ def _params(state: ServerState, body: MessagesRequest) -> SamplingParams:
 # Allowed entries of blocks by type. cache_control needs no action: all prefixes are cached.
 _KEYS = {
     "text": {"type", "text", "cache_control"},
-    "tool_use": {"type", "id", "name", "input", "cache_control"},
+    "tool_use": {"type", "id", "name", "input", "cache_control", "caller"},
+    "thinking": {"type", "thinking", "signature", "cache_control"},
+    "redacted_thinking": {"type", "data", "cache_control"},
     "tool_result": {"type", "tool_use_id", "content", "is_error", "cache_control"},
 }
 
@@ -195,14 +293,25 @@ def _messages(message: AnthropicMessage) -> list[Message]:
         return [Message(role=message.role, content=message.content)]
     results = [part for part in message.content if part.get("type") == "tool_result"]
     calls = [part for part in message.content if part.get("type") == "tool_use"]
-    rest = [part for part in message.content if part.get("type") not in ("tool_result", "tool_use")]
+    thoughts = [part for part in message.content if part.get("type") in ("thinking", "redacted_thinking")]
+    others = ("tool_result", "tool_use", "thinking", "redacted_thinking")
+    rest = [part for part in message.content if part.get("type") not in others]
     found = [_result(part) for part in results]
     if rest or calls or not results:
         made: dict[str, Any] = {"role": message.role, "content": _text(rest, "messages") if rest else ""}
         if calls:
             made["tool_calls"] = [_call(part) for part in calls]
+        if text := _thought(thoughts):
+            made["reasoning_content"] = text
         found.append(Message(**made))
     return found
+
+
+def _thought(blocks: list[dict[str, Any]]) -> str:
+    """The text of thinking blocks. Redacted ones are of other servers, and say nothing."""
+    for block in blocks:
+        _check_keys(block, "messages")
+    return "\n".join(str(block.get("thinking", "")) for block in blocks if block["type"] == "thinking")
 
 
 def _result(part: dict[str, Any]) -> Message:

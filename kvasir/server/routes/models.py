@@ -8,7 +8,9 @@ from typing import Annotated
 from fastapi import APIRouter, Header
 from starlette.responses import Response
 
-from kvasir.server.http import answers, reply
+from kvasir.lora.host import Adapter
+from kvasir.server.errors import answers
+from kvasir.server.http import reply
 from kvasir.server.schema.tokens import MessagesModel, MessagesModelList, ModelCard, ModelList
 from kvasir.server.state import ServerState, State
 
@@ -18,18 +20,19 @@ router = APIRouter(tags=["OpenAI"])
 Version = Annotated[str | None, Header(alias="anthropic-version")]
 
 
-@router.get("/v1/models", responses=answers(ModelList))
+@router.get("/v1/models/", include_in_schema=False)  # otherwise the next route would look for a model without a name
+@router.get("/v1/models", responses=answers(ModelList, MessagesModelList))
 async def list_models(state: State, version: Version = None) -> Response:
-    names = state.model_names
+    names = [*state.model_names, *(adapter.name for adapter in state.adapters.all())]
     if version is not None:
         data = [_messages_model(state, name) for name in names]
         return reply(MessagesModelList(data=data, first_id=names[0], last_id=names[-1]))
     return reply(ModelList(data=[_card(state, name) for name in names]))
 
 
-@router.get("/v1/models/{model_id:path}", responses=answers(ModelCard))
+@router.get("/v1/models/{model_id:path}", responses=answers(ModelCard, MessagesModel))
 async def retrieve_model(model_id: str, state: State, version: Version = None) -> Response:
-    name = state.check_model(model_id)
+    name = state.check_model(model_id, None)
     return reply(_card(state, name) if version is None else _messages_model(state, name))
 
 
@@ -38,6 +41,15 @@ def _messages_model(state: ServerState, name: str) -> MessagesModel:
     return MessagesModel(id=name, display_name=name, created_at=created)
 
 
+def adapter_card(state: ServerState, adapter: Adapter) -> ModelCard:
+    """An adapter, with the model that it adapts as its parent."""
+    longest = state.engine.config.model.max_model_len - adapter.num_virtual_tokens
+    parent = state.model_names[0]
+    return ModelCard(id=adapter.name, created=state.created, root=adapter.path, parent=parent, max_model_len=longest)
+
+
 def _card(state: ServerState, name: str) -> ModelCard:
     model = state.engine.config.model
+    if (adapter := state.adapters.get(name)) is not None:
+        return adapter_card(state, adapter)
     return ModelCard(id=name, created=state.created, root=model.model, max_model_len=model.max_model_len)

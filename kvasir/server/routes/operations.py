@@ -7,27 +7,25 @@ from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from kvasir import __version__
 from kvasir.errors import EngineError
-from kvasir.server.engine_metrics import device_metrics, engine_metrics, info_metric
-from kvasir.server.errors import ApiError
-from kvasir.server.http import ERRORS, reply
+from kvasir.server.engine_metrics import cache_metric, device_metrics, engine_metrics
+from kvasir.server.errors import ERRORS, ApiError
+from kvasir.server.http import reply
 from kvasir.server.state import FAILED, ServerState, State
 
 router = APIRouter(tags=["operations"])
 
 
-@router.get("/metrics", summary="Metrics in Prometheus' text format")
+@router.get("/metrics", response_class=PlainTextResponse, summary="Metrics in Prometheus' text format")
 async def metrics(state: State) -> Response:
-    further = engine_metrics(await state.engine_stats(), state.model_names[0])
+    stats = await state.engine_stats()
+    further = engine_metrics(stats, state.model_names[0])
     further += device_metrics(state.probe_device(), state.model_names[0])
-    if (engine := state.engine_or_none) is not None:
-        cache = {name: str(value) for name, value in asdict(engine.config.cache).items()}
-        further.append(
-            info_metric("cache_config_info", "Settings of the KV cache as labels.", {**cache, "engine": "0"})
-        )
+    if (engine := state.engine_or_none) is not None and stats:
+        further.append(cache_metric(engine.config, stats))
     page = state.metrics.page(further, state.config.vllm_metric_names)
     return Response(page, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
@@ -43,30 +41,39 @@ async def server_info(state: State) -> Response:
 
 @router.post("/reset_prefix_cache", responses=ERRORS, summary="Empty the prefix cache")
 async def reset_prefix_cache(state: State) -> Response:
-    if not await state.engine.reset_prefix_cache():
+    if not all(await state.call_all("reset_prefix_cache")):
         raise ApiError(409, "The prefix cache can be reset only while no request runs: try again later.", "conflict")
     return reply({"reset": True})
 
 
 # ---------------------------------------------------------------- probes
 
+_DOWN: dict[int | str, dict[str, Any]] = {
+    503: {"description": "Not so: `reason` says why.", "content": {"application/json": {"schema": {"type": "object"}}}}
+}
+
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health", summary="200 unless the engine has died")
+@router.get("/health", responses=_DOWN, summary="200 unless the engine has died, or has been stuck for long")
 async def health(state: State) -> Response:
-    problem = _death(state)
-    return reply({"status": "ok" if problem is None else "dead", "reason": problem}, 200 if problem is None else 503)
+    problem, status = _death(state), "dead"
+    if problem is None and (engine := state.engine_or_none) is not None and state.phase.is_ready:
+        try:
+            engine.check_stall(state.config.health_stall_timeout, "health_stall_timeout")
+        except EngineError as error:
+            problem, status = str(error), "stalled"
+    return reply({"status": "ok" if problem is None else status, "reason": problem}, 200 if problem is None else 503)
 
 
 @router.head("/ping", include_in_schema=False)
-@router.get("/ping", summary="The same as /health")
-@router.post("/ping", include_in_schema=False)
+@router.get("/ping", responses=_DOWN, summary="The same as /health")
+@router.post("/ping", responses=_DOWN, summary="The same as /health")
 async def ping(state: State) -> Response:
     return await health(state)
 
 
 @router.head("/ready", include_in_schema=False)
-@router.get("/ready", summary="200 when requests are answered; else 503 with the phase and the reason")
+@router.get("/ready", responses=_DOWN, summary="200 when requests are answered; else 503 with the phase and the reason")
 async def ready(state: State) -> Response:
     """Ready: the model is loaded, the server does not drain, the engine makes progress."""
     body: dict[str, Any] = {
@@ -79,6 +86,9 @@ async def ready(state: State) -> Response:
             await state.engine.check_health()
         except EngineError as error:
             body |= {"status": "stalled", "reason": str(error)}
+        peers = state.peers
+        if peers is not None and (count := peers.num_ready()) < peers.number:
+            body |= {"status": "waiting", "reason": f"{count} of {peers.number} API processes are ready"}
     return reply(body, 200 if body["status"] == "ready" and body["reason"] is None else 503)
 
 

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvasir.server.errors import not_found
+from kvasir.server.state import State
 
 FOLDER = Path(__file__).parent.parent / "pages"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -34,8 +35,10 @@ docs_router = APIRouter(include_in_schema=False)  # left out by --disable-fastap
 
 
 @router.api_route("/", methods=_METHODS)
-async def playground(request: Request) -> Response:
-    return _file("index.html", request)
+async def playground(request: Request, state: State) -> Response:
+    """The page of what the model does; while it is being loaded, that of a model that generates text."""
+    engine = state.engine_or_none
+    return _file("embed.html" if engine is not None and engine.config.model.poolers else "index.html", request)
 
 
 @router.api_route("/engine", methods=_METHODS)

@@ -1,17 +1,24 @@
-"""/tokenize, /detokenize and the plain /generate."""
+"""/tokenize, /detokenize, /tokenizer_info, /generative_scoring and the plain /generate."""
 
 from __future__ import annotations
+
+import math
+import time
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from kvasir.errors import RequestError
+from kvasir.frontend.requests.prompts import TokenizedPrompt
 from kvasir.outputs import RequestOutput
 from kvasir.parsers.base import content_of
-from kvasir.server.api_request import ApiRequest, read_chat, read_prompts
-from kvasir.server.errors import as_api_error, openai_body
+from kvasir.sampling_params import RequestOutputKind, SamplingParams
+from kvasir.server.api_request import ApiRequest, read_chat, read_prompts, within
+from kvasir.server.errors import ERRORS, answers, as_api_error, not_found, openai_body
 from kvasir.server.event_stream import EventStream
-from kvasir.server.http import StrictRoute, TheCall, answers, reply, unless_gone
+from kvasir.server.http import StrictRoute, TheCall, reply, unless_gone
+from kvasir.server.limits import check_limits
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.sampling import sampling_params
 from kvasir.server.schema.tokens import (
@@ -19,10 +26,14 @@ from kvasir.server.schema.tokens import (
     DetokenizeRequest,
     GenerateReply,
     GenerateRequest,
+    ItemScore,
+    ScoringReply,
+    ScoringRequest,
     TokenizeReply,
     TokenizeRequest,
 )
-from kvasir.server.state import State
+from kvasir.server.schema.tools import chat_tools
+from kvasir.server.state import ServerState, State
 
 router = APIRouter(route_class=StrictRoute, tags=["text and tokens"])
 
@@ -30,11 +41,12 @@ router = APIRouter(route_class=StrictRoute, tags=["text and tokens"])
 @router.post("/tokenize", responses=answers(TokenizeReply))
 async def tokenize(body: TokenizeRequest, request: Request, state: State) -> Response:
     """Tokenize a prompt, or a conversation with the chat template applied."""
-    state.check_model(body.model)
+    state.check_model(body.model, None)
     if body.prompt is not None:
         (made,) = await read_prompts(state, [body.prompt], body.add_special_tokens is not False)
     else:
-        made = await read_chat(state, body)
+        tools = chat_tools(body.tools, None, None)
+        made = await read_chat(state, body, tools=tools.shown())
     ids, engine = made.token_ids, state.engine
     tokenizer = engine.input_processor.prompts.tokenizer
     names = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
@@ -45,26 +57,51 @@ async def tokenize(body: TokenizeRequest, request: Request, state: State) -> Res
 @router.post("/detokenize", responses=answers(DetokenizeReply))
 async def detokenize(body: DetokenizeRequest, state: State) -> Response:
     """Turn token ids into text."""
-    state.check_model(body.model)
-    tokenizer, size = state.engine.input_processor.prompts.tokenizer, state.engine.config.model.vocab_size
+    state.check_model(body.model, None)
+    engine = state.engine
+    tokenizer, size = engine.input_processor.prompts.tokenizer, engine.config.model.vocab_size
     for token in body.tokens:
         if not 0 <= token < size:
             raise RequestError(f"Token id {token} is not in the vocabulary, which ends at {size - 1}.", "tokens")
-    return reply(DetokenizeReply(prompt=tokenizer.decode(body.tokens)))
+    return reply(
+        DetokenizeReply(prompt=await engine.text_pool.run(len(body.tokens), lambda: tokenizer.decode(body.tokens)))
+    )
 
 
-@router.post("/generate", responses=answers(GenerateReply, "Texts; with `stream`, a line of JSON for each step."))
+@router.get("/tokenizer_info", responses=ERRORS, summary="The tokenizer's special tokens and chat template")
+async def tokenizer_info(state: State) -> Response:
+    if not state.config.enable_tokenizer_info_endpoint:
+        raise not_found("This server does not show its tokenizer (--no-enable-tokenizer-info-endpoint).")
+    engine = state.engine
+    tokenizer = engine.input_processor.prompts.tokenizer
+    template = engine.config.model.chat_template or tokenizer.chat_template
+    found: dict[str, Any] = {
+        **tokenizer.special_tokens_map,
+        "additional_special_tokens": tokenizer.additional_special_tokens,
+        "model_max_length": engine.config.model.max_model_len,
+        "tokenizer_class": "PreTrainedTokenizerFast",  # the class that has the same results
+    }
+    return reply(found if template is None else {**found, "chat_template": template})
+
+
+@router.post(
+    "/generate",
+    responses=answers(
+        GenerateReply, description="Texts; with `stream`, a line of JSON for each step.", stream="application/x-ndjson"
+    ),
+)
 async def generate(body: GenerateRequest, request: Request, state: State, call: TheCall) -> Response:
     """Complete one prompt, with a plain interface for scripts."""
     call.take_id(body.request_id)
-    prompts = await read_prompts(state, [body.prompt], truncate=body.truncate_prompt_tokens, salt=body.cache_salt)
+    truncate, side = body.truncate_prompt_tokens, body.truncation_side
     max_tokens = body.max_tokens or state.default_max_tokens(16)
     params = sampling_params(body, state.default_params, max_tokens=max_tokens, logprobs=None, stream=bool(body.stream))
+    async with within(state, call, body.timeout):
+        prompts = await read_prompts(state, [body.prompt], truncate=truncate, salt=body.cache_salt, side=side)
     job = ApiRequest(state, call, prompts, params, body.priority or 0, body.timeout)
     if body.stream:
         return EventStream(job, _Lines(job, bool(body.return_token_ids)), media_type="application/x-ndjson")
     (output,) = await unless_gone(request, job.whole())
-    job.check(output)
     made = GenerateReply(
         text=[content_of(job.parts.read(each.index, each)) for each in output.outputs],
         finish_reason=[each.finish_reason for each in output.outputs],
@@ -73,6 +110,51 @@ async def generate(body: GenerateRequest, request: Request, state: State, call: 
     if body.return_token_ids:
         made.token_ids = [each.token_ids for each in output.outputs]
     return reply(made)
+
+
+@router.post("/generative_scoring", responses=answers(ScoringReply))
+async def score(body: ScoringRequest, request: Request, state: State, call: TheCall) -> Response:
+    """Score items by the probability of a label as the token that follows the query and the item."""
+    call.take_id(body.request_id)
+    model = state.check_model(body.model)
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=0,
+        logprobs=0,
+        logprob_token_ids=body.label_token_ids,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    check_limits(params, len(body.items), state.config.max_choices)
+    names = {"logprob_token_ids": "label_token_ids"}
+    prompts = await _scored_prompts(state, body)
+    job = ApiRequest(state, call, prompts, params, body.priority or 0, body.timeout, names=names, model=model)
+    data = []
+    for index, output in enumerate(await unless_gone(request, job.whole())):
+        (each,) = output.outputs
+        position = next(iter(each.logprobs or ()), None)
+        assert position is not None, "log-probabilities were asked for"
+        logprobs = [position[label].logprob for label in body.label_token_ids]
+        data.append(ItemScore(index=index, score=_probability(logprobs, body.apply_softmax is not False)))
+    made = ScoringReply(
+        id=f"generative-scoring-{call.id}", created=int(time.time()), model=model, data=data, usage=job.usage()
+    )
+    return reply(made)
+
+
+async def _scored_prompts(state: ServerState, body: ScoringRequest) -> list[TokenizedPrompt]:
+    (query,) = await read_prompts(state, [body.query], body.add_special_tokens is not False)
+    items = await read_prompts(state, body.items, False)  # the query has the special tokens
+    both = [(item, query) if body.item_first else (query, item) for item in items]
+    return await read_prompts(state, [[*first.token_ids, *second.token_ids] for first, second in both])
+
+
+def _probability(logprobs: list[float], among_labels: bool) -> float:
+    """Probability of the first label, among all tokens or among the labels alone."""
+    if not among_labels:
+        return math.exp(logprobs[0])
+    highest = max(logprobs)
+    weights = [math.exp(each - highest) for each in logprobs]
+    return weights[0] / sum(weights)
 
 
 class _Lines:

@@ -14,13 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, WebSocket
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect
 
 from kvasir.server.errors import ApiError, as_api_error, openai_body
 from kvasir.server.gate import WS_ERROR, may_connect
-from kvasir.server.http import call_of, decode_json, new_id
+from kvasir.server.http import call_of, decode_json, new_id, validated, without_unknown_fields
 from kvasir.server.routes.chat import ChatJob
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.chat import ChatRequest
@@ -51,7 +49,7 @@ class Conversation:
     async def run(self) -> None:
         try:
             while True:
-                message = await self._receive()
+                message = await self._next_request()
                 if not _is_cancel(message):  # a cancel that comes too late ends nothing
                     await self._answer(message)
         except WebSocketDisconnect:
@@ -76,12 +74,19 @@ class Conversation:
         self._next = None
         return message
 
+    async def _next_request(self) -> Any:
+        seconds = self.state.config.websocket_idle_timeout
+        await asyncio.wait([self._listen()], timeout=seconds)
+        if not self._listen().done():
+            raise ApiError(408, f"No request came in {seconds:g} s.", "timeout")
+        return await self._receive()
+
     async def _read(self) -> Any:
         frame = await self.socket.receive()
         if frame["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(frame.get("code", 1000))
         try:
-            return decode_json(frame.get("text") or frame.get("bytes") or b"", "The message")
+            return decode_json(frame.get("text") or frame.get("bytes") or b"", "The message", ChatRequest)
         except ValueError as error:
             raise ApiError(400, str(error), "invalid_request") from error
 
@@ -90,11 +95,9 @@ class Conversation:
             raise ApiError(400, "The message must be a JSON object, the body of a chat request.", "invalid_request")
         if message.get("stream") is not None and message["stream"] is not True:
             raise ApiError(400, "A WebSocket always streams: leave stream out.", "invalid_request", "stream")
-        try:
-            body = ChatRequest.model_validate({**message, "stream": True})
-        except ValidationError as error:
-            raise RequestValidationError(error.errors()) from error
         call = replace(self.call, id=new_id(), arrived=time.time())
+        message, _ = without_unknown_fields(message, ChatRequest, self.state.config.unknown_fields, call.id)
+        body = validated(ChatRequest, {**message, "stream": True})
         job = await ChatJob.make(self.state, call, body)
         sending = asyncio.create_task(self._send(job))
         try:

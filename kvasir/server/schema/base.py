@@ -1,9 +1,9 @@
-"""The base of all bodies: strict types, errors for unknown fields and for fields that the server cannot honour."""
+"""The base of all bodies: types as vLLM takes them, bounded lists, errors for unknown fields and for fields that the
+server cannot honour."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -11,6 +11,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -19,8 +20,38 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from kvasir.config.engine import did_you_mean
+from kvasir.config.names import did_you_mean
 from kvasir.server.schema.field_docs import FIELD_DOCS
+
+MAX_TOKEN_IDS = 1 << 20  # of all prompts of a request; decoding more holds up the event loop
+MAX_ENTRIES = 1 << 16  # of a list or an object whose field sets no other limit
+_MAX_NAME = 64  # characters of an unknown field's name that are repeated and compared with known ones
+
+
+def _bounded(schema: Any) -> Any:
+    if isinstance(schema, list | tuple):
+        return type(schema)(_bounded(each) for each in schema)
+    if not isinstance(schema, dict):
+        return schema
+    skipped = ("metadata", "cls") if isinstance(schema.get("type"), str) else ()  # the rest are fields by name
+    made = {key: value if key in skipped else _bounded(value) for key, value in schema.items()}
+    if made.get("type") in ("list", "dict"):
+        made["fail_fast"] = True
+        made.setdefault("max_length", MAX_ENTRIES)
+    return made
+
+
+class BoundedModel(BaseModel):
+    """A model whose lists and objects have a maximum length and fail at their first wrong entry.
+
+    pydantic would collect an error for every entry otherwise: gigabytes for a list of a million numbers where texts are
+    expected. The limits are set on all lists and objects of the schema, so no field can be forgotten.
+    """
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        bounded: CoreSchema = _bounded(handler(source))
+        return bounded
 
 
 class Refusal(NamedTuple):
@@ -32,17 +63,21 @@ class Refusal(NamedTuple):
 
 def refused(why: str, *harmless: object) -> Any:
     """A field that clients know and this server cannot honour. Only null and `harmless` values are accepted."""
-    field: Any = Field(default=None, description=f"Not available: {why}")
+    accepted: Any = [None, *harmless]
+    field: Any = Field(default=None, description=f"Not available: {why}", json_schema_extra={"enum": accepted})
     field.metadata.append(Refusal(why, harmless))
     return field
 
 
-class Body(BaseModel):
+class Body(BoundedModel):
     """A request's body. An unknown field is an error that names similar ones: a misspelt parameter must not silently
-    get its default."""
+    get its default. Routes remove unknown top-level fields before, unless --unknown-fields is refuse.
 
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-    hints: ClassVar[Mapping[str, str]] = {}  # for fields of other interfaces: the field to use instead
+    Values are converted as in vLLM: 2.0 is an integer, "true" is true.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    max_values: ClassVar[int] = 1 << 19  # numbers and other values in all its lists and objects
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -59,8 +94,9 @@ class Body(BaseModel):
         if isinstance(given, dict):
             for name in given:
                 if name not in cls.model_fields:
-                    hint = cls.hints.get(str(name)) or did_you_mean(name, cls.model_fields).strip()
-                    raise invalid(str(name), f"Unrecognized request argument supplied: {name}. {hint}".strip())
+                    short = str(name)[:_MAX_NAME]
+                    hint = did_you_mean(short, cls.model_fields)
+                    raise invalid(short, f"Unrecognized request argument supplied: {short}.{hint}")
         return given
 
     @model_validator(mode="after")
@@ -99,6 +135,19 @@ def one_complaint(name: str, message: str) -> WrapValidator:
     return WrapValidator(validated)
 
 
+_MAX_METADATA = 16, 64, 512  # entries, characters of a name, characters of a value: OpenAI's limits
+
+
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    entries, longest_name, longest_value = _MAX_METADATA
+    if len(metadata or ()) > entries:
+        raise invalid("metadata", f"metadata may have at most {entries} entries.")
+    for name, value in (metadata or {}).items():
+        if len(name) > longest_name or len(value) > longest_value:
+            message = f"A name in metadata may have {longest_name} characters, a value {longest_value}."
+            raise invalid("metadata", message)
+
+
 class Reply(msgspec.Struct):
     """A reply's body, or a part of it. Fields of type UnsetType are left out unless they are set."""
 
@@ -113,11 +162,16 @@ class PromptTokensDetails(Reply, kw_only=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Reply, kw_only=True):
+    reasoning_tokens: int
+
+
 class Usage(Reply, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of models that reason
 
 
 class ErrorDetail(Reply, kw_only=True):
@@ -129,3 +183,22 @@ class ErrorDetail(Reply, kw_only=True):
 
 class ErrorReply(Reply, kw_only=True):
     error: ErrorDetail
+
+
+class DeletedReply(Reply, kw_only=True):
+    id: str
+    object: str
+    deleted: bool = True
+
+
+class MessagesErrorDetail(Reply, kw_only=True):
+    type: str
+    message: str
+
+
+class MessagesErrorReply(Reply, kw_only=True):
+    """An error as Anthropic's clients read it."""
+
+    type: Literal["error"] = "error"
+    error: MessagesErrorDetail
+    request_id: str | None = None

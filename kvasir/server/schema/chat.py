@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, UnsetType
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from kvasir.server.schema.base import Body, Reply, Usage, example, invalid, refused
+from kvasir.server.schema.base import Body, BoundedModel, Reply, Usage, check_metadata, example, invalid, refused
 from kvasir.server.schema.field_docs import FIELD_DOCS
-from kvasir.server.schema.sampling import SamplingBody, StreamOptions
+from kvasir.server.schema.sampling import SamplingBody, StreamOptions, TemplateVariables
 
-_TEXT_FORMAT = {"type": "text"}
+_MAX_MESSAGE_ENTRIES = 64
 
 
-class Message(BaseModel):
+class Message(BoundedModel):
     """One message. Other entries (name, tool_calls, tool_call_id, reasoning_content) go to the chat template."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow")
 
     role: str = Field(description="system, developer, user, assistant, tool, or another role of the chat template.")
     content: str | list[str | dict[str, Any]] | None = Field(default=None, description=FIELD_DOCS["content"])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_entries(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > _MAX_MESSAGE_ENTRIES:
+            raise invalid("messages", f"A message may have at most {_MAX_MESSAGE_ENTRIES} entries.")
+        return given
 
 
 class ChatTemplateFields(Body):
@@ -35,7 +42,7 @@ class ChatTemplateFields(Body):
         default=None, description="Add special tokens to the rendered text (default: no, the template writes them)."
     )
     chat_template: str | None = Field(default=None, description="Needs --trust-request-chat-template.")
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: TemplateVariables | None = Field(
         default=None, description="Further variables of the chat template."
     )
     documents: list[dict[str, Any]] | None = None
@@ -61,18 +68,21 @@ class ChatRequest(SamplingBody, ChatTemplateFields):
     prompt_cache_key: str | None = Field(
         default=None, description="Accepted without effect: all requests share one prefix cache."
     )
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="Accepted without effect: tools are not called yet."
+    parallel_tool_calls: bool | None = Field(default=None, description="Let the model make several calls at once.")
+    tool_choice: str | dict[str, Any] | None = Field(
+        default=None,
+        description="none, auto (the default with tools), required, a tool by its name, or allowed_tools.",
     )
-    tool_choice: str | dict[str, Any] | None = None
-    response_format: Any = refused("output cannot be constrained to a format yet.", _TEXT_FORMAT)
     service_tier: Any = refused("there is only one tier; use priority to order requests.", "auto", "default")
     modalities: Any = refused("the model writes only text.", ["text"])
-    include_reasoning: Any = refused("reasoning is not separated from the answer yet.", True)
-    functions: Any = refused("it is the older name of tools, which are not called yet.", [])
-    function_call: Any = refused("it is the older name of tool_choice, and tools are not called yet.", "none")
-    store: Any = refused("chat completions are not stored; use /v1/responses.", False)
-    metadata: Any = refused("it is kept with stored completions, and chat completions are not stored.", {})
+    include_reasoning: bool | None = Field(default=None, description="Return the model's reasoning (default: yes).")
+    thinking_token_budget: int | None = Field(
+        default=None, ge=0, description="Most tokens of reasoning; then the marker that ends it is forced."
+    )
+    functions: Any = refused("it is the older form of tools; use tools.", [])
+    function_call: Any = refused("it is the older form of tool_choice; use tool_choice.", "none")
+    store: bool | None = Field(default=None, description="Store the completion (default: no).")
+    metadata: dict[str, str] | None = Field(default=None, description="Stored with the completion. Needs store.")
     audio: Any = refused("the model writes only text.")
     prediction: Any = refused("predicted outputs are not used.")
     web_search_options: Any = refused("the server does not search the web.")
@@ -80,11 +90,6 @@ class ChatRequest(SamplingBody, ChatTemplateFields):
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
-        if self.tools and self.tool_choice != "none":
-            message = "tools are not called yet: leave tools out, or set tool_choice to 'none'."
-            raise invalid("tools", message)
-        if self.tool_choice not in (None, "none", "auto"):
-            raise invalid("tool_choice", "tool_choice must be 'none' for now: tools are not called yet.")
         if self.stream_options is not None and not self.stream:
             raise invalid(
                 "stream_options", "stream_options needs stream: set stream to true, or leave stream_options out."
@@ -93,10 +98,36 @@ class ChatRequest(SamplingBody, ChatTemplateFields):
             raise invalid("top_logprobs", "top_logprobs needs logprobs to be true.")
         if self.logprob_token_ids and not self.logprobs:
             raise invalid("logprob_token_ids", "logprob_token_ids needs logprobs to be true.")
+        if self.metadata and not self.store:
+            raise invalid("metadata", "metadata is kept with stored completions: set store to true or leave it out.")
+        check_metadata(self.metadata)
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             raise invalid("max_tokens", "max_tokens is the older name of max_completion_tokens: give one of them.")
         return self
+
+
+class ChatBatchRequest(ChatRequest):
+    """Several conversations with the same parameters."""
+
+    model_config = example(
+        messages=[[{"role": "user", "content": "What is the capital of France?"}], [{"role": "user", "content": "Hi"}]],
+        max_tokens=32,
+    )
+
+    messages: list[Annotated[list[Message], Field(min_length=1)]] = Field(  # type: ignore[assignment]
+        min_length=1, description="The conversations, each a list of messages."
+    )
+    n: Any = refused("every conversation has one choice.", 1)
+    stream: Any = refused("batches are not streamed.", False)
+    use_beam_search: Any = refused("send conversations for beam search one by one.", False)
+    return_token_ids: Any = refused("a choice of a batch has no prompt of its own in the reply.", False)
+    prompt_logprobs: Any = refused("a choice of a batch has no prompt of its own in the reply.")
+    store: Any = refused("batches are not stored.", False)
+
+    def conversations(self) -> list[ChatRequest]:
+        given = {name: getattr(self, name) for name in self.model_fields_set if name in ChatRequest.model_fields}
+        return [ChatRequest.model_construct(**{**given, "messages": messages}) for messages in self.messages]
 
 
 # ---------------------------------------------------------------- replies
@@ -117,10 +148,33 @@ class ChatLogprobs(Reply, kw_only=True):
     refusal: None = None
 
 
+class CalledFunction(Reply, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class CalledCustom(Reply, kw_only=True):
+    name: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+
+
+class ReplyCall(Reply, kw_only=True):
+    """A tool call; in a stream, a piece of one."""
+
+    index: int | UnsetType = UNSET  # in a stream
+    id: str | UnsetType = UNSET
+    type: Literal["function", "custom"] | UnsetType = UNSET
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustom | UnsetType = UNSET
+
+
 class ReplyMessage(Reply, kw_only=True):
     role: str
     content: str | None
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # the same, under its older name
+    tool_calls: list[ReplyCall] | UnsetType = UNSET
 
 
 class ChatChoice(Reply, kw_only=True):
@@ -141,6 +195,7 @@ class ChatCompletion(Reply, kw_only=True):
     usage: Usage
     system_fingerprint: str
     service_tier: str | None = None
+    metadata: dict[str, str] | UnsetType = UNSET  # of a stored completion
     prompt_logprobs: list[Any] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -148,6 +203,9 @@ class ChatCompletion(Reply, kw_only=True):
 class Delta(Reply, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ReplyCall] | UnsetType = UNSET
 
 
 class ChunkChoice(Reply, kw_only=True):

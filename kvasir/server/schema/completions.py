@@ -7,20 +7,28 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import Field, model_validator
 
-from kvasir.server.schema.base import Reply, Usage, example, invalid, one_complaint, refused
-from kvasir.server.schema.sampling import SamplingBody, StreamOptions
+from kvasir.server.schema.base import MAX_TOKEN_IDS, Reply, Usage, example, invalid, one_complaint, refused
+from kvasir.server.schema.sampling import PromptIds, SamplingBody, StreamOptions
+
+_MAX_EMBEDS = 128
 
 
 class CompletionRequest(SamplingBody):
+    max_values = MAX_TOKEN_IDS
     model_config = example(prompt="Once upon a time", max_tokens=32)
 
     model: str | None = Field(default=None, description="A name from /v1/models. Unset: the served model.")
     prompt: Annotated[
-        str | list[str] | list[int] | list[list[int]],
+        str | list[str] | PromptIds | list[PromptIds] | None,
         one_complaint(
             "prompt", "prompt must be a string, a list of strings, a list of token ids or a list of such lists."
         ),
-    ] = Field(description="Text or token ids; one prompt or a list of prompts.")
+    ] = Field(default=None, description="Text or token ids; one prompt or a list of prompts.")
+    prompt_embeds: str | Annotated[list[str], Field(min_length=1, max_length=_MAX_EMBEDS)] | None = Field(
+        default=None,
+        description="A tensor [tokens, hidden] in place of a prompt's tokens, as torch.save or safetensors writes it, "
+        "in base64; or a list of them. Their choices come before those of prompt. Needs --enable-prompt-embeds.",
+    )
     max_tokens: int | None = Field(
         default=None,
         ge=0,
@@ -35,7 +43,6 @@ class CompletionRequest(SamplingBody):
     )
     user: str | None = Field(default=None, description="Shown in the server's log.")
     suffix: Any = refused("text is completed only at its end.", "")
-    response_format: Any = refused("output cannot be constrained to a format yet.", {"type": "text"})
 
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:
@@ -47,8 +54,12 @@ class CompletionRequest(SamplingBody):
             raise invalid("logprob_token_ids", "logprob_token_ids needs logprobs: set it to 0 or more.")
         if self.max_tokens == 0 and not self.echo:
             raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo.")
-        if self.prompt in ([], [[]]):
+        if self.prompt is None and self.prompt_embeds is None:
+            raise invalid("prompt", "prompt is missing.")
+        if self.prompt in ([], [[]]) and self.prompt_embeds is None:
             raise invalid("prompt", "prompt is empty: give at least one.")
+        if self.prompt_embeds is not None and self.echo:
+            raise invalid("echo", "echo is for text: prompt_embeds has none.")
         return self
 
 

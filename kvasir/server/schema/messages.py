@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from kvasir.server.schema.base import Body, Reply, example, invalid, refused
+from kvasir.server.schema.base import Body, BoundedModel, Reply, example, invalid, refused
 from kvasir.server.schema.field_docs import FIELD_DOCS
+from kvasir.server.schema.sampling import CacheSalt, TemplateVariables
 
-_TOOLS = "tools are not called yet: leave tools out, or set tool_choice to {'type': 'none'}."
 
-
-class AnthropicMessage(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class AnthropicMessage(BoundedModel):
+    model_config = ConfigDict(extra="forbid")
 
     role: Literal["user", "assistant", "system"] = Field(description=FIELD_DOCS["role"])
     content: str | list[dict[str, Any]] = Field(description=FIELD_DOCS["content"])
+
+
+class Thinking(Body):
+    """Whether the model reasons, and for how many tokens at most."""
+
+    type: Literal["enabled", "disabled", "adaptive"] = Field(description="Whether the model reasons.")
+    budget_tokens: int | None = Field(default=None, ge=0, description="Most tokens of reasoning.")
+    display: Literal["summarized", "omitted"] | None = Field(
+        default=None, description="omitted: do not return the reasoning."
+    )
 
 
 class CountTokensRequest(Body):
@@ -27,21 +36,14 @@ class CountTokensRequest(Body):
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
-    thinking: Any = refused("reasoning is not separated from the answer yet.", {"type": "disabled"})
-    output_config: Any = refused("output cannot be constrained to a format yet.", {})
-    output_format: Any = refused("output cannot be constrained to a format yet.")
+    thinking: Thinking | None = Field(default=None, description="Whether the model reasons, and how long.")
+    output_config: dict[str, Any] | None = Field(
+        default=None, description="format: the form of the output, of type json_schema with a schema."
+    )
+    output_format: dict[str, Any] | None = Field(default=None, description="Older form of output_config.format.")
     cache_control: Any = refused("prefixes are cached without marks.", {"type": "ephemeral"})
     context_management: Any = refused("the server does not edit conversations.")
     mcp_servers: Any = refused("the server calls no other servers.", [])
-
-    @model_validator(mode="after")
-    def _no_tools(self) -> CountTokensRequest:
-        kind = (self.tool_choice or {}).get("type")
-        if self.tools and kind != "none":
-            raise invalid("tools", _TOOLS)
-        if kind not in (None, "none", "auto"):
-            raise invalid("tool_choice", "tool_choice must be {'type': 'none'} for now: tools are not called yet.")
-        return self
 
 
 class MessagesRequest(CountTokensRequest):
@@ -63,8 +65,8 @@ class MessagesRequest(CountTokensRequest):
     # not in Anthropic's interface
     timeout: float | None = Field(default=None, gt=0)
     priority: int | None = None
-    cache_salt: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: CacheSalt | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
     @model_validator(mode="after")
     def _known_metadata(self) -> MessagesRequest:
@@ -74,9 +76,19 @@ class MessagesRequest(CountTokensRequest):
         return self
 
 
-class TextBlock(Reply, kw_only=True):
-    type: Literal["text"] = "text"
+class TextBlock(Reply, kw_only=True, tag_field="type", tag="text"):
     text: str
+
+
+class ThinkingBlock(Reply, kw_only=True, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""  # reasoning is not signed here
+
+
+class ToolUseBlock(Reply, kw_only=True, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: Any
 
 
 class MessageUsage(Reply, kw_only=True):
@@ -91,7 +103,7 @@ class MessageReply(Reply, kw_only=True):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextBlock]
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessageUsage

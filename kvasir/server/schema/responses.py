@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
+import msgspec
 from pydantic import Field, model_validator
 
-from kvasir.server.schema.base import Body, Reply, example, invalid, refused
+from kvasir.server.schema.base import Body, Reply, check_metadata, example, invalid, refused
+from kvasir.server.schema.sampling import CacheSalt, TemplateVariables
 
 LOGPROBS = "message.output_text.logprobs"
+# Details of items that no response has here, so these ask for nothing. Clients send some of them with every request.
+_ABSENT = frozenset(
+    {
+        *("reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
+        *("web_search_call.action.sources", "code_interpreter_call.outputs"),
+        *("computer_call_output.output.image_url", "message.input_image.image_url"),
+    }
+)
 
 
-class Reasoning(Body):
+class ReasoningOptions(Body):
     effort: str | None = Field(default=None, description="Passed to chat templates that read it.")
-    summary: Any = refused("reasoning is not separated from the answer yet.")
-    generate_summary: Any = refused("reasoning is not separated from the answer yet.")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        default=None, description="Accepted without effect: reasoning is returned whole, as text."
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(
+        default=None, description="Older name of summary."
+    )
 
 
 class TextOptions(Body):
-    format: Any = refused("output cannot be constrained to a format yet.", {"type": "text"})
+    format: dict[str, Any] | None = Field(
+        default=None, description="Form of the output: type text, json_object or json_schema."
+    )
     verbosity: Any = refused("the model has no such setting.", "medium")
 
 
@@ -26,35 +42,60 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Any = refused("events are not padded.", False)
 
 
-class ResponsesRequest(Body):
-    model_config = example(input="What is the capital of France?", max_output_tokens=32)
+class PromptFields(Body):
+    """What the prompt of a response is made of."""
 
     model: str | None = Field(default=None, description="A name from /v1/models. Unset: the served model.")
-    input: str | list[dict[str, Any]] = Field(
-        description="A text, or a list of messages, tool calls and their outputs."
-    )
     instructions: str | None = Field(default=None, description="A system message before the input.")
     previous_response_id: str | None = Field(
         default=None, description="Continue the conversation of this response, which must be stored."
+    )
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = Field(default=None, description="Let the model make several calls at once.")
+    chat_template_kwargs: TemplateVariables | None = None
+    truncation: Any = refused("items are not dropped; shorten the input.", "disabled")
+    conversation: Any = refused("conversations are not stored; use previous_response_id.")
+
+
+class InputTokensRequest(PromptFields):
+    model_config = example(input="What is the capital of France?")
+
+    input: str | list[dict[str, Any]] | None = Field(default=None, description="As in /v1/responses.")
+    personality: Any = refused("the model has no such setting.")
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> InputTokensRequest:
+        if not self.input and self.instructions is None and self.previous_response_id is None:
+            raise invalid("input", "input is empty: give a text, or at least one item.")
+        return self
+
+
+class ResponsesRequest(PromptFields):
+    model_config = example(input="What is the capital of France?", max_output_tokens=32)
+
+    input: str | list[dict[str, Any]] = Field(
+        description="A text, or a list of messages, tool calls and their outputs."
     )
     max_output_tokens: int | None = Field(default=None, ge=1)
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = Field(default=None, description="Store the response (default: yes, if the server stores any).")
     background: bool | None = Field(
-        default=None, description="Reply at once and run in the background; poll with GET. Needs store."
+        default=None,
+        description="Reply at once and run in the background; poll with GET. Needs store. With stream, the events can "
+        "also be followed with GET.",
     )
     metadata: dict[str, str] | None = Field(default=None, description="Stored with the response and returned with it.")
-    include: list[str] | None = Field(default=None, description=f"Further output to return: only {LOGPROBS!r}.")
+    include: list[str] | None = Field(
+        default=None,
+        description=f"Further output to return: {LOGPROBS!r}. OpenAI's other values are accepted; they are about "
+        "encrypted reasoning, tools of OpenAI's and images, which no response has.",
+    )
     top_logprobs: int | None = Field(
         default=None, ge=0, description=f"Number of likeliest tokens at each position, with include {LOGPROBS!r}."
-    )
-    reasoning: Reasoning | None = None
-    text: TextOptions | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="Accepted without effect: tools are not called yet."
     )
     user: str | None = Field(default=None, description="Shown in the server's log.")
     safety_identifier: str | None = Field(default=None, description="Shown in the server's log.")
@@ -72,34 +113,30 @@ class ResponsesRequest(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     priority: int | None = None
     timeout: float | None = Field(default=None, gt=0)
-    cache_salt: str | None = None
+    cache_salt: CacheSalt | None = None
 
     service_tier: Any = refused("there is only one tier; use priority to order requests.", "auto", "default")
-    truncation: Any = refused("items are not dropped; shorten the input.", "disabled")
-    max_tool_calls: Any = refused("tools are not called yet.")
-    conversation: Any = refused("conversations are not stored; use previous_response_id.")
+    max_tool_calls: Any = refused("it limits tools that a server calls itself, and this one calls none.")
+    include_reasoning: bool | None = Field(default=None, description="Return the model's reasoning (default: yes).")
+    thinking_token_budget: int | None = Field(
+        default=None, ge=0, description="Most tokens of reasoning; then the marker that ends it is forced."
+    )
     context_management: Any = refused("input is not compacted.")
     prompt: Any = refused("prompts are not stored.")
     prompt_cache_retention: Any = refused("the prefix cache keeps prefixes as long as there is room.")
 
     @model_validator(mode="after")
     def _consistent(self) -> ResponsesRequest:
-        if self.tools and self.tool_choice != "none":
-            raise invalid("tools", "tools are not called yet: leave tools out, or set tool_choice to 'none'.")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise invalid("tool_choice", "tool_choice must be 'none' for now: tools are not called yet.")
         for name in self.include or []:
-            if name != LOGPROBS:
-                raise invalid("include", f"include can have {LOGPROBS!r} only, not {name!r}.")
+            if name != LOGPROBS and name not in _ABSENT:
+                raise invalid("include", f"include knows {', '.join(sorted({LOGPROBS, *_ABSENT}))}, not {name!r}.")
         if self.top_logprobs and LOGPROBS not in (self.include or []):
             raise invalid("top_logprobs", f"top_logprobs needs include to have {LOGPROBS!r}.")
         if self.background and self.store is False:
             raise invalid("background", "background needs store: the response could not be retrieved otherwise.")
-        if self.background and self.stream:
-            raise invalid("background", "background responses are not streamed: poll with GET.")
+        check_metadata(self.metadata)
         if self.input == []:
             raise invalid("input", "input is empty: give a text, or at least one item.")
         return self
@@ -115,12 +152,42 @@ class OutputText(Reply, kw_only=True):
     logprobs: list[Any]
 
 
-class OutputMessage(Reply, kw_only=True):
+class OutputMessage(Reply, kw_only=True, tag_field="type", tag="message"):
     id: str
-    type: Literal["message"] = "message"
     status: str
     role: Literal["assistant"] = "assistant"
     content: list[OutputText]
+
+
+class ReasoningText(Reply, kw_only=True):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class ReasoningItem(Reply, kw_only=True, tag_field="type", tag="reasoning"):
+    id: str
+    summary: list[Any] = msgspec.field(default_factory=list)
+    content: list[ReasoningText]
+    status: str
+
+
+class FunctionCallItem(Reply, kw_only=True, tag_field="type", tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str
+
+
+class CustomCallItem(Reply, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: str
+
+
+OutputItem: TypeAlias = OutputMessage | ReasoningItem | FunctionCallItem | CustomCallItem
 
 
 class InputDetails(Reply, kw_only=True):
@@ -156,7 +223,7 @@ class ResponseReply(Reply, kw_only=True):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
+    output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: dict[str, Any]
@@ -171,3 +238,16 @@ class ResponseReply(Reply, kw_only=True):
     truncation: str = "disabled"
     usage: ResponseUsage | None = None
     user: str | None = None
+
+
+class InputTokensReply(Reply, kw_only=True):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class InputItemList(Reply, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

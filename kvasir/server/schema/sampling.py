@@ -5,15 +5,18 @@ Names are vLLM's and OpenAI's; null means unset.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
-from kvasir.server.schema.base import Body, invalid, refused
+from kvasir.server.schema.base import MAX_TOKEN_IDS, Body, invalid, refused
+from kvasir.server.schema.structured import FIELDS, structured_outputs
 
 TokenIds = Annotated[list[int], Field(max_length=1 << 18)]  # larger than any vocabulary
-_NO_GRAMMAR = "output cannot be constrained to a grammar yet."
+PromptIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS)]
+CacheSalt = Annotated[str, Field(max_length=1024)]
+TemplateVariables = Annotated[dict[str, Any], Field(max_length=256)]
 
 _DEFAULTED = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")  # by a generation config
 
@@ -77,14 +80,17 @@ class SamplingBody(Body):
     truncate_prompt_tokens: int | None = Field(
         default=None,
         ge=-1,
-        description="Keep only this many last tokens of the prompt; -1: as many as the model takes.",
+        description="Keep only this many tokens of the prompt; -1: as many as the model takes.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="Where truncate_prompt_tokens removes tokens: left (default) keeps the last ones."
     )
     priority: int | None = Field(default=None, description="Lower goes first; needs --scheduling-policy priority.")
     timeout: float | None = Field(
         default=None, gt=0, description="Seconds after which the request ends, finished or not."
     )
     request_id: str | None = Field(default=None, description="The request's id, like the header X-Request-Id.")
-    cache_salt: str | None = Field(
+    cache_salt: CacheSalt | None = Field(
         default=None, description="Requests share cached prefixes only with requests of the same salt."
     )
     return_token_ids: bool | None = Field(default=None, description="Return prompt_token_ids and token_ids.")
@@ -95,16 +101,28 @@ class SamplingBody(Body):
         default=None, description="Arguments of the logits processors that the engine was started with."
     )
 
-    structured_outputs: Any = refused(_NO_GRAMMAR)
-    guided_json: Any = refused(_NO_GRAMMAR)
-    guided_regex: Any = refused(_NO_GRAMMAR)
-    guided_choice: Any = refused(_NO_GRAMMAR)
-    guided_grammar: Any = refused(_NO_GRAMMAR)
-    guided_decoding_backend: Any = refused(_NO_GRAMMAR)
-    guided_whitespace_pattern: Any = refused(_NO_GRAMMAR)
-    structural_tag: Any = refused(_NO_GRAMMAR)
-    thinking_token_budget: Any = refused("reasoning is not separated from the answer yet.")
-    prompt_embeds: Any = refused("prompts must be text or token ids.")
+    # the form of the output, see schema/structured.py
+    response_format: dict[str, Any] | None = Field(
+        default=None, description="Form of the output: type text, json_object, json_schema or structural_tag."
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None,
+        description="Form of the output: one of json, regex, choice, grammar, json_object, structural_tag.",
+    )
+    guided_json: str | dict[str, Any] | None = Field(default=None, description="Older form of structured_outputs.json.")
+    guided_regex: str | None = Field(default=None, description="Older form of structured_outputs.regex.")
+    guided_choice: list[str] | None = Field(default=None, description="Older form of structured_outputs.choice.")
+    guided_grammar: str | None = Field(default=None, description="Older form of structured_outputs.grammar.")
+    guided_json_object: bool | None = Field(default=None, description="Older form of structured_outputs.json_object.")
+    guided_whitespace_pattern: str | None = Field(
+        default=None, description="Older form of structured_outputs.whitespace_pattern."
+    )
+    guided_decoding_backend: str | None = Field(default=None, description="auto or guidance; others are refused.")
+    structural_tag: str | dict[str, Any] | None = Field(
+        default=None, description="Older form of structured_outputs.structural_tag."
+    )
+    thinking_token_budget: Any = refused("only chat requests have reasoning; use /v1/chat/completions.")
+    prompt_embeds: Any = refused("only /v1/completions takes it.")
     mm_processor_kwargs: Any = refused("this model takes text only.")
     kv_transfer_params: Any = refused("KV caches are not transferred between engines.")
     session_id: Any = refused("requests have no sessions; use cache_salt to separate cached prefixes.")
@@ -114,6 +132,8 @@ class SamplingBody(Body):
 
     @model_validator(mode="after")
     def _fits_stream(self) -> SamplingBody:
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise invalid("truncation_side", "truncation_side needs truncate_prompt_tokens: set both or none.")
         stream = bool(getattr(self, "stream", None))
         if self.stream_interval is not None and not stream:
             message = "stream_interval is for streams: set stream to true or leave it out."
@@ -131,6 +151,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Parameters from a body, which need not have all fields; `defaults` stand in for some. Errors name the field."""
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(body, name, None)) is not None}
+    if given.get("stop") == "":  # clients' empty input fields mean that there is none
+        del given["stop"]
     if not given.get("use_beam_search"):  # a beam search samples nothing
         given = {**{name: getattr(defaults, name) for name in _DEFAULTED}, **given}
     return SamplingParams(
@@ -138,8 +160,13 @@ def sampling_params(
         max_tokens=max_tokens,
         logprobs=logprobs,
         extra_args=getattr(body, "vllm_xargs", None),
+        structured_outputs=structured_outputs(body) if asks_for_structure(body) else None,
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
     )
+
+
+def asks_for_structure(body: Body) -> bool:
+    return not body.model_fields_set.isdisjoint(FIELDS)
 
 
 class StreamOptions(Body):

@@ -1,4 +1,5 @@
-"""The fixed buffers from which graphs read what differs from step to step. All graphs share them. Worker process."""
+"""The fixed buffers of graphs: from some they read what differs from step to step, in others a forward graph leaves
+what a head graph continues with. All graphs share them. Worker process."""
 
 from __future__ import annotations
 
@@ -7,33 +8,46 @@ import torch
 from kvasir.kernels.layout import SharedPrefixes
 from kvasir.messages import MAX_PREFIX_GROUPS, max_prefix_groups
 from kvasir.worker.graphs.keys import ForwardGraphKey
-from kvasir.worker.step_inputs import DeviceRows, HostInputs, StepInputs, decode_graph_inputs, mixed_graph_inputs
-
-NO_LINE = -1
+from kvasir.worker.step_inputs import (
+    NO_LINE,
+    DeviceRows,
+    HostInputs,
+    StepInputs,
+    decode_graph_inputs,
+    mixed_graph_inputs,
+)
 
 
 class GraphBuffers:
     def __init__(self, state: DeviceRows, size: int, device: torch.device) -> None:
         self.state = state
         self.device = device
-        self.rows = torch.full((size,), state.padding, dtype=torch.int64, device=device)  # of the step
-        # the next two are read by mixed steps: tokens of each row, and their ids
-        self.num_tokens, self.token_ids = torch.zeros(2, size, dtype=torch.int32, device=device)
-        self.lines = torch.zeros(size, dtype=torch.int32, device=device)  # that sample, in a mixed step; or NO_LINE
+        # of mixed steps: their rows, tokens of each row, ids of the tokens, and lines that sample
+        self.mixed_rows = torch.full((size,), state.padding, dtype=torch.int64, device=device)
+        self.num_tokens, self.token_ids, self.lines = torch.zeros(3, size, dtype=torch.int32, device=device)
         self.order = torch.arange(size, dtype=torch.int32, device=device)  # the longest rows first, in ordered steps
         tokens, members = torch.zeros(2, size, dtype=torch.int32, device=device)
         starts = torch.zeros(MAX_PREFIX_GROUPS + 1, dtype=torch.int32, device=device)
         self.shared = SharedPrefixes(tokens, members, starts)
+        # The lines that sample, for heads. In steps of single tokens all do, and `rows` are the step's.
+        self.rows = torch.full((size,), state.padding, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(size, dtype=torch.int32, device=device)
+        self.hidden = torch.zeros(size, 0, device=device)  # [size, hidden], made when the width is known
+        # Which rows have these lines, where rows may have drafts: their numbers, first lines and numbers of lines.
+        self.row_lines = torch.zeros(3, size, dtype=torch.int32, device=device)
 
     def write(self, key: ForwardGraphKey, inputs: HostInputs[torch.Tensor]) -> None:
         """Put the inputs of a step where its graph reads them."""
-        self.rows[: key.rows] = inputs.rows
         if key.is_mixed:
+            self.mixed_rows[: key.rows] = inputs.rows
             self.num_tokens[: key.rows] = inputs.num_tokens
             self.token_ids[: key.tokens] = inputs.token_ids
-        elif len(inputs.token_ids):
-            own, next_token = inputs.rows.long(), self.state.next_token
-            next_token[own] = torch.where(inputs.token_ids >= 0, inputs.token_ids, next_token[own])
+            self.lines[: key.lines] = inputs.lines
+        else:
+            self.rows[: key.rows] = inputs.rows
+            if len(inputs.token_ids):
+                own, next_token = inputs.rows.long(), self.state.next_token
+                next_token[own] = torch.where(inputs.token_ids >= 0, inputs.token_ids, next_token[own])
         if key.is_ordered:
             self.order[: key.rows] = inputs.order
         if key.shares:
@@ -41,23 +55,48 @@ class GraphBuffers:
             self.shared.members[: key.rows] = inputs.prefix_members
             self.shared.starts[: len(inputs.prefix_starts)] = inputs.prefix_starts
 
-    def clear(self, key: ForwardGraphKey) -> None:
-        """Leave padding rows only, so that a capture touches no request. Order and groups of a larger step would point
-        past the end of this one."""
-        self.rows[: key.rows] = self.state.padding
-        self.num_tokens[: key.rows] = 0
-        self.order[: key.rows] = torch.arange(key.rows, device=self.device)
+    def clear(self) -> None:
+        """Leave padding rows only, so that a capture touches no request."""
+        self.rows.fill_(self.state.padding)
+        self.mixed_rows.fill_(self.state.padding)
+        self.num_tokens.zero_()
+        self.lengths.zero_()
+        self.lines.fill_(NO_LINE)
+        self.row_lines[0] = self.state.padding
+        self.row_lines[1] = 0
+        self.row_lines[2] = 1
+        torch.arange(len(self.order), out=self.order)
         self.shared.tokens.zero_()
         self.shared.starts.zero_()
 
     def step_inputs(self, key: ForwardGraphKey) -> StepInputs:
         """What the model gets; captured as part of the graph."""
-        rows, shared = self.rows[: key.rows], self._shared(key)
+        shared = self._shared(key)
         if key.is_mixed:
-            counts, ids = self.num_tokens[: key.rows], self.token_ids[: key.tokens]
+            rows, counts, ids = self.mixed_rows[: key.rows], self.num_tokens[: key.rows], self.token_ids[: key.tokens]
             return mixed_graph_inputs(self.state, rows, counts, ids, key.bound, shared)
         order = self.order[: key.rows] if key.is_ordered else None
-        return decode_graph_inputs(self.state, rows, key.bound, shared, order)
+        rows, lengths = self.rows[: key.rows], self.lengths[: key.rows]
+        return decode_graph_inputs(self.state, rows, lengths, key.bound, shared, order)
+
+    def leave(self, key: ForwardGraphKey, hidden: torch.Tensor, inputs: StepInputs) -> None:
+        """Put what the head needs where it reads it; captured too. `hidden` has one line for each row, or where rows
+        may have drafts, for each token."""
+        if self.hidden.shape[1] != hidden.shape[1] or self.hidden.dtype != hidden.dtype:
+            self.hidden = torch.zeros(len(self.rows), hidden.shape[1], dtype=hidden.dtype, device=self.device)
+        kept = self.hidden[: key.lines if key.is_mixed else key.rows]
+        if not key.is_mixed:
+            kept.copy_(hidden)
+            return
+        lines = self.lines[: key.lines].long()
+        own, batch = lines.clamp(min=0), inputs.batch
+        torch.index_select(hidden, 0, own, out=kept)
+        rows, lengths = batch.rows, batch.seq_lens
+        if key.drafts:  # the lines are tokens
+            assert inputs.rows is not None, "mixed steps know the row of each token"
+            rows, lengths = inputs.rows, inputs.positions.to(torch.int32) + 1
+        self.rows[: key.lines] = torch.where(lines < 0, self.state.padding, rows[own])
+        self.lengths[: key.lines] = lengths[own]
 
     def _shared(self, key: ForwardGraphKey) -> SharedPrefixes | None:
         if not key.shares:

@@ -1,27 +1,32 @@
 """Steps as CUDA graphs: two replays instead of some hundred launches.
 
 A step is padded to the next size that has a graph. The forward graph reads which rows run, and how many tokens of each,
-from fixed buffers and everything else from the rows on the device; the head graph turns its hidden states into tokens,
-and runs the features that rows ask for. Steps in which every row runs one token have graphs of their own, which do
-less. Graphs are captured when first needed (some 20 ms). Worker process; imports Triton.
+from fixed buffers and everything else from the rows on the device. It leaves the hidden states of the lines that sample
+in a fixed buffer; the head graph turns them into tokens and runs the features that rows ask for. All are captured
+before the first request. Worker process; imports Triton.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import gc
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
 
 from kvasir import kernels
 from kvasir.kernels.upload import upload
+from kvasir.log import get_logger
 from kvasir.messages import GraphUse, Int32Array, StepPlan
 from kvasir.sampling.features import (
     NO_LINES,
     FeatureUse,
+    ForwardUse,
     HeadLayout,
     HeadWork,
     RowFeature,
@@ -30,22 +35,34 @@ from kvasir.sampling.features import (
     Uses,
 )
 from kvasir.sampling.sampler import Sampler
-from kvasir.worker.graphs.buffers import NO_LINE, GraphBuffers
-from kvasir.worker.graphs.cache import ForwardOutputs, GraphCache, HeadOutputs
-from kvasir.worker.graphs.keys import FIRST_STEPS, MIXED_SIZES, ForwardGraphKey, HeadGraphKey, fitting_key
-from kvasir.worker.graphs.pool import GraphPool
+from kvasir.worker.graphs.buffers import GraphBuffers
+from kvasir.worker.graphs.keys import ForwardGraphKey, GraphKeys, HeadGraphKey
+from kvasir.worker.graphs.pool import Captured, GraphPool
+from kvasir.worker.memory_budget import is_out_of_memory
 from kvasir.worker.model import Model
-from kvasir.worker.step_inputs import DeviceRows, HostInputs, padded
+from kvasir.worker.speculative.device import RowLines, Speculation, Verified, row_ends
+from kvasir.worker.step_inputs import UNBOUNDED, DeviceRows, HostInputs, padded
+
+logger = get_logger(__name__)
+Outputs = tuple[tuple[torch.Tensor, ...], ...]  # of each feature
+HeadOutputs = tuple[torch.Tensor | Verified, Outputs]  # see Sampler.sample and Speculation.settle
 
 
 @dataclass(slots=True)
 class GraphStats:
     replays: int = 0
     mixed_steps: int = 0
-    stale_heads: int = 0  # dropped because a table that they read was replaced
     shared_prefix_steps: int = 0
     ordered_steps: int = 0
+    changed_steps: int = 0  # in which a feature, such as adapters, changed the forward pass
+    stale_heads: int = 0  # heads that ran without their graph, because it reads a table that was replaced
     heads: Counter[str] = field(default_factory=Counter)  # replays of heads by what their features do
+
+
+@dataclass(slots=True)
+class HeadGraph:
+    captured: Captured[HeadOutputs]
+    versions: tuple[int, ...]  # of the tables that its features read
 
 
 class StepGraphs:
@@ -54,78 +71,179 @@ class StepGraphs:
         model: Model,
         state: DeviceRows,
         sampler: Sampler,
-        sizes: list[int],  # of steps in which every row runs one token
+        keys: GraphKeys,
         device: torch.device,
-        num_ranks: int = 1,
+        num_ranks: int = 1,  # other ranks capture the same graphs, and would wait for a rank that does not
+        speculation: Speculation | None = None,
     ) -> None:
-        self.model, self.sampler, self.sizes, self.device = model, sampler, sizes, device
+        self.speculation = speculation
+        self.model, self.sampler, self.keys, self.device, self.num_ranks = model, sampler, keys, device, num_ranks
         self.stats = GraphStats()
-        self.buffers = GraphBuffers(state, max(sizes[-1], MIXED_SIZES[-1]), device)
-        self.cache = GraphCache(GraphPool(device), num_ranks)
+        self.buffers = GraphBuffers(state, keys.max_size, device)
+        self.pool = GraphPool(device)
+        self.forwards: dict[ForwardGraphKey, Captured[None]] = {}
+        self.heads: dict[HeadGraphKey, HeadGraph] = {}
+        self.late_captures = 0
         self._padding_row = state.padding
-        # Launches every kernel variant of the model; None where kernels are not compiled.
-        self._compile_copy = model.compile_copy() if kernels.are_compiled(device) else None
+
+    # ------------------------------------------------------------ capture
+
+    def head_keys(self) -> Iterator[HeadGraphKey]:
+        """All head keys, the largest first: each feature is left out or has one of its keys for graphs."""
+        for size in reversed(self.keys.head_sizes):
+            choices = [(None, *feature.graph_keys(size)) for feature in self.sampler.features]
+            for keys in product(*choices):
+                pairs = zip(self.sampler.features, keys, strict=True)
+                yield HeadGraphKey(size, tuple((feature, key) for feature, key in pairs if key is not None))
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture every graph. The largest comes first, so that the others find room in the memory that it leaves."""
+        forwards, heads = list(self.keys.forwards()), list(self.head_keys())
+        self.late_captures += self.stats.replays > 0
+        try:
+            with _no_garbage_collection():
+                self.buffers.clear()
+                for key in forwards:
+                    self.forwards[key] = self.pool.capture(partial(self._forward, key, self.model))
+                for head in heads:
+                    for feature, own in head.uses:
+                        feature.clear(own, head.rows)
+                    captured = self.pool.capture(partial(self._head, head))
+                    self.heads[head] = HeadGraph(captured, versions_of(head.uses))
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or self.num_ranks > 1:
+                raise
+            reason = str(error).partition("\n")[0]
+        else:
+            return
+        torch.cuda.empty_cache()  # after the error is gone, whose traceback holds tensors
+        logger.warning(
+            "there is memory for %d of %d CUDA graphs only: %s. Steps of other sizes are launched kernel by kernel, "
+            "which takes longer. To avoid this, lower gpu_memory_utilization or kv_cache_memory_bytes.",
+            len(self.forwards) + len(self.heads), len(forwards) + len(heads), reason,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def precompile(self, model: Model) -> None:
+        """Launch the kernels of every graph without capturing anything (see kernels.precompile). `model` launches all
+        kernel variants of the real one. Variants change at powers of two, so that other sizes add none."""
+        self.buffers.clear()
+        for key in self.keys.forwards():
+            if key.tokens.bit_count() == 1 or key.tokens in (self.keys.max_size, self.keys.sizes[-1]):
+                self._forward(key, model)
+        for head in self.head_keys():
+            if head.rows.bit_count() == 1 or head.rows in (self.keys.sizes[-1], self.keys.head_sizes[-1]):
+                for feature, own in head.uses:
+                    feature.clear(own, head.rows)
+                self._head(head)
+
+    def measure(self) -> list[tuple[int, float]]:
+        """Tokens and seconds of steps, replayed on padding rows: first of a step of single tokens, then of mixed ones.
+        Empty if a graph is missing."""
+        sizes = [size for size in self.keys.sizes if size <= 16]
+        steps = [ForwardGraphKey(sizes[-1], sizes[-1], UNBOUNDED)]
+        drafts = self.keys.num_drafts
+        mixed = [(tokens, rows[0]) for tokens, rows in self.keys.mixed_rows.items() if tokens >= 128]
+        steps += [ForwardGraphKey(tokens, rows, UNBOUNDED, drafts=drafts) for tokens, rows in mixed]
+        if len(steps) < 2 or any(key not in self.forwards for key in steps):
+            return []
+        self.buffers.clear()
+        return [(key.tokens, self._time(self.forwards[key].graph)) for key in steps]
+
+    def _time(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Seconds of the better of two replays, after one."""
+        times = []
+        for _ in range(3):
+            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            began.record()
+            graph.replay()
+            ended.record()
+            ended.synchronize()
+            times.append(began.elapsed_time(ended) / 1e3)
+        return min(times[1:])
 
     @property
     def use(self) -> GraphUse:
-        return self.cache.use
+        count, size = len(self.forwards) + len(self.heads), self.num_ranks * self.pool.taken  # ranks are alike
+        return GraphUse(count, size, kernels.late_compilations(), self.late_captures)
 
     # ------------------------------------------------------------ forward passes
 
-    def forward_key(self, plan: StepPlan) -> ForwardGraphKey | None:
-        """The graph that this step runs as, captured now if it is the first. None: the step runs without a graph;
-        nothing of it has happened yet, so it can do that if there is no memory for one."""
-        key = fitting_key(plan, self.sizes)
-        return key if key is None or key in self.cache.forwards or self._add_forward(key) else None
+    def forward_key(self, plan: StepPlan, is_changed: bool = False) -> ForwardGraphKey | None:
+        """The graph that this step runs as; None: it is launched kernel by kernel. `is_changed`: a feature changes the
+        forward pass."""
+        key = self.keys.fit(plan)
+        if is_changed and key is not None:
+            key = replace(key, is_changed=True)
+        return key if key in self.forwards else None
 
-    def forward(self, key: ForwardGraphKey, inputs: HostInputs[torch.Tensor]) -> ForwardOutputs:
-        """Replay a step with these inputs."""
+    def forward(self, key: ForwardGraphKey, inputs: HostInputs[torch.Tensor]) -> None:
+        """Replay a step with these inputs. What it computes is in the buffers."""
         self.buffers.write(key, inputs)
-        captured, stats = self.cache.forwards[key], self.stats
-        captured.graph.replay()
+        self.forwards[key].graph.replay()
+        stats = self.stats
         stats.replays += 1
-        captured.last_use = stats.replays
         stats.mixed_steps += key.is_mixed
         stats.shared_prefix_steps += key.shares
         stats.ordered_steps += key.is_ordered
-        return captured.outputs
+        stats.changed_steps += key.is_changed
 
-    def _add_forward(self, key: ForwardGraphKey) -> bool:
-        """Whether there is one now."""
-        cache = self.cache
-        if cache.is_deferred(key):
-            return False
-        cache.make_room(key)
-        self.buffers.clear(key)
-        run, compile = (lambda: self._forward(key, self.model)), (lambda: self._compile_forward(key))
-        return cache.capture(cache.forwards, key, run, compile)
-
-    def _forward(self, key: ForwardGraphKey, model: Model) -> ForwardOutputs:
+    def _forward(self, key: ForwardGraphKey, model: Model) -> None:
         inputs = self.buffers.step_inputs(key)
-        return ForwardOutputs(inputs, model.forward(inputs.input_ids, inputs.positions, inputs.batch))
+        last = inputs.batch.last_tokens() if key.is_mixed and not key.drafts else None
+        use = ForwardUse.GRAPH if key.is_changed else ForwardUse.PLAIN
+        for feature in self.sampler.features:
+            if feature.changes_forward:
+                feature.begin_forward(use, inputs.rows, inputs.batch.rows, last is not None, None)
+        self.buffers.leave(key, model.forward(inputs.input_ids, inputs.positions, inputs.batch, last), inputs)
+
+    def left(self, key: ForwardGraphKey, lines: Int32Array) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states, rows and lengths of the lines that sample, as the last forward pass left them."""
+        buffers = self.buffers
+        if key.is_mixed or lines[-1] == len(lines) - 1:  # they stand first
+            return buffers.hidden[: len(lines)], buffers.rows[: len(lines)], buffers.lengths[: len(lines)]
+        (chosen,) = upload([lines], self.device)
+        return buffers.hidden[chosen], buffers.rows[chosen], buffers.lengths[chosen]
 
     # ------------------------------------------------------------ heads
 
     def head_key(
-        self, forward: ForwardGraphKey, num_lines: int, uses: list[tuple[RowFeature, FeatureUse]]
+        self, forward: ForwardGraphKey, sampled: SampledLines, uses: list[tuple[RowFeature, FeatureUse]]
     ) -> HeadGraphKey | None:
-        """The head graph for this many lines, captured now if it is the first. None: the rows ask for something that no
-        graph can do, or there is no memory for one."""
-        if num_lines > self.sizes[-1] or not all(use.capturable for _, use in uses):
+        """The graph that samples these lines of the forward pass last replayed; None: there is none."""
+        if sampled.behind is not None and any(use.observes for _, use in uses):
+            return None  # lines are drawn in turns, of which there is no graph
+        rows = self.keys.head_rows(len(sampled.lines)) if forward.is_mixed else forward.rows
+        chosen = []
+        for feature, use in uses:
+            own = feature.graph_key(use.key, rows) if use.capturable else None
+            if own is None:
+                return None
+            chosen.append((feature, own))
+        key = HeadGraphKey(rows, tuple(chosen))
+        head = self.heads.get(key)
+        if head is None:
             return None
-        rows = self.sizes[bisect_left(self.sizes, num_lines)] if forward.is_mixed else forward.rows
-        chosen: Uses = tuple((feature, feature.graph_key(use.key, rows)) for feature, use in uses)
-        head = HeadGraphKey(forward, rows, chosen, versions_of(chosen))
-        return head if head in self.cache.heads or self._add_head(head) else None
+        if head.versions != versions_of(key.uses):
+            self.stats.stale_heads += 1
+            return None
+        return key
 
-    def head(self, key: HeadGraphKey, sampled: SampledLines, uses: list[tuple[RowFeature, FeatureUse]]) -> HeadOutputs:
+    def head(
+        self,
+        key: HeadGraphKey,
+        forward: ForwardGraphKey,
+        sampled: SampledLines,
+        uses: list[tuple[RowFeature, FeatureUse]],
+    ) -> HeadOutputs:
         """Tokens [rows] of the forward replayed last, and the features' outputs; those of padding mean nothing."""
-        arrays, buffers = self._head_inputs(key, sampled, uses)
+        arrays, buffers = self._head_inputs(key, forward, sampled, uses)
         if any(map(len, arrays)):
             for buffer, part in zip(buffers, upload(arrays, self.device), strict=True):
                 if len(part):
                     buffer[: len(part)] = part
-        captured = self.cache.heads[key]
+        captured = self.heads[key].captured
         captured.graph.replay()
         for feature, own in key.uses:
             for label in feature.labels(own):
@@ -133,88 +251,62 @@ class StepGraphs:
         return captured.outputs
 
     def _head_inputs(
-        self, key: HeadGraphKey, sampled: SampledLines, uses: list[tuple[RowFeature, FeatureUse]]
+        self,
+        key: HeadGraphKey,
+        forward: ForwardGraphKey,
+        sampled: SampledLines,
+        uses: list[tuple[RowFeature, FeatureUse]],
     ) -> tuple[list[Int32Array], list[torch.Tensor]]:
         """What the host sends for a head, and where each array goes."""
-        plan, lines = sampled.plan, sampled.lines
-        chosen = rows = NO_LINES
-        if key.forward.is_mixed:
-            chosen = padded(lines, key.rows, NO_LINE)
-        elif len(lines) < len(plan.rows) and any(use.observes for _, use in uses):
+        plan, lines, rows = sampled.plan, sampled.lines, NO_LINES
+        if not forward.is_mixed and len(lines) < len(plan.rows) and any(use.observes for _, use in uses):
             # All rows draw here. Features must not count what rows draw that do not sample.
             rows = padded(np.where(plan.samples, plan.rows, self._padding_row), key.rows, self._padding_row)
-        arrays, buffers = [chosen, rows], [self.buffers.lines, self.buffers.rows]
-        layout = HeadLayout(key.rows, None if key.forward.is_mixed else lines)
+        arrays, buffers = [rows], [self.buffers.rows]
+        layout = HeadLayout(key.rows, None if forward.is_mixed else lines)
         for (feature, own), (_, use) in zip(key.uses, uses, strict=True):
             arrays += use.inputs(own, layout)
             buffers += feature.buffers(own, key.rows)
+        if self.speculation is not None:
+            arrays += self._row_lines(key, sampled, layout)
+            buffers += self.buffers.row_lines.unbind(0)
         return arrays, buffers
 
-    def _add_head(self, key: HeadGraphKey) -> bool:
-        """Whether there is one now. A head is run to be captured, and again for this step, but features must observe
-        each token once. So all its rows are padding until it is captured."""
-        cache = self.cache
-        if cache.is_deferred(key):
-            return False
-        self.stats.stale_heads += cache.drop_heads(is_stale)
-        cache.make_room(key.forward)
-        self.buffers.lines[: key.rows] = NO_LINE
-        for feature, own in key.uses:
-            feature.clear(own, key.rows)
-        step = cache.forwards[key.forward].outputs
-        running = self.buffers.rows[: key.forward.rows]
-        real = running.clone()
-        running.fill_(self._padding_row)
-        try:
-            return cache.capture(cache.heads, key, lambda: self._head(step, key), lambda: self._compile_head(key))
-        finally:
-            running.copy_(real)  # this step still samples, with the graph or without one
+    def _row_lines(self, key: HeadGraphKey, sampled: SampledLines, layout: HeadLayout) -> list[Int32Array]:
+        """The rows that sample, their first lines and their numbers of lines, padded."""
+        if sampled.behind is None:
+            first = last = layout.places(np.arange(len(sampled.lines), dtype=np.int32))
+            rows = sampled.rows
+        else:
+            first, last = row_ends(sampled)
+            rows = sampled.rows[first]
+        filled = ((rows, self._padding_row), (first, 0), (last - first + 1, 1))
+        return [padded(values, key.rows, value) for values, value in filled]
 
-    def _head(self, step: ForwardOutputs, key: HeadGraphKey) -> HeadOutputs:
-        batch, hidden = step.inputs.batch, step.hidden
-        rows, lengths = batch.rows, batch.seq_lens
-        if key.forward.is_mixed:
-            lines = self.buffers.lines[: key.rows].long()
-            own = lines.clamp(min=0)
-            rows, lengths = torch.where(lines < 0, self._padding_row, rows[own]), lengths[own]
-            hidden = hidden[(batch.query_start[1:][own] - 1).clamp(min=0)]
-        work = [HeadWork(feature, use, feature.buffers(use, key.rows)) for feature, use in key.uses]
-        return self.sampler.sample(self.model.logits(hidden), SampledRows(NO_LINES, rows, lengths), work)
-
-    # ------------------------------------------------------------ compiling
-
-    @torch.inference_mode()
-    def precompile(self, largest: StepPlan) -> None:
-        """Launch the kernels of a single request's first steps, and of the largest step if it fits a graph, without
-        capturing anything (see kernels.precompile)."""
-        model = self.model if self._compile_copy is None else self._compile_copy
-        heads = [HeadGraphKey(key, rows=1) for key in FIRST_STEPS]
-        if (key := fitting_key(largest, self.sizes)) is not None:
-            heads.append(HeadGraphKey(key, rows=len(largest.rows)))
-        for head in heads:
-            self.buffers.clear(head.forward)
-            self._head(self._forward(head.forward, model), head)
-
-    def _compile_forward(self, key: ForwardGraphKey) -> None:
-        """Compile, all at once, the kernel variants that this graph is the first to need."""
-        if self._compile_copy is not None:
-            with kernels.precompile():
-                self._forward(key, self._compile_copy)
-
-    def _compile_head(self, key: HeadGraphKey) -> None:
-        """The same for the kernels of features, which few steps need."""
-        if self._compile_copy is not None and key.uses:
-            with kernels.precompile():
-                self._head(self.cache.forwards[key.forward].outputs, key)
+    def _head(self, key: HeadGraphKey) -> HeadOutputs:
+        buffers, size = self.buffers, key.rows
+        work = [HeadWork(feature, use, feature.buffers(use, size)) for feature, use in key.uses]
+        step = SampledRows(NO_LINES, buffers.rows[:size], buffers.lengths[:size])
+        tokens, found = self.sampler.sample(self.model.logits(buffers.hidden[:size]), step, work)
+        if self.speculation is None:
+            return tokens, found
+        rows, starts, counts = buffers.row_lines[:, :size].unbind(0)
+        lines = RowLines(rows.long(), starts, counts, step.positions[starts + counts - 1])
+        return self.speculation.settle(tokens, step, lines), found
 
 
-def versions_of(uses: Iterable[tuple[RowFeature, object]]) -> tuple[int, ...]:
+def versions_of(uses: Uses) -> tuple[int, ...]:
     """Versions of the tables that these features read now."""
     return tuple(version for feature, key in uses for version in feature.versions(key))
 
 
-def is_stale(head: HeadGraphKey) -> bool:
-    """Whether a head reads tables that were replaced, or lacks a stage that was asked for since."""
-    return head.versions != versions_of(head.uses) or any(
-        feature.graph_key(key, head.rows) != key for feature, key in head.uses
-    )
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collections take a third of the time of captures, which leave no garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

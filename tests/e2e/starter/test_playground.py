@@ -255,3 +255,30 @@ def test_a_server_with_a_key(watched: Watched, locked_server: LiveServer) -> Non
     expect(page.locator("#connection")).to_have_text("live")
     page.context.close()
     watched.errors.clear()  # the browser reports the 401 that was meant
+
+
+def test_reasoning_and_calls_are_folded(watched: Watched, starter_model: Path) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    said = f"<think>\nWhich <b>one</b>?\n</think>\n\nI look.{call}"
+    executor = {"make": "tests.saying_executor:saying"}
+    with LiveServer.fake(starter_model, server={"reasoning_parser": "qwen3"}, executor=executor) as server:
+        page = watched.open(server.wait_until_ready().url)
+        page.fill("#parameter-tools", '[{"name": "weather", "parameters": {"type": "object", "properties": {}}}]')
+        page.fill("#parameter-top_logprobs", "0")
+        ask(page, f"«{said}»«It rains.»", max_tokens=200)
+        expect(page.locator(".figures")).to_contain_text("calls tools")
+        assert answer(page).inner_text() == "I look."
+        assert page.locator(".fold.reasoning pre").text_content() == "Which <b>one</b>?"
+        assert not page.locator(".fold.reasoning pre").is_visible(), "it is folded"
+        page.click(".fold.reasoning summary")
+        assert page.locator(".fold.reasoning pre").is_visible()
+        assert page.locator(".fold.call summary").inner_text() == "Call of weather"
+        assert page.locator(".fold.call pre").text_content() == '{"city": "Rome"}'
+        assert page.get_attribute("#message", "placeholder") == "Result of weather"
+        ask(page, "rain", max_tokens=200)
+        expect(answer(page)).to_have_text("It rains.")
+        page.fill("#parameter-tools", "")
+        page.fill("#parameter-schema", '{"enum": [{"a": 7}]}')
+        page.click("#clear")
+        ask(page, "Hello", max_tokens=50)
+        expect(answer(page)).to_have_text('{"a": 7}')

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvasir.bench.serve.answer import Answer
-from kvasir.bench.serve.client import LoadClient, Target
+from kvasir.bench.serve.client import LoadClient, Target, TimedAnswer
 from kvasir.errors import ConfigError
 
 EVENTS = b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n'
@@ -17,14 +16,14 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
-def ask(handler: Handler, count: int = 1) -> tuple[list[Answer], LoadClient]:
+def ask(handler: Handler, count: int = 1) -> tuple[list[TimedAnswer], LoadClient]:
     """One request after the other."""
 
-    async def run() -> tuple[list[Answer], LoadClient]:
+    async def run() -> tuple[list[TimedAnswer], LoadClient]:
         server = await asyncio.start_server(handler, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         client = LoadClient(Target(f"http://127.0.0.1:{port}/v1/completions", {"X-Test": "yes"}))
-        answers = [Answer() for _ in range(count)]
+        answers = [TimedAnswer() for _ in range(count)]
         for answer in answers:
             await asyncio.wait_for(client.ask(b"{}", answer), 30)
         client.close()
@@ -75,8 +74,8 @@ def test_what_goes_wrong_is_the_answers_error(reply: bytes, message: str) -> Non
 
 
 def test_nobody_listens() -> None:
-    async def run() -> Answer:
-        answer = Answer()
+    async def run() -> TimedAnswer:
+        answer = TimedAnswer()
         await LoadClient(Target("http://127.0.0.1:9/x", {})).ask(b"{}", answer)
         return answer
 

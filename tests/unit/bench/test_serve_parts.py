@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvasir.bench.serve import datasets
-from kvasir.bench.serve.answer import Answer
+from kvasir.bench.serve.client import TimedAnswer
 from kvasir.bench.serve.datasets import PrefixRepetition, Prompt, PromptMaker, Random
 from kvasir.bench.serve.load import Arrivals, Outcome, from_trace
 from kvasir.bench.serve.results import Goodput, measure
@@ -81,7 +81,7 @@ STREAM = (
 
 @pytest.mark.parametrize("size", [1, 2, 7, 100, 10_000])
 def test_an_answer_is_the_same_however_its_bytes_are_cut(size: int) -> None:
-    answer = Answer(keep_text=True)
+    answer = TimedAnswer(keep_text=True)
     answer.status = 200
     for i in range(0, len(STREAM), size):
         answer.feed(float(i), STREAM[i : i + size])
@@ -103,7 +103,7 @@ def test_an_answer_is_the_same_however_its_bytes_are_cut(size: int) -> None:
     ],
 )
 def test_what_went_wrong_is_told(status: int, body: bytes, message: str) -> None:
-    answer = Answer()
+    answer = TimedAnswer()
     answer.status = status
     answer.feed(1.0, body)
     answer.end(2.0)
@@ -113,8 +113,8 @@ def test_what_went_wrong_is_told(status: int, body: bytes, message: str) -> None
 # ---------------------------------------------------------------- figures
 
 
-def timed_answer(times: list[float], tokens: int, ended: float) -> Answer:
-    answer = Answer()
+def timed_answer(times: list[float], tokens: int, ended: float) -> TimedAnswer:
+    answer = TimedAnswer()
     answer.status, answer.done = 200, True
     answer.times.extend(times)
     answer.feed(0.0, event(choices=[], usage={"prompt_tokens": 10, "completion_tokens": tokens}))
@@ -125,7 +125,7 @@ def timed_answer(times: list[float], tokens: int, ended: float) -> Answer:
 def test_figures_are_what_their_names_say() -> None:
     slow = timed_answer([0.2, 0.3, 0.6], tokens=3, ended=0.6)  # 200 ms per token after the first
     quick = timed_answer([0.1, 0.2, 0.3], tokens=5, ended=0.3)  # 50 ms, in chunks of more than one
-    failed = Answer()
+    failed = TimedAnswer()
     failed.fail(1.0, "no")
     outcome = Outcome([slow, quick, failed], seconds=2.0, client_cpu=0.1, peak=3)
     prompts = [Prompt([1] * 4, 4, 3)] * 3
@@ -144,7 +144,7 @@ def test_figures_are_what_their_names_say() -> None:
 
 
 def test_nothing_answered_is_a_result_too() -> None:
-    failed = Answer()
+    failed = TimedAnswer()
     failed.fail(1.0, "no")
     record = measure(Outcome([failed], 1.0, 0.0, 1), [Prompt("x", 1, 1)], ["ttft"], [99], None)
     assert record["completed"] == 0 and record["mean_ttft_ms"] is None and record["request_goodput"] is None

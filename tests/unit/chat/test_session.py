@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import re
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -12,7 +14,7 @@ from rich.console import Console
 from kvasir.entrypoints.cli import chat_terminal
 from kvasir.entrypoints.cli.chat_backend import AnswerUsage, Message, Piece
 from kvasir.entrypoints.cli.chat_session import ExitChat, Session
-from kvasir.entrypoints.cli.chat_terminal import finished_until, read, write
+from kvasir.entrypoints.cli.chat_terminal import MarkdownReply, Tail, first_block, read, write
 from kvasir.errors import RequestError
 
 
@@ -142,17 +144,25 @@ def test_messages_of_several_lines(typed: list[str], expected: str, monkeypatch:
 
 
 def test_paragraphs_are_finished_but_code_is_not() -> None:
-    assert finished_until("one\n\ntwo") == len("one\n\n")
-    assert finished_until("one") == 0
-    assert finished_until("a\n\n```\nx\n\ny\n") == len("a\n\n")
-    assert finished_until("a\n\n```\nx\n\ny\n```\n\nb") == len("a\n\n```\nx\n\ny\n```\n\n")
+    for text, first in {
+        "one\n\ntwo": "one\n\n",
+        "one": "",
+        "one\n\n": "",  # what follows may belong to it
+        "a\n```\nx": "a\n",
+        "a\n``": "",
+        "- a\n- b": "- a\n",
+        "- a\n  ```\n- x\n\ny": "",
+        "- a\n  ```\n- x\n  ```\n- b": "- a\n  ```\n- x\n  ```\n",
+        "- a\n\n  more\n\nb": "- a\n\n  more\n\n",
+        "a\n- b": "",
+    }.items():
+        assert text[: first_block(text)] == first, text
 
 
 def test_markdown_on_a_terminal_is_rendered_once() -> None:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=40, color_system=None, legacy_windows=False)
-    write(console, iter(["# Ti", "tle\n\nsome **bo", "ld** text\n\n", "- one\n- two"]), markdown=True)
-    lines = [line.strip() for line in _final_screen(out.getvalue())]
+    window = Window()
+    write(window.console, iter(["# Ti", "tle\n\nsome **bo", "ld** text\n\n", "- one\n- two"]), markdown=True)
+    lines = window.texts()
     assert [line for line in lines if "bold" in line] == ["some bold text"]
     assert sum("Title" in line for line in lines) == 1 and "#" not in "".join(lines)
     assert "• one" in lines and "• two" in lines
@@ -165,21 +175,176 @@ def test_html_is_text() -> None:
     assert "<script>alert(1)</script>" in out.getvalue() and "<b>x</b> & y" in out.getvalue()
 
 
-def _final_screen(written: str) -> list[str]:
-    """What is left of it when the control sequences of a live display have done their work."""
-    import re
+class Window:
+    """A terminal window: what was written to it, as its user sees it."""
 
-    screen: list[str] = [""]
-    for part in re.split(r"(\x1b\[[0-9?;]*[A-Za-z]|\r|\n)", written):
+    def __init__(self, width: int = 40, height: int = 10) -> None:
+        self.height = height
+        self.lines = [""]  # those above the window, too
+        self.row = 0
+        self.column = 0
+        self.cursor_visible = True
+        self.num_writes = 0
+        self._pending = ""  # the beginning of a control sequence
+        self.on_write: Callable[[int], None] | None = None
+        self.console = Console(
+            file=cast(Any, self),
+            force_terminal=True,
+            width=width,
+            height=height,
+            color_system=None,
+            legacy_windows=False,
+        )
+
+    def write(self, text: str) -> None:
+        """Half of it is written before something may interrupt the rest."""
+        self.num_writes += 1
+        half = len(text) // 2
+        for part in (text[:half], text[half:]):
+            self._write(part)
+            if self.on_write is not None:
+                self.on_write(self.num_writes)
+
+    def _write(self, text: str) -> None:
+        self._pending += text
+        for part in re.findall(r"\x1b\[[0-9?;]*[A-Za-z]|\x1b[^A-Za-z]*$|[\r\n]|[^\x1b\r\n]+", self._pending):
+            if part.startswith("\x1b") and not part[-1].isalpha():
+                self._pending = part
+                return
+            self._apply(part)
+        self._pending = ""
+
+    def _apply(self, part: str) -> None:
         if part == "\n":
-            screen.append("")
+            self.row, self.column = self.row + 1, 0
+            self.lines += [""] * (self.row + 1 - len(self.lines))
+        elif part == "\r":
+            self.column = 0
+        elif part == "\x1b[2K":
+            self.lines[self.row] = ""
         elif part == "\x1b[1A":
-            screen.pop()
-        elif part in ("\x1b[2K", "\r"):
-            screen[-1] = "" if part == "\x1b[2K" else screen[-1]
-        elif not part.startswith("\x1b"):
-            screen[-1] += part
-    return screen
+            assert self.row > len(self.lines) - self.height, "the cursor cannot leave the window"
+            self.row -= 1
+        elif part in ("\x1b[?25l", "\x1b[?25h"):
+            self.cursor_visible = part.endswith("h")
+        else:
+            assert not part.startswith("\x1b"), part
+            line = self.lines[self.row].ljust(self.column)
+            self.lines[self.row] = line[: self.column] + part + line[self.column + len(part) :]
+            self.column += len(part)
+
+    def flush(self) -> None:
+        pass
+
+    def isatty(self) -> bool:
+        return True
+
+    def texts(self) -> list[str]:
+        return [line.strip() for line in self.lines if line.strip()]
+
+
+CODE = [f"print({i})" for i in range(60)]
+TALL = "Here it is:\n```python\n" + "\n".join(CODE) + "\n```\nThat was it."
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"\s*\S+\s?", text)
+
+
+def test_code_taller_than_the_window_streams() -> None:
+    window = Window()
+
+    def pieces() -> Iterator[str]:
+        yield "Here it is:\n```python\n"
+        for number, line in enumerate(CODE):
+            yield line[:3]
+            yield line[3:] + "\n"
+            shown = window.texts()
+            assert shown == ["Here it is:", *CODE[: number + 1]], "every complete line is seen at once"
+        yield "```\nThat was it."
+
+    write(window.console, pieces(), markdown=True)
+    assert window.texts() == ["Here it is:", *CODE, "That was it."]
+    assert window.cursor_visible and window.column == 0
+
+
+LONG = {
+    "list": "\n".join(f"- item {i}" for i in range(40)),
+    "numbers": "\n".join(f"{i}. item" for i in range(1, 40)),
+    "paragraph": " ".join(f"word{i}" for i in range(300)),
+    "table": "| a | b |\n|---|---|\n" + "\n".join(f"| row {i} | {'x' * (i % 7)} |" for i in range(40)),
+    "quote": "\n".join(f"> line {i}" for i in range(200)),
+    "nested code": "1. do\n   ```sh\n" + "\n".join(f"   ls {i}" for i in range(40)) + "\n   ```\n2. done",
+    "fences": "````md\n```\nx\n```\n" + "y\n" * 40 + "````\n~~~\n```\n~~~\n``` `x` ```\nend",
+    "code": TALL,
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_blocks_taller_than_the_window(kind: str) -> None:
+    """They are shown once and in whole, however they are cut into pieces; meanwhile their end is seen."""
+    text = LONG[kind]
+    whole = Window()
+    write(whole.console, iter([text]), markdown=True)
+    expected = whole.texts()
+    assert len(expected) > 30
+    for cut in (words, list):
+        window = Window()
+        write(window.console, iter(cut(text)), markdown=True)
+        assert window.texts() == expected
+    reply, seen = MarkdownReply(), Window()
+    for piece in words(text):
+        for part in reply.add(piece):
+            seen.console.print(part)
+    before = len(seen.lines)
+    seen.console.print(Tail(reply.rest()))
+    assert len(seen.lines) - before <= seen.height, "the rest fits into the window"
+    assert expected[-1] in " ".join(seen.texts()[-seen.height :])
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_ctrl_c_inside_of_code() -> None:
+    """At any time: the screen shows what came until then, once, and the cursor is where it belongs."""
+    text = TALL.replace("\n".join(CODE[12:]), "")
+    at = 1
+    while (window := interrupted(text, at)) is not None:
+        assert window.cursor_visible and window.column == 0
+        window.console.print("stopped")
+        assert window.texts()[-1] == "stopped"
+        at += 1
+    assert at > 12, "the interrupt came in every write"
+
+
+def interrupted(text: str, at: int) -> Window | None:
+    """A window after a reply that Ctrl-C ends in the write of this number; None if there are fewer."""
+    window, given = Window(height=6), []
+
+    def pieces() -> Iterator[str]:
+        for word in words(text):
+            given.append(word)
+            yield word
+
+    def interrupt(number: int) -> None:
+        if number == at:
+            window.on_write = None
+            signal.raise_signal(signal.SIGINT)
+
+    window.on_write = interrupt
+    try:
+        write(window.console, pieces(), markdown=True)
+        return None
+    except KeyboardInterrupt:
+        expected = Window(height=6)
+        write(expected.console, iter(["".join(given)]), markdown=True)
+        assert window.texts() == expected.texts(), f"interrupted in write {at}"
+        return window
 
 
 def plain_console(out: io.StringIO) -> Console:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from kvasir.engine.core import EngineCore
+from kvasir.engine.observers import ServiceRate
 from kvasir.engine.policies import Context, EarliestDeadlineFirst, FirstComeFirstServed
 from kvasir.engine.queue import QueueLimits
-from kvasir.engine.service_rate import ServiceRate
 from kvasir.errors import OverloadedError
 from kvasir.messages import BeamSpec, FinishReason, Terms
 from tests.builders import Clock, ScoringExecutor, expected, make_core, request, run
@@ -257,9 +257,9 @@ def test_deadlines_of_waiting_forks_are_not_searched_for_every_request() -> None
         parent = request(key, [1, 2], 1, terms=due(1e12))
         core.add(replace(parent, forks=tuple(replace(parent, key=key + i) for i in range(1, 16))))
     assert core.deadlines._heap is heap and len(heap) == 1600, "no request has ended, so none is dropped"
-    assert core.groups.num_known == 1500 and 1599 in core.groups
-    assert core.abort(1599) and core.groups.num_known == 1499 and 1599 not in core.groups
-    assert len(run(core).reasons) == 1599 and core.groups.num_known == 0
+    assert len(core.groups.keys) == 1500 and 1599 in core.groups.keys
+    assert core.abort(1599) and len(core.groups.keys) == 1499 and 1599 not in core.groups.keys
+    assert len(run(core).reasons) == 1599 and not core.groups.keys
 
 
 # ---------------------------------------------------------------- service rate

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvasir.engine.cache.block_pool import BlockPool
-from kvasir.engine.cache.prefix import extend_chain
+from kvasir.engine.cache.block_pool import BlockPool, extend_chain
 
 
 def test_every_usable_block_can_be_allocated_once() -> None:
@@ -87,3 +86,19 @@ def test_a_chain_extended_step_by_step_equals_one_made_at_once() -> None:
     for count in (1, 1, 4, 6):
         extend_chain(grown, b"", tokens, count, 2)
     assert grown == whole and len(set(whole)) == 6
+
+
+def test_the_times_of_cached_blocks() -> None:
+    now = 0.0
+    pool = BlockPool(3, clock=lambda: now)
+    first, second = pool.allocate(2)
+    pool.register([first, second], [b"a", b"b"])
+    now = 1.0
+    pool.release([first, second])
+    now = 4.0
+    pool.acquire([second])
+    assert (sum(pool.times.block_reuse_gaps), pool.times.block_reuse_seconds) == (1, 3.0)
+    now = 10.0
+    pool.allocate(1)
+    assert sum(pool.times.block_lifetimes) == sum(pool.times.block_idle_times) == 1
+    assert (pool.times.block_lifetime_seconds, pool.times.block_idle_seconds) == (10.0, 9.0)

@@ -6,6 +6,7 @@ text must be that of one token at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,11 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from kvasir.engine import guides
 from kvasir.engine.core import EngineCore
+from kvasir.engine.guides import Answer, TokenGuide
 from kvasir.errors import RequestError
 from kvasir.executor.fake import EchoExecutor, FakeFuture, echo_next
-from kvasir.messages import FinishReason, Int32Array, SampleInputs, StepPlan, StepResult
+from kvasir.messages import FinishReason, SampleInputs, StepPlan, StepResult
 from tests.builders import VOCAB, Collector, check_blocks, expected, make_core, request, run
 
 
@@ -180,16 +181,16 @@ def test_drafts_in_a_crowded_pool_give_the_same_text_as_running_alone(
 # ---------------------------------------------------------------- guides
 
 
-class OnlyEven:
+class OnlyEven(TokenGuide):
     """Allows even tokens, and only 11 after a multiple of eight. Records the tokens that it sees."""
 
     def __init__(self, seen: list[int]) -> None:
         self.seen = seen
 
-    def accept(self, token_ids: Int32Array) -> None:
-        self.seen += token_ids.tolist()
+    def accept(self, token_ids: Sequence[int]) -> None:
+        self.seen += token_ids
 
-    def next_token(self) -> int | Int32Array | None:
+    def next_token(self) -> Answer:
         if self.seen and self.seen[-1] % 8 == 0:
             return 11
         words = np.zeros(-(-VOCAB // 32), np.uint32)
@@ -208,17 +209,31 @@ def guided_text(prompt: list[int], count: int) -> list[int]:
     return text[len(prompt) :]
 
 
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
-    """Register a guide named "even". Returns the tokens that each guide has seen, by its argument."""
-    seen: dict[int, list[int]] = {}
-    monkeypatch.setitem(guides._factories, "even", lambda key: OnlyEven(seen.setdefault(key, [])))
-    return seen
+class Evens:
+    """The kind of guides named "even"."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[int]] = {}  # the tokens that each guide has seen, by its argument
+
+    def prepare(self, argument: int) -> None:
+        return None
+
+    def make(self, argument: int) -> OnlyEven:
+        return OnlyEven(self.seen.setdefault(argument, []))
+
+    def answers(self, guides: Sequence[OnlyEven]) -> list[Answer]:
+        return [guide.next_token() for guide in guides]
+
+
+def even_core(*args: Any, **settings: Any) -> tuple[EngineCore, dict[int, list[int]]]:
+    core, kind = make_core(*args, **settings), Evens()
+    core.scheduler.guides.kinds["even"] = kind
+    return core, kind.seen
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
-def test_guided_rows_sample_what_their_guide_allows(lookahead: int, shown: dict[int, list[int]]) -> None:
-    core = make_core(lookahead, num_blocks=24)
+def test_guided_rows_sample_what_their_guide_allows(lookahead: int) -> None:
+    core, shown = even_core(lookahead, num_blocks=24)
     prompts = {key: [key, 2, 9] * (key + 1) for key in range(4)}
     for key, prompt in prompts.items():
         core.add(request(key, prompt, 25, guide=("even", key) if key % 2 else None))
@@ -233,10 +248,9 @@ def test_guided_rows_sample_what_their_guide_allows(lookahead: int, shown: dict[
     assert any(11 in got.tokens[key] for key in (1, 3)), "some token was forced"
 
 
-def test_forward_passes_of_guided_steps_are_launched_before_the_last_result_is_read(
-    shown: dict[int, list[int]],
-) -> None:
-    core, log = make_core(1), []
+def test_forward_passes_of_guided_steps_are_launched_before_the_last_result_is_read() -> None:
+    core, _ = even_core(1)
+    log: list[str] = []
     execute, sample, update = core.executor.execute, core.executor.sample, core.scheduler.update
     core.executor.execute = lambda plan: (log.append("execute"), execute(plan))  # type: ignore[method-assign,assign]
     core.executor.sample = lambda inputs=None: (log.append("sample"), sample(inputs))[1]  # type: ignore[method-assign]
@@ -250,8 +264,8 @@ def test_forward_passes_of_guided_steps_are_launched_before_the_last_result_is_r
     assert log[:7] == ["execute", "sample", "execute", "sample", "update", "execute", "sample"]
 
 
-def test_preempted_guided_requests_resume_with_the_state_of_their_guide(shown: dict[int, list[int]]) -> None:
-    core = make_core(1, num_blocks=10, block_size=4, caching=False)
+def test_preempted_guided_requests_resume_with_the_state_of_their_guide() -> None:
+    core, shown = even_core(1, num_blocks=10, block_size=4, caching=False)
     for key in range(3):
         core.add(request(key, [key, 2, 3], 20, guide=("even", key)))
     got = run(core)

@@ -215,7 +215,7 @@ def test_beams_share_their_prompt_again_after_starting_over(budget: int, thresho
 
 def test_results_report_the_memory_of_graphs() -> None:
     core = make_core(1)
-    sample, use = core.executor.sample, GraphUse(3, 5 << 20, graphs_deferred=2, graphs_dropped=1)
+    sample, use = core.executor.sample, GraphUse(3, 5 << 20, late_compilations=2, late_captures=1)
 
     def sample_by_graph(inputs: SampleInputs | None = None) -> StepFuture:
         future = sample(inputs)
@@ -227,7 +227,7 @@ def test_results_report_the_memory_of_graphs() -> None:
     core.add(request(0, [1, 2, 3], 2))
     run(core)
     stats = core.stats()
-    assert (stats.num_graphs, stats.graph_bytes, stats.graphs_deferred, stats.graphs_dropped) == (3, 5 << 20, 2, 1)
+    assert (stats.num_graphs, stats.graph_bytes, stats.late_compilations, stats.late_captures) == (3, 5 << 20, 2, 1)
     assert core.snapshot().memory.graphs == 5 << 20
     core.executor.sample = sample  # type: ignore[method-assign]
     core.add(request(1, [1, 2, 3], 2))

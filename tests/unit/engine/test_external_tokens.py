@@ -103,7 +103,7 @@ def test_forks_share_the_prompt_under_any_load(lookahead: int, caching: bool) ->
     assert core.scheduler.cache.stats.shared_blocks == 3 * 4 + 3 * 1
     assert core.scheduler.cache.stats.copied_blocks > 0
     core.scheduler.cache.pool.check()
-    assert core.scheduler.cache.pool.num_used == 0 and len(core.groups) == 0
+    assert core.scheduler.cache.pool.num_used == 0 and not core.groups.keys
 
 
 def test_forks_of_an_aborted_parent_run_as_requests_of_their_own() -> None:

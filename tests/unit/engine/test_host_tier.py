@@ -7,8 +7,8 @@ import pytest
 
 from kvasir.config.engine import CacheConfig, EngineConfig, ModelConfig
 from kvasir.engine.build import host_blocks, make_tier
+from kvasir.engine.cache.block_pool import private_name
 from kvasir.engine.cache.host_tier import HostTier
-from kvasir.engine.cache.prefix import private_name
 from kvasir.engine.cache.tier import CostSwapPolicy, FixedSwapPolicy, NoTier, SwappedBlocks
 from kvasir.engine.core import EngineCore
 from kvasir.errors import ConfigError

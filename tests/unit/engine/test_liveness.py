@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvasir.engine.liveness import ClientLiveness
+from kvasir.engine.liveness import Address, ClientLiveness, make_directory, remove_directory
 from kvasir.engine.service import EngineService
-from kvasir.engine.transport import Address, Progress, make_directory, remove_directory
+from kvasir.engine.transport import Progress
 from kvasir.sampling.startup_processors import StartupProcessors
 from tests.builders import make_core
 

@@ -94,6 +94,7 @@ def order_of(name: str, clock: Clock) -> Callable[[Request], Any] | None:
         "aging": lambda r: (aged(r), r.arrival, r.seq),
         "deadline": lambda r: (due(r), r.arrival, r.seq),
         "wrr": None,  # who was given what is checked below
+        "fair": None,  # likewise
     }[name]
 
 

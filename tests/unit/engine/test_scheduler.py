@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from kvasir.engine.cache import prefix_groups
 from kvasir.engine.scheduler import Scheduler
 from kvasir.errors import RequestError
+from kvasir.executor.fake import fake_config
 from kvasir.frontend.requests import metrics
 from kvasir.messages import FinishReason, StepResult
+from kvasir.server.engine_metrics import cache_metric
 from tests.builders import Clock, check_blocks, expected, make_core, make_scheduler, request, run
 
 LONG = [i % 7 for i in range(30)]
@@ -34,11 +38,19 @@ def test_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
 def test_steps_are_counted_by_their_tokens() -> None:
     core = make_core(budget=8)
     core.add(request(0, LONG, 4))
-    run(core)  # steps of 8, 8, 8 and 6 tokens, and three of one
+    run(core)  # steps of 8, 8, 8 and 6 tokens of the prompt, one generated with the last; three that generate one
     one, eight = metrics.step_histogram(core.stats()), metrics.step_histogram(metrics.sum_stats([core.stats()] * 8))
-    assert (one.sum, one.count, one.buckets["1.0"], one.buckets["8.0"], one.buckets["16.0"]) == (33, 7, 3, 7, 7)
-    assert (eight.sum, eight.count, eight.buckets["1.0"]) == (8 * 33, 8 * 7, 8 * 3)
+    assert (one.sum, one.count, one.buckets["1.0"], one.buckets["8.0"], one.buckets["16.0"]) == (34, 7, 3, 7, 7)
+    assert (eight.sum, eight.count, eight.buckets["1.0"]) == (8 * 34, 8 * 7, 8 * 3)
     assert list(one.buckets)[-2:] == ["16384.0", "+Inf"]
+
+
+@pytest.mark.parametrize(("windows", "shown"), [((None,), None), ((None, 8), None), ((8,), 8), ((8, 16), 16)])
+def test_a_window_of_all_layers_is_shown(windows: tuple[int | None, ...], shown: int | None) -> None:
+    stats = make_core(windows=windows).stats()
+    assert stats.sliding_window == shown == metrics.sum_stats([stats, stats]).sliding_window
+    (sample,) = cache_metric(fake_config(), [stats]).samples
+    assert sample.labels["sliding_window"] == str(shown)
 
 
 def test_decodes_continue_while_a_long_prompt_is_chunked() -> None:
@@ -241,6 +253,7 @@ def test_reset_drops_prefixes_only_when_idle() -> None:
 
 def test_plan_has_the_prefix_groups_of_its_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_groups, "MIN_GROUP_ROWS", 3)
+    monkeypatch.setattr("kvasir.engine.scheduler.MIN_GROUP_ROWS", 3)
     monkeypatch.setattr(prefix_groups, "is_worthwhile", lambda sequences, tokens: sequences >= 3 and tokens >= 4)
     scheduler = make_scheduler(budget=256, max_model_len=64)
     stem = LONG[:20]
@@ -267,3 +280,39 @@ def shared_by(scheduler: Scheduler) -> dict[int, list[int]]:
     lines = np.split(plan.shared.members, plan.shared.starts[1:-1])
     keys = scheduler.rows.key[plan.rows]
     return {int(n): sorted(keys[own].tolist()) for n, own in zip(plan.shared.tokens, lines, strict=True)}
+
+
+def test_requests_that_sample_nothing_end_with_their_prompt() -> None:
+    scheduler = make_scheduler(budget=16)
+    scheduler.add(replace(request(0, LONG, 1), max_tokens=0))
+    scheduler.add(request(1, [1, 2], 3))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert not first.samples.any(), "the first part of the prompt, and nothing else yet"
+    assert second.num_tokens.tolist()[0] == 14 and second.samples.tolist() == [False, True]
+    assert not answer(scheduler, first).finished
+    output = answer(scheduler, second)
+    assert [(end.key, end.reason) for end in output.finished] == [(0, FinishReason.STOP)]
+    assert len(scheduler.rows) == 1, "the other goes on"
+
+
+def test_a_model_without_a_cache_takes_no_blocks() -> None:
+    scheduler = make_scheduler(budget=64, windows=(), num_blocks=2, caching=False, chunked=False)
+    for key in range(3):
+        scheduler.add(replace(request(key, LONG, 1), max_tokens=0))
+    plan = scheduler.schedule()
+    assert plan.num_tokens.tolist() == [30, 30] and not len(plan.table_index), "prompts are computed whole"
+    assert [end.key for end in answer(scheduler, plan).finished] == [0, 1]
+    assert scheduler.schedule().num_tokens.tolist() == [30]
+    assert scheduler.cache.pool.num_used == 0
+
+
+def test_a_request_that_samples_nothing_can_fail_alone() -> None:
+    scheduler = make_scheduler(budget=64)
+    for key in range(2):
+        scheduler.add(replace(request(key, LONG[key:], 1), max_tokens=0))
+    plan = scheduler.schedule()
+    tokens = np.zeros((2, 1), np.int32)
+    output = scheduler.update(StepResult(tokens, np.zeros(2, np.int32), failures={0: "broken"}))
+    reasons = {end.key: (end.reason, end.error) for end in output.finished}
+    assert len(plan.rows) == 2
+    assert reasons == {0: (FinishReason.ERROR, "broken"), 1: (FinishReason.STOP, None)}

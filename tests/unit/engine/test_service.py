@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import threading
 from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ import pytest
 import zmq
 
 from kvasir.engine import transport
+from kvasir.engine.liveness import Address, make_directory
 from kvasir.engine.service import EngineService, split
-from kvasir.engine.transport import KEYS_PER_CLIENT, Address, Progress, identity, make_directory
+from kvasir.engine.transport import KEYS_PER_CLIENT, Progress, identity
 from kvasir.errors import EngineError, OverloadedError, RequestError
 from kvasir.messages import LOGPROBS, PROMPT_LOGPROBS, EngineOutput, EngineRequest, Finished, FinishReason, Part
 from kvasir.sampling.startup_processors import StartupProcessors
@@ -29,6 +31,7 @@ class ListCore:
         self.errors: deque[Exception] = deque()
         self.outputs: deque[EngineOutput] = deque()
         self.aborted: list[int] = []
+        self.waits: deque[float] = deque()
 
     def add(self, request: EngineRequest) -> None:
         if self.errors:
@@ -41,6 +44,9 @@ class ListCore:
 
     def has_work(self) -> bool:
         return bool(self.outputs)
+
+    def seconds_to_wait(self) -> float:
+        return self.waits.popleft() if self.waits else 0.0
 
     def run_step(self) -> EngineOutput:
         return self.outputs.popleft()
@@ -182,6 +188,32 @@ def test_aborts_and_questions(world: World) -> None:
     assert world.receive(0).number == 14, "the engine goes on"
 
 
+def test_a_broken_reply_fails_its_request_alone(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    for client in (1, 2):
+        for key in (7, 8):
+            world.add(client, key)
+    keys = [number(2, 7), number(1, 7), number(1, 8), number(2, 8), -3]  # -3: a key that no client has
+    output = EngineOutput(np.array(keys), np.arange(5, dtype=np.int32)[:, None], np.ones(5, np.int32))
+    broken: Any = object()
+    output.finished = [
+        Finished(number(1, 8), FinishReason.STOP, broken, None),
+        Finished(number(2, 8), FinishReason.STOP, 3, None),
+        Finished(-4, FinishReason.STOP, 3, None),
+    ]
+    world.core.outputs.append(output)
+    world.service.run_once()
+    assert world.receive(1).keys.tolist() == [number(1, 7)]
+    refused = world.receive(1)
+    assert refused.key == number(1, 8) and type(refused.error) is EngineError
+    assert world.core.aborted == [number(1, 8)], "the engine does not go on with what nobody can get"
+    whole = world.receive(2)
+    assert whole.keys.tolist() == [number(2, 7), number(2, 8)] and [end.key for end in whole.finished] == [number(2, 8)]
+    assert str(number(1, 8)) in caplog.text and "-3" in caplog.text, "the log names the requests"
+    world.core.outputs.append(EngineOutput(np.array([number(1, 7)]), np.ones((1, 1), np.int32), np.ones(1, np.int32)))
+    world.service.run_once()
+    assert world.receive(1).keys.tolist() == [number(1, 7)], "the engine goes on"
+
+
 def test_split_gives_each_client_its_lines() -> None:
     keys = np.array([number(c, k) for c, k in ((0, 1), (3, 1), (0, 2), (3, 2), (5, 1))])
     logprobs = Part(np.array([1, 2], np.int32), {"token_ids": np.array([[5], [6]], np.int32)})
@@ -202,3 +234,15 @@ def test_split_gives_each_client_its_lines() -> None:
     assert parts[3].parts[LOGPROBS].ints["token_ids"].tolist() == [[5]]
     assert [end.key for end in parts[3].finished] == [number(3, 2)] and not parts[0].finished
     assert parts[5].counts.tolist() == [0] and parts[5].parts[PROMPT_LOGPROBS].floats["values"].tolist() == [[1, 1]]
+
+
+def test_requests_that_come_while_the_device_computes_are_part_of_the_next_step(world: World) -> None:
+    world.core.waits += [5.0, 0.0]
+    world.core.outputs.append(EngineOutput.empty())
+    added: list[list[int]] = []
+    world.core.run_step = lambda: (added.append(list(world.core.scheduler)), world.core.outputs.popleft())[1]
+    later = threading.Timer(0.05, world.clients[1].send_multipart, [[transport.ADD, transport.encode(request(1, 5))]])
+    later.start()
+    world.service.run_once()
+    later.join()
+    assert len(added) == 1 and len(added[0]) == 1, "the step did not wait for the request"

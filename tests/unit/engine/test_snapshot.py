@@ -9,7 +9,7 @@ import pytest
 from kvasir.engine import snapshot
 from kvasir.engine.core import EngineCore
 from kvasir.engine.snapshot import StepLog
-from kvasir.messages import Snapshot
+from kvasir.engine.stats import Snapshot
 from tests.builders import make_core, request, run
 
 PROMPT = [*range(1, 12)]  # two full blocks of four, and a half one

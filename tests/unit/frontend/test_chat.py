@@ -108,7 +108,9 @@ def test_real_templates_render_like_transformers(source: str, title: str) -> Non
     conversation = CONVERSATIONS[title]
     expected = _theirs(source, conversation)
     template = compile_template(source)
-    if expected is None:
+    if expected is None and ".append(" in source:  # which transformers refuses, and Kimi K2's own server does not
+        assert "<|tool_call_begin|>functions." in template.render(**conversation, **SPECIAL)
+    elif expected is None:
         with pytest.raises(RequestError):
             template.render(**conversation, **SPECIAL)
     else:
@@ -339,6 +341,70 @@ def test_what_a_template_never_reads_is_refused() -> None:
         with pytest.raises(RequestError, match=f"{name} is not supported by this model") as error:
             check_reads(source, messages, given)
         assert error.value.parameter == name
+
+
+def test_every_real_template_gets_the_calls_or_refuses_them(source: str) -> None:
+    """They must not vanish: the model would see a result that nobody asked for."""
+    call = {**CALL, "function": {"name": "get_weather", "arguments": '{"place": "Oslo"}'}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "abcdefghi", "name": "get_weather", "content": "Sunny"}
+    try:
+        messages = check_reads(source, [USER, answer, result], {})
+        text = compile_template(source).render(messages, tools=TOOLS, **SPECIAL)
+    except RequestError as error:
+        assert re.search("its chat template does not read it|unsafe", str(error))
+        return
+    last = text.rindex("Oslo")
+    assert "get_weather" in text[:last] and "Sunny" in text[last:]
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [
+        ("Call as <tool_call>", '<tool_call>\n{"name": "f", "arguments": {"x": "1", "y": true}}\n</tool_call>'),
+        ("Call as <|tool_call|>", '<|tool_call|>[{"name": "f", "arguments": {"x": "1", "y": true}}]'),
+        ("<|tool_list_start|>", '<|tool_call_start|>[f(x="1", y=True)]<|tool_call_end|>'),
+    ],
+)
+@pytest.mark.parametrize("content", ["Hm. ", None, [{"type": "text", "text": "Hm. "}]])
+def test_calls_are_written_as_the_templates_text_says(text: str, written: str, content: Any) -> None:
+    source = text + "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"x": "1", "y": true}'}}
+    (message,) = check_reads(source, [{"role": "assistant", "content": content, "tool_calls": [call]}], {})
+    shown = ChatTemplate(source).render([message])
+    assert shown.startswith(f"{text}assistant: {'Hm.' if content else ''}") and shown.endswith(f"{written};")
+
+
+def test_a_role_that_a_template_leaves_out_is_refused() -> None:
+    asked = "{% for m in messages %}{% if m.role in ('user', 'critic') %}{{ m.content }}{% endif %}{% endfor %}"
+    for role in ("system", "developer", "tool", "narrator"):
+        with pytest.raises(RequestError, match=f"The role '{role}' is not supported by this model"):
+            check_reads(asked, [{"role": role, "content": "x"}], {})
+    check_reads(asked, [{"role": "critic", "content": "x"}, USER], {})
+    strict = "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    check_reads(strict, [{"role": "tool", "content": "x"}], {})  # its own words tell more
+
+
+def test_a_field_of_a_message_is_read_or_refused() -> None:
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    whole = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    named = "{% for m in messages %}{{ m['mood'] }}{{ m.content }}{% endfor %}"
+    message = {"role": "user", "content": "x", "mood": "good"}
+    for source in (whole, named):
+        assert "good" in ChatTemplate(source).render(check_reads(source, [message], {}))
+    with pytest.raises(RequestError, match="'mood' in a message is not supported by this model"):
+        check_reads(plain, [message], {})
+    with pytest.raises(RequestError, match="Did you mean reasoning_content"):
+        check_reads(plain, [{"role": "assistant", "content": "x", "reasoning_contnt": "hm"}], {})
+    empty = {"mood": None, "audio": None, "function_call": None, "tool_calls": [], "prefix": False, "refusal": ""}
+    check_reads(plain, [{"role": "user", "content": "x", "name": "Bo", **empty}], {})
+    (refusal,) = check_reads(plain, [{"role": "assistant", "content": None, "refusal": "I must not."}], {})
+    assert ChatTemplate(plain).render([refusal]) == "assistant: I must not."
+
+
+def test_what_a_template_only_mentions_is_not_read() -> None:
+    with pytest.raises(RequestError, match="tools is not supported"):
+        check_reads("You have no tools. {{ messages[0].content }}", [USER], {"tools": TOOLS})
 
 
 def test_arguments_of_tool_calls_are_read() -> None:

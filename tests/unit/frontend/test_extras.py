@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvasir.config.checks import RepetitionDetectionParams
 from kvasir.config.engine import ModelConfig
 from kvasir.errors import ConfigError, RequestError
 from kvasir.frontend.requests.extras import ExtrasBuilder
@@ -16,7 +15,7 @@ from kvasir.frontend.text.detokenizer import decode_finished, make_detokenizer
 from kvasir.frontend.text.stop import Repetitions
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.outputs import FlatLogprobs, Logprob
-from kvasir.sampling_params import SamplingParams
+from kvasir.sampling_params import RepetitionDetectionParams, SamplingParams
 
 
 def builder(tokenizer: Tokenizer | None = None, **settings: Any) -> ExtrasBuilder:

@@ -139,7 +139,7 @@ def test_lengths_fit_the_model() -> None:
     assert ask([1] * 10, SamplingParams(max_tokens=None))[0].max_tokens == 22
     assert ask([1] * 31, SamplingParams(max_tokens=None))[0].max_tokens == 1
     for length in (32, 33, 1000):
-        with pytest.raises(RequestError, match=f"has {length} tokens, but max_model_len=32 leaves.* 31") as caught:
+        with pytest.raises(RequestError, match=f"maximum context length is 32 tokens. .* in {length} tokens") as caught:
             ask([1] * length)
         assert caught.value.parameter == "prompt"
 

@@ -483,3 +483,19 @@ def test_the_longest_branch_is_told_of(frontend: Frontend) -> None:
     frontend.step({0: [WORD["he"]], 1: [WORD["he"]]}, end(0))
     [output], _ = frontend.step({1: [WORD["lo"], WORD["lo"]]}, end(1))
     assert output.metrics is not None and output.metrics.max_num_generation_tokens == 3
+
+
+@pytest.mark.parametrize("kind", [DELTA, FINAL_ONLY])
+def test_an_output_that_cannot_be_handled_fails_its_request_alone(
+    kind: RequestOutputKind, frontend: Frontend, caplog: pytest.LogCaptureFixture
+) -> None:
+    for key in range(3):
+        frontend.add(key, output_kind=kind)
+    said = {key: [-5 if key == 1 else WORD[" wo"]] for key in range(3)}  # a tokenizer cannot decode a negative id
+    tokens = {key: None if kind is DELTA else np.array(ids, np.int32) for key, ids in said.items()}
+    ends = [Finished(key, FinishReason.LENGTH, None, ids) for key, ids in tokens.items()]
+    outputs, _ = frontend.step(said if kind is DELTA else {}, *ends)
+    assert [output.request_id for output in outputs] == ["r0", "r2"]
+    (broken,) = frontend.output.take_broken()
+    assert (broken.request_id, broken.keys) == ("r1", [1]) and "OverflowError" in str(broken.error)
+    assert "'r1'" in caplog.text and not len(frontend.output) and not frontend.output.take_broken()

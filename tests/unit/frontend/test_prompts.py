@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import normalizers
 
 from kvasir.config.engine import EngineConfig, ModelConfig
 from kvasir.errors import PromptTooLongError, RequestError
 from kvasir.frontend.requests.input import InputProcessor
-from kvasir.frontend.requests.prompts import PromptProcessor, TokenizedPrompt, off_loop
+from kvasir.frontend.requests.prompts import PromptProcessor, TextPool, TokenizedPrompt
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.sampling_params import SamplingParams
+from tests.unit.frontend.conftest import RealTokenizers
 
 USER = [{"role": "user", "content": "hello"}]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}!{% endif %}{{ mood }}"
@@ -43,7 +48,9 @@ def test_wrong_truncation(prompts: PromptProcessor, truncate: int) -> None:
 
 def test_a_prompt_that_leaves_no_room(prompts: PromptProcessor) -> None:
     assert len(prompts.read([1] * 7).token_ids) == 7
-    with pytest.raises(PromptTooLongError, match="8 tokens, but max_model_len=8 leaves room for 7") as caught:
+    with pytest.raises(
+        PromptTooLongError, match="maximum context length is 8 tokens. However, .* in 8 tokens"
+    ) as caught:
         prompts.read([1] * 8)
     assert caught.value.num_tokens == 8
     assert len(prompts.read([1] * 8, truncate=-1).token_ids) == 7
@@ -54,7 +61,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(prompts: PromptProcessor, monke
     (cut,) = prompts.read_all([text], truncate=2)
     assert len(cut.token_ids) == 2, "what is truncated may be of any length"
     monkeypatch.setattr(Tokenizer, "encode_batch", lambda *arguments: pytest.fail("it was tokenized"))
-    with pytest.raises(PromptTooLongError, match="20000 characters") as caught:
+    with pytest.raises(PromptTooLongError, match=r"more than 7 tokens \(20000 characters\)") as caught:
         prompts.read_all([text])
     assert caught.value.num_tokens is None
 
@@ -80,6 +87,114 @@ def test_arguments_that_a_template_does_not_read(prompts: PromptProcessor) -> No
         prompts.render(USER, chat_template=TEMPLATE, chat_template_kwargs={"tools": []})
 
 
+def test_deep_values_are_the_requests_fault(prompts: PromptProcessor) -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    call = {"function": {"name": "f", "arguments": "[" * 100_000 + "]" * 100_000}}
+    template = TEMPLATE + "{{ messages[0].tool_calls }}{{ messages[0].x }}"
+    for messages, extra in (
+        (USER, {"mood": deep}),
+        ([{**USER[0], "tool_calls": [call]}], {}),
+        ([{**USER[0], "x": deep}], {}),
+    ):
+        with pytest.raises(RequestError, match="nested too deeply|not JSON"):
+            prompts.render(messages, chat_template=template, chat_template_kwargs=extra)
+
+
 def test_long_texts_leave_the_event_loop() -> None:
-    short, long = (asyncio.run(off_loop(size, threading.get_ident)) for size in (10, 1 << 20))
+    async def ask(size: int) -> int:
+        return await TextPool(32).run(size, threading.get_ident)
+
+    short, long = (asyncio.run(ask(size)) for size in (10, 1 << 20))
     assert short == threading.get_ident() and long != short
+
+
+def test_long_texts_wait_until_there_is_room() -> None:
+    pool, gate, running = TextPool(32, 50_000), threading.Event(), []
+
+    def work() -> int:
+        running.append(1)
+        gate.wait(60)
+        return len(running)
+
+    async def ask() -> None:
+        tasks = [asyncio.create_task(pool.run(20_000, work)) for _ in range(5)]
+        huge = asyncio.create_task(pool.run(10**9, work))  # is alone, but runs
+        while len(running) < min(2, pool._threads._max_workers):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert len(running) <= 2 and pool.num_characters == 40_000
+        tasks[0].cancel()  # it runs: its characters count until its thread is done
+        tasks[3].cancel()  # it waits
+        await asyncio.sleep(0.05)
+        assert pool.num_characters == 40_000
+        gate.set()
+        done = await asyncio.gather(*tasks, huge, return_exceptions=True)
+        assert [isinstance(each, asyncio.CancelledError) for each in done] == [True, False, False, True, False, False]
+        while pool.num_characters:
+            await asyncio.sleep(0.01)
+        assert len(running) == 5
+
+    asyncio.run(ask())
+
+
+TEXTS = {
+    "words": "The quick brown fox, 17 of them; jumps\nover it's lazy dogs.  And  so on\n\nfor ever: x=3.14159 " * 2000,
+    "lines": "".join(f"line {i}\n" for i in range(20_000)),
+    "no words": "1" * 100_000,
+    "other scripts": "Съешь ещё этих мягких булок. 敏捷的棕色狐狸跳过了懒狗。 e\u0301 ok " * 3000,
+}
+
+
+def check_cuts(tokenizer: Tokenizer) -> None:
+    prompts = PromptProcessor(replace(make_config(max_model_len=300).model, vocab_size=1 << 20), tokenizer)
+    for kind, text in TEXTS.items():
+        for special in (True, False):
+            whole = tokenizer.encode(text, special)
+            for truncate in (1, 7, 299, -1):
+                (read,) = prompts.read_all([text], special, truncate)
+                assert read.token_ids == whole[-(299 if truncate == -1 else truncate) :], (kind, special, truncate)
+                assert read.text == text
+    if tokenizer.characters_per_token is not None and tokenizer.splits_at_words:
+        assert len(prompts.cut(TEXTS["words"], 7)) < len(TEXTS["words"]) / 2, "most of it is not tokenized"
+
+
+def test_truncation_of_a_cut_text_is_that_of_the_whole(sentencepiece: Tokenizer) -> None:
+    assert sentencepiece.characters_per_token is not None and sentencepiece.splits_at_words
+    check_cuts(sentencepiece)
+
+
+@pytest.mark.slow
+def test_truncation_by_real_tokenizers(real: RealTokenizers, name: str) -> None:
+    tokenizer = real.ours(name)
+    assert tokenizer.characters_per_token is not None
+    check_cuts(tokenizer)
+
+
+def test_tokenizers_that_may_drop_characters_set_no_limit(sentencepiece: Tokenizer) -> None:
+    for normalizer in (normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" +"), " "), normalizers.NFKC()):
+        backend = tokenizers.Tokenizer.from_str(sentencepiece._backend.to_str())
+        backend.normalizer = normalizer
+        assert Tokenizer(backend, {}).characters_per_token is None
+    backend = tokenizers.Tokenizer.from_str(sentencepiece._backend.to_str())
+    backend.normalizer = normalizers.Replace(tokenizers.Regex("h+"), "h")
+    prompts = PromptProcessor(make_config(max_model_len=8).model, Tokenizer(backend, {}))
+    assert len(prompts.read("h" * 50_000).token_ids) == 1, "a long text that fits is taken"
+
+
+def test_many_texts_are_tokenized_in_small_batches(
+    sentencepiece: Tokenizer, prompts: PromptProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    plain = Tokenizer.encode_batch
+
+    def encode_batch(self: Tokenizer, texts: list[str], special: bool = True) -> list[list[int]]:
+        sizes.append(sum(map(len, texts)))
+        return plain(self, texts, special)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", encode_batch)
+    texts = ["h" * (100 + i) for i in range(4000)]
+    read = prompts.read_all(texts, truncate=3)
+    assert [len(each.token_ids) for each in read] == [3] * 4000
+    assert len(sizes) > 1 and max(sizes) <= 1 << 18

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -277,11 +278,88 @@ def test_python_tokenizers_have_the_same_surface(tmp_path: Path) -> None:
     assert ids == [107, 198, 172, 1]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "hé"
     assert tokenizer.decode_batch([ids[:1], ids[1:3]]) == ["h", "é"]
-    assert tokenizer.eos_token_id == 1
+    assert tokenizer.eos_token_id == 1 and tokenizer.end_token_ids == {1}
     assert tokenizer.convert_ids_to_tokens([107]) == ["h"]
     assert tokenizer.convert_tokens_to_ids("h") == 107
     assert len(tokenizer) == len(tokenizer.get_vocab()) >= tokenizer.vocab_size
     assert tokenizer.token_text(107) == "h"
+
+
+# ---------------------------------------------------------------- classes that bring a normalizer
+
+COMPOSED = "Ang\u0308strom e\u0301 n\u0303 \u1112\u1161\u11ab Ⅷ Hello 123"
+CLASSES = [
+    *("Qwen2Tokenizer", "Qwen2TokenizerFast", "Qwen3_5Tokenizer", "CohereTokenizerFast", "GPTNeoXTokenizerFast"),
+    *("GPT2Tokenizer", "PreTrainedTokenizerFast", "LlamaTokenizerFast", None),
+]
+TYPES = ["qwen2", "qwen3", "cohere2", "gpt_neox", "olmo2", "phi3", "stablelm", "llama", None]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_normalizers_are_those_of_the_class(tmp_path: Path, name: str | None) -> None:
+    """tokenizer.json has none or another; which class transformers takes depends on two names."""
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+    from transformers import AutoTokenizer
+
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for normalizer in (None, normalizers.NFKC()):
+        backend = tokenizers.Tokenizer(models.BPE(letters, []))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        if normalizer is not None:
+            backend.normalizer = normalizer
+        for kind in TYPES:
+            backend.save(str(tmp_path / "tokenizer.json"))
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name} if name else {}))
+            (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} if kind else {}))
+            try:
+                theirs = AutoTokenizer.from_pretrained(tmp_path)
+            except ValueError:
+                continue  # neither name is known
+            if type(theirs).__name__ in ("GPT2Tokenizer", "LlamaTokenizer"):
+                continue  # their other steps differ from those of this tokenizer.json
+            assert load_tokenizer(tmp_path).encode(COMPOSED) == theirs.encode(COMPOSED), (name, kind, normalizer)
+
+
+def test_a_real_tokenizer_without_its_normalizer(real: RealTokenizers, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    for name in ("qwen2_5", "gpt2"):
+        directory = tmp_path / name
+        shutil.copytree(real.path(name), directory)
+        entries = json.loads((directory / "tokenizer.json").read_text())
+        (directory / "tokenizer.json").write_text(json.dumps({**entries, "normalizer": None}))
+        ours, theirs = load_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+        for text in [*CORPUS, COMPOSED]:
+            assert ours.encode(text) == theirs.encode(text), text
+
+
+# ---------------------------------------------------------------- end tokens
+
+
+def test_hidden_end_tokens_end_a_text(sentencepiece_dir: Path, tmp_path: Path) -> None:
+    """Special tokens that are known to end a text do, whatever eos_token is; a visible token of that text does not."""
+    shutil.copytree(sentencepiece_dir, tmp_path, dirs_exist_ok=True)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens(["<|endoftext|>", "<|im_end|>", "<|other|>"])
+    backend.add_tokens(["<|eot_id|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    ends = {tokenizer.convert_tokens_to_ids(text) for text in ("</s>", "<|endoftext|>", "<|im_end|>")}
+    assert tokenizer.end_token_ids == ends
+    assert load_tokenizer(sentencepiece_dir).end_token_ids == {2}
+
+
+def test_end_tokens_of_real_tokenizers(real: RealTokenizers) -> None:
+    for name, texts in {
+        "qwen2_5": ["<|im_end|>", "<|endoftext|>"],
+        "llama3_1": ["<|eot_id|>", "<|end_of_text|>"],
+        "deepseek_v3": ["<\uff5cend▁of▁sentence\uff5c>"],
+        "mistral_nemo": ["</s>"],
+        "gpt2": ["<|endoftext|>"],
+    }.items():
+        ours = real.ours(name)
+        assert ours.end_token_ids == set(ours.convert_tokens_to_ids(texts)), name
 
 
 def test_neither_transformers_nor_torch_is_imported(sentencepiece_dir: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvasir.errors import ModelError
-from kvasir.models import registry
+from kvasir.models import architectures
 from tests.unit.models.test_spec import BASE, read
 
 HOSTILE: list[Any] = [
@@ -41,7 +41,7 @@ MORE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("architecture", registry.supported())
+@pytest.mark.parametrize("architecture", architectures.supported())
 def test_only_our_errors_come_out(architecture: str) -> None:
     for key in {**BASE, **MORE}:
         for value in HOSTILE:
@@ -62,7 +62,7 @@ def scaled(kind: str) -> dict[str, Any]:
 def check(architecture: str, changes: dict[str, Any]) -> None:
     try:
         read(architecture, **{"num_experts": 4, "moe_intermediate_size": 32, **changes})
-        registry.settle_implementation({**BASE, "architectures": [architecture], **changes}, "kvasir")
+        architectures.settle_implementation({**BASE, "architectures": [architecture], **changes}, "kvasir")
     except ModelError as error:
         assert len(str(error)) < 1500 and "\n" not in str(error)
 
@@ -96,4 +96,6 @@ def test_experts_that_are_not_there() -> None:
 
 def test_lengths_are_checked_before_they_are_used() -> None:
     with pytest.raises(ModelError, match="max_position_embeddings must be a whole number of at least 1, but is -1"):
-        registry.settle_implementation({"architectures": ["LlamaForCausalLM"], "max_position_embeddings": -1}, "auto")
+        architectures.settle_implementation(
+            {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": -1}, "auto"
+        )

@@ -21,7 +21,10 @@ def test_probes(path: str) -> None:
             pass
 
         engine = SimpleNamespace(
-            errored=is_dead, dead_error=EngineDeadError("it was killed"), check_health=check_health
+            errored=is_dead,
+            dead_error=EngineDeadError("it was killed"),
+            check_health=check_health,
+            check_stall=lambda limit, setting: None,
         )
         state = ServerState(ServerConfig(), "m")
         state._engine = engine  # type: ignore[assignment]

@@ -12,10 +12,10 @@ import yaml
 from kvasir.errors import ConfigError
 from kvasir.outputs import CompletionOutput, RequestOutput
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
-from kvasir.server.api_keys import ANYBODY, ApiKey, Bucket, RateLimits, load_keys
-from kvasir.server.api_request import TokenAccount
+from kvasir.server.api_keys import ANYBODY, ApiKey, load_keys
 from kvasir.server.config import ServerConfig
 from kvasir.server.errors import ApiError
+from kvasir.server.limits import Bucket, RateLimits, TokenAccount
 
 
 def key_file(tmp_path: Path, *entries: object, mode: int = 0o600) -> ServerConfig:

@@ -9,7 +9,7 @@ import pytest
 
 from kvasir.errors import ConfigError
 from kvasir.server.config import ServerConfig
-from kvasir.server.launch import listen
+from kvasir.server.launch import listen, print_error
 
 SOCKET_PATH_LIMIT = 107  # bytes, of Linux
 
@@ -62,3 +62,9 @@ def test_the_page_is_told_as_a_browser_takes_it(host: str, told: str, monkeypatc
     with listen(ServerConfig(host=host, port=0)) as sock:
         port = sock.getsockname()[1]
     assert said[-1] == f"playground at {told}:{port}/, engine view at {told}:{port}/engine"
+
+
+def test_why_it_ended_names_flags(capfd: pytest.CaptureFixture[str]) -> None:
+    print_error("out of memory: lower gpu_memory_utilization or max_request_bytes, or set enable_prefix_caching=False")
+    shown = "out of memory: lower --gpu-memory-utilization or --max-request-bytes, or set --no-enable-prefix-caching"
+    assert capfd.readouterr().err == f"kvasir: error: {shown}\n"

@@ -25,7 +25,9 @@ def ask(method: str, path: str, **settings: Any) -> httpx.Response:
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("GET", "/v1/chat/completions", "POST"),
+        ("GET", "/v1/completions", "POST"),
+        ("PUT", "/v1/chat/completions", "GET, POST"),
+        ("PUT", "/v1/chat/completions/batch", "POST"),  # which is no stored completion's id
         ("PUT", "/v1/responses/resp_1", "DELETE, GET"),  # two routes
         ("POST", "/engine", "GET, HEAD"),
         ("POST", "/openapi.json", "GET, HEAD"),  # of the application itself
@@ -48,5 +50,20 @@ def test_documentation_that_is_off_is_not_pointed_to() -> None:
 
 
 def test_behind_a_proxy_that_adds_a_path() -> None:
-    reply = ask("GET", "/llm/v1/chat/completions", root_path="/llm")
+    reply = ask("GET", "/llm/v1/completions", root_path="/llm")
     assert reply.status_code == 405 and reply.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("written", ["/llm", "/llm/", "llm"])
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_a_proxys_path_changes_neither_keys_nor_messages(prefix: str, written: str) -> None:
+    settings: dict[str, Any] = {"root_path": written, "api_key": ["sesame"]}
+    for path in ("/health", "/ping", "/", "/engine", "/docs", "/pages/base.css"):
+        assert ask("GET", prefix + path, **settings).status_code == 200, path
+    assert ask("GET", f"{prefix}/v1/models", **settings).status_code == 401
+    assert ask("GET", "/llmhealth", **settings).status_code == 401, "a path of another name is not under the prefix"
+    reply = ask("POST", f"{prefix}/v1/messages", **settings)
+    assert reply.json()["type"] == "error", "Anthropic's error body"
+    del settings["api_key"]
+    said = ask("GET", f"{prefix}/nothing", **settings).json()["error"]["message"]
+    assert said.startswith("Nothing is served at /nothing")

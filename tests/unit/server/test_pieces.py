@@ -4,36 +4,45 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import json
+import logging
+import sys
+import tracemalloc
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from pydantic import ValidationError
 from starlette.types import Message as AsgiMessage
 
+from kvasir import log
 from kvasir.entrypoints.cli.main import Parser
 from kvasir.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
 from kvasir.outputs import CompletionOutput, Logprob, RequestOutput
-from kvasir.parsers import PARSERS, PLAIN_TEXT, PartReader
-from kvasir.parsers.base import Content, OutputPart
+from kvasir.parsers.base import Content, OutputParser, OutputPart, PartReader, PlainTextParser
+from kvasir.sampling_params import SamplingParams
+from kvasir.server.answers import PLAIN_ANSWER
 from kvasir.server.api_keys import ApiKey
 from kvasir.server.config import ServerConfig, add_flags, from_namespace, server_settings
 from kvasir.server.device import CpuProbe, visible_devices
-from kvasir.server.errors import ApiError, as_api_error, error_response
+from kvasir.server.errors import MAX_ECHO, ApiError, as_api_error, error_response
 from kvasir.server.event_stream import EventStream, PayloadWriter
 from kvasir.server.http import ClientGone, unless_disconnected
+from kvasir.server.limits import check_logprobs
 from kvasir.server.logprobs import MIN_LOGPROB, LogprobWriter, prompt_logprobs
 from kvasir.server.metrics import GAPS, Metrics, Tally
-from kvasir.server.response_store import ResponseStore, StoredResponse
-from kvasir.server.routes.chat import ChatChunks, ChunkOptions
+from kvasir.server.response_store import CompletionStore, ResponseStore, StoredCompletion, StoredResponse
+from kvasir.server.routes.chat import ChatJob
 from kvasir.server.routes.completions import CompletionJob
-from kvasir.server.schema.base import encode
-from kvasir.server.schema.chat import ChatChunk, ChunkChoice, Delta
+from kvasir.server.schema.base import Usage, encode
+from kvasir.server.schema.chat import ChatChunk, ChatCompletion, ChatRequest, ChunkChoice, Delta, Message
 from kvasir.server.schema.completions import CompletionRequest
-from kvasir.server.schema.responses import ResponseReply
+from kvasir.server.schema.responses import ResponseReply, ResponsesRequest
 
 # ---------------------------------------------------------------- settings
 
@@ -45,7 +54,7 @@ def parse(*argv: str) -> ServerConfig:
 
 
 def test_every_setting_has_a_flag_that_works() -> None:
-    values = {bool: "", str: "x", int: "2", float: "2.5", list: "x"}
+    values = {bool: "", str: "x", int: "2", float: "2.5", list: "x", dict: '{"a": 1}'}
     for name, known in server_settings().items():
         if name.startswith("ssl_"):
             continue
@@ -94,7 +103,9 @@ class FakeRequest:
     params = SimpleNamespace(n=1)
     state = SimpleNamespace(config=SimpleNamespace(enable_force_include_usage=False))
 
-    def __init__(self, *texts: str, parser: str = PLAIN_TEXT) -> None:
+    answer = PLAIN_ANSWER
+
+    def __init__(self, *texts: str, parser: Callable[[], OutputParser] = PlainTextParser) -> None:
         self.parts = PartReader(parser)
         self.outputs = []
         for i, text in enumerate(texts):
@@ -113,20 +124,21 @@ class FakeRequest:
         return [*payloads, *writer.last_payloads()]
 
 
-def chat_payloads(request: FakeRequest, **options: Any) -> list[bytes]:
-    chunks = ChatChunks(request, "id-1", 17, 'mo"del', "assistant", ChunkOptions(**options))  # type: ignore[arg-type]
-    return request.written(chunks)
+def chat_payloads(request: FakeRequest, **fields: Any) -> list[bytes]:
+    body = ChatRequest(messages=[Message(role="user", content="a")], stream=True, **fields)
+    return request.written(ChatJob(body, request, 'mo"del', "id-1", "assistant", "").chunks())  # type: ignore[arg-type]
 
 
 def test_quick_chunks_equal_what_the_struct_gives() -> None:
     texts = ("a", 'quote " and \\ back', "line\nbreak", "é 日本 🙂", "\x00\x01", "", "</s>", "end")
     payloads = chat_payloads(FakeRequest(*texts))
-    base: dict[str, Any] = {"id": "id-1", "created": 17, "model": 'mo"del'}
     decoded = [msgspec.json.decode(payload, type=ChatChunk) for payload in payloads]
     for payload, chunk in zip(payloads, decoded, strict=True):
         delta = chunk.choices[0].delta
         made = ChatChunk(
-            **base,
+            id="id-1",
+            created=chunk.created,
+            model='mo"del',
             system_fingerprint=chunk.system_fingerprint,
             choices=[ChunkChoice(index=0, delta=delta, finish_reason=chunk.choices[0].finish_reason)],
         )
@@ -168,16 +180,13 @@ class WordParser:
         return [Content(self.held.upper())]
 
 
-@pytest.mark.parametrize("options", [{}, {"token_ids": True}], ids=["quick", "with ids"])
-def test_writers_write_what_a_registered_parser_gives(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
-) -> None:
-    monkeypatch.setitem(PARSERS, "words", WordParser)
+@pytest.mark.parametrize("options", [{}, {"return_token_ids": True}], ids=["quick", "with ids"])
+def test_writers_write_what_a_parser_gives(options: dict[str, bool]) -> None:
     texts = ("one tw", "o", " three four", " fi", "ve")
-    chunks = [msgspec.json.decode(each) for each in chat_payloads(FakeRequest(*texts, parser="words"), **options)]
+    chunks = [msgspec.json.decode(each) for each in chat_payloads(FakeRequest(*texts, parser=WordParser), **options)]
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "ONETWOTHREEFOURFIVE"
     body = CompletionRequest(prompt="a", stream=True, return_token_ids=bool(options))
-    choices = completion_choices(body, FakeRequest(*texts, parser="words"))
+    choices = completion_choices(body, FakeRequest(*texts, parser=WordParser))
     assert "".join(choice["text"] for choice in choices) == "ONETWOTHREEFOURFIVE"
 
 
@@ -202,7 +211,7 @@ def test_chat_logprobs_have_exact_bytes() -> None:
     content = writer.chat([1, 2], positions, 2).content
     assert bytes(b for each in content for b in each.bytes or []).decode() == "é"
     assert [top.logprob for top in content[0].top_logprobs] == [-0.1, MIN_LOGPROB], "JSON has no infinity"
-    ids = LogprobWriter(Tokens(), as_ids=True).completion([1], positions[:1], 1, 5)  # type: ignore[arg-type]
+    ids = LogprobWriter(Tokens(), as_ids=True).completion([1], positions[:1], 1, [5])  # type: ignore[arg-type]
     assert ids.tokens == ["token_id:1"] and ids.text_offset == [5] and ids.token_logprobs == [-0.1]
     assert prompt_logprobs([None, {0: Logprob(-1.0, 1, "a")}]) == [
         None,
@@ -215,7 +224,7 @@ def test_named_tokens_are_the_alternatives_in_place_of_the_likeliest() -> None:
     positions = [{1: Logprob(-0.1, 1), 2: Logprob(-9.0, 3), 0: Logprob(-2.0, 2)}]
     (content,) = writer.chat([1], positions, 0).content
     assert [top.token for top in content.top_logprobs] == ["token_id:0", "token_id:2"]
-    (shown,) = writer.completion([1], positions, 0, 0).top_logprobs
+    (shown,) = writer.completion([1], positions, 0, [0]).top_logprobs
     assert shown == {"token_id:0": -2.0, "token_id:2": -9.0, "token_id:1": -0.1}, "and the token itself"
 
 
@@ -243,13 +252,101 @@ def test_the_store_is_bounded_by_number_and_bytes() -> None:
         store.find("r1", alice)
     with pytest.raises(ApiError):
         store.find("r3", ApiKey("bob"))
-    small = ResponseStore(100, max_bytes=3000)
+    small = ResponseStore(100, max_bytes=20_000)
     for number in range(5):
-        small.add(stored(number, "x" * 1000))
-    assert len(small) < 3 and small.num_bytes <= 3000
+        small.add(stored(number, "x" * 5000))
+    assert 0 < len(small) < 4 and small.num_bytes <= 20_000
     small.delete("r4", alice)
-    small.add(stored(5, "y" * 5000))
+    small.add(stored(5, "y" * 50_000))
     assert len(small) == 0 and small.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [{"type": "text", "text": str(number)} for number in range(10_000)],
+        [{"type": "text", "text": "\N{GRINNING FACE}" + "x" * 100_000}],  # four bytes each in memory
+        [{str(number): {}} for number in range(10_000)],
+    ],
+)
+def test_the_store_counts_what_memory_holds(parts: list[Any]) -> None:
+    text = json.dumps(parts)
+    tracemalloc.start()
+    held = json.loads(text)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    response = stored(0)
+    response.items = [{"role": "assistant", "content": None, "tool_calls": held}]
+    store = ResponseStore(10)
+    store.add(response)
+    assert 0.9 * taken < store.num_bytes < 2 * taken
+
+
+def test_responses_that_run_share_the_memory_of_the_store() -> None:
+    store = ResponseStore(100, max_bytes=100_000)
+    for number in range(2):
+        store.add(stored(number, "x" * 40_000, running=True))
+    with pytest.raises(ApiError, match="wait") as caught:
+        store.add(stored(2, "x" * 40_000, running=True))
+    assert caught.value.status == 429 and len(store) == 2 and store.num_bytes < 100_000
+
+
+@pytest.mark.parametrize("metadata", [{str(i): "" for i in range(17)}, {"k" * 65: ""}, {"k": "v" * 513}])
+def test_metadata_has_openais_limits(metadata: dict[str, str]) -> None:
+    with pytest.raises(ValidationError, match="metadata"):
+        ResponsesRequest.model_validate({"input": "x", "metadata": metadata})
+    ResponsesRequest.model_validate({"input": "x", "metadata": {"k" * 64: "v" * 512}})
+
+
+def test_log_probabilities_of_all_tokens_are_bounded() -> None:
+    model = SimpleNamespace(max_model_len=2048, vocab_size=50_000)
+    check = partial(check_logprobs, num_prompts=1, num_prompt_tokens=10, model=model)  # type: ignore[arg-type]
+    many = list(range(1000))
+    check(SamplingParams(logprobs=20, n=16, max_tokens=2048))
+    check(SamplingParams(logprobs=1, logprob_token_ids=many, max_tokens=100))
+    check(SamplingParams(prompt_logprobs=1000))
+    for greedy, name in (
+        (SamplingParams(logprobs=1, logprob_token_ids=many, max_tokens=100, n=4), "logprob_token_ids"),
+        (SamplingParams(logprobs=1, logprob_token_ids=many, max_tokens=None), "logprob_token_ids"),
+        (SamplingParams(logprobs=-1, max_tokens=10), "logprobs"),
+        (SamplingParams(prompt_logprobs=-1), "prompt_logprobs"),
+    ):
+        with pytest.raises(RequestError, match=f"^{name} asks for") as caught:
+            check(greedy)
+        assert caught.value.parameter == name
+
+
+# ---------------------------------------------------------------- what errors repeat
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 5000, "x y " * 5000, "x'\"\\ " * 5000, "x" * 10_000_000, "'" * 1000, "\"' x" * 300]
+)
+def test_errors_repeat_little(value: str) -> None:
+    for message in (f"The model {value!r} does not exist here.", f"No {value!r}, only {value!r}: {'a' * 50}."):
+        error = ApiError(400, message, "invalid_request", value)
+        assert len(error.message) < 300 and error.message.startswith(message[:3])
+        assert error.message.count("x") <= MAX_ECHO
+        assert error.param is not None and len(error.param) <= MAX_ECHO
+    short = "Short messages stay as they are, 'with their quotes'."
+    assert ApiError(400, short, "invalid_request").message == short
+
+
+@pytest.mark.parametrize("style", ["TEXT", "JSON"])
+def test_log_lines_are_cut(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_LOG_FORMAT", style)
+    record = logging.LogRecord("kvasir", logging.INFO, "", 0, "said %s", ("x" * 10**6,), None)
+    record.fields = {"user": "y" * 10**6, "list": ["z" * 10**6], "number": 5, "none": None}
+    try:
+        raise ValueError("w" * 10**6)
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    line = log.handler().format(record)
+    assert len(line) < 3 * log.MAX_LINE
+    if style == "JSON":
+        found = json.loads(line)
+        assert (found["number"], found["none"]) == (5, None)
+        assert len(found["user"]) < 2 * log.MAX_FIELD and len(str(found["list"])) < 2 * log.MAX_FIELD
 
 
 def test_what_was_deleted_while_it_ran_does_not_come_back() -> None:
@@ -273,6 +370,29 @@ def test_a_store_full_of_running_ones_takes_no_more_into_the_background() -> Non
     store.update(first)
     store.add(more)
     assert store.find("r1", ApiKey("alice")) is more and len(store) == 1
+
+
+def test_the_store_of_completions_is_bounded_and_private() -> None:
+    def kept(name: str, owner: str, text: str = "") -> StoredCompletion:
+        usage = Usage(prompt_tokens=1, completion_tokens=1, total_tokens=2)
+        made = ChatCompletion(id=name, created=0, model="m", choices=[], usage=usage, system_fingerprint="")
+        return StoredCompletion(made, [{"role": "user", "content": text}], owner)
+
+    alice, bob = ApiKey("alice"), ApiKey("bob")
+    store = CompletionStore(2)
+    store.add(kept("same", "alice"))
+    store.add(kept("same", "bob"))
+    store.delete("same", bob)
+    assert store.find("same", alice).owner == "alice", "clients choose ids: one key's must not touch another's"
+    with pytest.raises(ApiError, match="not stored here"):
+        store.find("same", bob)
+    for number in range(3):
+        store.add(kept(f"c{number}", "alice"))
+    assert [each.completion.id for each in store.of(alice)] == ["c1", "c2"]
+    small = CompletionStore(100, max_bytes=5000)
+    for number in range(5):
+        small.add(kept(f"c{number}", "alice", "x" * 1000))
+    assert 0 < len(small.of(alice)) < 5 and small.num_bytes <= 5000
 
 
 # ---------------------------------------------------------------- streams

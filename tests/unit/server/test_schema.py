@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 from pydantic import ValidationError
 
 from kvasir.sampling_params import SamplingParams
-from kvasir.server.schema.base import Body, Refusal
+from kvasir.server.schema import structured
+from kvasir.server.schema.base import Body, BoundedModel, Refusal
 from kvasir.server.schema.chat import ChatRequest
 from kvasir.server.schema.completions import CompletionRequest
 from kvasir.server.schema.messages import MessagesRequest
 from kvasir.server.schema.responses import ResponsesRequest
-from kvasir.server.schema.sampling import SAMPLING_FIELDS, SamplingBody
+from kvasir.server.schema.sampling import SAMPLING_FIELDS, SamplingBody, sampling_params
 from kvasir.server.schema.tokens import GenerateRequest, TokenizeRequest
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -42,7 +44,7 @@ OPENAI_CHAT = (
     *("web_search_options",),
 )
 # of SamplingParams, what a client over HTTP has no use for
-NOT_OVER_HTTP = {"output_kind", "detokenize", "flat_logprobs", "guided_decoding", "extra_args"}
+NOT_OVER_HTTP = {"output_kind", "detokenize", "flat_logprobs", "extra_args", "keep_special_tokens", "reasoning_tokens"}
 
 
 def test_vllms_parameters_are_known() -> None:
@@ -64,8 +66,16 @@ def test_every_sampling_parameter_is_known() -> None:
 
 def test_what_sampling_takes_reaches_it_or_is_refused() -> None:
     """A field of the shared body is a sampling parameter, is read elsewhere by name, or is refused."""
-    elsewhere = {"truncate_prompt_tokens", "priority", "timeout", "request_id", "cache_salt", "return_token_ids"}
-    elsewhere |= {"return_tokens_as_token_ids", "vllm_xargs"}
+    elsewhere = {
+        "truncate_prompt_tokens",
+        "truncation_side",
+        "priority",
+        "timeout",
+        "request_id",
+        "cache_salt",
+        "return_token_ids",
+    }
+    elsewhere |= {"return_tokens_as_token_ids", "vllm_xargs"} | structured.FIELDS
     for name, field in SamplingBody.model_fields.items():
         refused = any(isinstance(note, Refusal) for note in field.metadata)
         assert (name in SAMPLING_FIELDS) + (name in elsewhere) + refused == 1, name
@@ -95,16 +105,12 @@ def test_refused_fields_are_refused_by_name(body: type[Body], good: dict[str, An
 
 def test_harmless_means_the_very_value() -> None:
     with pytest.raises(ValidationError):
-        ChatRequest.model_validate({**CHAT, "include_reasoning": 1})  # 1 == True
+        CompletionRequest.model_validate({**TEXT, "suffix": False})  # neither null nor ""
 
 
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprob_token_ids": [3]}, "logprob_token_ids"),
@@ -129,11 +135,105 @@ def test_unknown_fields_are_named_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"n": "2"}, {"temperature": "1"}, {"stream": 1}, {"stop": 3}, {"seed": 1.5}, {"n": True}]
+    ("given", "value"),
+    [
+        ({"n": "2"}, 2),
+        ({"n": True}, 1),
+        ({"max_tokens": 2.0}, 2),
+        ({"temperature": "0.5"}, 0.5),
+        ({"stream": 1}, True),
+        ({"logprobs": "true"}, True),
+        ({"logprobs": "no"}, False),
+    ],
 )
-def test_types_are_strict(wrong: dict[str, Any]) -> None:
+def test_values_are_converted_as_in_vllm(given: dict[str, Any], value: object) -> None:
+    (name,) = given
+    found = getattr(ChatRequest.model_validate({**CHAT, **given}), name)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n": "two"},
+        {"n": 2.5},
+        {"temperature": "nan"},
+        {"timeout": "inf"},
+        {"stop": 3},
+        {"seed": 1.5},
+        {"user": 1},
+        {"cache_salt": "x" * 2000},
+    ],
+)
+def test_wrong_types_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         ChatRequest.model_validate({**CHAT, **wrong})
+
+
+def test_an_empty_stop_string_means_none() -> None:
+    body = ChatRequest.model_validate({**CHAT, "stop": ""})
+    made = sampling_params(body, SamplingParams(), max_tokens=1, logprobs=None, stream=False)
+    assert made.stop == []
+
+
+# ---------------------------------------------------------------- lists of wrong things
+
+MANY = 100_000
+HOSTILE: list[Any] = [
+    *([1] * MANY, ["a"] * MANY, [None] * MANY, [[1]] * MANY, [{}] * MANY, [[1, "a"]] * MANY, [1] * MANY + ["a"]),
+    *({str(i): value for i in range(MANY)} for value in (1, "a", None, [1])),
+]
+
+
+def models() -> list[type[BoundedModel]]:
+    found, todo = [], [BoundedModel]
+    while todo:
+        kind = todo.pop()
+        todo += kind.__subclasses__()
+        found += [kind] if kind.__module__.startswith("kvasir.") and kind.model_fields else []
+    return list(dict.fromkeys(found))
+
+
+def nodes(schema: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(schema, dict):
+        yield schema
+        schema = [value for key, value in schema.items() if key != "metadata" or "type" not in schema]
+    if isinstance(schema, list | tuple):
+        for each in schema:
+            yield from nodes(each)
+
+
+def test_every_list_and_object_of_every_schema_is_bounded() -> None:
+    assert len(models()) > 10
+    for kind in models():
+        for node in nodes(kind.__pydantic_core_schema__):
+            if node.get("type") in ("list", "dict", "set", "tuple", "generator"):
+                assert node.get("fail_fast") and node.get("max_length"), (kind, node)
+
+
+@pytest.mark.parametrize("kind", models(), ids=lambda kind: kind.__name__)
+def test_long_lists_of_wrong_things_have_one_error(kind: type[BoundedModel]) -> None:
+    good = next((g for g in (CHAT, TEXT, MESSAGE, {"input": "Hi"}, {"tokens": [1]}, {}) if takes(kind, g)), {})
+    for name in kind.model_fields:
+        for value in HOSTILE:
+            try:
+                kind.model_validate({**good, name: value})
+            except ValidationError as error:
+                assert error.error_count() <= 8 + len(kind.model_fields) * (not good), (name, str(value)[:40])
+
+
+def takes(kind: type[BoundedModel], body: dict[str, Any]) -> bool:
+    try:
+        kind.model_validate(body)
+    except ValidationError:
+        return False
+    return True
+
+
+def test_a_message_has_few_entries() -> None:
+    message = {"role": "user", "content": "Hi", **{f"x{i}": i for i in range(100)}}
+    with pytest.raises(ValidationError, match="at most 64 entries"):
+        ChatRequest.model_validate({"messages": [message]})
 
 
 def test_messages_keep_what_templates_may_read() -> None:

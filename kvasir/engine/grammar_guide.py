@@ -1,0 +1,227 @@
+"""Grammars as guides, by llguidance. Core process; no torch, no text.
+
+A grammar is compiled in a thread, once for all requests that have it, and every request gets a copy of the compiled
+matcher. Masks of a step are computed on several threads at once, without Python's lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from kvasir.engine.guides import TokenGuide
+from kvasir.errors import RequestError
+from kvasir.messages import Int32Array
+
+GRAMMAR_GUIDE = "grammar"
+_MAX_CACHED = 256  # compiled grammars; each holds some hundred kilobytes
+_COMPILER_THREADS = 2
+_MAX_MASK_THREADS = 16
+_FEW = 2  # so many masks are computed without the threads
+
+
+def parser_limits() -> LLParserLimits:
+    """Bounds of compiling a grammar and of computing a mask, in steps of the library; they amount to milliseconds."""
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_items_in_row=2_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """A matcher in its first state, or a RequestError that says what is wrong with the grammar."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+    matcher.compute_bitmask()  # what a first mask needs is built here, and limits are reached here
+    if matcher.is_error():
+        raise RequestError(matcher.get_error(), "structured_outputs")
+    return matcher
+
+
+class CompiledGrammars:
+    """Compiled grammars by their text, the last used ones. Used by several threads."""
+
+    def __init__(self, tokenizer: Callable[[], LLTokenizer], size: int = _MAX_CACHED) -> None:
+        self._make_tokenizer = tokenizer
+        self._size = size
+        self._lock = threading.Lock()
+        self._tokenizer_lock = threading.Lock()
+        self._found: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._pool = ThreadPoolExecutor(_COMPILER_THREADS, "compile-grammar")
+        self.num_compiled = self.num_hits = 0
+
+    @cached_property
+    def tokenizer(self) -> LLTokenizer:
+        with self._tokenizer_lock:  # a second thread must not make another
+            made = self.__dict__.get("tokenizer")
+            return self._make_tokenizer() if made is None else made
+
+    def submit(self, grammar: str) -> Future[LLMatcher]:
+        """The compiled grammar; a thread makes it unless it is known."""
+        with self._lock:
+            found = self._found.get(grammar)
+            if found is not None:
+                self.num_hits += 1
+                self._found.move_to_end(grammar)
+                return found
+            self.num_compiled += 1
+            made = self._found[grammar] = self._pool.submit(lambda: compile_grammar(self.tokenizer, grammar))
+            while len(self._found) > self._size:
+                self._found.popitem(last=False)
+            return made
+
+
+class GrammarGuides:
+    """The kind of guides that follow grammars. An argument is what `guide_argument` makes."""
+
+    def __init__(self, tokenizer: Callable[[], LLTokenizer], vocab_size: int, num_threads: int = 1) -> None:
+        self.compiled = CompiledGrammars(tokenizer)
+        self._words = -(-vocab_size // 32)
+        self._num_threads = min(num_threads, _MAX_MASK_THREADS)
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor(self._num_threads)
+
+    def prepare(self, argument: Mapping[str, Any]) -> Future[Any]:
+        futures = [self.compiled.submit(grammar) for grammar in _grammars(argument)]
+        return futures[0] if len(futures) == 1 else _all(futures)
+
+    def make(self, argument: Mapping[str, Any]) -> GrammarGuide:
+        grammar = argument["grammar"]
+        guide = GrammarGuide(
+            None if not grammar else self.compiled.submit(grammar).result(),
+            argument["gate"],
+            {token: self.compiled.submit(grammar).result() for token, grammar in argument["tags"]},
+            argument["jumps"],
+        )
+        guide.is_lenient = argument["lenient"]
+        return guide
+
+    def answers(self, guides: Sequence[GrammarGuide]) -> Int32Array:
+        width = -(-self.compiled.tokenizer.vocab_size // 32)
+        masks = np.empty((len(guides), width), np.int32)
+        matchers = [(guide.matcher, line) for line, guide in enumerate(guides)]
+        if len(matchers) <= _FEW or self._num_threads < 2:
+            for matcher, line in matchers:
+                matcher.unsafe_compute_mask_ptr(masks[line].ctypes.data, 4 * width)
+        else:
+            self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, 4 * width, len(guides))
+        for guide in guides:
+            guide.check()
+        return masks[:, : self._words]
+
+
+def guide_argument(
+    grammar: str,
+    *,
+    gate: int | None = None,
+    tags: Sequence[tuple[int, str]] = (),
+    jumps: bool = True,
+    lenient: bool = False,
+) -> dict[str, Any]:
+    """What a request sends. `gate`: a token up to which the output is free. `tags`: tokens after which the output is
+    held to a grammar until that is complete, instead of one `grammar` for the whole output. `lenient`: the grammar
+    leaves out something that was asked for, which is counted."""
+    own_tags = [list(tag) for tag in tags]
+    return {"grammar": grammar, "gate": gate, "tags": own_tags, "jumps": jumps, "lenient": lenient}
+
+
+def _grammars(argument: Mapping[str, Any]) -> list[str]:
+    return [argument["grammar"]] if argument["grammar"] else [grammar for _, grammar in argument["tags"]]
+
+
+def _all(futures: Sequence[Future[Any]]) -> Future[Any]:
+    """A future that is done when all are."""
+    done: Future[Any] = Future()
+    left = len(futures)
+    lock = threading.Lock()
+
+    def count(each: Future[Any]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            error = next((found for future in futures if (found := future.exception()) is not None), None)
+            done.set_result(None) if error is None else done.set_exception(error)
+
+    for future in futures:
+        future.add_done_callback(count)
+    return done
+
+
+class GrammarGuide(TokenGuide):
+    """One request's way through its grammar."""
+
+    def __init__(
+        self, whole: LLMatcher | None, gate: int | None, tags: Mapping[int, LLMatcher], jumps: bool = True
+    ) -> None:
+        self._whole = whole
+        self._gate = gate
+        self._tags = tags
+        self._jumps = jumps
+        self.matcher: Any = None  # the LLMatcher while it holds
+        self.holds = False
+        if gate is None:
+            self._begin(whole)
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids:
+            if self.holds:
+                self.matcher.consume_token(token)
+                self.check()
+                if self.matcher.is_stopped() and self.error is None:
+                    self._complete()
+            elif self._gate is not None:
+                if token == self._gate:
+                    self._gate = None
+                    self._begin(self._whole)
+            elif token in self._tags:
+                self._begin(self._tags[token])
+            if self.error is not None or self.is_complete:
+                return
+
+    def _begin(self, compiled: LLMatcher | None) -> None:
+        if compiled is not None:
+            self.matcher, self.holds = compiled.deep_copy(), True
+
+    def _complete(self) -> None:
+        if self._whole is not None:
+            self.is_complete = True
+        self.matcher, self.holds = None, False  # after a tag the output is free again
+
+    def check(self) -> None:
+        """Note an error of the matcher: a limit was reached, or a token came that the grammar does not allow."""
+        if self.holds and self.matcher.is_error() and self.error is None:
+            self.error = f"the output can no longer be held to its grammar: {self.matcher.get_error()[:300]}"
+
+    def jump(self, least: int, most: int, stops: Collection[int], completes: bool = True) -> list[int]:
+        if not (self._jumps and self.holds and most >= least):
+            return []
+        tokens: list[int] = self.matcher.compute_ff_tokens()[:most]
+        for place, token in enumerate(tokens):
+            if token in stops:
+                tokens = tokens[:place]
+                break
+        if len(tokens) < least:
+            return []
+        taken = self.matcher.try_consume_tokens(tokens)
+        assert taken == len(tokens), "forced tokens are allowed"
+        if self.matcher.is_stopped() and self.error is None:
+            if not completes:
+                self.matcher.rollback(1)
+                return tokens[:-1]
+            self._complete()
+        return tokens

@@ -1,0 +1,89 @@
+"""What follows from the measured times of steps. Core process.
+
+StepBudget: how many tokens a step has, so that running requests do not wait long for their next token.
+StepPacing: when the next step is planned, so that a request that comes meanwhile is part of it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvasir.messages import StepPlan, StepResult
+
+_DECODE_STEPS = 2.7  # time of a step with prompt tokens, in steps of single tokens
+_LONGEST = 0.1  # seconds of any step with prompt tokens
+_DRAINING = 4  # steps in which waiting prompts should be computed before steps grow
+_NEARLY = 0.9  # of the best throughput is good enough
+_WAITED = 0.75  # share of a step's time after which the next one is planned ...
+_PLANNING = 1e-3  # ... less these seconds, for planning and launching it
+
+
+class StepBudget:
+    """How many tokens a step may have, from the measured times of steps.
+
+    A step of single tokens takes as long as reading the weights, and some prompt tokens beside them cost little. So
+    prompts are computed in chunks beside running requests: small ones while few prompt tokens wait, and larger ones, at
+    which the device computes most tokens per second, when more of them do.
+    """
+
+    def __init__(self, times: Sequence[tuple[int, float]], target: float | None = None) -> None:
+        """`times` are numbers of tokens and seconds, the first of a step of single tokens. `target`: seconds that a
+        step with prompt tokens should take."""
+        (_, decode), *steps = times
+        target = target or _DECODE_STEPS * decode
+        allowed = [step for step in steps if step[1] <= _LONGEST] or steps[:1]
+        best = max(tokens / seconds for tokens, seconds in allowed)
+        self.small = max([tokens for tokens, seconds in steps if seconds <= target], default=steps[0][0])
+        enough = [tokens for tokens, seconds in allowed if tokens / seconds >= _NEARLY * best]
+        self.large = max(self.small, min(enough))
+        self.alone = max(self.large, int(_LONGEST * best))  # while nobody waits for a next token
+        self._sizes = [tokens for tokens, _ in steps]
+        self._times = sorted(times)
+
+    def least_seconds(self, num_tokens: int) -> float:
+        """A lower bound of the time of such a step: measured on rows without keys, and for no more tokens."""
+        place = bisect_right(self._times, (num_tokens, float("inf")))
+        return self._times[max(place - 1, 0)][1]
+
+    def tokens(self, num_decodes: int, num_prompt_tokens: int) -> int:
+        """The tokens of a step beside `num_decodes` running requests, if so many prompt tokens wait."""
+        if not num_decodes:
+            return self.alone
+        size = self.small if num_prompt_tokens <= _DRAINING * self.small else self.large
+        needed = num_decodes + size // 2
+        if needed <= size:
+            return size
+        place = bisect_left(self._sizes, needed)  # steps have graphs of these sizes
+        return self._sizes[place] if place < len(self._sizes) else needed
+
+
+class StepPacing:
+    """An observer of steps: says how long the next one need not be planned yet. The device runs one step while the next
+    is planned; planned at once, it would leave out every request that comes before the device is done."""
+
+    def __init__(self, budget: StepBudget, clock: Callable[[], float]) -> None:
+        self._budget = budget
+        self._clock = clock
+        self._in_flight: deque[int] = deque()  # tokens of each
+        self._began = 0.0  # when the device began the first of them
+
+    def seconds(self) -> float:
+        """The time until the next step should be planned; not positive: now."""
+        if len(self._in_flight) != 1:
+            return 0.0
+        least = self._budget.least_seconds(self._in_flight[0])
+        return self._began + _WAITED * least - _PLANNING - self._clock()
+
+    def planned(self, plan: StepPlan) -> None:
+        if not self._in_flight:
+            self._began = self._clock()
+        self._in_flight.append(plan.total_tokens)
+
+    def finished(self, result: StepResult) -> None:
+        self._in_flight.popleft()
+        self._began = self._clock()
+
+    def restarted(self) -> None:
+        self._in_flight.clear()

@@ -1,0 +1,200 @@
+"""Structured outputs of requests for one engine: grammars are checked here, before anything reaches the core.
+
+API process; the core's process uses `grammar_guides` for its half. llguidance compiles a grammar for a model's
+vocabulary, so both processes make its tokenizer from the model's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+
+from kvasir.config.engine import ModelConfig
+from kvasir.engine.grammar_guide import (
+    GRAMMAR_GUIDE,
+    CompiledGrammars,
+    GrammarGuides,
+    guide_argument,
+    parser_limits,
+)
+from kvasir.errors import ModelError, RequestError
+from kvasir.frontend.text.grammar import PARAMETER, Grammar, JsonStyle, Markers, build_grammar, from_triggers
+from kvasir.frontend.text.tokenizer import Tokenizer
+from kvasir.frontend.text.tokenizer_files import tokenizer_of
+from kvasir.frontend.text.tokenizer_gguf import end_token_ids
+from kvasir.messages import Extras, RowSampling
+from kvasir.platforms.limits import usable_cpus
+from kvasir.quantization.gguf_file import read_gguf
+from kvasir.sampling_params import StructuredOutputsParams
+
+COMPILE_SECONDS = 10.0  # a grammar is refused that is not compiled by then; its limits make that milliseconds
+_MAX_CHECKED = 1024
+_ADVICE = "or set structured_outputs.lenient to skip what cannot be enforced"
+
+
+class StructuredOutputs:
+    """Turns StructuredOutputsParams into the arguments of guides."""
+
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
+        settings = config.structured_outputs_config
+        self._config = config
+        self._tokenizer = tokenizer
+        self.style = JsonStyle(
+            "compact" if settings.get("disable_any_whitespace") else settings.get("whitespace", "spaced"),
+            lenient=settings.get("lenient", False),
+            closed=settings.get("disable_additional_properties", False),
+        )
+        self.may_jump = settings.get("jump_forward", True)
+        self.compiled = CompiledGrammars(lambda: grammar_tokenizer(config, tokenizer))
+        self._checked: OrderedDict[Grammar, dict[str, Any]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """Make llguidance's tokenizer now, unless the model generates no text. It takes a second for a large
+        vocabulary."""
+        if not self._config.poolers and self._tokenizer is not None and self._tokenizer.can_serialize:
+            _ = self.markers
+
+    @cached_property
+    def markers(self) -> Markers:
+        """Texts that are one token each which no other text spells."""
+        assert self._tokenizer is not None, "markers are tokens of a tokenizer"
+        added, known = self._tokenizer.added_tokens(skip_special_tokens=False), self.compiled.tokenizer
+        return {text: token for token, text in added.items() if known.is_special_token(token)}
+
+    def guide(self, params: StructuredOutputsParams, sampling: RowSampling) -> tuple[str, dict[str, Any]]:
+        """The guide of a request, or a RequestError that says what is wrong with its grammar."""
+        argument = self.check(params)
+        return GRAMMAR_GUIDE, {**argument, "jumps": self.may_jump and jumps_are_exact(sampling)}
+
+    def check(self, params: StructuredOutputsParams) -> dict[str, Any]:
+        """Compile the grammar unless it is known. Call it in a thread first where waiting would hold up others."""
+        try:
+            return self._check(params)
+        except RequestError as error:
+            said = str(error)
+            named = said if params.source in said else f"{params.source}: {said}"
+            raise RequestError(named, params.source) from error
+
+    def _check(self, params: StructuredOutputsParams) -> dict[str, Any]:
+        if self._tokenizer is None:
+            message = "structured_outputs need a tokenizer, and skip_tokenizer_init=True loads none; leave them out."
+            raise RequestError(message, PARAMETER)
+        if not self._tokenizer.can_serialize:
+            message = "structured_outputs need a tokenizer with a tokenizer.json, which this model's does not have."
+            raise RequestError(message, PARAMETER)
+        grammar = build_grammar(params, self.style, self.markers)
+        with self._lock:
+            found = self._checked.get(grammar)
+            if found is not None:
+                self._checked.move_to_end(grammar)
+                return found
+        argument = self._argument(grammar)
+        texts = [argument["grammar"]] if argument["grammar"] else [text for _, text in argument["tags"]]
+        skips = [self._compile(text) for text in texts]
+        argument["lenient"] = any(skips)
+        with self._lock:
+            self._checked[grammar] = argument
+            if len(self._checked) > _MAX_CHECKED:
+                self._checked.popitem(last=False)
+        return argument
+
+    def _argument(self, grammar: Grammar) -> dict[str, Any]:
+        """Where the grammar begins at a marker, the guide waits for that token and needs no masks before. Other texts
+        may be spelled in many ways, so they become part of the grammar."""
+        markers, after = self.markers, grammar.starts_after
+        is_gated = not after or after in markers
+        if is_gated:
+            gate = markers[after] if after else None
+            if not grammar.tags:
+                return guide_argument(grammar.text, gate=gate)
+            if all(trigger in markers for trigger, _ in grammar.tags):
+                return guide_argument("", gate=gate, tags=[(markers[name], text) for name, text in grammar.tags])
+            return guide_argument(from_triggers(Grammar("", "", grammar.tags), markers), gate=gate)
+        return guide_argument(from_triggers(grammar, markers))
+
+    def _compile(self, text: str) -> bool:
+        """Compile a grammar. Returns whether keywords of a schema were skipped."""
+        try:
+            self.compiled.submit(text).result(COMPILE_SECONDS)
+        except FutureTimeoutError as error:
+            message = f"The grammar was not compiled within {COMPILE_SECONDS:g} s; make it simpler."
+            raise RequestError(message, PARAMETER) from error
+        except RequestError as error:
+            raise RequestError(_explained(str(error)), PARAMETER) from error
+        if '"lenient"' not in text:
+            return False
+        _, warnings = LLMatcher.validate_grammar_with_warnings(text, self.compiled.tokenizer, limits=parser_limits())
+        return bool(warnings)
+
+
+def _explained(error: str) -> str:
+    said = error.strip().rstrip(".")
+    if "Unimplemented keys" in said or "Unknown format" in said:
+        return f"The JSON schema cannot be enforced: {said}. Remove it, {_ADVICE}."
+    return f"The grammar cannot be used: {said}."
+
+
+def jumps_are_exact(sampling: RowSampling) -> bool:
+    """Whether tokens that must follow may be appended without sampling them: nothing else is asked about each token,
+    and nothing else could forbid one."""
+    extras = sampling.extras
+    if sampling.logprobs is not None or sampling.banned_until:
+        return False
+    return extras is None or extras == Extras(
+        extras.num_prompt_tokens,
+        presence_penalty=extras.presence_penalty,
+        frequency_penalty=extras.frequency_penalty,
+        repetition_penalty=extras.repetition_penalty,
+        logit_bias=extras.logit_bias,
+    )
+
+
+# ---------------------------------------------------------------- the model's vocabulary
+
+_tokenizers: OrderedDict[tuple[str, int], LLTokenizer] = (
+    OrderedDict()
+)  # the last ones: an engine asks twice for its own
+_MAX_TOKENIZERS = 4
+_tokenizers_lock = threading.Lock()
+
+
+def grammar_tokenizer(config: ModelConfig, tokenizer: Tokenizer | None = None) -> LLTokenizer:
+    """The model's tokenizer for llguidance. Its vocabulary is the tokenizer's or the model's, whichever is larger."""
+    key = (config.tokenizer, config.vocab_size)
+    with _tokenizers_lock:
+        if key not in _tokenizers:
+            tokenizer = tokenizer or tokenizer_of(config)
+            if tokenizer is None or not tokenizer.can_serialize:
+                raise ModelError(f"{config.tokenizer} has no tokenizer.json, which structured outputs need.")
+            ends = sorted(find_eos_token_ids(config, tokenizer))
+            _tokenizers[key] = LLTokenizer(tokenizer.serialized(), max(config.vocab_size, len(tokenizer)), ends or None)
+            if len(_tokenizers) > _MAX_TOKENIZERS:
+                _tokenizers.popitem(last=False)
+        return _tokenizers[key]
+
+
+def grammar_guides(config: ModelConfig) -> GrammarGuides | None:
+    """The core's half; None if there is no tokenizer, or no text to hold to a grammar."""
+    if config.skip_tokenizer_init or config.poolers:
+        return None
+    return GrammarGuides(lambda: grammar_tokenizer(config), config.vocab_size, usable_cpus())
+
+
+def find_eos_token_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The model's end tokens: all that its generation config, its tokenizer and its GGUF file know."""
+    found = config.generation.get("eos_token_id", config.hf.get("eos_token_id"))
+    ids = set(found if isinstance(found, list | tuple) else [] if found is None else [found])
+    if tokenizer is not None:
+        ids |= tokenizer.end_token_ids
+    if Path(config.path).is_file():
+        ids |= end_token_ids(read_gguf(config.path))
+    if not all(isinstance(token, int) for token in ids):
+        raise ModelError(f"The ids of the model's end tokens (eos_token_id) must be ints, not {found!r}.")
+    return frozenset(token for token in ids if 0 <= token < config.vocab_size)

@@ -1,0 +1,214 @@
+"""Structured outputs as grammars of llguidance. API process; knows no tokenizer and no model.
+
+`build_grammar` is the one way from StructuredOutputsParams to a grammar. Equal parameters give equal texts, so all
+caches go by the text. `json_rule` and `literal` help those who write Lark themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+from kvasir.errors import RequestError
+from kvasir.frontend.text.structural_tags import read_structural_tag
+from kvasir.sampling_params import StructuredOutputsParams
+
+PARAMETER = "structured_outputs"
+_ANY_SPACE = r"[\x20\x0A\x0D\x09]"
+MOST_SPACES = 8  # in a row, where JSON may be spaced freely
+# Options of llguidance's JSON compiler for each style.
+_STYLES: Mapping[str, Mapping[str, Any]] = {
+    "spaced": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+    "compact": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
+    "flexible": {"whitespace_flexible": True, "whitespace_pattern": f"{_ANY_SPACE}{{1,{MOST_SPACES}}}"},
+}
+ASCII_DIGITS = "d"  # \\d in a regular expression means 0 to 9, as in other engines
+MAX_GRAMMAR_CHARACTERS = 1 << 20
+Markers = Mapping[str, int]  # texts that are one token each which no other text spells, such as "</tool_call>"
+NO_MARKERS: Markers = {}
+
+
+@dataclass(slots=True, frozen=True)
+class JsonStyle:
+    """How JSON is written, and what happens to keywords of a schema that cannot be enforced."""
+
+    whitespace: str = "spaced"  # one of WHITESPACE_STYLES
+    pattern: str | None = None  # of the space between tokens, instead of `whitespace`
+    lenient: bool = False  # skip such keywords instead of refusing the schema
+    closed: bool = False  # objects have only the properties that the schema names
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of llguidance's JSON compiler."""
+        style = dict(_STYLES[self.whitespace])
+        if self.pattern is not None:
+            style = {"whitespace_flexible": True, "whitespace_pattern": self.pattern}
+        return {**style, "lenient": True} if self.lenient else style
+
+
+SPACED = JsonStyle()
+
+
+@dataclass(slots=True, frozen=True)
+class Grammar:
+    """A grammar of llguidance, or several that begin at triggers."""
+
+    text: str  # llguidance's JSON; empty if there are tags
+    starts_after: str = ""  # the output is free up to this text
+    tags: tuple[tuple[str, str], ...] = ()  # trigger, grammar of what follows it
+
+
+def build_grammar(
+    params: StructuredOutputsParams, default: JsonStyle = SPACED, markers: Markers = NO_MARKERS
+) -> Grammar:
+    """The grammar of these parameters. It need not be valid: only llguidance can tell. `default` is for parameters
+    that do not say how to write JSON."""
+    style = _style(params, default)
+    tags = params.tags
+    if params.structural_tag is not None:
+        found = read_structural_tag(
+            params.structural_tag, lambda schema: json_rule(schema, style), lambda text: literal(text, markers)
+        )
+        if isinstance(found, str):
+            return _bounded(Grammar(_lark(found), params.starts_after))
+        tags = found
+    if tags:
+        return _bounded(Grammar("", params.starts_after, tuple((tag.trigger, _lark(tag.grammar)) for tag in tags)))
+    return _bounded(Grammar(_text(params, style), params.starts_after))
+
+
+def json_rule(schema: str | Mapping[str, Any] | bool, style: JsonStyle = SPACED) -> str:
+    """A Lark expression for JSON of this schema, for use in a rule: `start: "<call>" %json {...}`."""
+    return f"%json {json.dumps(_schema(schema, style), ensure_ascii=False)}"
+
+
+def literal(text: str, markers: Markers = NO_MARKERS) -> str:
+    """A Lark expression for exactly this text, in which markers are single tokens."""
+    pattern = "|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True))
+    parts = re.split(f"({pattern})", text) if pattern else [text]
+    written = [f"<[{markers[part]}]>" if part in markers else quote(part) for part in parts if part]
+    return " ".join(written) or '""'
+
+
+def quote(text: str) -> str:
+    """A Lark expression for this text, spelled with ordinary tokens."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _style(params: StructuredOutputsParams, default: JsonStyle) -> JsonStyle:
+    whitespace = params.whitespace or ("compact" if params.disable_any_whitespace else default.whitespace)
+    return JsonStyle(
+        whitespace,
+        params.whitespace_pattern if params.whitespace_pattern is not None else default.pattern,
+        default.lenient if params.lenient is None else params.lenient,
+        params.disable_additional_properties or default.closed,
+    )
+
+
+def _text(params: StructuredOutputsParams, style: JsonStyle) -> str:
+    if params.json is not None:
+        return _dump({"grammars": [{"json_schema": _schema(params.json, style)}]})
+    if params.json_object:
+        return _dump({"grammars": [{"json_schema": _schema({"type": "object"}, style)}]})
+    if params.regex is not None:
+        return _lark(f"start: /{regex_to_lark(params.regex, ASCII_DIGITS)}/" if params.regex else 'start: ""')
+    if params.choice is not None:
+        return _lark("start: " + " | ".join(map(quote, dict.fromkeys(params.choice))))
+    assert params.grammar is not None, "one constraint is always set"
+    try:
+        return _lark(any_to_lark(params.grammar))
+    except Exception as error:  # the converter has several kinds
+        raise RequestError(f"{PARAMETER}.grammar cannot be read: {error}", PARAMETER) from error
+
+
+def _schema(schema: Any, style: JsonStyle) -> Any:
+    """The schema as an object with llguidance's options."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"The JSON schema is not valid JSON: {error}.", PARAMETER) from error
+    elif hasattr(schema, "model_json_schema"):  # a pydantic model
+        schema = schema.model_json_schema()
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, Mapping):
+        raise RequestError("A JSON schema must be an object that describes at least one value.", PARAMETER)
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(_closed(schema) if style.closed else schema, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"The JSON schema cannot be written as JSON: {error}.", PARAMETER) from error
+    return {**found, "x-guidance": style.options}
+
+
+def _closed(schema: Any) -> Any:
+    """A copy of a schema in which objects have only the properties that are named."""
+    if isinstance(schema, list | tuple):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    copied = {name: value if name in ("enum", "const") else _closed(value) for name, value in schema.items()}
+    if isinstance(schema.get("properties"), Mapping) or isinstance(schema.get("patternProperties"), Mapping):
+        copied.setdefault("additionalProperties", False)
+    return copied
+
+
+def _lark(text: str) -> str:
+    return _dump({"grammars": [{"lark_grammar": text}]})
+
+
+def _dump(grammar: Mapping[str, Any]) -> str:
+    return json.dumps(grammar, ensure_ascii=False, separators=(",", ":"))
+
+
+def _bounded(grammar: Grammar) -> Grammar:
+    size = len(grammar.text) + sum(len(trigger) + len(text) for trigger, text in grammar.tags)
+    if size > MAX_GRAMMAR_CHARACTERS:
+        message = f"The grammar has {size} characters; at most {MAX_GRAMMAR_CHARACTERS} are allowed."
+        raise RequestError(message, PARAMETER)
+    return grammar
+
+
+# ---------------------------------------------------------------- where a grammar begins
+
+
+_FREE = r"/(.|\n)*/"
+
+
+def from_triggers(grammar: Grammar, markers: Markers) -> str:
+    """One grammar of llguidance for a Grammar that begins somewhere in the text: free text, up to which it is found, is
+    part of it."""
+    rules = ["%llguidance {}"]
+    parts: list[dict[str, Any]] = []
+    before = ""
+    if grammar.starts_after:
+        before = "before "
+        rules.append(_up_to("before", grammar.starts_after, markers))
+    if not grammar.tags:
+        parts.append(_named("body", grammar.text))
+        rules.append(f"start: {before}@body")
+        return _dump({"grammars": [{"name": "whole", "lark_grammar": "\n".join(rules)}, *parts]})
+    for i, (trigger, text) in enumerate(grammar.tags):
+        parts.append(_named(f"body_{i}", text))
+        rules += [_up_to(f"trigger_{i}", trigger, markers), f"tag_{i}: trigger_{i} @body_{i}"]
+    tags = " | ".join(f"tag_{i}" for i in range(len(grammar.tags)))
+    rules.append(f"start: {before}({tags})* {_FREE}")
+    return _dump({"grammars": [{"name": "whole", "lark_grammar": "\n".join(rules)}, *parts]})
+
+
+def _up_to(name: str, text: str, markers: Markers) -> str:
+    """A rule for any text that ends with the first `text`."""
+    if text in markers:
+        return f"{name}: {_FREE} {literal(text, markers)}"
+    return f"{name}[lazy]: {_FREE} {quote(text)}"
+
+
+def _named(name: str, text: str) -> dict[str, Any]:
+    (only,) = json.loads(text)["grammars"]
+    return {**only, "name": name}

@@ -1,0 +1,147 @@
+"""Writes a quantized copy of a checkpoint in the format compressed-tensors, which transformers and vLLM load, too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from kvasir.config.engine import ModelConfig
+from kvasir.errors import ModelError
+from kvasir.models import architectures
+from kvasir.models.checkpoint import Safetensors
+from kvasir.models.spec import Names, TensorLayout
+from kvasir.quantization.at_load import GROUP, fp8, int4, int8
+from kvasir.quantization.formats import config_of
+
+_LINEAR = (".qkv", ".o", ".gate_up", ".up", ".down", ".experts")  # ends of the decoder's paths, parts cut off
+_COMMON = {"dynamic": False, "symmetric": True, "observer": "minmax"}
+_BY_TOKEN = {**_COMMON, "num_bits": 8, "strategy": "token", "dynamic": True}
+# The part of the config that says how matrices are stored.
+SCHEMES: dict[str, dict[str, Any]] = {
+    "int4": {
+        "format": "pack-quantized",
+        "weights": {
+            **_COMMON, "num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP,
+        },
+    },
+    "int8": {
+        "format": "int-quantized",
+        "weights": {**_COMMON, "num_bits": 8, "type": "int", "strategy": "channel"},
+        "input_activations": {**_BY_TOKEN, "type": "int"},
+    },
+    "fp8": {
+        "format": "float-quantized",
+        "weights": {**_COMMON, "num_bits": 8, "type": "float", "strategy": "channel"},
+        "input_activations": {**_BY_TOKEN, "type": "float"},
+    },
+}  # fmt: skip
+
+
+def quantize_checkpoint(model: ModelConfig, out: Path, to: str, device: str) -> tuple[int, int]:
+    """Write the copy. Returns the bytes of the weights before and after."""
+    source, hf = Path(model.path), model.hf
+    if not source.is_dir():
+        raise ModelError(f"{source} is no directory of safetensors; only such checkpoints can be quantized.")
+    if config_of(hf, source) is not None:
+        raise ModelError(f"The checkpoint in {source} is quantized already; name an unquantized one.")
+    architecture = architectures.find(hf)
+    checkpoint = Safetensors(source, architecture.prefix)
+    names = [name for name in checkpoint.entries if _is_matrix(name, architecture.names_for(hf))]
+    if not names:
+        raise ModelError(f"No matrices of {source} are known to be a decoder's.")
+    matrices = {name: checkpoint.entries[name].shape for name in names}
+    if to == "int4" and (odd := [name for name, shape in matrices.items() if shape[1] % GROUP]):
+        raise ModelError(
+            f"{odd[0]} has {matrices[odd[0]][1]} inputs, which groups of {GROUP} do not divide; "
+            f"quantize to int8 or fp8."
+        )
+    out.mkdir(parents=True)
+    placed: dict[str, str] = {}
+    before = after = 0
+    for file in sorted({entry.file for entry in checkpoint.entries.values()}):
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in checkpoint.read([n for n, entry in checkpoint.entries.items() if entry.file == file]):
+            before += tensor.nbytes
+            if name in matrices:
+                tensors |= _stored(name.removesuffix(".weight"), tensor.to(device), to)
+            else:
+                tensors[name] = tensor.clone()
+        after += sum(tensor.nbytes for tensor in tensors.values())
+        save_file(tensors, out / file.name, {"format": "pt"})
+        placed |= dict.fromkeys(tensors, file.name)
+    _write_config(source, out, to, placed, _plain_modules(checkpoint, matrices), after)
+    return before, after
+
+
+def _is_matrix(name: str, names: Names) -> bool:
+    """Whether a tensor is a matrix that a linear layer or an expert multiplies; a router is none that is quantized."""
+    module = name.removesuffix(".weight")
+    for pattern, ours in names.items():
+        if module != name and fnmatchcase(module, pattern):
+            layout = TensorLayout((ours,)) if isinstance(ours, str) else ours
+            if all(target.split(":")[0].endswith(_LINEAR) for target in layout.targets):
+                if layout.transposed:
+                    raise ModelError(
+                        f"{module} is stored with its inputs first, which compressed-tensors does not know."
+                    )
+                return True
+    return False
+
+
+def _stored(module: str, weight: torch.Tensor, to: str) -> dict[str, torch.Tensor]:
+    """The tensors of a matrix, as compressed-tensors names them."""
+    if to == "int4":
+        coded = int4(weight, whole_zeros=True)
+        assert coded.minimum is not None and coded.coding.group == GROUP, "groups were checked before"
+        zeros = torch.round(-coded.minimum / coded.scale).to(torch.uint8)
+        found = {
+            "weight_packed": _words(coded.codes),
+            "weight_scale": coded.scale.to(torch.bfloat16),
+            "weight_zero_point": _words(zeros.T.contiguous()).T.contiguous(),
+            "weight_shape": torch.tensor(weight.shape),
+        }
+    else:
+        coded = {"int8": int8, "fp8": fp8}[to](weight, torch.bfloat16)  # what transformers computes with
+        kind = torch.int8 if to == "int8" else torch.float8_e4m3fn
+        found = {"weight": coded.codes.view(kind), "weight_scale": coded.scale}
+    return {f"{module}.{name}": tensor.cpu().contiguous() for name, tensor in found.items()}
+
+
+def _words(numbers: torch.Tensor) -> torch.Tensor:
+    """4-bit numbers, eight to a word, lowest first."""
+    rows = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % 8)).view(len(numbers), -1, 8).long()
+    words = (rows << torch.arange(0, 32, 4, device=rows.device)).sum(2)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def _plain_modules(checkpoint: Safetensors, matrices: Mapping[str, object]) -> list[str]:
+    """Modules with a matrix that stays as it is, which readers would take for quantized ones: head and routers."""
+    others = [name for name, entry in checkpoint.entries.items() if len(entry.shape) == 2 and name not in matrices]
+    return sorted({"lm_head", *(name.removesuffix(".weight") for name in others if "embed" not in name)})
+
+
+def _write_config(source: Path, out: Path, to: str, placed: dict[str, str], plain: list[str], size: int) -> None:
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    scheme = SCHEMES[to]
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": scheme["format"],
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, **scheme}},
+        "ignore": plain,
+    }
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if len(set(placed.values())) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": placed}
+        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    weights = (".safetensors", ".bin", ".pth", ".gguf", ".index.json")
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(weights) and not (out / file.name).exists():
+            shutil.copy(file, out / file.name)

@@ -1,0 +1,421 @@
+"""Scans a model's answer for reasoning and tool calls in one of the formats of formats.py. API process.
+
+The same scanner reads streamed and whole answers, and its parts do not depend on how the text is cut. A call begins
+when its name is known; until then its text is held back, and becomes content if it is malformed. From then on its
+arguments are passed on as they come: JSON is copied, other notations are translated to JSON piece by piece.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import string
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+from kvasir.parsers.base import Content, OutputParser, PlainTextParser, Reasoning
+from kvasir.parsers.formats import TOOL_FORMATS, AnswerFormat, ReasoningFormat, ToolFormat
+from kvasir.parsers.harmony import HarmonyReader
+from kvasir.parsers.reader import (
+    MAX_NAME,
+    EndedError,
+    MalformedError,
+    Steps,
+    TextReader,
+    finder,
+    marker_words,
+)
+from kvasir.parsers.values import GemmaValues, PythonValues, kinds_of, tagged_value
+
+Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by the tool's name
+MakeId = Callable[[], str]
+
+
+def make_parser(
+    form: AnswerFormat,
+    schemas: Schemas | None,
+    *,
+    in_reasoning: bool = False,
+    parallel: bool = True,
+    make_id: MakeId | None = None,
+) -> OutputParser:
+    """A parser for one completion. `schemas`: the tools that may be called; None: none are, and calls stay text.
+    `in_reasoning`: the prompt has opened the reasoning already."""
+    if form.is_plain or (form.reasoning is None and schemas is None):
+        return PlainTextParser()
+    short = form.tools is not None and form.tools.short_ids
+    make_id = make_id or (short_id if short else long_id)
+    if form.is_harmony:
+        return HarmonyReader(schemas is not None, make_id, parallel)
+    return Scanner(
+        form.reasoning, form.tools if schemas is not None else None, schemas or {}, in_reasoning, parallel, make_id
+    )
+
+
+_NAME = re.compile(r"[\w.:/-]+")
+_LETTERS = string.ascii_letters + string.digits
+
+
+def long_id() -> str:
+    return f"call_{random.getrandbits(96):024x}"
+
+
+def short_id() -> str:
+    return "".join(random.choices(_LETTERS, k=9))
+
+
+class Scanner(PythonValues, GemmaValues, TextReader):
+    """Reads one completion of a model whose format is a row of the table."""
+
+    def __init__(
+        self,
+        reasoning: ReasoningFormat | None,
+        tools: ToolFormat | None,
+        schemas: Schemas,
+        in_reasoning: bool,
+        parallel: bool,
+        make_id: MakeId,
+    ) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._schemas = schemas
+        self._in_reasoning = in_reasoning
+        self._parallel = parallel
+        self._make_id = make_id
+        self._num_calls = 0
+        self._spaces = ""  # whitespace that is content only if more content follows
+        self._begun = False  # content was added since the last marker
+        super().__init__()
+
+    def _run(self) -> Steps:
+        try:
+            yield from self._read_reasoning()
+            yield from self._read_answer()
+        except EndedError:
+            if self._num_calls == 0 and not self._begun:
+                self._add(Content, self._spaces)
+
+    # ------------------------------------------------------------ reasoning
+
+    def _read_reasoning(self) -> Steps:
+        form = self._reasoning
+        if form is None:
+            return
+        opens, closes = (tuple(each.strip() for each in texts) for texts in (form.open, form.close))
+        self._held = []
+        yield from self._skip_spaces()
+        opened = self._in_reasoning
+        for word in opens:  # a model may write it although the prompt has, too
+            opened = (yield from self._try_word(word)) or opened
+        spaces, self._held = "".join(self._held), None
+        if not opened:
+            for word in closes:  # the prompt has closed the reasoning, and the model closes it again
+                if (yield from self._try_word(word)):
+                    spaces = ""
+            self._spaces = spaces
+            return
+        ends = closes
+        if form.ends_at_call and self._tools is not None and not self._tools.is_bare:
+            ends = (*closes, marker_words(self._tools.opening)[0])
+        ending = ""  # whitespace, which is part of the reasoning if more of it follows
+
+        def emit(text: str) -> None:
+            nonlocal ending
+            kept = text.rstrip()
+            if kept:
+                self._add(Reasoning, ending + kept)
+                ending = ""
+            ending += text[len(kept) :]
+
+        yield from self._skip_spaces()
+        word = yield from self._until(finder(ends), emit)
+        if word not in closes:
+            yield from self._read_calls(word)
+        yield from self._skip_spaces()
+
+    # ------------------------------------------------------------ the answer
+
+    def _content(self, text: str) -> None:
+        if not self._begun:
+            stripped = text.lstrip()
+            self._spaces += text[: len(text) - len(stripped)]
+            if not stripped:
+                return
+            text, self._spaces, self._begun = self._spaces + stripped, "", True
+        self._add(Content, text)
+
+    def _read_answer(self) -> Steps:
+        form = self._tools
+        answer = ("", "") if self._reasoning is None else self._reasoning.answer
+        words = set(answer) - {""}
+        begins: set[str] = set()
+        if form is not None:
+            begins = {marker_words(text)[0] for text in (form.opening, *form.also) if text}
+            words |= begins
+            if form.is_bare:
+                yield from self._read_bare()
+        ends = self._closings()
+        while True:
+            known = words | ends if self._num_calls else words
+            if not known:
+                yield from self._rest()
+            word = yield from self._until(finder(tuple(sorted(known))), self._content)
+            if word in begins:
+                yield from self._read_calls(word)
+            elif word in answer:
+                yield from self._skip_spaces()
+
+    def _closings(self) -> set[str]:
+        """Closing markers, which are dropped after a call where they are not expected."""
+        form = self._tools
+        if form is None:
+            return set()
+        return {word for text in (form.section[1], form.call[1]) for word in marker_words(text) if len(word) > 4}
+
+    def _rest(self) -> Steps:
+        while True:
+            if self._at < len(self._text):
+                self._content(self._take(len(self._text)))
+            yield from self._more()
+
+    def _drop_rest(self) -> Steps:
+        while True:
+            self._at = len(self._text)
+            yield from self._more()
+
+    def _read_bare(self) -> Steps:
+        """Calls without markers: the answer itself is one."""
+        self._held = []
+        yield from self._skip_spaces()
+        character = yield from self._peek()
+        spaces, self._held = "".join(self._held), None
+        self._spaces += spaces
+        form = self._tools
+        assert form is not None, "only formats of tools are bare"
+        if character == ("[" if form.array else "{"):
+            yield from self._read_calls("")
+
+    # ------------------------------------------------------------ calls
+
+    def _read_calls(self, word: str) -> Steps:
+        """Read calls after the first word of their opening marker. What is malformed becomes content."""
+        before = self._num_calls
+        self._held = [word]
+        try:
+            yield from self._read_section(word)
+        except MalformedError as error:
+            held, self._held = self._held, None
+            if held:
+                self._content("".join(held))
+            if isinstance(error, EndedError):
+                raise
+        self._held = None
+        if self._num_calls > before:
+            if not self._parallel:
+                yield from self._drop_rest()
+            yield from self._skip_spaces()
+            self._spaces, self._begun = "", False
+
+    def _read_section(self, word: str) -> Steps:
+        form = self._tools
+        assert form is not None, "calls are read only with a format of tools"
+        opening = form.opening
+        if word and marker_words(opening)[:1] == (word,):
+            for rest in marker_words(opening)[1:]:
+                yield from self._skip_spaces()
+                yield from self._expect(rest)
+            opened = not form.section[0]  # the call's own marker is read
+        else:
+            opened = word in form.also and not form.section[0]
+        yield from self._skip_spaces()
+        if form.older and (yield from self._peek()) == "[":
+            form = TOOL_FORMATS[form.older]
+        if form.array:
+            yield from self._expect("[")
+        yield from self._read_each(form, opened)
+        if form.section[1]:
+            yield from self._try_marker(form.section[1])
+
+    def _read_each(self, form: ToolFormat, opened: bool) -> Steps:
+        while True:
+            yield from self._skip_spaces()
+            if form.array and (yield from self._try_word("]")):
+                return
+            if form.section[1] and (yield from self._try_word(marker_words(form.section[1])[0])):
+                return
+            if not opened and form.call[0]:
+                yield from self._expect_marker(form.call[0])
+            opened = False
+            yield from self._read_call(form)
+            if self._held is None and not self._parallel:
+                return
+            self._held = []
+            yield from self._skip_spaces()
+            if form.array:
+                if not (yield from self._try_word(",")):
+                    yield from self._try_word("]")
+                    return
+            elif form.separator.strip():
+                if not (yield from self._try_word(form.separator.strip())):
+                    return
+            elif not form.section[1]:
+                return
+
+    def _read_call(self, form: ToolFormat) -> Steps:
+        if form.arguments == "pythonic":
+            yield from self._python_call()
+        elif form.arguments == "gemma":
+            yield from self._gemma_call(form.quote)
+        elif form.arguments == "tagged":
+            yield from self._tagged_call(form)
+        elif form.name_end:
+            yield from self._named_call(form)
+        else:
+            yield from self._json_call(form)
+        if form.call[1] and form.arguments != "tagged":
+            yield from self._try_marker(form.call[1])
+
+    def _start(self, name: str, call_id: str | None = None) -> Callable[[str], None]:
+        """A call begins: what was held back is a call. Returns where its arguments go."""
+        form = self._tools
+        is_bare = form is not None and form.is_bare
+        if name not in self._schemas and (is_bare or len(name) > MAX_NAME or not _NAME.fullmatch(name)):
+            raise MalformedError
+        self._held = None
+        index = self._num_calls
+        self._num_calls += 1
+        self._add_call(index, call_id or self._make_id(), name)
+        return lambda text: self._add_arguments(index, text)
+
+    def _json_call(self, form: ToolFormat) -> Steps:
+        """An object with the name and the arguments."""
+        emit: Callable[[str], object] | None = None
+        early: list[str] | None = None  # arguments before the name
+        has_arguments = False
+        yield from self._expect("{")
+        is_first = True
+        while True:
+            yield from self._skip_spaces()
+            if (yield from self._try_word("}")):
+                break
+            if not is_first:
+                yield from self._expect(",")
+                yield from self._skip_spaces()
+            is_first = False
+            key = yield from self._short_json_string()
+            yield from self._skip_spaces()
+            yield from self._expect(":")
+            yield from self._skip_spaces()
+            if key == form.name_key and emit is None:
+                emit = self._start((yield from self._short_json_string()))
+                if early is not None:
+                    emit("".join(early))
+            elif key in form.arguments_keys and not has_arguments:
+                has_arguments = True
+                if emit is None:
+                    early = []
+                    yield from self._json_arguments(early.append)
+                else:
+                    yield from self._json_arguments(emit)
+            else:
+                yield from self._copy_json(lambda text: None)
+        if emit is None:
+            raise MalformedError
+        if not has_arguments:
+            emit("{}")
+
+    def _json_arguments(self, emit: Callable[[str], object]) -> Steps:
+        """The arguments: an object, or the text of one in a string, or null for none."""
+        character = yield from self._peek()
+        if character == "{":
+            yield from self._copy_json(emit)
+        elif character == '"':
+            yield from self._expect('"')
+            yield from self._json_string(emit)
+        else:
+            found: list[str] = []
+            yield from self._copy_json(found.append)
+            text = "".join(found)
+            emit("{}" if text in ("null", "") else text)
+
+    def _named_call(self, form: ToolFormat) -> Steps:
+        """The name up to a marker, then the arguments."""
+        call_id = None
+        (end,) = marker_words(form.name_end)
+        name, _ = yield from self._short_until(end)
+        name = name.strip()
+        if form.id_end and form.id_end in name:
+            name, _, call_id = name.partition(form.id_end)
+            name, call_id = name.strip(), call_id.strip() or None
+        if form.numbered:
+            call_id = name
+            name = name.rpartition(":")[0] or name
+            name = name.removeprefix("functions.")
+        emit = self._start(name, call_id)
+        yield from self._skip_spaces()
+        if (yield from self._peek_or_end()) != "{":
+            emit("{}")
+            return
+        yield from self._json_arguments(emit)
+
+    def _peek_or_end(self) -> Generator[None, None, str]:
+        try:
+            return (yield from self._peek())
+        except EndedError:
+            return ""
+
+    # ------------------------------------------------------------ tags
+
+    def _tagged_call(self, form: ToolFormat) -> Steps:
+        key_word, close_word = marker_words(form.key[0])[0], marker_words(form.call[1])[0]
+        name = yield from self._tagged_name(form, key_word, close_word)
+        emit = self._start(name)
+        properties = self._schemas.get(name, {}).get("properties")
+        emit("{")
+        is_first = True
+        while True:
+            yield from self._skip_spaces()
+            try:
+                is_key = yield from self._try_word(key_word)
+            except EndedError:
+                is_key = False
+            if not is_key:
+                break
+            for word in marker_words(form.key[0])[1:]:
+                yield from self._skip_spaces()
+                yield from self._expect(word)
+            key = yield from self._tagged_key(form)
+            flag = (yield from self._short_until(form.flag_end))[0] if form.flag_end else None
+            schema = properties.get(key) if isinstance(properties, Mapping) else None
+            emit(("" if is_first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+            is_first = False
+            kinds = kinds_of(schema) if flag is None else {"string"} if flag == "true" else set()
+            yield from tagged_value(self, form, kinds, emit)
+        emit("}")
+        yield from self._try_marker(form.call[1])
+
+    def _tagged_name(self, form: ToolFormat, key_word: str, close_word: str) -> Generator[None, None, str]:
+        """The name up to its end marker. Where that is only a line break, a key or the end of the call may follow at
+        once."""
+        if form.name_end.strip():
+            name, _ = yield from self._short_until(marker_words(form.name_end)[0])
+            return name.strip()
+        yield from self._skip_spaces()
+        name, word = yield from self._short_until("\n", key_word, close_word)
+        if word != "\n":
+            self._at -= len(word)  # it is read again
+            if self._held:
+                self._held.pop()
+        name = name.strip()
+        if "<" in name or "{" in name:
+            raise MalformedError
+        return name
+
+    def _tagged_key(self, form: ToolFormat) -> Generator[None, None, str]:
+        first, *others = marker_words(form.key[1])
+        key, _ = yield from self._short_until(first)
+        for word in others:
+            yield from self._skip_spaces()
+            yield from self._expect(word)
+        return key.strip()

@@ -1,0 +1,121 @@
+"""bitsandbytes: 4-bit floats in blocks of a row, whose scales may be quantized themselves, and 8-bit rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvasir.kernels.reference import LEVELS
+from kvasir.quantization.coded import Coded, Coding, RandomCoding
+from kvasir.quantization.formats.base import (
+    Config,
+    Scheme,
+    Shapes,
+    Tensors,
+    WeightFormat,
+    check_shape,
+    check_type,
+    damaged,
+    is_listed,
+    refuse,
+)
+
+
+@dataclass(frozen=True)
+class FourBitBlocks(Scheme):
+    kind: str  # nf4 or fp4
+
+    @property
+    def state(self) -> str:
+        return f"weight.quant_state.bitsandbytes__{self.kind}"
+
+    @property
+    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("weight", "weight.absmax", "weight.quant_map", self.state)
+
+    may_have = ("weight.nested_absmax", "weight.nested_quant_map")
+
+    def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
+        return tuple(_state(module, read(self.state))["shape"])
+
+    def decode(self, module: str, tensors: Tensors) -> Coded:
+        state = _state(module, tensors[self.state])
+        (outputs, inputs), block = state["shape"], int(state["blocksize"])
+        if inputs % block:
+            raise refuse(f"{module} has {inputs} inputs, which blocks of {block} do not divide")
+        levels = tensors["weight.quant_map"].float()
+        if not torch.equal(levels.cpu(), torch.tensor(LEVELS[self.kind])):
+            raise refuse(f"{module} with levels of its own, {levels[:4].tolist()} and so on")
+        packed = tensors["weight"].contiguous().view(torch.uint8).flatten()
+        check_shape(module, "weight", tuple(packed.shape), (outputs * inputs // 2,))
+        codes = torch.stack((packed >> 4, packed & 15), dim=-1).view(outputs, inputs)
+        scale = _absmax(module, tensors, state).view(outputs, inputs // block)
+        return Coded(codes, scale, Coding(self.kind, block))
+
+    def coding(self, inputs: int) -> RandomCoding:
+        return RandomCoding(Coding(self.kind, 64))
+
+
+def _state(module: str, tensor: torch.Tensor) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = json.loads(bytes(tensor.cpu().tolist()))
+        shape, block = state["shape"], state["blocksize"]
+        if len(shape) != 2 or not all(isinstance(size, int) and size > 0 for size in [*shape, block]):
+            raise ValueError(f"shape {shape}, blocksize {block}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged(module, f"its quant_state cannot be read ({error!r})") from error
+    return state
+
+
+def _absmax(module: str, tensors: Tensors, state: dict[str, Any]) -> torch.Tensor:
+    absmax = tensors["weight.absmax"]
+    if absmax.dtype == torch.float32:
+        return absmax
+    check_type(module, "weight.absmax", absmax, torch.uint8)
+    if "weight.nested_absmax" not in tensors or "weight.nested_quant_map" not in tensors:
+        raise damaged(
+            module, "its scales are quantized, but weight.nested_absmax or weight.nested_quant_map is missing"
+        )
+    size = int(state["nested_blocksize"])
+    outer = tensors["weight.nested_absmax"].repeat_interleave(size)[: len(absmax)]
+    return tensors["weight.nested_quant_map"][absmax.int()] * outer + float(state["nested_offset"])
+
+
+@dataclass(frozen=True)
+class EightBitRows(Scheme):
+    needs = ("weight", "SCB")
+    unused = ("weight_format",)
+
+    def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
+        check_shape(module, "SCB", shapes["SCB"], shapes["weight"][:1])
+        return shapes["weight"]
+
+    def decode(self, module: str, tensors: Tensors) -> Coded:
+        weight = tensors["weight"]
+        check_type(module, "weight", weight, torch.int8)
+        return Coded(weight.view(torch.uint8), tensors["SCB"].float()[:, None] / 127, Coding("i8", weight.shape[1]))
+
+    def coding(self, inputs: int) -> RandomCoding:
+        return RandomCoding(Coding("i8", 0))
+
+
+class BitsAndBytes(WeightFormat):
+    name = "bitsandbytes"
+    marks = ("weight.absmax", "SCB")
+
+    def __init__(self, config: Config) -> None:
+        four, eight = config.get("load_in_4bit"), config.get("load_in_8bit")
+        kind = str(config.get("bnb_4bit_quant_type", "fp4"))
+        if not four and not eight:
+            raise refuse("bitsandbytes with neither load_in_4bit nor load_in_8bit")
+        if four and kind not in ("nf4", "fp4"):
+            raise refuse(f"bitsandbytes with bnb_4bit_quant_type={kind!r}")
+        self._scheme: Scheme = FourBitBlocks(kind) if four else EightBitRows()
+        self._plain = tuple(config.get("llm_int8_skip_modules") or ())
+
+    def scheme(self, module: str) -> Scheme | None:
+        return None if is_listed(module, self._plain) else self._scheme

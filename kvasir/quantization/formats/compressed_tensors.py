@@ -1,0 +1,174 @@
+"""compressed-tensors, which llm-compressor writes: groups of modules, each with a scheme and a way of storing it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvasir.quantization.coded import Coded, Coding, RandomCoding, column_order, unpack, whole_numbers
+from kvasir.quantization.formats.base import (
+    Config,
+    Scheme,
+    Shapes,
+    Tensors,
+    WeightFormat,
+    check_shape,
+    check_type,
+    damaged,
+    group_of,
+    refuse,
+    whole,
+)
+from kvasir.quantization.formats.fp4 import MXFP4Scheme, NVFP4Scheme
+from kvasir.quantization.formats.fp8 import FloatScheme, spread
+
+
+@dataclass(frozen=True)
+class PackedIntegers(Scheme):
+    """Whole numbers in words of 32 bits; a number never crosses from a word to the next."""
+
+    bits: int
+    group_size: int  # -1: by channel
+    is_tensor: bool
+    symmetric: bool
+    may_have = ("weight_zero_point", "weight_g_idx")
+    unused = ("input_scale", "input_zero_point")
+    needs = ("weight_packed", "weight_scale", "weight_shape")
+
+    def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
+        outputs, inputs = (int(size) for size in read("weight_shape").flatten().tolist())
+        check_shape(module, "weight_packed", shapes["weight_packed"], (outputs, -(-inputs // (32 // self.bits))))
+        if not self.symmetric and "weight_zero_point" not in shapes:
+            raise damaged(module, "weight_zero_point is missing, though it is not symmetric")
+        return outputs, inputs
+
+    def decode(self, module: str, tensors: Tensors) -> Coded:
+        packed = tensors["weight_packed"]
+        check_type(module, "weight_packed", packed, torch.int32)
+        outputs, inputs = (int(size) for size in tensors["weight_shape"].flatten().tolist())
+        numbers = unpack(packed, self.bits, inputs, dense=False)
+        scale = spread(module, tensors["weight_scale"], (outputs, inputs), None)
+        group = group_of(module, self.group_size, inputs)
+        if scale.shape[1] not in (1, inputs // group):
+            raise damaged(module, f"{scale.shape[1]} scales a row are not those of groups of {group}")
+        zero: torch.Tensor | int = 1 << (self.bits - 1)
+        if not self.symmetric:
+            words = tensors["weight_zero_point"]
+            check_type(module, "weight_zero_point", words, torch.int32)
+            zero = unpack(words.T.contiguous(), self.bits, outputs, dense=False).T.int()
+        order = None
+        if "weight_g_idx" in tensors and bool((tensors["weight_g_idx"] >= 0).all()):
+            order = column_order(tensors["weight_g_idx"], group, f"{module}.weight_g_idx")
+            if order is not None:
+                numbers = numbers[:, order]
+        return whole_numbers(numbers, scale, zero, self.bits, order)
+
+    def coding(self, inputs: int) -> RandomCoding:
+        group, half = max(self.group_size, 0), 1 << (self.bits - 1)
+        if self.bits > 4:
+            return RandomCoding(Coding("i8", group), has_minimum=not self.symmetric)
+        return RandomCoding(Coding("u4", group, half if self.symmetric else 0), has_minimum=not self.symmetric)
+
+
+@dataclass(frozen=True)
+class Integers(Scheme):
+    """Whole numbers in a byte each."""
+
+    bits: int
+    symmetric: bool
+    block: tuple[int, int] | None = None
+    needs = ("weight", "weight_scale")
+    may_have = ("weight_zero_point",)
+    unused = ("input_scale", "input_zero_point", "weight_shape")
+
+    def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
+        return shapes["weight"]
+
+    def decode(self, module: str, tensors: Tensors) -> Coded:
+        weight = tensors["weight"]
+        check_type(module, "weight", weight, torch.int8)
+        shape, half = (weight.shape[0], weight.shape[1]), 1 << (self.bits - 1)
+        scale = spread(module, tensors["weight_scale"], shape, self.block)
+        zero: torch.Tensor | int = half
+        if not self.symmetric and "weight_zero_point" in tensors:
+            zero = spread(module, tensors["weight_zero_point"].int(), shape, self.block) + half
+        return whole_numbers((weight.int() + half).to(torch.uint8), scale, zero, self.bits)
+
+    def coding(self, inputs: int) -> RandomCoding:
+        return RandomCoding(Coding("i8", 0) if self.bits > 4 else Coding("u4", 0, 1 << (self.bits - 1)))
+
+
+class CompressedTensors(WeightFormat):
+    name = "compressed-tensors"
+    marks = ("weight_packed", "weight_scale")
+
+    def __init__(self, config: Config) -> None:
+        for part in ("sparsity_config", "transform_config"):
+            entry = config.get(part)
+            if entry and not (isinstance(entry, Mapping) and entry.get("format") == "dense"):
+                raise refuse(f"compressed-tensors with a {part}")
+        self._ignored = tuple(config.get("ignore") or ())
+        self._groups: list[tuple[tuple[str, ...], Scheme]] = []
+        for name, group in (config.get("config_groups") or {}).items():
+            if not isinstance(group, Mapping):
+                raise refuse(f"config_groups.{name} is {group!r:.80}")
+            weights = group.get("weights")
+            if weights is not None:
+                form = group.get("format") or config.get("format")
+                self._groups.append(
+                    (
+                        tuple(group.get("targets") or ()),
+                        _scheme(name, weights, form, activations=bool(group.get("input_activations"))),
+                    )
+                )
+
+    def scheme(self, module: str) -> Scheme | None:
+        if any(_names(target, module) for target in self._ignored):
+            return None
+        # A module's own name counts more than its class. All matrices of a decoder are of the class Linear.
+        for wanted in (_names, _is_class):
+            for targets, scheme in self._groups:
+                if any(wanted(target, module) for target in targets):
+                    return scheme
+        return None
+
+
+def _names(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], module) is not None
+    return target == module or module.endswith(f".{target}")
+
+
+def _is_class(target: str, module: str) -> bool:
+    return target in ("Linear", "ParallelLMHead") or target.endswith(("Experts", "Linear"))
+
+
+def _scheme(name: str, weights: Config, form: str | None, *, activations: bool) -> Scheme:
+    kind, bits = weights.get("type", "int"), whole(weights, "num_bits")
+    strategy, symmetric = weights.get("strategy"), bool(weights.get("symmetric", True))
+    block = weights.get("block_structure") if strategy == "block" else None
+    size = None if block is None else _block(name, block)
+    if strategy not in ("tensor", "channel", "group", "block", "tensor_group"):
+        raise refuse(f"weights with the strategy {strategy!r} (config_groups.{name})")
+    if form == "pack-quantized" and kind == "int" and bits <= 8 and size is None:
+        group = whole(weights, "group_size", default=-1) if strategy == "group" else -1
+        return PackedIntegers(bits, group, strategy == "tensor", symmetric)
+    if form in ("int-quantized", "naive-quantized") and kind == "int" and bits <= 8:
+        return Integers(bits, symmetric, size)
+    if form in ("float-quantized", "naive-quantized") and kind == "float" and bits == 8:
+        return FloatScheme(block=size, inputs="e4m3" if activations else "")
+    if form == "nvfp4-pack-quantized":
+        return NVFP4Scheme("weight_packed", "weight_global_scale", divides=True)
+    if form == "mxfp4-pack-quantized":
+        return MXFP4Scheme()
+    raise refuse(f"compressed-tensors {form!r} with {bits}-bit {kind} weights (config_groups.{name})")
+
+
+def _block(name: str, block: object) -> tuple[int, int]:
+    sizes = re.findall(r"\d+", str(block))
+    if len(sizes) != 2:
+        raise refuse(f"block_structure={block!r} (config_groups.{name})")
+    return int(sizes[0]), int(sizes[1])

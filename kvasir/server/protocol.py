@@ -1,0 +1,496 @@
+"""HTTP/1.1 and WebSocket with limits on everything a stranger can send. API process.
+
+uvicorn's protocols parse what arrives and run the application. The subclasses here bound what they take: the size of a
+head, the time until it is complete, the memory of bodies. These limits hold before an API key is looked at.
+
+A connection gets the parser's attention for one request at a time. Bytes of further requests wait unparsed, and reading
+stops while too many wait, so pipelined requests take no more memory than one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+import urllib.parse
+from http import HTTPStatus
+from typing import Any, cast
+
+import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
+from websockets.http11 import MAX_LINE_LENGTH, MAX_NUM_HEADERS
+
+from kvasir.server.connections import Connections, TimedConnection
+from kvasir.server.errors import ApiError, openai_body
+from kvasir.server.gate import PROBES
+from kvasir.server.schema.base import encode
+
+_ANSWERED_WHEN_FULL = PROBES | {"/metrics"}
+
+_SPARE_SECONDS = 5.0  # for a connection beyond the cap to send its request
+_LINGER_SECONDS = 5.0  # without a byte, until a refused client's connection is closed
+_MAX_LINGER_SECONDS = 30.0
+_PIECE = 4096  # bytes of a head, or of a chunked body, that the parser gets at a time
+_MAX_BACKLOG = 64 << 10  # unparsed bytes of further requests
+_BYTES_PER_OVERHEAD = 8  # of content, for each further byte around it: every chunk takes time to parse
+_MAX_FRAMES = 256.0  # WebSocket frames at once
+_FRAMES_PER_SECOND = 20.0
+_BYTES_PER_FRAME = 512  # that earn a further frame
+_MAX_AFTER_CLOSE = 64 << 10  # bytes in which the reply to a close frame is looked for
+
+
+# ---------------------------------------------------------------- HTTP
+
+
+class _Reading(FlowControl):
+    """Reading goes on only while few bytes wait to be parsed."""
+
+    held = False
+
+    def resume_reading(self) -> None:
+        if not self.held:
+            super().resume_reading()
+
+
+class _Writer:
+    """The transport as a response sees it. Closing it lets a client that still sends read the response first."""
+
+    def __init__(self, protocol: HttpProtocol) -> None:
+        self.write = protocol.transport.write
+        self.is_closing = protocol.transport.is_closing
+        self.close = protocol.close
+
+
+class _Exchange(RequestResponseCycle):
+    """One request and its response."""
+
+    _until_close = False  # the end of the connection is the end of the body
+
+    async def send(self, message: Any) -> None:
+        if not self.response_started:
+            if self.more_body:  # it is answered early, and the rest of the body is not wanted
+                self.keep_alive = False
+            names = [name.lower() for name, _ in message.get("headers", [])]
+            if self.scope["http_version"] == "1.0" and b"content-length" not in names:  # it knows no chunks
+                self._until_close = True
+                self.chunked_encoding, self.expected_content_length = False, sys.maxsize
+        elif self._until_close and not message.get("more_body", False):
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
+class HttpProtocol(TimedConnection, HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 with limits."""
+
+    # The parts of a request: nothing yet, its head, its body; then what is read only to be dropped.
+    NOTHING, HEAD, BODY, LINGER = range(4)
+    flow: _Reading
+
+    def __init__(self, *args: Any, pool: Connections, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pool = pool
+        self.limits = pool.config
+        self.part = self.NOTHING
+        self._is_spare = False
+        self._backlog = b""
+        self._at = 0  # where its unparsed bytes begin
+        self._answering: RequestResponseCycle | None = None
+        self._refusal: ApiError | None = None  # why a callback of the parser has raised
+        self._since_callback = 0  # bytes of the head
+        self._head_bytes = 0
+        self._body_began = 0.0
+        self._body_left: int | None = None  # None: it is chunked
+        self._body_bytes = 0
+        self._overhead = 0  # bytes of a chunked body that are not content
+
+    # ------------------------------------------------------------ the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _Reading(transport)
+        self._is_spare = not self.pool.admit(self)
+        self._wait_for_request(self.limits.header_timeout)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.pool.remove(self)
+        self._backlog, self._at = b"", 0
+        for each in (self._answering, *(cycle for cycle, _ in self.pipeline)):
+            if each is not None and not each.response_complete:
+                each.disconnected = True
+                each.message_event.set()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+
+    def _wait_for_request(self, seconds: float) -> None:
+        self.part = self.NOTHING
+        now = time.monotonic()
+        self.deadline = now + (_SPARE_SECONDS if self._is_spare else seconds)
+        self.pool.idle.pop(self, None)
+        if not self._is_spare:
+            self.pool.idle[self] = now
+
+    def time_ran_out(self) -> None:
+        if self.part in (self.NOTHING, self.LINGER):
+            self.drop()
+        elif self.part == self.BODY and self.flow.read_paused:
+            self._extend_body()  # it is the server that does not read
+        else:
+            what = "head" if self.part == self.HEAD else "body"
+            self._refuse(ApiError(408, f"The {what} of the request took too long to arrive.", "timeout"))
+
+    def close(self) -> None:
+        """Close after a response. A client that still sends would not read it if the connection ended now."""
+        if self.part != self.BODY:
+            self.transport.close()
+            return
+        self._backlog, self._at = b"", 0
+        self.part, self._body_began = self.LINGER, time.monotonic()
+        self.deadline = self._body_began + _LINGER_SECONDS
+        if not self._is_spare:
+            self.pool.idle[self] = self._body_began  # it may make room
+        if self.transport.can_write_eof():  # TLS has no such thing; there the client goes by Content-Length
+            self.transport.write_eof()
+        self.flow.held = False
+        self.flow.resume_reading()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer a request that does not reach the application, and end the connection."""
+        self.pool.failed(error.cause)
+        exchange = self._answering
+        if exchange is not None and not exchange.response_complete:
+            exchange.disconnected = True
+            exchange.message_event.set()
+            if exchange.response_started:  # there is no room for another answer
+                self.transport.close()
+                return
+        body = encode(openai_body(error))
+        lines = [
+            f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(),
+            *(name + b": " + value for name, value in self.server_state.default_headers),
+            b"content-type: application/json",
+            b"content-length: %d" % len(body),
+            b"connection: close",
+        ]
+        if error.retry_after is not None:
+            lines.append(b"retry-after: %d" % math.ceil(error.retry_after))
+        self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
+        self.part = self.BODY  # whatever it is, it may still be on its way
+        self.close()
+
+    # ------------------------------------------------------------ bytes in
+
+    def data_received(self, data: bytes) -> None:
+        if self.part == self.LINGER:
+            now = time.monotonic()
+            self.deadline = min(now + _LINGER_SECONDS, self._body_began + _MAX_LINGER_SECONDS)
+            return
+        self._backlog = self._backlog[self._at :] + data if self._backlog else data
+        self._at = 0
+        self._feed()
+
+    def _feed(self) -> None:
+        """Give the parser what it may have: everything up to the end of the request that is being read."""
+        end = len(self._backlog)
+        while self._at < end and self._may_parse():
+            if self.part == self.NOTHING:
+                self._begin_head()
+            start, self._at = self._at, self._end_of_piece()
+            piece = memoryview(self._backlog)[start : self._at]
+            self._since_callback += len(piece)
+            if self.part == self.BODY and self._body_left is None:
+                self._overhead += len(piece)
+            try:
+                self.parser.feed_data(piece)
+                self._check_progress()
+            except httptools.HttpParserUpgrade as upgrade:
+                self._at = start + upgrade.args[0]
+                if self._should_upgrade():
+                    self.handle_websocket_upgrade()
+                    return
+            except (httptools.HttpParserError, ApiError) as error:
+                self._backlog, self._at = b"", 0
+                given = error if isinstance(error, ApiError) else self._refusal
+                self._refuse(given or ApiError(400, "The request is not valid HTTP/1.1.", "invalid_request"))
+                return
+            end = len(self._backlog)
+        if self._at >= len(self._backlog):
+            self._backlog, self._at = b"", 0
+        self.flow.held = len(self._backlog) - self._at > _MAX_BACKLOG
+        if self.flow.held:
+            self.flow.pause_reading()
+
+    def _may_parse(self) -> bool:
+        if self.transport.is_closing() or self.part == self.LINGER:
+            return False
+        return self.part == self.BODY or not self._is_answering()
+
+    def _end_of_piece(self) -> int:
+        if self.part == self.BODY:
+            size = _PIECE if self._body_left is None else max(1, self._body_left)
+            return min(len(self._backlog), self._at + size)
+        end = self._backlog.find(b"\r\n\r\n", self._at, self._at + _PIECE)
+        return min(len(self._backlog), self._at + _PIECE) if end < 0 else end + 4
+
+    def _begin_head(self) -> None:
+        self._unset_keepalive_if_required()
+        self.part = self.HEAD
+        self._since_callback = self._head_bytes = 0
+        self.deadline = time.monotonic() + (_SPARE_SECONDS if self._is_spare else self.limits.header_timeout)
+        self.pool.idle.pop(self, None)
+
+    def _check_progress(self) -> None:
+        """Bound what the parser keeps, or skips, without a callback."""
+        limits, unseen = self.limits, self._since_callback - _PIECE
+        if self.part == self.HEAD and unseen > limits.max_header_line_bytes:
+            raise self._line_too_long()
+        if self.part == self.HEAD and self._head_bytes + unseen > limits.max_header_bytes:
+            raise self._head_too_long()
+        if self.part == self.BODY:
+            if self._overhead > limits.max_header_bytes + self._body_bytes // _BYTES_PER_OVERHEAD:
+                message = "The chunks of the body are too small, or have too long extensions or trailers."
+                raise ApiError(400, message, "invalid_request")
+            self._extend_body()
+
+    def _extend_body(self) -> None:
+        self.deadline = self.body_deadline(self._body_began, self._body_bytes)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: an upgrade that is not known is ignored, as RFC 9110 allows, and any client could fill the log."""
+
+    # ------------------------------------------------------------ the parser's callbacks
+
+    def _fail(self, error: ApiError) -> None:
+        self._refusal = error
+        raise error
+
+    def _line_too_long(self) -> ApiError:
+        most = self.limits.max_header_line_bytes
+        return ApiError(431, f"A header is longer than {most} bytes (--max-header-line-bytes).", "too_large")
+
+    def _head_too_long(self) -> ApiError:
+        most = self.limits.max_header_bytes
+        return ApiError(431, f"The headers are longer than {most} bytes (--max-header-bytes).", "too_large")
+
+    def on_url(self, url: bytes) -> None:
+        self._since_callback = 0
+        super().on_url(url)
+        most = self.limits.max_url_bytes
+        if len(self.url) > most:
+            self._fail(ApiError(414, f"The URL is longer than {most} bytes (--max-url-bytes).", "too_large"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        limits, size = self.limits, len(name) + len(value) + 4
+        self._since_callback = 0
+        self._head_bytes += size
+        if size > limits.max_header_line_bytes:
+            self._fail(self._line_too_long())
+        if self._head_bytes > limits.max_header_bytes:
+            self._fail(self._head_too_long())
+        if self.part == self.BODY:
+            return  # a trailer, which nothing reads: it must not join the headers that were checked
+        if len(self.headers) >= limits.max_header_count:
+            most = limits.max_header_count
+            self._fail(ApiError(431, f"There are more than {most} headers (--max-header-count).", "too_large"))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        version, method = self.parser.get_http_version(), self.parser.get_method()
+        self.scope["method"] = method.decode("ascii")
+        self.scope["http_version"] = version
+        parsed = httptools.parse_url(self.url)
+        path = urllib.parse.unquote(parsed.path.decode("ascii"))
+        if self._is_spare and (path not in _ANSWERED_WHEN_FULL or self.parser.should_upgrade()):
+            self._fail(ApiError(503, "The server has too many connections.", "overloaded", retry_after=1))
+        if self.parser.should_upgrade() and self._should_upgrade():
+            self._check_handshake()
+            return
+        self.scope["path"] = self.root_path + path
+        self.scope["raw_path"] = self.root_path.encode("ascii") + parsed.path
+        self.scope["query_string"] = parsed.query or b""
+        self._begin_body()
+        exchange = _Exchange(
+            scope=self.scope,
+            transport=cast(asyncio.Transport, _Writer(self)),
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=version != "1.0" and not self._is_spare and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        self.cycle = exchange
+        if self._is_answering():  # its head came in one piece with the end of another request
+            self.pipeline.appendleft((exchange, self.app))
+        else:
+            self._start_asgi_task(exchange, self.app)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _is_answering(self) -> bool:
+        return self._answering is not None and not self._answering.response_complete
+
+    def _begin_body(self) -> None:
+        self.part, self._body_began = self.BODY, time.monotonic()
+        self._body_bytes = self._overhead = 0
+        headers = dict(self.headers)
+        self._body_left = None if b"transfer-encoding" in headers else int(headers.get(b"content-length", b"0"))
+        self._extend_body()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if self._body_left is None:
+            self._overhead -= len(body)
+        else:
+            self._body_left -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self.part, self.deadline = self.NOTHING, math.inf  # until it is answered, nothing is expected
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing() or self.part == self.LINGER or self._is_answering():
+            return
+        if self._backlog:
+            self.loop.call_soon(self._feed)
+        elif self.part == self.NOTHING:
+            self._wait_for_request(self.limits.keep_alive_timeout)
+
+    # ------------------------------------------------------------ WebSocket handshakes
+
+    def _check_handshake(self) -> None:
+        """The library that parses the handshake again has limits of its own, and no answer to what is beyond them."""
+        longest = max((len(name) + len(value) + 4 for name, value in self.headers), default=0)
+        if len(self.url) + 32 > MAX_LINE_LENGTH:
+            self._fail(ApiError(414, "The URL is too long for a WebSocket.", "too_large"))
+        if longest > MAX_LINE_LENGTH or len(self.headers) > MAX_NUM_HEADERS:
+            self._fail(ApiError(431, "The headers are too long for a WebSocket.", "too_large"))
+
+    def handle_websocket_upgrade(self) -> None:
+        rest, self._backlog = self._backlog[self._at :], b""
+        super().handle_websocket_upgrade()
+        protocol = self.transport.get_protocol()
+        if isinstance(protocol, WebSocketProtocol):
+            self.pool.upgrade(self, protocol)
+            if rest and not self.transport.is_closing():
+                protocol.data_received(rest)
+
+
+# ---------------------------------------------------------------- WebSocket
+
+
+class WebSocketProtocol(TimedConnection, WebSocketsSansIOProtocol):
+    """uvicorn's WebSocket with limits on frames that carry little, and on messages that do not end."""
+
+    def __init__(self, *args: Any, pool: Connections, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pool = pool
+        self._frames_left = _MAX_FRAMES
+        self._counted_at = time.monotonic()
+        self._after_close = 0  # bytes
+        self._fragments = 0  # bytes of an incomplete message in complete frames
+        self._message_began = 0.0
+        self._held = 0  # bytes of an incomplete message
+        self.close_timeout = _LINGER_SECONDS
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.pool.remove(self)
+        self._drop_message()
+        super().connection_lost(exc)
+
+    def time_ran_out(self) -> None:
+        self._fail(1008, "The message took too long to arrive.")
+
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), _PIECE):
+            if self.transport.is_closing():
+                return
+            piece = data[start : start + _PIECE]
+            if self.close_sent:
+                self._after_close += len(piece)
+                if self._after_close > _MAX_AFTER_CLOSE:
+                    return  # a client that still sends would not read the close frame if the connection ended now
+            super().data_received(piece)
+            self._hold(0 if self.close_sent else self._fragments + len(self.conn.reader.buffer))
+
+    def handle_events(self) -> None:
+        frames = [event for event in self.conn.events if isinstance(event, Frame)]
+        if frames and not self._may_send(len(frames), sum(len(frame.data) for frame in frames)):
+            self.conn.events.clear()
+            self._fail(1008, "There are too many small frames.")
+            return
+        for frame in frames:
+            if not frame.opcode & 8:  # not a control frame
+                self._fragments = 0 if frame.fin else self._fragments + len(frame.data)
+        super().handle_events()
+        for frame in frames:
+            frame.data = b""  # the parser keeps its last frame until the next one
+
+    def _may_send(self, num_frames: int, num_bytes: int) -> bool:
+        """Frames cost time to parse, pings an answer: a client has so many at once, and more by time and by content."""
+        now = time.monotonic()
+        earned = (now - self._counted_at) * _FRAMES_PER_SECOND + num_bytes / _BYTES_PER_FRAME
+        self._counted_at = now
+        self._frames_left = min(_MAX_FRAMES, self._frames_left + earned) - num_frames
+        return self._frames_left >= 0
+
+    def _hold(self, num_bytes: int) -> None:
+        """Account for the incomplete message."""
+        memory = self.pool.memory
+        memory.give_back(self._held)
+        self._held, before = 0, self._held
+        if not memory.take(num_bytes):
+            self._fail(1013, "The server has no memory left for messages: try again later.")
+            return
+        if num_bytes == 0:
+            self.deadline = math.inf
+        else:
+            if before == 0:
+                self._message_began = time.monotonic()
+            self.deadline = self.body_deadline(self._message_began, num_bytes)
+        self._held = num_bytes
+
+    def handle_parser_exception(self) -> None:
+        if self.conn.parser_exc is not None:
+            self.conn.parser_exc.__traceback__ = None  # its frames hold what was parsed
+        if self.conn.close_sent is None:  # the handshake is not complete, so there is nobody to tell
+            self.transport.abort()
+        else:
+            self._end(self.conn.close_sent.code, self.conn.close_sent.reason)
+
+    def _drop_message(self) -> None:
+        """Free an incomplete message now: a connection is part of cycles, so it may be long until it is collected."""
+        self.frames.clear()
+        self.conn.reader.buffer.clear()
+        self._fragments = 0
+        self._hold(0)
+
+    def _fail(self, code: int, reason: str) -> None:
+        """End the connection from outside the application."""
+        if self.close_sent or self.transport.is_closing():
+            self._drop_message()
+            self.transport.abort()
+        else:
+            self.conn.fail(code, reason)
+            self._end(code, reason)
+
+    def _end(self, code: int, reason: str) -> None:
+        """Send the close frame that is ready, and wait a little for the client to read it."""
+        self._drop_message()
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": code, "reason": reason})
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
+        self.close_timer = self.loop.call_later(self.close_timeout, self.transport.close)

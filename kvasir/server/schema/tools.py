@@ -1,0 +1,265 @@
+"""The tools of a request and its choice among them, in the words of each interface, in one form.
+
+OpenAI's chat nests what a tool is under its type, its responses write it flat, and Anthropic's messages have another
+schema field and other words for the choice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvasir.errors import RequestError
+
+_NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
+_MAX_TOOLS = 1024
+Choice = Literal["none", "auto", "required"]
+
+
+@dataclass(slots=True, frozen=True)
+class Tool:
+    """One tool. A custom tool takes a text instead of an object; the model sees it as a function of `input`."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None  # a JSON schema; None: any object
+    strict: bool = False
+    is_custom: bool = False
+    regex: str | None = None  # of a custom tool's text
+    lark: str | None = None
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema of its arguments, as the model sees it."""
+        if not self.is_custom:
+            return {"type": "object", "properties": {}} if self.parameters is None else dict(self.parameters)
+        text: dict[str, Any] = {"type": "string"}
+        if self.regex or self.lark:
+            text["description"] = f"A text of this grammar: {self.regex or self.lark}"
+        return {"type": "object", "properties": {"input": text}, "required": ["input"]}
+
+    def shown(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        function = {"name": self.name, "description": self.description or "", "parameters": self.schema}
+        return {"type": "function", "function": function}
+
+
+@dataclass(slots=True, frozen=True)
+class RequestTools:
+    """The tools of a request, and which of them the model may or must call."""
+
+    tools: tuple[Tool, ...] = ()
+    choice: Choice = "none"
+    allowed: frozenset[str] | None = None  # names of the tools that may be called; None: all
+    parallel: bool = True
+
+    def shown(self) -> list[dict[str, Any]] | None:
+        """All tools as chat templates read them: those that may not be called, too, so that prompts stay cached."""
+        return [tool.shown() for tool in self.tools] or None
+
+    @property
+    def is_active(self) -> bool:
+        return self.choice != "none"
+
+    @property
+    def callable(self) -> list[Tool]:
+        return [tool for tool in self.tools if self.allowed is None or tool.name in self.allowed]
+
+    @property
+    def needs_grammar(self) -> bool:
+        """Whether calls that the model chooses to make are held to a grammar."""
+        return self.allowed is not None or any(
+            tool.strict or tool.regex is not None or tool.lark is not None for tool in self.tools
+        )
+
+
+NO_TOOLS = RequestTools()
+
+
+# ---------------------------------------------------------------- OpenAI
+
+
+def chat_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: bool | None) -> RequestTools:
+    """The tools of /v1/chat/completions."""
+    found = [_openai_tool(tool, nested=True) for tool in tools or ()]
+    return _chosen(found, choice, parallel, nested=True)
+
+
+def responses_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: bool | None) -> RequestTools:
+    """The tools of /v1/responses."""
+    found = [_openai_tool(tool, nested=False) for tool in tools or ()]
+    return _chosen(found, choice, parallel, nested=False)
+
+
+def _openai_tool(given: Mapping[str, Any], nested: bool) -> Tool:
+    kind = given.get("type", "function")
+    if kind not in ("function", "custom"):
+        message = f"Tools of the type {kind!r:.80} are not available: this server calls no tools itself. Use function."
+        raise RequestError(message, "tools")
+    if nested and not isinstance(given.get(kind), Mapping) and "name" not in given:
+        raise RequestError(f"A tool of the type {kind!r} needs {kind}, an object with its name.", "tools")
+    said: Mapping[str, Any] = given[kind] if isinstance(given.get(kind), Mapping) else given
+    name, description = _name(said.get("name")), _description(said)
+    if kind == "custom":
+        regex, lark = _grammar(said.get("format"))
+        return Tool(name, description, is_custom=True, regex=regex, lark=lark)
+    return Tool(name, description, _parameters(name, said.get("parameters"), "parameters"), _strict(said))
+
+
+def _grammar(given: Any) -> tuple[str | None, str | None]:
+    """The grammar of a custom tool, as (regex, lark)."""
+    if given is None:
+        return None, None
+    if not isinstance(given, Mapping) or given.get("type") not in ("text", "grammar"):
+        raise RequestError("The format of a custom tool must have the type 'text' or 'grammar'.", "tools")
+    if given["type"] == "text":
+        return None, None
+    said = given.get("grammar") if isinstance(given.get("grammar"), Mapping) else given
+    assert said is not None, "it is one of two mappings"
+    syntax, definition = said.get("syntax"), said.get("definition")
+    if syntax not in ("lark", "regex") or not isinstance(definition, str):
+        message = "The grammar of a custom tool needs syntax, 'lark' or 'regex', and definition, a text."
+        raise RequestError(message, "tools")
+    return (definition, None) if syntax == "regex" else (None, definition)
+
+
+def _chosen(tools: list[Tool], choice: Any, parallel: bool | None, nested: bool) -> RequestTools:
+    known = _unique(tools)
+    several = parallel is not False
+    if choice is None:
+        choice = "auto" if tools else "none"
+    if isinstance(choice, str):
+        if choice not in ("none", "auto", "required"):
+            message = f"tool_choice must be 'none', 'auto', 'required' or an object, not {choice!r:.80}."
+            raise RequestError(message, "tool_choice")
+        if choice == "required" and not tools:
+            raise RequestError("tool_choice is 'required', but there are no tools.", "tool_choice")
+        return RequestTools(tuple(tools), choice if tools else "none", None, several)  # type: ignore[arg-type]
+    if not isinstance(choice, Mapping):
+        raise RequestError("tool_choice must be a string or an object.", "tool_choice")
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        return _allowed(tools, known, choice, several, nested)
+    if kind in ("function", "custom"):
+        name = _chosen_name(choice, str(kind), nested)
+        _check_known(name, known)
+        return RequestTools(tuple(tools), "required", frozenset((name,)), False)
+    message = f"tool_choice has the type {kind!r:.80}; known are function, custom and allowed_tools."
+    raise RequestError(message, "tool_choice")
+
+
+def _allowed(
+    tools: list[Tool], known: frozenset[str], choice: Mapping[str, Any], several: bool, nested: bool
+) -> RequestTools:
+    said = choice.get("allowed_tools") if isinstance(choice.get("allowed_tools"), Mapping) else choice
+    assert said is not None, "it is one of two mappings"
+    mode, listed = said.get("mode"), said.get("tools")
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        message = "tool_choice of the type allowed_tools needs mode, 'auto' or 'required', and a list of tools."
+        raise RequestError(message, "tool_choice")
+    names = []
+    for each in listed:
+        if not isinstance(each, Mapping):
+            raise RequestError("The tools of tool_choice must be objects with a type and a name.", "tool_choice")
+        name = _chosen_name(each, str(each.get("type", "function")), nested)
+        _check_known(name, known)
+        names.append(name)
+    return RequestTools(tuple(tools), mode, frozenset(names), several)
+
+
+def _chosen_name(given: Mapping[str, Any], kind: str, nested: bool) -> str:
+    inside = given.get(kind)
+    name = inside.get("name") if isinstance(inside, Mapping) else given.get("name")
+    if not isinstance(name, str):
+        where = f"{kind}.name" if nested else "name"
+        raise RequestError(f"tool_choice of the type {kind!r:.80} needs {where}.", "tool_choice")
+    return name
+
+
+# ---------------------------------------------------------------- Anthropic
+
+_ANTHROPIC_CHOICES: Mapping[str, Choice] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+
+
+def anthropic_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Mapping[str, Any] | None) -> RequestTools:
+    """The tools of /v1/messages."""
+    found = [_anthropic_tool(tool) for tool in tools or ()]
+    known = _unique(found)
+    said = choice or {"type": "auto"}
+    kind = said.get("type")
+    if kind not in _ANTHROPIC_CHOICES:
+        message = f"tool_choice has the type {kind!r:.80}; known are auto, any, tool and none."
+        raise RequestError(message, "tool_choice")
+    if kind in ("any", "tool") and not found:
+        raise RequestError(f"tool_choice has the type {kind!r}, but there are no tools.", "tool_choice")
+    single = said.get("disable_parallel_tool_use")
+    if not isinstance(single, bool | None):
+        raise RequestError("disable_parallel_tool_use must be true or false.", "tool_choice")
+    if kind == "tool":
+        name = said.get("name")
+        if not isinstance(name, str):
+            raise RequestError("tool_choice of the type 'tool' needs name.", "tool_choice")
+        _check_known(name, known)
+        return RequestTools(tuple(found), "required", frozenset((name,)), False)
+    mode = _ANTHROPIC_CHOICES[str(kind)] if found else "none"
+    return RequestTools(tuple(found), mode, None, not single)
+
+
+def _anthropic_tool(given: Mapping[str, Any]) -> Tool:
+    kind = given.get("type", "custom")
+    if kind != "custom":
+        message = f"Tools of the type {kind!r:.80} are not available: this server calls no tools itself."
+        raise RequestError(message, "tools")
+    name = _name(given.get("name"))
+    return Tool(name, _description(given), _parameters(name, given.get("input_schema"), "input_schema"), _strict(given))
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _name(given: Any) -> str:
+    if not isinstance(given, str) or not _NAME.fullmatch(given):
+        message = "A tool needs a name of 1 to 128 letters, digits and the characters _ . : / -"
+        raise RequestError(f"{message}, not {given!r:.80}.", "tools")
+    return given
+
+
+def _description(given: Mapping[str, Any]) -> str | None:
+    text = given.get("description")
+    if not isinstance(text, str | None):
+        raise RequestError("The description of a tool must be a text.", "tools")
+    return text
+
+
+def _parameters(name: str, given: Any, field: str) -> Mapping[str, Any] | None:
+    if given is None or given == {}:
+        return None
+    if not isinstance(given, Mapping) or given.get("type", "object") != "object":
+        message = f"The tool {name!r} has {field} that are no JSON schema of the type 'object'."
+        raise RequestError(message, "tools")
+    return {"type": "object", **given}
+
+
+def _strict(given: Mapping[str, Any]) -> bool:
+    strict = given.get("strict")
+    if not isinstance(strict, bool | None):
+        raise RequestError("strict of a tool must be true or false.", "tools")
+    return bool(strict)
+
+
+def _unique(tools: Sequence[Tool]) -> frozenset[str]:
+    if len(tools) > _MAX_TOOLS:
+        raise RequestError(f"A request may have at most {_MAX_TOOLS} tools, not {len(tools)}.", "tools")
+    seen: set[str] = set()
+    for tool in tools:
+        if tool.name in seen:
+            raise RequestError(f"Two tools have the name {tool.name!r}.", "tools")
+        seen.add(tool.name)
+    return frozenset(seen)
+
+
+def _check_known(name: str, known: frozenset[str]) -> None:
+    if name not in known:
+        raise RequestError(f"tool_choice names {name!r:.80}, but tools have no such tool.", "tool_choice")

@@ -1,0 +1,110 @@
+"""Drafts by a second, smaller model with the same vocabulary. It has its own memory for keys and values, in the blocks
+of the model's first group of layers: block tables, cached prefixes and preemption are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from kvasir import kernels
+from kvasir.attention.base import AttentionBatch
+from kvasir.errors import ConfigError
+from kvasir.kernels.upload import upload
+from kvasir.messages import Int32Array, NewRow, StepPlan
+from kvasir.worker.speculative.drafter import (
+    DRAFTERS,
+    CacheLayout,
+    Drafter,
+    DrafterSettings,
+    DraftRows,
+    ModelInputs,
+    TokensTaken,
+)
+
+
+@DRAFTERS.register("draft_model")
+class ModelDrafter(Drafter):
+    """Computes prompts together with the model, and drafts the likeliest tokens one by one."""
+
+    def __init__(self, settings: DrafterSettings) -> None:
+        super().__init__(settings)
+        assert settings.load is not None, "the settings name a draft model"
+        self.model = settings.load()
+        self.kv_dtype = settings.kv_dtype
+        self.spec = self.model.kv_spec(settings.block_size, settings.kv_dtype)
+        if len(self.spec.windows) > 1 or settings.windows[0] is not None:
+            whose = "the draft model's" if len(self.spec.windows) > 1 else "the model's"
+            raise ConfigError(
+                f"speculative_config: method='draft_model' does not support sliding windows, which {whose} layers "
+                f"have; use method='suffix', or a model without them."
+            )
+        self.page_shape = self.model.page_shape(settings.block_size, settings.kv_dtype)
+        self.block_bytes = self.spec.block_bytes
+        self.newest = torch.zeros(self.max_rows, dtype=torch.int32, device=self.device)  # each row's last token ...
+        self.before = torch.zeros(self.max_rows, dtype=torch.int32, device=self.device)  # ... and the one before it
+
+    def allocate(self, num_blocks: int, layout: CacheLayout) -> None:
+        self.layout = layout
+        shape = (self.spec.num_layers, num_blocks, self.spec.page_bytes)
+        if self.device.type == "cpu":
+            self.pool = torch.from_numpy(np.zeros(shape, np.uint8))  # takes memory when it is first used
+        else:
+            self.pool = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        self.model.bind_kv([layer.view(self.kv_dtype).view(num_blocks, *self.page_shape) for layer in self.pool])
+
+    def copy_blocks(self, pairs: torch.Tensor) -> None:
+        kernels.copy_blocks(self.pool, self.pool, pairs[:, 0], pairs[:, 1])
+
+    def open(self, new_rows: Sequence[NewRow], rows: torch.Tensor) -> None:
+        last = [0 if new.token_ids is None else int(new.token_ids[-1]) for new in new_rows]
+        self.newest[rows] = upload([np.array(last, np.int32)], self.device)[0]
+
+    def follow(self, plan: StepPlan, inputs: ModelInputs) -> None:
+        """Compute prompts. Tokens that rows generate are computed when drafts are made."""
+        if (plan.token_ids >= 0).any():
+            batch = replace(inputs.batch, other_groups=(), shared=None, own_bound=None, order=None, step_cache={})
+            self.model.forward(inputs.input_ids, inputs.positions, batch)
+
+    def learn(self, taken: TokensTaken) -> None:
+        rows, last = taken.rows, (taken.counts - 1).long()[:, None]
+        second = taken.tokens.gather(1, (last - 1).clamp(min=0)).squeeze(1)
+        self.before[rows] = torch.where(taken.counts > 1, second, self.newest[rows])
+        self.newest[rows] = taken.tokens.gather(1, last).squeeze(1).clamp(min=0)
+
+    def propose(self, taken: TokensTaken, drafts: DraftRows) -> None:
+        assert taken.bounds is not None, "a draft model runs outside graphs"
+        rows, count = taken.rows, taken.wanted or self.num_drafts
+        # The token before the newest is computed again: if all drafts were right, the last of them has not been.
+        ids = torch.stack([self.before[rows], self.newest[rows]], dim=1).view(-1)
+        ends = torch.stack([taken.lengths - 1, taken.lengths], dim=1).view(-1)
+        hidden = self._forward(ids, rows.repeat_interleave(2), ends, np.repeat(taken.bounds, 2))[1::2]
+        for draft in range(count):
+            if draft:
+                hidden = self._forward(ids, rows, taken.lengths + draft, taken.bounds + draft)
+            ids = self.model.logits(hidden).argmax(dim=-1).to(torch.int32)
+            drafts.tokens[rows, draft] = ids
+        drafts.counts[rows] = count
+
+    def _forward(
+        self, ids: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, bounds: Int32Array
+    ) -> torch.Tensor:
+        """Hidden states of one token for each entry of `rows`, after which its text has this length."""
+        lengths = lengths.clamp(max=self.max_model_len)
+        positions, block_size = (lengths - 1).long(), self.layout.block_size
+        block = self.layout.tables[rows, positions // block_size].long()
+        batch = AttentionBatch(
+            slots=block * block_size + positions % block_size,
+            query_start=torch.arange(len(rows) + 1, dtype=torch.int32, device=self.device),
+            seq_lens=lengths,
+            tables=self.layout.tables,
+            rows=rows,
+            num_decodes=len(rows),
+            query_lens=np.ones(len(rows), np.int32),
+            seq_bounds=np.minimum(bounds, self.max_model_len).astype(np.int32),
+            block_size=block_size,
+        )
+        hidden: torch.Tensor = self.model.forward(ids.long(), positions, batch)
+        return hidden

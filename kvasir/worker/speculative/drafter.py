@@ -1,0 +1,154 @@
+"""Drafters: what proposes tokens that the next step verifies. Worker process; knows rows and tensors, no requests.
+
+How to add a drafter
+--------------------
+Write a subclass of Drafter in its own file and register it under the name that `speculative_config` gives as `method`:
+
+    @DRAFTERS.register("mine")
+    class MyDrafter(Drafter): ...
+
+A plugin does the same in a module that it names as `method`: "package.module:MyDrafter". Whatever a drafter proposes,
+the text is the model's own: a wrong draft costs time and nothing else. So a drafter may guess, and may forget.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+
+from kvasir.attention.base import AttentionBatch
+from kvasir.config.speculative import SpeculativeConfig
+from kvasir.errors import ConfigError
+from kvasir.messages import Int32Array, NewRow, StepPlan
+
+
+@dataclass(slots=True)
+class DraftRows:
+    """Drafts of the rows on the device: what the next step verifies. The last row is the padding row."""
+
+    tokens: torch.Tensor  # [rows, drafts] int32: valid tokens, always
+    counts: torch.Tensor  # [rows] int32: how many of them were proposed
+
+    @property
+    def size(self) -> int:
+        """Most drafts of a row."""
+        return self.tokens.shape[1]
+
+
+def make_draft_rows(max_rows: int, num_drafts: int, device: torch.device) -> DraftRows:
+    return DraftRows(
+        torch.zeros(max_rows, num_drafts, dtype=torch.int32, device=device),
+        torch.zeros(max_rows, dtype=torch.int32, device=device),
+    )
+
+
+@dataclass(slots=True)
+class TokensTaken:
+    """What a step's rows took: the accepted drafts and one token more."""
+
+    rows: torch.Tensor  # [n] int64
+    tokens: torch.Tensor  # [n, 1 + drafts] int32; [n, 1] in a step that verified none
+    counts: torch.Tensor  # [n] int32: tokens of each row that count
+    lengths: torch.Tensor  # [n] int32: tokens of each row's text, those of this step included
+    bounds: Int32Array | None = None  # [n] upper bounds of the lengths; None in a graph
+    wanted: int = 0  # most drafts that any row wants; 0: not known
+
+
+@dataclass(slots=True, frozen=True)
+class DrafterSettings:
+    """What a drafter is made for."""
+
+    config: SpeculativeConfig
+    max_rows: int  # the padding row included
+    max_model_len: int
+    device: torch.device
+    block_size: int = 16
+    kv_dtype: torch.dtype = torch.float32
+    windows: tuple[int | None, ...] = (None,)  # of the model's groups of layers
+    load: Callable[[], Any] | None = None  # loads the draft model; None: the settings name none
+
+
+class CacheLayout(Protocol):
+    """Where the rows' tokens are in the KV cache."""
+
+    tables: torch.Tensor  # [rows, blocks] int32
+    block_size: int
+
+
+class ModelInputs(Protocol):
+    """What the model's forward pass of a step got."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    batch: AttentionBatch
+
+
+class Drafter(ABC):
+    """Proposes drafts for all rows of a worker."""
+
+    capturable = False  # `learn` and `propose` may be part of a CUDA graph, and `follow` does nothing
+    block_bytes = 0  # memory that it needs for each block of the KV cache
+
+    def __init__(self, settings: DrafterSettings) -> None:
+        self.config, self.device = settings.config, settings.device
+        self.max_rows, self.max_model_len = settings.max_rows, settings.max_model_len
+        self.num_drafts = settings.config.num_speculative_tokens  # most drafts of a row
+
+    def allocate(self, num_blocks: int, layout: CacheLayout) -> None:
+        """Take memory for what it keeps in blocks. Called before the first step."""
+        return None
+
+    def copy_blocks(self, pairs: torch.Tensor) -> None:
+        """Copy what it keeps in blocks (from, to)."""
+        return None
+
+    def follow(self, plan: StepPlan, inputs: ModelInputs) -> None:
+        """Take in the inputs of a step that the model has just computed."""
+        return None
+
+    def open(self, new_rows: Sequence[NewRow], rows: torch.Tensor) -> None:
+        """New requests take these rows, [n] int64 on the device. `NewRow.token_ids` are their texts."""
+        return None
+
+    @abstractmethod
+    def learn(self, taken: TokensTaken) -> None:
+        """Take in the tokens of a step. Called for every step that samples."""
+
+    @abstractmethod
+    def propose(self, taken: TokensTaken, drafts: DraftRows) -> None:
+        """Write `drafts.tokens` and `drafts.counts` of the rows. Called after `learn` if drafts are wanted."""
+
+
+class DrafterRegistry:
+    def __init__(self) -> None:
+        self._known: dict[str, type[Drafter]] = {}
+
+    def register(self, *names: str) -> Callable[[type[Drafter]], type[Drafter]]:
+        def add(kind: type[Drafter]) -> type[Drafter]:
+            self._known.update(dict.fromkeys(names, kind))
+            return kind
+
+        return add
+
+    def find(self, method: str) -> type[Drafter]:
+        """The drafter of this name, or of this 'module:Class'."""
+        if method in self._known:
+            return self._known[method]
+        module, _, name = method.partition(":")
+        try:
+            found = getattr(import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"speculative_config: no drafter can be loaded as method={method!r} ({error})."
+            ) from error
+        if not (isinstance(found, type) and issubclass(found, Drafter)):
+            raise ConfigError(f"speculative_config: method={method!r} is not a class derived from Drafter.")
+        return found
+
+
+DRAFTERS = DrafterRegistry()

@@ -1,0 +1,181 @@
+"""Adapters in an engine, against transformers with the adapter merged into its weights: fast, and on more than one
+process, quantized and GGUF models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvasir import LLM, LoRARequest, SamplingParams
+from kvasir.models import native
+from tests.adapter_builders import GREEDY, TINY_ENGINE, check, write_files, write_lora
+from tests.gguf_builders import write_model
+from tests.model_builders import make_hf_model, save
+from tests.native_builders import require_library
+
+PROMPTS = [[(7 * i + j) % 90 for j in range(3 + 4 * i)] for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    model = make_hf_model("llama")
+    model.path = save(model, tmp_path_factory.mktemp("base"))
+    return model
+
+
+@pytest.fixture(scope="module")
+def merged(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Models with adapters merged in, by the adapters' paths; and the model alone."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {"": model, **{str(folder / f"a{seed}"): write_lora(model, folder / f"a{seed}", seed) for seed in range(5)}}
+
+
+def asked(names: list[str]) -> list[LoRARequest | None]:
+    return [LoRARequest(Path(name).name, 1, name) if name else None for name in names]
+
+
+@pytest.fixture(scope="module")
+def llm(model: Any) -> Iterator[LLM]:
+    with LLM(str(model.path), **{**TINY_ENGINE, "max_loras": 2, "max_num_batched_tokens": 9, "max_num_seqs": 4}) as llm:
+        yield llm
+
+
+def prompts_for(names: list[str]) -> list[dict[str, Any]]:
+    return [{"prompt_token_ids": PROMPTS[i % len(PROMPTS)]} for i in range(len(names))]
+
+
+def test_more_adapters_than_slots_in_one_batch(llm: LLM, merged: dict[str, Any]) -> None:
+    names = [*merged, *reversed(merged)]
+    outputs = llm.generate(prompts_for(names), GREEDY, lora_request=asked(names), use_tqdm=False)
+    for name, output in zip(names, outputs, strict=True):
+        check(merged[name], output)
+    core: Any = llm.llm_engine.client.core  # type: ignore[attr-defined]
+    stats = core.stats()
+    assert stats.resource_loads >= 5 and stats.resource_evictions >= 3 and core.executor.runner.stats.changed_steps
+    assert core.executor.adapters.store.num_read == 5  # the others came from host memory
+
+
+def test_penalties_do_not_see_the_ids_of_a_soft_prompt(llm: LLM, model: Any, tmp_path: Path) -> None:
+    """All prefer the token with id 0, which fills the places of the soft prompt and must not be penalised for that."""
+    table = torch.randn(6, 32) * 0.3
+    config = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 6}
+    path = write_files(tmp_path / "soft", {"prompt_embeddings": table}, config)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, repetition_penalty=5.0, logit_bias={0: 100})
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    (output,) = llm.generate(prompt, params, lora_request=asked([str(path)])[0], use_tqdm=False)
+    assert output.outputs[0].token_ids[0] == 0 and output.prompt_token_ids == [5, 6, 7]
+    with torch.inference_mode():
+        embeddings = torch.cat((table, model.get_input_embeddings()(torch.tensor([5, 6, 7]))))[None]
+        logits = model(inputs_embeds=embeddings).logits[0, -1]
+    plain = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=0)
+    (output,) = llm.generate(prompt, plain, lora_request=asked([str(path)])[0], use_tqdm=False)
+    token = output.outputs[0].token_ids[0]
+    found = output.outputs[0].logprobs[0][token].logprob
+    assert token == int(logits.argmax()) and abs(found - float(logits.log_softmax(-1)[token])) < 1e-4
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one(model: Any, merged: dict[str, Any]) -> None:
+    names = [*merged, *merged]
+    with LLM(str(model.path), **{**TINY_ENGINE, "max_loras": 2}, tensor_parallel_size=2) as parallel:
+        outputs = parallel.generate(prompts_for(names), GREEDY, lora_request=asked(names), use_tqdm=False)
+    for name, output in zip(names, outputs, strict=True):
+        check(merged[name], output)
+
+
+def test_the_cpu_library_adapts_whole_steps(model: Any, merged: dict[str, Any]) -> None:
+    """In bfloat16: most tokens are those of the float32 reference, and the steps ran whole."""
+    require_library()
+    names, before = list(merged), native.STEPS.copy()
+    settings = {**TINY_ENGINE, "dtype": "bfloat16", "attention_backend": "cpu", "block_size": 16, "max_loras": 5}
+    with LLM(str(model.path), **settings) as native_llm:
+        outputs = native_llm.generate(prompts_for(names), GREEDY, lora_request=asked(names), use_tqdm=False)
+    for name, output in zip(names, outputs, strict=True):
+        check(merged[name], output, tolerance=0.35)
+    steps = native.STEPS - before
+    assert steps["adapted"] > 5 and not steps["layer by layer"]
+
+
+def test_a_gguf_file_orders_queries_and_keys_otherwise(model: Any, merged: dict[str, Any], tmp_path: Path) -> None:
+    """The same adapters over a GGUF file of the same weights, whose queries and keys are in llama.cpp's order."""
+    kinds = pytest.importorskip("gguf").GGMLQuantizationType
+    write_model(tmp_path / "m.gguf", model, "llama", kinds.F32)
+    names = list(merged)
+    settings = {**TINY_ENGINE, "max_loras": 5, "quantization": "none"}
+    with LLM(str(tmp_path / "m.gguf"), **settings) as gguf:
+        outputs = gguf.generate(prompts_for(names), GREEDY, lora_request=asked(names), use_tqdm=False)
+    for name, output in zip(names, outputs, strict=True):
+        check(merged[name], output)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_weights_keep_their_adapters(model: Any, merged: dict[str, Any], quantization: str) -> None:
+    """What an adapter adds is not quantized. The tolerance is that of the base model's quantization, and far less than
+    what the adapter changes."""
+    require_library()
+    name = list(merged)[1]
+    settings = {**TINY_ENGINE, "dtype": "bfloat16", "attention_backend": "cpu", "block_size": 16}
+    with LLM(str(model.path), **settings, quantization=quantization) as quantized:
+        outputs = quantized.generate(prompts_for(["", name]), GREEDY, lora_request=asked(["", name]), use_tqdm=False)
+    for each, output in zip(("", name), outputs, strict=True):
+        check(merged[each], output, tolerance=1.5)
+    with pytest.raises(AssertionError, match="likeliest|logprob"):
+        check(model, outputs[1], tolerance=1.5)
+
+
+def test_a_prefix_in_an_eight_bit_cache(model: Any, tmp_path: Path) -> None:
+    """Keys and values of prefix tuning go into the CPU library's cache of 8-bit integers as computed ones do."""
+    require_library()
+    table = torch.randn(4, 3 * 2 * 16) * 0.5
+    config = {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 4}
+    request = asked([str(write_files(tmp_path / "prefix", {"prompt_embeddings": table}, config))])[0]
+    settings = {**TINY_ENGINE, "dtype": "bfloat16", "attention_backend": "cpu", "block_size": 16}
+    scores = []
+    for kind in ("auto", "int8"):
+        with LLM(str(model.path), **settings, kv_cache_dtype=kind) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=20)
+            (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, lora_request=request, use_tqdm=False)
+            (plain,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+        scores.append({token: each.logprob for token, each in output.outputs[0].logprobs[0].items()})
+        assert (
+            abs(plain.outputs[0].logprobs[0][plain.outputs[0].token_ids[0]].logprob - max(scores[-1].values())) > 0.02
+        )
+    both = scores[0].keys() & scores[1].keys()
+    assert len(both) > 10 and max(abs(scores[0][token] - scores[1][token]) for token in both) < 0.1
+
+
+@pytest.mark.slow
+def test_two_hundred_adapters_through_four_slots(model: Any, tmp_path: Path) -> None:
+    """Random arrivals, lengths and repeats, with aborts and a base model's requests among them: every text is that of
+    its own adapter, nobody starves, and the base model's requests never wait for a load."""
+    rng = np.random.default_rng(7)
+    merged = {str(tmp_path / f"a{i}"): write_lora(model, tmp_path / f"a{i}", i, rank=1 + i % 8) for i in range(200)}
+    names = [*merged, *rng.choice(list(merged), 120), *[""] * 40]
+    rng.shuffle(names)
+    settings = {**TINY_ENGINE, "max_loras": 4, "max_cpu_loras": 20, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+    with LLM(str(model.path), **settings) as llm:
+        engine, texts, aborted, waiting = llm.llm_engine, {}, set(), list(enumerate(names))
+        params = [GREEDY.clone() for _ in names]
+        for each in params:
+            each.max_tokens = int(rng.integers(1, 12))
+        while waiting or engine.has_unfinished_requests():
+            for _ in range(int(rng.integers(0, 6))):
+                if waiting:
+                    number, name = waiting.pop()
+                    prompt = {"prompt_token_ids": rng.integers(2, 90, int(rng.integers(1, 20))).tolist()}
+                    engine.add_request(str(number), prompt, params[number], lora_request=asked([name])[0])
+            if rng.random() < 0.02:
+                victim = str(int(rng.integers(0, len(names))))
+                aborted |= {output.request_id for output in engine.abort_request(victim)}
+            texts |= {output.request_id: output for output in engine.step() if output.finished}
+        stats = engine.client.stats()
+    assert stats.resource_loads >= 200 - len(aborted) and stats.resource_evictions >= 190 - len(aborted)
+    assert stats.resource_slots_used == 0 and len(texts.keys() | aborted) == len(names)
+    for number, name in enumerate(names):
+        if str(number) not in aborted:
+            check(merged.get(name, model), texts[str(number)])

@@ -1,0 +1,92 @@
+"""Kernels that are compiled ahead: lists of them, launchers, and what counts as late. No kernel is launched here."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kvasir.kernels.triton import launch, pointwise
+from kvasir.kernels.triton.launch import cdiv, next_power_of_2
+
+
+@pytest.fixture
+def lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(launch.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    monkeypatch.setattr(launch, "_known", {})
+    return tmp_path
+
+
+def test_launchers_of_one_name_do_not_get_each_others_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python may return one module for all of them, with the functions of the one that was loaded last."""
+    shared = ModuleType("__triton_launcher")
+
+    def load(name: str, path: str) -> ModuleType:
+        shared.launch = path  # type: ignore[attr-defined]
+        return shared
+
+    monkeypatch.setattr(launch, "_load_module", load)
+    paths = [str(number) for number in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda path: launch.build._load_module_from_path("__triton_launcher", path), paths))
+    assert [each.launch for each in found] == paths
+
+
+def test_a_list_of_kernels_is_kept_and_read(lists: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[Any, str]] = []
+    monkeypatch.setattr(launch, "_compile_all", compiled.extend)
+    assert not launch.compile_listed("a model"), "there is none yet"
+    noted = SimpleNamespace(module=pointwise.__name__, name="_rms_norm_kernel")
+    launch._compiled(fn=noted, compile={"specialization_data": "as before"})
+    launch._compiled(fn=SimpleNamespace(module="mine", name="own"), compile={"specialization_data": "x"})
+    launch.keep_list("a model")
+    launch._known.clear()  # another process
+    assert launch.compile_listed("a model") and compiled == [(pointwise._rms_norm_kernel, "as before")]
+    assert not launch.compile_listed("another model")
+    compiled.clear()
+    launch._compiled(fn=noted, compile={"specialization_data": "as before"})
+    assert launch.compile_listed("a model") and not compiled, "it is here already"
+
+
+def test_a_damaged_list_is_no_list(lists: Path) -> None:
+    launch.keep_list("a model")
+    (file,) = lists.glob("kvasir-*.json")
+    assert json.loads(file.read_text()) == []
+    file.write_text("[[")
+    assert not launch.compile_listed("a model")
+
+
+def test_a_list_that_cannot_be_kept_does_no_harm(lists: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (lists / "file").write_text("")
+    monkeypatch.setattr(launch.knobs.cache, "dir", str(lists / "file" / "below"))
+    launch.keep_list("a model")
+
+
+def test_only_what_a_launch_waits_for_is_late(lists: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_late", None)
+    noted = SimpleNamespace(module=pointwise.__name__, name="_rms_norm_kernel")
+    compile = lambda: launch._compiled(fn=noted, compile={"specialization_data": "x"})  # noqa: E731
+    compile()
+    assert launch.late_compilations() == 0, "before the start is over"
+    launch.watch_compilations()
+    compile()
+    ahead = threading.Thread(target=compile, name=f"{launch.THREADS}_0")
+    ahead.start()
+    ahead.join()
+    assert launch.late_compilations() == 1
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 16, 17, 1023])
+def test_sizes(number: int) -> None:
+    import triton
+
+    assert next_power_of_2(number) == triton.next_power_of_2(number) and cdiv(number, 16) == triton.cdiv(number, 16)

@@ -1,0 +1,258 @@
+"""Every pooling architecture equals transformers': hidden states of tokens, classes of texts and of tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from kvasir import LLM, PoolingParams
+from kvasir.errors import ConfigError, RequestError
+from tests.pairwise import few
+from tests.pooling_builders import VOCABULARY, save_sentence_bert, save_tokenizer, set_entries
+
+LENGTHS = (29, 5, 1, 12, 12)
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 40,
+    "pad_token_id": 0,
+    "num_labels": 3,
+}
+DECODER = {**SIZES, "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+DISTIL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": 96, "max_position_embeddings": 40}
+MODERN = {"local_attention": 8, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+GEMMA = {
+    "head_dim": 16,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+# Name of the classes without their ending -> model type, sizes.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Bert": ("bert", SIZES),
+    "Roberta": ("roberta", {**SIZES, "pad_token_id": 1, "max_position_embeddings": 42}),
+    "XLMRoberta": ("xlm-roberta", {**SIZES, "pad_token_id": 1, "max_position_embeddings": 42}),
+    "DistilBert": ("distilbert", {**DISTIL, "num_labels": 3}),
+    "MPNet": ("mpnet", {**SIZES, "pad_token_id": 1, "max_position_embeddings": 42}),
+    "ModernBert": ("modernbert", {**SIZES, **MODERN}),
+    "NomicBert": ("nomic_bert", SIZES),
+    "Gte": ("gte", SIZES),
+    "JinaEmbeddingsV3": ("jina_embeddings_v3", {**SIZES, "type_vocab_size": 1}),
+    "Mistral": ("mistral", {**DECODER, "sliding_window": 6}),
+    "Qwen2": ("qwen2", DECODER),
+    "Qwen3": ("qwen3", {**DECODER, "head_dim": 8}),
+    "Llama": ("llama", DECODER),
+    "Gemma3Text": ("gemma3_text", {**DECODER, **GEMMA, "use_bidirectional_attention": True}),
+}
+RNG = np.random.default_rng(3)
+TEXTS = [RNG.integers(3, 96, length).tolist() for length in LENGTHS]
+
+
+def make(name: str, ending: str, directory: Path, **options: Any) -> Any:
+    """A model of transformers with random weights, as it is after loading what it saved."""
+    kind, sizes = MODELS[name]
+    torch.manual_seed(5)
+    config = transformers.AutoConfig.for_model(kind, **{**sizes, **options})
+    made = getattr(transformers, f"{name}{ending}")(config)
+    with torch.no_grad():
+        for value in made.parameters():  # biases and gains that a wrong formula would not show are not 0 and 1
+            value.add_(torch.randn_like(value) * 0.1)
+    made.save_pretrained(directory)
+    return type(made).from_pretrained(directory, attn_implementation="eager").eval()
+
+
+def load(directory: Path, **settings: Any) -> LLM:
+    return LLM(str(directory), skip_tokenizer_init=True, dtype="float32", kv_cache_memory_bytes=None, **settings)
+
+
+def pooled(llm: LLM, task: str, **params: Any) -> list[np.ndarray]:
+    given = PoolingParams(task=task, **params)
+    return [each.outputs.data for each in llm.encode(TEXTS, given, use_tqdm=False)]
+
+
+def reference(model: Any, text: list[int], **inputs: Any) -> Any:
+    with torch.inference_mode():
+        return model(torch.tensor([text]), **inputs)
+
+
+@pytest.mark.parametrize("name", few(list(MODELS), fast=("Bert", "MPNet", "ModernBert", "Qwen3")))
+def test_hidden_states(name: str, tmp_path: Path) -> None:
+    hf = make(name, "Model", tmp_path)
+    with load(tmp_path) as llm:
+        found = pooled(llm, "token_embed", normalize=False)
+        vectors = pooled(llm, "embed", normalize=False)
+        units = pooled(llm, "embed")
+        pooling = llm.llm_engine.config.model.poolers[0].pooling
+    for text, states, vector, unit in zip(TEXTS, found, vectors, units, strict=True):
+        expected = reference(hf, text).last_hidden_state[0].numpy()
+        np.testing.assert_allclose(states, expected, atol=3e-5, rtol=1e-4)
+        whole = {"cls": expected[0], "last": expected[-1], "mean": expected.mean(0)}[pooling]
+        np.testing.assert_allclose(vector, whole, atol=3e-5, rtol=1e-4)
+        np.testing.assert_allclose(unit, whole / np.linalg.norm(whole), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", few([name for name in MODELS if name != "Gemma3Text"], fast=("XLMRoberta", "Llama")))
+def test_classes(name: str, tmp_path: Path) -> None:
+    hf = make(name, "ForSequenceClassification", tmp_path, pad_token_id=0)
+    with load(tmp_path) as llm:
+        logits, shares = pooled(llm, "classify", use_activation=False), pooled(llm, "classify")
+    for text, found, share in zip(TEXTS, logits, shares, strict=True):
+        mask = {} if name in ("Mistral", "Qwen2", "Qwen3", "Llama") else {"attention_mask": torch.ones(1, len(text))}
+        expected = reference(hf, text, **mask).logits[0]
+        np.testing.assert_allclose(found, expected.numpy(), atol=3e-5, rtol=1e-4)
+        np.testing.assert_allclose(share, expected.softmax(-1).numpy(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Bert", "Roberta", "ModernBert", "Qwen2", "NomicBert"])
+def test_classes_of_tokens(name: str, tmp_path: Path) -> None:
+    hf = make(name, "ForTokenClassification", tmp_path)
+    with load(tmp_path) as llm:
+        found = pooled(llm, "token_classify")
+    for text, shares in zip(TEXTS, found, strict=True):
+        expected = reference(hf, text).logits[0].softmax(-1).numpy()
+        np.testing.assert_allclose(shares, expected, atol=1e-5, rtol=1e-4)
+
+
+# ---------------------------------------------------------------- decoders in chunks, with cached prefixes
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max", "cls", "last"])
+def test_prompts_in_parts(pooling: str, tmp_path: Path) -> None:
+    """A prompt that takes several steps has the vector of one that takes one, beside others of other lengths."""
+    hf = make("Qwen2", "Model", tmp_path)
+    settings = {"max_num_batched_tokens": 7, "max_num_seqs": 4, "block_size": 4}
+    with load(tmp_path, pooler_config={"pooling_type": pooling, "normalize": False}, **settings) as llm:
+        found = pooled(llm, "embed")
+        tokens = pooled(llm, "token_embed", normalize=False)
+        stats = llm.llm_engine.client.stats()
+    assert stats.partial_prefills > 4, "prompts were computed in parts"
+    for text, vector, states in zip(TEXTS, found, tokens, strict=True):
+        expected = reference(hf, text).last_hidden_state[0].numpy()
+        whole = {"cls": expected[0], "last": expected[-1], "mean": expected.mean(0), "max": expected.max(0)}[pooling]
+        np.testing.assert_allclose(vector, whole, atol=3e-5, rtol=1e-4)
+        np.testing.assert_allclose(states, expected, atol=3e-5, rtol=1e-4)
+
+
+def test_prefixes_are_cached_where_only_the_last_token_counts(tmp_path: Path) -> None:
+    make("Qwen2", "Model", tmp_path)
+    texts = [[*TEXTS[0][:20], last] for last in range(3, 8)]
+    vectors = {}
+    for caching in (True, False):
+        with load(tmp_path, block_size=4, enable_prefix_caching=caching) as llm:
+            llm.embed(texts[:1], use_tqdm=False)
+            outputs = llm.embed(texts, use_tqdm=False)
+            vectors[caching] = [each.outputs.embedding for each in outputs]
+            assert all((each.num_cached_tokens == 20) is caching for each in outputs)
+            mean = llm.encode(texts, PoolingParams(task="token_embed"), use_tqdm=False)
+            assert not any(each.num_cached_tokens for each in mean), "all tokens' states are needed"
+    np.testing.assert_allclose(vectors[True], vectors[False], atol=1e-6)
+
+
+def test_texts_as_long_as_the_model_takes(tmp_path: Path) -> None:
+    make("Bert", "Model", tmp_path)
+    text = RNG.integers(3, 96, 40).tolist()
+    with load(tmp_path) as llm:
+        assert len(llm.embed(text, use_tqdm=False)[0].outputs.embedding) == 32
+        with pytest.raises(RequestError, match="truncate_prompt_tokens"):
+            llm.embed([*text, 5], use_tqdm=False)
+        cut = llm.embed([*text, 5], truncate_prompt_tokens=-1, use_tqdm=False)[0].outputs.embedding
+        np.testing.assert_allclose(cut, llm.embed(text, use_tqdm=False)[0].outputs.embedding, atol=1e-6)
+        with pytest.raises(RequestError, match="does not generate text"):
+            llm.generate(text, use_tqdm=False)
+        with pytest.raises(RequestError, match="cannot be shortened"):
+            llm.embed(text, pooling_params=PoolingParams(dimensions=8), use_tqdm=False)
+
+
+def test_settings_that_do_not_fit(tmp_path: Path) -> None:
+    make("Bert", "Model", tmp_path)
+    for settings, says in (
+        ({"runner": "generate"}, "does not generate text"),
+        ({"swap_space": 1.0}, "no KV cache"),
+        ({"long_prefill_token_threshold": 8}, "one step"),
+        ({"max_num_batched_tokens": 16, "max_num_seqs": 4}, "one step"),
+        ({"pooler_config": {"pooling": "mean"}}, "pooling_type"),
+        ({"pooler_config": {"pooling_type": "median"}}, "median"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load(tmp_path, **settings)
+
+
+# ---------------------------------------------------------------- heads made of other files
+
+
+def test_rerankers_made_of_two_tokens(tmp_path: Path) -> None:
+    """As Qwen3-Reranker: the score is the probability of yes against no as the next token."""
+    hf = make("Qwen3", "ForCausalLM", tmp_path, vocab_size=len(VOCABULARY))
+    save_tokenizer(tmp_path)
+    overrides = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["cat", "dog"]}
+    no, yes = VOCABULARY.index("cat"), VOCABULARY.index("dog")
+    with LLM(str(tmp_path), dtype="float32", hf_overrides=overrides) as llm:
+        found = [each.outputs.data for each in llm.encode(TEXTS, use_tqdm=False)]
+    for text, score in zip(TEXTS, found, strict=True):
+        logits = reference(hf, text).logits[0, -1]
+        np.testing.assert_allclose(score, logits[[no, yes]].softmax(-1)[1:].numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("ending", ["ForRewardModel", "ForProcessRewardModel"])
+def test_reward_models(ending: str, tmp_path: Path) -> None:
+    hf = make("Qwen2", "ForCausalLM", tmp_path, num_labels=2)
+    head = {f"score.{i}.{kind}": torch.randn(shape) for i, kind, shape in (
+        (0, "weight", (32, 32)), (0, "bias", (32,)), (2, "weight", (2, 32)), (2, "bias", (2,)),
+    )}  # fmt: skip
+    save_file(head, tmp_path / "score.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / "base.safetensors")
+    set_entries(tmp_path, architectures=[f"Qwen2{ending}"])
+    steps = {"pooling_type": "step", "step_tag_id": TEXTS[0][4], "returned_token_ids": [1]}
+    settings = {"pooler_config": steps} if "Process" in ending else {}
+    with load(tmp_path, **settings) as llm:
+        found = [each.outputs.data for each in llm.reward(TEXTS, use_tqdm=False)]
+    for text, values in zip(TEXTS, found, strict=True):
+        states = reference(hf.model, text).last_hidden_state[0]
+        inner = torch.relu(states @ head["score.0.weight"].T + head["score.0.bias"])
+        expected = (inner @ head["score.2.weight"].T + head["score.2.bias"]).numpy()
+        if settings:
+            expected = expected[np.array(text) == TEXTS[0][4]][:, [1]]
+        np.testing.assert_allclose(values, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_three_heads_of_bge_m3(tmp_path: Path) -> None:
+    hf = make("XLMRoberta", "Model", tmp_path)
+    heads = {}
+    for name, size in (("colbert", 32), ("sparse", 1)):
+        heads[name] = torch.nn.Linear(32, size)
+        torch.save(heads[name].state_dict(), tmp_path / f"{name}_linear.pt")
+    with load(tmp_path) as llm:
+        dense, colbert, sparse = (pooled(llm, task) for task in ("embed", "token_embed", "token_classify"))
+    for text, *vectors in zip(TEXTS, dense, colbert, sparse, strict=True):
+        states = reference(hf, text).last_hidden_state[0]
+        with torch.no_grad():
+            tokens = heads["colbert"](states[1:])
+            weights = torch.relu(heads["sparse"](states))
+        expected = states[0] / states[0].norm(), tokens / tokens.norm(dim=-1, keepdim=True), weights
+        for ours, theirs in zip(vectors, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_dense_module_of_sentence_transformers(tmp_path: Path) -> None:
+    model = save_sentence_bert(tmp_path, "Dense", prompts={"query": "what is "})
+    texts = ["the cat sat on the mat", "a dog", "what is the moon made of"]
+    with LLM(str(tmp_path), dtype="float32") as llm:
+        found = [each.outputs.embedding for each in llm.embed(texts, use_tqdm=False)]
+        asked = llm.embed(texts, prompt_name="query", use_tqdm=False)
+        scores = llm.score(texts[0], texts, use_tqdm=False)
+    expected = model.encode(texts)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(
+        [each.outputs.embedding for each in asked], model.encode(texts, prompt_name="query"), atol=1e-5
+    )
+    np.testing.assert_allclose([each.outputs.score for each in scores], expected @ expected[0], atol=1e-5)

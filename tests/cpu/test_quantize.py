@@ -1,0 +1,186 @@
+"""Quantizing: at load, and `kvasir quantize`, whose checkpoints transformers loads through compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvasir import kernels
+from kvasir.config.args import EngineArgs
+from kvasir.config.resolve import resolve
+from kvasir.entrypoints.cli.main import main
+from kvasir.layers.base import Build
+from kvasir.layers.mlp import Experts
+from kvasir.models.checkpoint import Safetensors
+from kvasir.models.loader import load
+from kvasir.models.quantized import QuantizedSafetensors
+from kvasir.quantization.at_load import QUANTIZERS, int4
+from kvasir.quantization.base import Unquantized
+from kvasir.quantization.coded import Coded
+from kvasir.quantization.coded_linear import CodedMethods
+from kvasir.quantization.formats import find_format
+from tests.model_builders import PagedModel, make_hf_model
+from tests.native_builders import SETS
+
+CPU = torch.device("cpu")
+TEXT = list(range(5, 25))
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+NEAR = {"int4": 0.11, "int8": 0.01, "fp8": 0.03, "fp8_block": 0.03}
+
+
+def error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def median(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of the tokens: where two experts are nearly as good for one, it may go to either."""
+    return sorted(error(one, other) for one, other in zip(got, wanted, strict=True))[len(got) // 2]
+
+
+@pytest.fixture(scope="module", params=["llama", "mixtral"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp(request.param)
+    make_hf_model(request.param, **WIDE).to(torch.bfloat16).save_pretrained(place / "plain")
+    return place / "plain"
+
+
+def config_for(path: Path, **settings: Any) -> Any:
+    return resolve(EngineArgs(str(path), device="cpu", skip_tokenizer_init=True, use_tqdm_on_load=False, **settings))
+
+
+@pytest.mark.parametrize("way", QUANTIZERS)
+def test_codes_are_near_the_weights(way: str) -> None:
+    weight = torch.randn(70, 384) * 0.05
+    weight[0] = 0  # a row of zeros stays one
+    coded = QUANTIZERS[way](weight)
+    assert error(coded.expand(), weight) < NEAR[way]
+    assert not coded.expand()[0].any() if way != "int4" else coded.expand()[0].abs().max() < 1e-6
+    assert torch.equal(coded.packed().expand(), coded.expand())
+
+
+def test_searched_scales_are_better_than_ranges() -> None:
+    """By a tenth of the squared error for normal weights, and never worse for any group."""
+    weight = torch.randn(64, 512)
+    groups = weight.view(64, -1, 128)
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    scale = (high - low) / 15
+    plain = (torch.round((groups - low) / scale) * scale + low - groups).square().sum(2)
+    searched = (int4(weight).expand().view(groups.shape) - groups).square().sum(2)
+    assert bool((searched <= plain * 1.0001).all()) and float(searched.sum() / plain.sum()) < 0.9
+    whole = int4(weight, whole_zeros=True)
+    assert whole.minimum is not None
+    zeros = -whole.minimum / whole.scale
+    assert torch.equal(zeros, zeros.round()) and error(whole.expand(), weight) < 0.11
+
+
+@pytest.mark.parametrize("to", [pytest.param("int4", marks=pytest.mark.slow), "int8", "fp8"])
+def test_a_written_checkpoint_is_read_by_transformers_and_by_us(to: str, checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    out = tmp_path / "out"
+    assert main(["quantize", str(checkpoint), "--to", to, "--out", str(out), "--device", "cpu"]) == 0
+    form = find_format(json.loads((out / "config.json").read_text()), out)
+    assert form is not None
+    ours, plain = QuantizedSafetensors(Safetensors(out), form, CPU), Safetensors(checkpoint)
+    assert ours.entries.keys() == plain.entries.keys()
+    source, quantized = dict(plain.read(plain.entries)), 0
+    values = {}
+    for name, tensor in ours.read(ours.entries):
+        quantized += isinstance(tensor, Coded)
+        values[name] = tensor.expand() if isinstance(tensor, Coded) else tensor.float()
+        if isinstance(tensor, Coded):
+            assert error(values[name], source[name]) < NEAR[to], name
+        else:
+            assert torch.equal(values[name], source[name].float()), name
+    assert quantized >= 14
+    assert (out / "model.safetensors").stat().st_size < 0.75 * (checkpoint / "model.safetensors").stat().st_size
+    if "mixtral" in str(checkpoint):
+        return  # transformers keeps experts in a form of its own
+    options = CompressedTensorsConfig(run_compressed=False)  # it expands the weights, and rounds no activations
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16, quantization_config=options)
+    compared = 0
+    for name, weight in theirs.state_dict().items():
+        if name in values and name.endswith("_proj.weight"):
+            compared += 1
+            assert torch.equal(weight, values[name].bfloat16()), name
+    assert compared == quantized
+    with torch.inference_mode():
+        wanted = theirs(torch.tensor([TEXT]), use_cache=False).logits[0].float()
+    with kernels.reference_only():
+        model = load(config_for(out, dtype="bfloat16", attention_backend="torch"), CPU)
+        got = PagedModel(model).step({"text": TEXT})["text"].float()
+    if to == "int4":  # otherwise transformers rounds activations to 8 bits, too
+        assert error(got, wanted) < 0.02
+
+
+def test_what_cannot_be_quantized_is_said(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize", str(checkpoint), "--to", "int8", "--out", str(tmp_path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    out = tmp_path / "once"
+    assert main(["quantize", str(checkpoint), "--to", "int8", "--out", str(out), "--device", "cpu"]) == 0
+    assert main(["quantize", str(out), "--to", "int4", "--out", str(tmp_path / "twice"), "--device", "cpu"]) == 2
+    assert "quantized already" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not SETS, reason="no CPU library")
+@pytest.mark.parametrize("way", ["fp8", "fp8_block"])
+def test_at_load_on_a_cpu(way: str, checkpoint: Path, log_lines: list[str]) -> None:
+    """Within what the way costs of the unquantized model, in half its memory; experts, too."""
+    plain = load(config_for(checkpoint, dtype="bfloat16"), CPU)
+    model = load(config_for(checkpoint, quantization=way), CPU)
+    assert any("as 8-bit integers in groups of 32" in line for line in log_lines)
+    assert model.weight_bytes() < 0.7 * plain.weight_bytes()
+    experts = model.model.layers[0].mlp if hasattr(model.model.layers[0].mlp, "experts") else None
+    if experts is None:
+        wanted, got = (PagedModel(one).step({"text": TEXT})["text"] for one in (plain, model))
+        assert 1e-3 < error(got, wanted) < 0.3  # random weights forgive little
+        return
+    values, weights = plain.model.layers[0].mlp.experts.stacks, experts.experts.stacks
+    for name, stack in weights.items():
+        rows = torch.arange(stack.layout.outputs)
+        source = values[name].matrix(1).rows(rows).float()
+        coded = QUANTIZERS[way](source).expand()
+        near = error(stack.matrix(1).rows(rows).float(), coded if way == "fp8" or name == "down" else source)
+        assert near < (6e-3 if way == "fp8" or name == "down" else 0.04)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SETS, reason="no CPU library")
+def test_a_quantized_mixture_runs(checkpoint: Path, tmp_path: Path) -> None:
+    """The library computes with the experts' own codes what plain torch computes with their values."""
+    out = tmp_path / "out"
+    assert main(["quantize", str(checkpoint), "--to", "int4", "--out", str(out), "--device", "cpu"]) == 0
+    got = PagedModel(load(config_for(out, dtype="bfloat16"), CPU)).step({"text": TEXT})["text"]
+    wanted = PagedModel(load(config_for(out, dtype="float32", attention_backend="torch"), CPU)).step({"text": TEXT})[
+        "text"
+    ]
+    assert median(got, wanted) < 0.16
+
+
+@pytest.mark.slow
+def test_coded_experts_compute_what_their_values_do() -> None:
+    """The method of a GPU, on a CPU by its reference: with biases, too."""
+    chosen, weights = torch.tensor([[0, 1], [3, 2], [1, 3], [0, 2], [2, 0]]), torch.rand(5, 2)
+    x, found = torch.randn(5, 128), []
+    for methods in (CodedMethods(int4), Unquantized()):
+        torch.manual_seed(1)
+        layer = Experts(Build(torch.float32, methods=methods, device=CPU), "experts", 4, 128, 256, bias=True)
+        for key, shape in layer.tensors().items():
+            values = torch.randn(shape) * 0.05
+            plain = isinstance(methods, CodedMethods) or len(shape) == 1
+            layer.load(key, values if plain else int4(values).expand())
+        layer.process()
+        found.append(layer.method.apply(layer, x, weights, chosen, "silu"))
+        assert ("stacks" in layer.__dict__ and len(layer.__dict__["stacks"]) == 2) == isinstance(methods, CodedMethods)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,173 @@
+"""The endpoints of pooling models, by the clients that people use, against sentence-transformers and transformers."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from tests.pooling_builders import save_bert, save_sentence_bert, set_entries
+from tests.server_process import LiveServer
+
+pytestmark = pytest.mark.slow  # two servers, and sentence-transformers takes seconds to import
+TEXTS = ["the cat sat on the mat", "what is the moon made of?", "grass"]
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, Any, Path]]:
+    directory = tmp_path_factory.mktemp("embedder")
+    reference = save_sentence_bert(directory, prompts={"query": "what is ", "document": ""})
+    set_entries(directory, matryoshka_dimensions=[8, 16])
+    with LiveServer.real(directory, "--served-model-name", "tiny", "--dtype", "float32") as server:
+        yield server.wait_until_ready(), reference, directory
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, Any]]:
+    from sentence_transformers import CrossEncoder
+
+    directory = tmp_path_factory.mktemp("reranker")
+    save_bert(directory, "ForSequenceClassification", num_labels=1)
+    with LiveServer.real(directory, "--served-model-name", "tiny", "--dtype", "float32") as server:
+        yield server.wait_until_ready(), CrossEncoder(str(directory), device="cpu", max_length=48)
+
+
+def post(server: LiveServer, path: str, body: dict[str, Any], status: int = 200) -> Any:
+    reply = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+def test_embeddings_by_openai(embedder: tuple[LiveServer, Any, Path]) -> None:
+    import openai
+
+    server, reference, _ = embedder
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-")
+    expected = reference.encode(TEXTS)
+    whole = client.embeddings.create(model="tiny", input=TEXTS)  # the client asks for base64
+    np.testing.assert_allclose([each.embedding for each in whole.data], expected, atol=1e-5)
+    assert whole.usage.prompt_tokens == whole.usage.total_tokens > len(TEXTS)
+    short = client.embeddings.create(model="tiny", input=TEXTS[0], dimensions=8, encoding_format="float")
+    cut = expected[0][:8] / np.linalg.norm(expected[0][:8])
+    np.testing.assert_allclose(short.data[0].embedding, cut, atol=1e-5)
+    ids = reference.tokenizer(TEXTS)["input_ids"]
+    by_ids = client.embeddings.create(model="tiny", input=ids, encoding_format="float")
+    np.testing.assert_allclose([each.embedding for each in by_ids.data], expected, atol=1e-5)
+
+
+def test_encodings(embedder: tuple[LiveServer, Any, Path]) -> None:
+    from sentence_transformers.util.quantization import quantize_embeddings
+
+    server, reference, _ = embedder
+    expected = reference.encode(TEXTS)
+
+    def given(how: str) -> list[Any]:
+        found = post(server, "/v1/embeddings", {"input": TEXTS, "encoding_format": how})["data"]
+        return [each["embedding"] for each in found]
+
+    floats = [np.frombuffer(base64.b64decode(each), np.float32) for each in given("base64")]
+    np.testing.assert_allclose(floats, expected, atol=1e-5)
+    assert np.array_equal(given("binary"), quantize_embeddings(expected, "binary"))
+    assert np.array_equal(given("ubinary"), quantize_embeddings(expected, "ubinary"))
+    assert np.abs(np.array(given("int8")) - expected * 127).max() <= 0.51
+    assert np.array_equal(np.array(given("uint8")) - 128, given("int8"))
+
+
+def test_prompts_and_truncation(embedder: tuple[LiveServer, Any, Path]) -> None:
+    server, reference, _ = embedder
+    long = " ".join(TEXTS * 20)
+    found = post(
+        server, "/v1/embeddings", {"input": ["cheese", long], "prompt_name": "query", "truncate_prompt_tokens": -1}
+    )
+    expected = reference.encode(["cheese", long], prompt_name="query")
+    np.testing.assert_allclose([each["embedding"] for each in found["data"]], expected, atol=1e-5)
+
+
+def test_other_servers_interfaces(embedder: tuple[LiveServer, Any, Path]) -> None:
+    server, reference, _ = embedder
+    expected = reference.encode(TEXTS)
+    np.testing.assert_allclose(post(server, "/embed", {"inputs": TEXTS}), expected, atol=1e-5)
+    ollama = post(server, "/api/embed", {"model": "tiny:latest", "input": TEXTS})
+    np.testing.assert_allclose(ollama["embeddings"], expected, atol=1e-5)
+    assert ollama["model"] == "tiny:latest" and ollama["prompt_eval_count"] > 3
+    scores = post(server, "/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS})
+    np.testing.assert_allclose([each["score"] for each in scores["data"]], expected @ expected[0], atol=1e-5)
+    tokens = post(server, "/pooling", {"input": TEXTS[0], "task": "token_embed"})["data"][0]["data"]
+    assert len(tokens) == len(reference.tokenizer(TEXTS[0])["input_ids"]) and len(tokens[0]) == 32
+
+
+def test_langchain(embedder: tuple[LiveServer, Any, Path]) -> None:
+    from langchain_openai import OpenAIEmbeddings
+
+    server, reference, _ = embedder
+    chain = OpenAIEmbeddings(
+        model="tiny",
+        base_url=f"{server.url}/v1",
+        api_key="-",
+        check_embedding_ctx_length=False,  # type: ignore[arg-type]
+    )
+    np.testing.assert_allclose(chain.embed_documents(TEXTS), reference.encode(TEXTS), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/embeddings", {"input": []}, "empty"),
+        ("/v1/embeddings", {"input": [[]]}, "empty"),
+        ("/v1/embeddings", {"input": ["cat", ""]}, "Text 1 is empty"),
+        ("/v1/embeddings", {"input": "cat " * 100}, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "cat", "dimensions": 64}, "more than the 32"),
+        ("/v1/embeddings", {"input": "cat", "dimensions": 9}, "8, 16"),
+        ("/v1/embeddings", {"input": "cat", "truncate_prompt_tokens": 41}, "more than the 40"),
+        ("/v1/embeddings", {"input": "cat", "prompt_name": "title"}, "document, query"),
+        ("/v1/embeddings", {"input": [5, 10**6]}, "vocabulary"),
+        ("/v1/embeddings", {"input": {"text": "cat"}}, "list of texts"),
+        ("/v1/embeddings", {"input": "cat", "encoding_format": "hex"}, "encoding_format"),
+        ("/classify", {"input": "cat"}, "does not do 'classify'"),
+        ("/v1/completions", {"prompt": "the"}, "does not generate text"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the"}]}, "does not generate text"),
+        (
+            "/v1/messages",
+            {"model": "tiny", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}]},
+            "does not generate text",
+        ),
+        ("/v1/responses", {"input": "the"}, "does not generate text"),
+        ("/generate", {"prompt": "the"}, "does not generate text"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "as many"),
+        ("/rerank", {"query": "a"}, "documents"),
+    ],
+)
+def test_bad_input(embedder: tuple[LiveServer, Any, Path], path: str, body: dict[str, Any], says: str) -> None:
+    server, _, _ = embedder
+    assert says in str(post(server, path, body, status=400)["error"]), "the error says what to do"
+
+
+def test_rerank_by_cohere_and_others(reranker: tuple[LiveServer, Any]) -> None:
+    import cohere
+
+    server, reference = reranker
+    documents = ["a small animal", "a kind of bread", "the sky is blue and the grass is green"]
+    expected = reference.predict([("what is a cat", each) for each in documents])
+    order = np.argsort(-expected).tolist()
+    client = cohere.ClientV2(api_key="-", base_url=server.url)
+    made = client.rerank(model="tiny", query="what is a cat", documents=documents, top_n=2)
+    assert [each.index for each in made.results] == order[:2]
+    np.testing.assert_allclose([each.relevance_score for each in made.results], expected[order[:2]], atol=1e-5)
+    jina = post(server, "/v1/rerank", {"query": "what is a cat", "documents": documents, "return_documents": True})
+    assert [each["document"]["text"] for each in jina["results"]] == [documents[i] for i in order]
+    tei = post(server, "/rerank", {"query": "what is a cat", "texts": documents, "raw_scores": True})
+    logits = reference.predict([("what is a cat", each) for each in documents], activation_fn=torch.nn.Identity())
+    np.testing.assert_allclose([each["score"] for each in tei], logits[order], atol=1e-5)
+    scores = post(server, "/score", {"text_1": "what is a cat", "text_2": documents})["data"]
+    np.testing.assert_allclose([each["score"] for each in scores], expected, atol=1e-5)
+    classes = post(server, "/classify", {"input": documents[0]})["data"][0]
+    assert classes["num_classes"] == 1 and classes["label"] == "LABEL_0"
+    long = post(server, "/score", {"text_1": "cat " * 40, "text_2": "dog " * 9, "truncate_prompt_tokens": -1})["data"]
+    np.testing.assert_allclose(long[0]["score"], reference.predict([("cat " * 40, "dog " * 9)])[0], atol=1e-5)
+    assert "does not do 'embed'" in post(server, "/v1/embeddings", {"input": "a"}, 400)["error"]["message"]

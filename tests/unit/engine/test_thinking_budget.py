@@ -1,0 +1,75 @@
+"""Budgets of reasoning: the closing token is forced after exactly so many tokens, alone and around a grammar."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvasir.engine.core import EngineCore
+from kvasir.engine.grammar_guide import GRAMMAR_GUIDE, guide_argument
+from kvasir.engine.thinking_budget import BUDGET_GUIDE, BudgetGuide, BudgetGuides, budget_argument
+from kvasir.executor.fake import EchoExecutor
+from kvasir.frontend.text.grammar import build_grammar
+from kvasir.messages import EngineRequest, RowSampling
+from kvasir.sampling_params import StructuredOutputsParams
+from tests.builders import make_scheduler, run
+from tests.grammars import EOS, THINK_END, decode, small_guides, token_id, vocab_size
+
+OPEN, CLOSE = 7, token_id(THINK_END)
+
+
+def make_core(lookahead: int) -> EngineCore:
+    scheduler = make_scheduler(max_model_len=256, num_blocks=256)
+    shape = scheduler.rows.tokens.shape
+    executor = EchoExecutor(scheduler.cache.block_size, shape[0], shape[1], vocab_size())
+    executor.allocate_kv(scheduler.cache.pool.num_blocks, scheduler.cache.tier.num_blocks + 1)
+    scheduler.guides.kinds |= {GRAMMAR_GUIDE: small_guides(), BUDGET_GUIDE: BudgetGuides(scheduler.guides)}
+    return EngineCore(scheduler, executor, lookahead)
+
+
+def request(budget: int, inner: Any = None, sampling: RowSampling | None = None) -> EngineRequest:
+    guide = (BUDGET_GUIDE, budget_argument(budget, OPEN, CLOSE, True, inner))
+    sampling = sampling or RowSampling(stop_token_ids=(token_id(EOS),))
+    return EngineRequest(0, np.array([5, 6, OPEN], np.int32), 60, sampling, guide=guide)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("budget", [0, 1, 5])
+def test_reasoning_ends_after_the_budget(lookahead: int, budget: int) -> None:
+    core = make_core(lookahead)
+    core.add(request(budget))
+    tokens = run(core).tokens[0]
+    assert tokens.index(CLOSE) <= budget
+    free = make_core(lookahead)
+    free.add(request(1000))
+    if budget:  # until then nothing is changed
+        assert tokens[:budget] == run(free).tokens[0][:budget] or CLOSE in tokens[:budget]
+
+
+@pytest.mark.parametrize("jumps", [False, True])
+def test_a_grammar_begins_where_the_budget_ends(jumps: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"], "additionalProperties": False}
+    grammar = build_grammar(StructuredOutputsParams(json=schema)).text
+    core = make_core(1)
+    core.add(request(4, (GRAMMAR_GUIDE, guide_argument(grammar, gate=CLOSE, jumps=jumps))))
+    tokens = run(core).tokens[0]
+    end = tokens.index(CLOSE)
+    assert end <= 4 and json.loads(decode(tokens[end + 1 :])) == {"a": "x"}
+
+
+def test_the_guide_counts_from_the_opening_token() -> None:
+    guide = BudgetGuide(2, OPEN, CLOSE, begun=False)
+    guide.accept([11, 12, 13])
+    assert not guide.holds, "reasoning is not open"
+    guide.accept([OPEN, 11])
+    assert not guide.holds
+    guide.accept([12])
+    assert guide.holds and guide.is_spent
+    assert guide.jump(2, 10, ()) == [], "one token is not worth a jump here"
+    assert guide.jump(1, 10, ()) == [CLOSE]
+    assert not guide.holds
+    guide.accept([OPEN, 11, 12, 13])
+    assert not guide.holds, "it opens once"

@@ -1,0 +1,243 @@
+"""Structured outputs in the API process: grammars from parameters, what they accept, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+from pydantic import BaseModel
+
+from kvasir.engine.grammar_guide import compile_grammar
+from kvasir.errors import RequestError
+from kvasir.frontend.requests.structured import jumps_are_exact
+from kvasir.frontend.text.grammar import JsonStyle, build_grammar, from_triggers, json_rule, literal
+from kvasir.messages import Extras, RowSampling
+from kvasir.sampling_params import GrammarTag, SamplingParams, StructuredOutputsParams
+from tests.grammars import CALL, EOS, THINK_END, small_tokenizer, small_vocabulary, token_id
+
+THING = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TAG = {"begin": "<f=x>", "content": {"type": "json_schema", "json_schema": THING}, "end": "</f>"}
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Whether a text is a complete output of a grammar."""
+    matcher = compile_grammar(small_vocabulary(), grammar).deep_copy()
+    ids = small_tokenizer().encode(text).ids
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def grammar_of(style: JsonStyle | None = None, **given: Any) -> str:
+    return build_grammar(StructuredOutputsParams(**given), style or JsonStyle()).text
+
+
+@pytest.mark.parametrize(
+    ("given", "good", "bad"),
+    [
+        ({"json": THING}, '{"a": 1}', '{"a":1}'),
+        ({"json": json.dumps(THING)}, '{"a": -3, "b": [1, 2]}', '{"b": 1}'),
+        ({"json": THING, "disable_any_whitespace": True}, '{"a":1}', '{"a": 1}'),
+        ({"json": THING, "whitespace": "compact"}, '{"a":1}', '{"a": 1}'),
+        ({"json": THING, "whitespace": "flexible"}, '{ "a" :\n  1\n}', '{"a":' + 9 * " " + "1}"),
+        ({"json": THING, "whitespace_pattern": "_?"}, '{"a":_1}', '{"a": 1}'),
+        ({"json": THING, "disable_additional_properties": True}, '{"a": 1}', '{"a": 1, "b": 2}'),
+        ({"json": True}, "[1, null]", "[1"),
+        ({"json_object": True}, "{}", "[]"),
+        ({"regex": "a/b\\d"}, "a/b7", "a/b\u0667"),
+        ({"choice": ["yes", 'n"o\n']}, 'n"o\n', "no"),
+        ({"choice": ["", "x"]}, "", "y"),
+        ({"grammar": 'start: "a" B\nB: /[0-9]+/'}, "a12", "a"),
+        ({"grammar": 'root ::= "a" [0-9]+ | x\nx ::= "x"'}, "x", "ax"),
+        ({"structural_tag": {"format": {"type": "tag", **TAG}}}, '<f=x>{"a": 1}</f>', '{"a": 1}'),
+        (
+            {"structural_tag": {"format": {"type": "sequence", "elements": [
+                {"type": "const_string", "value": "hi "},
+                {"type": "or", "elements": [{"type": "regex", "pattern": "x/+"}, {"type": "tag", "begin": "<b>",
+                 "content": {"type": "any_text"}, "end": ["</b>", "!"]}]},
+            ]}}},
+            "hi <b>some text</b>", "hi <b>some text",
+        ),
+        (
+            {"structural_tag": json.dumps({"format": {"type": "tags_with_separator", "separator": ",",
+             "at_least_one": True, "tags": [{"type": "tag", **TAG}]}})},
+            '<f=x>{"a": 1}</f>,<f=x>{"a": 2}</f>', "",
+        ),
+        (
+            {"structural_tag": {"format": {"type": "triggered_tags", "triggers": ["<f"], "at_least_one": True,
+             "tags": [TAG]}}},
+            'text <f=x>{"a": 1}</f> text', "text",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_constraint_accepts(given: dict[str, Any], good: str, bad: str) -> None:
+    grammar = grammar_of(**given)
+    assert accepts(grammar, good) and not accepts(grammar, bad)
+
+
+def test_equal_parameters_are_one_grammar_and_the_engines_style_is_the_default() -> None:
+    assert grammar_of(json=THING) == grammar_of(json=json.dumps(THING, indent=2))
+    assert grammar_of(JsonStyle("compact"), json=THING) == grammar_of(json=THING, whitespace="compact")
+    lenient = {"json": {**THING, "not": {"type": "string"}}}
+    assert accepts(grammar_of(JsonStyle(lenient=True), **lenient), '{"a": 1}')
+    with pytest.raises(RequestError, match='"not"'):
+        compile_grammar(small_vocabulary(), grammar_of(**lenient))
+    with pytest.raises(RequestError, match='"not"'):
+        compile_grammar(small_vocabulary(), grammar_of(JsonStyle(lenient=True), **lenient, lenient=False))
+
+
+def test_a_pydantic_model_is_a_schema() -> None:
+    class Thing(BaseModel):
+        a: int
+
+    params = StructuredOutputsParams(json=Thing.model_json_schema())
+    assert accepts(build_grammar(params).text, '{"a": 4}')
+
+
+def test_closed_objects_are_closed_at_every_depth_and_keep_their_examples() -> None:
+    inner = {"type": "object", "properties": {"b": {"const": {"properties": {}}}}}
+    closed = json.loads(grammar_of(JsonStyle(closed=True), json={"properties": {"a": inner}}))["grammars"][0]
+    schema = closed["json_schema"]
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["a"]["additionalProperties"] is False
+    assert schema["properties"]["a"]["properties"]["b"] == {"const": {"properties": {}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "exactly one of"),
+        ({"json": THING, "regex": "a"}, "json and regex"),
+        ({"json": 7}, "json cannot be 7"),
+        ({"choice": [1]}, "choice"),
+        ({"json": THING, "whitespace": "tabs"}, "spaced, compact, flexible"),
+        ({"json_object": "yes"}, "True or False"),
+    ],
+)
+def test_wrong_parameters_are_refused_by_name(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        StructuredOutputsParams(**given)
+    assert caught.value.parameter is not None
+    with pytest.raises(RequestError):
+        SamplingParams(structured_outputs=given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tag", "words"),
+    [
+        ("{", "not valid JSON"),
+        ([], "structural_tag"),
+        ({"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}, "none of its triggers"),
+        ({"structures": [], "triggers": ["<b"]}, "at least one entry in tags"),
+        ({"structures": [{"begin": "<a>"}], "triggers": []}, "triggers"),
+        ({"format": {"type": "odd"}}, "odd"),
+        ({"format": {"type": "tag", "begin": "a"}}, "content"),
+        ({"format": {"type": "triggered_tags", "triggers": ["<"], "tags": [TAG], "excludes": ["x"]}}, "excludes"),
+    ],
+)
+def test_a_wrong_structural_tag_is_refused(tag: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        build_grammar(StructuredOutputsParams(structural_tag=tag))
+
+
+def test_markers_in_a_literal_are_single_tokens() -> None:
+    markers = {CALL: token_id(CALL), THINK_END: token_id(THINK_END)}
+    assert literal(f"a{CALL}b", markers) == f'"a" <[{token_id(CALL)}]> "b"'
+    assert literal(CALL) == f'"{CALL}"' and literal("") == '""'
+    grammar = grammar_of(grammar=f"start: {literal(f'x{CALL}', markers)} {json_rule(THING)}")
+    assert accepts(grammar, f'x{CALL}{{"a": 1}}')
+
+
+@pytest.mark.parametrize("after", ["", THINK_END, "</done>"])
+@pytest.mark.parametrize("trigger", [CALL, "<f="])
+def test_constraints_that_begin_in_free_text(after: str, trigger: str) -> None:
+    markers = {CALL: token_id(CALL), THINK_END: token_id(THINK_END)}
+    call = f'start: {json_rule(THING)} "</f>"'
+    params = StructuredOutputsParams(tags=(GrammarTag(trigger, call),), starts_after=after)
+    grammar = from_triggers(build_grammar(params), markers)
+    before = f"some thought{after}" if after else ""
+    assert accepts(grammar, f"{before}hello")
+    assert accepts(grammar, f'{before}hello {trigger}{{"a": 1}}</f> and {trigger}{{"a": 2}}</f>')
+    assert not accepts(grammar, f"{before}hello {trigger}oops")
+    if after:
+        whole = from_triggers(build_grammar(StructuredOutputsParams(json=THING, starts_after=after)), markers)
+        assert accepts(whole, f'{before}{{"a": 1}}') and not accepts(whole, f"{before}oops")
+
+
+def test_jumps_are_left_out_where_something_else_is_asked_about_a_token() -> None:
+    def exact(**extras: Any) -> bool:
+        return jumps_are_exact(RowSampling(extras=Extras(3, **extras)))
+
+    assert jumps_are_exact(RowSampling()) and jumps_are_exact(RowSampling(temperature=1, seed=3))
+    assert exact(presence_penalty=1.0, logit_bias=((1, 2.0),))
+    assert not jumps_are_exact(RowSampling(logprobs=0)) and not jumps_are_exact(RowSampling(banned_until=4))
+    for extras in ({"bad_words": ((1,),)}, {"forbidden_token_ids": (1,)}, {"top_ema_p": 0.5}, {"prompt_logprobs": 1}):
+        assert not exact(**extras)
+
+
+# ---------------------------------------------------------------- what clients may send
+
+_pieces = st.sampled_from(
+    [
+        *'abst:|()[]{}*+?."\\/<>%@~,-=\n 019',
+        "start",
+        "root",
+        "::=",
+        "%json ",
+        "[lazy]",
+        "{1,99999}",
+        "/x*/",
+        "(?i)",
+        "\\p{L}",
+    ]
+)
+_text = st.one_of(st.lists(_pieces, max_size=30).map("".join), st.text(max_size=30))
+_json = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5), st.sampled_from(["string", "object", "#"])),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(
+                ["type", "properties", "items", "anyOf", "oneOf", "allOf", "$ref", "$defs", "pattern", "enum", "const",
+                 "required", "minimum", "maximum", "minLength", "maxLength", "format", "x-guidance", "multipleOf"]
+            ),
+            inner,
+            max_size=4,
+        ),
+    ),
+    max_leaves=10,
+)  # fmt: skip
+_asked = st.one_of(
+    st.builds(lambda text: {"regex": text}, _text),
+    st.builds(lambda text: {"grammar": text}, _text),
+    st.builds(lambda text: {"grammar": f"start: {text}"}, _text),
+    st.builds(lambda texts: {"choice": texts}, st.lists(_text, min_size=1, max_size=4)),
+    st.builds(lambda value: {"json": value}, st.one_of(_text, st.dictionaries(st.text(max_size=4), _json), _json)),
+    st.builds(lambda value: {"structural_tag": value}, st.one_of(_text, st.dictionaries(st.text(max_size=4), _json))),
+)
+
+
+@given(_asked)
+def test_arbitrary_grammars_are_compiled_or_refused(asked: dict[str, Any]) -> None:
+    """Nothing but a RequestError comes out, and what is compiled can be followed."""
+    try:
+        grammar = build_grammar(StructuredOutputsParams(**asked))
+        texts = [grammar.text] if grammar.text else [text for _, text in grammar.tags]
+        compiled = [compile_grammar(small_vocabulary(), text) for text in texts]
+    except RequestError:
+        return
+    for matcher in compiled:
+        _follow(matcher.deep_copy())
+
+
+def _follow(matcher: LLMatcher) -> None:
+    for _ in range(8):
+        if matcher.is_stopped():
+            return
+        mask = matcher.compute_bitmask()
+        allowed = [token for token in range(len(mask) * 8) if mask[token // 8] >> token % 8 & 1]
+        assert allowed, "a grammar that goes on allows some token"
+        if allowed[-1] == token_id(EOS) or not matcher.consume_token(allowed[-1]):
+            return

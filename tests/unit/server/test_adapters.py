@@ -1,0 +1,73 @@
+"""The server's list of adapters: settings, the key of those who load them, names."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvasir.errors import ConfigError, RequestError
+from kvasir.lora.host import AdapterNotFoundError
+from kvasir.server.adapters import AdapterModule, ServedAdapters, read_modules
+from kvasir.server.config import ServerConfig
+from kvasir.server.errors import ApiError, as_api_error
+
+
+def test_lora_modules_are_pairs_or_json() -> None:
+    given = ["a=/x=y", '{"name": "b", "path": "/z", "task_id": 2, "base_model_name": "m"}']
+    assert read_modules(given) == [AdapterModule("a", "/x=y"), AdapterModule("b", "/z", 2)]
+    for wrong in ("a", "=x", "a=", '{"name": "b"}', '{"name": "b", "path": "/z", "rank": 3}', "{"):
+        with pytest.raises(ConfigError, match="--lora-modules"):
+            read_modules([wrong])
+
+
+def served(num_processes: int = 1, **settings: Any) -> ServedAdapters:
+    return ServedAdapters(ServerConfig(**settings), ["model"], num_processes)
+
+
+def refusal(adapters: ServedAdapters, key: str | None) -> int:
+    with pytest.raises(ApiError) as caught:
+        adapters.check_admin(key)
+    return caught.value.status
+
+
+def test_loading_needs_the_admin_key() -> None:
+    assert refusal(served(), "any") == 403
+    assert refusal(served(lora_admin_key="open"), None) == refusal(served(lora_admin_key="open"), "shut") == 401
+    assert refusal(served(2, lora_admin_key="open"), "open") == 409  # processes share no list
+    assert refusal(served(lora_admin_key="open"), "open") == 409  # no enable_lora
+
+
+def test_names_are_taken_once_and_given_back() -> None:
+    adapters = served()
+    adapters._catalog = FakeCatalog()  # type: ignore[assignment]
+    asyncio.run(adapters.load("one", "/path"))
+    with pytest.raises(RequestError, match="loaded already"):
+        asyncio.run(adapters.load("one", "/path"))
+    asyncio.run(adapters.load("one", "/path", replace=True))
+    with pytest.raises(RequestError, match="name of the model itself"):
+        asyncio.run(adapters.load("model", "/path"))
+    adapters.unload("one")
+    with pytest.raises(AdapterNotFoundError) as caught:
+        adapters.unload("one")
+    assert as_api_error(caught.value).status == 404
+
+
+class FakeCatalog(dict[str, Any]):
+    def read(self, name: str, path: str, task_id: int | None = None) -> Any:
+        return SimpleNamespace(name=name)
+
+    def add(self, adapter: Any) -> None:
+        self[adapter.name] = adapter
+
+    def remove(self, name: str) -> bool:
+        return self.pop(name, None) is not None
+
+
+def test_adapters_need_enable_lora() -> None:
+    engine: Any = SimpleNamespace(config=SimpleNamespace(adapters=SimpleNamespace(enable_lora=False)))
+    with pytest.raises(ConfigError, match="need --enable-lora"):
+        asyncio.run(served(lora_modules=["a=b"]).start(engine))
+    asyncio.run(served().start(engine))
