@@ -13,6 +13,13 @@ KvasirError
 A message says what was asked, what is possible and what to change.
 """
 
+MAX_ECHO = 200  # characters of a client's input that an error repeats
+
+
+def excerpt(text: str) -> str:
+    """The beginning of a text that repeats a client's input, such as another library's error."""
+    return text if len(text) <= MAX_ECHO else f"{text[:MAX_ECHO]}..."
+
 
 class KvasirError(Exception):
     """Base class of all errors that Kvasir raises on purpose."""

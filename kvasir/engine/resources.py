@@ -64,7 +64,7 @@ class ResourceSlots:
     @property
     def num_used(self) -> int:
         """Number of slots that requests hold."""
-        return len(self._held) - len(self._idle)
+        return sum(held.num_holders > 0 for held in self._held.values())
 
     # ------------------------------------------------------------ requests
 

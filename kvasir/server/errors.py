@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvasir.errors import EngineDeadError, EngineError, OverloadedError, PromptTooLongError, RequestError
+from kvasir.errors import MAX_ECHO, EngineDeadError, EngineError, OverloadedError, PromptTooLongError, RequestError
 from kvasir.log import get_logger
 from kvasir.lora.host import AdapterNotFoundError
 from kvasir.server.schema.base import ErrorDetail, ErrorReply, MessagesErrorDetail, MessagesErrorReply, encode
@@ -42,7 +42,6 @@ class ApiError(Exception):
         return self.message
 
 
-MAX_ECHO = 200  # characters of a client's input that an error repeats
 _MAX_MESSAGE = 1000  # characters; nothing that we say ourselves is longer
 _LONG_VALUE = 40  # characters; nor do we use longer words
 # A value in quotes, whose end may be cut off, or a word.

@@ -23,7 +23,7 @@ from kvasir.engine.grammar_guide import (
     guide_argument,
     parser_limits,
 )
-from kvasir.errors import ModelError, RequestError
+from kvasir.errors import ModelError, RequestError, excerpt
 from kvasir.frontend.text.grammar import PARAMETER, Grammar, JsonStyle, Markers, build_grammar, from_triggers
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.frontend.text.tokenizer_files import tokenizer_of
@@ -135,8 +135,8 @@ class StructuredOutputs:
 
 
 def _explained(error: str) -> str:
-    said = error.strip().rstrip(".")
-    if "Unimplemented keys" in said or "Unknown format" in said:
+    said = excerpt(error.strip().rstrip("."))
+    if "Unimplemented keys" in error or "Unknown format" in error:
         return f"The JSON schema cannot be enforced: {said}. Remove it, {_ADVICE}."
     return f"The grammar cannot be used: {said}."
 

@@ -15,7 +15,7 @@ from typing import Any
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from kvasir.errors import RequestError
+from kvasir.errors import RequestError, excerpt
 from kvasir.frontend.text.structural_tags import read_structural_tag
 from kvasir.sampling_params import StructuredOutputsParams
 
@@ -124,7 +124,7 @@ def _text(params: StructuredOutputsParams, style: JsonStyle) -> str:
     try:
         return _lark(any_to_lark(params.grammar))
     except Exception as error:  # the converter has several kinds
-        raise RequestError(f"{PARAMETER}.grammar cannot be read: {error}", PARAMETER) from error
+        raise RequestError(f"{PARAMETER}.grammar cannot be read: {excerpt(str(error))}", PARAMETER) from error
 
 
 def _schema(schema: Any, style: JsonStyle) -> Any:

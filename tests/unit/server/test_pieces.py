@@ -22,7 +22,7 @@ from starlette.types import Message as AsgiMessage
 
 from kvasir import log
 from kvasir.entrypoints.cli.main import Parser
-from kvasir.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
+from kvasir.errors import MAX_ECHO, ConfigError, EngineDeadError, OverloadedError, RequestError
 from kvasir.outputs import CompletionOutput, Logprob, RequestOutput
 from kvasir.parsers.base import Content, OutputParser, OutputPart, PartReader, PlainTextParser
 from kvasir.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ from kvasir.server.answers import PLAIN_ANSWER
 from kvasir.server.api_keys import ApiKey
 from kvasir.server.config import ServerConfig, add_flags, from_namespace, server_settings
 from kvasir.server.device import CpuProbe, visible_devices
-from kvasir.server.errors import MAX_ECHO, ApiError, as_api_error, error_response
+from kvasir.server.errors import ApiError, as_api_error, error_response
 from kvasir.server.event_stream import EventStream, PayloadWriter
 from kvasir.server.http import ClientGone, unless_disconnected
 from kvasir.server.limits import check_logprobs
