@@ -30,8 +30,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))  # run it from a ch
 
 DEVICE, LATENT, ROTARY, BLOCK, SCALE = "cuda", 512, 64, 64, 0.1
 TOLERANCE = 1e-2  # of a head's result: bfloat16 rounds the weights and the result
-SHAPES = [(16, 64, 8192), (16, 1, 8192), (16, 256, 1024), (128, 64, 8192)]  # heads, sequences, tokens of each
-MORE = [(32, 64, 8192), (64, 64, 8192), (128, 1, 8192), (128, 256, 1024), (16, 8, 8192)]
+SHAPES = [  # heads, sequences, tokens of each
+    *[(16, 64, 8192), (16, 1, 8192), (16, 256, 1024), (128, 64, 8192)],
+    *[(16, 1, 256), (16, 64, 256), (16, 1, 1024), (128, 1, 256)],
+]
+MORE = [(32, 64, 8192), (64, 64, 8192), (128, 1, 8192), (128, 256, 1024)]
 
 Call = Callable[["Case", torch.Tensor], None]
 
@@ -47,28 +50,30 @@ class Variant:
 
 def plain(tokens: int, stages: int, warps: int, count: int = 0, least: int = 0) -> Callable[[], Call]:
     def make() -> Call:
-        from kvasir.kernels.triton.latent import Tiling, latent_decode
+        from kvasir.kernels.triton.latent import DecodeTiling, latent_decode
         from kvasir.kernels.triton.paged_decode import Split
 
-        tiling, split = Tiling(tokens, stages, warps), Split(count, least) if count else None
+        tiling, split = DecodeTiling(tokens, stages, warps), Split(count, least) if count else None
 
         def call(case: Case, out: torch.Tensor) -> None:
-            latent_decode(*case.inputs, out, case.workspace, SCALE, case.unit, split=split, tiling=tiling)
+            latent_decode(
+                *case.inputs, out, case.workspace, SCALE, case.unit, split=split, longest=case.longest, tiling=tiling
+            )
 
         return call
 
     return make
 
 
-def hopper(way: str, heads: int, least: int = 2) -> Callable[[], Call]:
+def hopper(way: str, heads: int, least: int = 2, whole: bool = False) -> Callable[[], Call]:
     def make() -> Call:
         from kvasir.kernels.triton.hopper_latent import Plan, Way, hopper_latent
         from kvasir.kernels.triton.paged_decode import LOG2E
 
-        plan = Plan(Way[way], heads, least)
+        plan = Plan(Way[way], heads, least, whole)
 
         def call(case: Case, out: torch.Tensor) -> None:
-            hopper_latent(*case.inputs, out, case.workspace, SCALE * LOG2E, 1.0, plan)
+            hopper_latent(*case.inputs, out, case.workspace, SCALE * LOG2E, 1.0, None, plan)
 
         return call
 
@@ -79,7 +84,7 @@ def chosen() -> Call:
     from kvasir.kernels.triton.latent import latent_decode
 
     def call(case: Case, out: torch.Tensor) -> None:
-        latent_decode(*case.inputs, out, case.workspace, SCALE, case.unit)
+        latent_decode(*case.inputs, out, case.workspace, SCALE, case.unit, longest=case.longest)
 
     return call
 
@@ -99,8 +104,10 @@ VARIANTS = [
     Variant("exchanged 16", "exchanged", (8, 16, 128), hopper("EXCHANGED", 16)),
     Variant("exchanged 16, least 1", "exchanged", (16,), hopper("EXCHANGED", 16, 1)),
     Variant("exchanged 16, least 4", "exchanged", (16,), hopper("EXCHANGED", 16, 4)),
+    Variant("exchanged 16, whole", "exchanged", (16,), hopper("EXCHANGED", 16, whole=True)),
     Variant("exchanged 32", "exchanged 32", (16, 20, 32, 64, 128), hopper("EXCHANGED", 32)),
     Variant("halves", "halves", (16, 20, 64, 128), hopper("HALVES", 64)),
+    Variant("halves, whole", "halves", (128,), hopper("HALVES", 64, whole=True)),
     Variant("together", "together", (16, 20, 64, 128), hopper("TOGETHER", 64)),
     Variant("plain 32/4/4 (as before)", "plain", (16, 32), plain(32, 4, 4)),
     Variant("plain 32/4/8 (as before)", "plain", (64, 128), plain(32, 4, 8)),
@@ -146,6 +153,10 @@ class Case:
         self.lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         self.query = random(heads, len(lengths), LATENT).transpose(0, 1)  # as the product before leaves it
         self.rotated = random(len(lengths), heads, 128 + ROTARY)[..., 128:]
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:

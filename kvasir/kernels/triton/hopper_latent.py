@@ -38,6 +38,7 @@ LATENT = gl.constexpr(512)
 ROTARY = gl.constexpr(64)
 STAGES = gl.constexpr(2)  # tiles being loaded or read: with 64 heads' queries, no more fit
 CHUNK = gl.constexpr(512)  # lengths that are added up at once
+SHORT = 256  # tokens: longer sequences are worth parts
 FEW = 132  # programs that merge a whole head each; of more, each has work enough
 SLICE = gl.constexpr(64)  # numbers of a vector that are cleared at once
 
@@ -59,6 +60,7 @@ class Plan:
     way: Way
     heads: int  # of a program
     least: int = 2  # tiles of a range: fewer are not worth a part
+    whole: bool = False  # a program for each sequence, and no parts
 
     @property
     def query_stages(self) -> int:
@@ -324,7 +326,7 @@ def _hopper_latent_kernel(
     queries, rotated, vectors, turned, table_ptr, row_ptr, length_ptr, out_ptr, part_ptr, lse_ptr, scale, unit,
     sequences, ranges, least, table_stride,
     WAY: gl.constexpr, HEADS: gl.constexpr, ALL: gl.constexpr, BLOCK_SIZE: gl.constexpr, Q_STAGES: gl.constexpr,
-    PDL: gl.constexpr,
+    WHOLE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     PARTNERS: gl.constexpr = 2 if WAY == 1 else 1  # warp groups that compute on their own
     DTYPE: gl.constexpr = vectors.dtype
@@ -334,7 +336,12 @@ def _hopper_latent_kernel(
     k_turned = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, ROTARY], turned.layout)
     q_ring = (q, q_turned, _barriers(Q_STAGES, 1), _barriers(Q_STAGES, PARTNERS))
     ring = (k, k_turned, _barriers(STAGES, 1), _barriers(STAGES, PARTNERS))
-    seq, first, left = _find_range(length_ptr, sequences, ranges, least, gl.program_id(1))
+    if WHOLE:
+        seq = gl.program_id(1)
+        first = 0
+        left = (gl.load(length_ptr + seq, cache_modifier=".cg") + KEYS - 1) // KEYS
+    else:
+        seq, first, left = _find_range(length_ptr, sequences, ranges, least, gl.program_id(1))
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -437,10 +444,11 @@ def _can_be_copied(x: torch.Tensor) -> bool:
     return x.stride(2) == 1 and all(n % 8 == 0 for n in (x.stride(0), x.stride(1), x.storage_offset()))
 
 
-def choose_plan(heads: int) -> Plan:
+def choose_plan(heads: int, longest: int | None) -> Plan:
+    whole = longest is not None and longest <= SHORT
     if heads <= 32:
-        return Plan(Way.EXCHANGED, 16 if heads <= 16 else 32)
-    return Plan(Way.HALVES, 64)
+        return Plan(Way.EXCHANGED, 16 if heads <= 16 else 32, whole=whole)
+    return Plan(Way.HALVES, 64, whole=whole)
 
 
 def hopper_latent(
@@ -454,16 +462,17 @@ def hopper_latent(
     workspace: Workspace,
     scale: float,  # in units of log2(e)
     unit: float,
+    longest: int | None,
     plan: Plan | None = None,
 ) -> None:
     """See latent.latent_decode."""
     sequences, heads, latent = query.shape
-    plan = plan or choose_plan(heads)
+    plan = plan or choose_plan(heads, longest)
     pages, block_size, width = kv_cache.shape
     blocks = cdiv(heads, plan.heads)
     ranges = max(1, torch.cuda.get_device_properties(query.device).multi_processor_count // blocks)
     lines = blocks * plan.heads
-    part, lse = workspace.get(2 * ranges * lines, latent, query.device)
+    part, lse = workspace.get(1 if plan.whole else 2 * ranges * lines, latent, query.device)
     flat, deep = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 3)
     copies = [
         TensorDescriptor(x, list(x.shape), list(x.stride()), [1, plan.heads, x.shape[2]], deep)
@@ -473,11 +482,13 @@ def hopper_latent(
         TensorDescriptor(kv_cache, [pages * block_size, width], [width, 1], [KEYS.value, columns], flat)
         for columns in (latent, width - latent)
     ]
-    _hopper_latent_kernel[(blocks, ranges)](
+    _hopper_latent_kernel[(blocks, sequences if plan.whole else ranges)](
         *copies, tables, rows, lengths, out, part, lse, scale, unit, sequences, ranges, plan.least, tables.stride(0),
         WAY=int(plan.way), HEADS=plan.heads, ALL=heads, BLOCK_SIZE=block_size, Q_STAGES=plan.query_stages,
-        num_warps=8 if plan.way is Way.TOGETHER else 4, **early(query),
+        WHOLE=plan.whole, num_warps=8 if plan.way is Way.TOGETHER else 4, **early(query),
     )  # fmt: skip
+    if plan.whole:
+        return
     columns, slots = (128, 32) if heads * sequences <= FEW else (latent, 8)
     _latent_merge_kernel[(heads, sequences, latent // columns)](
         part, lse, lengths, out, sequences, ranges, plan.least,

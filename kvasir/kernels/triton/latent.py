@@ -267,7 +267,7 @@ def _shape(latent: int, kv_cache: torch.Tensor) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class DecodeTiling:
     """How a program of the kernel for all devices reads: tokens at a time, tiles on their way, warps."""
 
     tokens: int
@@ -289,7 +289,7 @@ def latent_decode(
     *,
     split: Split | None = None,
     longest: int | None = None,  # upper bound of the lengths
-    tiling: Tiling | None = None,  # None: the best kernel for the device
+    tiling: DecodeTiling | None = None,  # None: the best kernel for the device
 ) -> None:
     """Weighted sums of the cached vectors, for one token of each sequence."""
     sequences, heads, latent = query.shape
@@ -297,8 +297,9 @@ def latent_decode(
         from kvasir.kernels.triton import hopper_latent  # imports Gluon, which changes from version to version
 
         if hopper_latent.takes(query, rotated, kv_cache):
-            where = tables, rows, lengths
-            hopper_latent.hopper_latent(query, rotated, kv_cache, *where, out, workspace, scale * unit * LOG2E, unit)
+            hopper_latent.hopper_latent(
+                query, rotated, kv_cache, tables, rows, lengths, out, workspace, scale * unit * LOG2E, unit, longest
+            )
             return
     # A block of heads reads the vectors once. More heads in a block are more products for the same bytes; 16 are the
     # fewest that a tensor core takes.
@@ -312,7 +313,7 @@ def latent_decode(
     shape = _shape(latent, kv_cache)
     if tiling is None:
         stages = 4 if kv_cache.itemsize * shape["PADDED"] * 32 <= 32768 else 2
-        tiling = Tiling(32, stages, 4 if height < 64 else 8)
+        tiling = DecodeTiling(32, stages, 4 if height < 64 else 8)
     _latent_decode_kernel[(blocks, sequences, split.count)](
         query, rotated, kv_cache, tables, rows, lengths, out, part, lse, scale * unit * LOG2E, unit, *parts.numbers,
         query.stride(0), query.stride(1), rotated.stride(0), rotated.stride(1), tables.stride(0),
