@@ -29,9 +29,8 @@ from kvasir.frontend.clients.engine_client import EngineClient
 from kvasir.log import get_logger
 from kvasir.server.app import make_app
 from kvasir.server.config import ServerConfig, server_settings
-from kvasir.server.connections import SWEEP_TICKS, Connections, raise_descriptor_limit
 from kvasir.server.lifecycle import ServerLifecycle, Starter, one_line
-from kvasir.server.protocol import HttpProtocol, WebSocketProtocol
+from kvasir.server.protocol import SWEEP_TICKS, Connections, HttpProtocol, WebSocketProtocol, raise_descriptor_limit
 from kvasir.server.state import ServerPhase, ServerState
 from kvasir.server.tracing import Tracer
 
