@@ -4,8 +4,8 @@ The same scanner reads streamed and whole answers, and its parts do not depend o
 when its name is known; until then its text is held back, and becomes content if it is malformed. From then on its
 arguments are passed on as they come: JSON is copied, other notations are translated to JSON piece by piece.
 
-Two readers beside it: gpt-oss writes harmony, a series of messages on channels; and the text of a custom tool is the one
-argument of a function.
+Two readers stand beside it: of harmony, in which gpt-oss writes a series of messages on channels, and of the text of a
+custom tool, which the model writes as the one argument of a function.
 """
 
 from __future__ import annotations

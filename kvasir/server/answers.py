@@ -25,11 +25,10 @@ from kvasir.parsers.base import (
     ToolArguments,
     ToolCall,
 )
-from kvasir.parsers.detect import detect, reads_tools
 from kvasir.parsers.formats import TOOL_FORMATS, AnswerFormat, ReasoningFormat, reasoning_format, tool_format
 from kvasir.parsers.grammar import CallableTool, GrammarWriter, kept_tokens
 from kvasir.parsers.scanner import CustomInput, make_parser
-from kvasir.parsers.tool_text import with_tools
+from kvasir.parsers.templates import detect, reads_tools, with_tools
 from kvasir.sampling_params import ReasoningTokens, SamplingParams, StructuredOutputsParams
 from kvasir.server.config import ServerConfig
 from kvasir.server.schema.tools import NO_TOOLS, RequestTools, Tool
