@@ -19,8 +19,6 @@ from kvasir.server.errors import ApiError, as_api_error, error_response, not_fou
 from kvasir.server.gate import Gate
 from kvasir.server.http import UNKNOWN_FIELDS, ClientGone, call_of, route_path
 from kvasir.server.routes import (
-    adapters,
-    batches,
     chat,
     completions,
     engine_view,
@@ -30,7 +28,7 @@ from kvasir.server.routes import (
     pages,
     pooling,
     responses,
-    stored_chats,
+    stored,
     tokens,
     websocket,
 )
@@ -39,13 +37,12 @@ from kvasir.server.state import ServerState, state_of
 ROUTERS = [chat.router, websocket.router, completions.router, responses.router, messages.router, models.router]
 ROUTERS += [
     pooling.router,
-    stored_chats.router,
-    batches.router,
+    stored.router,
     tokens.router,
     operations.router,
     pages.router,
     engine_view.router,
-    adapters.router,
+    models.adapter_router,
 ]
 _ABOUT = (
     "OpenAI's and Anthropic's interfaces to a language model, and those of embedding models and rerankers. "
@@ -102,7 +99,7 @@ def _add_layers(app: FastAPI, state: ServerState) -> None:
         failed=state.metrics.failed,
         echo_ids=config.enable_request_id_headers,
         public=pages.PUBLIC,
-        guards={path: lambda key: state.adapters.check_admin(key) for path in adapters.GUARDED},
+        guards={path: lambda key: state.adapters.check_admin(key) for path in models.GUARDED},
         root_path=f"/{config.root_path.strip('/')}".rstrip("/"),
     )
     if config.allowed_origins:

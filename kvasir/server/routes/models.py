@@ -1,4 +1,4 @@
-"""/v1/models: the served models, for OpenAI's and Anthropic's clients."""
+"""The served models (/v1/models), for OpenAI's and Anthropic's clients, and their adapters under vLLM's names."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from fastapi import APIRouter, Header
 from starlette.responses import Response
 
 from kvasir.lora.host import Adapter
-from kvasir.server.errors import answers
-from kvasir.server.http import reply
-from kvasir.server.schema.tokens import MessagesModel, MessagesModelList, ModelCard, ModelList
+from kvasir.server.errors import ERRORS, answers
+from kvasir.server.http import StrictRoute, reply
+from kvasir.server.schema.tokens import (
+    LoadAdapterRequest,
+    MessagesModel,
+    MessagesModelList,
+    ModelCard,
+    ModelList,
+    UnloadAdapterRequest,
+)
 from kvasir.server.state import ServerState, State
 
 router = APIRouter(tags=["OpenAI"])
@@ -53,3 +60,22 @@ def _card(state: ServerState, name: str) -> ModelCard:
     if (adapter := state.adapters.get(name)) is not None:
         return adapter_card(state, adapter)
     return ModelCard(id=name, created=state.created, root=model.model, max_model_len=model.max_model_len)
+
+
+adapter_router = APIRouter(route_class=StrictRoute, tags=["Adapters"])
+# These need --lora-admin-key in place of an API key; the gate asks for it before a body is read.
+GUARDED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+
+
+@adapter_router.post(GUARDED[0], responses=answers(ModelCard), summary="Serve an adapter under a name")
+async def load_lora_adapter(body: LoadAdapterRequest, state: State) -> Response:
+    _ = state.engine  # a 503 while there is none
+    replace = bool(body.load_inplace)
+    adapter = await state.adapters.load(body.lora_name, body.lora_path, body.task_id, replace)
+    return reply(adapter_card(state, adapter))
+
+
+@adapter_router.post(GUARDED[1], responses=ERRORS, summary="Serve an adapter no longer")
+async def unload_lora_adapter(body: UnloadAdapterRequest, state: State) -> Response:
+    state.adapters.unload(body.lora_name)
+    return reply({"unloaded": body.lora_name})

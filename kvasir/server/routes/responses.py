@@ -15,7 +15,7 @@ from kvasir.server.http import StrictRoute, TheCall, reply, unless_gone
 from kvasir.server.response_items import as_listed
 from kvasir.server.response_store import EventLog, StoredResponse
 from kvasir.server.responses import LoggedStream, ResponseJob, ResponseStream, conversation, read_prompt
-from kvasir.server.routes.stored_chats import Cursor, Limit, Order, page
+from kvasir.server.routes.stored import Cursor, Limit, Order, page
 from kvasir.server.schema.base import DeletedReply
 from kvasir.server.schema.responses import (
     InputItemList,
