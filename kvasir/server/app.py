@@ -21,7 +21,6 @@ from kvasir.server.http import UNKNOWN_FIELDS, ClientGone, call_of, route_path
 from kvasir.server.routes import (
     chat,
     completions,
-    engine_view,
     messages,
     models,
     operations,
@@ -41,7 +40,7 @@ ROUTERS += [
     tokens.router,
     operations.router,
     pages.router,
-    engine_view.router,
+    pages.feed_router,
     models.adapter_router,
 ]
 _ABOUT = (
