@@ -3,23 +3,66 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header
+from pydantic import Field
 from starlette.responses import Response
 
 from kvasir.lora.host import Adapter
 from kvasir.server.errors import ERRORS, answers
 from kvasir.server.http import StrictRoute, reply
-from kvasir.server.schema.tokens import (
-    LoadAdapterRequest,
-    MessagesModel,
-    MessagesModelList,
-    ModelCard,
-    ModelList,
-    UnloadAdapterRequest,
-)
+from kvasir.server.schema.base import Body, Reply, example
 from kvasir.server.state import ServerState, State
+
+
+class LoadAdapterRequest(Body):
+    """An adapter to serve: a PEFT directory on the server's machine, or a name on the Hugging Face Hub."""
+
+    model_config = example(lora_name="my-adapter", lora_path="/adapters/my-adapter")
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_path: str = Field(min_length=1)
+    task_id: int | None = None  # of a multitask prompt
+    load_inplace: bool | None = None  # replace an adapter of this name
+
+
+class UnloadAdapterRequest(Body):
+    model_config = example(lora_name="my-adapter")
+
+    lora_name: str
+
+
+class ModelCard(Reply, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "kvasir"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+
+
+class ModelList(Reply, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class MessagesModel(Reply, kw_only=True):
+    """A model as Anthropic's clients read it."""
+
+    id: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str  # ISO 8601
+
+
+class MessagesModelList(Reply, kw_only=True):
+    data: list[MessagesModel]
+    has_more: bool = False
+    first_id: str
+    last_id: str
+
 
 router = APIRouter(tags=["OpenAI"])
 
