@@ -38,10 +38,9 @@ from kvasir.server.logprobs import MIN_LOGPROB, LogprobWriter, prompt_logprobs
 from kvasir.server.metrics import GAPS, Metrics, Tally
 from kvasir.server.response_store import CompletionStore, ResponseStore, StoredCompletion, StoredResponse
 from kvasir.server.routes.chat import ChatJob
-from kvasir.server.routes.completions import CompletionJob
+from kvasir.server.routes.completions import CompletionJob, CompletionRequest
 from kvasir.server.schema.base import Usage, encode
 from kvasir.server.schema.chat import ChatChunk, ChatCompletion, ChatRequest, ChunkChoice, Delta, Message
-from kvasir.server.schema.completions import CompletionRequest
 from kvasir.server.schema.responses import ResponseReply, ResponsesRequest
 
 # ---------------------------------------------------------------- settings
