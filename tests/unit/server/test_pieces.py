@@ -29,7 +29,7 @@ from kvasir.sampling_params import SamplingParams
 from kvasir.server.answers import PLAIN_ANSWER
 from kvasir.server.api_keys import ApiKey
 from kvasir.server.config import ServerConfig, add_flags, from_namespace, server_settings
-from kvasir.server.device import CpuProbe, visible_devices
+from kvasir.server.engine_metrics import CpuProbe, visible_devices
 from kvasir.server.errors import ApiError, as_api_error, error_response
 from kvasir.server.event_stream import EventStream, PayloadWriter
 from kvasir.server.http import ClientGone, unless_disconnected
