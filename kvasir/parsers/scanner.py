@@ -17,8 +17,21 @@ import string
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from kvasir.parsers.base import Content, OutputParser, PlainTextParser, Reasoning
-from kvasir.parsers.formats import TOOL_FORMATS, AnswerFormat, ReasoningFormat, ToolFormat
+from kvasir.parsers.base import (
+    Content,
+    OutputParser,
+    OutputPart,
+    PlainTextParser,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+)
+from kvasir.parsers.formats import (
+    TOOL_FORMATS,
+    AnswerFormat,
+    ReasoningFormat,
+    ToolFormat,
+)
 from kvasir.parsers.reader import (
     MAX_NAME,
     EndedError,
@@ -542,3 +555,37 @@ class _InputReader(TextReader):
                 if self._ended:
                     return
                 yield
+
+
+class AdaptedParser:
+    """Gives custom tools their text in place of an object, and leaves out reasoning that is not asked for."""
+
+    def __init__(self, parser: OutputParser, customs: frozenset[str], include_reasoning: bool) -> None:
+        self._parser = parser
+        self._customs = customs
+        self._include_reasoning = include_reasoning
+        self._inputs: dict[int, CustomInput] = {}
+
+    def feed(self, text: str) -> Sequence[OutputPart]:
+        return self._adapted(self._parser.feed(text))
+
+    def finish(self) -> Sequence[OutputPart]:
+        made = self._adapted(self._parser.finish())
+        for index, reader in self._inputs.items():
+            made += [ToolArguments(index, piece) for piece in reader.finish() if piece]
+        return made
+
+    def _adapted(self, parts: Sequence[OutputPart]) -> list[OutputPart]:
+        made: list[OutputPart] = []
+        for part in parts:
+            if isinstance(part, Reasoning) and not self._include_reasoning:
+                continue
+            if isinstance(part, ToolCall) and part.name in self._customs:
+                self._inputs[part.index] = CustomInput()
+            if isinstance(part, ToolArguments) and part.index in self._inputs:
+                made += [
+                    ToolArguments(part.index, piece) for piece in self._inputs[part.index].feed(part.text) if piece
+                ]
+            else:
+                made.append(part)
+        return made

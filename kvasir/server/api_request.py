@@ -29,13 +29,13 @@ from kvasir.log import get_logger
 from kvasir.outputs import RequestOutput
 from kvasir.parsers.base import PartReader, ReasoningReader
 from kvasir.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
-from kvasir.server.answers import PLAIN_ANSWER, ChatAnswer
+from kvasir.server.answers import PLAIN_ANSWER, ChatAnswer, RequestTools
+from kvasir.server.constraints import constrain
 from kvasir.server.errors import ApiError, as_api_error, timed_out, too_large
 from kvasir.server.http import Call
 from kvasir.server.limits import TokenAccount, check_limits, check_logprobs
 from kvasir.server.schema.base import CompletionTokensDetails, PromptTokensDetails, Usage
 from kvasir.server.schema.chat import ChatTemplateFields
-from kvasir.server.schema.tools import RequestTools
 from kvasir.server.state import ServerState
 
 logger = get_logger("kvasir.server.requests")
@@ -411,7 +411,8 @@ def answer_of(
         include_reasoning=include_reasoning,
     )
     processor = state.engine.input_processor
-    answer.constrain(params, processor.tokenizer, lambda: processor.structured.markers)
+    if budget is not None or not answer.is_plain:
+        constrain(answer, params, processor.tokenizer, lambda: processor.structured.markers)
     return answer
 
 

@@ -20,7 +20,7 @@ from kvasir.errors import RequestError
 from kvasir.frontend.requests.prompts import TokenizedPrompt
 from kvasir.outputs import CompletionOutput, RequestOutput
 from kvasir.parsers.base import Content, OutputPart, Reasoning, ToolCall
-from kvasir.server.answers import ChatAnswer
+from kvasir.server.answers import ChatAnswer, RequestTools
 from kvasir.server.api_keys import ApiKey
 from kvasir.server.api_request import ApiRequest, answer_of, read_chat, within
 from kvasir.server.errors import EVENTS, ApiError, as_api_error
@@ -49,8 +49,8 @@ from kvasir.server.schema.responses import (
     ResponseUsage,
 )
 from kvasir.server.schema.sampling import sampling_params
-from kvasir.server.schema.tools import RequestTools, responses_tools
 from kvasir.server.state import ServerState
+from kvasir.server.tools import responses_tools
 
 _STATUS = {"length": "incomplete", "timeout": "incomplete", "abort": "cancelled"}
 _INCOMPLETE = {"length": "max_output_tokens", "timeout": "timeout"}

@@ -17,6 +17,7 @@ from kvasir.frontend.requests.prompts import TokenizedPrompt
 from kvasir.outputs import CompletionOutput, RequestOutput
 from kvasir.parsers.base import Content, OutputPart, Reasoning, ToolCall, calls_of, joined
 from kvasir.sampling_params import SamplingParams
+from kvasir.server.answers import RequestTools
 from kvasir.server.api_request import ApiRequest, answer_of, read_chat, within
 from kvasir.server.errors import EVENTS, answers, anthropic_body, as_api_error, timed_out
 from kvasir.server.event_stream import EventStream
@@ -25,8 +26,8 @@ from kvasir.server.schema.base import Body, BoundedModel, Reply, encode, example
 from kvasir.server.schema.chat import ChatTemplateFields, Message
 from kvasir.server.schema.field_docs import FIELD_DOCS
 from kvasir.server.schema.sampling import CacheSalt, TemplateVariables, sampling_params
-from kvasir.server.schema.tools import RequestTools, anthropic_tools
 from kvasir.server.state import ServerState, State
+from kvasir.server.tools import anthropic_tools
 
 
 class AnthropicMessage(BoundedModel):

@@ -23,8 +23,8 @@ from kvasir.server.schema.responses import (
     ResponseReply,
     ResponsesRequest,
 )
-from kvasir.server.schema.tools import responses_tools
 from kvasir.server.state import ServerState, State
+from kvasir.server.tools import responses_tools
 
 _PATIENCE = 5.0  # seconds for an abort to be answered
 

@@ -34,8 +34,8 @@ from kvasir.server.schema.base import (
 )
 from kvasir.server.schema.chat import ChatTemplateFields, Message
 from kvasir.server.schema.sampling import PromptIds, SamplingBody, sampling_params
-from kvasir.server.schema.tools import chat_tools
 from kvasir.server.state import ServerState, State
+from kvasir.server.tools import chat_tools
 
 _ELSEWHERE = "use /v1/completions for log-probabilities."
 
