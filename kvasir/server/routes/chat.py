@@ -22,7 +22,7 @@ from kvasir.server.errors import EVENTS, answers
 from kvasir.server.event_stream import EventStream, OpenAIEvents, PayloadWriter
 from kvasir.server.http import FINGERPRINT, Call, StrictRoute, TheCall, reply, unless_gone
 from kvasir.server.logprobs import LogprobWriter, prompt_logprobs
-from kvasir.server.response_store import StoredCompletion
+from kvasir.server.response_store import StoredCompletion, StoringChunks, add_text
 from kvasir.server.schema.base import Usage, encode
 from kvasir.server.schema.chat import (
     CalledCustom,
@@ -39,7 +39,6 @@ from kvasir.server.schema.chat import (
 )
 from kvasir.server.schema.sampling import sampling_params
 from kvasir.server.state import ServerState, State
-from kvasir.server.stored_chunks import StoringChunks, add_text
 from kvasir.server.tools import chat_tools
 
 router = APIRouter(route_class=StrictRoute, tags=["OpenAI"])
