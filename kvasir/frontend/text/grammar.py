@@ -1,7 +1,8 @@
 """Structured outputs as grammars of llguidance. API process; knows no tokenizer and no model.
 
 `build_grammar` is the one way from StructuredOutputsParams to a grammar. Equal parameters give equal texts, so all
-caches go by the text. `json_rule` and `literal` help those who write Lark themselves.
+caches go by the text. `json_rule` and `literal` help those who write Lark themselves. Structural tags hold some parts
+of a text to a schema; their reader stands at the end.
 """
 
 from __future__ import annotations
@@ -226,7 +227,11 @@ Literal = Callable[[str], str]  # a Lark expression for a text
 def read_structural_tag(
     value: str | Mapping[str, Any], json_rule: JsonRule, literal: Literal
 ) -> str | tuple[GrammarTag, ...]:
-    """A Lark grammar for the whole output, or tags if the output is free up to triggers."""
+    """A Lark grammar for the whole output, or tags if the output is free up to triggers.
+
+    Two forms are read: vLLM's older one with `structures` and `triggers`, and the newer one with a `format`, which
+    nests formats by their `type`.
+    """
     tag: Any = value
     if isinstance(value, str):
         try:
