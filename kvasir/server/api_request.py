@@ -16,9 +16,7 @@ from typing import Any, Protocol
 
 from kvasir.entrypoints.async_llm import AsyncLLM, Stream
 from kvasir.errors import PromptTooLongError, RequestError
-from kvasir.frontend.requests.embeddings import decode_base64
 from kvasir.frontend.requests.prompts import (
-    EmbedsPrompt,
     PromptProcessor,
     PromptType,
     TextPrompt,
@@ -458,24 +456,6 @@ async def read_prompts(
         raise
     for read in found:
         check_length(state, len(read.token_ids))
-    return found
-
-
-async def read_embeddings(
-    state: ServerState, given: Sequence[str], truncate: int | None, salt: str | None
-) -> list[TokenizedPrompt]:
-    """Decode and check prompts of embeddings, which are tensors in base64."""
-    processor, pool = state.engine.input_processor.prompts, state.engine.text_pool
-    if not processor.config.enable_prompt_embeds:
-        raise RequestError("prompt_embeds is off: start the server with --enable-prompt-embeds.", "prompt_embeds")
-
-    def read() -> list[TokenizedPrompt]:
-        files = map(decode_base64, given)
-        return [processor.read(EmbedsPrompt(prompt_embeds=file, cache_salt=salt or ""), truncate) for file in files]
-
-    found = await pool.run(sum(map(len, given)), read)
-    for each in found:
-        check_length(state, len(each.token_ids))
     return found
 
 

@@ -13,11 +13,15 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from kvasir.errors import RequestError
-from kvasir.frontend.requests.prompts import TokenizedPrompt
+from kvasir.frontend.requests.embeddings import decode_base64
+from kvasir.frontend.requests.prompts import (
+    EmbedsPrompt,
+    TokenizedPrompt,
+)
 from kvasir.outputs import CompletionOutput, RequestOutput
 from kvasir.parsers.base import content_of
 from kvasir.sampling_params import SamplingParams
-from kvasir.server.api_request import ApiRequest, read_embeddings, read_prompts, within
+from kvasir.server.api_request import ApiRequest, check_length, read_prompts, within
 from kvasir.server.errors import EVENTS, answers
 from kvasir.server.event_stream import EventStream, OpenAIEvents
 from kvasir.server.http import FINGERPRINT, Call, StrictRequest, StrictRoute, TheCall, reply, unless_gone, validated
@@ -319,3 +323,21 @@ def _params(state: ServerState, body: CompletionRequest) -> SamplingParams:
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = body.logprobs
     return params
+
+
+async def read_embeddings(
+    state: ServerState, given: Sequence[str], truncate: int | None, salt: str | None
+) -> list[TokenizedPrompt]:
+    """Decode and check prompts of embeddings, which are tensors in base64."""
+    processor, pool = state.engine.input_processor.prompts, state.engine.text_pool
+    if not processor.config.enable_prompt_embeds:
+        raise RequestError("prompt_embeds is off: start the server with --enable-prompt-embeds.", "prompt_embeds")
+
+    def read() -> list[TokenizedPrompt]:
+        files = map(decode_base64, given)
+        return [processor.read(EmbedsPrompt(prompt_embeds=file, cache_salt=salt or ""), truncate) for file in files]
+
+    found = await pool.run(sum(map(len, given)), read)
+    for each in found:
+        check_length(state, len(each.token_ids))
+    return found
