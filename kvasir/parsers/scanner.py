@@ -17,30 +17,9 @@ import string
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from kvasir.parsers.base import (
-    Content,
-    OutputParser,
-    OutputPart,
-    PlainTextParser,
-    Reasoning,
-    ToolArguments,
-    ToolCall,
-)
-from kvasir.parsers.formats import (
-    TOOL_FORMATS,
-    AnswerFormat,
-    ReasoningFormat,
-    ToolFormat,
-)
-from kvasir.parsers.reader import (
-    MAX_NAME,
-    EndedError,
-    MalformedError,
-    Steps,
-    TextReader,
-    finder,
-    marker_words,
-)
+from kvasir.parsers.base import Content, OutputParser, OutputPart, PlainTextParser, Reasoning, ToolArguments, ToolCall
+from kvasir.parsers.formats import TOOL_FORMATS, AnswerFormat, ReasoningFormat, ToolFormat
+from kvasir.parsers.reader import MAX_NAME, EndedError, MalformedError, Steps, TextReader, finder, marker_words
 from kvasir.parsers.values import GemmaValues, PythonValues, kinds_of, tagged_value
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by the tool's name

@@ -15,11 +15,7 @@ from kvasir.frontend.requests.prompts import TokenizedPrompt
 from kvasir.frontend.text.chat_template import choose_template, compile_template
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.log import get_logger
-from kvasir.parsers.base import (
-    OutputParser,
-    PartReader,
-    ReasoningReader,
-)
+from kvasir.parsers.base import OutputParser, PartReader, ReasoningReader
 from kvasir.parsers.formats import TOOL_FORMATS, AnswerFormat, ReasoningFormat, reasoning_format, tool_format
 from kvasir.parsers.scanner import AdaptedParser, make_parser
 from kvasir.parsers.templates import detect, reads_tools, with_tools

@@ -16,13 +16,7 @@ from typing import Any, Protocol
 
 from kvasir.entrypoints.async_llm import AsyncLLM, Stream
 from kvasir.errors import PromptTooLongError, RequestError
-from kvasir.frontend.requests.prompts import (
-    PromptProcessor,
-    PromptType,
-    TextPrompt,
-    TokenizedPrompt,
-    TokensPrompt,
-)
+from kvasir.frontend.requests.prompts import PromptProcessor, PromptType, TextPrompt, TokenizedPrompt, TokensPrompt
 from kvasir.log import get_logger
 from kvasir.outputs import RequestOutput
 from kvasir.parsers.base import PartReader, ReasoningReader

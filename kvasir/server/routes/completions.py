@@ -14,10 +14,7 @@ from starlette.responses import Response
 
 from kvasir.errors import RequestError
 from kvasir.frontend.requests.embeddings import decode_base64
-from kvasir.frontend.requests.prompts import (
-    EmbedsPrompt,
-    TokenizedPrompt,
-)
+from kvasir.frontend.requests.prompts import EmbedsPrompt, TokenizedPrompt
 from kvasir.outputs import CompletionOutput, RequestOutput
 from kvasir.parsers.base import content_of
 from kvasir.sampling_params import SamplingParams
