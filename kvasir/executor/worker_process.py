@@ -210,7 +210,7 @@ def _make_worker(config: EngineConfig, rank: int, size: int, rendezvous: str) ->
         config = replace(config, device=replace(config.device, device=f"{kind}:{rank}"))
         if kind == "cuda":
             import_module("torch").cuda.set_device(rank)  # collectives use the current device
-    mesh = import_module("kvasir.distributed").join(config.device.device, rank, size, f"{rendezvous}/store")
+    mesh = import_module("kvasir.layers.mesh").join(config.device.device, rank, size, f"{rendezvous}/store")
     return import_module("kvasir.worker.worker").Worker(config, mesh)
 
 

@@ -10,11 +10,11 @@ import torch
 
 from kvasir import kernels
 from kvasir.attention.base import AttentionBatch, LastTokens
-from kvasir.distributed import Role
 from kvasir.errors import ConfigError, ModelError
 from kvasir.layers.attention import ATTENTIONS, AttentionLayer
 from kvasir.layers.base import Build, DecoderBuild, WeightLayer
 from kvasir.layers.linear import Linear, heads_part, row_linear
+from kvasir.layers.mesh import Role
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.rope import rotary_for
 from kvasir.layers.spec import LatentAttentionSpec

@@ -19,12 +19,12 @@ from tqdm import tqdm
 from kvasir.attention.select import select as select_attention
 from kvasir.config.engine import EngineConfig, ModelConfig
 from kvasir.config.pooling import DenseSpec
-from kvasir.distributed import Mesh
 from kvasir.errors import ConfigError, ModelError
 from kvasir.kernels.cpu.packed import Arena
 from kvasir.layers.adapters import StepAdapters
 from kvasir.layers.base import Build, WeightLayer, describe_weights
 from kvasir.layers.linear import Linear
+from kvasir.layers.mesh import Mesh
 from kvasir.layers.mlp import Experts, MoE
 from kvasir.log import get_logger, warn_once
 from kvasir.models import architectures, gguf

@@ -14,8 +14,8 @@ from functools import partial
 import torch
 
 from kvasir.config.engine import EngineConfig
-from kvasir.distributed import Mesh
 from kvasir.kernels.cpu import library
+from kvasir.layers.mesh import Mesh
 from kvasir.platforms.limits import parse_cpus, share
 
 

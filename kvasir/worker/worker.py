@@ -20,8 +20,8 @@ from kvasir import kernels
 from kvasir.config import startup
 from kvasir.config.engine import EngineConfig, ModelConfig
 from kvasir.config.speculative import read_speculative
-from kvasir.distributed import Mesh
 from kvasir.errors import ConfigError, DeviceMemoryError
+from kvasir.layers.mesh import Mesh
 from kvasir.log import get_logger
 from kvasir.lora.device import Adapters
 from kvasir.messages import AdapterTargets, DeviceMemory, KVSpec, Resource, SampleInputs, StepCosts, StepPlan

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from kvasir import LLM, SamplingParams, kernels
 from kvasir.config.args import EngineArgs
 from kvasir.config.resolve import resolve
-from kvasir.distributed import Mesh
 from kvasir.errors import KvasirError, ModelError
 from kvasir.layers.linear import Linear
+from kvasir.layers.mesh import Mesh
 from kvasir.models.checkpoint import Safetensors
 from kvasir.models.loader import load, load_model
 from kvasir.models.quantized import QuantizedSafetensors

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-MOST_ROOT_NAMES = 25
+MOST_ROOT_NAMES = 24
 PACKAGE = Path(__file__).parent.parent.parent / "kvasir"
 
 # Everything may import these; they import only each other.
@@ -59,33 +59,32 @@ ORDER = {
     "engine.transport": Line(),
     "engine.stats": Line(),
     # platforms.cpu has what must be done before the worker, and with it torch, is imported.
-    "executor": Line(("platforms.cpu", "platforms.limits"), by_name=("worker", "distributed")),
+    "executor": Line(("platforms.cpu", "platforms.limits"), by_name=("worker", "layers.mesh")),
     "worker": Line(
         (
             *("models", "layers", "sampling", "worker.speculative", "lora", "attention", "kernels", "platforms"),
-            *("distributed", "device"),
+            "device",
         )
     ),
     "worker.speculative": Line(("sampling", "attention", "kernels")),
     "structured": Line(("kernels",), halves=True),
-    "transfer": Line(("kernels", "distributed"), halves=True),
+    "transfer": Line(("kernels", "layers.mesh"), halves=True),
     "multimodal": Line(("models",), halves=True),
     # host.py finds adapters on the Hub; device.py finds the modules of a model and is a feature of its rows
     "lora.host": Line(("models.hub",)),
-    "lora": Line(("models", "sampling", "layers", "attention", "distributed", "kernels", "host")),
+    "lora": Line(("models", "sampling", "layers", "attention", "kernels", "host")),
     "config.resolve": Line(
         ("models.hub", "quantization.gguf_file", "platforms"),
         by_name=("models.architectures", "models.gguf", "kernels.cpu"),
     ),
     "models.hub": Line(),
     # kernels: transformers' own layers, in models.fallback, bring keys and values to store
-    "models": Line(("layers", "attention", "quantization", "distributed", "kernels", "platforms")),
-    "layers": Line(("attention", "quantization", "kernels", "distributed")),
+    "models": Line(("layers", "attention", "quantization", "kernels", "platforms")),
+    "layers": Line(("attention", "quantization", "kernels")),
     "attention": Line(("kernels", "platforms")),
     "quantization": Line(("kernels",)),
     "sampling.startup_processors": Line(),
     "sampling": Line(("kernels", "platforms")),
-    "distributed": Line(("platforms",)),
     "kernels": Line(("platforms",)),
     "platforms": Line(),
 }
