@@ -51,7 +51,7 @@ ORDER = {
     "frontend": Line(
         (
             *("host", "engine.transport", "engine.stats", "platforms.limits", "sampling.startup_processors"),
-            *("engine.grammar_guide", "engine.thinking_budget", "quantization.gguf_file"),
+            *("engine.grammar_guide", "engine.guides", "quantization.gguf_file"),
         )
     ),
     "engine": Line(("executor", "host", "sampling.startup_processors")),
