@@ -5,9 +5,8 @@ from __future__ import annotations
 from kvasir.config import startup
 from kvasir.config.engine import EngineConfig
 from kvasir.config.speculative import read_speculative
-from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.manager import KVCacheManager
-from kvasir.engine.cache.tier import CostSwapPolicy, FixedSwapPolicy, NoTier, SwapPolicy, Tier
+from kvasir.engine.cache.tier import CostSwapPolicy, FixedSwapPolicy, HostTier, NoTier, SwapPolicy, Tier
 from kvasir.engine.core import EngineCore
 from kvasir.engine.draft_lengths import DraftLengths
 from kvasir.engine.guides import BUDGET_GUIDE, BudgetGuides
