@@ -49,7 +49,7 @@ from kvasir.sampling.features import ForwardUse, Uses
 from kvasir.sampling.logprobs import ScoreKey
 from kvasir.sampling.overrides import OverrideKey
 from kvasir.sampling.parameters import SamplingKey, SamplingParameters
-from kvasir.worker.graphs.keys import ForwardGraphKey, HeadGraphKey
+from kvasir.worker.graph_keys import ForwardGraphKey, HeadGraphKey
 from kvasir.worker.kv_memory import KVMemory
 from kvasir.worker.model_runner import ModelRunner
 from kvasir.worker.speculative.drafter import Drafter, DrafterSettings

@@ -36,8 +36,8 @@ from kvasir.worker.step_inputs import DeviceRows, HostInputs, StepInputs, eager_
 from kvasir.worker.step_result import DeviceResult, StepOutputs
 
 if TYPE_CHECKING:
-    from kvasir.worker.graphs.keys import ForwardGraphKey, HeadGraphKey
-    from kvasir.worker.graphs.step_graphs import StepGraphs
+    from kvasir.worker.graph_keys import ForwardGraphKey, HeadGraphKey
+    from kvasir.worker.step_graphs import StepGraphs
 
 FeatureUses = list[tuple[RowFeature, FeatureUse]]  # the features that the rows of a step ask for
 
@@ -94,8 +94,8 @@ class ModelRunner:
         self._changing = [feature for feature in self.features if feature.changes_forward]
         self.graphs: StepGraphs | None = None
         if use_graphs:
-            from kvasir.worker.graphs.keys import GraphKeys
-            from kvasir.worker.graphs.step_graphs import StepGraphs
+            from kvasir.worker.graph_keys import GraphKeys
+            from kvasir.worker.step_graphs import StepGraphs
 
             self.sampler.parameters.reserve()
             is_captured = any(feature.is_captured for feature in self._changing)

@@ -23,7 +23,7 @@ from kvasir.messages import Int32Array, StepPlan
 from kvasir.worker.speculative.drafter import make_draft_rows
 
 if TYPE_CHECKING:
-    from kvasir.worker.graphs.keys import ForwardGraphKey
+    from kvasir.worker.graph_keys import ForwardGraphKey
 
 Array = TypeVar("Array", Int32Array, torch.Tensor)
 UNBOUNDED = 1 << 30  # the bound of a sequence's length in a graph that serves any length

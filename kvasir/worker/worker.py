@@ -131,7 +131,7 @@ class Worker:
     def _expected_graphs(self) -> int:
         if self._profile is None or self.model is None or not self._uses_graphs():
             return 0
-        from kvasir.worker.graphs.keys import GraphKeys
+        from kvasir.worker.graph_keys import GraphKeys
 
         scheduler, num_tokens = self.config.scheduler, int(self._largest_step().num_tokens.sum())
         drafting = read_speculative(self.config.model.speculative_config)

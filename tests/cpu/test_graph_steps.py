@@ -31,8 +31,9 @@ from kvasir import messages
 from kvasir.engine.cache import prefix_groups
 from kvasir.kernels.triton import adapters as triton_adapters
 from kvasir.kernels.triton import paged_decode
-from kvasir.worker.graphs import keys, step_graphs
-from kvasir.worker.graphs.pool import Captured
+from kvasir.worker import graph_keys as keys
+from kvasir.worker import step_graphs
+from kvasir.worker.graph_memory import Captured
 from tests.graph_fakes import Repeats
 
 

@@ -32,8 +32,8 @@ if torch.cuda.is_available():
 
 from kvasir.kernels import triton
 from kvasir.kernels.triton import paged_decode
-from kvasir.worker.graphs import step_graphs
-from kvasir.worker.graphs.pool import Captured
+from kvasir.worker import step_graphs
+from kvasir.worker.graph_memory import Captured
 from tests.graph_fakes import Repeats
 
 VOCAB = 96

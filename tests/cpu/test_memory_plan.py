@@ -53,5 +53,5 @@ def test_where_nothing_was_measured() -> None:
 
 
 def test_the_largest_graph_is_the_one_that_is_captured() -> None:
-    graph_shapes = pytest.importorskip("kvasir.worker.graphs.keys")
+    graph_shapes = pytest.importorskip("kvasir.worker.graph_keys")
     assert graph_shapes.MIXED_TOKENS[-1] == graph_shapes.ROWS[-1] == LARGEST_GRAPH

@@ -35,9 +35,8 @@ from kvasir.sampling.features import (
     Uses,
 )
 from kvasir.sampling.sampler import Sampler
-from kvasir.worker.graphs.buffers import GraphBuffers
-from kvasir.worker.graphs.keys import ForwardGraphKey, GraphKeys, HeadGraphKey
-from kvasir.worker.graphs.pool import Captured, GraphPool
+from kvasir.worker.graph_keys import ForwardGraphKey, GraphKeys, HeadGraphKey
+from kvasir.worker.graph_memory import Captured, GraphBuffers, GraphPool
 from kvasir.worker.memory_budget import is_out_of_memory
 from kvasir.worker.model import Model
 from kvasir.worker.speculative.device import RowLines, Speculation, Verified, row_ends
