@@ -50,7 +50,7 @@ from kvasir.sampling.logprobs import ScoreKey
 from kvasir.sampling.overrides import OverrideKey
 from kvasir.sampling.parameters import SamplingKey, SamplingParameters
 from kvasir.worker.graph_keys import ForwardGraphKey, HeadGraphKey
-from kvasir.worker.kv_memory import KVMemory
+from kvasir.worker.memory import KVMemory
 from kvasir.worker.model_runner import ModelRunner
 from kvasir.worker.speculative.drafter import Drafter, DrafterSettings
 from kvasir.worker.speculative.lookup import LookupDrafter

@@ -28,7 +28,7 @@ from kvasir.sampling.features import (
     sampled_lines,
 )
 from kvasir.sampling.registry import FeatureSettings, make_sampler
-from kvasir.worker.kv_memory import KVMemory, make_host_memory
+from kvasir.worker.memory import KVMemory, make_host_memory
 from kvasir.worker.model import Model
 from kvasir.worker.speculative.device import Speculation, Verified
 from kvasir.worker.speculative.drafter import Drafter

@@ -37,7 +37,7 @@ from kvasir.sampling.features import (
 from kvasir.sampling.sampler import Sampler
 from kvasir.worker.graph_keys import ForwardGraphKey, GraphKeys, HeadGraphKey
 from kvasir.worker.graph_memory import Captured, GraphBuffers, GraphPool
-from kvasir.worker.memory_budget import is_out_of_memory
+from kvasir.worker.memory import is_out_of_memory
 from kvasir.worker.model import Model
 from kvasir.worker.speculative.device import RowLines, Speculation, Verified, row_ends
 from kvasir.worker.step_inputs import UNBOUNDED, DeviceRows, HostInputs, padded

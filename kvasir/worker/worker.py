@@ -31,8 +31,15 @@ from kvasir.models.transformer import Transformer
 from kvasir.platforms import select
 from kvasir.sampling.features import RowFeature
 from kvasir.worker.cpu_threads import one_torch_thread, use_threads
-from kvasir.worker.kv_memory import KVMemory, staging_bytes
-from kvasir.worker.memory_budget import Profile, expected_graphs, is_out_of_memory, kv_share, refuse_more_than_is_free
+from kvasir.worker.memory import (
+    KVMemory,
+    Profile,
+    expected_graphs,
+    is_out_of_memory,
+    kv_share,
+    refuse_more_than_is_free,
+    staging_bytes,
+)
 from kvasir.worker.model import Model
 from kvasir.worker.model_runner import ModelRunner
 from kvasir.worker.profiling import largest_step, measure_costs, measure_steps, pooling_steps, steps_to_compile

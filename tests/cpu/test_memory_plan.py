@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.worker.memory_budget import GIB, LARGEST_GRAPH, Profile, expected_graphs, kv_share, refuse_more_than_is_free
+from kvasir.worker.memory import GIB, LARGEST_GRAPH, Profile, expected_graphs, kv_share, refuse_more_than_is_free
 
 PROFILE = Profile(peak=20 * GIB, largest_step=5 * GIB, outside=2 * GIB)
 

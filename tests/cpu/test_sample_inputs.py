@@ -12,7 +12,7 @@ import torch
 from kvasir import kernels
 from kvasir.kernels import reference
 from kvasir.messages import LOGPROBS, Extras, KVSpec, NewRow, RowSampling, SampleInputs, StepPlan
-from kvasir.worker.kv_memory import KVMemory
+from kvasir.worker.memory import KVMemory
 from kvasir.worker.model_runner import ModelRunner
 from tests.cpu import test_stages
 from tests.cpu.test_stages import WISHES, brute_force

@@ -19,7 +19,7 @@ from kvasir import kernels
 from kvasir.kernels import reference
 from kvasir.messages import KVSpec
 from kvasir.worker import kv_memory
-from kvasir.worker.kv_memory import STAGES, KVMemory, PinnedMemory
+from kvasir.worker.memory import STAGES, KVMemory, PinnedMemory
 
 
 class Mark:
