@@ -41,12 +41,11 @@ from kvasir.worker.memory import (
     staging_bytes,
 )
 from kvasir.worker.model import Model
-from kvasir.worker.model_runner import ModelRunner
+from kvasir.worker.model_runner import DeviceResult, ModelRunner
 from kvasir.worker.profiling import largest_step, measure_costs, measure_steps, pooling_steps, steps_to_compile
 from kvasir.worker.prompt_embeddings import PromptEmbeddings, overlay_of
 from kvasir.worker.speculative import draft_model, lookup  # noqa: F401 - they register themselves
 from kvasir.worker.speculative.drafter import DRAFTERS, Drafter, DrafterSettings
-from kvasir.worker.step_result import DeviceResult
 
 logger = get_logger(__name__)
 GIB = 1 << 30
