@@ -123,7 +123,6 @@ def _no_room(spec: KVSpec, num_blocks: int, device: torch.device) -> ConfigError
 STAGES = 4  # staging buffers in each direction
 STAGE_BYTES = 64 << 20
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
-GIB = 1 << 30
 
 
 class HostMemory(Protocol):

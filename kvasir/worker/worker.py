@@ -6,6 +6,7 @@ Imports torch, so only the worker process may import this module.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +22,7 @@ from kvasir.config import startup
 from kvasir.config.engine import EngineConfig, ModelConfig
 from kvasir.config.speculative import read_speculative
 from kvasir.errors import ConfigError, DeviceMemoryError
+from kvasir.kernels.cpu import library
 from kvasir.layers.mesh import Mesh
 from kvasir.log import get_logger
 from kvasir.lora.device import Adapters
@@ -29,8 +31,8 @@ from kvasir.models.loader import load
 from kvasir.models.native import LibraryModel
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select
+from kvasir.platforms.limits import parse_cpus, share
 from kvasir.sampling.features import RowFeature
-from kvasir.worker.cpu_threads import one_torch_thread, use_threads
 from kvasir.worker.memory import (
     KVMemory,
     Profile,
@@ -50,6 +52,47 @@ from kvasir.worker.speculative.drafter import DRAFTERS, Drafter, DrafterSettings
 logger = get_logger(__name__)
 GIB = 1 << 30
 HEADS_PER_SIZE = 4  # head graphs of each size: with and without filters, stages and the rest
+
+
+def use_threads(config: EngineConfig, mesh: Mesh) -> Callable[[], None]:
+    """Set the numbers of CPU threads of torch and of the CPU library, and the CPUs that they run on. Returns a function
+    that restores the calling thread's CPUs.
+
+    The library's threads are pinned. The calling thread, which computes too, is pinned only if cpu_bind is set. torch's
+    threads sleep while the library's work, so both have as many as were asked for.
+    """
+    threads = config.device.cpu_threads
+    assert threads is not None, "resolve settles it for the CPU"
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    cpus: list[int] | None = None
+    restore: Callable[[], None] = _nothing
+    if config.device.cpu_bind is not None:
+        before = os.sched_getaffinity(0)
+        cpus = share(parse_cpus(config.device.cpu_bind), mesh.rank, mesh.size)
+        os.sched_setaffinity(0, cpus)
+        restore = partial(os.sched_setaffinity, 0, before)
+    elif mesh.size > 1 and hasattr(os, "sched_getaffinity"):
+        cpus = share(sorted(os.sched_getaffinity(0)), mesh.rank, mesh.size)
+    if library.library() is not None:  # it computes norms and samples with every attention backend
+        library.configure(threads, cpus)
+    return restore
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """For steps that the library computes. torch has little to do in them, and its other threads would spin for a while
+    afterwards and slow down the library's."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _nothing() -> None:
+    return None
 
 
 class Worker:
