@@ -14,8 +14,7 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
-from kvasir.config.names import did_you_mean
-from kvasir.errors import RequestError
+from kvasir.errors import RequestError, did_you_mean
 from kvasir.frontend.text.template_sandbox import sandbox
 
 Message = dict[str, Any]

@@ -12,8 +12,7 @@ from typing import Any
 
 from llguidance import regex_to_lark
 
-from kvasir.config.names import did_you_mean
-from kvasir.errors import RequestError
+from kvasir.errors import RequestError, did_you_mean
 from kvasir.sampling_params import GrammarTag
 
 _PARAMETER = "structured_outputs"
