@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from kvasir.attention.select import select as select_attention
+from kvasir.attention.base import select as select_attention
 from kvasir.config.engine import EngineConfig, ModelConfig
 from kvasir.config.pooling import DenseSpec
 from kvasir.errors import ConfigError, ModelError

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kvasir import LLM, SamplingParams, kernels
-from kvasir.attention import select
+from kvasir.attention import base as attention_backends
 from kvasir.frontend.requests.extras import ExtrasBuilder
 from kvasir.sampling import logit_rules, parameters
 from kvasir.sampling.logit_rules import BadWords, Penalties
@@ -99,7 +99,7 @@ class FixedTables(Repeats):
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of this test run as graphs; stages by Triton's kernels."""
     monkeypatch.setattr(step_graphs, "GraphPool", FixedTables)
-    monkeypatch.setitem(select._BACKENDS, "torch", select._BACKENDS["triton"])
+    monkeypatch.setitem(attention_backends._BACKENDS, "torch", select._BACKENDS["triton"])
     monkeypatch.setattr(paged_decode, "choose_split", lambda sequences, kv_heads: paged_decode.Split(1, 32))
 
     def noted(call: Callable[..., Any], tables: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
