@@ -41,7 +41,7 @@ from tests.graph_fakes import Repeats
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of this test run as graphs; what pays on a GPU only with many rows does here with few."""
     monkeypatch.setattr(step_graphs, "GraphPool", Repeats)
-    monkeypatch.setitem(attention_backends._BACKENDS, "torch", select._BACKENDS["triton"])
+    monkeypatch.setitem(attention_backends._BACKENDS, "torch", attention_backends._BACKENDS["triton"])
     monkeypatch.setattr(paged_decode, "order_pays", lambda sequences: sequences >= 2)
     monkeypatch.setattr(paged_decode, "choose_split", lambda sequences, kv_heads: paged_decode.Split(2, 32))
     monkeypatch.setattr(prefix_groups, "MIN_GROUP_ROWS", 3)

@@ -99,7 +99,7 @@ class FixedTables(Repeats):
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of this test run as graphs; stages by Triton's kernels."""
     monkeypatch.setattr(step_graphs, "GraphPool", FixedTables)
-    monkeypatch.setitem(attention_backends._BACKENDS, "torch", select._BACKENDS["triton"])
+    monkeypatch.setitem(attention_backends._BACKENDS, "torch", attention_backends._BACKENDS["triton"])
     monkeypatch.setattr(paged_decode, "choose_split", lambda sequences, kv_heads: paged_decode.Split(1, 32))
 
     def noted(call: Callable[..., Any], tables: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
