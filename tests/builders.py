@@ -14,7 +14,7 @@ from kvasir.engine.core import EngineCore
 from kvasir.engine.policies import FirstComeFirstServed, Policy
 from kvasir.engine.queue import QueueLimits
 from kvasir.engine.scheduler import Limits, Scheduler
-from kvasir.executor.base import Executor
+from kvasir.executor import Executor
 from kvasir.executor.fake import EchoExecutor, FakeFuture, echo_next, echo_shift
 from kvasir.messages import (
     LOGPROBS,

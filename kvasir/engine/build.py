@@ -15,7 +15,7 @@ from kvasir.engine.queue import QueueLimits
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.engine.step_budget import StepBudget
 from kvasir.errors import ConfigError
-from kvasir.executor.base import Executor, load_worker
+from kvasir.executor import Executor, load_worker
 from kvasir.executor.multiproc import MultiprocExecutor
 from kvasir.log import get_logger
 from kvasir.messages import KVSpec

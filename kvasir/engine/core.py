@@ -18,7 +18,7 @@ from kvasir.engine.snapshot import take_snapshot
 from kvasir.engine.stats import EngineStats, Snapshot
 from kvasir.engine.step_budget import StepPacing, StepSize
 from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError, RequestError
-from kvasir.executor.base import Executor
+from kvasir.executor import Executor
 from kvasir.messages import (
     AdapterTargets,
     EngineOutput,

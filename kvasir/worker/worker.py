@@ -1,4 +1,4 @@
-"""One device's share of the engine: loads the model, sizes and takes the KV cache, runs steps. See executor/base.py.
+"""One device's share of the engine: loads the model, sizes and takes the KV cache, runs steps. An `Executor`.
 
 Imports torch, so only the worker process may import this module.
 """
