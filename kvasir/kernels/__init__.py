@@ -17,9 +17,9 @@ import torch
 
 from kvasir.kernels import encoder_attention as encoders
 from kvasir.kernels import onednn, reference
-from kvasir.kernels.adapters import AdapterMatrices, TokenSlots
 from kvasir.kernels.cpu import ops
 from kvasir.kernels.cpu.library import library
+from kvasir.kernels.layout import AdapterMatrices, TokenSlots
 from kvasir.kernels.reference import ACTIVATIONS, ANY_TOKEN, rotary, store_kv
 from kvasir.log import get_logger
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvasir.kernels.adapters import AdapterMatrices, TokenSlots
+from kvasir.kernels.layout import AdapterMatrices, TokenSlots
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,

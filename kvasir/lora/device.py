@@ -23,8 +23,7 @@ from safetensors import safe_open
 from torch import nn
 
 from kvasir.config.engine import EngineConfig
-from kvasir.kernels.adapters import TokenSlots
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import TokenSlots, upload
 from kvasir.layers.adapters import SoftPrompts, StepAdapters, VocabularyChange, VocabularySlots, WholeMatrix
 from kvasir.layers.attention import Attention
 from kvasir.layers.embedding import Embedding, TiedHead

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.attention.base import AttentionBatch
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import upload
 from kvasir.messages import GraphUse, Int32Array, Part, SampleInputs, StepPlan, StepResult, empty_ints
 from kvasir.sampling.features import (
     FeatureUse,

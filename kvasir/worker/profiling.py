@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import upload
 from kvasir.messages import (
     MIN_GROUP_ROWS,
     Extras,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kvasir.errors import ConfigError
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import upload
 from kvasir.layers.embedding import StepOverlay
 from kvasir.messages import Int32Array, NewRow, StepPlan
 from kvasir.models.transformer import Transformer

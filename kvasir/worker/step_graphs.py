@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from kvasir import kernels
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import upload
 from kvasir.log import get_logger
 from kvasir.messages import GraphUse, Int32Array, StepPlan
 from kvasir.sampling.features import (
