@@ -28,11 +28,10 @@ from kvasir.layers.mesh import Mesh
 from kvasir.layers.mlp import Experts, MoE
 from kvasir.log import get_logger, warn_once
 from kvasir.models import architectures, gguf
-from kvasir.models.checkpoint import KV_SCALES, Safetensors, is_finite, load_kv_scales, some
+from kvasir.models.checkpoint import KV_SCALES, QuantizedSafetensors, Safetensors, is_finite, load_kv_scales, some
 from kvasir.models.fallback import TransformersModel, load_fallback
 from kvasir.models.gguf import GGUFCheckpoint
 from kvasir.models.native import LibraryModel, packed_weights_file, restore_packed, run_in_library, save_packed
-from kvasir.models.quantized import QuantizedSafetensors
 from kvasir.models.spec import BY_ROWS, Architecture, DecoderSpec, LayerSpec, Names, TensorLayout
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select as select_platform

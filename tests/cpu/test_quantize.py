@@ -15,9 +15,8 @@ from kvasir.config.resolve import resolve
 from kvasir.entrypoints.cli.main import main
 from kvasir.layers.base import Build
 from kvasir.layers.mlp import Experts
-from kvasir.models.checkpoint import Safetensors
+from kvasir.models.checkpoint import QuantizedSafetensors, Safetensors
 from kvasir.models.loader import load
-from kvasir.models.quantized import QuantizedSafetensors
 from kvasir.quantization.at_load import QUANTIZERS, int4
 from kvasir.quantization.base import Unquantized
 from kvasir.quantization.coded import Coded

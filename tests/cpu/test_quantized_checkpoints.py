@@ -20,9 +20,8 @@ from kvasir.config.resolve import resolve
 from kvasir.errors import KvasirError, ModelError
 from kvasir.layers.linear import Linear
 from kvasir.layers.mesh import Mesh
-from kvasir.models.checkpoint import Safetensors
+from kvasir.models.checkpoint import QuantizedSafetensors, Safetensors
 from kvasir.models.loader import load, load_model
-from kvasir.models.quantized import QuantizedSafetensors
 from kvasir.quantization.coded import Coded
 from kvasir.quantization.cpu import matrix_of
 from kvasir.quantization.formats import find_format
