@@ -62,10 +62,10 @@ _ARCHITECTURES: dict[str, str | Architecture] = {
     "CamembertModel": "kvasir.models.architectures.bert:ROBERTA",
     "DistilBertModel": "kvasir.models.architectures.bert:DISTILBERT",
     "MPNetModel": "kvasir.models.architectures.bert:MPNET",
-    "ModernBertModel": "kvasir.models.architectures.modernbert:MODERNBERT",
-    "NomicBertModel": "kvasir.models.architectures.modernbert:NOMIC_BERT",
-    "GteModel": "kvasir.models.architectures.modernbert:GTE",
-    "JinaEmbeddingsV3Model": "kvasir.models.architectures.modernbert:JINA",
+    "ModernBertModel": "kvasir.models.architectures.bert:MODERNBERT",
+    "NomicBertModel": "kvasir.models.architectures.bert:NOMIC_BERT",
+    "GteModel": "kvasir.models.architectures.bert:GTE",
+    "JinaEmbeddingsV3Model": "kvasir.models.architectures.bert:JINA",
 }
 
 # How an architecture's name ends when it is no model that generates text -> what it does, see config.pooling. Without
