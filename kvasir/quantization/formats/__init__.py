@@ -11,9 +11,8 @@ from kvasir.errors import ModelError
 from kvasir.quantization.formats.base import WeightFormat, refuse
 from kvasir.quantization.formats.bitsandbytes import BitsAndBytes
 from kvasir.quantization.formats.compressed_tensors import CompressedTensors
-from kvasir.quantization.formats.fp8 import FP8
+from kvasir.quantization.formats.floats import FP8, ModelOpt
 from kvasir.quantization.formats.integers import AWQ, GPTQ, AutoRound
-from kvasir.quantization.formats.modelopt import ModelOpt
 
 FORMATS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
     "gptq": GPTQ,

@@ -23,7 +23,7 @@ from kvasir.quantization.formats.base import (
     whole,
 )
 from kvasir.quantization.formats.compressed_tensors import PackedIntegers
-from kvasir.quantization.formats.fp8 import FloatScheme
+from kvasir.quantization.formats.floats import FloatScheme
 
 _BITS = (2, 3, 4, 8)
 _NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)  # in which nibble of a word each of eight outputs is
