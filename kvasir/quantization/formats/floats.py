@@ -97,8 +97,8 @@ class FP8(WeightFormat):
 
 @dataclass(frozen=True)
 class NVFP4Scheme(Scheme):
-    """4-bit floats; 16 inputs share an 8-bit float, and all a factor. `factor` is the tensor with it; `divides`: scales are
-    divided by it. compressed-tensors and ModelOpt store them, under names of their own."""
+    """4-bit floats; 16 inputs share an 8-bit float, and all a factor. compressed-tensors and ModelOpt store them, under
+    names of their own. `factor` is the tensor with the factor of all scales; `divides`: they are divided by it."""
 
     weight: str
     factor: str
