@@ -1,7 +1,7 @@
 """Attention over a latent cache: one short vector for each token, and one rotated key that all heads share.
 
 Every head's keys and values are products of the vector with the head's own matrices (`latent_up`). A backend applies
-those to the queries and to the result instead where that is less work; see attention/latent.py.
+those to the queries and to the result instead where that is less work; see attention/torch.py.
 """
 
 from __future__ import annotations
