@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvasir.attention.base import AttentionBatch
+from kvasir.attention.base import AttentionBatch, LastTokens
 from kvasir.kernels.layout import upload
-from kvasir.messages import GraphUse, Int32Array, Part, SampleInputs, StepPlan, StepResult, empty_ints
+from kvasir.messages import GraphUse, Int32Array, KVSpec, Part, SampleInputs, StepPlan, StepResult, empty_ints
 from kvasir.sampling.features import (
     FeatureUse,
     ForwardUse,
@@ -31,7 +31,6 @@ from kvasir.sampling.features import (
 )
 from kvasir.sampling.registry import FeatureSettings, make_sampler
 from kvasir.worker.memory import KVMemory, make_host_memory
-from kvasir.worker.model import Model
 from kvasir.worker.speculative.device import Speculation, Verified
 from kvasir.worker.speculative.drafter import Drafter
 from kvasir.worker.step_inputs import DeviceRows, HostInputs, StepInputs, eager_inputs, host_inputs
@@ -43,6 +42,52 @@ if TYPE_CHECKING:
 NOT_NUMBERS = "the model's logits are not numbers (NaN): its weights, or the memory of the device, may be damaged"
 MakePart = Callable[[Sequence[NDArray[Any]]], Part]
 FeatureUses = list[tuple[RowFeature, FeatureUse]]  # the features that the rows of a step ask for
+
+
+class Model(Protocol):
+    """All that the worker asks of a model, whether Kvasir, the CPU library or transformers runs its layers."""
+
+    vocab_size: int
+    poolers: Any  # PoolingHeads by task, with the methods of a dict; empty: the model generates text
+
+    @property
+    def capturable(self) -> bool:
+        """Whether its steps may become CUDA graphs."""
+
+    @property
+    def runs_in_cpu_library(self) -> bool:
+        """Whether the CPU library computes its steps, so that torch needs no threads of its own."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        last: LastTokens | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [tokens, hidden] of a step, or those of `last` alone, [sequences, hidden]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocabulary]."""
+
+    def kv_spec(self, block_size: int, dtype: torch.dtype) -> KVSpec:
+        """What this rank needs of the KV cache."""
+
+    def page_shape(self, block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
+        """Shape of one block of one layer of this rank's cache."""
+
+    def bind_kv(self, caches: Sequence[torch.Tensor]) -> None:
+        """Give each layer its view of the cache, [blocks, *page_shape]."""
+
+    def compile_key(self) -> str:
+        """Return what the kernels of this model depend on, as text."""
+
+    def compile_copy(self) -> Model | None:
+        """A copy with one layer of each kind, which launches every kernel variant that the model does. None where its
+        kernels cannot be compiled ahead."""
+
+    def weight_bytes(self) -> int:
+        """Memory of its weights on this device."""
 
 
 class DeviceResult:

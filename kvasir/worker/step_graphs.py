@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,9 +39,11 @@ from kvasir.sampling.sampler import Sampler
 from kvasir.worker.graph_keys import ForwardGraphKey, GraphKeys, HeadGraphKey
 from kvasir.worker.graph_memory import Captured, GraphBuffers, GraphPool
 from kvasir.worker.memory import is_out_of_memory
-from kvasir.worker.model import Model
 from kvasir.worker.speculative.device import RowLines, Speculation, Verified, row_ends
 from kvasir.worker.step_inputs import UNBOUNDED, DeviceRows, HostInputs, padded
+
+if TYPE_CHECKING:
+    from kvasir.worker.model_runner import Model
 
 logger = get_logger(__name__)
 Outputs = tuple[tuple[torch.Tensor, ...], ...]  # of each feature

@@ -42,8 +42,7 @@ from kvasir.worker.memory import (
     refuse_more_than_is_free,
     staging_bytes,
 )
-from kvasir.worker.model import Model
-from kvasir.worker.model_runner import DeviceResult, ModelRunner
+from kvasir.worker.model_runner import DeviceResult, Model, ModelRunner
 from kvasir.worker.profiling import largest_step, measure_costs, measure_steps, pooling_steps, steps_to_compile
 from kvasir.worker.prompt_embeddings import PromptEmbeddings, overlay_of
 from kvasir.worker.speculative import draft_model, lookup  # noqa: F401 - they register themselves
