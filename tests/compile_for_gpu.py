@@ -48,7 +48,7 @@ from kvasir.quantization.coded_linear import CodedMethods, Quantizer
 from kvasir.sampling.features import ForwardUse, Uses
 from kvasir.sampling.logprobs import ScoreKey
 from kvasir.sampling.overrides import OverrideKey
-from kvasir.sampling.parameters import SamplingKey, SamplingParameters
+from kvasir.sampling.sampler import SamplingKey, SamplingParameters
 from kvasir.worker.graph_keys import ForwardGraphKey, HeadGraphKey
 from kvasir.worker.memory import KVMemory
 from kvasir.worker.model_runner import ModelRunner

@@ -19,7 +19,7 @@ import torch
 from kvasir import LLM, SamplingParams, kernels
 from kvasir.attention import base as attention_backends
 from kvasir.frontend.requests.extras import ExtrasBuilder
-from kvasir.sampling import logit_rules, parameters
+from kvasir.sampling import logit_rules, sampler
 from kvasir.sampling.logit_rules import BadWords, Penalties
 from kvasir.sampling.logprobs import NamedTokens
 from kvasir.sampling.sampler import Sampler
@@ -215,7 +215,7 @@ def test_a_longer_list_than_any_before(
     path: Path, wishes: list[dict[str, Any]], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same steps again, but for a table that had to grow. Graphs read the old one, and are not used any more."""
-    monkeypatch.setattr(parameters, "STOP_IDS", 2)
+    monkeypatch.setattr(sampler, "STOP_IDS", 2)
     for name, size in (("BIASED_TOKENS", 2), ("BAD_WORDS", 2), ("BAD_WORD_TOKENS", 1)):
         monkeypatch.setattr(logit_rules, name, size)
 
