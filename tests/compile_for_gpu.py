@@ -41,9 +41,8 @@ from kvasir.messages import Int32Array
 from kvasir.models import architectures
 from kvasir.models.transformer import Transformer
 from kvasir.platforms.cpu import prepare_cpu
-from kvasir.quantization.at_load import fp8, int4, int8
 from kvasir.quantization.base import Unquantized
-from kvasir.quantization.coded import Coding, RandomCoding
+from kvasir.quantization.coded import Coding, RandomCoding, fp8, int4, int8
 from kvasir.quantization.coded_linear import CodedMethods, Quantizer
 from kvasir.sampling.features import ForwardUse, Uses
 from kvasir.sampling.logprobs import ScoreKey

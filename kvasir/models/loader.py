@@ -35,7 +35,6 @@ from kvasir.models.native import LibraryModel, packed_weights_file, restore_pack
 from kvasir.models.spec import BY_ROWS, Architecture, DecoderSpec, LayerSpec, Names, TensorLayout
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select as select_platform
-from kvasir.quantization.at_load import QUANTIZERS
 from kvasir.quantization.base import (
     PackedParameter,
     TensorKey,
@@ -43,7 +42,7 @@ from kvasir.quantization.base import (
     UnquantizedExperts,
     UnquantizedLinear,
 )
-from kvasir.quantization.coded import Coded
+from kvasir.quantization.coded import QUANTIZERS, Coded
 from kvasir.quantization.coded_linear import CodedMethods, ExpandedMethods
 from kvasir.quantization.cpu import KEPT, ROUTING, VOCABULARIES, CpuMethods
 from kvasir.quantization.formats import find_format
