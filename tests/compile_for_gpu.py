@@ -284,6 +284,7 @@ def main() -> int:
         run_steps(MIXTRAL, [DECODES], quantize=int4)
         run_steps(DEEPSEEK, [LONE, DECODES, SHARING, MIXED])
         run_steps(KIMI, [DECODES, MIXED], torch.float8_e4m3fn)
+        run_steps(KIMI, [LONE, DECODES])
         run_steps(GPT_OSS, [LONE, DECODES, SHARING, MIXED])
         for method in ("ngram", "suffix"):
             run_steps(QWEN3, [DECODES, VERIFYING], drafter=LookupDrafter(lookup_settings(method)))

@@ -3,6 +3,9 @@
 The same scanner reads streamed and whole answers, and its parts do not depend on how the text is cut. A call begins
 when its name is known; until then its text is held back, and becomes content if it is malformed. From then on its
 arguments are passed on as they come: JSON is copied, other notations are translated to JSON piece by piece.
+
+Two readers stand beside it: of harmony, in which gpt-oss writes a series of messages on channels, and of the text of a
+custom tool, which the model writes as the one argument of a function.
 """
 
 from __future__ import annotations
@@ -11,21 +14,12 @@ import json
 import random
 import re
 import string
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from kvasir.parsers.base import Content, OutputParser, PlainTextParser, Reasoning
+from kvasir.parsers.base import Content, OutputParser, OutputPart, PlainTextParser, Reasoning, ToolArguments, ToolCall
 from kvasir.parsers.formats import TOOL_FORMATS, AnswerFormat, ReasoningFormat, ToolFormat
-from kvasir.parsers.harmony import HarmonyReader
-from kvasir.parsers.reader import (
-    MAX_NAME,
-    EndedError,
-    MalformedError,
-    Steps,
-    TextReader,
-    finder,
-    marker_words,
-)
+from kvasir.parsers.reader import MAX_NAME, EndedError, MalformedError, Steps, TextReader, finder, marker_words
 from kvasir.parsers.values import GemmaValues, PythonValues, kinds_of, tagged_value
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by the tool's name
@@ -419,3 +413,158 @@ class Scanner(PythonValues, GemmaValues, TextReader):
             yield from self._skip_spaces()
             yield from self._expect(word)
         return key.strip()
+
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_MARKERS = (_START, _CHANNEL, _MESSAGE, *_ENDS)
+_MAX_HEADER = 512
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+
+
+class HarmonyReader(TextReader):
+    """Reads one completion in harmony. Without `calls`, messages to functions are content.
+
+    <|channel|>analysis<|message|>Reasoning.<|end|><|start|>assistant<|channel|>final<|message|>The answer.<|return|>
+    <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"a": 1}<|call|>
+    """
+
+    def __init__(self, calls: bool, make_id: Callable[[], str], parallel: bool) -> None:
+        self._calls = calls
+        self._make_id = make_id
+        self._parallel = parallel
+        self._num_calls = 0
+        super().__init__()
+
+    def _run(self) -> Steps:
+        # The prompt ends with <|start|>assistant, so a header comes first. Text without one is content.
+        header = ""
+        try:
+            self._held = []
+            yield from self._skip_spaces()
+            if (yield from self._peek()) in "<t":
+                header = yield from self._header("")
+            while True:
+                self._held = None
+                ended = yield from self._message(header)
+                if ended == _CHANNEL:
+                    header = yield from self._header(_CHANNEL)
+                    continue
+                self._held = []
+                word = yield from self._until(finder(_MARKERS), lambda text: None)
+                header = yield from self._header("" if word in _ENDS else word)
+        except EndedError:
+            if self._held and self._num_calls == 0 and not self._parts:
+                self._add(Content, "".join(self._held))
+
+    def _header(self, text: str) -> Generator[None, None, str]:
+        """The text up to <|message|>. A text that is too long, or ends before, is content."""
+        found = [text]
+        size = 0
+        while True:
+            word = yield from self._until(finder(_MARKERS), found.append)
+            if word == _MESSAGE:
+                return "".join(found)
+            found.append(word)
+            size = sum(map(len, found))
+            if word in _ENDS or size > _MAX_HEADER:
+                self._held = None
+                self._add(Content, "".join(found))
+                return ""
+
+    def _message(self, header: str) -> Generator[None, None, str]:
+        """Read a message's text as what its header says; return the marker that ends it."""
+        recipient = _RECIPIENT.search(header)
+        name = "" if recipient is None else recipient.group(1)
+        emit: Callable[[str], object]
+        if name.startswith("functions.") and self._calls:
+            index = self._num_calls
+            if index and not self._parallel:
+                emit = _drop
+            else:
+                self._num_calls += 1
+                self._add_call(index, self._make_id(), name.removeprefix("functions."))
+                emit = lambda text: self._add_arguments(index, text)  # noqa: E731
+        elif f"{_CHANNEL}analysis" in header:
+            emit = lambda text: self._add(Reasoning, text)  # noqa: E731
+        else:
+            emit = lambda text: self._add(Content, text)  # noqa: E731
+        return (yield from self._until(finder((*_ENDS, _START, _CHANNEL)), emit))
+
+
+def _drop(text: str) -> None:
+    pass
+
+
+class CustomInput:
+    """Reads {"input": "..."} as it comes, and gives the text. What is no such object is given as it is."""
+
+    def __init__(self) -> None:
+        self._reader = _InputReader()
+
+    def feed(self, text: str) -> Sequence[str]:
+        return [part.text for part in self._reader.feed(text) if isinstance(part, Content)]
+
+    def finish(self) -> Sequence[str]:
+        return [part.text for part in self._reader.finish() if isinstance(part, Content)]
+
+
+class _InputReader(TextReader):
+    def _run(self) -> Steps:
+        self._held = []
+        try:
+            yield from self._skip_spaces()
+            yield from self._expect("{")
+            yield from self._skip_spaces()
+            yield from self._short_json_string()
+            yield from self._skip_spaces()
+            yield from self._expect(":")
+            yield from self._skip_spaces()
+            yield from self._expect('"')
+            self._held = None
+            yield from self._json_string(lambda text: self._add(Content, text))
+        except EndedError:
+            self._add(Content, "".join(self._held or ()))
+            return
+        except MalformedError:
+            self._add(Content, "".join(self._held or ()))
+            self._held = None
+            while True:
+                self._add(Content, self._take(len(self._text)))
+                if self._ended:
+                    return
+                yield
+
+
+class AdaptedParser:
+    """Gives custom tools their text in place of an object, and leaves out reasoning that is not asked for."""
+
+    def __init__(self, parser: OutputParser, customs: frozenset[str], include_reasoning: bool) -> None:
+        self._parser = parser
+        self._customs = customs
+        self._include_reasoning = include_reasoning
+        self._inputs: dict[int, CustomInput] = {}
+
+    def feed(self, text: str) -> Sequence[OutputPart]:
+        return self._adapted(self._parser.feed(text))
+
+    def finish(self) -> Sequence[OutputPart]:
+        made = self._adapted(self._parser.finish())
+        for index, reader in self._inputs.items():
+            made += [ToolArguments(index, piece) for piece in reader.finish() if piece]
+        return made
+
+    def _adapted(self, parts: Sequence[OutputPart]) -> list[OutputPart]:
+        made: list[OutputPart] = []
+        for part in parts:
+            if isinstance(part, Reasoning) and not self._include_reasoning:
+                continue
+            if isinstance(part, ToolCall) and part.name in self._customs:
+                self._inputs[part.index] = CustomInput()
+            if isinstance(part, ToolArguments) and part.index in self._inputs:
+                made += [
+                    ToolArguments(part.index, piece) for piece in self._inputs[part.index].feed(part.text) if piece
+                ]
+            else:
+                made.append(part)
+        return made

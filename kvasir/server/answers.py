@@ -1,44 +1,92 @@
-"""How the answers of chat requests are read: the model's format, the grammar of its calls, the parser of its text.
+"""How the answers of chat requests are read: the tools that may be called, the model's format, the parser of its text.
 
-One API process knows the formats of its templates (`AnswerFormats`). `ChatAnswer` is for one request: it sets what the
-engine must keep to, and makes the parsers.
+One API process knows the formats of its templates (`AnswerFormats`). `ChatAnswer` is for one request and makes its
+parsers; constraints.py has what the engine must keep to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from kvasir.errors import RequestError
 from kvasir.frontend.requests.prompts import TokenizedPrompt
 from kvasir.frontend.text.chat_template import choose_template, compile_template
-from kvasir.frontend.text.grammar import JsonStyle, json_rule, quote
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.log import get_logger
-from kvasir.parsers.base import (
-    OutputParser,
-    OutputPart,
-    PartReader,
-    Reasoning,
-    ReasoningReader,
-    ToolArguments,
-    ToolCall,
-)
-from kvasir.parsers.custom import CustomInput
-from kvasir.parsers.detect import detect, reads_tools
+from kvasir.parsers.base import OutputParser, PartReader, ReasoningReader
 from kvasir.parsers.formats import TOOL_FORMATS, AnswerFormat, ReasoningFormat, reasoning_format, tool_format
-from kvasir.parsers.grammar import CallableTool, GrammarWriter, kept_tokens
-from kvasir.parsers.scanner import make_parser
-from kvasir.parsers.tool_text import with_tools
-from kvasir.sampling_params import ReasoningTokens, SamplingParams, StructuredOutputsParams
+from kvasir.parsers.scanner import AdaptedParser, make_parser
+from kvasir.parsers.templates import detect, reads_tools, with_tools
 from kvasir.server.config import ServerConfig
-from kvasir.server.schema.tools import NO_TOOLS, RequestTools, Tool
+
+Choice = Literal["none", "auto", "required"]
+
+
+@dataclass(slots=True, frozen=True)
+class Tool:
+    """One tool. A custom tool takes a text instead of an object; the model sees it as a function of `input`."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None  # a JSON schema; None: any object
+    strict: bool = False
+    is_custom: bool = False
+    regex: str | None = None  # of a custom tool's text
+    lark: str | None = None
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The schema of its arguments, as the model sees it."""
+        if not self.is_custom:
+            return {"type": "object", "properties": {}} if self.parameters is None else dict(self.parameters)
+        text: dict[str, Any] = {"type": "string"}
+        if self.regex or self.lark:
+            text["description"] = f"A text of this grammar: {self.regex or self.lark}"
+        return {"type": "object", "properties": {"input": text}, "required": ["input"]}
+
+    def shown(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        function = {"name": self.name, "description": self.description or "", "parameters": self.schema}
+        return {"type": "function", "function": function}
+
+
+@dataclass(slots=True, frozen=True)
+class RequestTools:
+    """The tools of a request, and which of them the model may or must call."""
+
+    tools: tuple[Tool, ...] = ()
+    choice: Choice = "none"
+    allowed: frozenset[str] | None = None  # names of the tools that may be called; None: all
+    parallel: bool = True
+
+    def shown(self) -> list[dict[str, Any]] | None:
+        """All tools as chat templates read them: those that may not be called, too, so that prompts stay cached."""
+        return [tool.shown() for tool in self.tools] or None
+
+    @property
+    def is_active(self) -> bool:
+        return self.choice != "none"
+
+    @property
+    def callable(self) -> list[Tool]:
+        return [tool for tool in self.tools if self.allowed is None or tool.name in self.allowed]
+
+    @property
+    def needs_grammar(self) -> bool:
+        """Whether calls that the model chooses to make are held to a grammar."""
+        return self.allowed is not None or any(
+            tool.strict or tool.regex is not None or tool.lark is not None for tool in self.tools
+        )
+
+
+NO_TOOLS = RequestTools()
+
 
 logger = get_logger(__name__)
 AUTO, NONE = "auto", "none"
-Special = Callable[[], Mapping[str, int]]
-_OTHERWISE = "hermes"  # for models that have no format of their own
+OTHERWISE = "hermes"  # for models that have no format of their own
 
 
 class AnswerFormats:
@@ -79,7 +127,7 @@ class AnswerFormats:
         if self._tools != AUTO:
             tools = None if self._tools == NONE else tool_format(self._tools)
         elif tools is None:
-            tools = TOOL_FORMATS[_OTHERWISE]
+            tools = TOOL_FORMATS[OTHERWISE]
         if self._reasoning != AUTO:
             reasoning = None if self._reasoning == NONE else reasoning_format(self._reasoning)
         return AnswerFormat(tools, reasoning)
@@ -147,92 +195,9 @@ class ChatAnswer:
             opened, closed = _marks(form.reasoning, text, continued is not None)
         return cls(form, tools, opened, closed, include_reasoning)
 
-    # ------------------------------------------------------------ what the engine must know
-
-    def constrain(self, params: SamplingParams, tokenizer: Tokenizer | None, special: Special) -> None:
-        """Set the parameters that this format needs. `special`: the tokens that grammars write by their ids, if a
-        grammar is needed."""
-        if self.is_plain:
-            if params.thinking_token_budget is not None:
-                params.verify()  # which says why it cannot be
-            return
-        if tokenizer is not None:
-            kept = kept_tokens(self.form.texts(), tokenizer.skipped_tokens)
-            params.keep_special_tokens = list(kept) or None
-        if params.thinking_token_budget is not None and tokenizer is not None:
-            params.reasoning_tokens = self._reasoning_tokens(tokenizer)
-        asked = params.structured_outputs
-        if self.tools.choice == "required":
-            params.structured_outputs = self._gated(self._calls(special()))
-        elif self.tools.is_active and asked is not None:
-            params.structured_outputs = self._gated(self._calls_or(asked, special()))
-        elif self.tools.is_active and self.tools.needs_grammar:
-            params.structured_outputs = self._tags(special())
-        elif asked is not None and self.form.reasoning is not None:
-            params.structured_outputs = self._after_reasoning(asked, special())
-
     @property
     def is_plain(self) -> bool:
         return self.form.reasoning is None and not self.tools.is_active
-
-    def _calls(self, special: Mapping[str, int]) -> StructuredOutputsParams:
-        writer = self._writer(special)
-        grammar = writer.whole(self._callable(), self.tools.parallel, self._optional_reasoning)
-        return StructuredOutputsParams(grammar=grammar, source="tools")
-
-    def _calls_or(self, asked: StructuredOutputsParams, special: Mapping[str, int]) -> StructuredOutputsParams:
-        """Calls, or an answer of the form that the request asks for."""
-        writer = self._writer(special)
-        grammar = writer.whole(
-            self._callable(), self.tools.parallel, self._optional_reasoning, _expression(asked, "tools")
-        )
-        return replace_grammar(asked, grammar)
-
-    def _tags(self, special: Mapping[str, int]) -> StructuredOutputsParams:
-        tags = self._writer(special).tags(self._callable(), self.tools.parallel)
-        return self._gated(StructuredOutputsParams(tags=tags, source="tools"))
-
-    def _after_reasoning(self, asked: StructuredOutputsParams, special: Mapping[str, int]) -> StructuredOutputsParams:
-        """The form holds for the answer, which begins where the reasoning ends."""
-        form = self.form.reasoning
-        assert form is not None, "only formats with reasoning are asked"
-        if self.in_reasoning or self._optional_reasoning is None or asked.tags or asked.structural_tag is not None:
-            return self._gated(asked)
-        writer = GrammarWriter(TOOL_FORMATS[_OTHERWISE], special, form)
-        grammar = writer.answer(_expression(asked, asked.source), self._optional_reasoning, self.form.is_harmony)
-        return replace_grammar(asked, grammar)
-
-    def _gated(self, asked: StructuredOutputsParams) -> StructuredOutputsParams:
-        form = self.form.reasoning
-        return replace(asked, starts_after=form.close[0].strip()) if form is not None and self.in_reasoning else asked
-
-    def _writer(self, special: Mapping[str, int]) -> GrammarWriter:
-        assert self.form.tools is not None, "tools are active only with a format"
-        return GrammarWriter(self.form.tools, special, self.form.reasoning)
-
-    @property
-    def _optional_reasoning(self) -> tuple[str, str] | None:
-        """The markers of reasoning that the model may write first, or not."""
-        form = self.form.reasoning
-        if form is None or self.in_reasoning or self.is_reasoned:
-            return None
-        return form.open[0], form.close[0]
-
-    def _callable(self) -> list[CallableTool]:
-        required = self.tools.choice == "required"
-        return [_callable(tool, required) for tool in self.tools.callable]
-
-    def _reasoning_tokens(self, tokenizer: Tokenizer) -> ReasoningTokens | None:
-        form = self.form.reasoning
-        if form is None:
-            return None
-        opening = tokenizer.added_ids.get(form.open[0].strip(), -1)  # a prompt may have it in several tokens
-        closing = tokenizer.added_ids.get(form.close[0].strip())
-        if closing is None or (opening < 0 and not self.in_reasoning) or self.form.is_harmony:
-            return None
-        return ReasoningTokens(opening, closing, self.in_reasoning)
-
-    # ------------------------------------------------------------ how its text is read
 
     def reader(self, tokenizer: Tokenizer | None) -> PartReader:
         if self.is_plain:
@@ -259,45 +224,6 @@ class ChatAnswer:
 PLAIN_ANSWER = ChatAnswer(AnswerFormat())
 
 
-class AdaptedParser:
-    """Gives custom tools their text in place of an object, and leaves out reasoning that is not asked for."""
-
-    def __init__(self, parser: OutputParser, customs: frozenset[str], include_reasoning: bool) -> None:
-        self._parser = parser
-        self._customs = customs
-        self._include_reasoning = include_reasoning
-        self._inputs: dict[int, CustomInput] = {}
-
-    def feed(self, text: str) -> Sequence[OutputPart]:
-        return self._adapted(self._parser.feed(text))
-
-    def finish(self) -> Sequence[OutputPart]:
-        made = self._adapted(self._parser.finish())
-        for index, reader in self._inputs.items():
-            made += [ToolArguments(index, piece) for piece in reader.finish() if piece]
-        return made
-
-    def _adapted(self, parts: Sequence[OutputPart]) -> list[OutputPart]:
-        made: list[OutputPart] = []
-        for part in parts:
-            if isinstance(part, Reasoning) and not self._include_reasoning:
-                continue
-            if isinstance(part, ToolCall) and part.name in self._customs:
-                self._inputs[part.index] = CustomInput()
-            if isinstance(part, ToolArguments) and part.index in self._inputs:
-                made += [
-                    ToolArguments(part.index, piece) for piece in self._inputs[part.index].feed(part.text) if piece
-                ]
-            else:
-                made.append(part)
-        return made
-
-
-def replace_grammar(asked: StructuredOutputsParams, grammar: str) -> StructuredOutputsParams:
-    """The grammar in place of what was asked, under the name of its field."""
-    return StructuredOutputsParams(grammar=grammar, source=asked.source)
-
-
 def _marks(form: ReasoningFormat, text: str, anywhere: bool) -> tuple[bool, bool]:
     """Whether a prompt has opened the reasoning, and whether it has closed it: at its end, or anywhere in a message
     that is continued."""
@@ -306,28 +232,3 @@ def _marks(form: ReasoningFormat, text: str, anywhere: bool) -> tuple[bool, bool
         return text.endswith(opens), text.endswith(closes)
     opened, closed = (max((text.rfind(mark) for mark in marks), default=-1) for marks in (opens, closes))
     return opened > closed, closed > opened
-
-
-def _callable(tool: Tool, required: bool) -> CallableTool:
-    # Calls that must be made are held to their schema, so that they are never malformed; others only if strict.
-    schema = tool.parameters if tool.strict or required else None
-    return CallableTool(tool.name, schema, tool.is_custom, tool.regex, tool.lark, lenient=not tool.strict)
-
-
-def _expression(asked: StructuredOutputsParams, name: str) -> str:
-    """A Lark expression of what an answer must look like."""
-    pattern, lenient = asked.whitespace_pattern, bool(asked.lenient)
-    whitespace = asked.whitespace or ("compact" if asked.disable_any_whitespace else "spaced")
-    style = JsonStyle(whitespace, pattern, lenient, asked.disable_additional_properties)
-    if asked.json is not None:
-        return json_rule(asked.json, style)
-    if asked.json_object:
-        return json_rule({"type": "object"}, style)
-    if asked.regex is not None:
-        return "/" + asked.regex.replace("/", "\\/") + "/"
-    if asked.choice is not None:
-        return "(" + " | ".join(map(quote, dict.fromkeys(asked.choice))) + ")"
-    if asked.grammar is not None:
-        return f"%lark {{\n{asked.grammar}\n}}"
-    kind = " and ".join(asked.constraints)
-    raise RequestError(f"{asked.source} with {kind} cannot be combined with tools; set tool_choice to 'none'.", name)

@@ -16,26 +16,18 @@ from typing import Any, Protocol
 
 from kvasir.entrypoints.async_llm import AsyncLLM, Stream
 from kvasir.errors import PromptTooLongError, RequestError
-from kvasir.frontend.requests.embeddings import decode_base64
-from kvasir.frontend.requests.prompts import (
-    EmbedsPrompt,
-    PromptProcessor,
-    PromptType,
-    TextPrompt,
-    TokenizedPrompt,
-    TokensPrompt,
-)
+from kvasir.frontend.requests.prompts import PromptProcessor, PromptType, TextPrompt, TokenizedPrompt, TokensPrompt
 from kvasir.log import get_logger
 from kvasir.outputs import RequestOutput
 from kvasir.parsers.base import PartReader, ReasoningReader
 from kvasir.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
-from kvasir.server.answers import PLAIN_ANSWER, ChatAnswer
+from kvasir.server.answers import PLAIN_ANSWER, ChatAnswer, RequestTools
+from kvasir.server.constraints import constrain
 from kvasir.server.errors import ApiError, as_api_error, timed_out, too_large
 from kvasir.server.http import Call
 from kvasir.server.limits import TokenAccount, check_limits, check_logprobs
 from kvasir.server.schema.base import CompletionTokensDetails, PromptTokensDetails, Usage
 from kvasir.server.schema.chat import ChatTemplateFields
-from kvasir.server.schema.tools import RequestTools
 from kvasir.server.state import ServerState
 
 logger = get_logger("kvasir.server.requests")
@@ -411,7 +403,8 @@ def answer_of(
         include_reasoning=include_reasoning,
     )
     processor = state.engine.input_processor
-    answer.constrain(params, processor.tokenizer, lambda: processor.structured.markers)
+    if budget is not None or not answer.is_plain:
+        constrain(answer, params, processor.tokenizer, lambda: processor.structured.markers)
     return answer
 
 
@@ -457,24 +450,6 @@ async def read_prompts(
         raise
     for read in found:
         check_length(state, len(read.token_ids))
-    return found
-
-
-async def read_embeddings(
-    state: ServerState, given: Sequence[str], truncate: int | None, salt: str | None
-) -> list[TokenizedPrompt]:
-    """Decode and check prompts of embeddings, which are tensors in base64."""
-    processor, pool = state.engine.input_processor.prompts, state.engine.text_pool
-    if not processor.config.enable_prompt_embeds:
-        raise RequestError("prompt_embeds is off: start the server with --enable-prompt-embeds.", "prompt_embeds")
-
-    def read() -> list[TokenizedPrompt]:
-        files = map(decode_base64, given)
-        return [processor.read(EmbedsPrompt(prompt_embeds=file, cache_salt=salt or ""), truncate) for file in files]
-
-    found = await pool.run(sum(map(len, given)), read)
-    for each in found:
-        check_length(state, len(each.token_ids))
     return found
 
 

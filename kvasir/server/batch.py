@@ -24,12 +24,10 @@ from kvasir.server.api_keys import ANYBODY, ApiKey
 from kvasir.server.errors import ApiError, as_api_error, openai_body
 from kvasir.server.http import JSON_ERRORS, Call, json_problem, new_id, too_much_json, validated, without_unknown_fields
 from kvasir.server.routes.chat import ChatJob
-from kvasir.server.routes.completions import CompletionJob
-from kvasir.server.routes.pooling import EmbeddingJob
+from kvasir.server.routes.completions import CompletionJob, CompletionRequest
+from kvasir.server.routes.pooling import EmbeddingJob, EmbeddingRequest
 from kvasir.server.schema.base import MAX_TOKEN_IDS, encode
 from kvasir.server.schema.chat import ChatRequest
-from kvasir.server.schema.completions import CompletionRequest
-from kvasir.server.schema.pooling import EmbeddingRequest
 from kvasir.server.schema.stored import BatchError, BatchErrors, BatchReply, BatchRequest, RequestCounts
 from kvasir.server.state import READY, ServerState
 

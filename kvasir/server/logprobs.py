@@ -8,11 +8,18 @@ from typing import Any
 from kvasir.frontend.text.detokenizer import Detokenizer, make_detokenizer
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.outputs import Logprob
+from kvasir.server.schema.base import Reply
 from kvasir.server.schema.chat import ChatLogprobs, TokenLogprob, TopLogprob
-from kvasir.server.schema.completions import CompletionLogprobs
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express
 Position = dict[int, Logprob] | None
+
+
+class CompletionLogprobs(Reply, kw_only=True):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class LogprobWriter:

@@ -23,7 +23,7 @@ from kvasir.server.adapters import ServedAdapters
 from kvasir.server.answers import AnswerFormats
 from kvasir.server.api_keys import load_keys
 from kvasir.server.config import ServerConfig
-from kvasir.server.device import Probe, probe_for
+from kvasir.server.engine_metrics import Probe, probe_for
 from kvasir.server.errors import ApiError, not_found, unknown_model
 from kvasir.server.file_store import FileStore
 from kvasir.server.limits import BodyMemory, RateLimits

@@ -3,6 +3,8 @@ interpreter, on a GPU for real."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -150,3 +152,62 @@ def test_store(eight_bit: bool, interleaved: bool, dtype: torch.dtype) -> None:
         assert near == 1 if GPU else near > 0.99
     else:
         close(caches[1], caches[0], dtype)
+
+
+# The kernel for Hopper GPUs has no interpreter. The one that merges its parts has, and says where they must lie.
+
+
+def ranges_of(lengths: list[int], ranges: int, least: int, tokens: int) -> list[list[tuple[int, int]]]:
+    """The (sequence, tile) pairs of each range."""
+    tiles = [(seq, tile) for seq, length in enumerate(lengths) for tile in range(-(-length // tokens))]
+    ranges = min(ranges, -(-len(tiles) // least))
+    return [tiles[len(tiles) * i // ranges : len(tiles) * (i + 1) // ranges] for i in range(ranges)]
+
+
+def parts_of(
+    lengths: list[int], heads: int, ranges: int, least: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the ranges write: parts, their sums of weights, and the output as far as it is done; and what comes out."""
+    hopper_latent = pytest.importorskip("kvasir.kernels.triton.hopper_latent")
+    width, tokens, lines = hopper_latent.LATENT.value, hopper_latent.KEYS.value, 8
+    part, lse = torch.full((2 * ranges, lines, width), torch.nan), torch.full((2 * ranges, lines), torch.nan)
+    out = torch.full((len(lengths), heads, width), 7.0)  # as a sequence without tokens keeps it
+    wanted = out.clone()
+    texts = [(torch.randn(heads, n) * 3, torch.randn(n, width)) for n in lengths]
+    for seq, (scores, values) in enumerate(texts):
+        if lengths[seq]:
+            wanted[seq] = torch.softmax(scores * np.log(2), -1) @ values
+    for index, some in enumerate(ranges_of(lengths, ranges, least, tokens)):
+        for seq in {seq for seq, _ in some}:
+            own = [tile for one, tile in some if one == seq]
+            seen = slice(own[0] * tokens, min((own[-1] + 1) * tokens, lengths[seq]))
+            scores, values = texts[seq][0][:, seen], texts[seq][1][seen]
+            found = torch.softmax(scores * np.log(2), -1) @ values
+            if own[0] == 0 and seen.stop == lengths[seq]:
+                out[seq] = found
+            else:
+                slot = 2 * index + (own[0] == 0)
+                assert part[slot].isnan().all(), "a part has its own place"
+                part[slot, :heads], lse[slot, :heads] = found, torch.exp2(scores).sum(-1).log2()
+    return part, lse, out, wanted
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads", "ranges", "least"),
+    [
+        ([1, 0, 64, 65, 3000, 0, 128, 700], 3, 7, 2),
+        ([5000], 2, 40, 1),
+        ([1024] * 3, 2, 13, 2),
+        ([1], 1, 132, 2),
+    ],
+)
+@pytest.mark.parametrize("how", [{"COLUMNS": 512, "SLOTS": 8}, {"COLUMNS": 128, "SLOTS": 32}], ids=str)
+def test_parts_of_equal_ranges(lengths: list[int], heads: int, ranges: int, least: int, how: dict[str, Any]) -> None:
+    hopper_latent = pytest.importorskip("kvasir.kernels.triton.hopper_latent")
+    part, lse, out, wanted = (x.to(DEVICE) for x in parts_of(lengths, heads, ranges, least))
+    lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    hopper_latent._latent_merge_kernel[(heads, len(lengths), 512 // how["COLUMNS"])](
+        part, lse, lens, out, len(lengths), ranges, least,
+        HEADS=heads, LINES=part.shape[1], LATENT=512, KEYS=64, CHUNK=4, PDL=False, **how,
+    )  # fmt: skip
+    close(out, wanted.double(), torch.float32)

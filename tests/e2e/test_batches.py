@@ -16,7 +16,7 @@ import pytest
 
 from kvasir.errors import RequestError
 from kvasir.frontend.text.tokenizer import Tokenizer
-from kvasir.server.routes.batches import read_form
+from kvasir.server.routes.stored import read_form
 from tests import web
 from tests.server_process import LiveServer, echoed, until
 

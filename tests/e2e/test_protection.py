@@ -18,7 +18,7 @@ import openai
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from kvasir.server.routes.adapters import GUARDED
+from kvasir.server.routes.models import GUARDED
 from tests import web
 from tests.server_process import LiveServer, until
 

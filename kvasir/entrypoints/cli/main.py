@@ -1,6 +1,7 @@
 """The command `kvasir`. The module of a subcommand is imported only when it is used, so that --help is instant.
 
-Such a module defines `add_arguments(parser)` and `run(namespace)`, which returns the exit status.
+Such a module, or the class in it that the table names, has `add_arguments(parser)` and `run(namespace)`, which returns
+the exit status.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ COMMANDS = {
     "chat": ("kvasir.entrypoints.cli.chat", "chat with a model in the terminal"),
     "complete": ("kvasir.entrypoints.cli.complete", "complete a text, with a server or a local model"),
     "run-batch": ("kvasir.entrypoints.cli.run_batch", "process a file of requests in OpenAI's batch format"),
-    "warm": ("kvasir.entrypoints.cli.warm", "compile what serving a model on this device needs, and end"),
-    "quantize": ("kvasir.entrypoints.cli.quantize", "write a quantized copy of a checkpoint"),
+    "warm": ("kvasir.entrypoints.cli.prepare:Warm", "compile what serving a model on this device needs, and end"),
+    "quantize": ("kvasir.entrypoints.cli.prepare:Quantize", "write a quantized copy of a checkpoint"),
     "bench": ("kvasir.entrypoints.cli.bench", "measure throughput, latency, embeddings, a server, or startup"),
-    "merge-lora": ("kvasir.entrypoints.cli.merge_lora", "merge a LoRA adapter into a checkpoint"),
+    "merge-lora": ("kvasir.entrypoints.cli.prepare:MergeLora", "merge a LoRA adapter into a checkpoint"),
     "collect-env": (
         "kvasir.entrypoints.cli.collect_env",
         "describe this machine and installation for a bug report",
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 vllm_only(name, "flag") or f"{name} is not a flag of this command.{did_you_mean(name, _flags(parser))}"
             )
-        return int(import_module(COMMANDS[namespace.command][0]).run(namespace))
+        return int(_load(COMMANDS[namespace.command][0]).run(namespace))
     except KvasirError as error:
         if get_logger("kvasir").isEnabledFor(logging.DEBUG):
             traceback.print_exc()
@@ -109,11 +110,17 @@ def _parser(arguments: Sequence[str]) -> Parser:
     parser = Parser(prog="kvasir", description="An LLM inference engine.")
     parser.add_argument("--version", action="version", version=f"kvasir {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (module, summary) in COMMANDS.items():
+    for name, (place, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name in arguments[:1]:
-            import_module(module).add_arguments(command)
+            _load(place).add_arguments(command)
     return parser
+
+
+def _load(place: str) -> Any:
+    """The module of a subcommand, or the class in it: `module` or `module:Class`."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name) if name else import_module(module)
 
 
 def _flags(parser: argparse.ArgumentParser) -> set[str]:

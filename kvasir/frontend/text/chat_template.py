@@ -1,34 +1,23 @@
 """Renders chat messages with a Jinja template, with the same result as transformers. API process; needs no tokenizer.
 
-A template is a program from a model's repository or from a client, so it runs in a sandbox (template_sandbox.py) and
+A template is a program from a model's repository or from a client, so it runs in a sandbox (compiled_template.py) and
 gets only plain JSON data.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-
 from kvasir.errors import RequestError, did_you_mean
-from kvasir.frontend.text.template_sandbox import sandbox
-
-Message = dict[str, Any]
+from kvasir.frontend.text.compiled_template import ROLES, CompiledTemplate, Message, parse_arguments
 
 # Added to the message to be continued before rendering, so that the text behind it can be cut off. Its trailing space
 # shows whether the template trims messages.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # Fields for the reasoning of a message. Templates read the first; gpt-oss reads the second.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")  # a template may support others
-
-_PROBE = "kvasir probe"
-_ROLE_PROBE, _FIELD_PROBE, _OTHER_ROLE = "kvasir role", "kvasir field", "kvasir_other"
 
 # Fields of messages that templates need not read: names and ids, and what servers add to their replies. Reasoning
 # is among them, because models are trained to answer without that of earlier turns.
@@ -38,18 +27,8 @@ _MESSAGE_FIELDS = (
 )
 
 
-class ChatTemplate:
-    """A compiled template. Use `compile_template`, which caches them."""
-
-    def __init__(self, source: str) -> None:
-        self._source = source
-        self._knows_developer = "developer" in source
-        self._shown_roles: dict[str, bool] = {}
-        try:
-            self._template = sandbox().from_string(source)
-        except jinja2.TemplateError as error:
-            line = f" at line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise RequestError(f"The chat template does not compile{line}: {error}", "chat_template") from error
+class ChatTemplate(CompiledTemplate):
+    """Renders conversations. Use `compile_template`, which caches templates."""
 
     def render(
         self,
@@ -108,9 +87,9 @@ class ChatTemplate:
 
     def _check_role(self, role: str) -> None:
         """Refuse misspelt roles, which many templates would print unchanged."""
-        if role in _ROLES or role in self._source:
+        if role in ROLES or role in self._source:
             return
-        if near := did_you_mean(role, _ROLES):
+        if near := did_you_mean(role, ROLES):
             raise RequestError(f"{role!r} is not a role.{near}", "messages")
 
     def _with_supported_content(self, message: Message) -> Message:
@@ -127,96 +106,6 @@ class ChatTemplate:
             takes_null = self._takes_null_with_calls if message.get("tool_calls") else self._takes_null
             return {**message, "content": None if takes_null else ""}
         return message
-
-    # ------------------------------------------------------------ what it reads
-
-    @cached_property
-    def _words(self) -> frozenset[str]:
-        """Every variable, attribute and string of the template's code; its text is not among them."""
-        code = sandbox().parse(self._source)
-        found = {node.attr for node in code.find_all(nodes.Getattr)}
-        found |= {node.name for node in code.find_all(nodes.Name)}
-        return frozenset(found | {node.value for node in code.find_all(nodes.Const) if isinstance(node.value, str)})
-
-    def reads(self, name: str) -> bool:
-        return name in self._words
-
-    def reads_field(self, name: str) -> bool:
-        """Whether it reads a message's field, by name or because it prints whole messages."""
-        return name in self._words or (name != "tool_calls" and self._prints_messages)
-
-    @cached_property
-    def _prints_messages(self) -> bool:
-        return _FIELD_PROBE in self._try({**_user(_PROBE), "kvasir_field": _FIELD_PROBE})
-
-    def shows_role(self, role: str) -> bool:
-        """Whether messages of a role are in the text. Where the template refuses the probes, this is not known: yes."""
-        if role in ("user", "assistant"):
-            return True
-        if role not in _ROLES and role not in self._words:
-            role = _OTHER_ROLE  # one answer for all of them: clients can think up any number
-        if role not in self._shown_roles:
-            self._shown_roles[role] = self._probe_role(role)
-        return self._shown_roles[role]
-
-    def _probe_role(self, role: str) -> bool:
-        role = "system" if role == "developer" and not self._knows_developer else role
-        probe = {"role": role, "content": _ROLE_PROBE, "name": "f", "tool_call_id": "call00001"}
-        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
-        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-        tried = (
-            self._try(probe, _user(_PROBE)),
-            self._try(_user(_PROBE), answer, probe),
-            self._try(_user(_PROBE), probe),
-        )
-        rendered = [text for text in tried if _PROBE in text]
-        return not rendered or any(_ROLE_PROBE in text for text in rendered)
-
-    def write_calls(self, calls: object) -> str | None:
-        """Tool calls as the model writes them; None if the template's text does not say how."""
-        write = next((write for mark, write in _CALL_FORMATS.items() if mark in self._source), None)
-        functions = (
-            [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-        )
-        if write is None or not functions or not all(isinstance(function, dict) for function in functions):
-            return None
-        parsed = [_parse_arguments({"function": function})["function"] for function in functions]
-        return write([(str(function.get("name", "")), function.get("arguments") or {}) for function in parsed])
-
-    # The forms that a template supports are found by rendering probes.
-
-    @cached_property
-    def _shows_strings(self) -> bool:
-        return _PROBE in self._try(_user(_PROBE))
-
-    @cached_property
-    def _shows_parts(self) -> bool:
-        text = self._try(_user([{"type": "text", "text": _PROBE}]))
-        return (
-            _PROBE in text and f"{_PROBE}'" not in text and f'{_PROBE}"' not in text
-        )  # a quote means that the list itself was printed
-
-    @cached_property
-    def _takes_null(self) -> bool:
-        """Whether the template accepts a message without content. Some fail on it, and some print None."""
-        return self._shows_null({"role": "assistant"})
-
-    @cached_property
-    def _takes_null_with_calls(self) -> bool:
-        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
-        return self._shows_null({"role": "assistant", "tool_calls": [call]})
-
-    def _shows_null(self, message: Message) -> bool:
-        empty, text = (self._try(_user(_PROBE), {**message, "content": content}) for content in ("", None))
-        return text != "" and text.count("None") <= empty.count("None")
-
-    def _try(self, *messages: Message) -> str:
-        arguments = {"tools": None, "documents": None, "add_generation_prompt": False}
-        special = {"bos_token": "", "eos_token": "", "unk_token": "", "pad_token": ""}
-        try:
-            return self._render(list(messages), {**arguments, **special})
-        except RequestError:
-            return ""
 
 
 @lru_cache(maxsize=64)
@@ -259,7 +148,7 @@ def _check_message(template: ChatTemplate, message: Mapping[str, Any]) -> Mappin
     role, calls = message.get("role"), message.get("tool_calls")
     if message.get("refusal") and not message.get("content"):
         message = {**message, "content": message["refusal"], "refusal": None}
-    if isinstance(role, str) and not template.shows_role(role):
+    if isinstance(role, str) and role not in ("user", "assistant") and not template.shows_role(role):
         raise _unread(f"The role {role!r}", "messages")
     for name, value in message.items():
         asks_something = value is not False and value not in (None, "", [], {})
@@ -278,32 +167,6 @@ def _check_message(template: ChatTemplate, message: Mapping[str, Any]) -> Mappin
 def _unread(what: str, parameter: str, hint: str = "") -> RequestError:
     message = f"{what} is not supported by this model: its chat template does not read it.{hint}"
     return RequestError(message, parameter)
-
-
-# How models write tool calls whose templates do not read them, by a text that these templates have.
-_CALL_FORMATS: dict[str, Callable[[list[tuple[str, Any]]], str]] = {
-    "<|tool_call|>": lambda calls: "<|tool_call|>" + json.dumps([_named(*call) for call in calls]),  # Granite 3
-    "<|tool_list_start|>": lambda calls: (  # LFM2
-        f"<|tool_call_start|>[{', '.join(_as_python(*call) for call in calls)}]<|tool_call_end|>"
-    ),
-    "<tool_call>": lambda calls: "\n".join(  # Hermes' format, which SmolLM3 uses, too
-        f"<tool_call>\n{json.dumps(_named(*call))}\n</tool_call>" for call in calls
-    ),
-}
-
-
-def _named(name: str, arguments: Any) -> Message:
-    return {"name": name, "arguments": arguments}
-
-
-def _as_python(name: str, arguments: Any) -> str:
-    values = arguments.items() if isinstance(arguments, dict) else ()
-    shown = ", ".join(f"{key}={json.dumps(v) if isinstance(v, str) else repr(v)}" for key, v in values)
-    return f"{name}({shown})"
-
-
-def _user(content: object) -> Message:
-    return {"role": "user", "content": content}
 
 
 def _checked(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -363,19 +226,7 @@ def _with_parsed_arguments(message: Message) -> Message:
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    return {**message, "tool_calls": [_parse_arguments(call) for call in calls]}
-
-
-def _parse_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        values = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        message = f"The arguments of the tool call {function.get('name')!r} are not JSON."
-        raise RequestError(message, "messages") from None
-    return {**call, "function": {**function, "arguments": values}}
+    return {**message, "tool_calls": [parse_arguments(call) for call in calls]}
 
 
 def _plain_mappings(name: str, values: Sequence[Mapping[str, Any]] | None) -> list[Message] | None:

@@ -25,6 +25,7 @@ from kvasir.kernels.triton.paged_decode import (
     choose_split,
     find_part,
 )
+from kvasir.kernels.triton.paged_prefill import is_hopper
 
 TILE_PROGRAMS = 264  # two for each multiprocessor of an H200
 
@@ -265,6 +266,15 @@ def _shape(latent: int, kv_cache: torch.Tensor) -> dict[str, int]:
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeTiling:
+    """How a program of the kernel for all devices reads: tokens at a time, tiles on their way, warps."""
+
+    tokens: int
+    stages: int
+    warps: int
+
+
 def latent_decode(
     query: torch.Tensor,  # [sequences, heads, latent_dim], any strides but the last
     rotated: torch.Tensor,  # [sequences, heads, rotary_dim], any strides but the last
@@ -279,9 +289,18 @@ def latent_decode(
     *,
     split: Split | None = None,
     longest: int | None = None,  # upper bound of the lengths
+    tiling: DecodeTiling | None = None,  # None: the best kernel for the device
 ) -> None:
     """Weighted sums of the cached vectors, for one token of each sequence."""
     sequences, heads, latent = query.shape
+    if tiling is None and is_hopper(query):
+        from kvasir.kernels.triton import hopper_latent  # imports Gluon, which changes from version to version
+
+        if hopper_latent.takes(query, rotated, kv_cache):
+            hopper_latent.hopper_latent(
+                query, rotated, kv_cache, tables, rows, lengths, out, workspace, scale * unit * LOG2E, unit, longest
+            )
+            return
     # A block of heads reads the vectors once. More heads in a block are more products for the same bytes; 16 are the
     # fewest that a tensor core takes.
     height = 16 if heads <= 16 else 32 if heads <= 32 else 64
@@ -292,17 +311,19 @@ def latent_decode(
     part, lse = workspace.get(sequences * heads * split.count, latent, query.device)
     parts = Parts(split, 0, None, part, lse)
     shape = _shape(latent, kv_cache)
-    stages = 4 if kv_cache.itemsize * shape["PADDED"] * 32 <= 32768 else 2
+    if tiling is None:
+        stages = 4 if kv_cache.itemsize * shape["PADDED"] * 32 <= 32768 else 2
+        tiling = DecodeTiling(32, stages, 4 if height < 64 else 8)
     _latent_decode_kernel[(blocks, sequences, split.count)](
         query, rotated, kv_cache, tables, rows, lengths, out, part, lse, scale * unit * LOG2E, unit, *parts.numbers,
         query.stride(0), query.stride(1), rotated.stride(0), rotated.stride(1), tables.stride(0),
         kv_cache.stride(0), kv_cache.stride(1),
-        HEADS=heads, ROWS=height, BLOCK_N=32, STAGES=stages, num_warps=4 if height < 64 else 8, num_stages=stages,
-        **shape, **early(query),
+        HEADS=heads, ROWS=height, BLOCK_N=tiling.tokens, STAGES=tiling.stages, num_warps=tiling.warps,
+        num_stages=tiling.stages, **shape, **early(query),
     )  # fmt: skip
     merged = dict(
-        HEADS=heads, DIM=latent, PADDED=shape["PADDED"], BLOCK_SIZE=shape["BLOCK_SIZE"], BLOCK_N=32, WINDOW=0,
-        SHARES=False,
+        HEADS=heads, DIM=latent, PADDED=shape["PADDED"], BLOCK_SIZE=shape["BLOCK_SIZE"], BLOCK_N=tiling.tokens,
+        WINDOW=0, SHARES=False,
     )  # fmt: skip
     parts.merge(lengths, out, merged, None)
 

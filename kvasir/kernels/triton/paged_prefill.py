@@ -173,8 +173,8 @@ def _gluon_is_known() -> bool:
     if tuple(int(number) for number in triton.__version__.split(".")[:2]) <= NEWEST:
         return True
     logger.warning(
-        "Triton %s is newer than %d.%d, the last that the kernel for prompts on Hopper GPUs was tried with: "
-        "another one is used, which takes 10 to 30 %% longer. Install an older Triton to have it.",
+        "Triton %s is newer than %d.%d, the last that the kernels for Hopper GPUs were tried with (prompts, latent "
+        "caches): others are used, which take 10 %% longer or more. Install an older Triton to have them.",
         triton.__version__, *NEWEST,
     )  # fmt: skip
     return False

@@ -8,7 +8,6 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from msgspec import UNSET
 from starlette.responses import Response
@@ -17,13 +16,13 @@ from kvasir.errors import RequestError
 from kvasir.frontend.requests.prompts import TokenizedPrompt
 from kvasir.outputs import CompletionOutput, RequestOutput
 from kvasir.parsers.base import Content, OutputPart, Reasoning, ToolCall, calls_of, content_of, reasoning_of
-from kvasir.server.answers import ChatAnswer
+from kvasir.server.answers import NO_TOOLS, ChatAnswer, RequestTools
 from kvasir.server.api_request import ApiRequest, answer_of, read_chat, within
 from kvasir.server.errors import EVENTS, answers
 from kvasir.server.event_stream import EventStream, OpenAIEvents, PayloadWriter
 from kvasir.server.http import FINGERPRINT, Call, StrictRoute, TheCall, reply, unless_gone
 from kvasir.server.logprobs import LogprobWriter, prompt_logprobs
-from kvasir.server.response_store import StoredCompletion
+from kvasir.server.response_store import StoredCompletion, StoringChunks, add_text
 from kvasir.server.schema.base import Usage, encode
 from kvasir.server.schema.chat import (
     CalledCustom,
@@ -32,7 +31,6 @@ from kvasir.server.schema.chat import (
     ChatChoice,
     ChatChunk,
     ChatCompletion,
-    ChatLogprobs,
     ChatRequest,
     ChunkChoice,
     Delta,
@@ -40,8 +38,8 @@ from kvasir.server.schema.chat import (
     ReplyMessage,
 )
 from kvasir.server.schema.sampling import sampling_params
-from kvasir.server.schema.tools import RequestTools, chat_tools
 from kvasir.server.state import ServerState, State
+from kvasir.server.tools import chat_tools
 
 router = APIRouter(route_class=StrictRoute, tags=["OpenAI"])
 
@@ -96,7 +94,8 @@ class ChatJob:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             stream=bool(body.stream),
         )
-        tools = chat_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        has_tools = body.tools or body.tool_choice is not None
+        tools = chat_tools(body.tools, body.tool_choice, body.parallel_tool_calls) if has_tools else NO_TOOLS
         async with within(state, call, body.timeout):
             prompts = [await _prompt(state, each, tools) for each in bodies]
         shows_reasoning, budget = body.include_reasoning is not False, body.thinking_token_budget
@@ -118,7 +117,8 @@ class ChatJob:
         return LogprobWriter(self.request.engine.tokenizer, as_ids, self.body.logprob_token_ids)
 
     def chunks(self) -> PayloadWriter:
-        return StoringChunks(self) if self.body.store else ChatChunks(self)
+        chunks = ChatChunks(self)
+        return StoringChunks(chunks, self.role, self._store_choices) if self.body.store else chunks
 
     async def whole(self) -> ChatCompletion:
         (output,) = await self.request.whole()
@@ -137,6 +137,12 @@ class ChatJob:
         kept.metadata = self.body.metadata or {}
         state, owner = self.request.state, self.request.call.key.name
         state.completions.add(StoredCompletion(kept, messages, owner))
+
+    def _store_choices(self, choices: list[ChatChoice], first: ChatChunk) -> None:
+        """Store a streamed completion. `first`: its first chunk, which has what was asked about the prompt."""
+        completion = self._completion(choices)
+        completion.prompt_token_ids, completion.prompt_logprobs = first.prompt_token_ids, first.prompt_logprobs
+        self.store(completion)
 
     async def whole_with(self, others: Sequence[ChatJob]) -> ChatCompletion:
         """The completion of several conversations with one choice each, this one's first."""
@@ -325,7 +331,7 @@ class ChatChunks:
                 self._customs |= {(index, part.index)} if self.request.answer.is_custom(part.name) else set()
                 calls[part.index] = _call(self.request.answer, part.id, part.name, "")
             elif part.index in calls:
-                _add_text(calls[part.index], part.text)
+                add_text(calls[part.index], part.text)
             elif (index, part.index) in self._customs:
                 calls[part.index] = ReplyCall(custom=CalledCustom(input=part.text))
             else:
@@ -345,67 +351,3 @@ class ChatChunks:
         else:
             chunk.usage = UNSET
         return chunk
-
-
-class StoringChunks(ChatChunks):
-    """Stores the completion that the chunks add up to."""
-
-    def __init__(self, job: ChatJob) -> None:
-        super().__init__(job)
-        self._choices: dict[int, ChatChoice] = {}
-        self._first_chunk: ChatChunk | None = None
-
-    def payloads(self, output: RequestOutput) -> Sequence[bytes]:
-        made = super().payloads(output)
-        for payload in made:
-            self._add(msgspec.json.decode(payload, type=ChatChunk))
-        return made
-
-    def last_payloads(self) -> Sequence[bytes]:
-        if self._first_chunk is not None:
-            first = self._first_chunk
-            completion = self._job._completion([self._choices[index] for index in sorted(self._choices)])
-            completion.prompt_token_ids, completion.prompt_logprobs = first.prompt_token_ids, first.prompt_logprobs
-            self._job.store(completion)
-        return super().last_payloads()
-
-    def _add(self, chunk: ChatChunk) -> None:
-        self._first_chunk = self._first_chunk or chunk
-        (new,) = chunk.choices
-        choice = self._choices.get(new.index)
-        if choice is None:
-            message = ReplyMessage(role=self._job.role, content="")
-            choice = self._choices[new.index] = ChatChoice(index=new.index, message=message)
-        message = choice.message
-        message.content = (message.content or "") + (new.delta.content or "")
-        if new.delta.reasoning is not UNSET:
-            message.reasoning = message.reasoning_content = (message.reasoning or "") + new.delta.reasoning
-        if new.delta.tool_calls is not UNSET:
-            message.tool_calls = _joined_calls(message.tool_calls or [], new.delta.tool_calls)
-        choice.finish_reason = new.finish_reason
-        if new.stop_reason is not UNSET:
-            choice.stop_reason = new.stop_reason
-        if new.token_ids is not UNSET:
-            choice.token_ids = [*(choice.token_ids or []), *new.token_ids]
-        if new.logprobs is not None:
-            earlier = [] if choice.logprobs is None else choice.logprobs.content
-            choice.logprobs = ChatLogprobs(content=[*earlier, *new.logprobs.content])
-
-
-def _add_text(call: ReplyCall, text: str) -> None:
-    if isinstance(call.function, CalledFunction):
-        call.function.arguments = (call.function.arguments or "") + text
-    elif isinstance(call.custom, CalledCustom):
-        call.custom.input = (call.custom.input or "") + text
-
-
-def _joined_calls(known: list[ReplyCall], pieces: list[ReplyCall]) -> list[ReplyCall]:
-    """Calls with further pieces of them, which come in their order."""
-    for piece in pieces:
-        if piece.id is not UNSET:
-            known.append(ReplyCall(id=piece.id, type=piece.type, function=piece.function, custom=piece.custom))
-        elif isinstance(piece.function, CalledFunction):
-            _add_text(known[-1], piece.function.arguments or "")
-        elif isinstance(piece.custom, CalledCustom):
-            _add_text(known[-1], piece.custom.input or "")
-    return known

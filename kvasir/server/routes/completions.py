@@ -5,29 +5,106 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from kvasir.errors import RequestError
-from kvasir.frontend.requests.prompts import TokenizedPrompt
+from kvasir.frontend.requests.embeddings import decode_base64
+from kvasir.frontend.requests.prompts import EmbedsPrompt, TokenizedPrompt
 from kvasir.outputs import CompletionOutput, RequestOutput
 from kvasir.parsers.base import content_of
 from kvasir.sampling_params import SamplingParams
-from kvasir.server.api_request import ApiRequest, read_embeddings, read_prompts, within
+from kvasir.server.api_request import ApiRequest, check_length, read_prompts, within
 from kvasir.server.errors import EVENTS, answers
 from kvasir.server.event_stream import EventStream, OpenAIEvents
 from kvasir.server.http import FINGERPRINT, Call, StrictRequest, StrictRoute, TheCall, reply, unless_gone, validated
 from kvasir.server.limits import check_limits
-from kvasir.server.logprobs import LogprobWriter, TextOffsets, prompt_logprobs
+from kvasir.server.logprobs import CompletionLogprobs, LogprobWriter, TextOffsets, prompt_logprobs
 from kvasir.server.routes.chat import create_chat_completion
-from kvasir.server.schema.base import encode
+from kvasir.server.schema.base import MAX_TOKEN_IDS, Reply, Usage, encode, example, invalid, one_complaint, refused
 from kvasir.server.schema.chat import ChatCompletion, ChatRequest
-from kvasir.server.schema.completions import Completion, CompletionChoice, CompletionRequest
-from kvasir.server.schema.sampling import sampling_params
+from kvasir.server.schema.sampling import PromptIds, SamplingBody, StreamOptions, sampling_params
 from kvasir.server.state import ServerState, State
+
+_MAX_EMBEDS = 128
+
+
+class CompletionRequest(SamplingBody):
+    max_values = MAX_TOKEN_IDS
+    model_config = example(prompt="Once upon a time", max_tokens=32)
+
+    model: str | None = Field(default=None, description="A name from /v1/models. Unset: the served model.")
+    prompt: Annotated[
+        str | list[str] | PromptIds | list[PromptIds] | None,
+        one_complaint(
+            "prompt", "prompt must be a string, a list of strings, a list of token ids or a list of such lists."
+        ),
+    ] = Field(default=None, description="Text or token ids; one prompt or a list of prompts.")
+    prompt_embeds: str | Annotated[list[str], Field(min_length=1, max_length=_MAX_EMBEDS)] | None = Field(
+        default=None,
+        description="A tensor [tokens, hidden] in place of a prompt's tokens, as torch.save or safetensors writes it, "
+        "in base64; or a list of them. Their choices come before those of prompt. Needs --enable-prompt-embeds.",
+    )
+    max_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="Maximum number of output tokens (default 16). 0 only with echo, to score the prompt.",
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: int | None = Field(default=None, ge=0)
+    echo: bool | None = Field(default=None, description="Begin the text with the prompt.")
+    add_special_tokens: bool | None = Field(
+        default=None, description="Add the tokenizer's special tokens (default: yes)."
+    )
+    user: str | None = Field(default=None, description="Shown in the server's log.")
+    suffix: Any = refused("text is completed only at its end.", "")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CompletionRequest:
+        if self.stream_options is not None and not self.stream:
+            raise invalid(
+                "stream_options", "stream_options needs stream: set stream to true, or leave stream_options out."
+            )
+        if self.logprob_token_ids and self.logprobs is None:
+            raise invalid("logprob_token_ids", "logprob_token_ids needs logprobs: set it to 0 or more.")
+        if self.max_tokens == 0 and not self.echo:
+            raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo.")
+        if self.prompt is None and self.prompt_embeds is None:
+            raise invalid("prompt", "prompt is missing.")
+        if self.prompt in ([], [[]]) and self.prompt_embeds is None:
+            raise invalid("prompt", "prompt is empty: give at least one.")
+        if self.prompt_embeds is not None and self.echo:
+            raise invalid("echo", "echo is for text: prompt_embeds has none.")
+        return self
+
+
+class CompletionChoice(Reply, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[Any] | UnsetType = UNSET
+
+
+class Completion(Reply, kw_only=True):
+    """A whole completion, or a chunk of a stream, which has the same shape."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
 
 router = APIRouter(route_class=StrictRoute, tags=["OpenAI"])
 
@@ -243,3 +320,21 @@ def _params(state: ServerState, body: CompletionRequest) -> SamplingParams:
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = body.logprobs
     return params
+
+
+async def read_embeddings(
+    state: ServerState, given: Sequence[str], truncate: int | None, salt: str | None
+) -> list[TokenizedPrompt]:
+    """Decode and check prompts of embeddings, which are tensors in base64."""
+    processor, pool = state.engine.input_processor.prompts, state.engine.text_pool
+    if not processor.config.enable_prompt_embeds:
+        raise RequestError("prompt_embeds is off: start the server with --enable-prompt-embeds.", "prompt_embeds")
+
+    def read() -> list[TokenizedPrompt]:
+        files = map(decode_base64, given)
+        return [processor.read(EmbedsPrompt(prompt_embeds=file, cache_salt=salt or ""), truncate) for file in files]
+
+    found = await pool.run(sum(map(len, given)), read)
+    for each in found:
+        check_length(state, len(each.token_ids))
+    return found

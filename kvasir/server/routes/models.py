@@ -1,18 +1,68 @@
-"""/v1/models: the served models, for OpenAI's and Anthropic's clients."""
+"""The served models (/v1/models), for OpenAI's and Anthropic's clients, and their adapters under vLLM's names."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header
+from pydantic import Field
 from starlette.responses import Response
 
 from kvasir.lora.host import Adapter
-from kvasir.server.errors import answers
-from kvasir.server.http import reply
-from kvasir.server.schema.tokens import MessagesModel, MessagesModelList, ModelCard, ModelList
+from kvasir.server.errors import ERRORS, answers
+from kvasir.server.http import StrictRoute, reply
+from kvasir.server.schema.base import Body, Reply, example
 from kvasir.server.state import ServerState, State
+
+
+class LoadAdapterRequest(Body):
+    """An adapter to serve: a PEFT directory on the server's machine, or a name on the Hugging Face Hub."""
+
+    model_config = example(lora_name="my-adapter", lora_path="/adapters/my-adapter")
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_path: str = Field(min_length=1)
+    task_id: int | None = None  # of a multitask prompt
+    load_inplace: bool | None = None  # replace an adapter of this name
+
+
+class UnloadAdapterRequest(Body):
+    model_config = example(lora_name="my-adapter")
+
+    lora_name: str
+
+
+class ModelCard(Reply, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "kvasir"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+
+
+class ModelList(Reply, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class MessagesModel(Reply, kw_only=True):
+    """A model as Anthropic's clients read it."""
+
+    id: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str  # ISO 8601
+
+
+class MessagesModelList(Reply, kw_only=True):
+    data: list[MessagesModel]
+    has_more: bool = False
+    first_id: str
+    last_id: str
+
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -53,3 +103,22 @@ def _card(state: ServerState, name: str) -> ModelCard:
     if (adapter := state.adapters.get(name)) is not None:
         return adapter_card(state, adapter)
     return ModelCard(id=name, created=state.created, root=model.model, max_model_len=model.max_model_len)
+
+
+adapter_router = APIRouter(route_class=StrictRoute, tags=["Adapters"])
+# These need --lora-admin-key in place of an API key; the gate asks for it before a body is read.
+GUARDED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+
+
+@adapter_router.post(GUARDED[0], responses=answers(ModelCard), summary="Serve an adapter under a name")
+async def load_lora_adapter(body: LoadAdapterRequest, state: State) -> Response:
+    _ = state.engine  # a 503 while there is none
+    replace = bool(body.load_inplace)
+    adapter = await state.adapters.load(body.lora_name, body.lora_path, body.task_id, replace)
+    return reply(adapter_card(state, adapter))
+
+
+@adapter_router.post(GUARDED[1], responses=ERRORS, summary="Serve an adapter no longer")
+async def unload_lora_adapter(body: UnloadAdapterRequest, state: State) -> Response:
+    state.adapters.unload(body.lora_name)
+    return reply({"unloaded": body.lora_name})

@@ -1,19 +1,36 @@
-"""The playground, the engine view and the API page: static files from kvasir/server/pages.
+"""The web pages: the playground, the engine view with the state that it shows, and the API page.
 
-A strict content security policy applies: they load nothing from other hosts and have no inline script or style.
+The pages are static files from kvasir/server/pages. A strict content security policy applies: they load nothing from
+other hosts and have no inline script or style. The state of the engine comes from GET /engine/state once, and from the
+WebSocket /engine/feed again and again. The core makes a snapshot only when one of these asks (engine/snapshot.py).
+docs/engine_view.md describes the JSON.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
+from dataclasses import asdict
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+import numpy as np
+from fastapi import APIRouter, Query, Request, WebSocket
+from prometheus_client.core import Metric
 from starlette.responses import Response
+from starlette.websockets import WebSocketDisconnect
 
-from kvasir.server.errors import not_found
-from kvasir.server.state import State
+from kvasir.engine.stats import RequestSnapshot, Snapshot
+from kvasir.engine.transport import KEYS_PER_CLIENT
+from kvasir.errors import KvasirError
+from kvasir.frontend.requests.metrics import PREFIX
+from kvasir.messages import Int32Array
+from kvasir.server.errors import ERRORS, ApiError, not_found
+from kvasir.server.gate import may_connect
+from kvasir.server.schema.base import encode
+from kvasir.server.state import ServerState, State, state_of
 
 FOLDER = Path(__file__).parent.parent / "pages"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -72,3 +89,149 @@ def _read(name: str, shows_docs: bool) -> tuple[bytes, str]:
     if not shows_docs:
         content = content.replace(_TO_DOCS, b"")
     return content, f'"{sha256(content).hexdigest()[:16]}"'
+
+
+feed_router = APIRouter(tags=["operations"])
+
+_POLICY_VIOLATION = 1008
+_TRY_AGAIN = 1013
+Engine = Annotated[int, Query(ge=0, description="which engine, where there are several (data_parallel_size)")]
+Since = Annotated[int, Query(ge=0, description="leave out steps up to this number")]
+Interval = Annotated[float, Query(ge=0.05, le=60, description="seconds between two messages")]
+
+
+@feed_router.get("/engine/state", responses=ERRORS, summary="The engine's requests, blocks and steps at this moment")
+async def engine_state_now(state: State, since: Since = 0, engine: Engine = 0) -> Response:
+    return Response(encode(await _look(state, since, engine)), media_type="application/json")
+
+
+@feed_router.websocket("/engine/feed")
+async def engine_feed(socket: WebSocket, interval: Interval = 0.25, engine: Engine = 0) -> None:
+    """Send the state again and again; each message has only the steps since the one before."""
+    if not may_connect(socket):
+        await socket.close(_POLICY_VIOLATION, "This page's origin is not allowed: see --allowed-origins.")
+        return
+    await socket.accept()
+    closed = asyncio.ensure_future(_until_closed(socket))
+    try:
+        await _tell(socket, closed, interval, engine)
+    except (ApiError, KvasirError) as error:
+        await socket.close(_TRY_AGAIN, str(error)[:120])
+    except (WebSocketDisconnect, RuntimeError):
+        pass  # it disconnected while a message was being sent
+    finally:
+        closed.cancel()
+
+
+async def _tell(socket: WebSocket, closed: asyncio.Future[None], interval: float, engine: int) -> None:
+    state, since = state_of(socket), 0
+    while not closed.done():
+        seen = await _look(state, since, engine)
+        since = seen["steps"][-1]["step"] if seen["steps"] else since
+        await socket.send_text(encode(seen).decode())
+        await asyncio.wait([closed], timeout=interval)
+
+
+async def _look(state: ServerState, since: int, engine: int) -> dict[str, Any]:
+    number = state.engine.config.parallel.data_parallel_size
+    if engine >= number:
+        raise ApiError(
+            404,
+            f"Engine {engine} does not exist: {number} run here, from 0 on.",
+            "not_found",
+            "engine",
+        )
+    snapshot = await state.call("snapshot", since, engine=engine)
+    seen = engine_state(snapshot, state.model_names[0], distributions(state.metrics.collect()))
+    return {**seen, "engine": engine, "engines": number}
+
+
+async def _until_closed(socket: WebSocket) -> None:
+    while (await socket.receive())["type"] != "websocket.disconnect":
+        pass
+
+
+# ---------------------------------------------------------------- a snapshot as JSON
+
+# Names in the JSON, and the histograms they are read from.
+LATENCIES = {"ttft": PREFIX + "time_to_first_token_seconds", "itl": PREFIX + "inter_token_latency_seconds"}
+
+BlockRange = tuple[int, int]  # first block, number of blocks
+
+
+def engine_state(snapshot: Snapshot, model: str, latency: dict[str, Any]) -> dict[str, Any]:
+    ends = np.cumsum(snapshot.num_held)
+    tables = np.split(snapshot.held, ends[:-1]) if len(ends) else []
+    running = [
+        _request(picture, "running", block_ranges(table))
+        for picture, table in zip(snapshot.running, tables, strict=True)
+    ]
+    return {
+        "time": snapshot.time,
+        "model": model,
+        "blocks": {
+            "total": snapshot.stats.num_blocks,
+            "used": snapshot.stats.num_used_blocks,
+            "cached": snapshot.stats.num_cached_blocks,
+            "size": snapshot.block_size,
+            "bytes": snapshot.block_bytes,
+            "cached_runs": block_ranges(np.sort(snapshot.cached)),
+        },
+        "requests": [*running, *(_request(picture, "waiting", []) for picture in snapshot.waiting)],
+        "steps": [asdict(step) for step in snapshot.steps],
+        "totals": asdict(snapshot.stats),
+        "memory": asdict(snapshot.memory),
+        "latency": latency,
+    }
+
+
+def _request(picture: RequestSnapshot, state: str, blocks: list[BlockRange]) -> dict[str, Any]:
+    return {
+        "key": picture.key,
+        "id": request_name(picture.key),
+        "state": state,
+        "prompt_tokens": picture.num_prompt,
+        "computed_tokens": picture.num_computed,
+        "output_tokens": picture.num_output,
+        "max_tokens": picture.max_output,
+        "cached_tokens": picture.num_cached,
+        "preemptions": picture.num_preemptions,
+        "age": picture.waited,
+        "blocks": blocks,
+    }
+
+
+def request_name(key: int) -> str:
+    """A short name. Clients' own ids may be secret, and one of them may stand for several requests of the engine."""
+    client, number = divmod(key, 1 << KEYS_PER_CLIENT)
+    return f"request {number}" if client == 0 else f"request {client}.{number}"
+
+
+def block_ranges(blocks: Int32Array) -> list[BlockRange]:
+    """Blocks, in order, as ranges of consecutive ones: [4, 5, 6, 9] -> [(4, 3), (9, 1)]."""
+    if not len(blocks):
+        return []
+    starts = np.flatnonzero(np.diff(blocks, prepend=blocks[0] - 2) != 1)
+    counts = np.diff(starts, append=len(blocks))
+    return list(zip(blocks[starts].tolist(), counts.tolist(), strict=True))
+
+
+def distributions(metrics: Iterable[Metric]) -> dict[str, Any]:
+    """The histograms of LATENCIES: upper bounds in seconds, and counts; the last count has no bound."""
+    found: dict[str, Any] = {name: {"bounds": [], "counts": []} for name in LATENCIES}
+    for metric in metrics:
+        for name, family in LATENCIES.items():
+            if metric.name == family:
+                found[name] = _distribution(metric)
+    return found
+
+
+def _distribution(metric: Metric) -> dict[str, Any]:
+    below: dict[float, float] = {}
+    for sample in metric.samples:
+        if sample.name.endswith("_bucket"):
+            bound = float(sample.labels["le"])
+            below[bound] = below.get(bound, 0) + sample.value
+    bounds = sorted(below)
+    counts = np.diff([below[bound] for bound in bounds], prepend=0).astype(int).tolist()
+    return {"bounds": [bound for bound in bounds if bound != float("inf")], "counts": counts}

@@ -1,48 +1,338 @@
-"""Endpoints of pooling models: embeddings, scores, rerankings and classes."""
+"""Endpoints of pooling models: embeddings, scores, rerankings and classes.
+
+The bodies are OpenAI's, vLLM's, Cohere's, Jina's, Ollama's and those of Text Embeddings Inference (TEI). A request is
+an ApiRequest whose outputs are vectors.
+"""
 
 from __future__ import annotations
 
 import base64
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from fastapi import APIRouter, Request
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from kvasir.errors import RequestError
-from kvasir.outputs import PoolingRequestOutput, ScoringRequestOutput
-from kvasir.sampling_params import PoolingParams
-from kvasir.server.errors import answers
+from kvasir.errors import PromptTooLongError, RequestError
+from kvasir.frontend.requests.prompts import TokenizedPrompt
+from kvasir.outputs import PoolingRequestOutput, RequestOutput, ScoringRequestOutput
+from kvasir.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
+from kvasir.server.api_request import ApiRequest, check_length, within
+from kvasir.server.errors import ApiError, answers, timed_out, too_large
 from kvasir.server.http import Call, StrictRoute, TheCall, reply, unless_gone
-from kvasir.server.pooling_request import PoolingRequest
-from kvasir.server.schema.pooling import (
-    ClassifyReply,
-    ClassifyRequest,
-    ClassItem,
-    EmbeddingItem,
-    EmbeddingReply,
-    EmbeddingRequest,
-    OllamaEmbedReply,
-    OllamaEmbedRequest,
-    PairScore,
-    PoolingBody,
-    PoolingBodyRequest,
-    PoolingItem,
-    PoolingReply,
-    RerankDocument,
-    RerankItem,
-    RerankReply,
-    RerankRequest,
-    ScoreReply,
-    ScoreRequest,
-    TeiEmbedRequest,
-    TeiRank,
-)
+from kvasir.server.schema.base import MAX_TOKEN_IDS, Body, Reply, Usage, example, invalid, one_complaint, refused
+from kvasir.server.schema.sampling import PromptIds
 from kvasir.server.state import ServerState, State
+
+ENCODINGS = ("float", "base64", "int8", "uint8", "binary", "ubinary")
+_INPUT = "must be a text, a list of texts, a list of token ids or a list of such lists."
+Texts = Annotated[str | list[str] | PromptIds | list[PromptIds], one_complaint("input", f"input {_INPUT}")]
+_Encoding = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
+_TRUNCATE = Field(
+    default=None, ge=-1, description="Keep so many tokens of each text; -1: as many as the model takes. Unset: refuse."
+)
+
+
+class PoolingBody(Body):
+    """What all bodies share."""
+
+    max_values = MAX_TOKEN_IDS
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = _TRUNCATE
+    user: str | None = Field(default=None, description="Shown in the server's log.")
+    priority: int | None = None
+    timeout: float | None = Field(default=None, gt=0)
+    request_id: str | None = None
+
+
+class EmbeddingRequest(PoolingBody):
+    model_config = example(input=["The cat sat on the mat.", "A dog barks."])
+
+    input: Texts = Field(description="Texts or token ids to embed; one or many.")
+    encoding_format: _Encoding | None = Field(
+        default=None,
+        description="How numbers are written: float (default), base64 (of float32), or shorter ones: int8 and uint8 "
+        "(-127 to 127 for -1 to 1; uint8 adds 128), binary and ubinary (a bit per number, as signed or plain bytes).",
+    )
+    dimensions: int | None = Field(
+        default=None, ge=1, description="Numbers of an embedding, for models that allow fewer than all (Matryoshka)."
+    )
+    normalize: bool | None = Field(
+        default=None, description="Make the length of embeddings 1. Unset: as the model says."
+    )
+    prompt_name: str | None = Field(default=None, description="A prompt of the model, which is put before each text.")
+    messages: Any = refused("embeddings are made of texts: send input.")
+
+
+class EmbeddingItem(Reply, kw_only=True):
+    index: int
+    object: Literal["embedding"] = "embedding"
+    embedding: list[float] | str  # numbers are whole ones in some encodings
+
+
+class EmbeddingReply(Reply, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[EmbeddingItem]
+    usage: Usage
+
+
+class PoolingBodyRequest(PoolingBody):
+    """Whatever a pooler makes: vectors of texts, or of their tokens."""
+
+    model_config = example(input="The cat sat on the mat.", task="token_embed")
+
+    input: Texts
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = Field(
+        default=None, description="What to compute. Unset: the model's main task."
+    )
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, ge=1)
+    normalize: bool | None = None
+    use_activation: bool | None = Field(
+        default=None, description="Apply the pooler's last function: normalise, or make probabilities."
+    )
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
+
+
+class PoolingItem(Reply, kw_only=True):
+    index: int
+    object: Literal["pooling"] = "pooling"
+    data: list[Any] | str  # numbers, or a list of them for each token
+
+
+class PoolingReply(Reply, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[PoolingItem]
+    usage: Usage
+
+
+class ClassifyRequest(PoolingBody):
+    model_config = example(input=["What a day!", "I am not amused."])
+
+    input: Texts
+    use_activation: bool | None = Field(default=None, description="Probabilities (default), or the raw numbers.")
+
+
+class ClassItem(Reply, kw_only=True):
+    index: int
+    label: str | None
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyReply(Reply, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ClassItem]
+    usage: Usage
+
+
+_SIDE = "must be a text or a list of texts."
+
+
+class ScoreRequest(PoolingBody):
+    model_config = example(text_1="What is a cat?", text_2=["A small animal.", "A kind of bread."])
+
+    text_1: Annotated[str | list[str], one_complaint("text_1", f"text_1 {_SIDE}")]
+    text_2: Annotated[str | list[str], one_complaint("text_2", f"text_2 {_SIDE}")]
+    use_activation: bool | None = Field(default=None, description="Apply the cross-encoder's last function (default).")
+
+
+class PairScore(Reply, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreReply(Reply, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[PairScore]
+    usage: Usage
+
+
+class RerankRequest(PoolingBody):
+    """Cohere's and Jina's body; with `texts` in place of documents, TEI's, whose reply is a plain list."""
+
+    model_config = example(query="What is a cat?", documents=["A small animal.", "A kind of bread."], top_n=1)
+
+    query: str
+    documents: Annotated[
+        list[str | dict[str, Any]] | None, one_complaint("documents", "documents must be a list of texts.")
+    ] = None
+    top_n: int | None = Field(default=None, ge=1, description="How many of the best are returned. Unset: all.")
+    return_documents: bool | None = Field(default=None, description="Repeat the documents in the reply.")
+    max_tokens_per_doc: int | None = Field(
+        default=None, ge=1, description="Cohere's name: query and document together keep so many tokens."
+    )
+    rank_fields: Any = refused("documents are texts.")
+    texts: list[str] | None = Field(default=None, description="TEI's name of documents.")
+    raw_scores: bool | None = Field(default=None, description="TEI: scores before the last function.")
+    return_text: bool | None = Field(default=None, description="TEI's name of return_documents.")
+    truncate: bool | None = Field(default=None, description="TEI: cut what is too long.")
+
+    @model_validator(mode="after")
+    def _one_list(self) -> RerankRequest:
+        if (self.documents is None) == (self.texts is None):
+            raise invalid("documents", "Give documents (Cohere, Jina) or texts (TEI).")
+        if not (self.documents or self.texts):
+            raise invalid("documents", "documents is empty: give at least one.")
+        for each in self.documents or ():
+            if isinstance(each, dict) and not isinstance(each.get("text"), str):
+                raise invalid("documents", "A document is a text, or an object with a text.")
+        return self
+
+
+class RerankDocument(Reply, kw_only=True):
+    text: str
+
+
+class RerankItem(Reply, kw_only=True):
+    index: int
+    relevance_score: float
+    document: RerankDocument | UnsetType = UNSET
+
+
+class RerankReply(Reply, kw_only=True):
+    id: str
+    model: str
+    results: list[RerankItem]
+    usage: Usage
+    meta: dict[str, Any]
+
+
+class TeiRank(Reply, kw_only=True):
+    index: int
+    score: float
+    text: str | UnsetType = UNSET
+
+
+class TeiEmbedRequest(Body):
+    """TEI's body."""
+
+    max_values = MAX_TOKEN_IDS
+    model_config = example(inputs=["The cat sat on the mat."])
+
+    inputs: Annotated[str | list[str] | PromptIds | list[PromptIds], one_complaint("inputs", f"inputs {_INPUT}")]
+    normalize: bool | None = None
+    truncate: bool | None = Field(default=None, description="Cut texts that are too long; otherwise they are refused.")
+    truncation_direction: Literal["right", "Right"] | None = None
+    prompt_name: str | None = None
+    dimensions: int | None = Field(default=None, ge=1)
+
+
+class OllamaEmbedRequest(Body):
+    """Ollama's body."""
+
+    max_values = MAX_TOKEN_IDS
+    model_config = example(input=["The cat sat on the mat."])
+
+    model: str | None = None
+    input: Annotated[str | list[str], one_complaint("input", "input must be a text or a list of texts.")]
+    truncate: bool | None = Field(default=None, description="Cut texts that are too long (default: yes).")
+    dimensions: int | None = Field(default=None, ge=1)
+    keep_alive: Any = Field(default=None, description="Taken and not needed: the model stays loaded.")
+    options: Any = refused("embeddings have no options.", {})
+
+
+class OllamaEmbedReply(Reply, kw_only=True):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int  # nanoseconds
+    load_duration: int
+    prompt_eval_count: int
+
+
+_NOTHING = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)  # no token is sampled
+
+
+@dataclass(slots=True, eq=False)
+class PoolingRequest(ApiRequest):
+    pooling: PoolingParams = field(default_factory=PoolingParams)
+
+    @classmethod
+    async def make(
+        cls,
+        state: ServerState,
+        call: Call,
+        texts: Sequence[Any],  # texts, pairs of texts, or token ids
+        pooling: PoolingParams,
+        *,
+        priority: int | None = None,
+        timeout: float | None = None,
+        user: str | None = None,
+    ) -> PoolingRequest:
+        async with within(state, call, timeout):
+            prompts = await read_texts(state, texts, pooling)
+        return cls(state, call, prompts, _NOTHING, priority or 0, timeout, user, pooling=pooling)
+
+    @property
+    def asked(self) -> PoolingParams:
+        return self.pooling
+
+    async def vectors(self) -> list[PoolingRequestOutput]:
+        """Run to the end; return every prompt's result, or raise why there is none."""
+        return cast(list[PoolingRequestOutput], await self.whole())
+
+    def check(self, output: RequestOutput) -> None:
+        reason = cast(Any, output).finish_reason
+        if reason == "error":
+            raise ApiError(500, cast(Any, output).error or "The request failed.", "engine", code="request_failed")
+        if reason == "timeout":
+            raise timed_out(self.timeout, cast(Any, output).error or "")
+        if reason == "abort" and not self.cancelled:
+            raise ApiError(503, "The server was shut down before the answer was complete.", "draining")
+
+    def take(self, output: RequestOutput) -> None:
+        if output.num_cached_tokens:
+            self.tokens.cached[output.request_id] = output.num_cached_tokens
+        metrics, reason = self.state.metrics, cast(Any, output).finish_reason
+        metrics.ended(output.metrics, len(output.prompt_token_ids), output.num_cached_tokens or 0, 0)
+        self.reasons.append(reason)
+        metrics.finished(reason)
+
+    def num_charged(self, left_early: bool) -> int:
+        return 0
+
+
+async def read_texts(state: ServerState, texts: Sequence[Any], params: PoolingParams) -> list[TokenizedPrompt]:
+    """Tokenize and check texts, pairs of texts and token ids, within the server's limits."""
+    engine = state.engine
+    processor, pool = engine.input_processor.pooling, engine.text_pool
+    processor.pooler_for(params.task)
+    sizes = [sum(map(len, each)) if isinstance(each, tuple) else len(each) for each in texts]
+    if max(sizes, default=0) > pool.max_characters:
+        message = f"A text has {max(sizes)} characters that must be tokenized at once"
+        raise too_large(f"{message}; this server takes {pool.max_characters} (--max-tokenizing-characters).", "input")
+    cut = params.truncate_prompt_tokens
+    try:
+        found = await pool.run(sum(sizes), lambda: processor.tokenize(texts, cut))
+    except PromptTooLongError as error:
+        error.parameter = "input"
+        check_length(state, error.num_tokens or 0)
+        raise
+    for each in found:
+        check_length(state, len(each.token_ids))
+    return found
+
 
 router = APIRouter(route_class=StrictRoute, tags=["embeddings, scores and classes"])
 
@@ -231,7 +521,7 @@ def _many(given: str | Sequence[Any]) -> list[Any]:
 
 
 def written(vector: NDArray[np.float32], how: str | None) -> Any:
-    """A vector in one of schema.pooling.ENCODINGS."""
+    """A vector in one of ENCODINGS."""
     if how == "base64":
         return base64.b64encode(np.ascontiguousarray(vector, np.float32).tobytes()).decode()
     if how in ("int8", "uint8"):

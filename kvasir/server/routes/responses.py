@@ -12,10 +12,9 @@ from starlette.responses import Response
 from kvasir.errors import RequestError
 from kvasir.server.errors import EVENTS, ApiError, answers, not_found
 from kvasir.server.http import StrictRoute, TheCall, reply, unless_gone
-from kvasir.server.response_items import as_listed
 from kvasir.server.response_store import EventLog, StoredResponse
-from kvasir.server.responses import LoggedStream, ResponseJob, ResponseStream, conversation, read_prompt
-from kvasir.server.routes.stored_chats import Cursor, Limit, Order, page
+from kvasir.server.responses import LoggedStream, ResponseJob, ResponseStream, as_listed, conversation, read_prompt
+from kvasir.server.routes.stored import Cursor, Limit, Order, page
 from kvasir.server.schema.base import DeletedReply
 from kvasir.server.schema.responses import (
     InputItemList,
@@ -24,8 +23,8 @@ from kvasir.server.schema.responses import (
     ResponseReply,
     ResponsesRequest,
 )
-from kvasir.server.schema.tools import responses_tools
 from kvasir.server.state import ServerState, State
+from kvasir.server.tools import responses_tools
 
 _PATIENCE = 5.0  # seconds for an abort to be answered
 

@@ -1,12 +1,14 @@
-"""/tokenize, /detokenize, /tokenizer_info, /generative_scoring and the plain /generate."""
+"""/tokenize, /detokenize, /tokenizer_info, /generative_scoring and the plain /generate, with their bodies."""
 
 from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from msgspec import UNSET, UnsetType
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from kvasir.errors import RequestError
@@ -19,21 +21,123 @@ from kvasir.server.errors import ERRORS, answers, as_api_error, not_found, opena
 from kvasir.server.event_stream import EventStream
 from kvasir.server.http import StrictRoute, TheCall, reply, unless_gone
 from kvasir.server.limits import check_limits
-from kvasir.server.schema.base import encode
-from kvasir.server.schema.sampling import sampling_params
-from kvasir.server.schema.tokens import (
-    DetokenizeReply,
-    DetokenizeRequest,
-    GenerateReply,
-    GenerateRequest,
-    ItemScore,
-    ScoringReply,
-    ScoringRequest,
-    TokenizeReply,
-    TokenizeRequest,
+from kvasir.server.schema.base import (
+    MAX_TOKEN_IDS,
+    Body,
+    Reply,
+    Usage,
+    encode,
+    example,
+    invalid,
+    one_complaint,
+    refused,
 )
-from kvasir.server.schema.tools import chat_tools
+from kvasir.server.schema.chat import ChatTemplateFields, Message
+from kvasir.server.schema.sampling import PromptIds, SamplingBody, sampling_params
 from kvasir.server.state import ServerState, State
+from kvasir.server.tools import chat_tools
+
+_ELSEWHERE = "use /v1/completions for log-probabilities."
+
+
+class TokenizeRequest(ChatTemplateFields):
+    """A prompt, or the messages of a conversation."""
+
+    model_config = example(prompt="Once upon a time")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None  # type: ignore[assignment]  # either this or prompt
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> TokenizeRequest:
+        if (self.prompt is None) == (not self.messages):
+            raise invalid("prompt", "Give either prompt or messages.")
+        return self
+
+
+class TokenizeReply(Reply, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None = None
+
+
+class DetokenizeRequest(Body):
+    max_values = MAX_TOKEN_IDS
+    model_config = example(tokens=[15, 16, 17])
+
+    model: str | None = None
+    tokens: PromptIds
+
+
+class DetokenizeReply(Reply, kw_only=True):
+    prompt: str
+
+
+class GenerateRequest(SamplingBody):
+    """The plain interface: one prompt in, texts out."""
+
+    max_values = MAX_TOKEN_IDS
+    model_config = example(prompt="Once upon a time", max_tokens=32)
+
+    prompt: Annotated[str | PromptIds, one_complaint("prompt", "prompt must be a string or a list of token ids.")]
+    max_tokens: int | None = Field(default=None, ge=1)
+    stream: bool | None = Field(
+        default=None, description="Send a line of JSON for each new piece of text, instead of one object."
+    )
+    logprobs: Any = refused(_ELSEWHERE)
+    prompt_logprobs: Any = refused(_ELSEWHERE)
+    logprob_token_ids: Any = refused(_ELSEWHERE)
+    return_tokens_as_token_ids: Any = refused(_ELSEWHERE)
+
+
+class GenerateReply(Reply, kw_only=True):
+    text: list[str]
+    finish_reason: list[str | None]
+    token_ids: list[list[int]] | UnsetType = UNSET
+    usage: Usage | UnsetType = UNSET
+
+
+class ScoringRequest(Body):
+    """Items to be scored by a query about them."""
+
+    model_config = example(query="Is this a city? ", items=["Paris", "Bread"], label_token_ids=[15, 16])
+
+    model: str | None = None
+    query: Annotated[str | list[int], one_complaint("query", "query must be a string or a list of token ids.")]
+    items: Annotated[
+        list[str] | list[list[int]],
+        one_complaint("items", "items must be a list of strings or of lists of token ids."),
+    ] = Field(min_length=1)
+    label_token_ids: list[int] = Field(
+        min_length=1, max_length=1024, description="The score is the probability of the first of these tokens."
+    )
+    apply_softmax: bool | None = Field(
+        default=None, description="Probabilities among the labels (default), or among all tokens."
+    )
+    item_first: bool | None = Field(default=None, description="Put the item before the query instead of behind it.")
+    add_special_tokens: bool | None = Field(default=None, description="Add special tokens to the query (default: yes).")
+    priority: int | None = Field(default=None, description="Lower goes first; needs --scheduling-policy priority.")
+    timeout: float | None = Field(default=None, gt=0)
+    request_id: str | None = None
+
+
+class ItemScore(Reply, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoringReply(Reply, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ItemScore]
+    usage: Usage
+
 
 router = APIRouter(route_class=StrictRoute, tags=["text and tokens"])
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from websockets.exceptions import InvalidStatus
 
-from kvasir.server.routes.engine_view import block_ranges, engine_state
+from kvasir.server.routes.pages import block_ranges, engine_state
 from tests import web
 from tests.builders import make_core, request
 from tests.conftest import ROOT

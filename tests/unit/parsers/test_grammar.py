@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 from kvasir.errors import RequestError
 from kvasir.parsers.formats import TOOL_FORMATS, reasoning_format
 from kvasir.parsers.grammar import CallableTool, GrammarWriter
-from kvasir.parsers.tool_text import write_calls
+from kvasir.parsers.templates import write_calls
 
 ARGUMENTS: dict[str, Any] = {"a": 'x "y"\n é', "n": 3, "l": [1, 2]}
 SCHEMA = {

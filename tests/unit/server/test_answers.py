@@ -15,9 +15,10 @@ from kvasir.messages import Int32Array
 from kvasir.outputs import CompletionOutput
 from kvasir.parsers.base import Reasoning, ReasoningReader, content_of, reasoning_of
 from kvasir.sampling_params import ReasoningTokens, SamplingParams, StructuredOutputsParams
-from kvasir.server.answers import AnswerFormats, ChatAnswer
+from kvasir.server.answers import AnswerFormats, ChatAnswer, RequestTools
 from kvasir.server.config import ServerConfig
-from kvasir.server.schema.tools import RequestTools, chat_tools
+from kvasir.server.constraints import constrain
+from kvasir.server.tools import chat_tools
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
@@ -49,7 +50,7 @@ def constrained(made: ChatAnswer, tokenizer: Tokenizer, **asked: Any) -> Samplin
     params = SamplingParams()
     for name, value in asked.items():
         setattr(params, name, value)
-    made.constrain(params, tokenizer, lambda: tokenizer.skipped_tokens)
+    constrain(made, params, tokenizer, lambda: tokenizer.skipped_tokens)
     params.verify()
     return params
 

@@ -10,7 +10,8 @@ import pytest
 
 from kvasir.server.app import make_app
 from kvasir.server.config import ServerConfig
-from kvasir.server.schema import chat, completions, messages, responses, tokens
+from kvasir.server.routes import completions, messages, tokens
+from kvasir.server.schema import chat, responses
 from kvasir.server.schema.field_docs import FIELD_DOCS
 from kvasir.server.state import ServerState
 

@@ -29,7 +29,7 @@ from kvasir.sampling_params import SamplingParams
 from kvasir.server.answers import PLAIN_ANSWER
 from kvasir.server.api_keys import ApiKey
 from kvasir.server.config import ServerConfig, add_flags, from_namespace, server_settings
-from kvasir.server.device import CpuProbe, visible_devices
+from kvasir.server.engine_metrics import CpuProbe, visible_devices
 from kvasir.server.errors import ApiError, as_api_error, error_response
 from kvasir.server.event_stream import EventStream, PayloadWriter
 from kvasir.server.http import ClientGone, unless_disconnected
@@ -38,10 +38,9 @@ from kvasir.server.logprobs import MIN_LOGPROB, LogprobWriter, prompt_logprobs
 from kvasir.server.metrics import GAPS, Metrics, Tally
 from kvasir.server.response_store import CompletionStore, ResponseStore, StoredCompletion, StoredResponse
 from kvasir.server.routes.chat import ChatJob
-from kvasir.server.routes.completions import CompletionJob
+from kvasir.server.routes.completions import CompletionJob, CompletionRequest
 from kvasir.server.schema.base import Usage, encode
 from kvasir.server.schema.chat import ChatChunk, ChatCompletion, ChatRequest, ChunkChoice, Delta, Message
-from kvasir.server.schema.completions import CompletionRequest
 from kvasir.server.schema.responses import ResponseReply, ResponsesRequest
 
 # ---------------------------------------------------------------- settings

@@ -10,14 +10,14 @@ import pytest
 from pydantic import ValidationError
 
 from kvasir.sampling_params import SamplingParams
+from kvasir.server.routes.completions import CompletionRequest
+from kvasir.server.routes.messages import MessagesRequest
+from kvasir.server.routes.tokens import GenerateRequest, TokenizeRequest
 from kvasir.server.schema import structured
 from kvasir.server.schema.base import Body, BoundedModel, Refusal
 from kvasir.server.schema.chat import ChatRequest
-from kvasir.server.schema.completions import CompletionRequest
-from kvasir.server.schema.messages import MessagesRequest
 from kvasir.server.schema.responses import ResponsesRequest
 from kvasir.server.schema.sampling import SAMPLING_FIELDS, SamplingBody, sampling_params
-from kvasir.server.schema.tokens import GenerateRequest, TokenizeRequest
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT: dict[str, Any] = {"prompt": "Hi"}

@@ -15,8 +15,8 @@ from kvasir.server import body_limits
 from kvasir.server.body_limits import json_counts
 from kvasir.server.errors import complaint
 from kvasir.server.http import decode_json, without_unknown_fields
+from kvasir.server.routes.completions import CompletionRequest
 from kvasir.server.schema.chat import ChatRequest
-from kvasir.server.schema.completions import CompletionRequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 

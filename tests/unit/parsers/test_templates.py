@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvasir.parsers.base import calls_of
-from kvasir.parsers.detect import detect, reads_tools
 from kvasir.parsers.formats import TOOL_FORMATS, AnswerFormat
 from kvasir.parsers.scanner import make_parser
-from kvasir.parsers.tool_text import describe_tools, with_tools, write_calls
+from kvasir.parsers.templates import describe_tools, detect, reads_tools, with_tools, write_calls
 
 TEMPLATES = Path(os.environ.get("KVASIR_TEST_DATA", "/nowhere")) / "chat_templates"
 # File -> tool calls, reasoning.

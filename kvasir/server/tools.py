@@ -1,4 +1,4 @@
-"""The tools of a request and its choice among them, in the words of each interface, in one form.
+"""The tools of a request and its choice among them, read from the words of each interface.
 
 OpenAI's chat nests what a tool is under its type, its responses write it flat, and Anthropic's messages have another
 schema field and other words for the choice.
@@ -8,74 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from kvasir.errors import RequestError
+from kvasir.server.answers import Choice, RequestTools, Tool
 
 _NAME = re.compile(r"[a-zA-Z0-9_.:/-]{1,128}")
 _MAX_TOOLS = 1024
-Choice = Literal["none", "auto", "required"]
-
-
-@dataclass(slots=True, frozen=True)
-class Tool:
-    """One tool. A custom tool takes a text instead of an object; the model sees it as a function of `input`."""
-
-    name: str
-    description: str | None = None
-    parameters: Mapping[str, Any] | None = None  # a JSON schema; None: any object
-    strict: bool = False
-    is_custom: bool = False
-    regex: str | None = None  # of a custom tool's text
-    lark: str | None = None
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        """The schema of its arguments, as the model sees it."""
-        if not self.is_custom:
-            return {"type": "object", "properties": {}} if self.parameters is None else dict(self.parameters)
-        text: dict[str, Any] = {"type": "string"}
-        if self.regex or self.lark:
-            text["description"] = f"A text of this grammar: {self.regex or self.lark}"
-        return {"type": "object", "properties": {"input": text}, "required": ["input"]}
-
-    def shown(self) -> dict[str, Any]:
-        """The tool as chat templates read it."""
-        function = {"name": self.name, "description": self.description or "", "parameters": self.schema}
-        return {"type": "function", "function": function}
-
-
-@dataclass(slots=True, frozen=True)
-class RequestTools:
-    """The tools of a request, and which of them the model may or must call."""
-
-    tools: tuple[Tool, ...] = ()
-    choice: Choice = "none"
-    allowed: frozenset[str] | None = None  # names of the tools that may be called; None: all
-    parallel: bool = True
-
-    def shown(self) -> list[dict[str, Any]] | None:
-        """All tools as chat templates read them: those that may not be called, too, so that prompts stay cached."""
-        return [tool.shown() for tool in self.tools] or None
-
-    @property
-    def is_active(self) -> bool:
-        return self.choice != "none"
-
-    @property
-    def callable(self) -> list[Tool]:
-        return [tool for tool in self.tools if self.allowed is None or tool.name in self.allowed]
-
-    @property
-    def needs_grammar(self) -> bool:
-        """Whether calls that the model chooses to make are held to a grammar."""
-        return self.allowed is not None or any(
-            tool.strict or tool.regex is not None or tool.lark is not None for tool in self.tools
-        )
-
-
-NO_TOOLS = RequestTools()
 
 
 # ---------------------------------------------------------------- OpenAI

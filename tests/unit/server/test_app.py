@@ -10,9 +10,8 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
-from kvasir.server.app import make_app
+from kvasir.server.app import BOOLEAN_TEXT, INTEGER_TEXT, NUMBER_TEXT, make_app
 from kvasir.server.config import ServerConfig
-from kvasir.server.description import BOOLEAN_TEXT, INTEGER_TEXT, NUMBER_TEXT
 from kvasir.server.schema.chat import ChatRequest
 from kvasir.server.state import ServerState
 

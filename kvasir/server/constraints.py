@@ -1,0 +1,146 @@
+"""What the engine must keep to in a chat request's answer: the grammar of its calls, kept tokens, tokens of reasoning.
+
+`constrain` sets these in the request's SamplingParams. A plain answer, without reasoning and tools, needs none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from kvasir.errors import RequestError
+from kvasir.frontend.text.grammar import JsonStyle, json_rule, quote
+from kvasir.frontend.text.tokenizer import Tokenizer
+from kvasir.parsers.formats import TOOL_FORMATS
+from kvasir.parsers.grammar import CallableTool, GrammarWriter, kept_tokens
+from kvasir.sampling_params import ReasoningTokens, SamplingParams, StructuredOutputsParams
+from kvasir.server.answers import OTHERWISE, ChatAnswer, Tool
+
+Special = Callable[[], Mapping[str, int]]
+
+
+def constrain(answer: ChatAnswer, params: SamplingParams, tokenizer: Tokenizer | None, special: Special) -> None:
+    """Set the parameters that this format needs. `special`: the tokens that grammars write by their ids, if a
+    grammar is needed."""
+    if answer.is_plain:
+        if params.thinking_token_budget is not None:
+            params.verify()  # which says why it cannot be
+        return
+    if tokenizer is not None:
+        kept = kept_tokens(answer.form.texts(), tokenizer.skipped_tokens)
+        params.keep_special_tokens = list(kept) or None
+    if params.thinking_token_budget is not None and tokenizer is not None:
+        params.reasoning_tokens = _reasoning_tokens(answer, tokenizer)
+    asked = params.structured_outputs
+    if answer.tools.choice == "required":
+        params.structured_outputs = _gated(answer, AnswerGrammar(answer, special()).calls())
+    elif answer.tools.is_active and asked is not None:
+        params.structured_outputs = _gated(answer, AnswerGrammar(answer, special()).calls_or(asked))
+    elif answer.tools.is_active and answer.tools.needs_grammar:
+        params.structured_outputs = _gated(answer, AnswerGrammar(answer, special()).tags())
+    elif asked is not None and answer.form.reasoning is not None:
+        params.structured_outputs = AnswerGrammar(answer, special()).after_reasoning(asked)
+
+
+class AnswerGrammar:
+    """The grammars of one answer. `special`: the tokens that are written by their ids."""
+
+    def __init__(self, answer: ChatAnswer, special: Mapping[str, int]) -> None:
+        self._answer = answer
+        self._special = special
+
+    def calls(self) -> StructuredOutputsParams:
+        writer = self._writer()
+        grammar = writer.whole(self._callable(), self._answer.tools.parallel, self._optional_reasoning)
+        return StructuredOutputsParams(grammar=grammar, source="tools")
+
+    def calls_or(self, asked: StructuredOutputsParams) -> StructuredOutputsParams:
+        """Calls, or an answer of the form that the request asks for."""
+        writer = self._writer()
+        grammar = writer.whole(
+            self._callable(), self._answer.tools.parallel, self._optional_reasoning, _expression(asked, "tools")
+        )
+        return replace_grammar(asked, grammar)
+
+    def tags(self) -> StructuredOutputsParams:
+        tags = self._writer().tags(self._callable(), self._answer.tools.parallel)
+        return StructuredOutputsParams(tags=tags, source="tools")
+
+    def after_reasoning(self, asked: StructuredOutputsParams) -> StructuredOutputsParams:
+        """The form holds for the answer, which begins where the reasoning ends."""
+        form = self._answer.form.reasoning
+        assert form is not None, "only formats with reasoning are asked"
+        if (
+            self._answer.in_reasoning
+            or self._optional_reasoning is None
+            or asked.tags
+            or asked.structural_tag is not None
+        ):
+            return _gated(self._answer, asked)
+        writer = GrammarWriter(TOOL_FORMATS[OTHERWISE], self._special, form)
+        grammar = writer.answer(
+            _expression(asked, asked.source), self._optional_reasoning, self._answer.form.is_harmony
+        )
+        return replace_grammar(asked, grammar)
+
+    def _writer(self) -> GrammarWriter:
+        assert self._answer.form.tools is not None, "tools are active only with a format"
+        return GrammarWriter(self._answer.form.tools, self._special, self._answer.form.reasoning)
+
+    @property
+    def _optional_reasoning(self) -> tuple[str, str] | None:
+        """The markers of reasoning that the model may write first, or not."""
+        form = self._answer.form.reasoning
+        if form is None or self._answer.in_reasoning or self._answer.is_reasoned:
+            return None
+        return form.open[0], form.close[0]
+
+    def _callable(self) -> list[CallableTool]:
+        required = self._answer.tools.choice == "required"
+        return [_callable(tool, required) for tool in self._answer.tools.callable]
+
+
+def _gated(answer: ChatAnswer, asked: StructuredOutputsParams) -> StructuredOutputsParams:
+    form = answer.form.reasoning
+    return replace(asked, starts_after=form.close[0].strip()) if form is not None and answer.in_reasoning else asked
+
+
+def _reasoning_tokens(answer: ChatAnswer, tokenizer: Tokenizer) -> ReasoningTokens | None:
+    form = answer.form.reasoning
+    if form is None:
+        return None
+    opening = tokenizer.added_ids.get(form.open[0].strip(), -1)  # a prompt may have it in several tokens
+    closing = tokenizer.added_ids.get(form.close[0].strip())
+    if closing is None or (opening < 0 and not answer.in_reasoning) or answer.form.is_harmony:
+        return None
+    return ReasoningTokens(opening, closing, answer.in_reasoning)
+
+
+def replace_grammar(asked: StructuredOutputsParams, grammar: str) -> StructuredOutputsParams:
+    """The grammar in place of what was asked, under the name of its field."""
+    return StructuredOutputsParams(grammar=grammar, source=asked.source)
+
+
+def _callable(tool: Tool, required: bool) -> CallableTool:
+    # Calls that must be made are held to their schema, so that they are never malformed; others only if strict.
+    schema = tool.parameters if tool.strict or required else None
+    return CallableTool(tool.name, schema, tool.is_custom, tool.regex, tool.lark, lenient=not tool.strict)
+
+
+def _expression(asked: StructuredOutputsParams, name: str) -> str:
+    """A Lark expression of what an answer must look like."""
+    pattern, lenient = asked.whitespace_pattern, bool(asked.lenient)
+    whitespace = asked.whitespace or ("compact" if asked.disable_any_whitespace else "spaced")
+    style = JsonStyle(whitespace, pattern, lenient, asked.disable_additional_properties)
+    if asked.json is not None:
+        return json_rule(asked.json, style)
+    if asked.json_object:
+        return json_rule({"type": "object"}, style)
+    if asked.regex is not None:
+        return "/" + asked.regex.replace("/", "\\/") + "/"
+    if asked.choice is not None:
+        return "(" + " | ".join(map(quote, dict.fromkeys(asked.choice))) + ")"
+    if asked.grammar is not None:
+        return f"%lark {{\n{asked.grammar}\n}}"
+    kind = " and ".join(asked.constraints)
+    raise RequestError(f"{asked.source} with {kind} cannot be combined with tools; set tool_choice to 'none'.", name)
