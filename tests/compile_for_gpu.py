@@ -41,16 +41,15 @@ from kvasir.messages import Int32Array
 from kvasir.models import architectures
 from kvasir.models.transformer import Transformer
 from kvasir.platforms.cpu import prepare_cpu
-from kvasir.quantization.at_load import fp8, int4, int8
 from kvasir.quantization.base import Unquantized
-from kvasir.quantization.coded import Coding, RandomCoding
+from kvasir.quantization.coded import Coding, RandomCoding, fp8, int4, int8
 from kvasir.quantization.coded_linear import CodedMethods, Quantizer
 from kvasir.sampling.features import ForwardUse, Uses
 from kvasir.sampling.logprobs import ScoreKey
 from kvasir.sampling.overrides import OverrideKey
-from kvasir.sampling.parameters import SamplingKey, SamplingParameters
-from kvasir.worker.graphs.keys import ForwardGraphKey, HeadGraphKey
-from kvasir.worker.kv_memory import KVMemory
+from kvasir.sampling.sampler import SamplingKey, SamplingParameters
+from kvasir.worker.graph_keys import ForwardGraphKey, HeadGraphKey
+from kvasir.worker.memory import KVMemory
 from kvasir.worker.model_runner import ModelRunner
 from kvasir.worker.speculative.drafter import Drafter, DrafterSettings
 from kvasir.worker.speculative.lookup import LookupDrafter

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from kvasir.attention.base import AttentionBatch
-from kvasir.attention.latent import attend_latent
+from kvasir.attention.torch import attend_latent
 from kvasir.kernels.cpu.library import LayerStruct, loaded
 from kvasir.kernels.cpu.ops import StepView, cache_of
 

@@ -13,10 +13,9 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
-from kvasir.config.names import did_you_mean
 from kvasir.config.pooling import PoolerSpec
 from kvasir.config.speculative import read_speculative
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvasir.config.names import did_you_mean
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, did_you_mean
 
 LOOKUPS = {"ngram": (5, 5), "lookup": (1, 24), "suffix": (1, 64)}  # with their usual shortest and longest match
 METHODS = (*LOOKUPS, "draft_model")

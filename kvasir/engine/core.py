@@ -16,10 +16,9 @@ from kvasir.engine.resources import ResourceStats
 from kvasir.engine.scheduler import Scheduler, SchedulerStats
 from kvasir.engine.snapshot import take_snapshot
 from kvasir.engine.stats import EngineStats, Snapshot
-from kvasir.engine.step_budget import StepPacing
-from kvasir.engine.step_size import StepSize
+from kvasir.engine.step_budget import StepPacing, StepSize
 from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError, RequestError
-from kvasir.executor.base import Executor
+from kvasir.executor import Executor
 from kvasir.messages import (
     AdapterTargets,
     EngineOutput,

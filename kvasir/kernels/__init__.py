@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from kvasir.kernels import encoder_attention as encoders
 from kvasir.kernels import onednn, reference
-from kvasir.kernels.adapters import AdapterMatrices, TokenSlots
 from kvasir.kernels.cpu import ops
 from kvasir.kernels.cpu.library import library
+from kvasir.kernels.layout import AdapterMatrices, TokenSlots
 from kvasir.kernels.reference import ACTIVATIONS, ANY_TOKEN, rotary, store_kv
 from kvasir.log import get_logger
 
@@ -309,9 +308,8 @@ def draw(logits: torch.Tensor, *args: torch.Tensor | None) -> torch.Tensor:
 
 
 def encoder_attention(query: torch.Tensor, *args: Any) -> torch.Tensor:
-    """See encoder_attention.py."""
-    version = _version_for(query)
-    seen: torch.Tensor = (encoders if version is reference else version).encoder_attention(query, *args)
+    """See reference.encoder_attention."""
+    seen: torch.Tensor = _version_for(query).encoder_attention(query, *args)
     return seen
 
 

@@ -1,7 +1,7 @@
 """Attention over a latent cache: one short vector for each token, and one rotated key that all heads share.
 
 Every head's keys and values are products of the vector with the head's own matrices (`latent_up`). A backend applies
-those to the queries and to the result instead where that is less work; see attention/latent.py.
+those to the queries and to the result instead where that is less work; see attention/torch.py.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 
 from kvasir import kernels
 from kvasir.attention.base import AttentionBatch, LastTokens
-from kvasir.distributed import Role
 from kvasir.errors import ConfigError, ModelError
 from kvasir.layers.attention import ATTENTIONS, AttentionLayer
 from kvasir.layers.base import Build, DecoderBuild, WeightLayer
 from kvasir.layers.linear import Linear, heads_part, row_linear
+from kvasir.layers.mesh import Role
 from kvasir.layers.norm import RMSNorm
 from kvasir.layers.rope import rotary_for
 from kvasir.layers.spec import LatentAttentionSpec

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.config.engine import LoadConfig, ModelConfig
-from kvasir.config.names import did_you_mean
-from kvasir.errors import ConfigError, ModelError
+from kvasir.errors import ConfigError, ModelError, did_you_mean
 from kvasir.log import get_logger
 
 logger = get_logger(__name__)

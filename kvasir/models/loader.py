@@ -16,27 +16,25 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from kvasir.attention.select import select as select_attention
+from kvasir.attention.base import select as select_attention
 from kvasir.config.engine import EngineConfig, ModelConfig
 from kvasir.config.pooling import DenseSpec
-from kvasir.distributed import Mesh
 from kvasir.errors import ConfigError, ModelError
 from kvasir.kernels.cpu.packed import Arena
 from kvasir.layers.adapters import StepAdapters
 from kvasir.layers.base import Build, WeightLayer, describe_weights
 from kvasir.layers.linear import Linear
+from kvasir.layers.mesh import Mesh
 from kvasir.layers.mlp import Experts, MoE
 from kvasir.log import get_logger, warn_once
 from kvasir.models import architectures, gguf
-from kvasir.models.checkpoint import KV_SCALES, Safetensors, is_finite, load_kv_scales, some
+from kvasir.models.checkpoint import KV_SCALES, QuantizedSafetensors, Safetensors, is_finite, load_kv_scales, some
 from kvasir.models.fallback import TransformersModel, load_fallback
 from kvasir.models.gguf import GGUFCheckpoint
 from kvasir.models.native import LibraryModel, packed_weights_file, restore_packed, run_in_library, save_packed
-from kvasir.models.quantized import QuantizedSafetensors
 from kvasir.models.spec import BY_ROWS, Architecture, DecoderSpec, LayerSpec, Names, TensorLayout
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select as select_platform
-from kvasir.quantization.at_load import QUANTIZERS
 from kvasir.quantization.base import (
     PackedParameter,
     TensorKey,
@@ -44,7 +42,7 @@ from kvasir.quantization.base import (
     UnquantizedExperts,
     UnquantizedLinear,
 )
-from kvasir.quantization.coded import Coded
+from kvasir.quantization.coded import QUANTIZERS, Coded
 from kvasir.quantization.coded_linear import CodedMethods, ExpandedMethods
 from kvasir.quantization.cpu import KEPT, ROUTING, VOCABULARIES, CpuMethods
 from kvasir.quantization.formats import find_format

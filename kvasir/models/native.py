@@ -23,7 +23,6 @@ from torch import nn
 from kvasir.attention.base import AttentionBatch, LastTokens
 from kvasir.attention.cpu import CpuAttention
 from kvasir.config.engine import EngineConfig
-from kvasir.distributed import Mesh
 from kvasir.kernels.cpu.library import (
     ACTIVATIONS,
     AdaptersStruct,
@@ -41,6 +40,7 @@ from kvasir.layers.attention import Attention
 from kvasir.layers.base import WeightLayer
 from kvasir.layers.embedding import Embedding
 from kvasir.layers.linear import Linear
+from kvasir.layers.mesh import Mesh
 from kvasir.layers.mlp import MLP, GatedMLP
 from kvasir.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
 from kvasir.log import get_logger

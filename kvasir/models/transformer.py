@@ -22,11 +22,10 @@ from kvasir.errors import ModelError
 from kvasir.layers import latent_attention  # noqa: F401  # it registers its kind
 from kvasir.layers.attention import ATTENTIONS, AttentionLayer
 from kvasir.layers.base import Build, DecoderBuild, Kinds, weight_bytes
-from kvasir.layers.embedding import Embedding, Head, PositionEmbedding, TiedHead, TokenTypeEmbedding
+from kvasir.layers.embedding import Embedding, Head, PositionEmbedding, StepOverlay, TiedHead, TokenTypeEmbedding
 from kvasir.layers.linear import replicated_linear
 from kvasir.layers.mlp import FEED_FORWARDS
 from kvasir.layers.norm import Norm, make_norm
-from kvasir.layers.overlay import StepOverlay
 from kvasir.layers.pooler import Poolers
 from kvasir.messages import KVSpec
 from kvasir.models.spec import DecoderSpec, LayerSpec, ParallelLayerSpec, PostNormLayerSpec

@@ -26,7 +26,6 @@ from kvasir.kernels.cpu.packed import (
 )
 from kvasir.kernels.reference import LEVELS
 from kvasir.log import get_logger, warn_once
-from kvasir.quantization.at_load import QUANTIZERS
 from kvasir.quantization.base import (
     ExpertsLayer,
     ExpertsMethod,
@@ -41,7 +40,7 @@ from kvasir.quantization.base import (
     parameter,
     part_of,
 )
-from kvasir.quantization.coded import Coded
+from kvasir.quantization.coded import QUANTIZERS, Coded
 from kvasir.quantization.coded_linear import Quantizer, own_share
 from kvasir.quantization.gguf import FileMatrix, PackedRows, expanded
 

@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import upload
 from kvasir.messages import (
     MIN_GROUP_ROWS,
     Extras,
@@ -25,7 +25,7 @@ from kvasir.messages import (
     StepCosts,
     StepPlan,
 )
-from kvasir.worker.memory_budget import LARGEST_GRAPH
+from kvasir.worker.memory import LARGEST_GRAPH
 from kvasir.worker.model_runner import ModelRunner
 
 MAX_TOKENS = 2048  # enough for the device to be busy

@@ -1,4 +1,4 @@
-"""One device's share of the engine: loads the model, sizes and takes the KV cache, runs steps. See executor/base.py.
+"""One device's share of the engine: loads the model, sizes and takes the KV cache, runs steps. An `Executor`.
 
 Imports torch, so only the worker process may import this module.
 """
@@ -6,6 +6,7 @@ Imports torch, so only the worker process may import this module.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,8 +21,9 @@ from kvasir import kernels
 from kvasir.config import startup
 from kvasir.config.engine import EngineConfig, ModelConfig
 from kvasir.config.speculative import read_speculative
-from kvasir.distributed import Mesh
 from kvasir.errors import ConfigError, DeviceMemoryError
+from kvasir.kernels.cpu import library
+from kvasir.layers.mesh import Mesh
 from kvasir.log import get_logger
 from kvasir.lora.device import Adapters
 from kvasir.messages import AdapterTargets, DeviceMemory, KVSpec, Resource, SampleInputs, StepCosts, StepPlan
@@ -29,21 +31,67 @@ from kvasir.models.loader import load
 from kvasir.models.native import LibraryModel
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select
+from kvasir.platforms.limits import parse_cpus, share
 from kvasir.sampling.features import RowFeature
-from kvasir.worker.cpu_threads import one_torch_thread, use_threads
-from kvasir.worker.kv_memory import KVMemory, staging_bytes
-from kvasir.worker.memory_budget import Profile, expected_graphs, is_out_of_memory, kv_share, refuse_more_than_is_free
-from kvasir.worker.model import Model
-from kvasir.worker.model_runner import ModelRunner
+from kvasir.worker.memory import (
+    KVMemory,
+    Profile,
+    expected_graphs,
+    is_out_of_memory,
+    kv_share,
+    refuse_more_than_is_free,
+    staging_bytes,
+)
+from kvasir.worker.model_runner import DeviceResult, Model, ModelRunner
 from kvasir.worker.profiling import largest_step, measure_costs, measure_steps, pooling_steps, steps_to_compile
 from kvasir.worker.prompt_embeddings import PromptEmbeddings, overlay_of
 from kvasir.worker.speculative import draft_model, lookup  # noqa: F401 - they register themselves
 from kvasir.worker.speculative.drafter import DRAFTERS, Drafter, DrafterSettings
-from kvasir.worker.step_result import DeviceResult
 
 logger = get_logger(__name__)
 GIB = 1 << 30
 HEADS_PER_SIZE = 4  # head graphs of each size: with and without filters, stages and the rest
+
+
+def use_threads(config: EngineConfig, mesh: Mesh) -> Callable[[], None]:
+    """Set the numbers of CPU threads of torch and of the CPU library, and the CPUs that they run on. Returns a function
+    that restores the calling thread's CPUs.
+
+    The library's threads are pinned. The calling thread, which computes too, is pinned only if cpu_bind is set. torch's
+    threads sleep while the library's work, so both have as many as were asked for.
+    """
+    threads = config.device.cpu_threads
+    assert threads is not None, "resolve settles it for the CPU"
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    cpus: list[int] | None = None
+    restore: Callable[[], None] = _nothing
+    if config.device.cpu_bind is not None:
+        before = os.sched_getaffinity(0)
+        cpus = share(parse_cpus(config.device.cpu_bind), mesh.rank, mesh.size)
+        os.sched_setaffinity(0, cpus)
+        restore = partial(os.sched_setaffinity, 0, before)
+    elif mesh.size > 1 and hasattr(os, "sched_getaffinity"):
+        cpus = share(sorted(os.sched_getaffinity(0)), mesh.rank, mesh.size)
+    if library.library() is not None:  # it computes norms and samples with every attention backend
+        library.configure(threads, cpus)
+    return restore
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """For steps that the library computes. torch has little to do in them, and its other threads would spin for a while
+    afterwards and slow down the library's."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _nothing() -> None:
+    return None
 
 
 class Worker:
@@ -131,7 +179,7 @@ class Worker:
     def _expected_graphs(self) -> int:
         if self._profile is None or self.model is None or not self._uses_graphs():
             return 0
-        from kvasir.worker.graphs.keys import GraphKeys
+        from kvasir.worker.graph_keys import GraphKeys
 
         scheduler, num_tokens = self.config.scheduler, int(self._largest_step().num_tokens.sum())
         drafting = read_speculative(self.config.model.speculative_config)

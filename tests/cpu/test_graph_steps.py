@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kvasir import LLM, LoRARequest, SamplingParams, kernels
-from kvasir.attention import select
+from kvasir.attention import base as attention_backends
 from kvasir.messages import GraphUse
 from tests.adapter_builders import GREEDY, TINY_ENGINE, check, write_lora
 from tests.model_builders import make_hf_model, save
@@ -31,8 +31,9 @@ from kvasir import messages
 from kvasir.engine.cache import prefix_groups
 from kvasir.kernels.triton import adapters as triton_adapters
 from kvasir.kernels.triton import paged_decode
-from kvasir.worker.graphs import keys, step_graphs
-from kvasir.worker.graphs.pool import Captured
+from kvasir.worker import graph_keys as keys
+from kvasir.worker import step_graphs
+from kvasir.worker.graph_memory import Captured
 from tests.graph_fakes import Repeats
 
 
@@ -40,7 +41,7 @@ from tests.graph_fakes import Repeats
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of this test run as graphs; what pays on a GPU only with many rows does here with few."""
     monkeypatch.setattr(step_graphs, "GraphPool", Repeats)
-    monkeypatch.setitem(select._BACKENDS, "torch", select._BACKENDS["triton"])
+    monkeypatch.setitem(attention_backends._BACKENDS, "torch", attention_backends._BACKENDS["triton"])
     monkeypatch.setattr(paged_decode, "order_pays", lambda sequences: sequences >= 2)
     monkeypatch.setattr(paged_decode, "choose_split", lambda sequences, kv_heads: paged_decode.Split(2, 32))
     monkeypatch.setattr(prefix_groups, "MIN_GROUP_ROWS", 3)

@@ -13,7 +13,7 @@ from kvasir.kernels import reference
 
 pytest.importorskip("triton")
 
-from kvasir.attention import latent as plain_torch
+from kvasir.attention import torch as plain_torch
 from kvasir.attention import triton as triton_attention
 from kvasir.attention.base import AttentionBackend, AttentionBatch
 from kvasir.attention.torch import TorchAttention

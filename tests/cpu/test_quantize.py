@@ -15,12 +15,10 @@ from kvasir.config.resolve import resolve
 from kvasir.entrypoints.cli.main import main
 from kvasir.layers.base import Build
 from kvasir.layers.mlp import Experts
-from kvasir.models.checkpoint import Safetensors
+from kvasir.models.checkpoint import QuantizedSafetensors, Safetensors
 from kvasir.models.loader import load
-from kvasir.models.quantized import QuantizedSafetensors
-from kvasir.quantization.at_load import QUANTIZERS, int4
 from kvasir.quantization.base import Unquantized
-from kvasir.quantization.coded import Coded
+from kvasir.quantization.coded import QUANTIZERS, Coded, int4
 from kvasir.quantization.coded_linear import CodedMethods
 from kvasir.quantization.formats import find_format
 from tests.model_builders import PagedModel, make_hf_model

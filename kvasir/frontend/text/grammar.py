@@ -16,8 +16,7 @@ from typing import Any
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from kvasir.config.names import did_you_mean
-from kvasir.errors import RequestError, excerpt
+from kvasir.errors import RequestError, did_you_mean, excerpt
 from kvasir.sampling_params import GrammarTag, StructuredOutputsParams
 
 PARAMETER = "structured_outputs"

@@ -1,6 +1,6 @@
 """Adapters of a linear layer in two launches: tokens times the first factors of their slots, then times the second.
 
-As with experts, tokens are sorted by slot and cut into tiles of one slot (kernels/adapters.py), once a step. There are
+As with experts, tokens are sorted by slot and cut into tiles of one slot (kernels/layout.py), once a step. There are
 as many programs as tiles there can be at most; those without a tile end at once, so the launches can sit in a graph
 that serves any mix of adapters. A few programs are too few to read a long row of inputs at the memory's speed, so the
 first product is cut into parts along its inputs, which the second one sums in a fixed order.
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.adapters import TILE, AdapterMatrices, TokenSlots
+from kvasir.kernels.layout import TILE, AdapterMatrices, TokenSlots
 from kvasir.kernels.triton.launch import await_previous, cdiv, early, next_power_of_2
 
 SPLITS = 8  # parts of the inputs

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from kvasir.config.names import did_you_mean
+from kvasir.errors import did_you_mean
 from kvasir.server.schema.field_docs import FIELD_DOCS
 
 MAX_TOKEN_IDS = 1 << 20  # of all prompts of a request; decoding more holds up the event loop

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from kvasir.config.names import did_you_mean
-from kvasir.errors import RequestError
+from kvasir.errors import RequestError, did_you_mean
 from kvasir.sampling_params import StructuredOutputsParams
 
 _MAX_NAME = 64  # characters of a schema's name: OpenAI's limit

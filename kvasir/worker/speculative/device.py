@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from kvasir import kernels
+from kvasir.kernels.layout import upload
 from kvasir.kernels.reference import hash_tokens
-from kvasir.kernels.upload import upload
 from kvasir.messages import Int32Array, NewRow, StepPlan
 from kvasir.sampling.features import LineTurn, SampledLines, SampledRows
 from kvasir.worker.speculative.drafter import Drafter, DraftRows, TokensTaken

@@ -12,7 +12,7 @@ import torch
 from kvasir import kernels
 from kvasir.attention.base import AttentionBatch
 from kvasir.errors import ConfigError
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import upload
 from kvasir.messages import Int32Array, NewRow, StepPlan
 from kvasir.worker.speculative.drafter import (
     DRAFTERS,

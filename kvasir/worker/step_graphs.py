@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kvasir import kernels
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import upload
 from kvasir.log import get_logger
 from kvasir.messages import GraphUse, Int32Array, StepPlan
 from kvasir.sampling.features import (
@@ -35,13 +36,14 @@ from kvasir.sampling.features import (
     Uses,
 )
 from kvasir.sampling.sampler import Sampler
-from kvasir.worker.graphs.buffers import GraphBuffers
-from kvasir.worker.graphs.keys import ForwardGraphKey, GraphKeys, HeadGraphKey
-from kvasir.worker.graphs.pool import Captured, GraphPool
-from kvasir.worker.memory_budget import is_out_of_memory
-from kvasir.worker.model import Model
+from kvasir.worker.graph_keys import ForwardGraphKey, GraphKeys, HeadGraphKey
+from kvasir.worker.graph_memory import Captured, GraphBuffers, GraphPool
+from kvasir.worker.memory import is_out_of_memory
 from kvasir.worker.speculative.device import RowLines, Speculation, Verified, row_ends
 from kvasir.worker.step_inputs import UNBOUNDED, DeviceRows, HostInputs, padded
+
+if TYPE_CHECKING:
+    from kvasir.worker.model_runner import Model
 
 logger = get_logger(__name__)
 Outputs = tuple[tuple[torch.Tensor, ...], ...]  # of each feature
