@@ -40,6 +40,7 @@ __all__ = [
     "count_tokens",
     "draw",
     "encoder_attention",
+    "expect_compilations",
     "experts",
     "filter_threshold",
     "fused_coded_linear",
@@ -105,6 +106,13 @@ def keep_list(list_name: str) -> None:
     from kvasir.kernels.triton.launch import keep_list
 
     keep_list(list_name)
+
+
+def expect_compilations() -> None:
+    """An engine starts: kernels that are compiled until `watch_compilations` are not late."""
+    launch = sys.modules.get("kvasir.kernels.triton.launch")
+    if launch is not None:
+        launch.expect_compilations()
 
 
 def watch_compilations(device: torch.device) -> None:

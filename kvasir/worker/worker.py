@@ -102,6 +102,7 @@ class Worker:
         self.kv_dtype = getattr(torch, config.cache.kv_dtype)
         self._give_cpus_back = use_threads(config, mesh or Mesh()) if self.device.type == "cpu" else None
         self.platform.release_memory()  # torch caches memory in pieces; a KV cache needs one large piece
+        kernels.expect_compilations()
         started = time.perf_counter()
         self.overlaps = self.device.type != "cpu"
         named = self.device.type == "cuda" and self.device.index is not None
