@@ -533,13 +533,13 @@ def _blocks(x: torch.Tensor, matrix: Any) -> list[int]:
         if outputs >= _WIDE and rows > 16:
             return [128, 8, 4, 1]
         block = 128 if matrix.coding.group < _LONG_GROUP else 64
-        return [block, 4, 4, _parts(outputs, 64, rows, inner, 4)]
+        return [block, 4, 4, _parts(outputs, 64, rows, inner, 4, fills=6)]
     return [64, 4, 4, _parts(outputs, 64, rows, inner, 8)]
 
 
-def _parts(outputs: int, block: int, rows: int, inner: int, most: int) -> int:
-    """Enough parts of the inner dimension to fill the device twice."""
-    return max(1, min(most, 2 * _PROCESSORS // (cdiv(outputs, block) * cdiv(rows, 64)), inner // 512))
+def _parts(outputs: int, block: int, rows: int, inner: int, most: int, fills: int = 2) -> int:
+    """Enough parts of the inner dimension to fill the device so many times."""
+    return max(1, min(most, fills * _PROCESSORS // (cdiv(outputs, block) * cdiv(rows, 64)), inner // 512))
 
 
 def coded_key(kernel: str, matrix: Any, count: int) -> str:
