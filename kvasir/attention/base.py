@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from kvasir.kernels.layout import SharedPrefixes, Tiles
 
+UNBOUNDED = 1 << 30  # the bound of a sequence's length in a graph that serves any length
+
 
 @dataclass(slots=True)
 class AttentionBatch:

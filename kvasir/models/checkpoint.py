@@ -39,15 +39,16 @@ class TensorEntry:
 
 
 class Safetensors:
-    """All tensors of a directory, by name. If no name begins with `prefix`, it is put before all of them."""
+    """All tensors of a directory, by name. If no name begins with `prefix`, it is put before all of them. `small`: they
+    may be in one file of torch's format."""
 
     described_by = "config.json"
 
-    def __init__(self, directory: Path, prefix: str = "") -> None:
+    def __init__(self, directory: Path, prefix: str = "", small: bool = False) -> None:
         self.directory = directory
         self.made: dict[str, torch.Tensor] = {}  # tensors that are computed from others
         self.entries: dict[str, TensorEntry] = {}
-        for file in _find_files(directory):
+        for file in _find_beside(directory) if small else _find_files(directory):
             self.entries.update(_read_header(file))
         if not any(name.startswith(prefix) for name in self.entries):
             self.entries = {prefix + name: entry for name, entry in self.entries.items()}
@@ -132,7 +133,7 @@ def _read_index(directory: Path) -> list[Path]:
 
 
 def _find_beside(directory: Path) -> list[Path]:
-    """The files of a module of sentence-transformers."""
+    """The files of a small module, such as those of sentence-transformers and heads that draft."""
     if (directory / _SINGLE).is_file() or not (directory / "pytorch_model.bin").is_file():
         return _find_files(directory)
     return [directory / "pytorch_model.bin"]

@@ -32,6 +32,14 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """Hidden states [tokens, hidden] of a step, or those of `last` alone, [sequences, hidden]."""
 
+    @property
+    def recorded(self) -> torch.Tensor | None:
+        """What the last `forward` recorded, [tokens, layers * hidden]; None: nothing."""
+
+    def record(self, layers: Sequence[int]) -> None:
+        """From now on `forward` records the residual stream that enters each of these layers, and for one more than
+        the last layer, the states after the last norm."""
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocabulary]."""
 

@@ -25,6 +25,7 @@ from kvasir.errors import ConfigError, DeviceMemoryError
 from kvasir.log import get_logger
 from kvasir.lora.device import Adapters
 from kvasir.messages import AdapterTargets, DeviceMemory, KVSpec, Resource, SampleInputs, StepCosts, StepPlan
+from kvasir.models.draft_head import DraftHead, load_draft_head
 from kvasir.models.loader import load
 from kvasir.models.native import LibraryModel
 from kvasir.models.transformer import Transformer
@@ -37,8 +38,8 @@ from kvasir.worker.model import Model
 from kvasir.worker.model_runner import ModelRunner
 from kvasir.worker.profiling import largest_step, measure_costs, measure_steps, pooling_steps, steps_to_compile
 from kvasir.worker.prompt_embeddings import PromptEmbeddings, overlay_of
-from kvasir.worker.speculative import draft_model, lookup  # noqa: F401 - they register themselves
-from kvasir.worker.speculative.drafter import DRAFTERS, Drafter, DrafterSettings
+from kvasir.worker.speculative import draft_model, hidden_states, lookup  # noqa: F401 - they register themselves
+from kvasir.worker.speculative.drafter import DRAFTERS, Drafter, DrafterSettings, PassDrafter
 from kvasir.worker.step_result import DeviceResult
 
 logger = get_logger(__name__)
@@ -138,6 +139,7 @@ class Worker:
         drafts = 0 if drafting is None else drafting.num_speculative_tokens
         keys = GraphKeys(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, drafts, self.adapters is not None)
         count = len(list(keys.forwards())) + HEADS_PER_SIZE * len(keys.head_sizes)
+        count += 2 * len(keys.sizes) * isinstance(self.drafter, PassDrafter)
         largest, vocab = self._profile.largest_step, self.model.vocab_size
         return expected_graphs(count, scheduler.max_num_seqs, vocab, largest, num_tokens)
 
@@ -190,7 +192,10 @@ class Worker:
         cache = (config.cache.block_size, config.cache.kv_dtype, config.cache.has_host_tier)
         shape = (config.model.dtype, config.model.logprobs_mode, self._num_ranks, self._uses_graphs())
         adapters = (config.adapters.enable_lora, config.adapters.max_loras, config.adapters.max_lora_rank)
-        return f"{model.compile_key()} {sizes} {cache} {shape} {adapters} {config.model.speculative_config}"
+        return f"{model.compile_key()} {sizes} {cache} {shape} {adapters} {self._drafter_key()}"
+
+    def _drafter_key(self) -> str:
+        return "" if self.drafter is None else f"{self.config.model.speculative_config} {self.drafter.compile_key()}"
 
     def _run_largest_step(self) -> ModelRunner:
         """Runs kernel by kernel, even if the step is small enough for a graph: there are none yet."""
@@ -305,6 +310,10 @@ class Worker:
         if config is None:
             return None
         assert self.model is not None, "drafters are made for a model"
+        model, draft = self.model, settings.model.draft
+        load_draft: Callable[[], Any] | None = None
+        if draft is not None:
+            load_draft = partial(self._load_head if config.is_head else self._load_draft, draft, mesh)
         return DRAFTERS.find(config.method)(
             DrafterSettings(
                 config,
@@ -313,8 +322,9 @@ class Worker:
                 self.device,
                 settings.cache.block_size,
                 self.kv_dtype,
-                self.model.kv_spec(settings.cache.block_size, self.kv_dtype).windows,
-                None if settings.model.draft is None else partial(self._load_draft, settings.model.draft, mesh),
+                model.kv_spec(settings.cache.block_size, self.kv_dtype).windows,
+                load_draft,
+                model.record,
             )
         )
 
@@ -330,6 +340,12 @@ class Worker:
             load=replace(self.config.load, load_format=load_format),
         )
         return load(asked, self.device, mesh)
+
+    def _load_head(self, draft: ModelConfig, mesh: Mesh | None) -> DraftHead:
+        assert isinstance(self.model, Transformer | LibraryModel), "resolve refuses heads for other models"
+        drafting = read_speculative(self.config.model.speculative_config)
+        assert drafting is not None, "a head is loaded to draft"
+        return load_draft_head(replace(self.config, model=draft), drafting.method, self.device, self.model)
 
     def execute(self, plan: StepPlan) -> None:
         assert self.runner is not None, "allocate_kv comes before the first step"

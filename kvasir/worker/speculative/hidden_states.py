@@ -1,0 +1,111 @@
+"""Drafts by a head on top of the model, which reads the model's hidden states: EAGLE and MTP. Its keys and values lie
+in a pool of its own, in the blocks of the model's first group of layers.
+
+Position p of the head is the token p + 1 with the model's states at p. A forward pass of the model therefore brings the
+head up to the position before its last token: the pass's tokens with the states of the tokens before them. The last
+states are kept for each row until the token after them is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvasir.attention.base import UNBOUNDED, AttentionBatch
+from kvasir.messages import Int32Array, NewRow, StepPlan
+from kvasir.worker.speculative.draft_pool import DraftPool
+from kvasir.worker.speculative.drafter import (
+    DRAFTERS,
+    CacheLayout,
+    DrafterSettings,
+    DraftRows,
+    ModelInputs,
+    PassDrafter,
+)
+
+
+@DRAFTERS.register("eagle3", "eagle", "mtp")
+class HeadDrafter(PassDrafter):
+    """Stores keys and values together with the model, and drafts the likeliest tokens one by one."""
+
+    def __init__(self, settings: DrafterSettings) -> None:
+        super().__init__(settings)
+        assert settings.load is not None and settings.record is not None, "the settings name a head"
+        self.head = settings.load()
+        settings.record(self.head.spec.features)
+        self.capturable = self.head.capturable
+        self.pool = DraftPool(self.head, settings)
+        self.block_bytes = self.pool.block_bytes
+        self.kept = 1 + self.num_drafts  # last tokens of a step, one of which is the last that counts
+        size, dtype, device = self.head.spec.hidden_size, self.head.dtype, self.device
+        # The model's states of each row's last tokens, at their positions modulo `kept`, and its own last ones.
+        self.features = torch.zeros(self.max_rows, self.kept, size, dtype=dtype, device=device)
+        self.states = torch.zeros(self.max_rows, size, dtype=dtype, device=device)
+        # Of each row, the first token that the model computed: states before it are not known.
+        self.first = torch.zeros(self.max_rows, dtype=torch.int32, device=device)
+        self.number = torch.zeros(1, dtype=torch.int64, device=device)  # of the draft that the next pass makes
+        self.padding = self.max_rows - 1
+
+    def allocate(self, num_blocks: int, layout: CacheLayout) -> None:
+        self.layout = layout
+        self.pool.allocate(num_blocks, self.device)
+
+    def copy_blocks(self, pairs: torch.Tensor) -> None:
+        self.pool.copy_blocks(pairs)
+
+    def compile_key(self) -> str:
+        return str(self.head.compile_key())
+
+    def open(self, new_rows: Sequence[NewRow], rows: torch.Tensor) -> None:
+        self.first[rows] = self.layout.num_computed[rows]
+
+    def follow(self, plan: StepPlan | None, inputs: ModelInputs, states: torch.Tensor | None) -> None:
+        rows, positions = inputs.rows, inputs.positions
+        assert rows is not None and states is not None, "the model records states, and tokens have rows"
+        features = self.head.combine(states)
+        before = (positions - 1).clamp(min=0)
+        begins = torch.ones_like(rows, dtype=torch.bool)
+        begins[1:] = rows[1:] != rows[:-1]
+        kept = self.features[rows, before % self.kept]
+        previous = torch.where(begins[:, None], kept, features.roll(1, 0))
+        block_size = self.layout.block_size
+        block = self.layout.tables[rows, before // block_size].long()
+        # Where the states are not known, as after a cached prefix, the entry is left as it is: the null block takes it.
+        slots = torch.where(positions > self.first[rows], block * block_size + before % block_size, 0)
+        self.head.store(inputs.input_ids, previous, before, slots)
+        last = torch.ones_like(begins)
+        last[: -self.kept] = rows[self.kept :] != rows[: -self.kept]
+        self.features[torch.where(last, rows, self.padding), positions % self.kept] = features
+
+    def draft(self, rows: torch.Tensor, drafts: DraftRows, bounds: Int32Array | None, is_first: bool) -> None:
+        layout, computed = self.layout, self.layout.num_computed[rows]
+        if is_first:
+            self.number.zero_()
+            tokens = layout.next_token[rows].clamp(min=0)
+            states = self.features[rows, (computed - 1).clamp(min=0) % self.kept]
+        else:
+            tokens = drafts.tokens[rows, self.number - 1]
+            states = self.states[rows]
+        # The padding row has no token, and none of its keys is read.
+        lengths = torch.where(computed > 0, (computed + self.number).clamp(max=self.max_model_len), 0).int()
+        positions, block_size = (lengths - 1).clamp(min=0).long(), layout.block_size
+        block = layout.tables[rows, positions // block_size].long()
+        longest = np.int32(UNBOUNDED) if bounds is None else np.minimum(bounds, self.max_model_len).astype(np.int32)
+        batch = AttentionBatch(
+            slots=torch.where(lengths > 0, block * block_size + positions % block_size, 0),
+            query_start=torch.arange(len(rows) + 1, dtype=torch.int32, device=self.device),
+            seq_lens=lengths,
+            tables=layout.tables,
+            rows=rows,
+            num_decodes=len(rows),
+            query_lens=np.ones(len(rows), np.int32),
+            seq_bounds=np.broadcast_to(longest, len(rows)),
+            block_size=block_size,
+        )
+        found, states = self.head(tokens.long(), states, positions, batch)
+        self.states[rows] = states
+        drafts.tokens[rows, self.number] = found.int()
+        self.number += 1
+        drafts.counts[rows] = self.number.int()
