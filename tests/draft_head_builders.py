@@ -123,9 +123,15 @@ class TorchHead(nn.Module):
 
     def states_of(self, text: Sequence[int]) -> torch.Tensor:
         """The model's states of a text, as the head reads them."""
+        return self.combined(self.read(text))
+
+    def read(self, text: Sequence[int]) -> list[torch.Tensor]:
+        """The model's states of a text, by layer."""
         with torch.no_grad():
             said = self._target[0](torch.tensor([list(text)]), use_cache=False, output_hidden_states=True)
-        states = [said.hidden_states[layer][0] for layer in self.shape.features]
+        return [said.hidden_states[layer][0] for layer in self.shape.features]
+
+    def combined(self, states: list[torch.Tensor]) -> torch.Tensor:
         if self.shape.kind == "eagle3":
             if self.fc_norm is not None:
                 states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
@@ -170,12 +176,12 @@ class TorchHead(nn.Module):
 
     def learn(self, texts: Sequence[Sequence[int]], steps: int = 60) -> None:
         """Learn the model's next tokens on these texts, so that drafts are sometimes right."""
-        known = [(torch.tensor(text[1:-1]), text[:-2], torch.tensor(text[2:])) for text in texts]
+        known = [(torch.tensor(text[1:-1]), self.read(text[:-2]), torch.tensor(text[2:])) for text in texts]
         optimizer = torch.optim.Adam(self.parameters(), 0.01)
         for _ in range(steps):
             loss = torch.zeros(())
             for ids, before, wanted in known:
-                logits, _ = self.run(ids, self.states_of(before))
+                logits, _ = self.run(ids, self.combined(before))
                 if self.shape.kind == "eagle3":
                     numbers = torch.full((self._target[0].config.vocab_size,), -100)
                     numbers[self.named(torch.arange(self.shape.vocab))] = torch.arange(self.shape.vocab)

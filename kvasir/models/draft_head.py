@@ -268,7 +268,8 @@ def read_eagle3(hf: Config, target: DecoderSpec, entries: Entries) -> Reading:
     wanted = integer(hf, "target_hidden_size", target.hidden_size)
     if wanted != target.hidden_size:
         raise ModelError(f"The head is for a model of hidden size {wanted}; this one has {target.hidden_size}.")
-    qk_norm = norm if hf.get("model_type") == "qwen3" or _has(entries, "layers.0.self_attn.q_norm") else None
+    prefix = _name(entries, "midlayer", "layers.0")
+    qk_norm = norm if hf.get("model_type") == "qwen3" or _has(entries, f"{prefix}.self_attn.q_norm") else None
     bias = flag(hf, "attention_bias")
     attention = read_attention(hf, qkv_bias=bias, o_bias=bias, qk_norm=qk_norm, input_size=2 * size)
     vocab = integer(hf, "draft_vocab_size", target.vocab_size)
@@ -294,7 +295,6 @@ def read_eagle3(hf: Config, target: DecoderSpec, entries: Entries) -> Reading:
     )
     if size != target.hidden_size and entries is not None and not (spec.has_embedding and spec.has_head):
         raise ModelError(f"A head of size {size} needs an embedding and lm_head of its own: the model has others.")
-    prefix = _name(entries, "midlayer", "layers.0")
     names: dict[str, str | TensorLayout] = {
         **_layer_names(entries),
         f"{prefix}.hidden_norm": "state_norm",

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvasir import LLM, SamplingParams
 from kvasir.worker.speculative.hidden_states import HeadDrafter
 from tests.cpu.test_speculation import assert_same, mixed, repetitive
 from tests.draft_head_builders import Shape, TorchHead
 from tests.engine_builders import SMALL, TIGHT, Model, generate, metric, tokens
+from tests.pairwise import few
 
 DRAFTS = 3
 EAGLE3 = Shape(vocab=64)
@@ -25,15 +27,25 @@ def model(models: Callable[[str], Model]) -> Model:
     return models("llama")
 
 
+SEEDS = (21, 22)  # of requests whose text the head has learned
+
+
 @pytest.fixture(scope="module")
-def head(model: Model) -> TorchHead:
+def plain(model: Model) -> LLM:
+    """An engine without drafts, in which requests are chunked and preempted."""
+    return model.llm(**TIGHT)
+
+
+@pytest.fixture(scope="module")
+def head(model: Model, plain: LLM) -> TorchHead:
     """A head that is right now and then."""
-    return learned(model, EAGLE3)
-
-
-def learned(model: Model, shape: Shape) -> TorchHead:
-    head = TorchHead(shape, model.hf)
-    head.learn([prompt[:20] + model.greedy(prompt[:20], 40) for prompt in model.prompts[:6]], 40)
+    texts = [prompt[:20] + model.greedy(prompt[:20], 40) for prompt in model.prompts[:4]]
+    for seed in SEEDS:
+        prompts, params = repetitive(seed), mixed(seed, 8)
+        for prompt, output in zip(prompts, generate(plain, prompts, params), strict=True):
+            texts += [prompt + list(output.outputs[0].token_ids)]
+    head = TorchHead(EAGLE3, model.hf)
+    head.learn([text for text in texts if len(text) > 3], 50)
     return head
 
 
@@ -73,3 +85,104 @@ def test_drafts_are_those_of_plain_torch(
     llm = model.llm(**SMALL, speculative_config=drafting, enable_prefix_caching=False)
     assert check_drafts(llm, model, head, seen) > 60
     assert metric(llm, "spec_decode_num_accepted_tokens") > 10
+
+
+VARIANTS = {
+    "norms of features": (Shape(vocab=40, fc_norm=True, norm_output=True), {"as_speculators": True}),
+    "norm before fc": (Shape(vocab=96, norm_before_fc=True, norm_before_residual=True), {"as_speculators": True}),
+    "all its own": (Shape(own_embedding=True, qk_norm=True, bias=True, features=(2,), head_dim=16), {"as_bin": True}),
+    "eagle-1": (Shape("eagle", features=(3,)), {}),
+    "eagle-1 with a bias": (Shape("eagle", features=(3,), bias=True, own_embedding=True), {"as_bin": True}),
+}
+
+
+@pytest.mark.parametrize("variant", few(list(VARIANTS), fast=["norms of features", "eagle-1"]))
+def test_every_variant_drafts_as_plain_torch_does(
+    model: Model, seen: dict[int, list[int]], tmp_path: Path, variant: str
+) -> None:
+    shape, layout = VARIANTS[variant]
+    head = TorchHead(shape, model.hf, seed=1)
+    drafting = {"method": shape.kind, "model": head.save(tmp_path, **layout), "num_speculative_tokens": DRAFTS}
+    llm = model.llm(**SMALL, speculative_config={**drafting, "adaptive": False}, enable_prefix_caching=False)
+    assert check_drafts(llm, model, head, seen, count=8) > 40
+
+
+# ---------------------------------------------------------------- the text stays the same
+
+
+@pytest.fixture(scope="module")
+def engines(model: Model, head: TorchHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LLM]]:
+    """Engines in which requests are chunked and preempted, made once each."""
+    drafting = {"method": "eagle3", "model": head.save(tmp_path_factory.mktemp("head")), "adaptive": False}
+    drafting |= {"num_speculative_tokens": DRAFTS}
+
+    @cache
+    def engine(**more: Any) -> LLM:
+        return model.llm(**{**TIGHT, "speculative_config": drafting, **more})
+
+    yield engine
+    engine.cache_clear()
+
+
+@pytest.mark.parametrize("ahead", few([False, True], fast=[True]))
+def test_every_parameter_mixed_gives_the_same_text(engines: Callable[..., LLM], plain: LLM, ahead: bool) -> None:
+    """Requests are chunked, preempted and resumed."""
+    llm = engines(async_scheduling=ahead)
+    for seed in SEEDS:
+        prompts, params = repetitive(seed), mixed(seed, 8)
+        assert_same(generate(llm, prompts, params), generate(plain, prompts, params))
+    assert metric(llm, "num_preemptions") > 0
+    assert metric(llm, "spec_decode_num_accepted_tokens") > 20
+
+
+@pytest.mark.slow
+@settings(max_examples=max(5, settings().max_examples // 20 if settings().max_examples < 2000 else 2000))
+@given(seed=st.integers(0, 2**30), ahead=st.booleans())
+def test_every_parameter_mixed_gives_the_same_text_often(
+    engines: Callable[..., LLM], plain: LLM, seed: int, ahead: bool
+) -> None:
+    prompts, params = repetitive(seed), mixed(seed, 8)
+    drafting = engines(async_scheduling=ahead)
+    assert_same(generate(drafting, prompts, params), generate(plain, prompts, params))
+
+
+def test_cached_prefixes_and_forks_keep_the_text(engines: Callable[..., LLM], plain: LLM, model: Model) -> None:
+    """After a cached prefix the head lacks one entry, and drafts all the same."""
+    stem = model.prompts[0][:20]
+    prompts = [stem + model.greedy(stem, 40)[: 8 + 2 * number] for number in range(6)]
+    params = [SamplingParams(temperature=0.8 * (n % 2), seed=n, n=1 + n % 2, max_tokens=14, ignore_eos=True)
+              for n in range(6)]  # fmt: skip
+    llm = engines(num_gpu_blocks_override=120)
+    before = metric(llm, "spec_decode_num_accepted_tokens")
+    for _ in range(2):
+        assert_same(generate(llm, prompts, params), generate(plain, prompts, params))
+    assert metric(llm, "prefix_cache_hits") > 0
+    assert metric(llm, "spec_decode_num_accepted_tokens") > before
+
+
+def test_a_head_that_pays_no_more_makes_no_passes(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `adaptive`, a head that is never right drafts little, and nothing is computed for it in between."""
+    passes: list[int] = []
+    draft = HeadDrafter.draft
+    monkeypatch.setattr(
+        HeadDrafter, "draft", lambda self, *args, **more: passes.append(1) or draft(self, *args, **more)
+    )
+    drafting = {"model": TorchHead(EAGLE3, model.hf, seed=5).save(tmp_path / "EAGLE3-x"), "num_speculative_tokens": 3}
+    llm = model.llm(**SMALL, speculative_config=drafting)
+    (said,) = tokens(generate(llm, [[5, 6, 7]], SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)))
+    assert said == model.greedy([5, 6, 7], 80)
+    assert metric(llm, "spec_decode_rows_paused") > 30
+    assert 0 < len(passes) < 40
+
+
+def test_synthetic_acceptance_is_the_rate_that_was_asked_for(model: Model, tmp_path: Path) -> None:
+    """With random weights for both, as a measurement of a large shape has them."""
+    TorchHead(EAGLE3, model.hf).save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    drafting = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3, "adaptive": False}
+    llm = model.llm(**SMALL, load_format="dummy", speculative_config={**drafting, "synthetic_acceptance_rate": 0.8})
+    generate(llm, model.prompts, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    per_step = metric(llm, "spec_decode_num_accepted_tokens") / metric(llm, "spec_decode_num_drafts")
+    assert per_step == pytest.approx(0.8 + 0.64 + 0.512, abs=0.25)
