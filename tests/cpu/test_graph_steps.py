@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from kvasir import LLM, LoRARequest, SamplingParams, kernels
 from kvasir.attention import select
 from kvasir.messages import GraphUse
 from tests.adapter_builders import GREEDY, TINY_ENGINE, check, write_lora
+from tests.draft_head_builders import Shape, TorchHead
 from tests.model_builders import make_hf_model, save
 from tests.pairwise import few
 
@@ -121,6 +123,40 @@ def test_drafts_are_verified_by_graphs(path: Path, request: pytest.FixtureReques
     assert found == wanted
     assert stats.accepted_tokens > 0 and graphs.stats.mixed_steps > 0 and sum(graphs.stats.heads.values()) > 0
     assert set(graphs.forwards) == set(graphs.keys.forwards()) and graphs.use.late_captures == 0
+
+
+@pytest.mark.parametrize(("ahead", "count"), few([(a, k) for a in (False, True) for k in (1, 3)], fast=[(True, 3)]))
+def test_heads_that_draft_run_as_graphs(
+    path: Path, request: pytest.FixtureRequest, tmp_path: Path, ahead: bool, count: int
+) -> None:
+    """The head follows the model within the forward graphs, and drafts in graphs of its own, whose drafts are those of
+    steps without graphs."""
+    rng = np.random.default_rng(7)
+    prompts = [rng.integers(2, 96, int(n)).tolist() for n in (20, 3, 9, 14)]
+    asked: list[dict[str, Any]] = [{}, {"temperature": 0.6, "seed": 3}, {"logprobs": 2}, {"repetition_penalty": 1.1}]
+    params = [SamplingParams(**{"temperature": 0, "max_tokens": 8 + i, "ignore_eos": True, **own})
+              for i, own in enumerate(asked)]  # fmt: skip
+    settings: Any = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 16}
+    settings |= {"dtype": "float32", "device": "cpu", "attention_backend": "torch", "kv_cache_memory_bytes": 8 << 20}
+
+    def answers(**more: Any) -> tuple[list[list[int]], Any, Any]:
+        with LLM(str(path), skip_tokenizer_init=True, use_tqdm_on_load=False, **settings, **more) as llm:
+            found = llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
+            core: Any = llm.llm_engine.client.core  # type: ignore[attr-defined]
+            return [list(each.outputs[0].token_ids) for each in found], core.executor.runner.graphs, core.stats()
+
+    wanted, _, _ = answers()
+    head = TorchHead(Shape(features=(0,), vocab=64), AutoModelForCausalLM.from_pretrained(path))
+    head.learn([prompt + said for prompt, said in zip(prompts, wanted, strict=True)], 80)
+    drafting = {"method": "eagle3", "model": head.save(tmp_path), "num_speculative_tokens": count, "adaptive": False}
+    found, _, eager = answers(speculative_config=drafting, async_scheduling=ahead)
+    assert found == wanted and eager.accepted_tokens > 5
+    request.getfixturevalue("graphs")
+    found, graphs, stats = answers(speculative_config=drafting, async_scheduling=ahead)
+    assert found == wanted
+    assert (stats.accepted_by_position, stats.draft_tokens) == (eager.accepted_by_position, eager.draft_tokens)
+    assert set(graphs.passes) == set(graphs.pass_keys()) and graphs.stats.passes > 10
+    assert graphs.stats.mixed_steps > 0 and graphs.use.late_captures == 0
 
 
 @pytest.mark.slow
