@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from tests.model_builders import make_hf_model, save
 
 EPS = 1e-5
 
@@ -232,3 +236,45 @@ class TorchHead(nn.Module):
         else:
             save_file(tensors, path / "model.safetensors")
         return str(path)
+
+
+# ---------------------------------------------------------------- the layer past a model's last one
+
+
+class TorchMtp:
+    """A model of transformers with a layer that predicts one token more, and transformers' word on its drafts."""
+
+    def __init__(self, name: str, path: Path, *, own_ends: bool) -> None:
+        """`own_ends`: the checkpoint repeats embedding and head beside the layer, as published ones do."""
+        whole = make_hf_model(name)
+        save(whole, path)
+        config = json.loads((path / "config.json").read_text())
+        config["num_hidden_layers"] = count = config["num_hidden_layers"] - 1
+        config |= {"num_nextn_predict_layers": 1, "num_mtp_layers": 1}
+        (path / "config.json").write_text(json.dumps(config))
+        torch.manual_seed(4)
+        tensors, last, size = load_file(path / "model.safetensors"), f"model.layers.{count}", config["hidden_size"]
+        norms = ("enorm", "hnorm", "shared_head.norm")
+        tensors |= {f"{last}.{norm}.weight": 1 + 0.2 * torch.randn(size) for norm in norms}
+        tensors[f"{last}.eh_proj.weight"] = torch.randn(size, 2 * size) * 0.1
+        if own_ends:
+            tensors[f"{last}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            tensors[f"{last}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        self.path = str(path)
+        self.hf = AutoModelForCausalLM.from_pretrained(path)
+        # transformers finds the layer by patterns that have the published models' numbers
+        self.hf._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{count}.*"]
+        self.layer = MtpModel.from_pretrained(self.hf)
+        self.last = count - 1
+
+    @torch.no_grad()
+    def drafts(self, text: Sequence[int], count: int) -> list[int]:
+        said = self.hf(torch.tensor([list(text[:-1])]), use_cache=False, output_hidden_states=[self.last])
+        ids, states, found = list(text[1:]), said.hidden_states[-1], []
+        for _ in range(count):
+            places = torch.arange(1, 1 + len(ids))[None]
+            own = self.layer.forward_layer(0, states, places, None, input_ids=torch.tensor([ids]))
+            found.append(int(self.hf.lm_head(own[0, -1]).argmax()))
+            ids, states = [*ids, found[-1]], torch.cat((states, own[:, -1:]), 1)
+        return found

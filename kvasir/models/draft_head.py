@@ -261,8 +261,8 @@ def read_eagle3(hf: Config, target: DecoderSpec, entries: Entries) -> Reading:
     size, norm = integer(hf, "hidden_size"), read_rms_norm(hf)
     own = mapping(hf, "eagle_config")
     reads_layers = flag(own, "use_aux_hidden_state", True)
-    for entry, wanted in (("use_input_layernorm_in_first_layer", True), ("use_last_layernorm", True)):
-        if flag(own, entry, wanted) is not wanted:
+    for entry in ("use_input_layernorm_in_first_layer", "use_last_layernorm"):
+        if not flag(own, entry, True):
             raise ModelError(f"config.json: eagle_config has {entry}={own[entry]}, which is not supported.")
     features = _feature_layers(hf, own, len(target.layers)) if reads_layers else (len(target.layers),)
     wanted = integer(hf, "target_hidden_size", target.hidden_size)
@@ -358,9 +358,6 @@ def read_mtp(hf: Config, target: DecoderSpec, entries: Entries) -> Reading:
     if not integer(hf, "num_nextn_predict_layers", 0, least=0):
         raise ModelError("config.json: num_nextn_predict_layers is 0, so the model has no layer for method='mtp'.")
     norm, last = read_rms_norm(hf), f"model.layers.{len(target.layers)}"
-    for name in [] if entries is None else [name for name in entries if not name.startswith(f"{last}.")]:
-        del entries[name]  # type: ignore[attr-defined]
-    has_head = entries is not None and f"{last}.shared_head.head.weight" in entries
     spec = DraftHeadSpec(
         target.layers[-1],
         target.hidden_size,
@@ -371,8 +368,9 @@ def read_mtp(hf: Config, target: DecoderSpec, entries: Entries) -> Reading:
         embedding_norm=norm,
         state_norm=norm,
         final_norm=norm,
+        passes_normed=True,
         has_embedding=entries is not None and f"{last}.embed_tokens.weight" in entries,
-        has_head=has_head,
+        has_head=entries is not None and f"{last}.shared_head.head.weight" in entries,
     )
     names: dict[str, str | TensorLayout] = {
         f"{last}.enorm": "embedding_norm",
@@ -390,7 +388,23 @@ def read_mtp(hf: Config, target: DecoderSpec, entries: Entries) -> Reading:
             else:
                 targets = tuple(target.replace("layers.*", "layer", 1) for target in ours.targets)
                 names[theirs] = replace(ours, targets=targets)
-    return spec, names, ("*.rotary_emb.inv_freq",)
+    return (
+        spec,
+        names,
+        (
+            "*.rotary_emb.inv_freq",
+            *(f"model.layers.{layer}.*" for layer in _others(target, hf)),
+            "model.embed_tokens.*",
+            "model.norm.*",
+            "lm_head.*",
+        ),
+    )
+
+
+def _others(target: DecoderSpec, hf: Config) -> list[int]:
+    """The layers of the checkpoint that are not the first one past the model's."""
+    count = len(target.layers)
+    return [*range(count), *range(count + 1, count + integer(hf, "num_nextn_predict_layers"))]
 
 
 READERS = {"eagle3": read_eagle3, "eagle": read_eagle, "mtp": read_mtp}

@@ -246,7 +246,8 @@ class Transformer(nn.Module):
         for index, layer in enumerate(self.layers):
             if residual is not None and recorder.wants(index):
                 # The stream is what the layer's norm sums. `hidden` alone may be parts.
-                hidden, residual = layer.attention_norm.add(hidden, residual)[1], None
+                norm: Norm = layer.attention_norm  # type: ignore[assignment]
+                hidden, residual = norm.add(hidden, residual)[1], None
             recorder.take(index, hidden)
             hidden, residual = layer(hidden, residual, positions, batch, last if index == top else None)
         hidden = self.norm.add(hidden, residual)[0]

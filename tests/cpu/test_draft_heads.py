@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvasir import LLM, SamplingParams
 from kvasir.worker.speculative.hidden_states import HeadDrafter
 from tests.cpu.test_speculation import assert_same, mixed, repetitive
-from tests.draft_head_builders import Shape, TorchHead
+from tests.draft_head_builders import Shape, TorchHead, TorchMtp
 from tests.engine_builders import SMALL, TIGHT, Model, generate, metric, tokens
 from tests.pairwise import few
 
@@ -105,6 +105,27 @@ def test_every_variant_drafts_as_plain_torch_does(
     drafting = {"method": shape.kind, "model": head.save(tmp_path, **layout), "num_speculative_tokens": DRAFTS}
     llm = model.llm(**SMALL, speculative_config={**drafting, "adaptive": False}, enable_prefix_caching=False)
     assert check_drafts(llm, model, head, seen, count=8) > 40
+
+
+@pytest.mark.parametrize("name", few(["deepseek_v3", "glm4_moe"], fast=["glm4_moe"]))
+def test_the_layer_past_the_last_drafts_as_in_transformers(
+    seen: dict[int, list[int]], tmp_path: Path, name: str
+) -> None:
+    mtp = TorchMtp(name, tmp_path, own_ends=name == "deepseek_v3")
+    prompts, params = [[5, 9, 4, 7, 3] * 3, list(range(3, 33))], SamplingParams(temperature=0, max_tokens=10)
+    settings: Any = {**SMALL, "max_model_len": 128, "kv_cache_memory_bytes": 64 << 20, "use_tqdm_on_load": False}
+    drafting = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
+    llm = LLM(mtp.path, skip_tokenizer_init=True, speculative_config=drafting, **settings)
+    plain = LLM(mtp.path, skip_tokenizer_init=True, **settings)
+    for prompt in prompts:
+        seen.clear()
+        (said,) = tokens(generate(llm, [prompt], params))
+        assert said == tokens(generate(plain, [prompt], params))[0]
+        text = prompt + said
+        drafts = {length: found for length, found in seen.items() if length <= len(text)}
+        assert len(drafts) > 5
+        for length, found in drafts.items():
+            assert found == mtp.drafts(text[:length], len(found)), f"after {length} tokens"
 
 
 # ---------------------------------------------------------------- the text stays the same
