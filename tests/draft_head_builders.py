@@ -278,3 +278,56 @@ class TorchMtp:
             found.append(int(self.hf.lm_head(own[0, -1]).argmax()))
             ids, states = [*ids, found[-1]], torch.cat((states, own[:, -1:]), 1)
         return found
+
+
+# ---------------------------------------------------------------- Medusa
+
+
+class TorchMedusa(nn.Module):
+    """Medusa heads on a model of transformers."""
+
+    def __init__(self, target: Any, heads: int, layers: int = 1, vocab: int = 96) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self._target, size = (target,), target.config.hidden_size
+        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(size, size) for _ in range(layers)) for _ in range(heads))
+        self.lm_heads = nn.ModuleList(nn.Linear(size, vocab, bias=False) for _ in range(heads))
+        self.token_map = torch.randperm(target.config.vocab_size)[:vocab]
+
+    @torch.no_grad()
+    def drafts(self, text: Sequence[int], count: int) -> list[int]:
+        said = self._target[0](torch.tensor([list(text[:-1])]), use_cache=False, output_hidden_states=True)
+        found = []
+        for blocks, head in list(zip(self.blocks, self.lm_heads, strict=True))[:count]:
+            x = said.hidden_states[-1][0, -1]
+            for block in blocks:
+                x = x + F.silu(block(x))
+            found.append(int(self.token_map[head(x).argmax()]))
+        return found
+
+    def save(self, path: Path, by_authors: bool) -> str:
+        layers, size = len(self.blocks[0]), self.token_map.numel()
+        if by_authors:
+            self.token_map = torch.arange(size)
+            tensors = {}
+            for number, (blocks, head) in enumerate(zip(self.blocks, self.lm_heads, strict=True)):
+                for layer, block in enumerate(blocks):
+                    tensors |= {f"{number}.{layer}.linear.{name}": each for name, each in block.state_dict().items()}
+                tensors[f"{number}.{layers}.weight"] = head.weight.detach()
+            config = {"medusa_num_heads": len(self.blocks), "medusa_num_layers": layers}
+            torch.save(tensors, path / "medusa_lm_head.pt")
+        else:
+            config = {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": len(self.blocks)}
+            config |= {"num_hidden_layers": layers, "truncated_vocab_size": size}
+            tensors = {_medusa_name(name): each for name, each in self.state_dict().items()}
+            tensors["token_map"] = self.token_map
+            save_file(tensors, path / "model.safetensors")
+        config |= {"hidden_size": self._target[0].config.hidden_size}
+        (path / "config.json").write_text(json.dumps(config))
+        return str(path)
+
+
+def _medusa_name(name: str) -> str:
+    """blocks.0.1.weight -> blocks.0.layers.1.weight"""
+    parts = name.split(".")
+    return ".".join((*parts[:2], "layers", *parts[2:])) if parts[0] == "blocks" else name

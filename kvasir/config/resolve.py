@@ -606,10 +606,10 @@ def _check_drafts_fit(config: EngineConfig, model: ModelConfig, device: DeviceCo
         ("kv_offloading_size", config.cache.kv_offloading_size),
     ):
         if value:
-            raise ConfigError(f"{name} does not move the KV cache of a draft model; set {name}=0.")
+            raise ConfigError(f"{name} does not move what a draft model or head keeps; set {name}=0.")
     if config.parallel.tensor_parallel_size > 1:
         raise ConfigError(
-            "speculative_config: a draft model runs on one device, but tensor_parallel_size is "
+            "speculative_config: a draft model or head runs on one device, but tensor_parallel_size is "
             f"{config.parallel.tensor_parallel_size}; set it to 1, or use method='suffix'."
         )
 

@@ -10,7 +10,7 @@ from kvasir.config.names import did_you_mean
 from kvasir.errors import ConfigError
 
 LOOKUPS = {"ngram": (5, 5), "lookup": (1, 24), "suffix": (1, 64)}  # with their usual shortest and longest match
-HEADS = ("eagle3", "eagle", "mtp")  # they read the model's hidden states
+HEADS = ("eagle3", "eagle", "medusa", "mtp")  # they read the model's hidden states
 METHODS = (*LOOKUPS, "draft_model", *HEADS)
 MAX_DRAFTS = 32
 USUAL_DRAFTS = {"suffix": 8, "lookup": 8}  # of the methods that need no num_speculative_tokens
@@ -71,7 +71,7 @@ def read_speculative(entries: Mapping[str, Any] | None) -> SpeculativeConfig | N
         raise _wrong(f"method={method!r} drafts from the request's own text and takes no model; leave model out.")
     if method == "draft_model" and not isinstance(model, str):
         raise _wrong("method='draft_model' needs `model`: a directory, a GGUF file or a Hub name.")
-    if method in ("eagle3", "eagle") and not isinstance(model, str):
+    if method in ("eagle3", "eagle", "medusa") and not isinstance(model, str):
         raise _wrong(f"method={method!r} needs `model`: the head's directory or Hub name.")
     if method == "mtp" and model is not None:
         raise _wrong("method='mtp' drafts with a layer of the model's own checkpoint; leave model out.")

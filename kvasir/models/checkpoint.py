@@ -134,9 +134,11 @@ def _read_index(directory: Path) -> list[Path]:
 
 def _find_beside(directory: Path) -> list[Path]:
     """The files of a small module, such as those of sentence-transformers and heads that draft."""
-    if (directory / _SINGLE).is_file() or not (directory / "pytorch_model.bin").is_file():
-        return _find_files(directory)
-    return [directory / "pytorch_model.bin"]
+    if not (directory / _SINGLE).is_file():
+        for name in ("pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt"):
+            if (directory / name).is_file():
+                return [directory / name]
+    return _find_files(directory)
 
 
 def _read_torch(file: Path) -> dict[str, torch.Tensor]:

@@ -33,7 +33,7 @@ def find_model(model: ModelConfig, load: LoadConfig) -> Path:
 
 def find_draft_head(name: str, model: ModelConfig, load: LoadConfig) -> Path:
     """The directory of a head that drafts, downloaded first if `name` is one on the Hub."""
-    files = SMALL_FILES if load.load_format == "dummy" else [*SMALL_FILES, "*.safetensors", "*.bin"]
+    files = SMALL_FILES if load.load_format == "dummy" else [*SMALL_FILES, "*.safetensors", "*.bin", "*.pt"]
     return _find("speculative_config.model", name, None, files, model, load)
 
 

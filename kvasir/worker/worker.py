@@ -25,7 +25,7 @@ from kvasir.errors import ConfigError, DeviceMemoryError
 from kvasir.log import get_logger
 from kvasir.lora.device import Adapters
 from kvasir.messages import AdapterTargets, DeviceMemory, KVSpec, Resource, SampleInputs, StepCosts, StepPlan
-from kvasir.models.draft_head import DraftHead, load_draft_head
+from kvasir.models.draft_checkpoints import load_draft_head
 from kvasir.models.loader import load
 from kvasir.models.native import LibraryModel
 from kvasir.models.transformer import Transformer
@@ -38,7 +38,7 @@ from kvasir.worker.model import Model
 from kvasir.worker.model_runner import ModelRunner
 from kvasir.worker.profiling import largest_step, measure_costs, measure_steps, pooling_steps, steps_to_compile
 from kvasir.worker.prompt_embeddings import PromptEmbeddings, overlay_of
-from kvasir.worker.speculative import draft_model, hidden_states, lookup  # noqa: F401 - they register themselves
+from kvasir.worker.speculative import draft_model, heads, lookup  # noqa: F401 - they register themselves
 from kvasir.worker.speculative.drafter import DRAFTERS, Drafter, DrafterSettings, PassDrafter
 from kvasir.worker.step_result import DeviceResult
 
@@ -139,7 +139,8 @@ class Worker:
         drafts = 0 if drafting is None else drafting.num_speculative_tokens
         keys = GraphKeys(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, drafts, self.adapters is not None)
         count = len(list(keys.forwards())) + HEADS_PER_SIZE * len(keys.head_sizes)
-        count += 2 * len(keys.sizes) * isinstance(self.drafter, PassDrafter)
+        if isinstance(self.drafter, PassDrafter):
+            count += self.drafter.num_graphs * len(keys.sizes)
         largest, vocab = self._profile.largest_step, self.model.vocab_size
         return expected_graphs(count, scheduler.max_num_seqs, vocab, largest, num_tokens)
 
@@ -341,7 +342,7 @@ class Worker:
         )
         return load(asked, self.device, mesh)
 
-    def _load_head(self, draft: ModelConfig, mesh: Mesh | None) -> DraftHead:
+    def _load_head(self, draft: ModelConfig, mesh: Mesh | None) -> Any:
         assert isinstance(self.model, Transformer | LibraryModel), "resolve refuses heads for other models"
         drafting = read_speculative(self.config.model.speculative_config)
         assert drafting is not None, "a head is loaded to draft"

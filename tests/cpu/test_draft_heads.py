@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvasir import LLM, SamplingParams
-from kvasir.worker.speculative.hidden_states import HeadDrafter
+from kvasir.worker.speculative.drafter import PassDrafter
+from kvasir.worker.speculative.heads import HeadDrafter, MedusaDrafter
 from tests.cpu.test_speculation import assert_same, mixed, repetitive
-from tests.draft_head_builders import Shape, TorchHead, TorchMtp
+from tests.draft_head_builders import Shape, TorchHead, TorchMedusa, TorchMtp
 from tests.engine_builders import SMALL, TIGHT, Model, generate, metric, tokens
 from tests.pairwise import few
 
@@ -51,19 +52,25 @@ def head(model: Model, plain: LLM) -> TorchHead:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[int]]:
-    """What was drafted after texts of each length, of a single request."""
-    found: dict[int, list[int]] = {}
-    propose = HeadDrafter.propose
+    return watch(monkeypatch, HeadDrafter)
 
-    def watched(self: HeadDrafter, taken: Any, drafts: Any) -> None:
+
+def watch(monkeypatch: pytest.MonkeyPatch, kind: type[PassDrafter]) -> dict[int, list[int]]:
+    """What will be drafted after texts of each length, of a single request."""
+    found: dict[int, list[int]] = {}
+    propose = kind.propose
+
+    def watched(self: PassDrafter, taken: Any, drafts: Any) -> None:
         propose(self, taken, drafts)
         found[int(taken.lengths[0])] = drafts.tokens[taken.rows[0], : taken.wanted].tolist()
 
-    monkeypatch.setattr(HeadDrafter, "propose", watched)
+    monkeypatch.setattr(kind, "propose", watched)
     return found
 
 
-def check_drafts(llm: LLM, model: Model, head: TorchHead, seen: dict[int, list[int]], count: int = 20) -> int:
+def check_drafts(
+    llm: LLM, model: Model, head: TorchHead | TorchMedusa, seen: dict[int, list[int]], count: int = 20
+) -> int:
     """Compare the drafts of some requests, one after the other; how many drafts were compared."""
     compared = 0
     for prompt in [each for each in model.prompts if len(each) > 1][:4]:
@@ -126,6 +133,17 @@ def test_the_layer_past_the_last_drafts_as_in_transformers(
         assert len(drafts) > 5
         for length, found in drafts.items():
             assert found == mtp.drafts(text[:length], len(found)), f"after {length} tokens"
+
+
+@pytest.mark.parametrize(("by_authors", "layers"), [(True, 1), (False, 2)])
+def test_medusa_heads_draft_as_plain_torch_does(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by_authors: bool, layers: int
+) -> None:
+    medusa = TorchMedusa(model.hf, heads=4, layers=layers, vocab=96 if by_authors else 50)
+    drafting = {"method": "medusa", "model": medusa.save(tmp_path, by_authors), "num_speculative_tokens": 3}
+    llm = model.llm(**SMALL, speculative_config={**drafting, "adaptive": False})
+    found = watch(monkeypatch, MedusaDrafter)
+    assert check_drafts(llm, model, medusa, found, count=10) > 60
 
 
 # ---------------------------------------------------------------- the text stays the same

@@ -67,7 +67,7 @@ class DraftGraphKey:
     """What a pass of a drafter is captured for."""
 
     rows: int  # padding included
-    is_first: bool  # the pass that follows the model's own token
+    number: int  # of the draft that it makes; the highest stands for all higher ones, too
 
 
 class GraphKeys:

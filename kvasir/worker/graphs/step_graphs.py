@@ -319,14 +319,13 @@ class StepGraphs:
         """All keys of passes that draft one token for each row, the largest first."""
         if self.drafter is not None:
             for size in reversed(self.keys.sizes):
-                yield DraftGraphKey(size, is_first=True)
-                if self.drafter.num_drafts > 1:
-                    yield DraftGraphKey(size, is_first=False)
+                yield from (DraftGraphKey(size, number) for number in range(self.drafter.num_graphs))
 
     def draft(self, rows: torch.Tensor, count: int) -> bool:
         """Replay `count` passes that draft for these rows; False: there are no graphs for so many rows."""
-        size = next((size for size in self.keys.sizes if size >= len(rows)), 0)
-        keys = [DraftGraphKey(size, is_first=number == 0) for number in range(count)]
+        assert self.drafter is not None, "drafts are made in passes"
+        size, last = next((size for size in self.keys.sizes if size >= len(rows)), 0), self.drafter.num_graphs - 1
+        keys = [DraftGraphKey(size, min(number, last)) for number in range(count)]
         if any(key not in self.passes for key in keys):
             return False
         waiting = self.buffers.drafting
@@ -340,7 +339,7 @@ class StepGraphs:
     def _draft(self, key: DraftGraphKey) -> None:
         assert self.drafter is not None and self.speculation is not None, "drafts are made in passes"
         rows = self.buffers.drafting[: key.rows]
-        self.drafter.draft(rows, self.speculation.state.drafts, None, key.is_first)
+        self.drafter.draft(rows, self.speculation.state.drafts, None, key.number)
 
 
 def versions_of(uses: Uses) -> tuple[int, ...]:

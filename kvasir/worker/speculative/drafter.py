@@ -140,15 +140,16 @@ class PassDrafter(Drafter):
     its drafts need, and none where drafts do not pay."""
 
     reads_states = True
+    num_graphs = 1  # of each size; the last one serves the passes of all higher numbers
 
     def learn(self, taken: TokensTaken) -> None:
         """Passes read what is known of rows on the device."""
         return None
 
     @abstractmethod
-    def draft(self, rows: torch.Tensor, drafts: DraftRows, bounds: Int32Array | None, is_first: bool) -> None:
-        """Draft the first or the next token of each of these rows, and count it. `bounds`: of the lengths that the
-        texts then have; None in a graph."""
+    def draft(self, rows: torch.Tensor, drafts: DraftRows, bounds: Int32Array | None, number: int) -> None:
+        """Draft the token of this number for each of these rows, and count it. `bounds`: of the lengths that the texts
+        then have; None in a graph, which may also stand for the passes of all higher numbers."""
 
     # Replays this many passes for these rows, if they have graphs; whether it did. None: there are none.
     replay: Callable[[torch.Tensor, int], bool] | None = None
@@ -158,7 +159,7 @@ class PassDrafter(Drafter):
         if self.replay is not None and self.replay(taken.rows, taken.wanted):
             return
         for number in range(taken.wanted):
-            self.draft(taken.rows, drafts, taken.bounds + np.int32(number), is_first=number == 0)
+            self.draft(taken.rows, drafts, taken.bounds + np.int32(number), number)
 
 
 class DrafterRegistry:
