@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from kvasir import LLM, SamplingParams
+from kvasir.errors import ConfigError, ModelError
 from kvasir.worker.speculative.drafter import PassDrafter
 from kvasir.worker.speculative.heads import HeadDrafter, MedusaDrafter
 from tests.cpu.test_speculation import assert_same, mixed, repetitive
@@ -225,3 +228,62 @@ def test_synthetic_acceptance_is_the_rate_that_was_asked_for(model: Model, tmp_p
     generate(llm, model.prompts, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     per_step = metric(llm, "spec_decode_num_accepted_tokens") / metric(llm, "spec_decode_num_drafts")
     assert per_step == pytest.approx(0.8 + 0.64 + 0.512, abs=0.25)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "said"),
+    [
+        ({"num_hidden_layers": 2}, {}, "heads that draft with one layer"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, {}, "the model has 3 layers"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, {}, "list the layers"),
+        ({"target_hidden_size": 64}, {}, "for a model of hidden size 64"),
+        ({"draft_vocab_size": 100}, {}, "the model has 96 tokens"),
+        ({"draft_vocab_size": 60}, {}, r"should be \[60"),
+        ({"fc_norm": True}, {}, "3 of 17 tensors are missing"),
+        ({"eagle_config": {"use_last_layernorm": False}}, {}, "use_last_layernorm"),
+        ({}, {"enable_lora": True}, "enable_lora does not work"),
+        ({}, {"model_impl": "transformers"}, "hidden states"),
+        ({}, {"swap_space": 0.01}, "swap_space"),
+        ({}, {"tensor_parallel_size": 2}, "one device"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused_by_name(
+    model: Model, tmp_path: Path, changes: dict[str, Any], settings: dict[str, Any], said: str
+) -> None:
+    head = TorchHead(EAGLE3, model.hf).save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    drafting = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
+    with pytest.raises((ConfigError, ModelError), match=said):
+        model.llm(**SMALL, speculative_config=drafting, **settings)
+
+
+def test_vocabularies_that_lead_outside_are_refused(model: Model, tmp_path: Path) -> None:
+    path = TorchHead(EAGLE3, model.hf).save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["d2t"][-1] = 96
+    save_file(tensors, tmp_path / "model.safetensors")
+    drafting = {"method": "eagle3", "model": path, "num_speculative_tokens": 3}
+    with pytest.raises(ModelError, match="d2t"):
+        model.llm(**SMALL, speculative_config=drafting)
+
+
+def test_more_drafts_than_medusa_heads_are_refused(model: Model, tmp_path: Path) -> None:
+    heads = TorchMedusa(model.hf, heads=2).save(tmp_path, by_authors=True)
+    with pytest.raises(ConfigError, match="at most 2"):
+        model.llm(**SMALL, speculative_config={"method": "medusa", "model": heads, "num_speculative_tokens": 3})
+
+
+def test_models_without_such_a_layer_refuse_mtp(model: Model) -> None:
+    with pytest.raises(ModelError, match="DeepseekV3ForCausalLM"):
+        model.llm(**SMALL, speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+
+
+def test_models_with_windows_refuse_heads_with_a_cache(models: Callable[[str], Model], tmp_path: Path) -> None:
+    other = models("mistral_window")
+    head = TorchHead(EAGLE3, other.hf).save(tmp_path)
+    with pytest.raises(ConfigError, match="sliding windows"):
+        other.llm(**SMALL, speculative_config={"method": "eagle3", "model": head, "num_speculative_tokens": 3})
