@@ -142,11 +142,11 @@ def test_heads_that_draft_run_as_graphs(
     """The head follows the model within the forward graphs, and drafts in graphs of its own, whose drafts are those of
     steps without graphs."""
     rng = np.random.default_rng(7)
-    prompts = [rng.integers(2, 96, int(n)).tolist() for n in (20, 3, 9, 14)]
-    asked: list[dict[str, Any]] = [{}, {"temperature": 0.6, "seed": 3}, {"logprobs": 2}, {"repetition_penalty": 1.1}]
-    params = [SamplingParams(**{"temperature": 0, "max_tokens": 8 + i, "ignore_eos": True, **own})
+    prompts = [rng.integers(2, 96, int(n)).tolist() for n in (20, 3, 9)]
+    asked: list[dict[str, Any]] = [{}, {"temperature": 0.6, "seed": 3}, {"repetition_penalty": 1.1}]
+    params = [SamplingParams(**{"temperature": 0, "max_tokens": 4 + i, "ignore_eos": True, **own})
               for i, own in enumerate(asked)]  # fmt: skip
-    settings: Any = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 16}
+    settings: Any = {"max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 32, "block_size": 16}
     settings |= {"dtype": "float32", "device": "cpu", "attention_backend": "torch", "kv_cache_memory_bytes": 8 << 20}
 
     def answers(**more: Any) -> tuple[list[list[int]], Any, Any]:
@@ -173,13 +173,13 @@ def test_heads_that_draft_run_as_graphs(
     else:
         drafting["model"] = TorchMedusa(target, heads=3).save(tmp_path, by_authors=True)
     found, _, eager = answers(speculative_config=drafting, async_scheduling=ahead)
-    assert found == wanted and (eager.accepted_tokens > 5 or method == "medusa")
+    assert found == wanted and (eager.accepted_tokens > 2 or method == "medusa")
     eagerly, drafted = drafted, []
     request.getfixturevalue("graphs")
     found, graphs, stats = answers(speculative_config=drafting, async_scheduling=ahead)
     assert found == wanted
     assert drafted == eagerly and stats.accepted_by_position == eager.accepted_by_position
-    assert set(graphs.passes) == set(graphs.pass_keys()) and graphs.stats.passes > 5
+    assert set(graphs.passes) == set(graphs.pass_keys()) and graphs.stats.passes > 3
     assert graphs.stats.mixed_steps > 0 and graphs.use.late_captures == 0
 
 
