@@ -71,6 +71,8 @@ class Worker:
         self._precompiled = False
         self._num_ranks = 1 if mesh is None else mesh.size
         self._weight_bytes = self.model.weight_bytes()
+        if self.drafter is not None:
+            self._weight_bytes += self.drafter.weight_bytes()
         self._profile: Profile | None = None  # set by _prepare on GPUs
         logger.info(
             "loaded %s (%s, %s) in %.1f s",

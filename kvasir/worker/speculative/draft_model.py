@@ -41,6 +41,9 @@ class ModelDrafter(Drafter):
         self.layout = layout
         self.pool.allocate(num_blocks, self.device)
 
+    def weight_bytes(self) -> int:
+        return int(self.model.weight_bytes())
+
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         self.pool.copy_blocks(pairs)
 

@@ -113,6 +113,10 @@ class Drafter(ABC):
         """Copy what it keeps in blocks (from, to)."""
         return None
 
+    def weight_bytes(self) -> int:
+        """Memory of its weights on the device."""
+        return 0
+
     def compile_key(self) -> str:
         """Return what its kernels depend on besides the settings, as text."""
         return ""

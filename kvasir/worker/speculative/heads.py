@@ -72,6 +72,9 @@ class HeadDrafter(PassDrafter):
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         self.pool.copy_blocks(pairs)
 
+    def weight_bytes(self) -> int:
+        return int(self.head.weight_bytes())
+
     def compile_key(self) -> str:
         return str(self.head.compile_key())
 
@@ -147,6 +150,9 @@ class MedusaDrafter(PassDrafter):
 
     def allocate(self, num_blocks: int, layout: CacheLayout) -> None:
         self.layout = layout
+
+    def weight_bytes(self) -> int:
+        return int(self.heads.weight_bytes())
 
     def compile_key(self) -> str:
         return str(self.heads.compile_key())
