@@ -19,6 +19,8 @@ from kvasir.errors import ConfigError
 from kvasir.kernels.layout import SharedPrefixes, Tiles
 from kvasir.platforms import attention_packages
 
+UNBOUNDED = 1 << 30  # the bound of a sequence's length in a graph that serves any length
+
 
 @dataclass(slots=True)
 class AttentionBatch:

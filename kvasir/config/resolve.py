@@ -27,7 +27,7 @@ from kvasir.config.engine import (
     ParallelConfig,
     SchedulerConfig,
 )
-from kvasir.config.speculative import read_speculative
+from kvasir.config.speculative import SpeculativeConfig, read_speculative
 from kvasir.errors import ConfigError, ModelError
 from kvasir.log import get_logger
 from kvasir.models import hub
@@ -135,6 +135,8 @@ def _resolve_model(asked: ModelConfig, path: Path, platform: platforms.Platform)
 def _draft_model(config: EngineConfig, model: ModelConfig, platform: platforms.Platform) -> ModelConfig | None:
     """The model that drafts, with the same vocabulary and lengths; None if none is named."""
     drafting = read_speculative(config.model.speculative_config)
+    if drafting is not None and drafting.is_head:
+        return _draft_head(config, model, drafting)
     if drafting is None or drafting.model is None:
         return None
     own: dict[str, Any] = {
@@ -158,6 +160,24 @@ def _draft_model(config: EngineConfig, model: ModelConfig, platform: platforms.P
             f"but max_model_len is {model.max_model_len}. Set max_model_len={draft.max_model_len}, or choose another."
         )
     return replace(draft, max_model_len=model.max_model_len)
+
+
+def _draft_head(config: EngineConfig, model: ModelConfig, drafting: SpeculativeConfig) -> ModelConfig:
+    """The head that drafts. It knows texts of the model's own length, whatever its config.json says."""
+    if model.model_impl != "kvasir":
+        raise ConfigError(
+            f"speculative_config: method={drafting.method!r} reads the model's hidden states, which a model that runs "
+            f"through transformers does not hand out. Use method='suffix', or a draft model."
+        )
+    if config.adapters.enable_lora:
+        raise ConfigError(f"enable_lora does not work with method={drafting.method!r}; use method='suffix'.")
+    head = replace(model, model=drafting.model or model.model, quantization=None, speculative_config=None)
+    if drafting.model is None:
+        return head
+    path = hub.find_draft_head(drafting.model, config.model, config.load)
+    if not path.is_dir():
+        raise ConfigError(f"speculative_config: model={drafting.model!r} must be a directory or a name on the Hub.")
+    return replace(head, path=str(path), hf=read_hf_config(path, {}))
 
 
 def _resolve_pooling(asked: ModelConfig, hf: dict[str, Any], path: Path, kind: str, implementation: str) -> ModelConfig:
@@ -586,10 +606,10 @@ def _check_drafts_fit(config: EngineConfig, model: ModelConfig, device: DeviceCo
         ("kv_offloading_size", config.cache.kv_offloading_size),
     ):
         if value:
-            raise ConfigError(f"{name} does not move the KV cache of a draft model; set {name}=0.")
+            raise ConfigError(f"{name} does not move what a draft model or head keeps; set {name}=0.")
     if config.parallel.tensor_parallel_size > 1:
         raise ConfigError(
-            "speculative_config: a draft model runs on one device, but tensor_parallel_size is "
+            "speculative_config: a draft model or head runs on one device, but tensor_parallel_size is "
             f"{config.parallel.tensor_parallel_size}; set it to 1, or use method='suffix'."
         )
 

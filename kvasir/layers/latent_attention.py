@@ -75,22 +75,7 @@ class LatentAttention(AttentionLayer):
         self, x: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, last: LastTokens | None = None
     ) -> torch.Tensor:
         spec, batch = self.spec, batch.of_group(self.group)
-        query, cached = self.down(x).split([part.num_own for part in self.down.shape.parts], dim=-1)
-        if self.query_up is not None and self.query_norm is not None:
-            query = self.query_up(self.query_norm(query.contiguous()))
-        assert self.rotary is not None
-        query = kernels.latent_store(
-            query.unflatten(-1, (self.heads, -1)),
-            cached,
-            positions,
-            self.rotary.table,
-            self.kv_cache,
-            batch.slots,
-            self.latent_norm.weight,
-            self.latent_norm.eps,
-            spec.rope.interleaved,
-            self.k_scale,
-        )
+        query = self._rotate_and_store(x, positions, batch.slots)
         if last is not None:
             query, batch = last.of(query), last.batch.of_group(self.group)
         seen = self.backend.forward_latent(
@@ -98,6 +83,28 @@ class LatentAttention(AttentionLayer):
         )
         y: torch.Tensor = self.o(seen.reshape(len(query), -1))
         return y
+
+    def store(self, x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        self._rotate_and_store(x, positions, slots)
+
+    def _rotate_and_store(self, x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The queries; vectors and rotated keys are in the cache afterwards."""
+        query, cached = self.down(x).split([part.num_own for part in self.down.shape.parts], dim=-1)
+        if self.query_up is not None and self.query_norm is not None:
+            query = self.query_up(self.query_norm(query.contiguous()))
+        assert self.rotary is not None
+        return kernels.latent_store(
+            query.unflatten(-1, (self.heads, -1)),
+            cached,
+            positions,
+            self.rotary.table,
+            self.kv_cache,
+            slots,
+            self.latent_norm.weight,
+            self.latent_norm.eps,
+            self.spec.rope.interleaved,
+            self.k_scale,
+        )
 
     def leave_parts(self) -> None:
         self.o.leaves_parts = True

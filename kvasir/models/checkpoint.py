@@ -43,15 +43,16 @@ class TensorEntry:
 
 
 class Safetensors:
-    """All tensors of a directory, by name. If no name begins with `prefix`, it is put before all of them."""
+    """All tensors of a directory, by name. If no name begins with `prefix`, it is put before all of them. `small`: they
+    may be in one file of torch's format."""
 
     described_by = "config.json"
 
-    def __init__(self, directory: Path, prefix: str = "") -> None:
+    def __init__(self, directory: Path, prefix: str = "", small: bool = False) -> None:
         self.directory = directory
         self.made: dict[str, torch.Tensor] = {}  # tensors that are computed from others
         self.entries: dict[str, TensorEntry] = {}
-        for file in _find_files(directory):
+        for file in _find_beside(directory) if small else _find_files(directory):
             self.entries.update(_read_header(file))
         if not any(name.startswith(prefix) for name in self.entries):
             self.entries = {prefix + name: entry for name, entry in self.entries.items()}
@@ -136,10 +137,12 @@ def _read_index(directory: Path) -> list[Path]:
 
 
 def _find_beside(directory: Path) -> list[Path]:
-    """The files of a module of sentence-transformers."""
-    if (directory / _SINGLE).is_file() or not (directory / "pytorch_model.bin").is_file():
-        return _find_files(directory)
-    return [directory / "pytorch_model.bin"]
+    """The files of a small module, such as those of sentence-transformers and heads that draft."""
+    if not (directory / _SINGLE).is_file():
+        for name in ("pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt"):
+            if (directory / name).is_file():
+                return [directory / name]
+    return _find_files(directory)
 
 
 def _read_torch(file: Path) -> dict[str, torch.Tensor]:

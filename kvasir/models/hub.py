@@ -30,6 +30,12 @@ def find_model(model: ModelConfig, load: LoadConfig) -> Path:
     return _find("model", model.model, model.revision, files, model, load)
 
 
+def find_draft_head(name: str, model: ModelConfig, load: LoadConfig) -> Path:
+    """The directory of a head that drafts, downloaded first if `name` is one on the Hub."""
+    files = SMALL_FILES if load.load_format == "dummy" else [*SMALL_FILES, "*.safetensors", "*.bin", "*.pt"]
+    return _find("speculative_config.model", name, None, files, model, load)
+
+
 def find_tokenizer(model: ModelConfig, load: LoadConfig) -> Path:
     """The directory of the tokenizer, if it is not the model's."""
     return _find("tokenizer", model.tokenizer or model.model, model.tokenizer_revision, SMALL_FILES, model, load)

@@ -76,7 +76,7 @@ def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = N
     mesh = mesh or Mesh()
     if config.parallel.enable_expert_parallel:
         mesh = replace(mesh, whole_experts=True)
-    build = _build(config, dtype, mesh, form, device)
+    build = make_build(config, dtype, mesh, form, device)
     source: Source | None = None
     if config.load.load_format == "gguf":
         file = read_gguf(config.model.path)
@@ -125,7 +125,7 @@ def _told(model: Transformer) -> Transformer:
     return model.eval()
 
 
-def _build(
+def make_build(
     config: EngineConfig, dtype: torch.dtype, mesh: Mesh, form: WeightFormat | None, device: torch.device
 ) -> Build:
     """What the layers are built with. `form` is that of a quantized checkpoint."""
@@ -216,8 +216,42 @@ def _open_safetensors(
     device: torch.device | None = None,
 ) -> Source:
     plain = Safetensors(path, prefix or architecture.prefix)
+    return open_source(plain, architecture.names_for(hf), architecture.ignored_for(hf), form, device)
+
+
+def open_source(
+    plain: Safetensors,
+    names: Names,
+    ignored: tuple[str, ...],
+    form: WeightFormat | None = None,
+    device: torch.device | None = None,
+) -> Source:
     checkpoint = plain if form is None else QuantizedSafetensors(plain, form, device or torch.device("cpu"))
-    return Source(checkpoint, architecture.names_for(hf), (*architecture.ignored_for(hf), *KV_SCALES))
+    return Source(checkpoint, names, (*ignored, *KV_SCALES))
+
+
+def load_part(
+    module: nn.Module,
+    source: Source | None,
+    around: DecoderSpec,
+    config: EngineConfig,
+    device: torch.device,
+    form: WeightFormat | None,
+) -> None:
+    """Give memory and weights to a module that is no whole decoder; without a source, random ones. `around` is the
+    decoder to whose layers it belongs."""
+    if source is None:
+        _materialise(module, device)
+        _fill_dummy(module, torch.Generator(device).manual_seed(config.model.seed), form)
+    else:
+        places = find_places(module, source.names, around)
+        _check(source, places, around)
+        _materialise(module, device)
+        on_cpu, dtype = device.type == "cpu", getattr(torch, config.model.dtype)
+        _fill(source.checkpoint, places, dtype=dtype if on_cpu else None, show_progress=config.load.use_tqdm_on_load)
+        if not on_cpu:
+            _check_on_device(module, source.checkpoint, places)
+    _process(module)
 
 
 # ---------------------------------------------------------------- places of tensors
@@ -461,6 +495,9 @@ def _fill_dummy(model: nn.Module, generator: torch.Generator, form: WeightFormat
                     layer.load(key, values.normal_(0.0, 0.02 * (len(shape) > 1), generator=generator))
     for name, value in model.named_parameters():
         if isinstance(value, PackedParameter) or not value.numel():
+            continue
+        if not value.is_floating_point():
+            value.data.zero_()
             continue
         if value.dim() > 1:
             value.data.normal_(0.0, 0.02, generator=generator)

@@ -63,6 +63,14 @@ class LibraryModel(nn.Module):
         super().__init__()
         self.model, self.vocab_size, self.poolers = model, model.vocab_size, model.poolers
 
+    def record(self, layers: Sequence[int]) -> None:
+        """See Transformer.record."""
+        self.model.record(layers)
+
+    @property
+    def recorded(self) -> torch.Tensor | None:
+        return self.model.recorded
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocabulary]"""
         return self.model.logits(hidden)
@@ -118,7 +126,7 @@ class NativeDecoder(LibraryModel):
     ) -> torch.Tensor:
         """The hidden states after the last norm, [tokens, hidden], or those of `last`, [sequences, hidden]."""
         adapters = self.model.adapters
-        needs_layers = adapters is not None and adapters.needs_layers
+        needs_layers = (adapters is not None and adapters.needs_layers) or self.model.records
         if needs_layers or self.model.overlay.tokens is not None:
             STEPS["layer by layer"] += 1
             return self.model.forward(input_ids, positions, batch, last)

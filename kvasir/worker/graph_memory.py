@@ -106,6 +106,7 @@ class GraphBuffers:
         self.rows = torch.full((size,), state.padding, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(size, dtype=torch.int32, device=device)
         self.hidden = torch.zeros(size, 0, device=device)  # [size, hidden], made when the width is known
+        self.drafting = torch.full((size,), state.padding, dtype=torch.int64, device=device)  # rows of a drafter's pass
         # Which rows have these lines, where rows may have drafts: their numbers, first lines and numbers of lines.
         self.row_lines = torch.zeros(3, size, dtype=torch.int32, device=device)
 
@@ -132,6 +133,7 @@ class GraphBuffers:
         """Leave padding rows only, so that a capture touches no request."""
         self.rows.fill_(self.state.padding)
         self.mixed_rows.fill_(self.state.padding)
+        self.drafting.fill_(self.state.padding)
         self.num_tokens.zero_()
         self.lengths.zero_()
         self.lines.fill_(NO_LINE)

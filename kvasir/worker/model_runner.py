@@ -67,6 +67,14 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """Hidden states [tokens, hidden] of a step, or those of `last` alone, [sequences, hidden]."""
 
+    @property
+    def recorded(self) -> torch.Tensor | None:
+        """What the last `forward` recorded, [tokens, layers * hidden]; None: nothing."""
+
+    def record(self, layers: Sequence[int]) -> None:
+        """From now on `forward` records the residual stream that enters each of these layers, and for one more than
+        the last layer, the states after the last norm."""
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocabulary]."""
 
@@ -281,6 +289,11 @@ class ModelRunner:
         self._running: Running | None = None
 
     @property
+    def _reads_states(self) -> bool:
+        """Whether drafts are made from the hidden states of all tokens."""
+        return self.speculation is not None and self.speculation.drafter.reads_states
+
+    @property
     def may_change(self) -> bool:
         """Whether a feature may change the forward pass."""
         return bool(self._changing)
@@ -307,7 +320,8 @@ class ModelRunner:
         inputs = host_inputs(plan, packed, key, self.rows.padding).to_device(self.device)
         self._update_rows(plan, inputs)
         if self.graphs is None or key is None:
-            self._running = self._forward(plan, eager_inputs(self.rows, plan, inputs, use > 0), readers, use)
+            with_rows = use > ForwardUse.PLAIN or self._reads_states
+            self._running = self._forward(plan, eager_inputs(self.rows, plan, inputs, with_rows), readers, use)
         else:
             self.graphs.forward(key, inputs)
             self._running = Running(plan, key)
@@ -334,14 +348,15 @@ class ModelRunner:
         self, plan: StepPlan, inputs: StepInputs, readers: list[tuple[str, HiddenReader]], use: ForwardUse
     ) -> Running:
         last = None
-        if plan.num_decodes < len(plan.rows) and not readers and plan.drafts is None:
+        reads_all = bool(readers) or self._reads_states
+        if plan.num_decodes < len(plan.rows) and not reads_all and plan.drafts is None:
             last = inputs.batch.last_tokens()
             self.stats.narrowed_steps += 1
         for feature in self._changing:
             feature.begin_forward(use, inputs.rows, inputs.batch.rows, last is not None, plan)
         hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.batch, last)
         if self.speculation is not None:
-            self.speculation.drafter.follow(plan, inputs)
+            self.speculation.drafter.follow(plan, inputs, self.model.recorded)
         return Running(plan, None, inputs.batch if last is None else last.batch, hidden, readers)
 
     # ------------------------------------------------------------ sampling
@@ -386,7 +401,9 @@ class ModelRunner:
         all_rows = not forward.is_mixed
         tokens, found = graphs.head(head, forward, sampled, uses)
         if isinstance(tokens, Verified):
-            outputs.add_verified(tokens.first(len(np.unique(sampled.lines))), sampled)
+            assert self.speculation is not None, "only a drafter's tokens are verified"
+            verified = self.speculation.propose(tokens.first(len(np.unique(sampled.lines))), sampled.plan)
+            outputs.add_verified(verified, sampled)
         else:
             count = len(sampled.plan.rows) if all_rows else len(sampled.lines)
             outputs.add_tokens(tokens[:count], sampled.lines, all_rows)
@@ -413,7 +430,8 @@ class ModelRunner:
         if self.speculation is None:
             outputs.add_tokens(tokens, sampled.lines, step=step)
         else:
-            outputs.add_verified(self.speculation.settle(tokens, step, row_lines, sampled.plan), sampled, step)
+            verified = self.speculation.settle(tokens, step, row_lines, sampled.plan)
+            outputs.add_verified(self.speculation.propose(verified, sampled.plan), sampled, step)
         for (feature, use), tensors in zip(uses, found, strict=True):
             _add_part(outputs, feature, use, tensors)
 

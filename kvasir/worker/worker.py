@@ -27,6 +27,7 @@ from kvasir.layers.mesh import Mesh
 from kvasir.log import get_logger
 from kvasir.lora.device import Adapters
 from kvasir.messages import AdapterTargets, DeviceMemory, KVSpec, Resource, SampleInputs, StepCosts, StepPlan
+from kvasir.models.draft_checkpoints import load_draft_head
 from kvasir.models.loader import load
 from kvasir.models.native import LibraryModel
 from kvasir.models.transformer import Transformer
@@ -45,8 +46,8 @@ from kvasir.worker.memory import (
 from kvasir.worker.model_runner import DeviceResult, Model, ModelRunner
 from kvasir.worker.profiling import largest_step, measure_costs, measure_steps, pooling_steps, steps_to_compile
 from kvasir.worker.prompt_embeddings import PromptEmbeddings, overlay_of
-from kvasir.worker.speculative import draft_model, lookup  # noqa: F401 - they register themselves
-from kvasir.worker.speculative.drafter import DRAFTERS, Drafter, DrafterSettings
+from kvasir.worker.speculative import draft_model, heads, lookup  # noqa: F401 - they register themselves
+from kvasir.worker.speculative.drafter import DRAFTERS, Drafter, DrafterSettings, PassDrafter
 
 logger = get_logger(__name__)
 GIB = 1 << 30
@@ -119,6 +120,8 @@ class Worker:
         self._precompiled = False
         self._num_ranks = 1 if mesh is None else mesh.size
         self._weight_bytes = self.model.weight_bytes()
+        if self.drafter is not None:
+            self._weight_bytes += self.drafter.weight_bytes()
         self._profile: Profile | None = None  # set by _prepare on GPUs
         logger.info(
             "loaded %s (%s, %s) in %.1f s",
@@ -187,6 +190,8 @@ class Worker:
         drafts = 0 if drafting is None else drafting.num_speculative_tokens
         keys = GraphKeys(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, drafts, self.adapters is not None)
         count = len(list(keys.forwards())) + HEADS_PER_SIZE * len(keys.head_sizes)
+        if isinstance(self.drafter, PassDrafter):
+            count += self.drafter.num_graphs * len(keys.sizes)
         largest, vocab = self._profile.largest_step, self.model.vocab_size
         return expected_graphs(count, scheduler.max_num_seqs, vocab, largest, num_tokens)
 
@@ -239,7 +244,10 @@ class Worker:
         cache = (config.cache.block_size, config.cache.kv_dtype, config.cache.has_host_tier)
         shape = (config.model.dtype, config.model.logprobs_mode, self._num_ranks, self._uses_graphs())
         adapters = (config.adapters.enable_lora, config.adapters.max_loras, config.adapters.max_lora_rank)
-        return f"{model.compile_key()} {sizes} {cache} {shape} {adapters} {config.model.speculative_config}"
+        return f"{model.compile_key()} {sizes} {cache} {shape} {adapters} {self._drafter_key()}"
+
+    def _drafter_key(self) -> str:
+        return "" if self.drafter is None else f"{self.config.model.speculative_config} {self.drafter.compile_key()}"
 
     def _run_largest_step(self) -> ModelRunner:
         """Runs kernel by kernel, even if the step is small enough for a graph: there are none yet."""
@@ -354,6 +362,10 @@ class Worker:
         if config is None:
             return None
         assert self.model is not None, "drafters are made for a model"
+        model, draft = self.model, settings.model.draft
+        load_draft: Callable[[], Any] | None = None
+        if draft is not None:
+            load_draft = partial(self._load_head if config.is_head else self._load_draft, draft, mesh)
         return DRAFTERS.find(config.method)(
             DrafterSettings(
                 config,
@@ -362,8 +374,9 @@ class Worker:
                 self.device,
                 settings.cache.block_size,
                 self.kv_dtype,
-                self.model.kv_spec(settings.cache.block_size, self.kv_dtype).windows,
-                None if settings.model.draft is None else partial(self._load_draft, settings.model.draft, mesh),
+                model.kv_spec(settings.cache.block_size, self.kv_dtype).windows,
+                load_draft,
+                model.record,
             )
         )
 
@@ -379,6 +392,12 @@ class Worker:
             load=replace(self.config.load, load_format=load_format),
         )
         return load(asked, self.device, mesh)
+
+    def _load_head(self, draft: ModelConfig, mesh: Mesh | None) -> Any:
+        assert isinstance(self.model, Transformer | LibraryModel), "resolve refuses heads for other models"
+        drafting = read_speculative(self.config.model.speculative_config)
+        assert drafting is not None, "a head is loaded to draft"
+        return load_draft_head(replace(self.config, model=draft), drafting.method, self.device, self.model)
 
     def execute(self, plan: StepPlan) -> None:
         assert self.runner is not None, "allocate_kv comes before the first step"

@@ -363,6 +363,9 @@ def test_older_names_of_speculative_settings_are_entries_now() -> None:
         ({"method": "suffix", "disable_by_batch_size": 8}, "an entry of vLLM that Kvasir does not have"),
         ({"method": "suffix", "model": "org/model"}, "takes no model"),
         ({"method": "draft_model", "num_speculative_tokens": 2}, "needs `model`"),
+        ({"method": "eagle3", "num_speculative_tokens": 2}, "needs `model`"),
+        ({"method": "medusa", "num_speculative_tokens": 2}, "needs `model`"),
+        ({"method": "mtp", "num_speculative_tokens": 1, "model": "org/model"}, "leave model out"),
         ({"model": "org/model", "num_speculative_tokens": 2, "prompt_lookup_max": 3}, "has no effect with"),
         (
             {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 5, "prompt_lookup_max": 3},
@@ -390,6 +393,10 @@ def test_speculative_settings_have_the_defaults_of_vllm() -> None:
     assert lookup(method="suffix", suffix_decoding_max_tree_depth=24) == (8, 1, 24)
     named = read_speculative({"model": "org/model", "num_speculative_tokens": 2})
     assert named is not None and named.method == "draft_model" and named.model == "org/model"
+    by_name = {"a/EAGLE3-Llama": "eagle3", "a/EAGLE-Llama": "eagle", "a/llama": "draft_model"}
+    for model, method in by_name.items():
+        found = read_speculative({"model": model, "num_speculative_tokens": 2})
+        assert found is not None and found.method == method
     text = '{"method": "suffix", "num_speculative_tokens": 5}'
     assert from_command_line(["m", "--speculative-config", text]).speculative_config["num_speculative_tokens"] == 5
 
