@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvasir.kernels.cpu.library import ACTIVATIONS, CodesStruct, MatrixStruct, RoutesStruct, loaded
+from kvasir.kernels.cpu.library import ACTIVATIONS, CodesStruct, MatrixStruct, RoutesStruct, SpansStruct, loaded
 from kvasir.kernels.cpu.ops import address
 
 _KINDS = {"bf16": 0, "q8": 1, "q4": 2, "plain": 3, "q6": 4}
@@ -333,7 +333,7 @@ def _huge(num_bytes: int) -> torch.Tensor:
 
 
 class PackedStack:
-    """The matrices of a layer's experts, all of one layout, in one piece of memory, [count, bytes]."""
+    """The matrices of a layer's experts or heads, all of one layout, in one piece of memory, [count, bytes]."""
 
     def __init__(self, layout: Layout, memory: torch.Tensor) -> None:
         if tuple(memory.shape) != self.memory_shape(layout, len(memory)) or not memory.is_contiguous():
@@ -346,6 +346,20 @@ class PackedStack:
 
     def matrix(self, number: int) -> PackedMatrix:
         return PackedMatrix(self.layout, self.memory[number, : self.layout.num_bytes])
+
+    def linear(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out[:, i] = matrix i times x[:, i]: [rows, count, inputs] -> [rows, count, outputs], bfloat16, any views."""
+        wanted = [(len(x), len(self.memory), size) for size in (self.layout.inputs, self.layout.outputs)]
+        if [tuple(x.shape), tuple(out.shape)] != wanted or x.stride(2) != 1 or out.stride(2) != 1:
+            raise ValueError(f"{len(self.memory)} of {self.layout} do not fit {list(x.shape)} and {list(out.shape)}")
+        if x.dtype != torch.bfloat16 or out.dtype != torch.bfloat16:
+            raise TypeError(f"the library multiplies bfloat16, not {x.dtype} and {out.dtype}")
+        spans = [SpansStruct(each.stride(0), each.stride(1)) for each in (x, out)]
+        loaded().kv_linears(
+            *(self.structs, len(self.memory)),
+            *(ctypes.c_void_p(x.data_ptr()), ctypes.byref(spans[0]), len(x)),
+            *(ctypes.c_void_p(out.data_ptr()), ctypes.byref(spans[1])),
+        )
 
     @cached_property
     def structs(self) -> Any:
