@@ -204,6 +204,17 @@ class PackedMatrix:
         )
         loaded().kv_pack_codes(ctypes.byref(self.struct), ctypes.byref(source), first, len(codes))
 
+    def multiply_rows(self, factors: torch.Tensor) -> None:
+        """Multiply the first rows by powers of two, one for each."""
+        count, form = len(factors), self.layout.format
+        if form.kind == "bf16":
+            self.fill(self.rows(torch.arange(count)) * factors[:, None])
+            return
+        blocks = -(-self.layout.outputs // 16)
+        padded = torch.ones(blocks * 16).index_copy_(0, torch.arange(count), factors).view(blocks, 1, 16)
+        per_group = self.memory[self.layout.data_bytes : self.layout.num_bytes].view(torch.float16)
+        per_group.view(-1, blocks, per_group.numel() // (2 if form.has_min else 1) // blocks // 16, 16).mul_(padded)
+
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """These rows as bfloat16, [n, inputs]."""
         out = torch.empty(len(numbers), self.layout.inputs, dtype=torch.bfloat16)
