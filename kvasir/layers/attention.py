@@ -83,6 +83,7 @@ class Attention(AttentionLayer):
         self.all_kv_heads = spec.kv_heads
         self.qkv_scales: torch.Tensor | None = None  # scales of heads: factors of qkv, and of what attention returns
         self.seen_scales: torch.Tensor | None = None
+        self.keys_are_even = False  # see models/key_factors.py
         if spec.chunk is not None and build.max_positions > spec.chunk:
             raise ConfigError(
                 f"This model attends within chunks of {spec.chunk} tokens, and texts of more than one chunk are not "

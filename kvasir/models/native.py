@@ -45,6 +45,7 @@ from kvasir.layers.mlp import MLP, GatedMLP
 from kvasir.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
 from kvasir.log import get_logger
 from kvasir.messages import KVSpec
+from kvasir.models.key_factors import even_out_keys
 from kvasir.models.transformer import DecoderLayer, ParallelLayer, PostNormLayer, Transformer
 from kvasir.quantization.cpu import matrix_of
 
@@ -83,6 +84,10 @@ class LibraryModel(nn.Module):
 
     def bind_kv(self, caches: Sequence[torch.Tensor]) -> None:
         self.model.bind_kv(caches)
+        if any(cache.dtype == torch.int8 for cache in caches):
+            for layer in self.model.layers:
+                norm = None if isinstance(layer, PostNormLayer) else layer.attention_norm
+                even_out_keys(layer.attention, norm)
 
     def compile_key(self) -> str:
         return ""  # nothing is compiled

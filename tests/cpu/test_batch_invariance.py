@@ -25,12 +25,13 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "max_position_embeddings": 2100,
 }
-# whole steps, all layers with windows, every second one with windows and soft caps, and layer by layer
+# whole steps, all layers with windows, every second one with windows and soft caps, layer by layer, and a latent cache
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral_window": {"sliding_window": 90},
     "gemma2": {"sliding_window": 150, "head_dim": 64},
     "mixtral": {},
+    "deepseek_v3": {"kv_lora_rank": 40, "moe_intermediate_size": 64},
 }
 FILES = ["Q4_K", "Q8_0"]
 Loader = Callable[[str], Any]
