@@ -724,7 +724,8 @@ def test_bodies_of_unknown_upgrades_are_bodies(hostile: LiveServer, chunked: boo
         sock.settimeout(5)
         seen = b""
         while len(statuses := re.findall(rb"HTTP/1.1 (\d+)", seen)) < 4 or not seen.endswith(b"}"):
-            assert (more := sock.recv(65536)), seen
+            more = sock.recv(65536)
+            assert more, seen
             seen += more
     assert statuses == [b"200"] * 4 and seen.count(b"chat.completion") == 2, seen
 
