@@ -167,6 +167,16 @@ def run_in_library(model: Transformer) -> LibraryModel:
     return NativeDecoder(model)
 
 
+def batch_dependent_layer(model: Transformer) -> str | None:
+    """A part of the model whose rounding may depend on the batch; None: there is none."""
+    for number, layer in enumerate(model.layers):
+        if type(layer) not in _ARRANGEMENTS or type(layer.attention) is not Attention:
+            return f"layer {number} ({type(layer).__name__})"
+        if not isinstance(layer.attention.backend, CpuAttention):
+            return f"attention in layer {number} ({type(layer.attention.backend).__name__})"
+    return None
+
+
 def _not_covered(model: Transformer) -> str | None:
     """Why the library cannot run whole steps of the model; None: it can."""
     if model.embedding.mesh.size > 1:
