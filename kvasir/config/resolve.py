@@ -78,6 +78,8 @@ def _resolve(config: EngineConfig) -> EngineConfig:
     package = _resolve_package(device.attention_backend, model, platform)
     _check_cpu_library_settings(config, model, device)
     _check_drafts_fit(config, model, device)
+    if device.batch_invariant:
+        _check_batch_invariant(config, model, device)
     return EngineConfig(
         model=replace(model, quantization=_quantization(model.quantization, model, load, device)),
         load=load,
@@ -583,6 +585,32 @@ def _check_cpu_library_settings(asked: EngineConfig, model: ModelConfig, device:
             raise ConfigError(
                 f"{name}={value!r} needs a CPU, bfloat16 and Kvasir's C++ library (attention_backend='cpu'), but the "
                 f"device is {device.device} and attention_backend {device.attention_backend}. Leave {name} unset."
+            )
+
+
+def _check_batch_invariant(config: EngineConfig, model: ModelConfig, device: DeviceConfig) -> None:
+    """Refuse what rounds by the size of the batch, and what is not compared bit by bit in tests."""
+    if model.model_impl == "transformers" or device.attention_backend != "cpu":
+        where = "through transformers" if model.model_impl == "transformers" else f"on {device.device}"
+        raise ConfigError(
+            f"batch_invariant=True: only Kvasir's C++ library for CPUs (device='cpu', dtype='bfloat16', "
+            f"attention_backend='cpu') computes a request's logits with the same bits in every batch; this model runs "
+            f"{where} with attention_backend={device.attention_backend!r}, whose rounding depends on the batch. Use "
+            f"the library, or leave batch_invariant out."
+        )
+    checkpoint = _checkpoint_quantization(model) if config.load.load_format != "gguf" else None
+    for name, is_off in (
+        ("tensor_parallel_size", config.parallel.tensor_parallel_size == 1),
+        ("speculative_config", model.speculative_config is None),
+        ("enable_lora", not config.adapters.enable_lora),
+        ("enable_prompt_embeds", not model.enable_prompt_embeds),
+        ("runner='pooling'", not model.poolers),
+        (f"a checkpoint quantized with {checkpoint}", checkpoint is None),
+    ):
+        if not is_off:
+            raise ConfigError(
+                f"batch_invariant=True does not go together with {name}: its results may depend on the batch. Leave "
+                f"one of the two out."
             )
 
 

@@ -25,11 +25,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvasir.errors import RequestError
+from kvasir.log import get_logger
 from kvasir.messages import EngineRequest, FinishReason, Int32Array, SampleInputs
 
 if TYPE_CHECKING:
     from kvasir.engine.request import Request
     from kvasir.engine.rows import RowNumbers, Rows
+
+logger = get_logger(__name__)
 
 Answer = int | Int32Array | None  # the token that must come next, a bitmask of allowed ones (32 to a word), or any may
 BUDGET_GUIDE = "thinking_budget"
@@ -116,9 +119,12 @@ class Guides:
             guide, new = request.guide, tokens[i, : counts[i]].tolist()
             more: list[int] = []
             if guide.error is None and reasons[i] == FinishReason.NONE:
-                guide.accept(new)
-                if guide.error is None and guide.holds:
-                    more = self._continue(r, row, request, guide, waits, changed)
+                try:
+                    guide.accept(new)
+                    if guide.error is None and guide.holds:
+                        more = self._continue(r, row, request, guide, waits, changed)
+                except Exception as error:  # a fault in one guide must not end the other requests
+                    guide.error = _fault(error)
                 if guide.is_complete:
                     reasons[i] = FinishReason.STOP
                 elif r.num_known[row] >= r.limit[row]:
@@ -160,13 +166,13 @@ class Guides:
         lines: dict[str, list[tuple[int, TokenGuide]]] = {}
         for line, request in guided:
             assert request.guide is not None and request.spec.guide is not None, "only guided requests are asked"
-            if request.guide.holds:
+            if request.guide.holds and request.guide.error is None:  # an error ends the request after this step
                 lines.setdefault(request.spec.guide[0], []).append((line, request.guide))
         masked: list[int] = []
         masks: list[Int32Array] = []
         forced: list[tuple[int, int]] = []
         for name, asked in lines.items():
-            said = self.kinds[name].answers([guide for _, guide in asked])
+            said = self._answers(self.kinds[name], [guide for _, guide in asked])
             if isinstance(said, np.ndarray):
                 masked += [line for line, _ in asked]
                 masks.append(said)
@@ -188,6 +194,26 @@ class Guides:
         self.stats.guided_steps += 1
         self.stats.mask_seconds += time.perf_counter() - start
         return inputs
+
+    def _answers(self, kind: GuideKind, guides: list[TokenGuide]) -> Int32Array | list[Answer]:
+        """What the guides say. One that fails says nothing and ends its own request alone."""
+        try:
+            return kind.answers(guides)
+        except Exception:
+            logger.exception("Guides failed together and are asked one by one")
+        said: list[Answer] = []
+        for guide in guides:
+            try:
+                said.append(kind.answers([guide])[0])
+            except Exception as error:
+                guide.error = _fault(error)
+                said.append(None)
+        return said
+
+
+def _fault(error: Exception) -> str:
+    logger.error("A guide failed", exc_info=error)
+    return f"the rule for its next tokens failed: {type(error).__name__}: {str(error)[:200]}"
 
 
 def _joined(masks: list[Int32Array]) -> Int32Array:

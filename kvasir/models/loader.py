@@ -31,7 +31,14 @@ from kvasir.models import architectures, gguf
 from kvasir.models.checkpoint import KV_SCALES, QuantizedSafetensors, Safetensors, is_finite, load_kv_scales, some
 from kvasir.models.fallback import TransformersModel, load_fallback
 from kvasir.models.gguf import GGUFCheckpoint
-from kvasir.models.native import LibraryModel, packed_weights_file, restore_packed, run_in_library, save_packed
+from kvasir.models.native import (
+    LibraryModel,
+    batch_dependent_layer,
+    packed_weights_file,
+    restore_packed,
+    run_in_library,
+    save_packed,
+)
 from kvasir.models.spec import BY_ROWS, Architecture, DecoderSpec, LayerSpec, Names, TensorLayout
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select as select_platform
@@ -58,6 +65,8 @@ def load(config: EngineConfig, device: torch.device, mesh: Mesh | None = None) -
     """The model on its device, ready to run, in the implementation that the settings name."""
     if config.model.model_impl != "transformers":
         model = load_model(config, device, mesh)
+        if config.device.batch_invariant and (layer := batch_dependent_layer(model)):
+            raise ConfigError(f"batch_invariant=True: the model's {layer} rounds by the batch here. Leave it out.")
         return run_in_library(model) if config.device.attention_backend == "cpu" else model
     if mesh is not None and mesh.size > 1:
         raise ConfigError("model_impl='transformers' runs on one device; set tensor_parallel_size=1.")

@@ -86,6 +86,7 @@ class LibraryModel(nn.Module):
         self.model.bind_kv(caches)
         if any(cache.dtype == torch.int8 for cache in caches):
             for layer in self.model.layers:
+                assert isinstance(layer, DecoderLayer), "all layers of a decoder are"
                 norm = None if isinstance(layer, PostNormLayer) else layer.attention_norm
                 even_out_keys(layer.attention, norm)
 
@@ -178,6 +179,16 @@ def run_in_library(model: Transformer) -> LibraryModel:
         return LayerByLayer(model)
     logger.info("the CPU library (%s) runs whole steps", how)
     return NativeDecoder(model)
+
+
+def batch_dependent_layer(model: Transformer) -> str | None:
+    """A part of the model whose rounding may depend on the batch; None: there is none."""
+    for number, layer in enumerate(model.layers):
+        if type(layer) not in _ARRANGEMENTS or type(layer.attention) is not Attention:
+            return f"layer {number} ({type(layer).__name__})"
+        if not isinstance(layer.attention.backend, CpuAttention):
+            return f"attention in layer {number} ({type(layer.attention.backend).__name__})"
+    return None
 
 
 def _not_covered(model: Transformer) -> str | None:

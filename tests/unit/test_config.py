@@ -178,6 +178,7 @@ CASES = {
     "cpu_threads": Case(3, shows=lambda c, w: c.device.cpu_threads == 3),
     "cpu_bind": Case("0", shows=lambda c, w: (c.device.cpu_bind, c.device.cpu_threads) == ("0", 1)),
     "enforce_eager": Case(True, shows=lambda c, w: c.device.enforce_eager is True),
+    "batch_invariant": Case(True, shows=lambda c, w: c.device.batch_invariant is True),
 }
 NAMES = [f.name for f in dataclasses.fields(EngineArgs)]
 
@@ -194,6 +195,33 @@ def test_every_setting_has_an_effect_or_is_refused(name: str, world: World) -> N
         assert f"{name}={case.value!r}" in str(error.value)
     else:
         assert case.shows(resolve(EngineArgs(**given)), world)
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        ({"dtype": "float32"}, "the library, or leave batch_invariant out"),
+        ({"attention_backend": "torch"}, "attention_backend='torch'"),
+        ({"model_impl": "transformers"}, "through transformers"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"speculative_config": {"method": "suffix"}}, "speculative_config"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds"),
+    ],
+    ids=str,
+)
+def test_batch_invariance_is_refused_where_nothing_shows_it(beside: dict[str, Any], said: str, world: World) -> None:
+    with pytest.raises(ConfigError, match="batch_invariant=True") as error:
+        resolve(EngineArgs(model=str(world.path), batch_invariant=True, **beside))
+    assert said in str(error.value)
+
+
+def test_a_gpu_refuses_batch_invariance(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = CpuPlatform("cuda")
+    platform.kind = "cuda"  # type: ignore[misc]
+    monkeypatch.setattr(platforms, "select", lambda device: platform)
+    with pytest.raises(ConfigError, match="batch_invariant=True"):
+        resolve(EngineArgs(model=str(world.path), batch_invariant=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
