@@ -15,7 +15,7 @@ from kvasir.errors import ConfigError, ModelError
 from kvasir.layers.attention import ATTENTIONS, AttentionLayer
 from kvasir.layers.base import Build, DecoderBuild, WeightLayer
 from kvasir.layers.linear import Linear, heads_part, row_linear
-from kvasir.layers.norm import RMSNorm
+from kvasir.layers.norm import Norm, RMSNorm
 from kvasir.layers.rope import rotary_for
 from kvasir.layers.spec import LatentAttentionSpec
 from kvasir.quantization.base import LinearShape, MatrixPart, TensorKey
@@ -74,10 +74,27 @@ class LatentAttention(AttentionLayer):
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, last: LastTokens | None = None
     ) -> torch.Tensor:
-        spec, batch = self.spec, batch.of_group(self.group)
-        query, cached = self.down(x).split([part.num_own for part in self.down.shape.parts], dim=-1)
+        query, cached = self._split(self.down(x))
         if self.query_up is not None and self.query_norm is not None:
             query = self.query_up(self.query_norm(query.contiguous()))
+        y: torch.Tensor = self.o(self._attend(query, cached, positions, batch, last))
+        return y
+
+    def _split(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, or what they are computed from; and vectors with their keys."""
+        query, cached = both.split([part.num_own for part in self.down.shape.parts], dim=-1)
+        return query, cached
+
+    def _attend(
+        self,
+        query: torch.Tensor,  # [tokens, heads * (plain_dim + rotary_dim)]
+        cached: torch.Tensor,  # [tokens, latent_dim + rotary_dim]
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        last: LastTokens | None = None,
+    ) -> torch.Tensor:
+        """Everything between the projections."""
+        spec, batch = self.spec, batch.of_group(self.group)
         assert self.rotary is not None
         query = kernels.latent_store(
             query.unflatten(-1, (self.heads, -1)),
@@ -96,8 +113,22 @@ class LatentAttention(AttentionLayer):
         seen = self.backend.forward_latent(
             query, self.kv_cache, self.latent_up.weight, batch, scale=spec.scale, unit=self.k_scale
         )
-        y: torch.Tensor = self.o(seen.reshape(len(query), -1))
-        return y
+        return seen.reshape(len(query), -1)
+
+    # ------------------------------------------------------------ fusing
 
     def leave_parts(self) -> None:
         self.o.leaves_parts = True
+
+    @property
+    def fuses_one_row(self) -> bool:
+        parts = [self.down, self.o] if self.query_up is None else [self.down, self.query_up, self.o]
+        return all(part.fuses_one_row for part in parts)
+
+    def one_row(self, stream: torch.Tensor, norm: Norm, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        options = norm.fused_options
+        assert options is not None, "the norm can be fused"
+        query, cached = self._split(self.down.fused(stream, **options))
+        if self.query_up is not None and self.query_norm is not None:
+            query = self.query_up.fused(query, gain=self.query_norm.weight, eps=self.query_norm.eps)
+        return self.o.fused(self._attend(query, cached, positions, batch), add=stream)

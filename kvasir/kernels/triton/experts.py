@@ -161,7 +161,7 @@ def _find_rows(starts_ptr, tile, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BL
 
 
 @triton.jit
-def _gate(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def apply_gate(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """See reference.gated_activation, in float32."""
     if KIND == "clamped":
         gate = tl.minimum(gate, LIMIT)
@@ -207,7 +207,7 @@ def _gate_up_kernel(
         bias = bias_ptr + expert * 2 * INNER + n
         gate += tl.load(bias, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + INNER, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
-    y = _gate(gate, up, KIND, ALPHA, LIMIT)
+    y = apply_gate(gate, up, KIND, ALPHA, LIMIT)
     mask = (row < end)[:, None] & (n < INNER)[None, :]
     tl.store(y_ptr + row.to(tl.int64)[:, None] * INNER + n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -280,7 +280,7 @@ def _pair_gate_up_kernel(
         bias = bias_ptr + expert * 2 * INNER + n
         gate_sum += tl.load(bias, mask=n < INNER, other=0.0).to(tl.float32)
         up_sum += tl.load(bias + INNER, mask=n < INNER, other=0.0).to(tl.float32)
-    y = _gate(gate_sum, up_sum, KIND, ALPHA, LIMIT)
+    y = apply_gate(gate_sum, up_sum, KIND, ALPHA, LIMIT)
     tl.store(y_ptr + pair * INNER + n, y.to(y_ptr.dtype.element_ty), mask=n < INNER)
 
 
@@ -370,6 +370,12 @@ def each_pair_alone(pairs: int, experts: int) -> bool:
     return pairs * 4 <= experts or pairs <= 8
 
 
+def activation_options(activation: str | tuple[float, float]) -> dict[str, Any]:
+    """For `apply_gate`."""
+    alpha, limit = (0.0, 0.0) if isinstance(activation, str) else activation
+    return dict(KIND=activation if isinstance(activation, str) else "clamped", ALPHA=alpha, LIMIT=limit)
+
+
 def _descriptors(matrix: torch.Tensor, rows: int, depth: int) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -392,8 +398,7 @@ def experts(
     """See reference.experts. With `leave_parts`, [top_k, tokens, hidden] that must still be summed."""
     (tokens, top_k), (count, hidden, inner) = chosen.shape, down.shape
     pairs, x = tokens * top_k, x.contiguous()
-    alpha, limit = (0.0, 0.0) if isinstance(activation, str) else activation
-    kind = dict(KIND=activation if isinstance(activation, str) else "clamped", ALPHA=alpha, LIMIT=limit)
+    kind = activation_options(activation)
     middle = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     make = torch.zeros if is_apart else torch.empty  # parts of pairs that other ranks have stay zero
     parts = make(top_k, tokens, hidden, dtype=x.dtype, device=x.device)

@@ -34,10 +34,7 @@ def _fetch(lines):
 @triton.jit
 def load_columns(pointers, k, LEFT: tl.constexpr, BLOCK_K: tl.constexpr):
     """In float32; zeros past the LEFT columns that there still are. Whole blocks are loaded without a mask."""
-    if LEFT >= BLOCK_K:
-        y = tl.load(pointers)
-    else:
-        y = tl.load(pointers, mask=k < LEFT, other=0.0)
+    y = tl.load(pointers) if LEFT >= BLOCK_K else tl.load(pointers, mask=k < LEFT, other=0.0)
     return y.to(tl.float32)
 
 
