@@ -2,7 +2,7 @@
 
 The experts that a router chose, and one that every row goes to, are places: the shared one is cut into pieces that are
 as wide as an expert. The first launch has programs for each place. In the second a program takes some outputs of all
-places, so that it adds them up, and the residual, before it rounds.
+places, so that it adds them up, and the residual, before it rounds. The row is loaded as in experts.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.triton.experts import activation_options, apply_gate
+from kvasir.kernels.triton.experts import REGISTERS, activation_options, apply_gate, columns_of_a_step
 from kvasir.kernels.triton.launch import await_previous, cdiv, early
 from kvasir.kernels.triton.linear import load_columns
 
@@ -26,8 +26,8 @@ def _one_row_gate_up_kernel(
 ):  # fmt: skip
     place = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    within = tl.where(n < INNER, n, 0)[:, None].to(tl.int64) * INPUTS + k[None, :]
+    k = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, :], [BLOCK_N, BLOCK_K])
+    within = tl.where(n < INNER, n, 0)[:, None].to(tl.int64) * INPUTS + k
     await_previous(PDL)
     expert = tl.load(chosen_ptr + tl.minimum(place, TOP_K - 1)).to(tl.int64)
     top = matrix_ptr + expert * (2 * INNER * INPUTS)
@@ -39,14 +39,14 @@ def _one_row_gate_up_kernel(
     up_rows = up_top + within
     gate_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up_acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    squares = tl.zeros([BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for at in tl.static_range(0, INPUTS, BLOCK_K):
         x = load_columns(x_ptr + at + k, k, INPUTS - at, BLOCK_K)
         squares += x * x
         x = x * load_columns(gain_ptr + at + k, k, INPUTS - at, BLOCK_K)
-        gate_acc += load_columns(rows + at, k[None, :], INPUTS - at, BLOCK_K) * x[None, :]
-        up_acc += load_columns(up_rows + at, k[None, :], INPUTS - at, BLOCK_K) * x[None, :]
-    scale = tl.rsqrt(tl.sum(squares, 0) / INPUTS + eps)
+        gate_acc += load_columns(rows + at, k, INPUTS - at, BLOCK_K) * x
+        up_acc += load_columns(up_rows + at, k, INPUTS - at, BLOCK_K) * x
+    scale = tl.rsqrt(tl.sum(squares, 1) / INPUTS + eps)
     gate_sum = tl.sum(gate_acc, 1) * scale
     up_sum = tl.sum(up_acc, 1) * scale
     if bias_ptr is not None:  # the shared expert has none
@@ -65,7 +65,7 @@ def _one_row_down_kernel(
     BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, :], [BLOCK_N, BLOCK_K])
     inside = n < OUTPUTS
     line = tl.where(inside, n, 0).to(tl.int64)
     await_previous(PDL)
@@ -75,15 +75,15 @@ def _one_row_down_kernel(
         if place < TOP_K:
             expert = tl.load(chosen_ptr + place).to(tl.int64)
             weight = tl.load(weight_ptr + place)
-            rows = matrix_ptr + (expert * OUTPUTS + line)[:, None] * INNER + k[None, :]
+            rows = matrix_ptr + (expert * OUTPUTS + line)[:, None] * INNER + k
             if bias_ptr is not None:
                 y += tl.load(bias_ptr + expert * OUTPUTS + n, mask=inside, other=0.0).to(tl.float32) * weight
         else:
             weight = 1.0
-            rows = shared_ptr + line[:, None] * (PIECES * INNER) + (place - TOP_K) * INNER + k[None, :]
+            rows = shared_ptr + line[:, None] * (PIECES * INNER) + (place - TOP_K) * INNER + k
         for at in tl.static_range(0, INNER, BLOCK_K):
             x = load_columns(x_ptr + place * INNER + at + k, k, INNER - at, BLOCK_K) * weight
-            acc += load_columns(rows + at, k[None, :], INNER - at, BLOCK_K) * x[None, :]
+            acc += load_columns(rows + at, k, INNER - at, BLOCK_K) * x
     y += tl.sum(acc, 1)
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -108,17 +108,22 @@ def one_row_experts(
     pieces = 0 if shared is None else shared_down.shape[1] // inner
     middle = torch.empty(top_k + pieces, inner, dtype=x.dtype, device=x.device)
     y = torch.empty_like(x)
-    shape = dict(INNER=inner, TOP_K=top_k, PIECES=pieces, BLOCK_N=ROWS, num_warps=4, **early(x))
+    shape = dict(INNER=inner, TOP_K=top_k, PIECES=pieces, BLOCK_N=ROWS, num_warps=4, maxnreg=REGISTERS, **early(x))
     _one_row_gate_up_kernel[(cdiv(inner, ROWS), top_k + pieces)](
         x, gain, gate_up, gate_up_bias, shared_gate_up, chosen, middle, eps,
-        INPUTS=hidden, BLOCK_K=_columns(hidden), **activation_options(activation), **shape,
+        INPUTS=hidden, BLOCK_K=columns_of_a_step(hidden), **activation_options(activation), **shape,
     )  # fmt: skip
     _one_row_down_kernel[(cdiv(hidden, ROWS),)](
-        middle, down, down_bias, shared_down, chosen, weights, x, y, OUTPUTS=hidden, BLOCK_K=_columns(inner), **shape
+        middle,
+        down,
+        down_bias,
+        shared_down,
+        chosen,
+        weights,
+        x,
+        y,
+        OUTPUTS=hidden,
+        BLOCK_K=columns_of_a_step(inner),
+        **shape,
     )
     return y
-
-
-def _columns(width: int) -> int:
-    """Columns of a step. Each of four warps loads 256 of a row at once."""
-    return 256 if width % 512 and width % 256 == 0 else 512
