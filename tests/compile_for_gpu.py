@@ -100,7 +100,7 @@ GPT_OSS = COMMON | {
     **{"intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 8},
     **{"num_experts_per_tok": 4, "sliding_window": 128, "num_hidden_layers": 3, "attention_bias": True},
 }
-LONE, DECODES = ForwardGraphKey(1, 1, 512), ForwardGraphKey(64, 64, 2048)
+LONE, TWO, DECODES = ForwardGraphKey(1, 1, 512), ForwardGraphKey(2, 2, 512), ForwardGraphKey(64, 64, 2048)
 SHARING, MIXED = ForwardGraphKey(256, 256, 1 << 30, shares=True), ForwardGraphKey(512, 128, 1 << 30)
 SMALL = ForwardGraphKey(64, 56, 1 << 30)  # too few tokens for the kernel that takes chunks of larger steps
 # Steps above all graphs, whose sizes and places in memory 16 divides or not.
@@ -297,7 +297,7 @@ def main() -> int:
     with _Zeros(), torch.inference_mode():
         run_steps(QWEN3, [LONE, DECODES, SHARING, MIXED, SMALL], everything=True)
         run_steps(GEMMA2, [DECODES, MIXED], torch.float8_e4m3fn)
-        run_steps(MIXTRAL, [DECODES])
+        run_steps(MIXTRAL, [LONE, TWO, DECODES])
         run_steps(QWEN3, [LONE, DECODES, MIXED], quantize=int4)
         for quantize in CODINGS:
             run_steps(QWEN3, [LONE, DECODES], quantize=quantize)

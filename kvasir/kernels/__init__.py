@@ -44,6 +44,7 @@ __all__ = [
     "experts",
     "filter_threshold",
     "fused_coded_linear",
+    "fused_experts",
     "fused_linear",
     "fuses_one_row",
     "gated_activation",
@@ -246,6 +247,15 @@ def route(logits: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def experts(x: torch.Tensor, *args: Any) -> torch.Tensor:
     """See reference.experts; on a GPU nothing waits."""
     y: torch.Tensor = _version_for(x).experts(x, *args)
+    return y
+
+
+def fused_experts(x: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+    """See reference.fused_experts. On a GPU for one row, and a shared expert that is a multiple of the others."""
+    version = _version_for(x)
+    if version is reference:
+        return reference.fused_experts(x, *args, product=linear, **how)
+    y: torch.Tensor = version.one_row_experts(x, *args, **how)
     return y
 
 

@@ -477,6 +477,29 @@ def fused_linear(
     return y if add is None else y + add
 
 
+def fused_experts(
+    x: torch.Tensor,  # [tokens, hidden]
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: str | tuple[float, float],
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    *,
+    gain: torch.Tensor,  # [hidden]: what experts get goes through an RMS norm first
+    eps: float,
+    shared: tuple[torch.Tensor, torch.Tensor] | None = None,  # gate and up, and down, of an expert that all go to
+    product: Callable[..., torch.Tensor] = linear,
+) -> torch.Tensor:
+    """x plus what `experts` and the shared expert give for its norm."""
+    normed = rms_norm(x, gain, eps)
+    y = x + experts(normed, weights, chosen, gate_up, down, activation, gate_up_bias, down_bias)
+    if shared is None:
+        return y
+    return y + product(gated_activation(product(normed, shared[0]), activation), shared[1])
+
+
 # ----------------------------------------------------------------
 # Stateless random numbers: noise depends on (seed, position, token) alone, whatever else is in the batch.
 

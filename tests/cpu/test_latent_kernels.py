@@ -21,6 +21,7 @@ from kvasir.attention.torch import TorchAttention
 from kvasir.attention.triton import TritonAttention
 from kvasir.kernels.layout import find_tiles
 from kvasir.kernels.triton import latent as latent_module
+from kvasir.kernels.triton.head_products import multiply_heads
 from kvasir.kernels.triton.latent import latent_store
 from kvasir.kernels.triton.paged_decode import Split
 from tests.kernel_builders import DEVICE, DTYPES, GPU, close, paged, randn
@@ -164,6 +165,22 @@ def test_store(eight_bit: bool, interleaved: bool, dtype: torch.dtype) -> None:
         assert near == 1 if GPU else near > 0.99
     else:
         close(caches[1], caches[0], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "inputs", "outputs"), [(3, 24, 100), (2, 512, 20), (16, 128, 512)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 5])
+def test_heads_have_matrices_of_their_own(
+    tokens: int, heads: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    x = randn(tokens, heads, inputs + 8, dtype=dtype)[..., :inputs]
+    rows = randn(heads, outputs + 16, inputs, dtype=dtype)[:, 16:]
+    columns = randn(heads, inputs, outputs, dtype=dtype).transpose(1, 2)
+    for weight in (rows, columns):
+        out = torch.full((tokens + 1, heads, outputs), 7.0, dtype=dtype, device=DEVICE)
+        multiply_heads(x, weight, out[:tokens])
+        close(out[:tokens], torch.einsum("thi,hoi->tho", x.double(), weight.double()), dtype)
+        assert (out[tokens:] == 7.0).all()
 
 
 # The kernel for Hopper GPUs has no interpreter. The one that merges its parts has, and says where they must lie.
