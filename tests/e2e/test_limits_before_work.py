@@ -94,7 +94,7 @@ ATTACKS: dict[str, tuple[tuple[str, dict[str, Any]], int]] = {  # the request, a
     "too many names": (chat(**{f"x{i}": 1 for i in range(300_000)}), 400),
     "a message of many entries": (chat(messages=[{**message("Hi")[0], **{f"x{i}": 1 for i in range(300_000)}}]), 400),
     "many messages": (chat(messages=message("a") * 60_000), 400),
-    "many parts": (chat(messages=message([{"type": "text", "text": "a"}] * 30_000)), 400),
+    "many parts": (chat(messages=message([{"type": "text", "text": "a"}] * 40_000)), 400),
     "long arguments": (calls('{"a":[' + "[]," * (4 * MIB) + "[]]}"), 400),
     "arguments of many names": (calls("{" + ",".join(f'"{i}":1' for i in range(MIB)) + "}"), 400),
     "arguments of many numbers": (calls("[" + "1," * (4 * MIB) + "1]"), 400),

@@ -25,7 +25,7 @@ from kvasir.server.schema.field_docs import FIELD_DOCS
 
 MAX_TOKEN_IDS = 1 << 20  # of all prompts of a request; decoding more holds up the event loop
 MAX_ENTRIES = 1 << 16  # of a list or an object whose field sets no other limit
-MAX_OBJECTS = 1 << 14  # of a list of objects or lists, such as messages; each takes far more work than a number
+MAX_OBJECTS = 1 << 15  # of a list of objects or lists, such as messages; each takes far more work than a number
 _MAX_NAME = 64  # characters of an unknown field's name that are repeated and compared with known ones
 
 
