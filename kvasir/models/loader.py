@@ -144,7 +144,8 @@ def make_build(
     is_quantized = form is not None or (is_gguf and quantization == "gguf")
     if config.device.attention_backend == "cpu":
         kept = KEPT if is_quantized else quantization
-        return Build(dtype, mesh, CpuMethods(kept), vocabulary=VOCABULARIES[kept], adapters=adapters)
+        num_layers = config.model.hf.get("num_hidden_layers", config.model.hf.get("n_layer"))
+        return Build(dtype, mesh, CpuMethods(kept, num_layers), vocabulary=VOCABULARIES[kept], adapters=adapters)
     if quantization in QUANTIZERS and form is None:
         return Build(dtype, mesh, CodedMethods(QUANTIZERS[quantization]), adapters=adapters)
     if not is_quantized and not is_gguf:

@@ -86,9 +86,8 @@ class LibraryModel(nn.Module):
         self.model.bind_kv(caches)
         if any(cache.dtype == torch.int8 for cache in caches):
             for layer in self.model.layers:
-                assert isinstance(layer, DecoderLayer), "all layers of a decoder are"
-                norm = None if isinstance(layer, PostNormLayer) else layer.attention_norm
-                even_out_keys(layer.attention, norm)
+                if isinstance(layer, DecoderLayer):
+                    even_out_keys(layer.attention, None if isinstance(layer, PostNormLayer) else layer.attention_norm)
 
     def compile_key(self) -> str:
         return ""  # nothing is compiled
