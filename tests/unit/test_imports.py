@@ -43,7 +43,7 @@ ORDER = {
     "server.routes": Line(
         ("server", "entrypoints.async_llm", "parsers", "frontend", "engine.transport", "engine.stats", "host")
     ),
-    "server.schema": Line(),
+    "server.schema": Line(("server.body_limits",)),  # for JSON that stands in texts
     "entrypoints": Line(("config.resolve", "frontend", "engine.transport", "engine.stats", "host")),
     "engine.process": Line(("config.resolve", "engine", "sampling.startup_processors"), by_name=("frontend.requests",)),
     "parsers": Line(("frontend.text",)),
