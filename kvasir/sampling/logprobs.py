@@ -127,7 +127,7 @@ class TokenScores(RowFeature):
         self.named = NamedTokens(max_rows, device)
         self._named_rows = Stages([self.named])
         self._counts = np.full(max_rows, -1, np.int32)  # by row: likeliest tokens wanted; -1: no scores
-        self._lines = torch.zeros(max_rows, dtype=torch.int32, device=device)  # for graphs
+        self._lines = torch.zeros(max(max_rows, SCORED_ROWS), dtype=torch.int32, device=device)  # for graphs
 
     def open(self, new_rows: list[NewRow], rows: torch.Tensor, packed: torch.Tensor) -> None:
         for new in new_rows:
