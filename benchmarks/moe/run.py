@@ -117,6 +117,7 @@ class Layer:
         size = {"device": DEVICE, "dtype": BF16}
         self.gate_up = torch.randn(self.count, 2 * self.inner, self.hidden, **size) / self.hidden**0.5
         self.down = torch.randn(self.count, self.hidden, self.inner, **size) / self.inner**0.5
+        self.gain = torch.ones(self.hidden, **size)
         self.biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if bias:
             self.biases = (
@@ -134,9 +135,8 @@ class Layer:
 
     def run_one_row(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """With the norm before and the residual after."""
-        gain = torch.ones(self.hidden, device=DEVICE, dtype=BF16)
         args = x, weights, chosen, self.gate_up, self.down, self.activation, *self.biases
-        return one_row_experts(*args, gain=gain, eps=1e-6)
+        return one_row_experts(*args, gain=self.gain, eps=1e-6)
 
 
 def check_experts(name: str) -> bool:
@@ -156,7 +156,7 @@ def check_experts(name: str) -> bool:
         worst = max(worst, error(got[some], wanted))
         alone = layer.run(x[:1], weights[:1], chosen[:1])
         worst = max(worst, error(got[:1], alone))
-    normed = reference.rms_norm(x[:1], torch.ones(layer.hidden, device=DEVICE, dtype=BF16), 1e-6)
+    normed = reference.rms_norm(x[:1], layer.gain, 1e-6)
     whole = x[:1].float() + layer.run(normed, weights[:1], chosen[:1]).float()
     worst = max(worst, error(layer.run_one_row(x[:1], weights[:1], chosen[:1]), whole))
     report(part="check", what=f"experts {name}", error=worst, ok=worst < TOLERANCE)
