@@ -11,13 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.attention.base import AttentionBatch
-from kvasir.kernels.layout import Tiles, find_tiles
+from kvasir.kernels.layout import Tiles, find_tiles, upload
 from kvasir.kernels.triton.head_products import multiply_heads
 from kvasir.kernels.triton.latent import Piece, gather_vectors, latent_decode, latent_prefill, latent_tiles
 from kvasir.kernels.triton.paged_decode import Workspace, paged_decode, reads_prefixes
 from kvasir.kernels.triton.paged_mixed import paged_mixed
 from kvasir.kernels.triton.paged_prefill import paged_prefill
-from kvasir.kernels.upload import upload
 
 PIECE_BYTES = 256 << 20  # of keys and values that are computed at once from a latent cache
 ROOM = 32  # a grid may have this many times the programs that chunks need; estimated, not measured

@@ -23,13 +23,12 @@ from safetensors import safe_open
 from torch import nn
 
 from kvasir.config.engine import EngineConfig
-from kvasir.distributed import Role
-from kvasir.kernels.adapters import TokenSlots
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import TokenSlots, upload
 from kvasir.layers.adapters import SoftPrompts, StepAdapters, VocabularyChange, VocabularySlots, WholeMatrix
 from kvasir.layers.attention import Attention
 from kvasir.layers.embedding import Embedding, TiedHead
 from kvasir.layers.linear import Linear
+from kvasir.layers.mesh import Role
 from kvasir.layers.spec import AttentionSpec
 from kvasir.lora.host import WEIGHTS, AdapterPlan, Factors
 from kvasir.messages import AdapterTarget, AdapterTargets, Int32Array, NewRow, Resource, StepPlan

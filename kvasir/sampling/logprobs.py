@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import upload
 from kvasir.messages import LOGPROBS, PROMPT_LOGPROBS, Extras, Int32Array, NewRow, Part, StepPlan
 from kvasir.sampling.features import (
     NO_COLUMNS,

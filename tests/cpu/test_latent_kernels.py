@@ -13,9 +13,10 @@ from kvasir.kernels import reference
 
 pytest.importorskip("triton")
 
-from kvasir.attention import latent as plain_torch
+from kvasir.attention import torch as plain_torch
 from kvasir.attention import triton as triton_attention
 from kvasir.attention.base import AttentionBackend, AttentionBatch
+from kvasir.attention.cpu import CpuAttention
 from kvasir.attention.torch import TorchAttention
 from kvasir.attention.triton import TritonAttention
 from kvasir.kernels.layout import find_tiles
@@ -24,6 +25,7 @@ from kvasir.kernels.triton.head_products import multiply_heads
 from kvasir.kernels.triton.latent import latent_store
 from kvasir.kernels.triton.paged_decode import Split
 from tests.kernel_builders import DEVICE, DTYPES, GPU, close, paged, randn
+from tests.native_builders import SETS
 
 pytestmark = pytest.mark.kernel
 PLAIN, ROTARY, VALUE, LATENT = 8, 4, 6, 16
@@ -72,6 +74,16 @@ class Case:
 
 SMALL = (PLAIN, ROTARY, VALUE, LATENT)
 ALL = [1, 1, 1, 9, 21, 70], [150, 70, 7, 40, 21, 75]
+
+
+@pytest.mark.skipif(GPU or not SETS, reason="it is for CPUs")
+@pytest.mark.parametrize("sizes", [SMALL, (32, 16, 48, 128), (7, 6, 5, 11)])
+def test_cpu_library(sizes: tuple[int, ...]) -> None:
+    chunks, lengths = ALL
+    for heads in (1, 5):
+        case = Case([*chunks, 300], [*lengths, 700], heads, torch.bfloat16, sizes)
+        out = CpuAttention().forward_latent(case.query, case.cache, case.up, case.batch(), scale=SCALE)
+        case.check(out, torch.bfloat16)
 
 
 @pytest.mark.parametrize("piece", [4096, 13])

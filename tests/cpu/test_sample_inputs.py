@@ -12,7 +12,7 @@ import torch
 from kvasir import kernels
 from kvasir.kernels import reference
 from kvasir.messages import LOGPROBS, Extras, KVSpec, NewRow, RowSampling, SampleInputs, StepPlan
-from kvasir.worker.kv_memory import KVMemory
+from kvasir.worker.memory import KVMemory
 from kvasir.worker.model_runner import ModelRunner
 from tests.cpu import test_stages
 from tests.cpu.test_stages import WISHES, brute_force
@@ -200,7 +200,7 @@ def use_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if torch.cuda.is_available():
         pytest.skip("Triton's kernels are run by its interpreter here")
     from kvasir.kernels import triton
-    from kvasir.worker.graphs import step_graphs
+    from kvasir.worker import step_graphs
     from tests.graph_fakes import Repeats
 
     monkeypatch.setattr(step_graphs, "GraphPool", Repeats)
@@ -244,7 +244,7 @@ def test_a_dropped_line_yields_nothing_and_the_others_go_on(use_graphs: bool) ->
 
 def test_steps_without_inputs_send_nothing_for_their_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from kvasir.worker.graphs import step_graphs
+    from kvasir.worker import step_graphs
     from tests.graph_fakes import Repeats
 
     monkeypatch.setattr(step_graphs, "GraphPool", Repeats)

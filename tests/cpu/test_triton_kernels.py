@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvasir.kernels import reference
-from kvasir.kernels.adapters import AdapterMatrices, TokenSlots
-from kvasir.kernels.encoder_attention import encoder_attention as encoder_reference
+from kvasir.kernels.layout import AdapterMatrices, TokenSlots
+from kvasir.kernels.reference import encoder_attention as encoder_reference
 
 pytest.importorskip("triton")
 
