@@ -96,10 +96,32 @@ def test_other_servers_interfaces(embedder: tuple[LiveServer, Any, Path]) -> Non
     ollama = post(server, "/api/embed", {"model": "tiny:latest", "input": TEXTS})
     np.testing.assert_allclose(ollama["embeddings"], expected, atol=1e-5)
     assert ollama["model"] == "tiny:latest" and ollama["prompt_eval_count"] > 3
+    older = post(server, "/api/embeddings", {"model": "tiny", "prompt": TEXTS[0]})["embedding"]
+    np.testing.assert_allclose(older / np.linalg.norm(older), expected[0], atol=1e-5)
     scores = post(server, "/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS})
     np.testing.assert_allclose([each["score"] for each in scores["data"]], expected @ expected[0], atol=1e-5)
     tokens = post(server, "/pooling", {"input": TEXTS[0], "task": "token_embed"})["data"][0]["data"]
     assert len(tokens) == len(reference.tokenizer(TEXTS[0])["input_ids"]) and len(tokens[0]) == 32
+
+
+def test_embeddings_by_cohere(embedder: tuple[LiveServer, Any, Path]) -> None:
+    import cohere
+
+    server, reference, _ = embedder
+    client = cohere.ClientV2(api_key="-", base_url=server.url)
+    long = " ".join(TEXTS * 20)  # is cut, as Cohere does
+    kinds = ["float", "binary", "base64"]
+    made = client.embed(model="tiny", texts=["cheese", long], input_type="search_query", embedding_types=kinds)
+    expected = reference.encode(["cheese", long], prompt_name="query")
+    np.testing.assert_allclose(made.embeddings.float_, expected, atol=1e-5)
+    assert np.array_equal(made.embeddings.binary, np.packbits(expected > 0, axis=1).astype(int) - 128)
+    first = np.frombuffer(base64.b64decode(made.embeddings.base64[0]), "<f4")
+    np.testing.assert_allclose(first, expected[0], atol=1e-5)
+    assert made.meta is not None and made.meta.billed_units is not None and made.meta.billed_units.input_tokens
+    short = client.embed(model="tiny", texts=TEXTS, input_type="clustering", output_dimension=8, max_tokens=9999)
+    assert [len(each) for each in short.embeddings.float_] == [8] * len(TEXTS)
+    with pytest.raises(cohere.BadRequestError, match="truncate"):
+        client.embed(model="tiny", texts=[long], input_type="search_document", truncate="NONE")
 
 
 def test_langchain(embedder: tuple[LiveServer, Any, Path]) -> None:
@@ -120,7 +142,7 @@ def test_langchain(embedder: tuple[LiveServer, Any, Path]) -> None:
     [
         ("/v1/embeddings", {"input": []}, "empty"),
         ("/v1/embeddings", {"input": [[]]}, "empty"),
-        ("/v1/embeddings", {"input": ["cat", ""]}, "Text 1 is empty"),
+        ("/v1/embeddings", {"input": ["cat", ""]}, "input[1] is empty"),
         ("/v1/embeddings", {"input": "cat " * 100}, "truncate_prompt_tokens"),
         ("/v1/embeddings", {"input": "cat", "dimensions": 64}, "more than the 32"),
         ("/v1/embeddings", {"input": "cat", "dimensions": 9}, "8, 16"),
@@ -141,6 +163,14 @@ def test_langchain(embedder: tuple[LiveServer, Any, Path]) -> None:
         ("/generate", {"prompt": "the"}, "does not generate text"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "as many"),
         ("/rerank", {"query": "a"}, "documents"),
+        ("/rerank", {"query": "", "documents": ["a"]}, "query is empty"),
+        ("/rerank", {"query": "a", "documents": ["a", ""]}, "documents[1] is empty"),
+        ("/score", {"text_1": "a", "text_2": [""]}, "text_2[0] is empty"),
+        ("/embed", {"inputs": []}, "inputs is empty"),
+        ("/v2/embed", {"texts": []}, "texts is empty"),
+        ("/v2/embed", {"texts": ["a"], "images": ["data:,"]}, "images"),
+        ("/v2/embed", {"texts": ["a"], "input_type": "image"}, "input_type"),
+        ("/api/embeddings", {"prompt": ""}, "prompt is empty"),
     ],
 )
 def test_bad_input(embedder: tuple[LiveServer, Any, Path], path: str, body: dict[str, Any], says: str) -> None:
