@@ -65,6 +65,8 @@ _ARCHITECTURES: dict[str, str | Architecture] = {
     "ModernBertModel": "kvasir.models.architectures.modernbert:MODERNBERT",
     "NomicBertModel": "kvasir.models.architectures.modernbert:NOMIC_BERT",
     "GteModel": "kvasir.models.architectures.modernbert:GTE",
+    "T5EncoderModel": "kvasir.models.architectures.t5:T5",
+    "MT5EncoderModel": "kvasir.models.architectures.t5:T5",
     "JinaEmbeddingsV3Model": "kvasir.models.architectures.modernbert:JINA",
 }
 
