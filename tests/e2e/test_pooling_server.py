@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvasir.entrypoints.cli.main import main
 from tests.pooling_builders import save_bert, save_sentence_bert, set_entries
 from tests.server_process import LiveServer
 
@@ -24,7 +27,9 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveSer
     directory = tmp_path_factory.mktemp("embedder")
     reference = save_sentence_bert(directory, prompts={"query": "what is ", "document": ""})
     set_entries(directory, matryoshka_dimensions=[8, 16])
-    with LiveServer.real(directory, "--served-model-name", "tiny", "--dtype", "float32") as server:
+    files = str(tmp_path_factory.mktemp("files"))
+    flags = ("--served-model-name", "tiny", "--dtype", "float32", "--files-dir", files)
+    with LiveServer.real(directory, *flags) as server:
         yield server.wait_until_ready(), reference, directory
 
 
@@ -135,6 +140,54 @@ def test_langchain(embedder: tuple[LiveServer, Any, Path]) -> None:
         check_embedding_ctx_length=False,  # type: ignore[arg-type]
     )
     np.testing.assert_allclose(chain.embed_documents(TEXTS), reference.encode(TEXTS), atol=1e-5)
+
+
+def test_batches(embedder: tuple[LiveServer, Any, Path], tmp_path: Path) -> None:
+    _, reference, directory = embedder
+    bodies = {
+        "/v1/embeddings": {"input": TEXTS},
+        "/v1/score": {"text_1": TEXTS[0], "text_2": TEXTS},
+        "/v1/rerank": {"query": TEXTS[0], "documents": TEXTS},
+        "/v1/completions": {"prompt": "the"},
+    }
+    lines = [json.dumps({"custom_id": url, "method": "POST", "url": url, "body": bodies[url]}) for url in bodies]
+    (tmp_path / "in").write_text("\n".join(lines))
+    arguments = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--model", str(directory)]
+    assert main(["run-batch", *arguments, "--dtype", "float32"]) == 0
+    results = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    found = {each["custom_id"]: each["response"]["body"] for each in results}
+    expected = reference.encode(TEXTS)
+    vectors = [each["embedding"] for each in found["/v1/embeddings"]["data"]]
+    np.testing.assert_allclose(vectors, expected, atol=1e-5)
+    scores = [each["score"] for each in found["/v1/score"]["data"]]
+    np.testing.assert_allclose(scores, expected @ expected[0], atol=1e-5)
+    assert [each["index"] for each in found["/v1/rerank"]["results"]] == np.argsort(scores)[::-1].tolist()
+    assert "does not generate text" in found["/v1/completions"]["error"]["message"]
+
+
+def test_batches_of_a_server_by_openai(embedder: tuple[LiveServer, Any, Path]) -> None:
+    import openai
+
+    server, reference, _ = embedder
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-")
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"model": "tiny", "input": TEXTS}}
+    given = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch").id
+    batch = client.batches.create(input_file_id=given, endpoint="/v1/embeddings", completion_window="24h")
+    end = time.monotonic() + 30
+    while batch.status != "completed" and time.monotonic() < end:
+        time.sleep(0.1)
+        batch = client.batches.retrieve(batch.id)
+    assert batch.output_file_id is not None, batch.status
+    (result,) = map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
+    vectors = [each["embedding"] for each in result["response"]["body"]["data"]]
+    np.testing.assert_allclose(vectors, reference.encode(TEXTS), atol=1e-5)
+
+
+def test_a_chat_in_the_terminal_says_that_the_model_pools(
+    embedder: tuple[LiveServer, Any, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", str(embedder[2])]) != 0
+    assert "is a pooling model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

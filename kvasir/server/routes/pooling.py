@@ -21,8 +21,9 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from kvasir.errors import PromptTooLongError, RequestError
+from kvasir.frontend.requests.pooling import Scoring
 from kvasir.frontend.requests.prompts import TokenizedPrompt
-from kvasir.outputs import PoolingRequestOutput, RequestOutput, ScoringRequestOutput
+from kvasir.outputs import PoolingRequestOutput, RequestOutput
 from kvasir.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
 from kvasir.server.api_request import ApiRequest, check_length, within
 from kvasir.server.errors import ApiError, answers, timed_out, too_large
@@ -355,10 +356,8 @@ async def classify(body: ClassifyRequest, request: Request, state: State, call: 
 @router.post("/score", responses=answers(ScoreReply))
 async def score(body: ScoreRequest, request: Request, state: State, call: TheCall) -> Response:
     """Score pairs of texts: one with many, or each with the one in the same place."""
-    first, second = inputs_of(body.text_1, "text_1"), inputs_of(body.text_2, "text_2")
-    scores, job, model = await unless_gone(request, _scores(state, call, body, first, second, body.use_activation))
-    data = [PairScore(index=i, score=each.outputs.score) for i, each in enumerate(scores)]
-    return reply(ScoreReply(id=f"score-{call.id}", created=int(time.time()), model=model, data=data, usage=job.usage()))
+    job = await unless_gone(request, ScoreJob.make(state, call, body))
+    return reply(await unless_gone(request, job.whole()))
 
 
 @router.post("/v2/rerank", responses=answers(RerankReply))
@@ -366,38 +365,77 @@ async def score(body: ScoreRequest, request: Request, state: State, call: TheCal
 @router.post("/rerank", responses=answers(RerankReply))
 async def rerank(body: RerankRequest, request: Request, state: State, call: TheCall) -> Response:
     """Order documents by how well they fit a query."""
-    texts = body.texts or [each if isinstance(each, str) else each["text"] for each in body.documents or ()]
-    if body.max_tokens_per_doc is not None:
-        body.truncate_prompt_tokens = at_most(state, body.max_tokens_per_doc)
-    elif body.truncate:
-        body.truncate_prompt_tokens = -1
-    activate = None if body.raw_scores is None else not body.raw_scores
-    query, texts = inputs_of(body.query, "query"), inputs_of(texts, "documents" if body.texts is None else "texts")
-    scores, job, model = await unless_gone(request, _scores(state, call, body, query, texts, activate))
-    order = sorted(range(len(texts)), key=lambda i: -scores[i].outputs.score)[: body.top_n]
-    if body.texts is not None:
-        ranks = [TeiRank(index=i, score=scores[i].outputs.score) for i in order]
-        for rank in ranks if body.return_text else ():
-            rank.text = texts[rank.index]
-        return reply(ranks)
-    results = [RerankItem(index=i, relevance_score=scores[i].outputs.score) for i in order]
-    for item in results if body.return_documents else ():
-        item.document = RerankDocument(text=texts[item.index])
-    meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
-    return reply(RerankReply(id=f"rerank-{call.id}", model=model, results=results, usage=job.usage(), meta=meta))
+    job = await unless_gone(request, RerankJob.make(state, call, body))
+    return reply(await unless_gone(request, job.whole()))
 
 
-async def _scores(
+@dataclass(slots=True)
+class ScoreJob:
+    """Pairs of texts to score, ready to run; batches make it too."""
+
+    request: PoolingRequest
+    scoring: Scoring
+    model: str
+
+    @classmethod
+    async def make(cls, state: ServerState, call: Call, body: ScoreRequest) -> ScoreJob:
+        first, second = inputs_of(body.text_1, "text_1"), inputs_of(body.text_2, "text_2")
+        return cls(*await _scoring(state, call, body, first, second, body.use_activation))
+
+    async def scores(self) -> list[float]:
+        return [each.outputs.score for each in self.scoring.scores(await self.request.vectors())]
+
+    async def whole(self) -> ScoreReply:
+        data = [PairScore(index=i, score=score) for i, score in enumerate(await self.scores())]
+        name, usage = f"score-{self.request.call.id}", self.request.usage()
+        return ScoreReply(id=name, created=int(time.time()), model=self.model, data=data, usage=usage)
+
+
+@dataclass(slots=True)
+class RerankJob:
+    """Documents to order, ready to run; batches make it too."""
+
+    body: RerankRequest
+    texts: list[str]
+    pairs: ScoreJob
+
+    @classmethod
+    async def make(cls, state: ServerState, call: Call, body: RerankRequest) -> RerankJob:
+        texts = body.texts or [each if isinstance(each, str) else each["text"] for each in body.documents or ()]
+        if body.max_tokens_per_doc is not None:
+            body.truncate_prompt_tokens = at_most(state, body.max_tokens_per_doc)
+        elif body.truncate:
+            body.truncate_prompt_tokens = -1
+        activate = None if body.raw_scores is None else not body.raw_scores
+        query, texts = inputs_of(body.query, "query"), inputs_of(texts, "documents" if body.texts is None else "texts")
+        return cls(body, texts, ScoreJob(*await _scoring(state, call, body, query, texts, activate)))
+
+    async def whole(self) -> RerankReply | list[TeiRank]:
+        scores = await self.pairs.scores()
+        order = sorted(range(len(scores)), key=lambda i: -scores[i])[: self.body.top_n]
+        if self.body.texts is not None:
+            ranks = [TeiRank(index=i, score=scores[i]) for i in order]
+            for rank in ranks if self.body.return_text else ():
+                rank.text = self.texts[rank.index]
+            return ranks
+        results = [RerankItem(index=i, relevance_score=scores[i]) for i in order]
+        for item in results if self.body.return_documents else ():
+            item.document = RerankDocument(text=self.texts[item.index])
+        meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
+        name, usage = f"rerank-{self.pairs.request.call.id}", self.pairs.request.usage()
+        return RerankReply(id=name, model=self.pairs.model, results=results, usage=usage, meta=meta)
+
+
+async def _scoring(
     state: ServerState, call: Call, body: PoolingBody, first: list[str], second: list[str], activate: bool | None
-) -> tuple[list[ScoringRequestOutput], PoolingRequest, str]:
-    model = state.check_model(body.model, "pooling")
+) -> tuple[PoolingRequest, Scoring, str]:
+    state.check_model(body.model, "pooling")
     scoring = state.engine.input_processor.pooling.scoring(first, second)
     params = PoolingParams(task=scoring.task, truncate_prompt_tokens=body.truncate_prompt_tokens)
     if scoring.task == "classify":
         params.use_activation = activate
-    job, _ = await make_job(state, call, body, scoring.prompts, params)
-    outputs: list[PoolingRequestOutput] = await job.vectors()
-    return scoring.scores(outputs), job, model
+    job, model = await make_job(state, call, body, scoring.prompts, params)
+    return job, scoring, model
 
 
 # ---------------------------------------------------------------- what they share
@@ -449,7 +487,7 @@ def inputs_of(given: str | Sequence[Any], field: str = "input") -> list[Any]:
     for place, text in enumerate(texts):
         if not len(text):
             what = field if isinstance(given, str) else f"{field}[{place}]"
-            raise RequestError(f"{what} is empty: leave it out, or give it at least one character.", field)
+            raise RequestError(f"{what} is empty: give it at least one character.", field)
     return texts
 
 
