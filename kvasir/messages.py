@@ -385,10 +385,11 @@ def _gib(size: int) -> str:
 class AdapterTarget:
     """A module of the model that an adapter may change. Sizes are those of the whole model, not of a rank."""
 
-    kind: str  # linear, embedding or head
+    kind: str  # linear, embedding, head, expert (a matrix of one) or experts (all matrices of a layer's experts)
     outputs: int  # of an embedding: its tokens
     inputs: int  # of an embedding: the size of its vectors
     transposed: bool = False  # the checkpoint has the matrix as [inputs, outputs]
+    num_experts: int = 0  # of "experts", whose outputs are the inner size of one
 
 
 @dataclass(slots=True, frozen=True)

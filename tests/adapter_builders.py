@@ -41,6 +41,9 @@ LORAS: dict[str, dict[str, Any]] = {
     "saved_linear": {"target_modules": ["q_proj"], "r": 2, "modules_to_save": ["gate_proj", "k_proj"]},
     "biases": {"target_modules": "all-linear", "r": 4, "bias": "lora_only"},
     "lora_bias": {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_bias": True},
+    "experts": {"target_modules": "all-linear", "r": 3},  # PEFT makes them one adapter of each stack of matrices
+    "down_of_experts": {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"], "r": 4},
+    "expert_stacks": {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "r": 2},
     "dora_biases": {"target_modules": "all-linear", "r": 4, "bias": "lora_only", "use_dora": True},
 }
 PROMPTS = ("prompt_tuning", "p_tuning", "prefix_tuning", "multitask")

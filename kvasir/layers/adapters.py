@@ -2,7 +2,7 @@
 
 An adapter lies in a slot, the same in every layer. A row's slot says which adapter its tokens use; -1: none. The slots
 of linear layers have fixed sizes and are read by graphs. Everything else that an adapter may bring (embeddings, a head,
-whole matrices, soft prompts) is kept by slot in a dict; steps that need it are launched kernel by kernel.
+experts, whole matrices, soft prompts) is kept by slot in a dict; steps that need it are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -135,6 +135,29 @@ class VocabularyChange:
     down: torch.Tensor | None = None  # of an embedding [vocabulary, rank], of a head [rank, hidden]
     up: torch.Tensor | None = None  # of an embedding [hidden, rank], of a head [vocabulary, rank]; scaled
     shift: torch.Tensor | None = None  # [vocabulary] of a head
+
+
+@dataclass(slots=True)
+class ExpertsChange:
+    """What an adapter adds to the matrices of a layer's experts: for each of this rank's experts the factors of its
+    gate and up, and those of its down. None: nothing."""
+
+    # [experts, rank, inputs] and, scaled, [experts, outputs, rank]
+    gate_up: tuple[torch.Tensor, torch.Tensor] | None = None
+    down: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class ExpertsSlots:
+    """The adapters' changes of a layer's experts, by slot."""
+
+    def __init__(self, step: StepAdapters) -> None:
+        self.step = step
+        self.changes: dict[int, ExpertsChange] = {}
+
+    def changed(self, slots: TokenSlots) -> list[tuple[ExpertsChange, torch.Tensor]]:
+        """The changes that the running step needs, each with the lines that need it."""
+        found = [(self.changes[slot], slots.slots == slot) for slot in self.step.wide if slot in self.changes]
+        return [(change, mask.nonzero()[:, 0]) for change, mask in found]
 
 
 class VocabularySlots:

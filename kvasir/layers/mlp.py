@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from kvasir import kernels
+from kvasir.kernels.layout import TokenSlots
+from kvasir.layers.adapters import ExpertsChange, ExpertsSlots
 from kvasir.layers.base import Build, DecoderBuild, Kinds, WeightLayer
 from kvasir.layers.linear import Linear, column_linear, replicated_linear, row_linear
 from kvasir.layers.norm import Norm
@@ -127,18 +129,51 @@ class Experts(WeightLayer):
         else:
             own = build.mesh.shard(intermediate_size, "moe_intermediate_size")
         self.shape = ExpertsShape(num_experts, hidden_size, intermediate_size, own, bias, kept)
+        self.slots = None if build.adapters is None else ExpertsSlots(build.adapters)
         self.method = build.methods.experts(prefix)
         if not self.method.computes(self.shape, activation):
             self.method = UnquantizedExperts()
         self.method.create(self, build.dtype, build.device)
 
-    def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """See ExpertsMethod.apply; `chosen` are numbers of the model's experts."""
+    def forward(
+        self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, slots: TokenSlots | None = None
+    ) -> torch.Tensor:
+        """See ExpertsMethod.apply; `chosen` are numbers of the model's experts. `slots`: the adapter of each line of x,
+        if some adapters of this step change experts."""
         if self.shape.own_experts is not None:
             chosen, count = chosen - self.shape.own_experts.start, self.shape.num_own_experts
             here = (chosen >= 0) & (chosen < count)
             weights, chosen = torch.where(here, weights, 0.0), torch.where(here, chosen, count)
-        return self.mesh.all_reduce(self.method.apply(self, x, weights, chosen, self.activation))
+        if slots is None:
+            return self.mesh.all_reduce(self.method.apply(self, x, weights, chosen, self.activation))
+        return self.mesh.all_reduce(self._adapted(x, weights, chosen, slots))
+
+    def _adapted(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, slots: TokenSlots) -> torch.Tensor:
+        """The same with adapters. Lines whose adapter changes experts are computed again, expert by expert, because
+        what it adds to gate and up goes through the activation."""
+        assert self.slots is not None, "a model that takes adapters has slots"
+        leaves_parts, self.leaves_parts = self.leaves_parts, False
+        y = self.method.apply(self, x, weights, chosen, self.activation)
+        self.leaves_parts = leaves_parts
+        for change, lines in self.slots.changed(slots):
+            y[lines] = self._changed(change, x[lines], weights[lines], chosen[lines]).to(y.dtype)
+        return y
+
+    def _changed(
+        self, change: ExpertsChange, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        """[lines, hidden] float32, for lines that have one adapter."""
+        y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in torch.unique(chosen).tolist():
+            if expert >= self.shape.num_own_experts:
+                continue  # of another rank
+            lines, places = (chosen == expert).nonzero(as_tuple=True)
+            gate_up, down = self.method.dense(self, expert)
+            both = _with_factors(x[lines], gate_up, self.gate_up_bias, change.gate_up, expert)
+            inner = kernels.gated_activation(both, self.activation)
+            own = _with_factors(inner, down, self.down_bias, change.down, expert)
+            y.index_add_(0, lines, own.float() * weights[lines, places, None])
+        return y
 
     @property
     def fuses_one_row(self) -> bool:
@@ -178,6 +213,17 @@ class Experts(WeightLayer):
         if self.mesh.rank > 0 and self.down_bias is not None and not self.is_apart:
             self.down_bias.data.zero_()  # so that the sum over ranks contains it once
         self.method.process(self)
+
+
+def _with_factors(
+    x: torch.Tensor,
+    weight: torch.Tensor,  # [outputs, inputs]
+    biases: torch.Tensor | None,  # [experts, outputs]
+    factors: tuple[torch.Tensor, torch.Tensor] | None,  # see ExpertsChange
+    expert: int,
+) -> torch.Tensor:
+    y = nn.functional.linear(x, weight.to(x.dtype), None if biases is None else biases[expert])
+    return y if factors is None else y + x @ factors[0][expert].T @ factors[1][expert].T
 
 
 class Routing(WeightLayer, ABC):
@@ -290,13 +336,18 @@ class MoE(FeedForward):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.routing(self.router(x))
+        slots = None
+        if self.experts.slots is not None and self.experts.slots.step.wide:
+            slots = self.experts.slots.step.of(x)
         out: torch.Tensor
         if self.weighs_inputs:
             pairs = (x[:, None] * weights[:, :, None].to(x.dtype)).flatten(0, 1)
             ones = torch.ones_like(weights).view(-1, 1)
-            out = self.experts(pairs, ones, chosen.reshape(-1, 1)).view(*chosen.shape, -1).sum(1)
+            if slots is not None:
+                slots = TokenSlots(slots.slots.repeat_interleave(chosen.shape[1]), slots.num_slots)
+            out = self.experts(pairs, ones, chosen.reshape(-1, 1), slots).view(*chosen.shape, -1).sum(1)
         else:
-            out = self.experts(x, weights, chosen)
+            out = self.experts(x, weights, chosen, slots)
         if self.shared is None:
             return out
         always = self.shared(x)

@@ -24,17 +24,26 @@ from torch import nn
 
 from kvasir.config.engine import EngineConfig
 from kvasir.kernels.layout import TokenSlots, upload
-from kvasir.layers.adapters import SoftPrompts, StepAdapters, VocabularyChange, VocabularySlots, WholeMatrix
+from kvasir.layers.adapters import (
+    ExpertsChange,
+    SoftPrompts,
+    StepAdapters,
+    VocabularyChange,
+    VocabularySlots,
+    WholeMatrix,
+)
 from kvasir.layers.attention import Attention
 from kvasir.layers.embedding import Embedding, TiedHead
 from kvasir.layers.linear import Linear
 from kvasir.layers.mesh import Role
+from kvasir.layers.mlp import Experts
 from kvasir.layers.spec import AttentionSpec
+from kvasir.lora.expert_factors import ExpertPieces
 from kvasir.lora.host import WEIGHTS, AdapterPlan, Factors
 from kvasir.messages import AdapterTarget, AdapterTargets, Int32Array, NewRow, Resource, StepPlan
 from kvasir.models import architectures
 from kvasir.models.loader import Place, find_places
-from kvasir.models.spec import Architecture
+from kvasir.models.spec import Architecture, halves
 from kvasir.models.transformer import Transformer
 from kvasir.sampling.features import ForwardUse, RowFeature
 
@@ -49,11 +58,15 @@ class Module:
     """A module of the checkpoint and the layers that it fills."""
 
     place: Place
-    kind: str  # linear, embedding or head
-    owner: nn.Module  # the embedding or head; of a linear module the first layer
+    kind: str  # see AdapterTarget
+    owner: nn.Module  # the embedding, head or experts; of a linear module the first layer
 
     @property
     def target(self) -> AdapterTarget:
+        if self.kind == "experts":
+            assert isinstance(self.owner, Experts), "see find_modules"
+            sizes = self.owner.shape
+            return AdapterTarget("experts", sizes.inner_size, sizes.hidden_size, num_experts=sizes.num_experts)
         shape = self.place.shape[::-1] if self.place.layout.transposed else self.place.shape
         return AdapterTarget(self.kind, shape[0], shape[1], self.place.layout.transposed)
 
@@ -62,11 +75,18 @@ def find_modules(model: Transformer, architecture: Architecture, hf: Mapping[str
     """The modules that adapters can change, by their names in the model's checkpoints."""
     found: dict[str, Module] = {}
     names = architecture.names_for(hf)
+    paths = {layer: path for path, layer in model.named_modules() if isinstance(layer, Experts)}
     for tensor, place in find_places(model, names, model.spec).items():
         name, _, last = tensor.rpartition(".")
+        layers = [entries[0].layer for entries in place.targets.values()]
+        if isinstance(layers[0], Experts) and not tensor.endswith("bias"):
+            if place.layout.stacked == "no":
+                found[name] = Module(place, "expert", layers[0])
+            if len(place.targets) == 2 or place.layout.stacked == "no":  # says how gate and up are fused, or nothing
+                found[architecture.prefix + paths[layers[0]]] = Module(place, "experts", layers[0])
+            continue
         if last != "weight" or place.layout.stacked != "no" or len(place.targets) != len(place.layout.targets):
             continue
-        layers = [entries[0].layer for entries in place.targets.values()]
         if all(isinstance(layer, Linear) for layer in layers):
             found[name] = Module(place, "linear", layers[0])
         elif isinstance(layers[0], Embedding):
@@ -120,6 +140,7 @@ class HostAdapter:
     linears: dict[Linear, LinearImage] = field(default_factory=dict)
     whole: dict[Linear, list[WholeMatrix]] = field(default_factory=dict)
     vocabulary: dict[nn.Module, VocabularyChange] = field(default_factory=dict)
+    experts: dict[Experts, ExpertsChange] = field(default_factory=dict)
     num_virtual_tokens: int = 0
     embeddings: torch.Tensor | None = None  # [virtual tokens, hidden]
     keys: list[torch.Tensor] = field(default_factory=list)  # for each layer [virtual tokens, kv_heads, head_dim]
@@ -127,7 +148,7 @@ class HostAdapter:
 
     @property
     def is_wide(self) -> bool:
-        return bool(self.whole or self.vocabulary)
+        return bool(self.whole or self.vocabulary or self.experts)
 
 
 class AdapterReader:
@@ -143,12 +164,19 @@ class AdapterReader:
             if plan.prompt_type:
                 return self._prompt(plan, file)
             adapter = HostAdapter()
+            pieces = ExpertPieces()
             for name, factors in plan.modules.items():
-                module = self.modules[name]
-                if module.kind == "linear":
+                owner, _, last = name.rpartition(".")  # all experts of a layer are one module of two stacks
+                module = self.modules.get(name) or self.modules[owner]
+                if module.kind == "expert":
+                    self._expert(pieces, module, factors, file)
+                elif module.kind == "experts":
+                    self._all_experts(pieces, module, last, factors, file)
+                elif module.kind == "linear":
                     self._linear(adapter, module, factors, file)
                 else:
                     adapter.vocabulary[module.owner] = self._vocabulary(module, factors, file)
+            adapter.experts = pieces.changes(self.dtype)
         for image in adapter.linears.values():
             if torch.cuda.is_available():
                 for each in ("shrink", "expand", "gain", "shift", "uses"):
@@ -225,6 +253,32 @@ class AdapterReader:
         """Each head's two halves by turns, as the file of the model has them."""
         heads = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
         return heads.transpose(1, 2).reshape(tensor.shape)
+
+    # ------------------------------------------------------------ experts
+
+    def _expert(self, pieces: ExpertPieces, module: Module, factors: Factors, file: Any) -> None:
+        """The factors of one matrix of one expert."""
+        (target,) = next(iter(module.place.targets.values()))
+        assert isinstance(module.owner, Experts), "see find_modules"
+        down, up = file.get_tensor(factors.down).float(), factors.scale * file.get_tensor(factors.up).float()
+        pieces.add(module.owner, target.key, down, up)
+
+    def _all_experts(self, pieces: ExpertPieces, module: Module, stack: str, factors: Factors, file: Any) -> None:
+        """The factors of all experts of a layer, as PEFT keeps those of a stack of matrices (target_parameters): the
+        rows of lora_A are those of one expert after the other, the columns of lora_B are the experts by turns."""
+        experts, layout = module.owner, module.place.layout
+        assert isinstance(experts, Experts), "see find_modules"
+        count = experts.shape.num_experts
+        first = file.get_tensor(factors.down).float().view(count, factors.rank, -1)
+        last = file.get_tensor(factors.up).float()
+        second = last.view(len(last), factors.rank, count).permute(2, 0, 1)  # [experts, outputs, rank]
+        if factors.is_turned:
+            first, second = second.transpose(1, 2), first.transpose(1, 2)
+        split = layout.split if layout.stacked != "no" else halves
+        for expert, (down, up) in enumerate(zip(first, factors.scale * second, strict=True)):
+            parts = {"down": up} if stack == "down" else dict(zip(("gate", "up"), split(up, None), strict=True))
+            for part, own in parts.items():
+                pieces.add(experts, ("weight", f"{part}.{expert}"), down, own)
 
     # ------------------------------------------------------------ embedding and head
 
@@ -349,6 +403,10 @@ class AdapterStore:
     def _install(self, slot: int, adapter: HostAdapter) -> None:
         model = self.reader.model
         for module in model.modules():
+            if isinstance(module, Experts) and module.slots is not None:
+                module.slots.changes.pop(slot, None)
+                if (found := adapter.experts.get(module)) is not None:
+                    module.slots.changes[slot] = ExpertsChange(self._both(found.gate_up), self._both(found.down))
             if isinstance(module, Linear) and module.slots is not None:
                 self._install_linear(module, slot, adapter)
                 time.sleep(0)  # lets the thread that launches steps go first
@@ -361,6 +419,7 @@ class AdapterStore:
         self.resident[slot] = HostAdapter(
             whole=adapter.whole,
             vocabulary=adapter.vocabulary,
+            experts=adapter.experts,
             num_virtual_tokens=adapter.num_virtual_tokens,
             embeddings=self._here(adapter.embeddings),
             keys=[each.to(self.device) for each in adapter.keys],
@@ -382,6 +441,9 @@ class AdapterStore:
                 WholeMatrix(slot, each.outputs, each.weight.to(self.device), self._here(each.bias))
                 for each in adapter.whole[layer]
             ]
+
+    def _both(self, factors: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if factors is None else (factors[0].to(self.device), factors[1].to(self.device))
 
     def _here(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.to(self.device)

@@ -27,7 +27,7 @@ TYPES = ("LORA", *PROMPT_TYPES)
 # Entries of a LoRA config that change what the adapter computes and that Kvasir does not compute.
 NOT_SUPPORTED = (
     *("layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens", "trainable_token_indices"),
-    *("target_parameters", "kasa_config", "arrow_config", "monteclora_config"),
+    *("kasa_config", "arrow_config", "monteclora_config"),
 )
 _HEADER_BYTES = 100 << 20  # safetensors allows no longer header
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -85,6 +85,7 @@ class Factors:
     up: str = ""  # lora_B
     scale: float = 1.0
     rank: int = 0
+    is_turned: bool = False  # of experts: lora_A is on the side of the outputs, as PEFT has it for Llama 4
     up_bias: str = ""  # of lora_B
     magnitude: str = ""  # DoRA's
     weight: str = ""  # replaces the module's weight (modules_to_save)
@@ -213,6 +214,7 @@ _LORA = re.compile(
     r"(?P<module>.+)\.lora_(?P<which>A|B|embedding_A|embedding_B|magnitude_vector)(?P<rest>\.weight|\.bias|)"
 )
 _PREFIX = "base_model.model."
+_EXPERTS = re.compile(r"(.+\.)?layers\.(?P<layer>\d+)\.(.+\.)?experts(?P<inner>(\.base_layer)?)")
 
 
 class _Reader:
@@ -245,7 +247,15 @@ class _Reader:
             found.setdefault(module, {})[entry] = tensor
         if not found:
             raise AdapterError(f"adapter {self.name!r}: {WEIGHTS} has no tensors.", "lora_path")
-        return AdapterPlan(self.directory, {module: self._factors(module, found[module]) for module in found})
+        modules: dict[str, Factors] = {}
+        for module, given in found.items():
+            container = module.removesuffix(".base_layer")
+            if container in self.targets.modules and self.targets.modules[container].kind == "experts":
+                stack, factors = self._of_experts(self.targets.modules[container], container, given)
+                modules[f"{container}.{stack}"] = factors
+            else:
+                modules[module] = self._factors(module, given)
+        return AdapterPlan(self.directory, modules)
 
     def _wrong(self, tensor: str, what: str) -> AdapterError:
         return AdapterError(f"adapter {self.name!r}: {tensor} {what}.", "lora_path")
@@ -280,6 +290,14 @@ class _Reader:
         for candidate in (name, prefix + name):
             if candidate in modules:
                 return candidate
+        # PEFT names the experts of a layer as transformers does, whatever the model's checkpoints call them.
+        if (match := _EXPERTS.fullmatch(name)) is not None:
+            container = f"{prefix}layers.{match['layer']}.mlp.experts"
+            if container in modules:
+                return container + match["inner"]
+        routed = name.replace(".mlp.", ".block_sparse_moe.")  # Mixtral's router
+        if routed in modules:
+            return routed
         kinds = sorted({each.rpartition(".")[2] for each in modules})
         raise self._wrong(
             tensor, f"matches no module of the model that adapters can change; those are {', '.join(kinds)}"
@@ -287,6 +305,8 @@ class _Reader:
 
     def _factors(self, module: str, given: dict[str, Any]) -> Factors:
         target = self.targets.modules[module]
+        if target.kind == "expert":
+            self._only_low_rank(given)
         if "bias" in given:
             self._check(given["bias"], (target.outputs,))
             if target.kind == "embedding":
@@ -312,6 +332,17 @@ class _Reader:
             inputs, outputs = outputs, inputs
         self._check(down, (rank, inputs))
         self._check(given["up"], (outputs, rank))
+        scale = self._scale(module, down, rank)
+        if "up_bias" in given:
+            self._check(given["up_bias"], (outputs,))
+        if "magnitude" in given:
+            self._check_magnitude(target, given["magnitude"])
+        elif self.config.get("use_dora"):
+            raise self._wrong(down, "comes without the lora_magnitude_vector that use_dora needs")
+        return Factors(scale=scale, rank=rank, **given)
+
+    def _scale(self, module: str, down: str, rank: int) -> float:
+        """What the product of the factors is multiplied by, after a check of their rank."""
         if not 1 <= rank <= self.targets.max_rank:
             raise self._wrong(down, f"has rank {rank}, but max_lora_rank={self.targets.max_rank} allows no more")
         expected = _pattern(self.config.get("rank_pattern"), module, self.config.get("r"))
@@ -320,14 +351,33 @@ class _Reader:
         alpha = _pattern(self.config.get("alpha_pattern"), module, self.config.get("lora_alpha"))
         if isinstance(alpha, bool) or not isinstance(alpha, int | float):
             raise AdapterError(f"adapter {self.name!r}: lora_alpha={alpha!r} in {CONFIG} is no number.", "lora_path")
-        if "up_bias" in given:
-            self._check(given["up_bias"], (outputs,))
-        if "magnitude" in given:
-            self._check_magnitude(target, given["magnitude"])
-        elif self.config.get("use_dora"):
-            raise self._wrong(down, "comes without the lora_magnitude_vector that use_dora needs")
-        scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
-        return Factors(scale=scale, rank=rank, **given)
+        return float(alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank))
+
+    def _only_low_rank(self, given: dict[str, Any]) -> None:
+        for entry in given.keys() - {"down", "up"}:
+            raise self._wrong(given[entry], "is of an expert, where only lora_A and lora_B are supported")
+
+    def _of_experts(self, target: AdapterTarget, module: str, given: dict[str, Any]) -> tuple[str, Factors]:
+        """All experts of a layer at once (PEFT's target_parameters): the stack and its factors. Only the shapes say
+        whether that is their gate and up, or their down."""
+        self._only_low_rank(given)
+        for entry, word in (("down", "lora_A"), ("up", "lora_B")):
+            if entry not in given:
+                raise self._wrong(next(iter(given.values())), f"comes without its {word}")
+        down, up = self._shape(given["down"]), self._shape(given["up"])
+        count, inner, hidden = target.num_experts, target.outputs, target.inputs
+        sizes = {"gate_up": (hidden, 2 * inner), "down": (inner, hidden)}
+        for stack, is_turned in ((stack, is_turned) for is_turned in (False, True) for stack in sizes):
+            inputs, outputs = sizes[stack][::-1] if is_turned else sizes[stack]
+            if len(down) == 2 and down[0] % count == 0 and (down[1], *up) == (inputs, outputs, down[0]):
+                rank = down[0] // count
+                scale = self._scale(f"{module}.{stack}_proj", given["down"], rank)
+                return stack, Factors(given["down"], given["up"], scale, rank, is_turned)
+        raise self._wrong(
+            given["down"],
+            f"is {list(down)} and its lora_B {list(up)}, which fits neither gate and up nor down of {count} experts "
+            f"with inputs of {hidden} and {inner}",
+        )
 
     def _check_magnitude(self, target: AdapterTarget, tensor: str) -> None:
         if target.kind != "linear":

@@ -43,6 +43,8 @@ def find_tokenizer(model: ModelConfig, load: LoadConfig) -> Path:
 
 def find_adapter(name: str, model: ModelConfig, load: LoadConfig) -> Path:
     """The PEFT directory of an adapter, downloaded first if `name` is one on the Hub."""
+    if Path(name).expanduser().is_file():
+        raise ModelError(f"lora_path={name!r} is a file; give the directory that PEFT saved, which holds it.")
     return _find("lora_path", name, None, [*SMALL_FILES, "*.safetensors"], model, load)
 
 

@@ -256,6 +256,9 @@ class ExpertsMethod(Protocol):
         hidden]; weights, in float32, and chosen [tokens, top_k], numbers of this rank's experts. One past the last
         stands for experts of other ranks, with a weight of 0."""
 
+    def dense(self, layer: ExpertsLayer, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One expert's matrices `gate_up` and `down` as plain numbers, for adapters."""
+
 
 class UnquantizedExperts:
     """All experts' matrices in the model's dtype, stacked. Each expert's matrices are read once. The host never waits:
@@ -306,6 +309,9 @@ class UnquantizedExperts:
             x, weights, chosen, layer.gate_up, layer.down, activation, layer.gate_up_bias, layer.down_bias,
             layer.leaves_parts, layer.shape.own_experts is not None,
         )  # fmt: skip
+
+    def dense(self, layer: ExpertsLayer, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return layer.gate_up.data[expert], layer.down.data[expert]
 
 
 # ---------------------------------------------------------------- a whole model

@@ -351,6 +351,12 @@ class CpuExperts:
             chosen = chosen.clamp(max=layer.shape.num_own_experts - 1)
         return multiply_experts(stacks["gate_up"], stacks["down"], x, weights, chosen, activation)
 
+    def dense(self, layer: ExpertsLayer, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        stacks: dict[str, PackedStack] = layer.__dict__["stacks"]
+        gate_up, down = (stacks[name].matrix(expert) for name in ("gate_up", "down"))
+        inner, hidden = layer.shape.num_own, layer.shape.hidden_size
+        return gate_up.rows(torch.arange(2 * inner)), down.rows(torch.arange(hidden))
+
     def _layouts(self, layer: ExpertsLayer) -> dict[str, Layout]:
         inner, hidden = layer.shape.num_own, layer.shape.hidden_size
         return {"gate_up": Layout(self.format, 2 * inner, hidden), "down": Layout(self.format, hidden, inner)}

@@ -30,6 +30,7 @@ from kvasir.server.routes import (
     messages,
     models,
     operations,
+    other_embeddings,
     pages,
     pooling,
     responses,
@@ -43,6 +44,7 @@ from kvasir.server.state import ServerState, state_of
 ROUTERS = [chat.router, websocket.router, completions.router, responses.router, messages.router, models.router]
 ROUTERS += [
     pooling.router,
+    other_embeddings.router,
     stored.router,
     tokens.router,
     operations.router,

@@ -25,7 +25,14 @@ from kvasir.server.errors import ApiError, as_api_error, openai_body
 from kvasir.server.http import JSON_ERRORS, Call, json_problem, new_id, too_much_json, validated, without_unknown_fields
 from kvasir.server.routes.chat import ChatJob
 from kvasir.server.routes.completions import CompletionJob, CompletionRequest
-from kvasir.server.routes.pooling import EmbeddingJob, EmbeddingRequest
+from kvasir.server.routes.pooling import (
+    EmbeddingJob,
+    EmbeddingRequest,
+    RerankJob,
+    RerankRequest,
+    ScoreJob,
+    ScoreRequest,
+)
 from kvasir.server.schema.base import MAX_TOKEN_IDS, encode
 from kvasir.server.schema.chat import ChatRequest
 from kvasir.server.schema.stored import BatchError, BatchErrors, BatchReply, BatchRequest, RequestCounts
@@ -35,6 +42,8 @@ ROUTES: dict[str, tuple[Any, Any]] = {
     "/v1/chat/completions": (ChatRequest, ChatJob),
     "/v1/completions": (CompletionRequest, CompletionJob),
     "/v1/embeddings": (EmbeddingRequest, EmbeddingJob),
+    "/v1/score": (ScoreRequest, ScoreJob),
+    "/v1/rerank": (RerankRequest, RerankJob),
 }
 
 

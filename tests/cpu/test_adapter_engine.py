@@ -4,6 +4,7 @@ process, quantized and GGUF models."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,62 @@ def merged(model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 
 def asked(names: list[str]) -> list[LoRARequest | None]:
     return [LoRARequest(Path(name).name, 1, name) if name else None for name in names]
+
+
+def write_expert_lora(model: Any, path: Path, rank: int = 3) -> Any:
+    """As PEFT wrote adapters of experts while transformers kept each expert's matrices apart: a LoRA for each, here of
+    every other expert. Returns a copy of transformers' Mixtral with them merged in."""
+    generator, tensors, merged = torch.Generator().manual_seed(5), {}, deepcopy(model)
+    for number, layer in enumerate(merged.model.layers):
+        experts = layer.mlp.experts
+        inner = experts.down_proj.shape[2]
+        for expert in range(0, len(experts.down_proj), 2):
+            both, down = experts.gate_up_proj.data[expert], experts.down_proj.data[expert]
+            for name, matrix in (("w1", both[:inner]), ("w3", both[inner:]), ("w2", down)):
+                module = f"base_model.model.model.layers.{number}.block_sparse_moe.experts.{expert}.{name}"
+                a = torch.randn(rank, matrix.shape[1], generator=generator) * 0.4
+                b = torch.randn(matrix.shape[0], rank, generator=generator) * 0.4
+                tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+                matrix += 2 * b @ a
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["w1", "w2", "w3"]}
+    write_files(path, tensors, config)
+    return merged
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A mixture of experts, alone and with an adapter of its experts merged in; as `merged`."""
+    model, folder = make_hf_model("mixtral", num_local_experts=4), tmp_path_factory.mktemp("mixture")
+    model.path = save(model, folder / "base")
+    return {"": model, str(folder / "lora"): write_expert_lora(model, folder / "lora")}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 9, "max_num_seqs": 4},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 2, "enable_expert_parallel": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_of_experts(mixture: dict[str, Any], settings: dict[str, Any]) -> None:
+    names = [*mixture, *mixture]
+    with LLM(str(mixture[""].path), **{**TINY_ENGINE, **settings}) as llm:
+        outputs = llm.generate(prompts_for(names), GREEDY, lora_request=asked(names), use_tqdm=False)
+    for name, output in zip(names, outputs, strict=True):
+        check(mixture[name], output)
+
+
+@pytest.mark.parametrize(("quantization", "tolerance"), [(None, 0.5), ("int8", 1.5)])
+def test_adapters_of_packed_experts(mixture: dict[str, Any], quantization: str | None, tolerance: float) -> None:
+    require_library()
+    base, name = mixture
+    settings = {**TINY_ENGINE, "dtype": "bfloat16", "attention_backend": "cpu", "block_size": 16}
+    with LLM(str(mixture[""].path), **settings, quantization=quantization) as llm:
+        outputs = llm.generate(prompts_for([base, name]), GREEDY, lora_request=asked([base, name]), use_tqdm=False)
+    check(mixture[name], outputs[1], tolerance)
+    with pytest.raises(AssertionError, match="likeliest|logprob"):
+        check(mixture[base], outputs[1], tolerance)
 
 
 @pytest.fixture(scope="module")

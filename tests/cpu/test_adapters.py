@@ -26,7 +26,7 @@ from tests.adapter_builders import (
 pytestmark = pytest.mark.slow  # PEFT takes ten seconds to import; test_adapter_engine.py has the fast tests
 BIASED = "llama_tied_biases_llama3"
 # kinds of adapters, by the model that they are made for
-KINDS = [("llama", kind) for kind in (*LORAS, *PROMPTS) if "biases" not in kind]
+KINDS = [("llama", kind) for kind in (*LORAS, *PROMPTS) if "biases" not in kind and "expert" not in kind]
 KINDS += [(BIASED, kind) for kind in ("biases", "dora_biases", "all_linear", "embedding", "head", "prefix_tuning")]
 KINDS += [("phi3", "all_linear"), ("phi3", "dora"), ("gpt2", "all_linear"), ("gpt2", "prompt_tuning")]
 KINDS += [
@@ -35,6 +35,8 @@ KINDS += [
     ("qwen3", "all_linear"),
     ("falcon_groups", "all_linear"),
 ]
+KINDS += [("mixtral", "experts"), ("mixtral", "down_of_experts"), ("qwen3_moe", "experts"), ("qwen2_moe", "experts")]
+KINDS += [("gpt_oss", "experts"), *((name, "expert_stacks") for name in ("olmoe", "llama4", "deepseek_v3"))]
 # So few blocks that requests are preempted.
 SMALL = {"max_model_len": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 24, "watermark": 0.0}
 PROMPT = [3, 5, 7, 9, 11, 13, 17, 19, 23]

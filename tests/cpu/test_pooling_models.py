@@ -35,6 +35,8 @@ GEMMA = {
     "sliding_window": 8,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+T5 = {"d_model": 32, "d_kv": 12, "d_ff": 48, "num_layers": 3, "num_heads": 4, "vocab_size": 96, "n_positions": 40}
+T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "pad_token_id": 0}
 # Name of the classes without their ending -> model type, sizes.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Bert": ("bert", SIZES),
@@ -46,12 +48,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "NomicBert": ("nomic_bert", SIZES),
     "Gte": ("gte", SIZES),
     "JinaEmbeddingsV3": ("jina_embeddings_v3", {**SIZES, "type_vocab_size": 1}),
+    "T5Encoder": ("t5", T5),
+    "MT5Encoder": ("mt5", {**T5, "feed_forward_proj": "gated-gelu", "relative_attention_num_buckets": 12}),
     "Mistral": ("mistral", {**DECODER, "sliding_window": 6}),
     "Qwen2": ("qwen2", DECODER),
     "Qwen3": ("qwen3", {**DECODER, "head_dim": 8}),
     "Llama": ("llama", DECODER),
     "Gemma3Text": ("gemma3_text", {**DECODER, **GEMMA, "use_bidirectional_attention": True}),
 }
+NO_CLASSES = ("Gemma3Text", "T5Encoder", "MT5Encoder")  # transformers has no classifiers of them, or others
 RNG = np.random.default_rng(3)
 TEXTS = [RNG.integers(3, 96, length).tolist() for length in LENGTHS]
 
@@ -99,7 +104,7 @@ def test_hidden_states(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(unit, whole / np.linalg.norm(whole), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", few([name for name in MODELS if name != "Gemma3Text"], fast=("XLMRoberta", "Llama")))
+@pytest.mark.parametrize("name", few([name for name in MODELS if name not in NO_CLASSES], fast=("XLMRoberta", "Llama")))
 def test_classes(name: str, tmp_path: Path) -> None:
     hf = make(name, "ForSequenceClassification", tmp_path, pad_token_id=0)
     with load(tmp_path) as llm:

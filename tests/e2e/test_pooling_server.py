@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvasir.entrypoints.cli.main import main
 from tests.pooling_builders import save_bert, save_sentence_bert, set_entries
 from tests.server_process import LiveServer
 
@@ -24,7 +27,9 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveSer
     directory = tmp_path_factory.mktemp("embedder")
     reference = save_sentence_bert(directory, prompts={"query": "what is ", "document": ""})
     set_entries(directory, matryoshka_dimensions=[8, 16])
-    with LiveServer.real(directory, "--served-model-name", "tiny", "--dtype", "float32") as server:
+    files = str(tmp_path_factory.mktemp("files"))
+    flags = ("--served-model-name", "tiny", "--dtype", "float32", "--files-dir", files)
+    with LiveServer.real(directory, *flags) as server:
         yield server.wait_until_ready(), reference, directory
 
 
@@ -96,10 +101,32 @@ def test_other_servers_interfaces(embedder: tuple[LiveServer, Any, Path]) -> Non
     ollama = post(server, "/api/embed", {"model": "tiny:latest", "input": TEXTS})
     np.testing.assert_allclose(ollama["embeddings"], expected, atol=1e-5)
     assert ollama["model"] == "tiny:latest" and ollama["prompt_eval_count"] > 3
+    older = post(server, "/api/embeddings", {"model": "tiny", "prompt": TEXTS[0]})["embedding"]
+    np.testing.assert_allclose(older / np.linalg.norm(older), expected[0], atol=1e-5)
     scores = post(server, "/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS})
     np.testing.assert_allclose([each["score"] for each in scores["data"]], expected @ expected[0], atol=1e-5)
     tokens = post(server, "/pooling", {"input": TEXTS[0], "task": "token_embed"})["data"][0]["data"]
     assert len(tokens) == len(reference.tokenizer(TEXTS[0])["input_ids"]) and len(tokens[0]) == 32
+
+
+def test_embeddings_by_cohere(embedder: tuple[LiveServer, Any, Path]) -> None:
+    import cohere
+
+    server, reference, _ = embedder
+    client = cohere.ClientV2(api_key="-", base_url=server.url)
+    long = " ".join(TEXTS * 20)  # is cut, as Cohere does
+    kinds = ["float", "binary", "base64"]
+    made = client.embed(model="tiny", texts=["cheese", long], input_type="search_query", embedding_types=kinds)
+    expected = reference.encode(["cheese", long], prompt_name="query")
+    np.testing.assert_allclose(made.embeddings.float_, expected, atol=1e-5)
+    assert np.array_equal(made.embeddings.binary, np.packbits(expected > 0, axis=1).astype(int) - 128)
+    first = np.frombuffer(base64.b64decode(made.embeddings.base64[0]), "<f4")
+    np.testing.assert_allclose(first, expected[0], atol=1e-5)
+    assert made.meta is not None and made.meta.billed_units is not None and made.meta.billed_units.input_tokens
+    short = client.embed(model="tiny", texts=TEXTS, input_type="clustering", output_dimension=8, max_tokens=9999)
+    assert [len(each) for each in short.embeddings.float_] == [8] * len(TEXTS)
+    with pytest.raises(cohere.BadRequestError, match="truncate"):
+        client.embed(model="tiny", texts=[long], input_type="search_document", truncate="NONE")
 
 
 def test_langchain(embedder: tuple[LiveServer, Any, Path]) -> None:
@@ -115,12 +142,60 @@ def test_langchain(embedder: tuple[LiveServer, Any, Path]) -> None:
     np.testing.assert_allclose(chain.embed_documents(TEXTS), reference.encode(TEXTS), atol=1e-5)
 
 
+def test_batches(embedder: tuple[LiveServer, Any, Path], tmp_path: Path) -> None:
+    _, reference, directory = embedder
+    bodies = {
+        "/v1/embeddings": {"input": TEXTS},
+        "/v1/score": {"text_1": TEXTS[0], "text_2": TEXTS},
+        "/v1/rerank": {"query": TEXTS[0], "documents": TEXTS},
+        "/v1/completions": {"prompt": "the"},
+    }
+    lines = [json.dumps({"custom_id": url, "method": "POST", "url": url, "body": bodies[url]}) for url in bodies]
+    (tmp_path / "in").write_text("\n".join(lines))
+    arguments = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--model", str(directory)]
+    assert main(["run-batch", *arguments, "--dtype", "float32"]) == 0
+    results = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    found = {each["custom_id"]: each["response"]["body"] for each in results}
+    expected = reference.encode(TEXTS)
+    vectors = [each["embedding"] for each in found["/v1/embeddings"]["data"]]
+    np.testing.assert_allclose(vectors, expected, atol=1e-5)
+    scores = [each["score"] for each in found["/v1/score"]["data"]]
+    np.testing.assert_allclose(scores, expected @ expected[0], atol=1e-5)
+    assert [each["index"] for each in found["/v1/rerank"]["results"]] == np.argsort(scores)[::-1].tolist()
+    assert "does not generate text" in found["/v1/completions"]["error"]["message"]
+
+
+def test_batches_of_a_server_by_openai(embedder: tuple[LiveServer, Any, Path]) -> None:
+    import openai
+
+    server, reference, _ = embedder
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-")
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"model": "tiny", "input": TEXTS}}
+    given = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch").id
+    batch = client.batches.create(input_file_id=given, endpoint="/v1/embeddings", completion_window="24h")
+    end = time.monotonic() + 30
+    while batch.status != "completed" and time.monotonic() < end:
+        time.sleep(0.1)
+        batch = client.batches.retrieve(batch.id)
+    assert batch.output_file_id is not None, batch.status
+    (result,) = map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
+    vectors = [each["embedding"] for each in result["response"]["body"]["data"]]
+    np.testing.assert_allclose(vectors, reference.encode(TEXTS), atol=1e-5)
+
+
+def test_a_chat_in_the_terminal_says_that_the_model_pools(
+    embedder: tuple[LiveServer, Any, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", str(embedder[2])]) != 0
+    assert "is a pooling model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("path", "body", "says"),
     [
         ("/v1/embeddings", {"input": []}, "empty"),
         ("/v1/embeddings", {"input": [[]]}, "empty"),
-        ("/v1/embeddings", {"input": ["cat", ""]}, "Text 1 is empty"),
+        ("/v1/embeddings", {"input": ["cat", ""]}, "input[1] is empty"),
         ("/v1/embeddings", {"input": "cat " * 100}, "truncate_prompt_tokens"),
         ("/v1/embeddings", {"input": "cat", "dimensions": 64}, "more than the 32"),
         ("/v1/embeddings", {"input": "cat", "dimensions": 9}, "8, 16"),
@@ -141,6 +216,14 @@ def test_langchain(embedder: tuple[LiveServer, Any, Path]) -> None:
         ("/generate", {"prompt": "the"}, "does not generate text"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "as many"),
         ("/rerank", {"query": "a"}, "documents"),
+        ("/rerank", {"query": "", "documents": ["a"]}, "query is empty"),
+        ("/rerank", {"query": "a", "documents": ["a", ""]}, "documents[1] is empty"),
+        ("/score", {"text_1": "a", "text_2": [""]}, "text_2[0] is empty"),
+        ("/embed", {"inputs": []}, "inputs is empty"),
+        ("/v2/embed", {"texts": []}, "texts is empty"),
+        ("/v2/embed", {"texts": ["a"], "images": ["data:,"]}, "images"),
+        ("/v2/embed", {"texts": ["a"], "input_type": "image"}, "input_type"),
+        ("/api/embeddings", {"prompt": ""}, "prompt is empty"),
     ],
 )
 def test_bad_input(embedder: tuple[LiveServer, Any, Path], path: str, body: dict[str, Any], says: str) -> None:

@@ -70,9 +70,10 @@ ORDER = {
     "structured": Line(("kernels",), halves=True),
     "transfer": Line(("kernels", "layers.mesh"), halves=True),
     "multimodal": Line(("models",), halves=True),
-    # host.py finds adapters on the Hub; device.py finds the modules of a model and is a feature of its rows
+    # host.py finds adapters on the Hub; device.py finds the modules of a model and is a feature of its rows;
+    # expert_factors.py cuts a rank's share of an expert as quantization.base does
     "lora.host": Line(("models.hub",)),
-    "lora": Line(("models", "sampling", "layers", "attention", "kernels", "host")),
+    "lora": Line(("models", "sampling", "layers", "attention", "quantization", "kernels", "host")),
     "config.resolve": Line(
         ("models.hub", "quantization.gguf_file", "platforms"),
         by_name=("models.architectures", "models.gguf", "kernels.cpu"),

@@ -12,7 +12,7 @@ from kvasir.config.engine import all_settings
 from kvasir.entrypoints.cli.chat_backend import AnswerUsage, Message, Piece
 from kvasir.entrypoints.interrupts import delay_interrupts
 from kvasir.entrypoints.llm_engine import LLMEngine
-from kvasir.errors import RequestError
+from kvasir.errors import ConfigError, RequestError
 from kvasir.frontend.requests.input import default_sampling_params
 from kvasir.frontend.requests.prompts import PromptType, TokensPrompt
 from kvasir.outputs import RequestOutput
@@ -22,6 +22,12 @@ from kvasir.sampling_params import RequestOutputKind, SamplingParams
 class LocalModel:
     def __init__(self, args: EngineArgs, name: str | None = None) -> None:
         self.engine = LLMEngine.from_engine_args(args)
+        if self.engine.config.model.poolers:
+            self.engine.close()
+            raise ConfigError(
+                f"{args.model} does not generate text: it is a pooling model. Serve it with `kvasir serve`, or choose "
+                f"another model."
+            )
         self.name = name or Path(self.engine.config.model.model).name
         self._ids = count()
 

@@ -66,6 +66,8 @@ _ARCHITECTURES: dict[str, str | Architecture] = {
     "NomicBertModel": "kvasir.models.architectures.bert:NOMIC_BERT",
     "GteModel": "kvasir.models.architectures.bert:GTE",
     "JinaEmbeddingsV3Model": "kvasir.models.architectures.bert:JINA",
+    "T5EncoderModel": "kvasir.models.architectures.t5:T5",
+    "MT5EncoderModel": "kvasir.models.architectures.t5:T5",
 }
 
 # How an architecture's name ends when it is no model that generates text -> what it does, see config.pooling. Without

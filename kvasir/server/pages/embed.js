@@ -34,6 +34,7 @@ function onSend(id, work) {
     const button = form.querySelector("button");
     button.disabled = true;
     problem.hidden = true;
+    form.querySelector("output, ol, svg").replaceChildren(); // what stands there belongs to other texts
     try {
       await work();
     } catch (error) {

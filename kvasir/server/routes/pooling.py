@@ -1,7 +1,8 @@
 """Endpoints of pooling models: embeddings, scores, rerankings and classes.
 
-The bodies are OpenAI's, vLLM's, Cohere's, Jina's, Ollama's and those of Text Embeddings Inference (TEI). A request is
-an ApiRequest whose outputs are vectors.
+The bodies are OpenAI's, vLLM's, Cohere's, Jina's and, where documents are ranked, those of Text Embeddings Inference
+(TEI); embeddings as other servers give them are in other_embeddings.py. A request is an ApiRequest whose outputs are
+vectors.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from kvasir.errors import PromptTooLongError, RequestError
+from kvasir.frontend.requests.pooling import Scoring
 from kvasir.frontend.requests.prompts import TokenizedPrompt
-from kvasir.outputs import PoolingRequestOutput, RequestOutput, ScoringRequestOutput
+from kvasir.outputs import PoolingRequestOutput, RequestOutput
 from kvasir.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
 from kvasir.server.api_request import ApiRequest, check_length, within
 from kvasir.server.errors import ApiError, answers, timed_out, too_large
@@ -31,8 +33,8 @@ from kvasir.server.schema.sampling import PromptIds
 from kvasir.server.state import ServerState, State
 
 ENCODINGS = ("float", "base64", "int8", "uint8", "binary", "ubinary")
-_INPUT = "must be a text, a list of texts, a list of token ids or a list of such lists."
-Texts = Annotated[str | list[str] | PromptIds | list[PromptIds], one_complaint("input", f"input {_INPUT}")]
+INPUT_KINDS = "must be a text, a list of texts, a list of token ids or a list of such lists."
+Texts = Annotated[str | list[str] | PromptIds | list[PromptIds], one_complaint("input", f"input {INPUT_KINDS}")]
 _Encoding = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 _TRUNCATE = Field(
     default=None, ge=-1, description="Keep so many tokens of each text; -1: as many as the model takes. Unset: refuse."
@@ -225,42 +227,6 @@ class TeiRank(Reply, kw_only=True):
     text: str | UnsetType = UNSET
 
 
-class TeiEmbedRequest(Body):
-    """TEI's body."""
-
-    max_values = MAX_TOKEN_IDS
-    model_config = example(inputs=["The cat sat on the mat."])
-
-    inputs: Annotated[str | list[str] | PromptIds | list[PromptIds], one_complaint("inputs", f"inputs {_INPUT}")]
-    normalize: bool | None = None
-    truncate: bool | None = Field(default=None, description="Cut texts that are too long; otherwise they are refused.")
-    truncation_direction: Literal["right", "Right"] | None = None
-    prompt_name: str | None = None
-    dimensions: int | None = Field(default=None, ge=1)
-
-
-class OllamaEmbedRequest(Body):
-    """Ollama's body."""
-
-    max_values = MAX_TOKEN_IDS
-    model_config = example(input=["The cat sat on the mat."])
-
-    model: str | None = None
-    input: Annotated[str | list[str], one_complaint("input", "input must be a text or a list of texts.")]
-    truncate: bool | None = Field(default=None, description="Cut texts that are too long (default: yes).")
-    dimensions: int | None = Field(default=None, ge=1)
-    keep_alive: Any = Field(default=None, description="Taken and not needed: the model stays loaded.")
-    options: Any = refused("embeddings have no options.", {})
-
-
-class OllamaEmbedReply(Reply, kw_only=True):
-    model: str
-    embeddings: list[list[float]]
-    total_duration: int  # nanoseconds
-    load_duration: int
-    prompt_eval_count: int
-
-
 _NOTHING = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)  # no token is sampled
 
 
@@ -356,7 +322,7 @@ async def pool(body: PoolingBodyRequest, request: Request, state: State, call: T
         step_tag_id=body.step_tag_id,
         returned_token_ids=body.returned_token_ids,
     )
-    job, model = await _job(state, call, body, _many(body.input), params)
+    job, model = await make_job(state, call, body, inputs_of(body.input), params)
     outputs = await unless_gone(request, job.vectors())
     data = [
         PoolingItem(index=i, data=written(each.outputs.data, body.encoding_format)) for i, each in enumerate(outputs)
@@ -372,7 +338,7 @@ async def classify(body: ClassifyRequest, request: Request, state: State, call: 
     params = PoolingParams(
         task="classify", use_activation=body.use_activation, truncate_prompt_tokens=body.truncate_prompt_tokens
     )
-    job, model = await _job(state, call, body, _many(body.input), params)
+    job, model = await make_job(state, call, body, inputs_of(body.input), params)
     labels = state.engine.config.model.hf.get("id2label") or {}
     data = []
     for i, each in enumerate(await unless_gone(request, job.vectors())):
@@ -390,11 +356,8 @@ async def classify(body: ClassifyRequest, request: Request, state: State, call: 
 @router.post("/score", responses=answers(ScoreReply))
 async def score(body: ScoreRequest, request: Request, state: State, call: TheCall) -> Response:
     """Score pairs of texts: one with many, or each with the one in the same place."""
-    scores, job, model = await unless_gone(
-        request, _scores(state, call, body, _many(body.text_1), _many(body.text_2), body.use_activation)
-    )
-    data = [PairScore(index=i, score=each.outputs.score) for i, each in enumerate(scores)]
-    return reply(ScoreReply(id=f"score-{call.id}", created=int(time.time()), model=model, data=data, usage=job.usage()))
+    job = await unless_gone(request, ScoreJob.make(state, call, body))
+    return reply(await unless_gone(request, job.whole()))
 
 
 @router.post("/v2/rerank", responses=answers(RerankReply))
@@ -402,70 +365,77 @@ async def score(body: ScoreRequest, request: Request, state: State, call: TheCal
 @router.post("/rerank", responses=answers(RerankReply))
 async def rerank(body: RerankRequest, request: Request, state: State, call: TheCall) -> Response:
     """Order documents by how well they fit a query."""
-    texts = body.texts or [each if isinstance(each, str) else each["text"] for each in body.documents or ()]
-    body.truncate_prompt_tokens = body.max_tokens_per_doc or (-1 if body.truncate else body.truncate_prompt_tokens)
-    activate = None if body.raw_scores is None else not body.raw_scores
-    scores, job, model = await unless_gone(request, _scores(state, call, body, [body.query], texts, activate))
-    order = sorted(range(len(texts)), key=lambda i: -scores[i].outputs.score)[: body.top_n]
-    if body.texts is not None:
-        ranks = [TeiRank(index=i, score=scores[i].outputs.score) for i in order]
-        for rank in ranks if body.return_text else ():
-            rank.text = texts[rank.index]
-        return reply(ranks)
-    results = [RerankItem(index=i, relevance_score=scores[i].outputs.score) for i in order]
-    for item in results if body.return_documents else ():
-        item.document = RerankDocument(text=texts[item.index])
-    meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
-    return reply(RerankReply(id=f"rerank-{call.id}", model=model, results=results, usage=job.usage(), meta=meta))
+    job = await unless_gone(request, RerankJob.make(state, call, body))
+    return reply(await unless_gone(request, job.whole()))
 
 
-async def _scores(
+@dataclass(slots=True)
+class ScoreJob:
+    """Pairs of texts to score, ready to run; batches make it too."""
+
+    request: PoolingRequest
+    scoring: Scoring
+    model: str
+
+    @classmethod
+    async def make(cls, state: ServerState, call: Call, body: ScoreRequest) -> ScoreJob:
+        first, second = inputs_of(body.text_1, "text_1"), inputs_of(body.text_2, "text_2")
+        return cls(*await _scoring(state, call, body, first, second, body.use_activation))
+
+    async def scores(self) -> list[float]:
+        return [each.outputs.score for each in self.scoring.scores(await self.request.vectors())]
+
+    async def whole(self) -> ScoreReply:
+        data = [PairScore(index=i, score=score) for i, score in enumerate(await self.scores())]
+        name, usage = f"score-{self.request.call.id}", self.request.usage()
+        return ScoreReply(id=name, created=int(time.time()), model=self.model, data=data, usage=usage)
+
+
+@dataclass(slots=True)
+class RerankJob:
+    """Documents to order, ready to run; batches make it too."""
+
+    body: RerankRequest
+    texts: list[str]
+    pairs: ScoreJob
+
+    @classmethod
+    async def make(cls, state: ServerState, call: Call, body: RerankRequest) -> RerankJob:
+        texts = body.texts or [each if isinstance(each, str) else each["text"] for each in body.documents or ()]
+        if body.max_tokens_per_doc is not None:
+            body.truncate_prompt_tokens = at_most(state, body.max_tokens_per_doc)
+        elif body.truncate:
+            body.truncate_prompt_tokens = -1
+        activate = None if body.raw_scores is None else not body.raw_scores
+        query, texts = inputs_of(body.query, "query"), inputs_of(texts, "documents" if body.texts is None else "texts")
+        return cls(body, texts, ScoreJob(*await _scoring(state, call, body, query, texts, activate)))
+
+    async def whole(self) -> RerankReply | list[TeiRank]:
+        scores = await self.pairs.scores()
+        order = sorted(range(len(scores)), key=lambda i: -scores[i])[: self.body.top_n]
+        if self.body.texts is not None:
+            ranks = [TeiRank(index=i, score=scores[i]) for i in order]
+            for rank in ranks if self.body.return_text else ():
+                rank.text = self.texts[rank.index]
+            return ranks
+        results = [RerankItem(index=i, relevance_score=scores[i]) for i in order]
+        for item in results if self.body.return_documents else ():
+            item.document = RerankDocument(text=self.texts[item.index])
+        meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
+        name, usage = f"rerank-{self.pairs.request.call.id}", self.pairs.request.usage()
+        return RerankReply(id=name, model=self.pairs.model, results=results, usage=usage, meta=meta)
+
+
+async def _scoring(
     state: ServerState, call: Call, body: PoolingBody, first: list[str], second: list[str], activate: bool | None
-) -> tuple[list[ScoringRequestOutput], PoolingRequest, str]:
-    model = state.check_model(body.model, "pooling")
+) -> tuple[PoolingRequest, Scoring, str]:
+    state.check_model(body.model, "pooling")
     scoring = state.engine.input_processor.pooling.scoring(first, second)
     params = PoolingParams(task=scoring.task, truncate_prompt_tokens=body.truncate_prompt_tokens)
     if scoring.task == "classify":
         params.use_activation = activate
-    job, _ = await _job(state, call, body, scoring.prompts, params)
-    outputs: list[PoolingRequestOutput] = await job.vectors()
-    return scoring.scores(outputs), job, model
-
-
-# ---------------------------------------------------------------- embeddings as other servers give them
-
-
-@router.post("/embed", responses=answers(description="A list of embeddings, each a list of numbers."))
-async def embed_as_tei(body: TeiEmbedRequest, request: Request, state: State, call: TheCall) -> Response:
-    """Embed texts, as Text Embeddings Inference does."""
-    params = PoolingParams(
-        task="embed",
-        normalize=body.normalize is not False,
-        dimensions=body.dimensions,
-        truncate_prompt_tokens=-1 if body.truncate else None,
-    )
-    texts = state.engine.input_processor.pooling.with_prompt(_many(body.inputs), body.prompt_name)
-    job, _ = await _job(state, call, PoolingBody(), texts, params)
-    return reply([each.outputs.data.tolist() for each in await unless_gone(request, job.vectors())])
-
-
-@router.post("/api/embed", responses=answers(OllamaEmbedReply))
-async def embed_as_ollama(body: OllamaEmbedRequest, request: Request, state: State, call: TheCall) -> Response:
-    """Embed texts, as Ollama does: texts that are too long are cut, unless `truncate` is false."""
-    started = time.monotonic()
-    cut = None if body.truncate is False else -1
-    params = PoolingParams(task="embed", normalize=True, dimensions=body.dimensions, truncate_prompt_tokens=cut)
-    name = None if body.model is None else body.model.removesuffix(":latest")
-    job, model = await _job(state, call, PoolingBody(model=name), _many(body.input), params)
-    vectors = [each.outputs.data.tolist() for each in await unless_gone(request, job.vectors())]
-    made = OllamaEmbedReply(
-        model=body.model or model,
-        embeddings=vectors,
-        total_duration=int((time.monotonic() - started) * 1e9),
-        load_duration=0,
-        prompt_eval_count=job.tokens.num_prompt,
-    )
-    return reply(made)
+    job, model = await make_job(state, call, body, scoring.prompts, params)
+    return job, scoring, model
 
 
 # ---------------------------------------------------------------- what they share
@@ -488,8 +458,8 @@ class EmbeddingJob:
             truncate_prompt_tokens=body.truncate_prompt_tokens,
         )
         state.check_model(body.model, "pooling")
-        texts = state.engine.input_processor.pooling.with_prompt(_many(body.input), body.prompt_name)
-        return cls(body, *await _job(state, call, body, texts, params))
+        texts = state.engine.input_processor.pooling.with_prompt(inputs_of(body.input), body.prompt_name)
+        return cls(body, *await make_job(state, call, body, texts, params))
 
     async def whole(self) -> EmbeddingReply:
         outputs = await self.request.vectors()
@@ -500,7 +470,7 @@ class EmbeddingJob:
         return EmbeddingReply(id=name, created=int(time.time()), model=self.model, data=data, usage=usage)
 
 
-async def _job(
+async def make_job(
     state: ServerState, call: Call, body: PoolingBody, texts: Sequence[Any], params: PoolingParams
 ) -> tuple[PoolingRequest, str]:
     call.take_id(body.request_id)
@@ -509,15 +479,21 @@ async def _job(
     return await PoolingRequest.make(state, call, texts, params, **timing), model  # type: ignore[arg-type]
 
 
-def _many(given: str | Sequence[Any]) -> list[Any]:
-    """The inputs as a list: one text and one list of token ids are one input."""
+def inputs_of(given: str | Sequence[Any], field: str = "input") -> list[Any]:
+    """The inputs as a list: one text and one list of token ids are one input. `field`: where the body has them."""
     texts: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
     if not texts:
-        raise RequestError("input is empty: give at least one text.", "input")
+        raise RequestError(f"{field} is empty: give at least one text.", field)
     for place, text in enumerate(texts):
         if not len(text):
-            raise RequestError(f"Text {place} is empty: leave it out, or give it at least one character.", "input")
+            what = field if isinstance(given, str) else f"{field}[{place}]"
+            raise RequestError(f"{what} is empty: give it at least one character.", field)
     return texts
+
+
+def at_most(state: ServerState, num_tokens: int) -> int:
+    """truncate_prompt_tokens for clients whose limit may be more than the model takes."""
+    return min(num_tokens, state.engine.input_processor.pooling.prompts.num_kept(-1))
 
 
 def written(vector: NDArray[np.float32], how: str | None) -> Any:

@@ -16,7 +16,9 @@ class BatchRequest(Body):
     )
 
     input_file_id: str = Field(description="A file of requests, uploaded with the purpose batch.")
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"] = Field(description="Where all its requests go.")
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/v1/rerank"] = Field(
+        description="Where all its requests go."
+    )
     completion_window: Literal["24h"] = Field(description="A batch that is not complete by then expires.")
     metadata: dict[str, str] | None = Field(default=None, description="Stored with the batch and returned with it.")
     output_expires_after: Any = refused("files stay until they are deleted.")

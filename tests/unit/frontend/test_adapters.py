@@ -18,6 +18,11 @@ from kvasir.messages import AdapterTarget, AdapterTargets
 
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.k_proj"
 MODULES = {Q: AdapterTarget("linear", 8, 6), K: AdapterTarget("linear", 4, 6)}
+EXPERTS = "model.layers.1.mlp.experts"  # four, with inputs of 6 and 5
+MODULES |= {
+    EXPERTS: AdapterTarget("experts", 5, 6, num_experts=4),
+    f"{EXPERTS}.2.up_proj": AdapterTarget("expert", 5, 6),
+}
 MODULES |= {"model.embed_tokens": AdapterTarget("embedding", 50, 6), "lm_head": AdapterTarget("head", 50, 6)}
 TARGETS = AdapterTargets(MODULES, "model.", 6, 2, 4, True, max_rank=8, num_ranks=1)
 LORA = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
@@ -56,7 +61,25 @@ def test_scales_follow_patterns_and_rank_stabilisation(tmp_path: Path) -> None:
     assert AdapterPlan.from_text(plan.to_text()) == plan
 
 
+def test_adapters_of_all_experts_are_told_apart_by_shape(tmp_path: Path) -> None:
+    """PEFT nests the adapters of two parameters of one module; which is inside depends on the order it met them in."""
+    gate_up, down = [(8, 6), (10, 8)], [(8, 5), (6, 8)]
+    for inner, outer in ((gate_up, down), (down, gate_up)):
+        tensors = {}
+        for middle, shapes in ((".base_layer", inner), ("", outer)):
+            for which, shape in zip("AB", shapes, strict=True):
+                tensors[f"base_model.model.{EXPERTS}{middle}.lora_{which}.weight"] = shape
+        modules = read(tmp_path, tensors, {**LORA, "alpha_pattern": {".*.down_proj": 6}}).modules
+        assert modules.keys() == {f"{EXPERTS}.gate_up", f"{EXPERTS}.down"}
+        assert (modules[f"{EXPERTS}.gate_up"].scale, modules[f"{EXPERTS}.down"].scale) == (2.0, 3.0)
+        assert ("base_layer" in modules[f"{EXPERTS}.gate_up"].down) == (inner is gate_up)
+    each = {f"base_model.model.{EXPERTS}.2.up_proj.lora_{which}.weight": shape for which, shape in
+            (("A", (2, 6)), ("B", (5, 2)))}  # fmt: skip
+    assert list(read(tmp_path, each, LORA).modules) == [f"{EXPERTS}.2.up_proj"]
+
+
 A, B = PLAIN
+E_A, E_B, DOES = (f"base_model.model.{EXPERTS}.{end}" for end in ("lora_A.weight", "lora_B.weight", "2.up_proj."))
 WRONG = {
     "no module": (
         {"base_model.model.model.layers.0.mlp.x.lora_A.weight": (2, 6)},
@@ -71,6 +94,19 @@ WRONG = {
     "unknown": ({**PLAIN, f"base_model.model.{Q}.lora_C": (2,)}, {}, r"lora_C has no meaning"),
     "type": (PLAIN, {"peft_type": "IA3"}, "peft_type='IA3'"),
     "feature": (PLAIN, {"layer_replication": [[0, 2]]}, "layer_replication"),
+    "shape of experts": ({E_A: (8, 7), E_B: (6, 8)}, {}, r"experts.lora_A.weight is \[8, 7\] .* of 4 experts"),
+    "rank of experts": (
+        {E_A: (4, 5), E_B: (6, 4)},
+        {},
+        "experts.lora_A.weight has rank 1, but adapter_config.json says 2",
+    ),
+    "no B of experts": ({E_A: (8, 5)}, {}, "experts.lora_A.weight comes without its lora_B"),
+    "no such expert": ({A.replace("q_proj", "experts.9.up_proj"): (2, 6)}, {}, "experts.9.up_proj.* matches no"),
+    "DoRA of an expert": (
+        {f"{DOES}lora_A.weight": (2, 6), f"{DOES}lora_B.weight": (5, 2), f"{DOES}lora_magnitude_vector": (5,)},
+        {},
+        "lora_magnitude_vector is of an expert, where only lora_A and lora_B",
+    ),
     "no magnitude": (PLAIN, {"use_dora": True}, "lora_magnitude_vector"),
     "prompt": ({"prompt_embeddings": (3, 7)}, PROMPT, r"prompt_embeddings is \[3, 7\], but the model needs \[3, 6\]"),
     "prefix": ({"prompt_embeddings": (3, 6)}, {**PROMPT, "peft_type": "PREFIX_TUNING"}, r"needs \[3, 16\]"),
@@ -100,6 +136,9 @@ def test_missing_and_damaged_files(tmp_path: Path) -> None:
     catalog = AdapterCatalog(EngineConfig(ModelConfig("m")), TARGETS)
     with pytest.raises(AdapterNotFoundError, match="no such directory"):
         catalog.read("mine", str(tmp_path / "gone"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AdapterNotFoundError, match="is a file; give the directory"):
+        catalog.read("mine", str(tmp_path / "file"))
     with pytest.raises(AdapterNotFoundError, match=r"has no adapter_config.json"):
         catalog.read("mine", str(tmp_path))
     write(tmp_path, PLAIN, LORA)
