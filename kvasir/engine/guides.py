@@ -110,13 +110,14 @@ class Guides:
             assert request is not None and request.guide is not None, f"row {row} has no guide"
             guide, new = request.guide, tokens[i, : counts[i]].tolist()
             more: list[int] = []
-            if guide.error is None and reasons[i] == FinishReason.NONE:
-                guide.accept(new)
-                if guide.error is None and guide.holds:
+            if guide.error is None:
+                guide.accept(new)  # also a last token: where other rules forbid all that is allowed, it may be any
+                goes_on = reasons[i] == FinishReason.NONE
+                if guide.error is None and guide.holds and goes_on:
                     more = self._continue(r, row, request, guide, waits, changed)
                 if guide.is_complete:
                     reasons[i] = FinishReason.STOP
-                elif r.num_known[row] >= r.limit[row]:
+                elif goes_on and r.num_known[row] >= r.limit[row]:
                     reasons[i] = FinishReason.LENGTH
             if guide.error is not None:
                 reasons[i] = FinishReason.NONE
