@@ -6,6 +6,7 @@ vocabulary, so both processes make its tokenizer from the model's.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -35,7 +36,8 @@ from kvasir.sampling_params import StructuredOutputsParams
 COMPILE_SECONDS = 10.0  # a grammar is refused that is not compiled by then; its limits make that milliseconds
 _MAX_CHECKED = 1024
 _ADVICE = "or set structured_outputs.lenient to skip what cannot be enforced"
-_FORMATS = ("response_format", "text", "output_config", "output_format")  # parameters that have `strict` instead
+_WITH_STRICT = ("response_format", "text", "output_config", "output_format", "tools")  # they have `strict` instead
+_SCHEMA_IN_LARK = re.compile(r"failed to compile JSON schema: (.*?)\n +\d+ \| ", re.DOTALL)
 
 
 class StructuredOutputs:
@@ -79,7 +81,7 @@ class StructuredOutputs:
             return self._check(params)
         except RequestError as error:
             said = str(error)
-            if params.source in _FORMATS:
+            if params.source in _WITH_STRICT:
                 said = said.replace("structured_outputs.lenient", "strict to false")
             named = said if params.source in said else f"{params.source}: {said}"
             raise RequestError(named, params.source) from error
@@ -134,6 +136,9 @@ class StructuredOutputs:
 
 
 def _explained(error: str, is_schema: bool) -> str:
+    within = _SCHEMA_IN_LARK.search(error)
+    if within is not None:  # the text of the grammar around it is not the caller's
+        error, is_schema = within[1], True
     said = excerpt(error.strip().rstrip("."))
     if said.startswith("oneOf"):
         said = "oneOf is possible only where no value can match two of its schemas. Use anyOf"

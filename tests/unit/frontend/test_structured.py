@@ -138,6 +138,16 @@ def test_what_cannot_be_enforced_is_said_in_the_callers_words(schema: dict[str, 
     assert "coerce" not in str(caught.value) and "backtrace" not in str(caught.value)
 
 
+def test_a_schema_within_a_grammar_is_said_without_the_grammar() -> None:
+    text = f'start: "<call>" {json_rule({"not": {}})}'
+    with pytest.raises(RequestError) as caught:
+        structured_outputs().check(StructuredOutputsParams(grammar=text, source="tools"))
+    assert str(caught.value) == (
+        'tools: The JSON schema cannot be enforced: Unimplemented keys: ["not"]. Remove it, or set strict to false to '
+        "skip what cannot be enforced."
+    )
+
+
 def structured_outputs() -> StructuredOutputs:
     """The checks of a model with the small vocabulary."""
     made = StructuredOutputs(ModelConfig(model="small"), StandInTokenizer())  # type: ignore[arg-type]
@@ -291,7 +301,7 @@ _json = st.recursive(
     ),
     max_leaves=10,
 )  # fmt: skip
-_asked = st.one_of(
+asked = st.one_of(
     st.builds(lambda text: {"regex": text}, _text),
     st.builds(lambda text: {"grammar": text}, _text),
     st.builds(lambda text: {"grammar": f"start: {text}"}, _text),
@@ -301,11 +311,11 @@ _asked = st.one_of(
 )
 
 
-@given(_asked)
-def test_arbitrary_grammars_are_compiled_or_refused(asked: dict[str, Any]) -> None:
+@given(asked)
+def test_arbitrary_grammars_are_compiled_or_refused(params: dict[str, Any]) -> None:
     """Nothing but a RequestError comes out, and what is compiled can be followed."""
     try:
-        grammar = build_grammar(StructuredOutputsParams(**asked))
+        grammar = build_grammar(StructuredOutputsParams(**params))
         texts = [grammar.text] if grammar.text else [text for _, text in grammar.tags]
         compiled = [compile_grammar(small_vocabulary(), text) for text in texts]
     except RequestError:
