@@ -130,6 +130,18 @@ def both_calls(parts: Sequence[OutputPart]) -> bool:
 # ---------------------------------------------------------------- every format
 
 
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        *(("qwen2.5", "hermes"), ("qwen3", "hermes"), ("ernie45", "hermes"), ("deepseek_r1", "deepseek_v3")),
+        *(("gpt-oss", "openai"), ("harmony", "openai"), ("gemma", "functiongemma"), ("hunyuan", "jamba")),
+        *(("command-r", "cohere_command3"), ("qwen3_xml", "qwen3_coder"), ("glm47", "glm45")),
+    ],
+)
+def test_names_that_models_are_known_by(name: str, row: str) -> None:
+    assert tool_format(name).name == row
+
+
 def test_every_format_has_an_answer_here() -> None:
     assert CALLS.keys() == TOOL_FORMATS.keys()
 
