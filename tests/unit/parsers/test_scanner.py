@@ -258,6 +258,21 @@ def test_values_in_tags_follow_the_schema() -> None:
     assert json.loads(calls_of(parts)[0].arguments) == expected
 
 
+@pytest.mark.parametrize(
+    "value", ["NaN", "-Infinity", "[1e999, None]", "{1: 2}", "{1, 2}", "[" * 5000, "9" * 9999, "1e999", "\u0000", ""]
+)
+@pytest.mark.parametrize("kind", [{"type": "number"}, {"type": "array"}, {"type": ["integer", "string"]}, {}])
+def test_odd_values_in_tags_are_json_all_the_same(value: str, kind: dict[str, Any]) -> None:
+    text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    parts = read(AnswerFormat(tool_format("qwen3_coder")), [text], schemas={"f": {"properties": {"a": kind}}})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    arguments = calls_of(parts)[0].arguments
+    assert "a" in json.loads(arguments.replace("9" * 9999, "9"), parse_constant=refuse)
+
+
 def test_python_values_become_json() -> None:
     text = """[f('by position', n=-1_000, a=r, l=[True, None, (1, .5), {'k': "q\\x41\\u00e9\\'"}, ''])]"""
     parts = read(AnswerFormat(tool_format("pythonic")), [text])
