@@ -248,7 +248,9 @@ class GrammarGuide(TokenGuide):
             self._fail()
 
     def _fail(self) -> None:
-        why = _error_of(self.matcher)[:300] or "a token came that it does not allow"
+        why = _error_of(self.matcher)[:300]
+        if not why or "doesn't satisfy the grammar" in why:
+            why = "a token came that it does not allow; do allowed_token_ids, bad_words or others leave none that it does?"
         self.error = f"the output can no longer be held to its grammar: {why}"
 
     def jump(self, least: int, most: int, stops: Collection[int], completes: bool = True) -> list[int]:

@@ -156,8 +156,6 @@ def _schema(schema: Any, style: JsonStyle) -> Any:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise RequestError(f"The JSON schema is not valid JSON: {error}.", PARAMETER) from error
-    elif hasattr(schema, "model_json_schema"):  # a pydantic model
-        schema = schema.model_json_schema()
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):

@@ -95,8 +95,9 @@ def test_a_pydantic_model_is_a_schema() -> None:
     class Thing(BaseModel):
         a: int
 
-    params = StructuredOutputsParams(json=Thing.model_json_schema())
-    assert accepts(build_grammar(params).text, '{"a": 4}')
+    for schema in (Thing, Thing.model_json_schema()):
+        params = StructuredOutputsParams(json=schema)
+        assert accepts(build_grammar(params).text, '{"a": 4}')
 
 
 def test_closed_objects_are_closed_at_every_depth_and_keep_their_examples() -> None:
@@ -202,7 +203,9 @@ def test_a_limit_that_forced_tokens_reach_ends_the_request_alone() -> None:
     [
         ({}, "exactly one of"),
         ({"json": THING, "regex": "a"}, "json and regex"),
-        ({"json": 7}, "json cannot be 7"),
+        ({"json": 7}, "json must be a JSON schema as a dict or as text, not 7"),
+        ({"json": False}, "no value fits"),
+        ({"regex": 7}, "regex must be a string, not 7"),
         ({"choice": [1]}, "choice"),
         ({"json": THING, "whitespace": "tabs"}, "spaced, compact, flexible"),
         ({"json_object": "yes"}, "True or False"),
