@@ -250,7 +250,7 @@ class GrammarGuide(TokenGuide):
     def _fail(self) -> None:
         why = _error_of(self.matcher)[:300]
         if not why or "doesn't satisfy the grammar" in why:
-            why = "a token came that it does not allow; do allowed_token_ids, bad_words or others leave none that it does?"
+            why = "a token came that it forbids; do allowed_token_ids, bad_words or others leave none that it allows?"
         self.error = f"the output can no longer be held to its grammar: {why}"
 
     def jump(self, least: int, most: int, stops: Collection[int], completes: bool = True) -> list[int]:
