@@ -70,7 +70,7 @@ class GrammarTag:
 class StructuredOutputsParams:
     """What the output must look like: exactly one of the first six fields, or `tags`. See docs/structured_output.md."""
 
-    json: str | dict[str, Any] | bool | None = None  # a JSON schema, as a dict or as text
+    json: Any = None  # a JSON schema: a dict, its text, or a pydantic model
     regex: str | None = None
     choice: list[str] | None = None  # the output is one of these texts
     grammar: str | None = None  # Lark, or EBNF as llama.cpp writes it (GBNF)
@@ -92,20 +92,25 @@ class StructuredOutputsParams:
 
     def verify(self) -> None:
         """Raise a RequestError unless the fields are of the right types and name one constraint."""
-        kinds: dict[str, Any] = {
-            "json": str | dict | bool,
-            "regex": str,
-            "choice": list | tuple,
-            "grammar": str,
-            "structural_tag": str | dict,
-            "whitespace_pattern": str,
-            "starts_after": str,
-            "tags": list | tuple,
+        if hasattr(self.json, "model_json_schema"):  # a pydantic model
+            self.json = self.json.model_json_schema()
+        kinds: dict[str, tuple[Any, str]] = {
+            "json": (str | dict | bool, "a JSON schema as a dict or as text"),
+            "regex": (str, "a string"),
+            "choice": (list | tuple, "a list of strings"),
+            "grammar": (str, "a string"),
+            "structural_tag": (str | dict, "a dict or text"),
+            "whitespace_pattern": (str, "a string"),
+            "starts_after": (str, "a string"),
+            "tags": (list | tuple, "a list"),
         }
-        for name, kind in kinds.items():
+        for name, (kind, words) in kinds.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
-                raise RequestError(f"structured_outputs.{name} cannot be {reprlib.repr(value)}.", _STRUCTURED)
+                message = f"structured_outputs.{name} must be {words}, not {reprlib.repr(value)}."
+                raise RequestError(message, _STRUCTURED)
+        if self.json is False:
+            raise RequestError("structured_outputs.json is the schema false, which no value fits.", _STRUCTURED)
         for name in ("json_object", "lenient"):
             if getattr(self, name) is not None:
                 _flag(f"structured_outputs.{name}", getattr(self, name))

@@ -23,6 +23,8 @@ from kvasir.messages import Int32Array
 GRAMMAR_GUIDE = "grammar"
 _MAX_CACHED = 256  # compiled grammars; each holds some hundred kilobytes
 _COMPILER_THREADS = 2
+_TRIED = 64  # forced tokens at the beginning that are tried when a grammar is compiled
+_STACK_BYTES = 512 << 20  # of the thread that compiles; only what it touches takes memory
 _MAX_MASK_THREADS = 16
 _FEW = 2  # so many masks are computed without the threads
 
@@ -35,21 +37,57 @@ def parser_limits() -> LLParserLimits:
         step_max_items=50_000,
         max_items_in_row=2_000,
         max_lexer_states=50_000,
-        max_grammar_size=200_000,
+        max_grammar_size=50_000,
         verbose_errors=False,
     )
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """A matcher in its first state, or a RequestError that says what is wrong with the grammar."""
+    return _on_a_deep_stack(lambda: _compile(tokenizer, grammar))
+
+
+_stack_lock = threading.Lock()
+
+
+def _on_a_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:
+    """llguidance recurses along chains of rules and definitions, and an overflow of the stack would end the process.
+    The thread ends with the work, which gives its memory back."""
+    done: Future[LLMatcher] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    with _stack_lock:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="compile-grammar-deep", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return done.result()
+
+
+def _compile(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
-    matcher.compute_bitmask()  # what a first mask needs is built here, and limits are reached here
-    probe = matcher.deep_copy()
-    probe.try_consume_tokens(probe.compute_ff_tokens())
-    for tried in (matcher, probe):
+    matcher.compute_bitmask()  # what a first mask needs is built here
+    begun = matcher.deep_copy()  # limits are often reached by what must come first, or right after it
+    if begun.try_consume_tokens(begun.compute_ff_tokens()[:_TRIED]) and not begun.is_stopped():
+        begun.compute_bitmask()
+    for tried in (matcher, begun):
         if tried.is_error():
-            raise RequestError(tried.get_error(), "structured_outputs")
+            raise RequestError(_error_of(tried), "structured_outputs")
     return matcher
+
+
+def _error_of(matcher: LLMatcher) -> str:
+    """What is wrong, without the library's own traces."""
+    said = str(matcher.get_error()).split("<backtrace>")[0].replace("<non-verbose/>", "").strip()
+    if said.startswith("panic:"):
+        return "it is too large or too complex"
+    return "no text fits it" if said.startswith("NoExtension") else said
 
 
 class CompiledGrammars:
@@ -208,7 +246,13 @@ class GrammarGuide(TokenGuide):
     def check(self) -> None:
         """Note an error of the matcher: a limit was reached, or a token came that the grammar does not allow."""
         if self.holds and self.matcher.is_error() and self.error is None:
-            self.error = f"the output can no longer be held to its grammar: {self.matcher.get_error()[:300]}"
+            self._fail()
+
+    def _fail(self) -> None:
+        why = _error_of(self.matcher)[:300]
+        if not why or "doesn't satisfy the grammar" in why:
+            why = "a token came that it forbids; do allowed_token_ids, bad_words or others leave none that it allows?"
+        self.error = f"the output can no longer be held to its grammar: {why}"
 
     def jump(self, least: int, most: int, stops: Collection[int], completes: bool = True) -> list[int]:
         if not (self._jumps and self.holds and most >= least):
@@ -220,9 +264,8 @@ class GrammarGuide(TokenGuide):
                 break
         if len(tokens) < least:
             return []
-        if self.matcher.try_consume_tokens(tokens) < len(tokens):  # a limit of the library was reached
-            self.check()
-            self.error = self.error or "the output can no longer be held to its grammar: it is too complex"
+        if self.matcher.try_consume_tokens(tokens) < len(tokens):  # forced tokens are allowed: a limit was reached
+            self._fail()
             return []
         if self.matcher.is_stopped() and self.error is None:
             if not completes:

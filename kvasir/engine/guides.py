@@ -118,16 +118,17 @@ class Guides:
             assert request is not None and request.guide is not None, f"row {row} has no guide"
             guide, new = request.guide, tokens[i, : counts[i]].tolist()
             more: list[int] = []
-            if guide.error is None and reasons[i] == FinishReason.NONE:
+            if guide.error is None:
+                goes_on = reasons[i] == FinishReason.NONE
                 try:
-                    guide.accept(new)
-                    if guide.error is None and guide.holds:
+                    guide.accept(new)  # also a last token: where other rules forbid all that is allowed, it may be any
+                    if guide.error is None and guide.holds and goes_on:
                         more = self._continue(r, row, request, guide, waits, changed)
                 except Exception as error:  # a fault in one guide must not end the other requests
                     guide.error = _fault(error)
                 if guide.is_complete:
                     reasons[i] = FinishReason.STOP
-                elif r.num_known[row] >= r.limit[row]:
+                elif goes_on and r.num_known[row] >= r.limit[row]:
                     reasons[i] = FinishReason.LENGTH
             if guide.error is not None:
                 reasons[i] = FinishReason.NONE

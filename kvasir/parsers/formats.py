@@ -226,6 +226,7 @@ TOOL_ALIASES: Mapping[str, str] = {
     **{"glm47": "glm45", "llama4_json": "llama3_json", "llama": "llama3_json", "hunyuan_a13b": "jamba"},
     **{"hunyuan": "jamba", "gemma": "functiongemma", "cohere": "cohere_command3", "command_r": "cohere_command3"},
     **{"minimax": "minimax_m2", "gpt_oss": "openai", "harmony": "openai", "mistral_old": "mistral_v1"},
+    **{"deepseek_r1": "deepseek_v3", "gpt-oss": "openai", "command-r": "cohere_command3"},
 }
 REASONING_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(
@@ -235,6 +236,7 @@ REASONING_ALIASES: Mapping[str, str] = {
                 "qwen3",
                 "deepseek_v3",
                 "deepseek_v31",
+                "deepseek_v32",
                 "glm45",
                 "glm47",
                 "minimax_m2",
@@ -247,7 +249,8 @@ REASONING_ALIASES: Mapping[str, str] = {
         "think",
     ),
     **{"ernie45": "think_response", "hunyuan_a13b": "think_answer", "hunyuan": "think_answer"},
-    **{"gpt_oss": "openai_gptoss", "openai": "openai_gptoss", "cohere": "cohere_command3"},
+    **dict.fromkeys(("gpt_oss", "gpt-oss", "openai"), "openai_gptoss"),
+    **dict.fromkeys(("cohere", "command_r", "command-r"), "cohere_command3"),
 }
 TOOL_NAMES = tuple(sorted({*TOOL_FORMATS, *TOOL_ALIASES}))
 REASONING_NAMES = tuple(sorted({*REASONING_FORMATS, *REASONING_ALIASES}))

@@ -320,11 +320,15 @@ def tagged_value(reader: TextReader, form: ToolFormat, kinds: set[str], emit: Em
     emit('"' if is_string else _value("".join(pieces), kinds))
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
 def _value(text: str, kinds: set[str]) -> str:
     """A value of a type that is not only string, as JSON."""
     stripped = text.strip()
     try:
-        value = json.loads(stripped)
+        value = json.loads(stripped, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         value = text
     allowed = kinds | ({"integer"} if "number" in kinds else set())
@@ -335,7 +339,7 @@ def _value(text: str, kinds: set[str]) -> str:
         return _CONSTANTS[stripped]
     if stripped[:1] in "[{(" and "string" not in kinds:
         try:
-            return json.dumps(ast.literal_eval(stripped), ensure_ascii=False)
+            return json.dumps(ast.literal_eval(stripped), ensure_ascii=False, allow_nan=False)
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             pass
     return json.dumps(text, ensure_ascii=False)

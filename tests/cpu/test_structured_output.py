@@ -118,6 +118,13 @@ def test_jumps_change_nothing_but_the_number_of_passes(llm: LLM) -> None:
     assert len(jumped[list(CASES).index("cut")].outputs[0].token_ids) == 11
 
 
+@pytest.mark.parametrize("rules", [{"allowed_token_ids": [token_id(EOS), 40]}, {"bad_words": ["first"]}], ids=str)
+def test_where_other_rules_forbid_what_is_allowed_the_request_fails(llm: LLM, rules: dict[str, Any]) -> None:
+    """It must not look like an answer that ended by itself."""
+    (output,), _ = generate(llm, [held(temperature=0, **rules)])
+    assert output.outputs[0].finish_reason == "error" and "bad_words" in str(output.outputs[0].stop_reason)
+
+
 def test_every_token_has_its_logprobs(llm: LLM) -> None:
     (plain, scored), done = generate(llm, [held(temperature=0), held(temperature=0, logprobs=2)])
     (one,), (other,) = plain.outputs, scored.outputs

@@ -6,6 +6,7 @@ vocabulary, so both processes make its tokenizer from the model's.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -13,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 
 from kvasir.config.engine import ModelConfig
 from kvasir.engine.grammar_guide import (
@@ -21,7 +22,6 @@ from kvasir.engine.grammar_guide import (
     CompiledGrammars,
     GrammarGuides,
     guide_argument,
-    parser_limits,
 )
 from kvasir.errors import ModelError, RequestError, excerpt
 from kvasir.frontend.text.grammar import PARAMETER, Grammar, JsonStyle, Markers, build_grammar, from_triggers
@@ -36,6 +36,8 @@ from kvasir.sampling_params import StructuredOutputsParams
 COMPILE_SECONDS = 10.0  # a grammar is refused that is not compiled by then; its limits make that milliseconds
 _MAX_CHECKED = 1024
 _ADVICE = "or set structured_outputs.lenient to skip what cannot be enforced"
+_WITH_STRICT = ("response_format", "text", "output_config", "output_format", "tools")  # they have `strict` instead
+_SCHEMA_IN_LARK = re.compile(r"failed to compile JSON schema: (.*?)\n +\d+ \| ", re.DOTALL)
 
 
 class StructuredOutputs:
@@ -79,6 +81,8 @@ class StructuredOutputs:
             return self._check(params)
         except RequestError as error:
             said = str(error)
+            if params.source in _WITH_STRICT:
+                said = said.replace("structured_outputs.lenient", "strict to false")
             named = said if params.source in said else f"{params.source}: {said}"
             raise RequestError(named, params.source) from error
 
@@ -122,23 +126,27 @@ class StructuredOutputs:
     def _compile(self, text: str) -> bool:
         """Compile a grammar. Returns whether keywords of a schema were skipped."""
         try:
-            self.compiled.submit(text).result(COMPILE_SECONDS)
+            compiled = self.compiled.submit(text).result(COMPILE_SECONDS)
         except FutureTimeoutError as error:
             message = f"The grammar was not compiled within {COMPILE_SECONDS:g} s; make it simpler."
             raise RequestError(message, PARAMETER) from error
         except RequestError as error:
-            raise RequestError(_explained(str(error)), PARAMETER) from error
-        if '"lenient"' not in text:
-            return False
-        _, warnings = LLMatcher.validate_grammar_with_warnings(text, self.compiled.tokenizer, limits=parser_limits())
-        return bool(warnings)
+            raise RequestError(_explained(str(error), '"json_schema"' in text), PARAMETER) from error
+        return bool(compiled.get_grammar_warnings())
 
 
-def _explained(error: str) -> str:
+def _explained(error: str, is_schema: bool) -> str:
+    within = _SCHEMA_IN_LARK.search(error)
+    if within is not None:  # the text of the grammar around it is not the caller's
+        error, is_schema = within[1], True
     said = excerpt(error.strip().rstrip("."))
-    if "Unimplemented keys" in error or "Unknown format" in error:
-        return f"The JSON schema cannot be enforced: {said}. Remove it, {_ADVICE}."
-    return f"The grammar cannot be used: {said}."
+    if said.startswith("oneOf"):
+        said = "oneOf is possible only where no value can match two of its schemas. Use anyOf"
+    elif said.startswith(("Unimplemented keys", "Unknown format")):
+        said += ". Remove it"
+    elif not said.startswith("min/maxProperties"):
+        return f"The {'JSON schema' if is_schema else 'grammar'} cannot be used: {said}."
+    return f"The JSON schema cannot be enforced: {said}, {_ADVICE}."
 
 
 def jumps_are_exact(sampling: RowSampling) -> bool:

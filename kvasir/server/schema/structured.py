@@ -113,8 +113,10 @@ def _format(name: str, given: Any, nested: str | None) -> Found:
         raise RequestError(f"{name} must be an object with a type.", name)
     kind = given.get("type")
     if kind == "text":
+        _only(name, given, ("type",))
         return []
     if kind == "json_object":
+        _only(name, given, ("type",), " A schema needs the type json_schema." if "schema" in given else "")
         return [(name, {"json_object": True})]
     if kind == "json_schema":
         return [(name, _json_schema(name, given, nested))]
@@ -124,11 +126,24 @@ def _format(name: str, given: Any, nested: str | None) -> Found:
     raise RequestError(f"{name} has the type {kind!r:.80}; known are {known}.", name)
 
 
+def _only(name: str, given: Mapping[str, Any], known: tuple[str, ...], advice: str = "") -> None:
+    for entry in given:
+        if entry not in known:
+            hint = advice or did_you_mean(entry, known)
+            message = f"{name} of type {given.get('type', 'json_schema')} has no {str(entry)[:_MAX_NAME]!r}.{hint}"
+            raise RequestError(message, name)
+
+
 def _json_schema(name: str, given: Mapping[str, Any], nested: str | None) -> dict[str, Any]:
     described = given if nested is None else given.get(nested)
     if not isinstance(described, Mapping):
         raise RequestError(f"{name} of type json_schema needs {nested}, an object with name and schema.", name)
     schema, title, strict = described.get("schema"), described.get("name"), described.get("strict")
+    _only(name, described, ("schema", "name", "strict", "description", *(("type",) if nested is None else ())))
+    if nested is not None:
+        _only(name, given, ("type", nested))
+    if schema is False:
+        raise RequestError(f"{name} has the schema false, which no value fits.", name)
     if not isinstance(schema, Mapping | bool):
         raise RequestError(f"{name} needs a schema, which must be a JSON schema.", name)
     if title is not None and not (isinstance(title, str) and 0 < len(title) <= _MAX_NAME):

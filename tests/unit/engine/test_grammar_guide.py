@@ -116,6 +116,29 @@ def test_max_tokens_cuts_jumps(most: int, lookahead: int) -> None:
         assert got.tokens[key] == masked_text([3], grammar, most) and got.reasons[key] == FinishReason.LENGTH
 
 
+def test_an_end_that_the_grammar_does_not_allow_is_an_error() -> None:
+    """Where other rules forbid all that a grammar allows, the sampler has nothing to choose from."""
+    core = make_core(0)
+    guides = core.scheduler.guides.kinds[GRAMMAR_GUIDE]
+    guides.answers = lambda asked: [token_id(EOS)] * len(asked)  # type: ignore[method-assign]
+    core.add(request(0, [3], 50, grammar_of(json=PERSON)))
+    got = run(core)
+    assert got.reasons[0] == FinishReason.ERROR and "no longer be held" in str(got.errors[0])
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("jumps", [False, True])
+def test_a_complete_answer_of_max_tokens_has_stopped(lookahead: int, jumps: bool) -> None:
+    grammar = grammar_of(json=PERSON)
+    whole = masked_text([3], grammar, 100)
+    core = make_core(lookahead)
+    core.add(request(0, [3], len(whole), grammar, jumps=jumps))
+    core.add(request(1, [3], len(whole) - 1, grammar, jumps=jumps))
+    got = run(core)
+    assert got.tokens[0] == whole and got.reasons[0] == FinishReason.STOP
+    assert got.tokens[1] == whole[:-1] and got.reasons[1] == FinishReason.LENGTH
+
+
 def test_a_stop_token_among_forced_ones_ends_the_request() -> None:
     grammar = grammar_of(regex="Once upon a time there was a [a-z]{3}")
     whole = masked_text([4], grammar, 60)

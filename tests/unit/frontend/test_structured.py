@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from pydantic import BaseModel
 
-from kvasir.engine.grammar_guide import compile_grammar
+from kvasir.config.engine import ModelConfig
+from kvasir.engine.grammar_guide import CompiledGrammars, GrammarGuide, compile_grammar, parser_limits
 from kvasir.errors import RequestError
-from kvasir.frontend.requests.structured import jumps_are_exact
+from kvasir.frontend.requests.structured import StructuredOutputs, jumps_are_exact
 from kvasir.frontend.text.grammar import JsonStyle, build_grammar, from_triggers, json_rule, literal
 from kvasir.messages import Extras, RowSampling
 from kvasir.sampling_params import GrammarTag, SamplingParams, StructuredOutputsParams
@@ -49,6 +50,8 @@ def grammar_of(style: JsonStyle | None = None, **given: Any) -> str:
         ({"regex": "a/b\\d"}, "a/b7", "a/b\u0667"),
         ({"choice": ["yes", 'n"o\n']}, 'n"o\n', "no"),
         ({"choice": ["", "x"]}, "", "y"),
+        ({"choice": ["x", "x y", ""]}, "x y", "x z"),
+        ({"choice": [""]}, "", "y"),
         ({"grammar": 'start: "a" B\nB: /[0-9]+/'}, "a12", "a"),
         ({"grammar": 'root ::= "a" [0-9]+ | x\nx ::= "x"'}, "x", "ax"),
         ({"structural_tag": {"format": {"type": "tag", **TAG}}}, '<f=x>{"a": 1}</f>', '{"a": 1}'),
@@ -104,8 +107,9 @@ def test_a_pydantic_model_is_a_schema() -> None:
     class Thing(BaseModel):
         a: int
 
-    params = StructuredOutputsParams(json=Thing.model_json_schema())
-    assert accepts(build_grammar(params).text, '{"a": 4}')
+    for schema in (Thing, Thing.model_json_schema()):
+        params = StructuredOutputsParams(json=schema)
+        assert accepts(build_grammar(params).text, '{"a": 4}')
 
 
 def test_closed_objects_are_closed_at_every_depth_and_keep_their_examples() -> None:
@@ -117,12 +121,103 @@ def test_closed_objects_are_closed_at_every_depth_and_keep_their_examples() -> N
     assert schema["properties"]["a"]["properties"]["b"] == {"const": {"properties": {}}}
 
 
+def test_words_of_a_schema_are_names_where_the_caller_names_things() -> None:
+    inner = {"type": "object", "properties": {"b": {"type": "integer"}}}
+    schema = {"properties": {"const": inner, "format": {"type": "string", "format": "path"}}, "default": inner}
+    made = json.loads(grammar_of(JsonStyle(closed=True), json=schema))["grammars"][0]["json_schema"]
+    assert made["properties"]["const"]["additionalProperties"] is False
+    assert made["properties"]["format"] == {"type": "string"} and made["default"] == inner
+
+
+@pytest.mark.parametrize("name", ["int32", "password", "path", "binary"])
+def test_a_format_that_json_schema_does_not_define_says_nothing(name: str) -> None:
+    assert accepts(grammar_of(json={"type": "string", "format": name}), '"any text"')
+    with pytest.raises(RequestError, match="regex"):
+        compile_grammar(small_vocabulary(), grammar_of(json={"type": "string", "format": "regex"}))
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"not": {}}, r'enforced: Unimplemented keys: \["not"\]. Remove it, or set structured_outputs.lenient to skip'),
+        ({"oneOf": [{"type": "object"}, {"minProperties": 1}]}, "Use anyOf, or set structured_outputs.lenient"),
+        ({"minProperties": 1, "properties": {"a": {}}}, "min/maxProperties .* or set structured_outputs.lenient"),
+        ({"$ref": "#"}, "The JSON schema cannot be used: no text fits it."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_enforced_is_said_in_the_callers_words(schema: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=words) as caught:
+        structured_outputs().check(StructuredOutputsParams(json=schema))
+    assert "coerce" not in str(caught.value) and "backtrace" not in str(caught.value)
+
+
+def test_a_schema_within_a_grammar_is_said_without_the_grammar() -> None:
+    text = f'start: "<call>" {json_rule({"not": {}})}'
+    with pytest.raises(RequestError) as caught:
+        structured_outputs().check(StructuredOutputsParams(grammar=text, source="tools"))
+    assert str(caught.value) == (
+        'tools: The JSON schema cannot be enforced: Unimplemented keys: ["not"]. Remove it, or set strict to false to '
+        "skip what cannot be enforced."
+    )
+
+
+def structured_outputs() -> StructuredOutputs:
+    """The checks of a model with the small vocabulary."""
+    made = StructuredOutputs(ModelConfig(model="small"), StandInTokenizer())  # type: ignore[arg-type]
+    made.compiled = CompiledGrammars(small_vocabulary)
+    return made
+
+
+class StandInTokenizer:
+    """What the checks ask of a tokenizer."""
+
+    can_serialize = True
+
+    def added_tokens(self, skip_special_tokens: bool) -> dict[int, str]:
+        return {token_id(text): text for text in (EOS, THINK_END, CALL)}
+
+
+def chained(depth: int) -> dict[str, dict[str, Any]]:
+    """Constraints in which each rule or definition is reached through the one before."""
+    rules = [f'r{i}: "x" r{i + 1}?' for i in range(depth)]
+    terminals = [f'R{i}: "x" R{i + 1}?' for i in range(depth)]
+    definitions = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(depth // 10)}
+    last = {f"d{depth // 10}": {"type": "integer"}}
+    return {
+        "rules": {"grammar": "\n".join(["start: r0", *rules, f'r{depth}: "y"'])},
+        "terminals": {"grammar": "\n".join(["start: R0", *terminals, f'R{depth}: "y"'])},
+        "definitions": {"json": {"$ref": "#/$defs/d0", "$defs": {**definitions, **last}}},
+    }
+
+
+@pytest.mark.parametrize("kind", chained(0))
+def test_long_chains_of_rules_do_not_overflow_the_stack(kind: str) -> None:
+    """Five thousand levels were more than the stack of an ordinary thread, and the process ended."""
+    text = build_grammar(StructuredOutputsParams(**chained(10_000)[kind])).text
+    matcher = compile_grammar(small_vocabulary(), text).deep_copy()
+    _follow(matcher)
+    assert not matcher.is_error()
+
+
+def test_a_limit_that_forced_tokens_reach_ends_the_request_alone() -> None:
+    """llguidance knows these forced tokens, but cannot take them in."""
+    text = grammar_of(regex="a{600000}")
+    with pytest.raises(RequestError, match="too many expressions"):
+        compile_grammar(small_vocabulary(), text)
+    matcher = LLMatcher(small_vocabulary(), text, log_level=0, limits=parser_limits())
+    guide = GrammarGuide(matcher, None, {})
+    assert guide.jump(1, 60, ()) == []
+    assert guide.error is not None and "too many expressions" in guide.error
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
         ({}, "exactly one of"),
         ({"json": THING, "regex": "a"}, "json and regex"),
-        ({"json": 7}, "json cannot be 7"),
+        ({"json": 7}, "json must be a JSON schema as a dict or as text, not 7"),
+        ({"json": False}, "no value fits"),
+        ({"regex": 7}, "regex must be a string, not 7"),
         ({"choice": [1]}, "choice"),
         ({"json": THING, "whitespace": "tabs"}, "spaced, compact, flexible"),
         ({"json_object": "yes"}, "True or False"),
@@ -221,7 +316,7 @@ _json = st.recursive(
     ),
     max_leaves=10,
 )  # fmt: skip
-_asked = st.one_of(
+asked = st.one_of(
     st.builds(lambda text: {"regex": text}, _text),
     st.builds(lambda text: {"grammar": text}, _text),
     st.builds(lambda text: {"grammar": f"start: {text}"}, _text),
@@ -231,11 +326,11 @@ _asked = st.one_of(
 )
 
 
-@given(_asked)
-def test_arbitrary_grammars_are_compiled_or_refused(asked: dict[str, Any]) -> None:
+@given(asked)
+def test_arbitrary_grammars_are_compiled_or_refused(params: dict[str, Any]) -> None:
     """Nothing but a RequestError comes out, and what is compiled can be followed."""
     try:
-        grammar = build_grammar(StructuredOutputsParams(**asked))
+        grammar = build_grammar(StructuredOutputsParams(**params))
         texts = [grammar.text] if grammar.text else [text for _, text in grammar.tags]
         compiled = [compile_grammar(small_vocabulary(), text) for text in texts]
     except RequestError:

@@ -130,6 +130,18 @@ def both_calls(parts: Sequence[OutputPart]) -> bool:
 # ---------------------------------------------------------------- every format
 
 
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        *(("qwen2.5", "hermes"), ("qwen3", "hermes"), ("ernie45", "hermes"), ("deepseek_r1", "deepseek_v3")),
+        *(("gpt-oss", "openai"), ("harmony", "openai"), ("gemma", "functiongemma"), ("hunyuan", "jamba")),
+        *(("command-r", "cohere_command3"), ("qwen3_xml", "qwen3_coder"), ("glm47", "glm45")),
+    ],
+)
+def test_names_that_models_are_known_by(name: str, row: str) -> None:
+    assert tool_format(name).name == row
+
+
 def test_every_format_has_an_answer_here() -> None:
     assert CALLS.keys() == TOOL_FORMATS.keys()
 
@@ -244,6 +256,21 @@ def test_values_in_tags_follow_the_schema() -> None:
     )
     expected = {"s": "1", "b": True, "o": None, "d": {"k": None}, "e": "2", "unknown": 7, "text": "seven"}
     assert json.loads(calls_of(parts)[0].arguments) == expected
+
+
+@pytest.mark.parametrize(
+    "value", ["NaN", "-Infinity", "[1e999, None]", "{1: 2}", "{1, 2}", "[" * 5000, "9" * 9999, "1e999", "\u0000", ""]
+)
+@pytest.mark.parametrize("kind", [{"type": "number"}, {"type": "array"}, {"type": ["integer", "string"]}, {}])
+def test_odd_values_in_tags_are_json_all_the_same(value: str, kind: dict[str, Any]) -> None:
+    text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    parts = read(AnswerFormat(tool_format("qwen3_coder")), [text], schemas={"f": {"properties": {"a": kind}}})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    arguments = calls_of(parts)[0].arguments
+    assert "a" in json.loads(arguments.replace("9" * 9999, "9"), parse_constant=refuse)
 
 
 def test_python_values_become_json() -> None:
