@@ -25,9 +25,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run it from a checkout without installing
 
 from kvasir.bench.report import commit, hardware, table
-from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.manager import KVCacheManager
-from kvasir.engine.cache.tier import FixedSwapPolicy
+from kvasir.engine.cache.tier import FixedSwapPolicy, HostTier
 
 BLOCK = 512  # tokens per hash id
 KIB_PER_TOKEN = 128  # Llama-3.1-8B in bf16: 32 layers x 8 heads x 128 x 2 x 2 bytes

@@ -13,7 +13,13 @@ KvasirError
 A message says what was asked, what is possible and what to change.
 """
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
 MAX_ECHO = 200  # characters of a client's input that an error repeats
+_LONGEST_NAME = 100
 
 
 def excerpt(text: str) -> str:
@@ -69,3 +75,11 @@ class DeviceMemoryError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine failed earlier and accepts no more requests."""
+
+
+def did_you_mean(name: object, possible: Iterable[object]) -> str:
+    """A sentence with the most similar names, or an empty string."""
+    if len(str(name)) > _LONGEST_NAME:  # comparing takes time with the square of the length
+        return ""
+    near = difflib.get_close_matches(str(name), [str(p) for p in possible], n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(near)}?" if near else ""

@@ -17,8 +17,7 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
-from kvasir.config.names import did_you_mean
-from kvasir.errors import RequestError
+from kvasir.errors import RequestError, did_you_mean
 from kvasir.log import get_logger, warn_once
 
 logger = get_logger(__name__)

@@ -2,7 +2,7 @@
 
     python scripts/top_ema_picture.py
 
-A made-up text of 24 steps; the numbers in the picture are computed as kvasir/sampling/top_ema.py computes them.
+A made-up text of 24 steps; the numbers in the picture are computed as kvasir/sampling/logit_rules.py computes them.
 """
 
 from __future__ import annotations

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.manager import KVCacheManager
-from kvasir.engine.cache.tier import FixedSwapPolicy, SwapPolicy
+from kvasir.engine.cache.tier import FixedSwapPolicy, HostTier, SwapPolicy
 from kvasir.engine.core import EngineCore
 from kvasir.engine.policies import FirstComeFirstServed, Policy
 from kvasir.engine.queue import QueueLimits
 from kvasir.engine.scheduler import Limits, Scheduler
-from kvasir.executor.base import Executor
+from kvasir.executor import Executor
 from kvasir.executor.fake import EchoExecutor, FakeFuture, echo_next, echo_shift
 from kvasir.messages import (
     LOGPROBS,

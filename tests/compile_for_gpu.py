@@ -12,8 +12,10 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,20 +41,22 @@ from kvasir.layers.mlp import Experts
 from kvasir.lora.device import AdapterFeature
 from kvasir.messages import Int32Array
 from kvasir.models import architectures
+from kvasir.models.draft_checkpoints import read_eagle3
+from kvasir.models.draft_head import DraftHead
 from kvasir.models.transformer import Transformer
 from kvasir.platforms.cpu import prepare_cpu
-from kvasir.quantization.at_load import fp8, int4, int8
 from kvasir.quantization.base import Unquantized
-from kvasir.quantization.coded import Coding, RandomCoding
+from kvasir.quantization.coded import Coding, RandomCoding, fp8, int4, int8
 from kvasir.quantization.coded_linear import CodedMethods, Quantizer
 from kvasir.sampling.features import ForwardUse, Uses
 from kvasir.sampling.logprobs import ScoreKey
 from kvasir.sampling.overrides import OverrideKey
-from kvasir.sampling.parameters import SamplingKey, SamplingParameters
-from kvasir.worker.graphs.keys import ForwardGraphKey, HeadGraphKey
-from kvasir.worker.kv_memory import KVMemory
+from kvasir.sampling.sampler import SamplingKey, SamplingParameters
+from kvasir.worker.graph_keys import ForwardGraphKey, HeadGraphKey
+from kvasir.worker.memory import KVMemory
 from kvasir.worker.model_runner import ModelRunner
 from kvasir.worker.speculative.drafter import Drafter, DrafterSettings
+from kvasir.worker.speculative.heads import HeadDrafter
 from kvasir.worker.speculative.lookup import LookupDrafter
 from kvasir.worker.step_inputs import other_group_batches
 
@@ -96,7 +100,7 @@ GPT_OSS = COMMON | {
     **{"intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 8},
     **{"num_experts_per_tok": 4, "sliding_window": 128, "num_hidden_layers": 3, "attention_bias": True},
 }
-LONE, DECODES = ForwardGraphKey(1, 1, 512), ForwardGraphKey(64, 64, 2048)
+LONE, TWO, DECODES = ForwardGraphKey(1, 1, 512), ForwardGraphKey(2, 2, 512), ForwardGraphKey(64, 64, 2048)
 SHARING, MIXED = ForwardGraphKey(256, 256, 1 << 30, shares=True), ForwardGraphKey(512, 128, 1 << 30)
 SMALL = ForwardGraphKey(64, 56, 1 << 30)  # too few tokens for the kernel that takes chunks of larger steps
 # Steps above all graphs, whose sizes and places in memory 16 divides or not.
@@ -123,8 +127,19 @@ CODINGS: list[Quantizer] = [
 VERIFYING = ForwardGraphKey(64, 16, 1 << 30, drafts=3)
 
 
-def lookup_settings(method: str) -> DrafterSettings:
-    return DrafterSettings(SpeculativeConfig(method, 3), 257, 4096, CPU)
+def make_lookup(method: str, model: Transformer) -> Drafter:
+    return LookupDrafter(DrafterSettings(SpeculativeConfig(method, 3), 257, 4096, CPU))
+
+
+def make_eagle3(model: Transformer) -> Drafter:
+    hf = {**QWEN3, "num_hidden_layers": 1, "draft_vocab_size": 1024, "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}
+    build = Build(BF16, methods=Unquantized(), device=CPU)
+    head = DraftHead(build, read_eagle3(hf, model.spec, None)[0], TritonAttention(), 4096, model)
+    for layer in head.modules():
+        if isinstance(layer, WeightLayer):
+            layer.process()
+    config = SpeculativeConfig("eagle3", 3)
+    return HeadDrafter(DrafterSettings(config, 257, 4096, CPU, 64, BF16, load=lambda: head, record=model.record))
 
 
 class H200Compiler:
@@ -155,7 +170,7 @@ def pretend() -> None:
 def make_runner(
     hf: dict[str, Any],
     kv_dtype: torch.dtype,
-    drafter: Drafter | None = None,
+    make_drafter: Callable[[Transformer], Drafter] | None = None,
     quantize: Quantizer | None = None,
     max_rank: int = 0,
 ) -> ModelRunner:
@@ -171,6 +186,7 @@ def make_runner(
             layer.process()
     kv = KVMemory(model.kv_spec(64, kv_dtype), 100, CPU)
     model.bind_kv(kv.views(model.page_shape(64, kv_dtype), kv_dtype))
+    drafter = None if make_drafter is None else make_drafter(model)
     store: Any = SimpleNamespace(resident={})
     further = () if step is None else (AdapterFeature(store, step, 257, CPU),)
     return ModelRunner(model, kv, 256, 4096, CPU, use_graphs=True, drafter=drafter, further=further)
@@ -181,11 +197,11 @@ def run_steps(
     keys: list[ForwardGraphKey],
     kv_dtype: torch.dtype = BF16,
     everything: bool = False,
-    drafter: Drafter | None = None,
+    make_drafter: Callable[[Transformer], Drafter] | None = None,
     quantize: Quantizer | None = None,
     max_rank: int = 0,
 ) -> None:
-    runner = make_runner(hf, kv_dtype, drafter, quantize, max_rank)
+    runner = make_runner(hf, kv_dtype, make_drafter, quantize, max_rank)
     graphs = runner.graphs
     assert graphs is not None
     for key in keys:
@@ -193,6 +209,9 @@ def run_steps(
         rows = 8 if key.is_mixed else key.rows
         graphs._forward(key, runner.model)
         graphs._head(HeadGraphKey(rows, all_uses(runner) if everything else ()))
+    for one in graphs.pass_keys():
+        if one.rows in (1, 64):
+            graphs._draft(one)
     for queries in CHUNKS:
         run_chunks(runner, np.array(queries, np.int32))
 
@@ -278,7 +297,7 @@ def main() -> int:
     with _Zeros(), torch.inference_mode():
         run_steps(QWEN3, [LONE, DECODES, SHARING, MIXED, SMALL], everything=True)
         run_steps(GEMMA2, [DECODES, MIXED], torch.float8_e4m3fn)
-        run_steps(MIXTRAL, [DECODES])
+        run_steps(MIXTRAL, [LONE, TWO, DECODES])
         run_steps(QWEN3, [LONE, DECODES, MIXED], quantize=int4)
         for quantize in CODINGS:
             run_steps(QWEN3, [LONE, DECODES], quantize=quantize)
@@ -288,7 +307,8 @@ def main() -> int:
         run_steps(KIMI, [LONE, DECODES])
         run_steps(GPT_OSS, [LONE, DECODES, SHARING, MIXED])
         for method in ("ngram", "suffix"):
-            run_steps(QWEN3, [DECODES, VERIFYING], drafter=LookupDrafter(lookup_settings(method)))
+            run_steps(QWEN3, [DECODES, VERIFYING], make_drafter=partial(make_lookup, method))
+        run_steps(QWEN3, [LONE, DECODES, VERIFYING], make_drafter=make_eagle3)
         for rank in (16, 128):
             run_steps(QWEN3, [replace(key, is_changed=True) for key in (LONE, DECODES, MIXED)], max_rank=rank)
         run_others()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvasir.kernels.triton import paged_mixed
-from kvasir.worker.graphs.pool import Captured
+from kvasir.worker.graph_memory import Captured
 from tests import triton_interpreter  # noqa: F401  # it makes the interpreter quicker
 
 if not torch.cuda.is_available():

@@ -1,6 +1,6 @@
 """Measures the cost of quantizing: a model's perplexity on a fixed text, for each format of weights and cache.
 
-    python benchmarks/cpu/perplexity.py MODEL [--text LICENSE] [--tokens 4096]
+    python benchmarks/cpu/perplexity.py MODEL [--text LICENSE] [--tokens 4096] [--ways bf16 int4]
 
 The text is cut into pieces of 512 tokens; every token but a piece's first counts.
 """
@@ -20,6 +20,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "bf16": {"quantization": "none"},
     "bf16, 8-bit cache": {"quantization": "none", "kv_cache_dtype": "int8"},
     "int8": {"quantization": "int8"},
+    "int8, 8-bit cache": {"quantization": "int8", "kv_cache_dtype": "int8"},
     "int4": {"quantization": "int4"},
     "fp8": {"quantization": "fp8"},
     "fp8_block": {"quantization": "fp8_block"},
@@ -46,10 +47,12 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--text", type=Path, default=Path(__file__).parent.parent.parent / "LICENSE")
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     arguments = parser.parse_args()
     text = arguments.text.read_text(encoding="utf-8")
     is_gguf = arguments.model.endswith(".gguf")
-    for name, settings in WAYS.items():
+    for name in arguments.ways:
+        settings = WAYS[name]
         if settings["quantization"] == "gguf" and not is_gguf:
             continue
         with LLM(

@@ -31,6 +31,7 @@ from kvasir.attention.triton import TritonAttention
 from kvasir.kernels import reference
 from kvasir.kernels.triton.experts import experts, route
 from kvasir.kernels.triton.latent import latent_decode
+from kvasir.kernels.triton.one_row_experts import one_row_experts
 from kvasir.kernels.triton.paged_decode import Workspace
 
 COMMON = {"hidden_act": "silu", "tie_word_embeddings": False, "dtype": "bfloat16", "rms_norm_eps": 1e-6}
@@ -116,6 +117,7 @@ class Layer:
         size = {"device": DEVICE, "dtype": BF16}
         self.gate_up = torch.randn(self.count, 2 * self.inner, self.hidden, **size) / self.hidden**0.5
         self.down = torch.randn(self.count, self.hidden, self.inner, **size) / self.inner**0.5
+        self.gain = torch.ones(self.hidden, **size)
         self.biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if bias:
             self.biases = (
@@ -130,6 +132,11 @@ class Layer:
 
     def run(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, parts: bool = False) -> torch.Tensor:
         return experts(x, weights, chosen, self.gate_up, self.down, self.activation, *self.biases, parts)
+
+    def run_one_row(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """With the norm before and the residual after."""
+        args = x, weights, chosen, self.gate_up, self.down, self.activation, *self.biases
+        return one_row_experts(*args, gain=self.gain, eps=1e-6)
 
 
 def check_experts(name: str) -> bool:
@@ -149,6 +156,9 @@ def check_experts(name: str) -> bool:
         worst = max(worst, error(got[some], wanted))
         alone = layer.run(x[:1], weights[:1], chosen[:1])
         worst = max(worst, error(got[:1], alone))
+    normed = reference.rms_norm(x[:1], layer.gain, 1e-6)
+    whole = x[:1].float() + layer.run(normed, weights[:1], chosen[:1]).float()
+    worst = max(worst, error(layer.run_one_row(x[:1], weights[:1], chosen[:1]), whole))
     report(part="check", what=f"experts {name}", error=worst, ok=worst < TOLERANCE)
     return worst < TOLERANCE
 
@@ -170,6 +180,12 @@ def check_routes() -> bool:
 def time_experts(name: str) -> None:
     layer = Layer(name)
     each = 3 * layer.inner * layer.hidden  # weights of an expert
+    one = layer.tokens(1)
+    us = microseconds(lambda: layer.run_one_row(*one))
+    report(
+        part="kernels", what=f"experts {name}, one row with norm and residual", us=round(us, 1),
+        tb_per_s=round(layer.top_k * each * 2 / us / 1e6, 2),
+    )  # fmt: skip
     for count in (1, 4, 16, 64, 256, 1024, 4096, 16384):
         x, weights, chosen = layer.tokens(count)
         touched = int(chosen.unique().numel())

@@ -61,7 +61,7 @@ struct Product {
   int32_t activation;
 };
 
-// The adapters of one linear layer, by slot; kvasir/kernels/adapters.py says what they compute.
+// The adapters of one linear layer, by slot; kvasir/kernels/layout.py says what they compute.
 constexpr int MAX_PARTS = 4;
 constexpr int ADAPTER_TOKENS = 4;  // that are computed together
 

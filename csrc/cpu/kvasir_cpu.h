@@ -43,6 +43,13 @@ void kv_linear(const kvasir::Matrix *, const uint16_t *x, int64_t stride, int32_
 void kv_gated_linear(const kvasir::Matrix *, const uint16_t *x, int64_t stride, int32_t rows, int32_t activation,
                      uint16_t *out);
 
+struct kv_spans {  // parts of rows, one for each matrix: `step` numbers apart, in rows that are `stride` numbers apart
+  int64_t stride, step;
+};
+// Multiplies each matrix with its part of every row of x, and writes the result to its part of the same row of out.
+void kv_linears(const kvasir::Matrix *, int32_t count, const uint16_t *x, const kv_spans *from, int32_t rows,
+                uint16_t *out, const kv_spans *to);
+
 // Changes y, the layer's product with x, as the tokens' adapters do; a slot of -1 means none. False: there is no such
 // slot, and nothing is written.
 int32_t kv_adapt(const kvasir::Adapters *, const uint16_t *x, int64_t stride, const int32_t *slots, int32_t tokens,

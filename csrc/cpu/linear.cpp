@@ -110,3 +110,9 @@ void kv_gated_linear(const Matrix *m, const uint16_t *x, int64_t stride, int32_t
                      uint16_t *out) {
   linear(*m, x, size_t(stride), rows, out, size_t(m->outputs / 2), GATE, activation);
 }
+
+void kv_linears(const Matrix *m, int32_t count, const uint16_t *x, const kv_spans *from, int32_t rows, uint16_t *out,
+                const kv_spans *to) {
+  for (int i = 0; i < count; i++)
+    linear(m[i], x + i * from->step, size_t(from->stride), rows, out + i * to->step, size_t(to->stride));
+}

@@ -1,12 +1,12 @@
-"""The attention interface: the batch that a backend gets, and what a backend must do.
+"""The attention interface: the batch that a backend gets, what a backend must do, and the backends by name.
 
 The step's own keys and values are already in the paged cache when a backend is called (see kernels.rope_store).
-A backend never sees requests.
+A backend never sees requests. Worker process; the platform decides which backend `auto` stands for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,7 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvasir import platforms
+from kvasir.errors import ConfigError
 from kvasir.kernels.layout import SharedPrefixes, Tiles
+from kvasir.platforms import attention_packages
+
+UNBOUNDED = 1 << 30  # the bound of a sequence's length in a graph that serves any length
 
 
 @dataclass(slots=True)
@@ -120,3 +125,50 @@ class AttentionBackend(Protocol):
         unit: float = 1.0,  # a cache of 8-bit floats holds values divided by this
     ) -> torch.Tensor:  # [tokens, heads, value_dim]
         ...
+
+
+def _torch(device: torch.device) -> AttentionBackend:
+    from kvasir.attention.torch import TorchAttention
+
+    return TorchAttention()
+
+
+def _triton(device: torch.device) -> AttentionBackend:
+    from kvasir.attention.triton import TritonAttention
+
+    return TritonAttention()
+
+
+def _cpu(device: torch.device) -> AttentionBackend:
+    from kvasir.attention.cpu import CpuAttention
+
+    return CpuAttention()
+
+
+def _flash_attn(device: torch.device) -> AttentionBackend:
+    from kvasir.attention.flash_attn import FlashAttention
+
+    return FlashAttention(attention_packages.require("flash_attn", platforms.select(str(device))))
+
+
+def _flashinfer(device: torch.device) -> AttentionBackend:
+    from kvasir.attention.flashinfer import FlashInferAttention
+
+    return FlashInferAttention(device)
+
+
+# Imported on use: a backend may need a library that is not installed.
+_BACKENDS: dict[str, Callable[[torch.device], AttentionBackend]] = {
+    "torch": _torch,
+    "triton": _triton,
+    "cpu": _cpu,
+    "flash_attn": _flash_attn,
+    "flashinfer": _flashinfer,
+}
+
+
+def select(name: str, device: torch.device) -> AttentionBackend:
+    """The backend of this name, for one device."""
+    if name not in _BACKENDS:
+        raise ConfigError(f"attention_backend={name!r} is not known; there is {', '.join(_BACKENDS)}.")
+    return _BACKENDS[name](device)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.attention.base import AttentionBatch
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import upload
 from kvasir.platforms.attention_packages import FLASHINFER_PYTHON, load
 
 # For the partial results of split sequences: heads to a key head * multiprocessors * 2 blocks * 128 rows * head_dim * 4

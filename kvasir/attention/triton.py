@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir.attention.base import AttentionBatch
-from kvasir.kernels.layout import Tiles, find_tiles
+from kvasir.kernels.layout import Tiles, find_tiles, upload
+from kvasir.kernels.triton.head_products import multiply_heads
 from kvasir.kernels.triton.latent import Piece, gather_vectors, latent_decode, latent_prefill, latent_tiles
 from kvasir.kernels.triton.paged_decode import Workspace, paged_decode, reads_prefixes
 from kvasir.kernels.triton.paged_mixed import paged_mixed
 from kvasir.kernels.triton.paged_prefill import paged_prefill
-from kvasir.kernels.upload import upload
 
 PIECE_BYTES = 256 << 20  # of keys and values that are computed at once from a latent cache
 ROOM = 32  # a grid may have this many times the programs that chunks need; estimated, not measured
@@ -85,7 +85,7 @@ class TritonAttention:
         out = query.new_empty(*query.shape[:2], up.shape[1] - plain)
         if n:
             sums = self._sum_vectors(query[:n], kv_cache, up, batch, plain, scale, unit)
-            out[:n] = torch.bmm(sums.transpose(0, 1), up[:, plain:].transpose(1, 2)).transpose(0, 1)
+            multiply_heads(sums, up[:, plain:], out[:n])
         if n < len(query):
             self._attend_chunks(out, query, kv_cache, up, batch, scale, unit)
         return out
@@ -103,8 +103,9 @@ class TritonAttention:
         """Weighted sums of the cached vectors for single tokens, or for a step of which only the device knows what it
         is. Each head's matrices are applied to the queries, and by the caller to the sums."""
         n, tiles, longest = len(query), batch.tiles, _longest(batch, is_read_apart=False)
-        applied = torch.bmm(query[..., :plain].transpose(0, 1), up[:, :plain]).transpose(0, 1)
-        rotated, sums = query[..., plain:], torch.empty(n, *up.shape[::2], dtype=query.dtype, device=query.device)
+        sums = torch.empty(n, *up.shape[::2], dtype=query.dtype, device=query.device)
+        applied, rotated = torch.empty_like(sums), query[..., plain:]
+        multiply_heads(query[..., :plain], up[:, :plain].transpose(1, 2), applied)
         if tiles is None:
             rows, lengths = batch.rows[:n], batch.seq_lens[:n]
         else:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from kvasir.config import env
 from kvasir.config.engine import EngineConfig, SettingField, all_settings
-from kvasir.config.names import did_you_mean
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, did_you_mean
 from kvasir.log import get_logger, warn_once
 
 logger = get_logger(__name__)

@@ -13,10 +13,9 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
-from kvasir.config.names import did_you_mean
 from kvasir.config.pooling import PoolerSpec
 from kvasir.config.speculative import read_speculative
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,6 +493,11 @@ class DeviceConfig(_Checked):
         "CPUs to bind threads to, such as 0-3,8, divided among the workers. If unset, all usable CPUs.",
     )
     enforce_eager: bool = setting(False, "Launch kernels one by one instead of replaying CUDA graphs.")
+    batch_invariant: bool = setting(
+        False,
+        "Start only if a request's logits are the same bits whatever else runs, however its prompt is divided, and "
+        "after preemption. Kvasir's C++ library for CPUs computes so; elsewhere the start fails.",
+    )
 
 
 @dataclass(frozen=True)

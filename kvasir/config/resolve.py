@@ -27,7 +27,7 @@ from kvasir.config.engine import (
     ParallelConfig,
     SchedulerConfig,
 )
-from kvasir.config.speculative import read_speculative
+from kvasir.config.speculative import SpeculativeConfig, read_speculative
 from kvasir.errors import ConfigError, ModelError
 from kvasir.log import get_logger
 from kvasir.models import hub
@@ -78,6 +78,8 @@ def _resolve(config: EngineConfig) -> EngineConfig:
     package = _resolve_package(device.attention_backend, model, platform)
     _check_cpu_library_settings(config, model, device)
     _check_drafts_fit(config, model, device)
+    if device.batch_invariant:
+        _check_batch_invariant(config, model, device)
     return EngineConfig(
         model=replace(model, quantization=_quantization(model.quantization, model, load, device)),
         load=load,
@@ -135,6 +137,8 @@ def _resolve_model(asked: ModelConfig, path: Path, platform: platforms.Platform)
 def _draft_model(config: EngineConfig, model: ModelConfig, platform: platforms.Platform) -> ModelConfig | None:
     """The model that drafts, with the same vocabulary and lengths; None if none is named."""
     drafting = read_speculative(config.model.speculative_config)
+    if drafting is not None and drafting.is_head:
+        return _draft_head(config, model, drafting)
     if drafting is None or drafting.model is None:
         return None
     own: dict[str, Any] = {
@@ -158,6 +162,24 @@ def _draft_model(config: EngineConfig, model: ModelConfig, platform: platforms.P
             f"but max_model_len is {model.max_model_len}. Set max_model_len={draft.max_model_len}, or choose another."
         )
     return replace(draft, max_model_len=model.max_model_len)
+
+
+def _draft_head(config: EngineConfig, model: ModelConfig, drafting: SpeculativeConfig) -> ModelConfig:
+    """The head that drafts. It knows texts of the model's own length, whatever its config.json says."""
+    if model.model_impl != "kvasir":
+        raise ConfigError(
+            f"speculative_config: method={drafting.method!r} reads the model's hidden states, which a model that runs "
+            f"through transformers does not hand out. Use method='suffix', or a draft model."
+        )
+    if config.adapters.enable_lora:
+        raise ConfigError(f"enable_lora does not work with method={drafting.method!r}; use method='suffix'.")
+    head = replace(model, model=drafting.model or model.model, quantization=None, speculative_config=None)
+    if drafting.model is None:
+        return head
+    path = hub.find_draft_head(drafting.model, config.model, config.load)
+    if not path.is_dir():
+        raise ConfigError(f"speculative_config: model={drafting.model!r} must be a directory or a name on the Hub.")
+    return replace(head, path=str(path), hf=read_hf_config(path, {}))
 
 
 def _resolve_pooling(asked: ModelConfig, hf: dict[str, Any], path: Path, kind: str, implementation: str) -> ModelConfig:
@@ -566,6 +588,32 @@ def _check_cpu_library_settings(asked: EngineConfig, model: ModelConfig, device:
             )
 
 
+def _check_batch_invariant(config: EngineConfig, model: ModelConfig, device: DeviceConfig) -> None:
+    """Refuse what rounds by the size of the batch, and what is not compared bit by bit in tests."""
+    if model.model_impl == "transformers" or device.attention_backend != "cpu":
+        where = "through transformers" if model.model_impl == "transformers" else f"on {device.device}"
+        raise ConfigError(
+            f"batch_invariant=True: only Kvasir's C++ library for CPUs (device='cpu', dtype='bfloat16', "
+            f"attention_backend='cpu') computes a request's logits with the same bits in every batch; this model runs "
+            f"{where} with attention_backend={device.attention_backend!r}, whose rounding depends on the batch. Use "
+            f"the library, or leave batch_invariant out."
+        )
+    checkpoint = _checkpoint_quantization(model) if config.load.load_format != "gguf" else None
+    for name, is_off in (
+        ("tensor_parallel_size", config.parallel.tensor_parallel_size == 1),
+        ("speculative_config", model.speculative_config is None),
+        ("enable_lora", not config.adapters.enable_lora),
+        ("enable_prompt_embeds", not model.enable_prompt_embeds),
+        ("runner='pooling'", not model.poolers),
+        (f"a checkpoint quantized with {checkpoint}", checkpoint is None),
+    ):
+        if not is_off:
+            raise ConfigError(
+                f"batch_invariant=True does not go together with {name}: its results may depend on the batch. Leave "
+                f"one of the two out."
+            )
+
+
 _EXACT_LENGTHS = ("torch", "flashinfer")  # attention backends that read a chunk's length on the host
 
 
@@ -586,10 +634,10 @@ def _check_drafts_fit(config: EngineConfig, model: ModelConfig, device: DeviceCo
         ("kv_offloading_size", config.cache.kv_offloading_size),
     ):
         if value:
-            raise ConfigError(f"{name} does not move the KV cache of a draft model; set {name}=0.")
+            raise ConfigError(f"{name} does not move what a draft model or head keeps; set {name}=0.")
     if config.parallel.tensor_parallel_size > 1:
         raise ConfigError(
-            "speculative_config: a draft model runs on one device, but tensor_parallel_size is "
+            "speculative_config: a draft model or head runs on one device, but tensor_parallel_size is "
             f"{config.parallel.tensor_parallel_size}; set it to 1, or use method='suffix'."
         )
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvasir.config.names import did_you_mean
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, did_you_mean
 
 LOOKUPS = {"ngram": (5, 5), "lookup": (1, 24), "suffix": (1, 64)}  # with their usual shortest and longest match
-METHODS = (*LOOKUPS, "draft_model")
+HEADS = ("eagle3", "eagle", "medusa", "mtp")  # they read the model's hidden states
+METHODS = (*LOOKUPS, "draft_model", *HEADS)
 MAX_DRAFTS = 32
 USUAL_DRAFTS = {"suffix": 8, "lookup": 8}  # of the methods that need no num_speculative_tokens
 
@@ -23,7 +23,8 @@ _VLLM_NAMES = """
     tensor_parallel_size use_heterogeneous_vocab use_local_argmax_reduction
 """
 VLLM_ENTRIES = frozenset(_VLLM_NAMES.split())
-_SAME = {"[ngram]": "ngram", "draft": "draft_model"}  # other names of methods
+# other names of methods
+_SAME = {"[ngram]": "ngram", "draft": "draft_model", "deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 1
     adaptive: bool = True  # draft only as much as pays, by measured times and acceptance
     synthetic_acceptance_rate: float | None = None  # accept drafts by chance; the text is then meaningless
+
+    @property
+    def is_head(self) -> bool:
+        return self.method in HEADS
 
     @property
     def is_lookup(self) -> bool:
@@ -65,6 +70,10 @@ def read_speculative(entries: Mapping[str, Any] | None) -> SpeculativeConfig | N
         raise _wrong(f"method={method!r} drafts from the request's own text and takes no model; leave model out.")
     if method == "draft_model" and not isinstance(model, str):
         raise _wrong("method='draft_model' needs `model`: a directory, a GGUF file or a Hub name.")
+    if method in ("eagle3", "eagle", "medusa") and not isinstance(model, str):
+        raise _wrong(f"method={method!r} needs `model`: the head's directory or Hub name.")
+    if method == "mtp" and model is not None:
+        raise _wrong("method='mtp' drafts with a layer of the model's own checkpoint; leave model out.")
     return SpeculativeConfig(
         method,
         _number(entries, "num_speculative_tokens", USUAL_DRAFTS.get(method), 1, MAX_DRAFTS),
@@ -83,7 +92,7 @@ def _method(entries: Mapping[str, Any]) -> str:
         model = entries.get("model")
         if model is None:
             raise _wrong(f"it has neither method nor model. Possible methods: {', '.join(METHODS)}.")
-        asked = model if model in LOOKUPS or model in _SAME else "draft_model"
+        asked = model if model in LOOKUPS or model in _SAME else _method_of(str(model))
     method = _SAME.get(asked, asked)
     if not isinstance(method, str) or (method not in METHODS and ":" not in method):
         raise _wrong(
@@ -91,6 +100,12 @@ def _method(entries: Mapping[str, Any]) -> str:
             f"drafter of your own as 'module:Class'."
         )
     return method
+
+
+def _method_of(model: str) -> str:
+    """The method for a model of this name, as vLLM concludes it."""
+    name = model.lower()
+    return "eagle" if "eagle-" in name else "eagle3" if "eagle3" in name else "draft_model"
 
 
 def _match_lengths(entries: Mapping[str, Any], method: str) -> tuple[int, int]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 from kvasir.config import startup
 from kvasir.config.engine import EngineConfig
 from kvasir.config.speculative import read_speculative
-from kvasir.engine.cache.host_tier import HostTier
 from kvasir.engine.cache.manager import KVCacheManager
-from kvasir.engine.cache.tier import CostSwapPolicy, FixedSwapPolicy, NoTier, SwapPolicy, Tier
+from kvasir.engine.cache.tier import CostSwapPolicy, FixedSwapPolicy, HostTier, NoTier, SwapPolicy, Tier
 from kvasir.engine.core import EngineCore
 from kvasir.engine.draft_lengths import DraftLengths
+from kvasir.engine.guides import BUDGET_GUIDE, BudgetGuides
 from kvasir.engine.policies import Context, Policy, make_policy
 from kvasir.engine.queue import QueueLimits
 from kvasir.engine.scheduler import Limits, Scheduler
 from kvasir.engine.step_budget import StepBudget
-from kvasir.engine.thinking_budget import BUDGET_GUIDE, BudgetGuides
 from kvasir.errors import ConfigError
-from kvasir.executor.base import Executor, load_worker
+from kvasir.executor import Executor, load_worker
 from kvasir.executor.multiproc import MultiprocExecutor
 from kvasir.log import get_logger
 from kvasir.messages import KVSpec

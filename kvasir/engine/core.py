@@ -16,10 +16,10 @@ from kvasir.engine.resources import ResourceStats
 from kvasir.engine.scheduler import Scheduler, SchedulerStats
 from kvasir.engine.snapshot import take_snapshot
 from kvasir.engine.stats import EngineStats, Snapshot
-from kvasir.engine.step_budget import StepPacing
-from kvasir.engine.step_size import StepSize
+from kvasir.engine.step_budget import StepPacing, StepSize
 from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError, RequestError
-from kvasir.executor.base import Executor
+from kvasir.executor import Executor
+from kvasir.log import get_logger
 from kvasir.messages import (
     AdapterTargets,
     EngineOutput,
@@ -30,6 +30,8 @@ from kvasir.messages import (
     StepFuture,
     StepPlan,
 )
+
+logger = get_logger(__name__)
 
 _IDLE_SECONDS = 0.02  # of a wait for guides while there is nothing else to do
 _LOAD_SECONDS = 0.005  # to wait for a load when no request can run
@@ -184,8 +186,11 @@ class EngineCore:
                 if error is not None:
                     raise RequestError(error)
                 self._queue(request)
-            except RequestError as refused:
+            except Exception as refused:  # a request that cannot be queued must not end the others
+                if not isinstance(refused, RequestError):
+                    logger.exception("The request with key %d could not be queued", request.key)
                 for each in (request, *request.forks):
+                    self.abort(each.key)
                     tokens = None if each.stream else np.zeros(0, np.int32)
                     ended.append(Finished(each.key, FinishReason.ERROR, None, tokens, str(refused)))
         return ended

@@ -44,8 +44,11 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """A matcher in its first state, or a RequestError that says what is wrong with the grammar."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     matcher.compute_bitmask()  # what a first mask needs is built here, and limits are reached here
-    if matcher.is_error():
-        raise RequestError(matcher.get_error(), "structured_outputs")
+    probe = matcher.deep_copy()
+    probe.try_consume_tokens(probe.compute_ff_tokens())
+    for tried in (matcher, probe):
+        if tried.is_error():
+            raise RequestError(tried.get_error(), "structured_outputs")
     return matcher
 
 
@@ -217,8 +220,10 @@ class GrammarGuide(TokenGuide):
                 break
         if len(tokens) < least:
             return []
-        taken = self.matcher.try_consume_tokens(tokens)
-        assert taken == len(tokens), "forced tokens are allowed"
+        if self.matcher.try_consume_tokens(tokens) < len(tokens):  # a limit of the library was reached
+            self.check()
+            self.error = self.error or "the output can no longer be held to its grammar: it is too complex"
+            return []
         if self.matcher.is_stopped() and self.error is None:
             if not completes:
                 self.matcher.rollback(1)

@@ -8,12 +8,16 @@ A guide may know several tokens that must follow. The scheduler appends them at 
 
 A kind of guide is registered by name, and a request names it (`EngineRequest.guide`). Requests whose guide takes time
 to prepare wait in `PendingGuides`, outside the queue.
+
+The budget of reasoning is a guide of this file, grammars are one of grammar_guide.py. `BudgetGuide` counts tokens
+between the markers of reasoning and forces the closing one when the budget is spent. It restricts nothing until then,
+so steps do not wait for it. It may have another guide inside, such as a grammar for the answer, which sees all tokens.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,13 +25,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvasir.errors import RequestError
+from kvasir.log import get_logger
 from kvasir.messages import EngineRequest, FinishReason, Int32Array, SampleInputs
 
 if TYPE_CHECKING:
     from kvasir.engine.request import Request
     from kvasir.engine.rows import RowNumbers, Rows
 
+logger = get_logger(__name__)
+
 Answer = int | Int32Array | None  # the token that must come next, a bitmask of allowed ones (32 to a word), or any may
+BUDGET_GUIDE = "thinking_budget"
 
 
 class TokenGuide:
@@ -111,9 +119,12 @@ class Guides:
             guide, new = request.guide, tokens[i, : counts[i]].tolist()
             more: list[int] = []
             if guide.error is None and reasons[i] == FinishReason.NONE:
-                guide.accept(new)
-                if guide.error is None and guide.holds:
-                    more = self._continue(r, row, request, guide, waits, changed)
+                try:
+                    guide.accept(new)
+                    if guide.error is None and guide.holds:
+                        more = self._continue(r, row, request, guide, waits, changed)
+                except Exception as error:  # a fault in one guide must not end the other requests
+                    guide.error = _fault(error)
                 if guide.is_complete:
                     reasons[i] = FinishReason.STOP
                 elif r.num_known[row] >= r.limit[row]:
@@ -155,13 +166,13 @@ class Guides:
         lines: dict[str, list[tuple[int, TokenGuide]]] = {}
         for line, request in guided:
             assert request.guide is not None and request.spec.guide is not None, "only guided requests are asked"
-            if request.guide.holds:
+            if request.guide.holds and request.guide.error is None:  # an error ends the request after this step
                 lines.setdefault(request.spec.guide[0], []).append((line, request.guide))
         masked: list[int] = []
         masks: list[Int32Array] = []
         forced: list[tuple[int, int]] = []
         for name, asked in lines.items():
-            said = self.kinds[name].answers([guide for _, guide in asked])
+            said = self._answers(self.kinds[name], [guide for _, guide in asked])
             if isinstance(said, np.ndarray):
                 masked += [line for line, _ in asked]
                 masks.append(said)
@@ -183,6 +194,26 @@ class Guides:
         self.stats.guided_steps += 1
         self.stats.mask_seconds += time.perf_counter() - start
         return inputs
+
+    def _answers(self, kind: GuideKind, guides: list[TokenGuide]) -> Int32Array | list[Answer]:
+        """What the guides say. One that fails says nothing and ends its own request alone."""
+        try:
+            return kind.answers(guides)
+        except Exception:
+            logger.exception("Guides failed together and are asked one by one")
+        said: list[Answer] = []
+        for guide in guides:
+            try:
+                said.append(kind.answers([guide])[0])
+            except Exception as error:
+                guide.error = _fault(error)
+                said.append(None)
+        return said
+
+
+def _fault(error: Exception) -> str:
+    logger.error("A guide failed", exc_info=error)
+    return f"the rule for its next tokens failed: {type(error).__name__}: {str(error)[:200]}"
 
 
 def _joined(masks: list[Int32Array]) -> Int32Array:
@@ -242,3 +273,98 @@ class PendingGuides:
 
 def _why(error: BaseException | None) -> str | None:
     return None if error is None else f"its guide could not be prepared: {error}"
+
+
+def budget_argument(
+    budget: int, opening: int, closing: int, begun: bool, inner: tuple[str, Any] | None
+) -> dict[str, Any]:
+    """What a request sends. `opening` and `closing`: the tokens around reasoning. `begun`: the prompt has opened it.
+    `inner`: another guide, as EngineRequest.guide."""
+    return {"budget": budget, "opening": opening, "closing": closing, "begun": begun, "inner": inner}
+
+
+class BudgetGuides:
+    """The kind of guides that limit reasoning. `guides` has the kinds that may be inside."""
+
+    def __init__(self, guides: Guides) -> None:
+        self._guides = guides
+
+    def prepare(self, argument: Mapping[str, Any]) -> Future[Any] | None:
+        inner = argument["inner"]
+        return None if inner is None else self._guides.kind(inner[0]).prepare(inner[1])
+
+    def make(self, argument: Mapping[str, Any]) -> BudgetGuide:
+        inner = argument["inner"]
+        made = None if inner is None else self._guides.kind(inner[0]).make(inner[1])
+        name = "" if inner is None else inner[0]
+        return BudgetGuide(argument["budget"], argument["opening"], argument["closing"], argument["begun"], made, name)
+
+    def answers(self, guides: Sequence[BudgetGuide]) -> list[Answer]:
+        found: list[Answer] = [guide.closing if guide.is_spent else None for guide in guides]
+        asked: dict[str, list[int]] = {}
+        for line, guide in enumerate(guides):
+            if not guide.is_spent and guide.inner is not None and guide.inner.holds:
+                asked.setdefault(guide.inner_kind, []).append(line)
+        for name, lines in asked.items():
+            said = self._guides.kind(name).answers([guides[line].inner for line in lines])
+            for line, answer in zip(lines, said, strict=True):
+                found[line] = answer
+        return found
+
+
+class BudgetGuide(TokenGuide):
+    """Counts the reasoning of one request."""
+
+    def __init__(
+        self,
+        budget: int,
+        opening: int,
+        closing: int,
+        begun: bool,
+        inner: TokenGuide | None = None,
+        inner_kind: str = "",
+    ) -> None:
+        self.inner = inner
+        self.inner_kind = inner_kind
+        self.closing = closing
+        self._opening = opening
+        self._left: int | None = budget if begun else None  # tokens of reasoning that are left; None: it is not open
+        self._budget = budget
+        self._may_open = not begun
+        self._settle()
+
+    @property
+    def is_spent(self) -> bool:
+        """The next token must end the reasoning."""
+        return self._left == 0
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        self._count(token_ids)
+        if self.inner is not None:
+            self.inner.accept(token_ids)
+        self._settle()
+
+    def jump(self, least: int, most: int, stops: Collection[int], completes: bool = True) -> list[int]:
+        if self.is_spent:
+            if not (least <= 1 <= most) or self.closing in stops:
+                return []
+            self.accept([self.closing])
+            return [self.closing]
+        found = [] if self.inner is None else self.inner.jump(least, most, stops, completes)
+        self._count(found)  # the inner guide has taken them in
+        self._settle()
+        return found
+
+    def _count(self, token_ids: Sequence[int]) -> None:
+        for token in token_ids:
+            if self._left is not None:
+                self._left = None if token == self.closing else max(0, self._left - 1)
+            elif self._may_open and token == self._opening:
+                self._left, self._may_open = self._budget, False
+
+    def _settle(self) -> None:
+        inner = self.inner
+        self.holds = self.is_spent or (inner is not None and inner.holds)
+        if inner is not None:
+            self.error = inner.error
+            self.is_complete = inner.is_complete

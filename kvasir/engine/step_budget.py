@@ -1,7 +1,9 @@
-"""What follows from the measured times of steps. Core process.
+"""How large steps are, and when they are planned. Core process.
 
-StepBudget: how many tokens a step has, so that running requests do not wait long for their next token.
+StepBudget: how many tokens a step has, so that running requests do not wait long for their next token. It follows from
+measured times of steps.
 StepPacing: when the next step is planned, so that a request that comes meanwhile is part of it.
+StepSize: smaller steps after the device ran out of memory, then larger ones again.
 """
 
 from __future__ import annotations
@@ -9,8 +11,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+from kvasir.log import get_logger
 from kvasir.messages import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from kvasir.engine.scheduler import Scheduler
 
 _DECODE_STEPS = 2.7  # time of a step with prompt tokens, in steps of single tokens
 _LONGEST = 0.1  # seconds of any step with prompt tokens
@@ -18,6 +25,10 @@ _DRAINING = 4  # steps in which waiting prompts should be computed before steps 
 _NEARLY = 0.9  # of the best throughput is good enough
 _WAITED = 0.75  # share of a step's time after which the next one is planned ...
 _PLANNING = 1e-3  # ... less these seconds, for planning and launching it
+logger = get_logger(__name__)
+_TRIES = 3  # at the smallest size
+_GOOD_STEPS = 64  # successful steps before steps grow again; doubled after every failure ...
+_MAX_GOOD_STEPS = 1 << 14  # ... up to this number
 
 
 class StepBudget:
@@ -87,3 +98,45 @@ class StepPacing:
 
     def restarted(self) -> None:
         self._in_flight.clear()
+
+
+class StepSize:
+    """A step that fails is tried again at the same size first, since its memory was released and other processes may
+    have released theirs. After that steps are half as large, and double again after enough successful ones."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._full = scheduler.limits.max_num_batched_tokens
+        self._enough = min(self._full, scheduler.limits.max_num_seqs)  # below this some rows would have to wait
+        self.is_normal = True  # steps have their full size, and the last failure is long ago
+        self._failures = 0  # at this size
+        self._good_steps = 0
+        self._needed_steps = _GOOD_STEPS
+
+    def failed(self, num_tokens: int) -> bool:
+        """A step of `num_tokens` did not fit. False if there is nothing left to try."""
+        self.is_normal = False
+        self._failures += 1
+        self._good_steps = 0
+        self._needed_steps = min(2 * self._needed_steps, _MAX_GOOD_STEPS)
+        limit, smaller = self._scheduler.limits.max_num_batched_tokens, max(num_tokens // 2, 1)
+        if limit > self._enough:
+            smaller = max(smaller, self._enough)
+        if self._failures > 1 and smaller < limit and self._scheduler.limits.chunked_prefill:
+            self._scheduler.limit_steps(smaller)
+            self._failures = 1  # if a step of the new size fails, the next is smaller at once
+        logger.warning(
+            "a step of %d tokens did not fit the device's memory: all requests are recomputed, in steps of at most "
+            "%d for now. To avoid this, lower gpu_memory_utilization or max_num_batched_tokens.",
+            num_tokens, self._scheduler.limits.max_num_batched_tokens,
+        )  # fmt: skip
+        return self._failures < _TRIES
+
+    def fitted(self) -> None:
+        """A step was successful, at less than the full size or soon after a failure."""
+        self._good_steps += 1
+        if self._good_steps >= self._needed_steps:
+            self._good_steps = self._failures = 0
+            limit = self._scheduler.limits.max_num_batched_tokens
+            self.is_normal = limit == self._full
+            self._scheduler.limit_steps(min(2 * limit, self._full))

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from kvasir.kernels import encoder_attention as encoders
 from kvasir.kernels import onednn, reference
-from kvasir.kernels.adapters import AdapterMatrices, TokenSlots
 from kvasir.kernels.cpu import ops
 from kvasir.kernels.cpu.library import library
+from kvasir.kernels.layout import AdapterMatrices, TokenSlots
 from kvasir.kernels.reference import ACTIVATIONS, ANY_TOKEN, rotary, store_kv
 from kvasir.log import get_logger
 
@@ -41,9 +40,11 @@ __all__ = [
     "count_tokens",
     "draw",
     "encoder_attention",
+    "expect_compilations",
     "experts",
     "filter_threshold",
     "fused_coded_linear",
+    "fused_experts",
     "fused_linear",
     "fuses_one_row",
     "gated_activation",
@@ -106,6 +107,13 @@ def keep_list(list_name: str) -> None:
     from kvasir.kernels.triton.launch import keep_list
 
     keep_list(list_name)
+
+
+def expect_compilations() -> None:
+    """An engine starts: kernels that are compiled until `watch_compilations` are not late."""
+    launch = sys.modules.get("kvasir.kernels.triton.launch")
+    if launch is not None:
+        launch.expect_compilations()
 
 
 def watch_compilations(device: torch.device) -> None:
@@ -242,6 +250,15 @@ def experts(x: torch.Tensor, *args: Any) -> torch.Tensor:
     return y
 
 
+def fused_experts(x: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+    """See reference.fused_experts. On a GPU for one row, and a shared expert that is a multiple of the others."""
+    version = _version_for(x)
+    if version is reference:
+        return reference.fused_experts(x, *args, product=linear, **how)
+    y: torch.Tensor = version.one_row_experts(x, *args, **how)
+    return y
+
+
 def coded_linear(x: torch.Tensor, matrix: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
     """See reference.coded_linear."""
     y: torch.Tensor = _version_for(x).coded_linear(x, matrix, bias)
@@ -309,9 +326,8 @@ def draw(logits: torch.Tensor, *args: torch.Tensor | None) -> torch.Tensor:
 
 
 def encoder_attention(query: torch.Tensor, *args: Any) -> torch.Tensor:
-    """See encoder_attention.py."""
-    version = _version_for(query)
-    seen: torch.Tensor = (encoders if version is reference else version).encoder_attention(query, *args)
+    """See reference.encoder_attention."""
+    seen: torch.Tensor = _version_for(query).encoder_attention(query, *args)
     return seen
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from kvasir import kernels
-from kvasir.kernels.adapters import AdapterMatrices, TokenSlots
+from kvasir.kernels.layout import AdapterMatrices, TokenSlots
 from kvasir.quantization.base import LinearShape
 
 

@@ -39,6 +39,10 @@ class AttentionLayer(nn.Module, ABC):
     ) -> torch.Tensor:
         """The result for all tokens, or for `last` only; all tokens' keys and values are stored."""
 
+    def store(self, x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store the keys and values of these tokens, and attend to nothing. Heads that draft ask for it."""
+        raise AssertionError(f"{type(self).__name__} does not store without attending")
+
     def scale_heads(self, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
         """Use a scale for each key head of all ranks. By default it is the largest, for all."""
         self.k_scale, self.v_scale = (1.0 if scale is None else float(scale.max()) for scale in (k, v))
@@ -72,12 +76,14 @@ class Attention(AttentionLayer):
         self.head_dim = head_dim = spec.head_dim
         self.scale = head_dim**-0.5 if spec.scale is None else spec.scale
         hidden, heads = build.hidden_size, spec.heads
-        self.qkv = qkv_linear(build, f"{prefix}.qkv", hidden, heads, spec.kv_heads, head_dim, bias=spec.qkv_bias)
+        inputs = spec.input_size or hidden
+        self.qkv = qkv_linear(build, f"{prefix}.qkv", inputs, heads, spec.kv_heads, head_dim, bias=spec.qkv_bias)
         self.o = row_linear(build, f"{prefix}.o", heads * head_dim, hidden, bias=spec.o_bias)
         self.heads, self.kv_heads, _ = (part.num_own // head_dim for part in self.qkv.shape.parts)
         self.all_kv_heads = spec.kv_heads
         self.qkv_scales: torch.Tensor | None = None  # scales of heads: factors of qkv, and of what attention returns
         self.seen_scales: torch.Tensor | None = None
+        self.keys_are_even = False  # see models/key_factors.py
         if spec.chunk is not None and build.max_positions > spec.chunk:
             raise ConfigError(
                 f"This model attends within chunks of {spec.chunk} tokens, and texts of more than one chunk are not "
@@ -121,26 +127,7 @@ class Attention(AttentionLayer):
     ) -> torch.Tensor:
         """Everything between the two projections."""
         batch = batch.of_group(self.group)
-        if isinstance(self.q_norm, SplitRMSNorm):
-            qkv = self._normalise_projections(qkv)
-        if self.clip is not None:
-            qkv = qkv.clamp(-self.clip, self.clip)
-        if self.qkv_scales is not None:
-            qkv = (qkv * self.qkv_scales).to(qkv.dtype)
-        query = kernels.rope_store(
-            qkv,
-            self.heads,
-            positions,
-            None if self.rotary is None else self.rotary.table,
-            self.kv_cache,
-            batch.slots,
-            self.q_norm.weight if isinstance(self.q_norm, RMSNorm) else None,
-            self.k_norm.weight if isinstance(self.k_norm, RMSNorm) else None,
-            self.norm_eps,
-            self.rotary is not None and self.rotary.rope.interleaved,
-            self.k_scale,
-            self.v_scale,
-        )
+        query = self._rotate_and_store(qkv, positions, batch.slots)
         if self.adapters is not None and self.adapters.prompts is not None:
             self._store_prompts(self.adapters.prompts, batch)
         if self.temperature is not None:
@@ -162,6 +149,32 @@ class Attention(AttentionLayer):
             seen = seen * self.v_scale
         seen = seen.view(len(query), -1)
         return seen if self.seen_scales is None else (seen * self.seen_scales).to(seen.dtype)
+
+    def store(self, x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        self._rotate_and_store(self.qkv(x), positions, slots)
+
+    def _rotate_and_store(self, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The queries; keys and values are in the cache afterwards."""
+        if isinstance(self.q_norm, SplitRMSNorm):
+            qkv = self._normalise_projections(qkv)
+        if self.clip is not None:
+            qkv = qkv.clamp(-self.clip, self.clip)
+        if self.qkv_scales is not None:
+            qkv = (qkv * self.qkv_scales).to(qkv.dtype)
+        return kernels.rope_store(
+            qkv,
+            self.heads,
+            positions,
+            None if self.rotary is None else self.rotary.table,
+            self.kv_cache,
+            slots,
+            self.q_norm.weight if isinstance(self.q_norm, RMSNorm) else None,
+            self.k_norm.weight if isinstance(self.k_norm, RMSNorm) else None,
+            self.norm_eps,
+            self.rotary is not None and self.rotary.rope.interleaved,
+            self.k_scale,
+            self.v_scale,
+        )
 
     def _store_prompts(self, prompts: SoftPrompts, batch: AttentionBatch) -> None:
         """Store the keys and values that an adapter brings for some tokens over those that were computed."""

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from kvasir.attention.base import AttentionBackend
-from kvasir.distributed import Mesh
 from kvasir.errors import ModelError
 from kvasir.layers.adapters import StepAdapters
+from kvasir.layers.mesh import Mesh
 from kvasir.layers.spec import RelativeBiasSpec, RopeSpec
 from kvasir.quantization.base import Methods, PackedParameter, TensorKey, Unquantized, parameter
 from kvasir.quantization.coded import Coded

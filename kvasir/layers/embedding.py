@@ -1,4 +1,7 @@
-"""Embedding and head: token ids to vectors, and vectors to logits. Each rank has a share of the vocabulary."""
+"""Embedding and head: token ids to vectors, and vectors to logits. Each rank has a share of the vocabulary.
+
+`StepOverlay` puts other embeddings in place of those of a step's tokens.
+"""
 
 from __future__ import annotations
 
@@ -180,3 +183,25 @@ class TiedHead(nn.Module):
         (embedding,) = self._embedding
         logits = embedding.mesh.all_gather(embedding.multiply(hidden))
         return logits if self.slots is None else self.slots.multiply(hidden, logits)
+
+
+class StepOverlay:
+    """The overlaid embeddings of the step that runs now. A model has one; a row feature sets it before each step."""
+
+    def __init__(self) -> None:
+        self.tokens: torch.Tensor | None = None  # [n] int64: which of the step's tokens; None: no token has any
+        self.embeddings: torch.Tensor | None = None  # [n, hidden]
+        self.num_steps = 0  # in which some token had one
+
+    def clear(self) -> None:
+        self.tokens = self.embeddings = None
+
+    def set(self, tokens: torch.Tensor, embeddings: torch.Tensor) -> None:
+        self.tokens, self.embeddings = tokens, embeddings
+        self.num_steps += 1
+
+    def lay(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The embeddings of all tokens [tokens, hidden], with those that are overlaid."""
+        if self.tokens is None or self.embeddings is None:
+            return hidden
+        return hidden.index_copy(0, self.tokens, self.embeddings.to(hidden.dtype))

@@ -1,7 +1,7 @@
 """Attention over a latent cache: one short vector for each token, and one rotated key that all heads share.
 
 Every head's keys and values are products of the vector with the head's own matrices (`latent_up`). A backend applies
-those to the queries and to the result instead where that is less work; see attention/latent.py.
+those to the queries and to the result instead where that is less work; see attention/torch.py.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import torch
 
 from kvasir import kernels
 from kvasir.attention.base import AttentionBatch, LastTokens
-from kvasir.distributed import Role
 from kvasir.errors import ConfigError, ModelError
 from kvasir.layers.attention import ATTENTIONS, AttentionLayer
 from kvasir.layers.base import Build, DecoderBuild, WeightLayer
 from kvasir.layers.linear import Linear, heads_part, row_linear
-from kvasir.layers.norm import RMSNorm
+from kvasir.layers.mesh import Role
+from kvasir.layers.norm import Norm, RMSNorm
 from kvasir.layers.rope import rotary_for
 from kvasir.layers.spec import LatentAttentionSpec
 from kvasir.quantization.base import LinearShape, MatrixPart, TensorKey
@@ -74,30 +74,73 @@ class LatentAttention(AttentionLayer):
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, last: LastTokens | None = None
     ) -> torch.Tensor:
-        spec, batch = self.spec, batch.of_group(self.group)
-        query, cached = self.down(x).split([part.num_own for part in self.down.shape.parts], dim=-1)
+        y: torch.Tensor = self.o(self._attend(*self._project(x), positions, batch, last))
+        return y
+
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        query, cached = self._split(self.down(x))
         if self.query_up is not None and self.query_norm is not None:
             query = self.query_up(self.query_norm(query.contiguous()))
-        assert self.rotary is not None
-        query = kernels.latent_store(
-            query.unflatten(-1, (self.heads, -1)),
-            cached,
-            positions,
-            self.rotary.table,
-            self.kv_cache,
-            batch.slots,
-            self.latent_norm.weight,
-            self.latent_norm.eps,
-            spec.rope.interleaved,
-            self.k_scale,
-        )
+        return query, cached
+
+    def _split(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, or what they are computed from; and vectors with their keys."""
+        query, cached = both.split([part.num_own for part in self.down.shape.parts], dim=-1)
+        return query, cached
+
+    def _attend(
+        self,
+        query: torch.Tensor,  # [tokens, heads * (plain_dim + rotary_dim)]
+        cached: torch.Tensor,  # [tokens, latent_dim + rotary_dim]
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        last: LastTokens | None = None,
+    ) -> torch.Tensor:
+        """Everything between the projections."""
+        spec, batch = self.spec, batch.of_group(self.group)
+        query = self._rotate_and_store(query, cached, positions, batch.slots)
         if last is not None:
             query, batch = last.of(query), last.batch.of_group(self.group)
         seen = self.backend.forward_latent(
             query, self.kv_cache, self.latent_up.weight, batch, scale=spec.scale, unit=self.k_scale
         )
-        y: torch.Tensor = self.o(seen.reshape(len(query), -1))
-        return y
+        return seen.reshape(len(query), -1)
+
+    def store(self, x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        self._rotate_and_store(*self._project(x), positions, slots)
+
+    def _rotate_and_store(
+        self, query: torch.Tensor, cached: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """The queries; vectors and rotated keys are in the cache afterwards."""
+        assert self.rotary is not None
+        return kernels.latent_store(
+            query.unflatten(-1, (self.heads, -1)),
+            cached,
+            positions,
+            self.rotary.table,
+            self.kv_cache,
+            slots,
+            self.latent_norm.weight,
+            self.latent_norm.eps,
+            self.spec.rope.interleaved,
+            self.k_scale,
+        )
+
+    # ------------------------------------------------------------ fusing
 
     def leave_parts(self) -> None:
         self.o.leaves_parts = True
+
+    @property
+    def fuses_one_row(self) -> bool:
+        parts = [self.down, self.o] if self.query_up is None else [self.down, self.query_up, self.o]
+        return all(part.fuses_one_row for part in parts)
+
+    def one_row(self, stream: torch.Tensor, norm: Norm, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
+        options = norm.fused_options
+        assert options is not None, "the norm can be fused"
+        query, cached = self._split(self.down.fused(stream, **options))
+        if self.query_up is not None and self.query_norm is not None:
+            query = self.query_up.fused(query, gain=self.query_norm.weight, eps=self.query_norm.eps)
+        return self.o.fused(self._attend(query, cached, positions, batch), add=stream)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvasir.distributed import Role
 from kvasir.layers.adapters import LinearSlots
 from kvasir.layers.base import Build, WeightLayer
+from kvasir.layers.mesh import Role
 from kvasir.quantization.base import LinearShape, MatrixPart, TensorKey
 
 

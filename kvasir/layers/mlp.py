@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kvasir import kernels
-from kvasir.kernels.adapters import TokenSlots
+from kvasir.kernels.layout import TokenSlots
 from kvasir.layers.adapters import ExpertsChange, ExpertsSlots
 from kvasir.layers.base import Build, DecoderBuild, Kinds, WeightLayer
 from kvasir.layers.linear import Linear, column_linear, replicated_linear, row_linear
@@ -22,7 +22,7 @@ from kvasir.layers.spec import (
     SparseMixerRoutingSpec,
     TopKRoutingSpec,
 )
-from kvasir.quantization.base import ExpertsShape, TensorKey, UnquantizedExperts, parameter
+from kvasir.quantization.base import ExpertsShape, TensorKey, UnquantizedExperts, UnquantizedLinear, parameter
 
 
 class FeedForward(nn.Module, ABC):
@@ -176,6 +176,30 @@ class Experts(WeightLayer):
         return y
 
     @property
+    def fuses_one_row(self) -> bool:
+        """Whether `fused` computes this layer for one row."""
+        return self.mesh.size == 1 and type(self.method) is UnquantizedExperts
+
+    def fused(
+        self, stream: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, norm: Norm, shared: GatedMLP | None
+    ) -> torch.Tensor:
+        """stream + the outputs for norm(stream) of experts, and of the shared one, for one row."""
+        options = norm.fused_options
+        assert options is not None, "the norm can be fused"
+        matrices = None if shared is None else (shared.gate_up.weight, shared.down.weight)
+        return kernels.fused_experts(
+            stream, weights, chosen, self.gate_up, self.down, self.activation, self.gate_up_bias, self.down_bias,
+            shared=matrices, **options,
+        )  # fmt: skip
+
+    def can_join(self, shared: GatedMLP) -> bool:
+        """Whether `fused` takes this shared expert: one that could be several of these."""
+        plain = all(isinstance(part.method, UnquantizedLinear) for part in (shared.gate_up, shared.down))
+        bare = shared.gate_up.bias is None and shared.down.bias is None
+        multiple = shared.down.shape.inputs % self.shape.inner_size == 0
+        return plain and bare and multiple and shared.activation == self.activation
+
+    @property
     def takes_packed_rows(self) -> bool:  # type: ignore[override]
         return getattr(self.method, "takes_packed_rows", False)
 
@@ -297,6 +321,18 @@ class MoE(FeedForward):
 
     def leave_parts(self) -> None:
         self.experts.leaves_parts = self.sums_last
+
+    @property
+    def fuses_one_row(self) -> bool:
+        if self.weighs_inputs or self.shared_gate is not None or not self.router.fuses_one_row:
+            return False
+        return self.experts.fuses_one_row and (self.shared is None or self.experts.can_join(self.shared))
+
+    def one_row(self, stream: torch.Tensor, norm: Norm) -> torch.Tensor:
+        options = norm.fused_options
+        assert options is not None, "the norm can be fused"
+        weights, chosen = self.routing(self.router.fused(stream, **options))
+        return self.experts.fused(stream, weights, chosen, norm, self.shared)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.routing(self.router(x))

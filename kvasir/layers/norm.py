@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from kvasir import kernels
-from kvasir.distributed import Mesh
 from kvasir.layers.base import Build, Kinds, WeightLayer
+from kvasir.layers.mesh import Mesh
 from kvasir.layers.spec import LayerNormSpec, NormSpec, RMSNormSpec
 from kvasir.quantization.base import TensorKey
 

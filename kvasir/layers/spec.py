@@ -130,6 +130,7 @@ class AttentionSpec:
     sinks: bool = False  # each head has a learned score that takes a share of the weights and adds no value
     temperature: TemperatureSpec | None = None  # of the queries
     chunk: int | None = None  # a query sees only the tokens of its own chunk of this many; None: all
+    input_size: int | None = None  # of what queries, keys and values are computed from; None: the hidden size
 
     def __post_init__(self) -> None:
         if self.clip is not None and self.qk_norm is not None and self.qk_norm_over == "head":

@@ -23,9 +23,7 @@ from safetensors import safe_open
 from torch import nn
 
 from kvasir.config.engine import EngineConfig
-from kvasir.distributed import Role
-from kvasir.kernels.adapters import TokenSlots
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import TokenSlots, upload
 from kvasir.layers.adapters import (
     ExpertsChange,
     SoftPrompts,
@@ -37,6 +35,7 @@ from kvasir.layers.adapters import (
 from kvasir.layers.attention import Attention
 from kvasir.layers.embedding import Embedding, TiedHead
 from kvasir.layers.linear import Linear
+from kvasir.layers.mesh import Role
 from kvasir.layers.mlp import Experts
 from kvasir.layers.spec import AttentionSpec
 from kvasir.lora.expert_factors import ExpertPieces

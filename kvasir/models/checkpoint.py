@@ -1,6 +1,7 @@
-"""A checkpoint of safetensors files, one or several with an index, and its scales for an 8-bit cache. Worker process.
+"""Checkpoints of safetensors files, one or several with an index, plain or with quantized weights. Worker process.
 
-Files are mapped: a tensor's bytes are read when it is copied, so that no tensor is in memory twice.
+Files are mapped: a tensor's bytes are read when it is copied, so that no tensor is in memory twice. Where weights are
+quantized, each matrix is one entry, read as Coded. An 8-bit cache's scales are read here, too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import mmap
 import pickle
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +24,8 @@ from safetensors import SafetensorError, safe_open
 from kvasir.errors import ModelError
 from kvasir.layers.attention import AttentionLayer
 from kvasir.log import get_logger
+from kvasir.quantization.coded import Coded
+from kvasir.quantization.formats.base import Scheme, WeightFormat
 
 logger = get_logger(__name__)
 
@@ -39,15 +43,16 @@ class TensorEntry:
 
 
 class Safetensors:
-    """All tensors of a directory, by name. If no name begins with `prefix`, it is put before all of them."""
+    """All tensors of a directory, by name. If no name begins with `prefix`, it is put before all of them. `small`: they
+    may be in one file of torch's format."""
 
     described_by = "config.json"
 
-    def __init__(self, directory: Path, prefix: str = "") -> None:
+    def __init__(self, directory: Path, prefix: str = "", small: bool = False) -> None:
         self.directory = directory
         self.made: dict[str, torch.Tensor] = {}  # tensors that are computed from others
         self.entries: dict[str, TensorEntry] = {}
-        for file in _find_files(directory):
+        for file in _find_beside(directory) if small else _find_files(directory):
             self.entries.update(_read_header(file))
         if not any(name.startswith(prefix) for name in self.entries):
             self.entries = {prefix + name: entry for name, entry in self.entries.items()}
@@ -132,10 +137,12 @@ def _read_index(directory: Path) -> list[Path]:
 
 
 def _find_beside(directory: Path) -> list[Path]:
-    """The files of a module of sentence-transformers."""
-    if (directory / _SINGLE).is_file() or not (directory / "pytorch_model.bin").is_file():
-        return _find_files(directory)
-    return [directory / "pytorch_model.bin"]
+    """The files of a small module, such as those of sentence-transformers and heads that draft."""
+    if not (directory / _SINGLE).is_file():
+        for name in ("pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt"):
+            if (directory / name).is_file():
+                return [directory / name]
+    return _find_files(directory)
 
 
 def _read_torch(file: Path) -> dict[str, torch.Tensor]:
@@ -207,3 +214,70 @@ def load_kv_scales(checkpoint: Safetensors, attentions: Sequence[AttentionLayer]
         len(found),
         f"; those of {len(by_head)} layers are by head" if by_head else "",
     )
+
+
+class QuantizedSafetensors:
+    """The tensors of a checkpoint under the names that unquantized weights would have. Codes are made on `device`."""
+
+    described_by = "config.json"
+
+    def __init__(self, inner: Safetensors, form: WeightFormat, device: torch.device) -> None:
+        self.inner, self.form, self.directory, self._device = inner, form, inner.directory, device
+        self._matrices: dict[str, tuple[str, Scheme, dict[str, TensorEntry]]] = {}  # by the matrix's name
+        self.entries = dict(inner.entries)
+        for module in self._modules():
+            self._add(module)
+
+    def _modules(self) -> list[str]:
+        """The modules that have a tensor which only quantized matrices have."""
+        found: dict[str, None] = {}
+        for name in self.inner.entries:
+            for mark in self.form.marks:
+                if name.endswith(f".{mark}"):
+                    found[name.removesuffix(f".{mark}")] = None
+        return list(found)
+
+    def _add(self, module: str) -> None:
+        scheme, name = self.form.scheme(module), f"{module}.weight"
+        if scheme is None:
+            raise ModelError(
+                f"{module} has quantized weights, but the quantization config says that it is not quantized; the "
+                f"config belongs to another checkpoint. Download both again."
+            )
+        parts = {part: self.inner.entries.get(f"{module}.{part}") for part in (*scheme.needs, *scheme.may_have)}
+        if missing := [f"{module}.{part}" for part in scheme.needs if parts[part] is None]:
+            raise ModelError(
+                f"The weights in {self.directory} are damaged: {some(missing)} is missing; download them again."
+            )
+        there = {part: entry for part, entry in parts.items() if entry is not None}
+        shapes = {part: entry.shape for part, entry in there.items()}
+        for part in (*scheme.needs, *scheme.may_have, *scheme.unused):
+            self.entries.pop(f"{module}.{part}", None)
+        shape = scheme.shape(module, shapes, lambda part: _one(there[part]))
+        self._matrices[name] = (module, scheme, there)
+        self.entries[name] = TensorEntry(next(iter(there.values())).file, name, tuple(shape))
+
+    def is_quantized(self, name: str) -> bool:
+        return name in self._matrices
+
+    def read(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor | Coded]]:
+        """These tensors; each is valid until the next one is read, unless it is Coded."""
+        yield from self.inner.read([name for name in names if name not in self._matrices])
+        with ExitStack() as stack:
+            opened: dict[Path, Callable[[str], torch.Tensor]] = {}
+            for name in names:
+                if name not in self._matrices:
+                    continue
+                module, scheme, parts = self._matrices[name]
+                tensors = {}
+                for part, entry in parts.items():
+                    if entry.file not in opened:
+                        file = stack.enter_context(safe_open(entry.file, framework="pt", device="cpu"))
+                        opened[entry.file] = file.get_tensor
+                    tensors[part] = opened[entry.file](entry.name).to(self._device)
+                yield name, scheme.decode(module, tensors)
+
+
+def _one(entry: TensorEntry) -> torch.Tensor:
+    with safe_open(entry.file, framework="pt", device="cpu") as opened:
+        return opened.get_tensor(entry.name).clone()

@@ -78,6 +78,14 @@ class TransformersModel(nn.Module):
         hidden: torch.Tensor = output[0][0]
         return hidden if last is None else last.of(hidden)
 
+    recorded: torch.Tensor | None = None
+
+    def record(self, layers: Sequence[int]) -> None:
+        raise ModelError(
+            "speculative_config: the method reads the model's hidden states, which a model that runs through "
+            "transformers does not hand out. Use method='suffix', or a draft model."
+        )
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.given.hidden = hidden[None]
         logits: torch.Tensor = self.causal(input_ids=None, use_cache=False).logits[0]

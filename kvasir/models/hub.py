@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.config.engine import LoadConfig, ModelConfig
-from kvasir.config.names import did_you_mean
-from kvasir.errors import ConfigError, ModelError
+from kvasir.errors import ConfigError, ModelError, did_you_mean
 from kvasir.log import get_logger
 
 logger = get_logger(__name__)
@@ -29,6 +28,12 @@ def find_model(model: ModelConfig, load: LoadConfig) -> Path:
     """The directory or GGUF file of the model, downloaded first if `model` is a name on the Hub."""
     files = SMALL_FILES if load.load_format == "dummy" else [*SMALL_FILES, "*.safetensors"]
     return _find("model", model.model, model.revision, files, model, load)
+
+
+def find_draft_head(name: str, model: ModelConfig, load: LoadConfig) -> Path:
+    """The directory of a head that drafts, downloaded first if `name` is one on the Hub."""
+    files = SMALL_FILES if load.load_format == "dummy" else [*SMALL_FILES, "*.safetensors", "*.bin", "*.pt"]
+    return _find("speculative_config.model", name, None, files, model, load)
 
 
 def find_tokenizer(model: ModelConfig, load: LoadConfig) -> Path:

@@ -16,27 +16,32 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from kvasir.attention.select import select as select_attention
+from kvasir.attention.base import select as select_attention
 from kvasir.config.engine import EngineConfig, ModelConfig
 from kvasir.config.pooling import DenseSpec
-from kvasir.distributed import Mesh
 from kvasir.errors import ConfigError, ModelError
 from kvasir.kernels.cpu.packed import Arena
 from kvasir.layers.adapters import StepAdapters
 from kvasir.layers.base import Build, WeightLayer, describe_weights
 from kvasir.layers.linear import Linear
+from kvasir.layers.mesh import Mesh
 from kvasir.layers.mlp import Experts, MoE
 from kvasir.log import get_logger, warn_once
 from kvasir.models import architectures, gguf
-from kvasir.models.checkpoint import KV_SCALES, Safetensors, is_finite, load_kv_scales, some
+from kvasir.models.checkpoint import KV_SCALES, QuantizedSafetensors, Safetensors, is_finite, load_kv_scales, some
 from kvasir.models.fallback import TransformersModel, load_fallback
 from kvasir.models.gguf import GGUFCheckpoint
-from kvasir.models.native import LibraryModel, packed_weights_file, restore_packed, run_in_library, save_packed
-from kvasir.models.quantized import QuantizedSafetensors
+from kvasir.models.native import (
+    LibraryModel,
+    batch_dependent_layer,
+    packed_weights_file,
+    restore_packed,
+    run_in_library,
+    save_packed,
+)
 from kvasir.models.spec import BY_ROWS, Architecture, DecoderSpec, LayerSpec, Names, TensorLayout
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select as select_platform
-from kvasir.quantization.at_load import QUANTIZERS
 from kvasir.quantization.base import (
     PackedParameter,
     TensorKey,
@@ -44,7 +49,7 @@ from kvasir.quantization.base import (
     UnquantizedExperts,
     UnquantizedLinear,
 )
-from kvasir.quantization.coded import Coded
+from kvasir.quantization.coded import QUANTIZERS, Coded
 from kvasir.quantization.coded_linear import CodedMethods, ExpandedMethods
 from kvasir.quantization.cpu import KEPT, ROUTING, VOCABULARIES, CpuMethods
 from kvasir.quantization.formats import find_format
@@ -60,6 +65,8 @@ def load(config: EngineConfig, device: torch.device, mesh: Mesh | None = None) -
     """The model on its device, ready to run, in the implementation that the settings name."""
     if config.model.model_impl != "transformers":
         model = load_model(config, device, mesh)
+        if config.device.batch_invariant and (layer := batch_dependent_layer(model)):
+            raise ConfigError(f"batch_invariant=True: the model's {layer} rounds by the batch here. Leave it out.")
         return run_in_library(model) if config.device.attention_backend == "cpu" else model
     if mesh is not None and mesh.size > 1:
         raise ConfigError("model_impl='transformers' runs on one device; set tensor_parallel_size=1.")
@@ -78,7 +85,7 @@ def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = N
     mesh = mesh or Mesh()
     if config.parallel.enable_expert_parallel:
         mesh = replace(mesh, whole_experts=True)
-    build = _build(config, dtype, mesh, form, device)
+    build = make_build(config, dtype, mesh, form, device)
     source: Source | None = None
     if config.load.load_format == "gguf":
         file = read_gguf(config.model.path)
@@ -127,7 +134,7 @@ def _told(model: Transformer) -> Transformer:
     return model.eval()
 
 
-def _build(
+def make_build(
     config: EngineConfig, dtype: torch.dtype, mesh: Mesh, form: WeightFormat | None, device: torch.device
 ) -> Build:
     """What the layers are built with. `form` is that of a quantized checkpoint."""
@@ -137,7 +144,8 @@ def _build(
     is_quantized = form is not None or (is_gguf and quantization == "gguf")
     if config.device.attention_backend == "cpu":
         kept = KEPT if is_quantized else quantization
-        return Build(dtype, mesh, CpuMethods(kept), vocabulary=VOCABULARIES[kept], adapters=adapters)
+        num_layers = config.model.hf.get("num_hidden_layers", config.model.hf.get("n_layer"))
+        return Build(dtype, mesh, CpuMethods(kept, num_layers), vocabulary=VOCABULARIES[kept], adapters=adapters)
     if quantization in QUANTIZERS and form is None:
         return Build(dtype, mesh, CodedMethods(QUANTIZERS[quantization]), adapters=adapters)
     if not is_quantized and not is_gguf:
@@ -218,8 +226,42 @@ def _open_safetensors(
     device: torch.device | None = None,
 ) -> Source:
     plain = Safetensors(path, prefix or architecture.prefix)
+    return open_source(plain, architecture.names_for(hf), architecture.ignored_for(hf), form, device)
+
+
+def open_source(
+    plain: Safetensors,
+    names: Names,
+    ignored: tuple[str, ...],
+    form: WeightFormat | None = None,
+    device: torch.device | None = None,
+) -> Source:
     checkpoint = plain if form is None else QuantizedSafetensors(plain, form, device or torch.device("cpu"))
-    return Source(checkpoint, architecture.names_for(hf), (*architecture.ignored_for(hf), *KV_SCALES))
+    return Source(checkpoint, names, (*ignored, *KV_SCALES))
+
+
+def load_part(
+    module: nn.Module,
+    source: Source | None,
+    around: DecoderSpec,
+    config: EngineConfig,
+    device: torch.device,
+    form: WeightFormat | None,
+) -> None:
+    """Give memory and weights to a module that is no whole decoder; without a source, random ones. `around` is the
+    decoder to whose layers it belongs."""
+    if source is None:
+        _materialise(module, device)
+        _fill_dummy(module, torch.Generator(device).manual_seed(config.model.seed), form)
+    else:
+        places = find_places(module, source.names, around)
+        _check(source, places, around)
+        _materialise(module, device)
+        on_cpu, dtype = device.type == "cpu", getattr(torch, config.model.dtype)
+        _fill(source.checkpoint, places, dtype=dtype if on_cpu else None, show_progress=config.load.use_tqdm_on_load)
+        if not on_cpu:
+            _check_on_device(module, source.checkpoint, places)
+    _process(module)
 
 
 # ---------------------------------------------------------------- places of tensors
@@ -463,6 +505,9 @@ def _fill_dummy(model: nn.Module, generator: torch.Generator, form: WeightFormat
                     layer.load(key, values.normal_(0.0, 0.02 * (len(shape) > 1), generator=generator))
     for name, value in model.named_parameters():
         if isinstance(value, PackedParameter) or not value.numel():
+            continue
+        if not value.is_floating_point():
+            value.data.zero_()
             continue
         if value.dim() > 1:
             value.data.normal_(0.0, 0.02, generator=generator)

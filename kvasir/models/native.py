@@ -23,7 +23,6 @@ from torch import nn
 from kvasir.attention.base import AttentionBatch, LastTokens
 from kvasir.attention.cpu import CpuAttention
 from kvasir.config.engine import EngineConfig
-from kvasir.distributed import Mesh
 from kvasir.kernels.cpu.library import (
     ACTIVATIONS,
     AdaptersStruct,
@@ -41,10 +40,12 @@ from kvasir.layers.attention import Attention
 from kvasir.layers.base import WeightLayer
 from kvasir.layers.embedding import Embedding
 from kvasir.layers.linear import Linear
+from kvasir.layers.mesh import Mesh
 from kvasir.layers.mlp import MLP, GatedMLP
 from kvasir.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
 from kvasir.log import get_logger
 from kvasir.messages import KVSpec
+from kvasir.models.key_factors import even_out_keys
 from kvasir.models.transformer import DecoderLayer, ParallelLayer, PostNormLayer, Transformer
 from kvasir.quantization.cpu import matrix_of
 
@@ -63,6 +64,14 @@ class LibraryModel(nn.Module):
         super().__init__()
         self.model, self.vocab_size, self.poolers = model, model.vocab_size, model.poolers
 
+    def record(self, layers: Sequence[int]) -> None:
+        """See Transformer.record."""
+        self.model.record(layers)
+
+    @property
+    def recorded(self) -> torch.Tensor | None:
+        return self.model.recorded
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, vocabulary]"""
         return self.model.logits(hidden)
@@ -75,6 +84,10 @@ class LibraryModel(nn.Module):
 
     def bind_kv(self, caches: Sequence[torch.Tensor]) -> None:
         self.model.bind_kv(caches)
+        if any(cache.dtype == torch.int8 for cache in caches):
+            for layer in self.model.layers:
+                if isinstance(layer, DecoderLayer):
+                    even_out_keys(layer.attention, None if isinstance(layer, PostNormLayer) else layer.attention_norm)
 
     def compile_key(self) -> str:
         return ""  # nothing is compiled
@@ -118,7 +131,7 @@ class NativeDecoder(LibraryModel):
     ) -> torch.Tensor:
         """The hidden states after the last norm, [tokens, hidden], or those of `last`, [sequences, hidden]."""
         adapters = self.model.adapters
-        needs_layers = adapters is not None and adapters.needs_layers
+        needs_layers = (adapters is not None and adapters.needs_layers) or self.model.records
         if needs_layers or self.model.overlay.tokens is not None:
             STEPS["layer by layer"] += 1
             return self.model.forward(input_ids, positions, batch, last)
@@ -165,6 +178,16 @@ def run_in_library(model: Transformer) -> LibraryModel:
         return LayerByLayer(model)
     logger.info("the CPU library (%s) runs whole steps", how)
     return NativeDecoder(model)
+
+
+def batch_dependent_layer(model: Transformer) -> str | None:
+    """A part of the model whose rounding may depend on the batch; None: there is none."""
+    for number, layer in enumerate(model.layers):
+        if type(layer) not in _ARRANGEMENTS or type(layer.attention) is not Attention:
+            return f"layer {number} ({type(layer).__name__})"
+        if not isinstance(layer.attention.backend, CpuAttention):
+            return f"attention in layer {number} ({type(layer.attention.backend).__name__})"
+    return None
 
 
 def _not_covered(model: Transformer) -> str | None:

@@ -17,7 +17,7 @@ from kvasir.errors import ModelError
 from kvasir.models import architectures
 from kvasir.models.checkpoint import Safetensors
 from kvasir.models.spec import Names, TensorLayout
-from kvasir.quantization.at_load import GROUP, fp8, int4, int8
+from kvasir.quantization.coded import GROUP, fp8, int4, int8
 from kvasir.quantization.formats import config_of
 
 _LINEAR = (".qkv", ".o", ".gate_up", ".up", ".down", ".experts")  # ends of the decoder's paths, parts cut off

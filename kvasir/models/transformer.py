@@ -22,11 +22,10 @@ from kvasir.errors import ModelError
 from kvasir.layers import latent_attention  # noqa: F401  # it registers its kind
 from kvasir.layers.attention import ATTENTIONS, AttentionLayer
 from kvasir.layers.base import Build, DecoderBuild, Kinds, weight_bytes
-from kvasir.layers.embedding import Embedding, Head, PositionEmbedding, TiedHead, TokenTypeEmbedding
+from kvasir.layers.embedding import Embedding, Head, PositionEmbedding, StepOverlay, TiedHead, TokenTypeEmbedding
 from kvasir.layers.linear import replicated_linear
 from kvasir.layers.mlp import FEED_FORWARDS
 from kvasir.layers.norm import Norm, make_norm
-from kvasir.layers.overlay import StepOverlay
 from kvasir.layers.pooler import Poolers
 from kvasir.messages import KVSpec
 from kvasir.models.spec import DecoderSpec, LayerSpec, ParallelLayerSpec, PostNormLayerSpec
@@ -148,6 +147,39 @@ def _kept(x: torch.Tensor, last: LastTokens | None) -> torch.Tensor:
     return x if last is None else last.of(x)
 
 
+class StateRecorder:
+    """Keeps hidden states of a forward pass for whoever asked: a drafter reads them."""
+
+    def __init__(self, places: dict[int, list[int]] | None = None, count: int = 0) -> None:
+        self.places = places or {}  # layer -> where its states stand among the recorded ones
+        self.count = count
+        self.states: torch.Tensor | None = None  # [tokens, count * hidden]
+
+    @classmethod
+    def of(cls, layers: Sequence[int]) -> StateRecorder:
+        places = {layer: [at for at, each in enumerate(layers) if each == layer] for layer in layers}
+        return cls(places, len(layers))
+
+    def within(self, num_layers: int, fewer: int) -> StateRecorder:
+        """The recorder of a copy with fewer layers, at least two: as many states, those of layers at the second one."""
+        inner = [at for layer, places in self.places.items() if layer < num_layers for at in places]
+        ends = {1: inner, fewer: self.places.get(num_layers, [])}
+        return StateRecorder({layer: places for layer, places in ends.items() if places}, self.count)
+
+    def wants(self, layer: int) -> bool:
+        return layer in self.places
+
+    def start(self, hidden: torch.Tensor) -> None:
+        if self.count:
+            self.states = hidden.new_empty(len(hidden), self.count * hidden.shape[-1])
+
+    def take(self, layer: int, hidden: torch.Tensor) -> None:
+        """Copy the states at this layer: later kernels may write over them."""
+        for place in self.places.get(layer, ()):
+            assert self.states is not None and len(hidden) == len(self.states), "states of all tokens are recorded"
+            self.states[:, place * hidden.shape[-1] : (place + 1) * hidden.shape[-1]] = hidden
+
+
 class Transformer(nn.Module):
     """A decoder with this rank's share of the weights, for positions below `max_positions`."""
 
@@ -165,6 +197,7 @@ class Transformer(nn.Module):
         self.poolers = Poolers(build, poolers)
         self.spec, self.vocab_size, self.max_positions = spec, spec.vocab_size, max_positions
         self.backend, self.adapters, self.overlay = backend, build.adapters, StepOverlay()
+        self._recorder = StateRecorder()
         width = spec.embedding_size or spec.hidden_size
         self.embedding = Embedding(build, spec.vocab_size, width, tied=spec.tie_embeddings)
         self.project_in: nn.Module = nn.Identity()
@@ -207,13 +240,38 @@ class Transformer(nn.Module):
         """The hidden states after the last norm, [tokens, hidden], or those of `last`, [sequences, hidden]. The last
         layer then computes only keys and values of the other tokens."""
         hidden, residual = self._embed(input_ids, positions), None
-        *layers, top = self.layers
-        for layer in layers:
-            hidden, residual = layer(hidden, residual, positions, batch)
-        hidden, residual = top(hidden, residual, positions, batch, last)
+        recorder, top = self._recorder, len(self.layers) - 1
+        recorder.start(hidden)
+        for index, layer in enumerate(self.layers):
+            if residual is not None and recorder.wants(index):
+                # The stream is what the layer's norm sums. `hidden` alone may be parts.
+                norm: Norm = layer.attention_norm  # type: ignore[assignment]
+                hidden, residual = norm.add(hidden, residual)[1], None
+            recorder.take(index, hidden)
+            hidden, residual = layer(hidden, residual, positions, batch, last if index == top else None)
         hidden = self.norm.add(hidden, residual)[0]
+        recorder.take(top + 1, hidden)
         projected: torch.Tensor = self.project_out(hidden)
         return projected
+
+    # ------------------------------------------------------------ hidden states for others
+
+    def record(self, layers: Sequence[int]) -> None:
+        """From now on `forward` leaves in `recorded`, side by side, the residual stream that enters each of these
+        layers. One more than the last layer stands for the states after the last norm."""
+        count = len(self.layers)
+        if unknown := [layer for layer in layers if not 0 <= layer <= count]:
+            raise ModelError(f"The model has {count} layers, so no states enter layer {unknown[0]}.")
+        self._recorder = StateRecorder.of(layers)
+
+    @property
+    def recorded(self) -> torch.Tensor | None:
+        """What the last `forward` recorded, [tokens, layers * hidden]; None: nothing."""
+        return self._recorder.states
+
+    @property
+    def records(self) -> bool:
+        return bool(self._recorder.places)
 
     def _embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         types = None
@@ -256,6 +314,7 @@ class Transformer(nn.Module):
         kinds = {layer.spec: layer for layer in layers}
         short = copy(self)
         short._modules = {**self._modules, "layers": nn.ModuleList([*kinds.values(), layers[-1]])}
+        short._recorder = self._recorder.within(len(layers), len(short.layers))
         return short
 
     def weight_bytes(self) -> int:

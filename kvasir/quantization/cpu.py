@@ -26,7 +26,6 @@ from kvasir.kernels.cpu.packed import (
 )
 from kvasir.kernels.reference import LEVELS
 from kvasir.log import get_logger, warn_once
-from kvasir.quantization.at_load import QUANTIZERS
 from kvasir.quantization.base import (
     ExpertsLayer,
     ExpertsMethod,
@@ -41,7 +40,7 @@ from kvasir.quantization.base import (
     parameter,
     part_of,
 )
-from kvasir.quantization.coded import Coded
+from kvasir.quantization.coded import QUANTIZERS, Coded
 from kvasir.quantization.coded_linear import Quantizer, own_share
 from kvasir.quantization.gguf import FileMatrix, PackedRows, expanded
 
@@ -279,7 +278,7 @@ class CpuMethods:
 
     keeps_coded = False  # Vocabulary says how the library keeps embedding and head
 
-    def __init__(self, quantization: str | None) -> None:
+    def __init__(self, quantization: str | None, num_layers: int | None = None) -> None:
         form = FORMATS[quantization]
         if quantization in (KEPT, "fp8", "fp8_block"):  # 8-bit floats are kept as those of a checkpoint are
             quantize = None if quantization == KEPT else QUANTIZERS[quantization]
@@ -287,13 +286,17 @@ class CpuMethods:
             self._experts: ExpertsMethod = KeptCpuExperts(form, quantize)
         else:
             self._linear, self._experts = CpuLinear(form), CpuExperts(form)
-        # Errors of values are not averaged out as those of other matrices are; qkv is a tenth of a layer.
-        self._qkv: LinearMethod = CpuLinear(INT6) if quantization == "int4" else self._linear
+        # Errors of values are not averaged out as those of other matrices are; qkv is a tenth of a layer. The first and
+        # the last layer lose as much as half of all layers between them.
+        self._sensitive: LinearMethod = CpuLinear(INT6) if quantization == "int4" else self._linear
+        ends = {0} if num_layers is None else {0, num_layers - 1}
+        self._sensitive_layers = tuple(f"layers.{number}." for number in ends)
 
     def linear(self, prefix: str) -> LinearMethod:
         if prefix.endswith(ROUTING):
             return CpuLinear(BF16)
-        return self._qkv if prefix.endswith(".qkv") else self._linear
+        sensitive = prefix.endswith(".qkv") or prefix.startswith(self._sensitive_layers)
+        return self._sensitive if sensitive else self._linear
 
     def experts(self, prefix: str) -> ExpertsMethod:
         return self._experts

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import upload
 from kvasir.messages import LOGPROBS, PROMPT_LOGPROBS, Extras, Int32Array, NewRow, Part, StepPlan
 from kvasir.sampling.features import (
     NO_COLUMNS,
@@ -127,7 +127,7 @@ class TokenScores(RowFeature):
         self.named = NamedTokens(max_rows, device)
         self._named_rows = Stages([self.named])
         self._counts = np.full(max_rows, -1, np.int32)  # by row: likeliest tokens wanted; -1: no scores
-        self._lines = torch.zeros(max_rows, dtype=torch.int32, device=device)  # for graphs
+        self._lines = torch.zeros(max(max_rows, SCORED_ROWS), dtype=torch.int32, device=device)  # for graphs
 
     def open(self, new_rows: list[NewRow], rows: torch.Tensor, packed: torch.Tensor) -> None:
         for new in new_rows:

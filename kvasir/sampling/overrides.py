@@ -44,11 +44,11 @@ class OverrideUse(FeatureUse):
 class SampleOverrides(RowFeature):
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, max_lines: int = 0) -> None:
         self.device = device
-        self.max_rows = max_rows
+        self.max_lines = max(max_rows, max_lines)
         self.vocab_size = vocab_size
         self.words = -(-vocab_size // 32)
-        self._line_numbers = torch.arange(max(max_rows, max_lines), device=device)
-        # for graphs, taken when a graph first needs them: masks of all rows are some megabytes
+        self._line_numbers = torch.arange(self.max_lines, device=device)
+        # for graphs, taken when a graph first needs them: masks of all lines are some megabytes
         self._mask_numbers: torch.Tensor | None = None  # [lines] which mask is a line's; NOT_SET: none
         self._masks: torch.Tensor | None = None  # [lines * words]
         self._forced: torch.Tensor | None = None  # [lines] the line's token; NOT_SET: it draws
@@ -106,11 +106,12 @@ class SampleOverrides(RowFeature):
         found: list[torch.Tensor] = []
         if key.masks:
             if self._mask_numbers is None or self._masks is None:
-                self._mask_numbers, self._masks = self._buffer(self.max_rows), self._buffer(self.max_rows * self.words)
+                self._mask_numbers = self._buffer(self.max_lines)
+                self._masks = self._buffer(self.max_lines * self.words)
             found += [self._mask_numbers[:size], self._masks[: size * self.words]]
         if key.forces:
             if self._forced is None:
-                self._forced = self._buffer(self.max_rows)
+                self._forced = self._buffer(self.max_lines)
             found.append(self._forced[:size])
         return tuple(found)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import upload
 from kvasir.messages import Int32Array, NewRow, Part, RowPooling, StepPlan
 from kvasir.sampling.features import NO_COLUMNS, Head, HiddenReader, RowFeature
 

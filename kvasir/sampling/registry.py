@@ -8,15 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 from kvasir.sampling.features import RowFeature
-from kvasir.sampling.logit_rules import BadWords, Bans, Bias, Penalties
+from kvasir.sampling.logit_rules import BadWords, Bans, Bias, Penalties, Processors, TopEma
 from kvasir.sampling.logprobs import PromptScores, TokenScores
 from kvasir.sampling.overrides import SampleOverrides
-from kvasir.sampling.parameters import SamplingParameters
 from kvasir.sampling.pooling import PooledRows, PoolingHead
-from kvasir.sampling.processors import Processors
-from kvasir.sampling.sampler import Sampler
+from kvasir.sampling.sampler import Sampler, SamplingParameters
 from kvasir.sampling.stages import Stages
-from kvasir.sampling.top_ema import TopEma
 
 
 @dataclass(slots=True, frozen=True)

@@ -15,8 +15,7 @@ from typing import Any
 
 from kvasir.config import env
 from kvasir.config.args import read_config_file
-from kvasir.config.names import did_you_mean
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, did_you_mean
 from kvasir.frontend.requests.input import WEIGHTS
 from kvasir.log import get_logger
 from kvasir.server.config import ServerConfig

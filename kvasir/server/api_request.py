@@ -22,6 +22,7 @@ from kvasir.outputs import RequestOutput
 from kvasir.parsers.base import PartReader, ReasoningReader
 from kvasir.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
 from kvasir.server.answers import PLAIN_ANSWER, ChatAnswer, RequestTools
+from kvasir.server.body_limits import exceeded_by_texts
 from kvasir.server.constraints import constrain
 from kvasir.server.errors import ApiError, as_api_error, timed_out, too_large
 from kvasir.server.http import Call
@@ -353,6 +354,8 @@ async def read_chat(
         message = "This server takes no chat_template in requests; --trust-request-chat-template allows it."
         raise RequestError(message, "chat_template")
     given = [message.model_dump(exclude_unset=True) for message in body.messages]
+    if problem := exceeded_by_texts(_arguments(given)):
+        raise RequestError(f"The arguments of all tool calls: this JSON {problem}", "messages")
     messages, shown = state.formats.messages(given, tools, body.chat_template)
     size = num_characters([messages, shown, body.documents, body.chat_template_kwargs])
     processor = state.engine.input_processor.prompts
@@ -376,6 +379,16 @@ async def read_chat(
         error.parameter = "messages"  # as in OpenAI's error
         raise
     return prompt
+
+
+def _arguments(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The arguments of the tool calls of a conversation, which are decoded for the chat template."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                yield function["arguments"]
 
 
 def answer_of(

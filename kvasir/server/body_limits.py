@@ -6,7 +6,8 @@ Only bodies that are long or have such fields come here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
@@ -18,22 +19,28 @@ logger = get_logger(__name__)
 # Decoding makes up to a hundred bytes of objects of one byte, so these are counted before.
 MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 16  # lists and objects
-MAX_STRINGS = 1 << 19  # names and texts
+MAX_STRINGS = 1 << 18  # names and texts
+MAX_EMBEDDED_VALUES = 1 << 18  # of all JSON that stands in texts
+_FEW_VALUES = 16  # a text of so few needs no counting
 _BLOCK = 1 << 20  # bytes that are scanned at once
 
 
 def exceeded_limit(data: bytes, max_values: int) -> str | None:
     """A sentence without its subject if the data, whether or not it is JSON, exceeds a limit."""
-    for counts in json_counts(data):
-        if counts.depth > MAX_DEPTH:
-            return f"is nested more than {MAX_DEPTH} levels deep."
-        for count, most, things in (
-            (counts.containers, MAX_CONTAINERS, "lists and objects"),
-            (counts.strings, MAX_STRINGS, "texts and names"),
-            (counts.commas, max_values, "values"),
-        ):
-            if count > most:
-                return f"has more than {most} {things}."
+    return next((problem for counts in json_counts(data) if (problem := _exceeded(counts, max_values))), None)
+
+
+def exceeded_by_texts(texts: Iterable[str]) -> str | None:
+    """A sentence without its subject if texts that are decoded as JSON, such as the arguments of tool calls, together
+    exceed a limit. They are one text each in the body, whatever they contain."""
+    sums = JsonCounts(0, 0, 0, 0)
+    for text in texts:
+        if text.count("[") + text.count("{") + text.count(",") + text.count('"') < _FEW_VALUES:
+            continue  # all texts of a body together are as few as its texts
+        for counts in json_counts(text.encode(errors="replace")):
+            if problem := _exceeded(JsonCounts(max(sums.depth, counts.depth), *map(add, sums[1:], counts[1:]))):
+                return problem
+        sums = JsonCounts(0, *map(add, sums[1:], counts[1:]))
     return None
 
 
@@ -42,6 +49,19 @@ class JsonCounts(NamedTuple):
     containers: int
     strings: int
     commas: int
+
+
+def _exceeded(counts: JsonCounts, max_values: int = MAX_EMBEDDED_VALUES) -> str | None:
+    if counts.depth > MAX_DEPTH:
+        return f"is nested more than {MAX_DEPTH} levels deep."
+    for count, most, things in (
+        (counts.containers, MAX_CONTAINERS, "lists and objects"),
+        (counts.strings, MAX_STRINGS, "texts and names"),
+        (counts.commas, max_values, "values"),
+    ):
+        if count > most:
+            return f"has more than {most} {things}."
+    return None
 
 
 def json_counts(data: bytes) -> Iterator[JsonCounts]:

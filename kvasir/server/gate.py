@@ -195,5 +195,8 @@ def may_connect(socket: WebSocket) -> bool:
     """
     origin = socket.headers.get("origin")
     allowed = state_of(socket).config.allowed_origins
-    own = urlsplit(origin or "").netloc == socket.headers.get("host")
+    try:
+        own = urlsplit(origin or "").netloc == socket.headers.get("host")
+    except ValueError:  # it is no URL
+        return False
     return origin is None or own or origin in allowed or "*" in allowed

@@ -247,6 +247,7 @@ class HttpProtocol(TimedConnection, HttpToolsProtocol):
         self._at = 0  # where its unparsed bytes begin
         self._answering: RequestResponseCycle | None = None
         self._refusal: ApiError | None = None  # why a callback of the parser has raised
+        self._is_replay = False  # the parser is told again what it has told already
         self._since_callback = 0  # bytes of the head
         self._head_bytes = 0
         self._body_began = 0.0
@@ -358,6 +359,8 @@ class HttpProtocol(TimedConnection, HttpToolsProtocol):
                 if self._should_upgrade():
                     self.handle_websocket_upgrade()
                     return
+                if self.part == self.BODY:
+                    self._parse_body_of_upgrade()
             except (httptools.HttpParserError, ApiError) as error:
                 self._backlog, self._at = b"", 0
                 given = error if isinstance(error, ApiError) else self._refusal
@@ -381,6 +384,18 @@ class HttpProtocol(TimedConnection, HttpToolsProtocol):
             return min(len(self._backlog), self._at + size)
         end = self._backlog.find(b"\r\n\r\n", self._at, self._at + _PIECE)
         return min(len(self._backlog), self._at + _PIECE) if end < 0 else end + 4
+
+    def _parse_body_of_upgrade(self) -> None:
+        """Read the body of a request that asks for an unknown protocol, such as h2c, which is ignored.
+
+        The parser takes the body for bytes of that protocol, and would go on with it as with the next request. Another
+        parser is told of the head again, without what nobody knows.
+        """
+        head = b"transfer-encoding: chunked" if self._body_left is None else b"content-length: %d" % self._body_left
+        self._is_replay = True
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n\r\n" % head)
+        self._is_replay = False
 
     def _begin_head(self) -> None:
         self._unset_keepalive_if_required()
@@ -422,7 +437,13 @@ class HttpProtocol(TimedConnection, HttpToolsProtocol):
         most = self.limits.max_header_bytes
         return ApiError(431, f"The headers are longer than {most} bytes (--max-header-bytes).", "too_large")
 
+    def on_message_begin(self) -> None:
+        if not self._is_replay:
+            super().on_message_begin()
+
     def on_url(self, url: bytes) -> None:
+        if self._is_replay:
+            return
         self._since_callback = 0
         super().on_url(url)
         most = self.limits.max_url_bytes
@@ -430,6 +451,8 @@ class HttpProtocol(TimedConnection, HttpToolsProtocol):
             self._fail(ApiError(414, f"The URL is longer than {most} bytes (--max-url-bytes).", "too_large"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_replay:
+            return
         limits, size = self.limits, len(name) + len(value) + 4
         self._since_callback = 0
         self._head_bytes += size
@@ -445,6 +468,8 @@ class HttpProtocol(TimedConnection, HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_replay:
+            return
         version, method = self.parser.get_http_version(), self.parser.get_method()
         self.scope["method"] = method.decode("ascii")
         self.scope["http_version"] = version
@@ -501,6 +526,8 @@ class HttpProtocol(TimedConnection, HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.part == self.BODY and self.parser.should_upgrade() and self._body_left != 0:
+            return  # the body is still to come: see _parse_body_of_upgrade
         super().on_message_complete()
         self.part, self.deadline = self.NOTHING, math.inf  # until it is answered, nothing is expected
 
@@ -517,6 +544,9 @@ class HttpProtocol(TimedConnection, HttpToolsProtocol):
 
     def _check_handshake(self) -> None:
         """The library that parses the handshake again has limits of its own, and no answer to what is beyond them."""
+        names = {name for name, _ in self.headers}
+        if b"transfer-encoding" in names or dict(self.headers).get(b"content-length", b"0") != b"0":
+            self._fail(ApiError(400, "A WebSocket handshake has no body.", "invalid_request"))
         longest = max((len(name) + len(value) + 4 for name, value in self.headers), default=0)
         if len(self.url) + 32 > MAX_LINE_LENGTH:
             self._fail(ApiError(414, "The URL is too long for a WebSocket.", "too_large"))
@@ -529,6 +559,8 @@ class HttpProtocol(TimedConnection, HttpToolsProtocol):
         protocol = self.transport.get_protocol()
         if isinstance(protocol, WebSocketProtocol):
             self.pool.upgrade(self, protocol)
+            if not protocol.handshake_initiated:  # the library has not understood it, and says nothing
+                self.transport.close()
             if rest and not self.transport.is_closing():
                 protocol.data_received(rest)
 
@@ -607,6 +639,12 @@ class WebSocketProtocol(TimedConnection, WebSocketsSansIOProtocol):
             self.deadline = self.body_deadline(self._message_began, num_bytes)
         self._held = num_bytes
 
+    def send_receive_event_to_app(self) -> None:
+        if self.curr_msg_data_type == "text" and not self.close_sent and not is_utf8(b"".join(self.frames)):
+            self._fail(1007, "The message is not UTF-8.")  # uvicorn would log it with a traceback
+        else:
+            super().send_receive_event_to_app()
+
     def handle_parser_exception(self) -> None:
         if self.conn.parser_exc is not None:
             self.conn.parser_exc.__traceback__ = None  # its frames hold what was parsed
@@ -641,3 +679,11 @@ class WebSocketProtocol(TimedConnection, WebSocketsSansIOProtocol):
             self.read_paused = False
             self.transport.resume_reading()
         self.close_timer = self.loop.call_later(self.close_timeout, self.transport.close)
+
+
+def is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

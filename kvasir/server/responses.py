@@ -490,7 +490,7 @@ def messages_of(items: list[dict[str, Any]]) -> list[Message]:
         if message["role"] == "assistant":
             last = made[-1] if made and made[-1]["role"] == "assistant" else None
             if last is not None and message.get("tool_calls"):
-                last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
+                last.setdefault("tool_calls", []).extend(message["tool_calls"])  # there may be thousands in a row
                 continue
             if thought:
                 message["reasoning_content"] = thought
@@ -543,7 +543,13 @@ def _plain(item: dict[str, Any]) -> dict[str, Any]:
         raise RequestError("A message in input must have a role and content.", "input")
     if isinstance(content, list) and not all(isinstance(part, str | dict) for part in content):
         raise RequestError("A message's content must be a string or a list of content parts.", "input")
-    return {name: value for name, value in item.items() if name not in ("type", "id", "status", "phase")}
+    message = {name: value for name, value in item.items() if name not in ("type", "id", "status", "phase")}
+    calls = message.pop("tool_calls", None)
+    if calls is None:
+        return message
+    if not isinstance(calls, list):
+        raise RequestError("tool_calls of a message in input must be a list.", "input")
+    return {**message, "tool_calls": [*calls]}  # a list of its own, to which calls that follow are added
 
 
 def _output(item: dict[str, Any]) -> str | list[str | dict[str, Any]]:

@@ -1,21 +1,23 @@
-"""Runs a StepPlan on the device: update rows, build inputs, forward, sample.
+"""Runs a StepPlan on the device: update rows, build inputs, forward, sample. Worker process.
 
 Nothing here waits for the device. Sampled tokens are written to the rows, where the next step finds its inputs;
-the host gets them later through a future. Knows tensors, rows and that there are features; never requests or text.
+the host gets them later through a future, a `DeviceResult`. Knows tensors, rows and that there are features, none of
+them by name; never requests or text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from kvasir.attention.base import AttentionBatch
-from kvasir.kernels.upload import upload
-from kvasir.messages import SampleInputs, StepPlan
+from kvasir.attention.base import AttentionBatch, LastTokens
+from kvasir.kernels.layout import upload
+from kvasir.messages import GraphUse, Int32Array, KVSpec, Part, SampleInputs, StepPlan, StepResult, empty_ints
 from kvasir.sampling.features import (
     FeatureUse,
     ForwardUse,
@@ -28,18 +30,200 @@ from kvasir.sampling.features import (
     sampled_lines,
 )
 from kvasir.sampling.registry import FeatureSettings, make_sampler
-from kvasir.worker.kv_memory import KVMemory, make_host_memory
-from kvasir.worker.model import Model
+from kvasir.worker.memory import KVMemory, make_host_memory
 from kvasir.worker.speculative.device import Speculation, Verified
 from kvasir.worker.speculative.drafter import Drafter
 from kvasir.worker.step_inputs import DeviceRows, HostInputs, StepInputs, eager_inputs, host_inputs
-from kvasir.worker.step_result import DeviceResult, StepOutputs
 
 if TYPE_CHECKING:
-    from kvasir.worker.graphs.keys import ForwardGraphKey, HeadGraphKey
-    from kvasir.worker.graphs.step_graphs import StepGraphs
+    from kvasir.worker.graph_keys import ForwardGraphKey, HeadGraphKey
+    from kvasir.worker.step_graphs import StepGraphs
 
+NOT_NUMBERS = "the model's logits are not numbers (NaN): its weights, or the memory of the device, may be damaged"
+MakePart = Callable[[Sequence[NDArray[Any]]], Part]
 FeatureUses = list[tuple[RowFeature, FeatureUse]]  # the features that the rows of a step ask for
+
+
+class Model(Protocol):
+    """All that the worker asks of a model, whether Kvasir, the CPU library or transformers runs its layers."""
+
+    vocab_size: int
+    poolers: Any  # PoolingHeads by task, with the methods of a dict; empty: the model generates text
+
+    @property
+    def capturable(self) -> bool:
+        """Whether its steps may become CUDA graphs."""
+
+    @property
+    def runs_in_cpu_library(self) -> bool:
+        """Whether the CPU library computes its steps, so that torch needs no threads of its own."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        last: LastTokens | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [tokens, hidden] of a step, or those of `last` alone, [sequences, hidden]."""
+
+    @property
+    def recorded(self) -> torch.Tensor | None:
+        """What the last `forward` recorded, [tokens, layers * hidden]; None: nothing."""
+
+    def record(self, layers: Sequence[int]) -> None:
+        """From now on `forward` records the residual stream that enters each of these layers, and for one more than
+        the last layer, the states after the last norm."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocabulary]."""
+
+    def kv_spec(self, block_size: int, dtype: torch.dtype) -> KVSpec:
+        """What this rank needs of the KV cache."""
+
+    def page_shape(self, block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
+        """Shape of one block of one layer of this rank's cache."""
+
+    def bind_kv(self, caches: Sequence[torch.Tensor]) -> None:
+        """Give each layer its view of the cache, [blocks, *page_shape]."""
+
+    def compile_key(self) -> str:
+        """Return what the kernels of this model depend on, as text."""
+
+    def compile_copy(self) -> Model | None:
+        """A copy with one layer of each kind, which launches every kernel variant that the model does. None where its
+        kernels cannot be compiled ahead."""
+
+    def weight_bytes(self) -> int:
+        """Memory of its weights on this device."""
+
+
+class DeviceResult:
+    """Device tensors that are being copied to the host; `finish` makes a StepResult of them once they are there."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], finish: Callable[..., StepResult]) -> None:
+        self._finish = finish
+        self._event: torch.cuda.Event | None = None
+        if tensors and tensors[0].is_cuda:
+            self._host = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
+            for target, source in zip(self._host, tensors, strict=True):
+                target.copy_(source, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = [t.cpu() for t in tensors]
+
+    def done(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def result(self) -> StepResult:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._finish(*(t.numpy() for t in self._host))
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """The tensors that a step leaves for the host, and how they become its StepResult."""
+
+    plan: StepPlan
+    inputs: SampleInputs | None = None
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    graphs: GraphUse | None = None
+    _parts: list[tuple[str, slice, MakePart, bool]] = field(default_factory=list)
+    _lines: Int32Array = field(default_factory=empty_ints)  # of the plan, which sampled
+    _tokens_at: int = -1  # which tensor the tokens are; -1: no line sampled
+    _all_rows: bool = False  # whether that tensor has a token for every line of the plan
+    _step: SampledRows | None = None
+    _sampled: SampledLines | None = None  # set if drafts were verified
+
+    def add_tokens(
+        self, tokens: torch.Tensor, lines: Int32Array, all_rows: bool = False, step: SampledRows | None = None
+    ) -> None:
+        self._tokens_at, self._lines, self._all_rows, self._step = len(self.tensors), lines, all_rows, step
+        self.tensors.append(tokens)
+
+    def add_verified(self, verified: Verified, sampled: SampledLines, step: SampledRows | None = None) -> None:
+        """Add the tokens of rows that may have taken several."""
+        self._tokens_at, self._lines, self._step, self._sampled = len(self.tensors), sampled.lines, step, sampled
+        self.tensors += verified.tensors()
+
+    def add_part(self, name: str, tensors: Sequence[torch.Tensor], make: MakePart, of_tokens: bool = False) -> None:
+        """Add a part of the result; `of_tokens`: with an entry for each token drawn, those of wrong drafts too."""
+        self._parts.append((name, slice(len(self.tensors), len(self.tensors) + len(tensors)), make, of_tokens))
+        self.tensors += tensors
+
+    def launch(self) -> DeviceResult:
+        """Begin to copy everything to the host."""
+        return DeviceResult(self.tensors, self._result)
+
+    def _result(self, *arrays: NDArray[Any]) -> StepResult:
+        plan, step = self.plan, self._step
+        failures: dict[int, str] = {}
+        token_ids, counts = np.zeros((len(plan.rows), 1), np.int32), plan.samples.astype(np.int32)
+        drafts = None
+        if self._sampled is not None:
+            token_ids, counts, drafts, failures = self._verified(*arrays[self._tokens_at : self._tokens_at + 3])
+        elif self._tokens_at >= 0:
+            found = arrays[self._tokens_at]
+            tokens = found[self._lines] if self._all_rows else found
+            if tokens.min() < 0:
+                failures = {int(line): NOT_NUMBERS for line in self._lines[tokens < 0]}
+                tokens = np.maximum(tokens, 0)
+            token_ids[self._lines, 0] = tokens
+            for call in step.on_host if step is not None else ():
+                call(tokens)
+        if step is not None and step.failures:
+            failures |= {int(self._lines[i]): reason for i, reason in step.failures.items()}
+        parts = {name: make(arrays[where]) for name, where, make, _ in self._parts}
+        if self._sampled is not None and self._sampled.behind is not None:
+            parts |= {name: _of_taken(parts[name], counts) for name, *_, of_tokens in self._parts if of_tokens}
+        if self.inputs is not None and len(self.inputs.dropped_lines):
+            counts[self.inputs.dropped_lines] = 0
+            parts = _without(parts, self.inputs.dropped_lines)
+        return StepResult(token_ids, counts, parts, failures=failures or None, graphs=self.graphs, drafts=drafts)
+
+    def _verified(
+        self, tokens: Int32Array, counts: Int32Array, drafts: Int32Array
+    ) -> tuple[Int32Array, Int32Array, Int32Array, dict[int, str]]:
+        """Tokens, their numbers, waiting drafts and failures, for the lines of the plan."""
+        sampled, step = self._sampled, self._step
+        assert sampled is not None, "drafts were verified"
+        lines = sampled.lines if sampled.behind is None else sampled.lines[sampled.behind == 0]
+        num_rows, width = len(self.plan.rows), int(counts.max())
+        taken, broken = np.arange(tokens.shape[1]) < counts[:, None], tokens < 0
+        failures = {int(line): NOT_NUMBERS for line in lines[(taken & broken).any(axis=1)]}
+        flat = np.maximum(tokens, 0)
+        all_tokens = np.zeros((num_rows, width), np.int32)
+        all_counts, all_drafts = np.zeros((2, num_rows), np.int32)
+        all_tokens[lines], all_counts[lines], all_drafts[lines] = flat[:, :width], counts, drafts
+        if step is not None and step.on_host:
+            per_row = np.bincount(np.searchsorted(lines, sampled.lines), minlength=len(lines))
+            for call in step.on_host:
+                call(flat[np.arange(tokens.shape[1]) < per_row[:, None]])
+        return all_tokens, all_counts, all_drafts, failures
+
+
+def _of_taken(part: Part, counts: Int32Array) -> Part:
+    """The part without the entries of drafts that were wrong. Entries of a line stand side by side."""
+    number = np.arange(len(part.index)) - np.searchsorted(part.index, part.index)
+    own = np.flatnonzero(number < counts[part.index])
+    ints = {name: values[own] for name, values in part.ints.items()}
+    return Part(part.index[own], ints, {name: values[own] for name, values in part.floats.items()})
+
+
+def _without(parts: dict[str, Part], dropped: Int32Array) -> dict[str, Part]:
+    """The parts without the entries of these lines of the plan."""
+    kept = {name: (part, np.flatnonzero(~np.isin(part.index, dropped))) for name, part in parts.items()}
+    return {
+        name: Part(
+            part.index[own],
+            {column: values[own] for column, values in part.ints.items()},
+            {column: values[own] for column, values in part.floats.items()},
+        )
+        for name, (part, own) in kept.items()
+        if len(own)
+    }
 
 
 @dataclass(slots=True)
@@ -94,8 +278,8 @@ class ModelRunner:
         self._changing = [feature for feature in self.features if feature.changes_forward]
         self.graphs: StepGraphs | None = None
         if use_graphs:
-            from kvasir.worker.graphs.keys import GraphKeys
-            from kvasir.worker.graphs.step_graphs import StepGraphs
+            from kvasir.worker.graph_keys import GraphKeys
+            from kvasir.worker.step_graphs import StepGraphs
 
             self.sampler.parameters.reserve()
             is_captured = any(feature.is_captured for feature in self._changing)
@@ -103,6 +287,11 @@ class ModelRunner:
             self.graphs = StepGraphs(model, self.rows, self.sampler, keys, device, num_ranks, self.speculation)
         self.stats = RunnerStats()
         self._running: Running | None = None
+
+    @property
+    def _reads_states(self) -> bool:
+        """Whether drafts are made from the hidden states of all tokens."""
+        return self.speculation is not None and self.speculation.drafter.reads_states
 
     @property
     def may_change(self) -> bool:
@@ -131,7 +320,8 @@ class ModelRunner:
         inputs = host_inputs(plan, packed, key, self.rows.padding).to_device(self.device)
         self._update_rows(plan, inputs)
         if self.graphs is None or key is None:
-            self._running = self._forward(plan, eager_inputs(self.rows, plan, inputs, use > 0), readers, use)
+            with_rows = use > ForwardUse.PLAIN or self._reads_states
+            self._running = self._forward(plan, eager_inputs(self.rows, plan, inputs, with_rows), readers, use)
         else:
             self.graphs.forward(key, inputs)
             self._running = Running(plan, key)
@@ -158,14 +348,15 @@ class ModelRunner:
         self, plan: StepPlan, inputs: StepInputs, readers: list[tuple[str, HiddenReader]], use: ForwardUse
     ) -> Running:
         last = None
-        if plan.num_decodes < len(plan.rows) and not readers and plan.drafts is None:
+        reads_all = bool(readers) or self._reads_states
+        if plan.num_decodes < len(plan.rows) and not reads_all and plan.drafts is None:
             last = inputs.batch.last_tokens()
             self.stats.narrowed_steps += 1
         for feature in self._changing:
             feature.begin_forward(use, inputs.rows, inputs.batch.rows, last is not None, plan)
         hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.batch, last)
         if self.speculation is not None:
-            self.speculation.drafter.follow(plan, inputs)
+            self.speculation.drafter.follow(plan, inputs, self.model.recorded)
         return Running(plan, None, inputs.batch if last is None else last.batch, hidden, readers)
 
     # ------------------------------------------------------------ sampling
@@ -210,7 +401,9 @@ class ModelRunner:
         all_rows = not forward.is_mixed
         tokens, found = graphs.head(head, forward, sampled, uses)
         if isinstance(tokens, Verified):
-            outputs.add_verified(tokens.first(len(np.unique(sampled.lines))), sampled)
+            assert self.speculation is not None, "only a drafter's tokens are verified"
+            verified = self.speculation.propose(tokens.first(len(np.unique(sampled.lines))), sampled.plan)
+            outputs.add_verified(verified, sampled)
         else:
             count = len(sampled.plan.rows) if all_rows else len(sampled.lines)
             outputs.add_tokens(tokens[:count], sampled.lines, all_rows)
@@ -237,7 +430,8 @@ class ModelRunner:
         if self.speculation is None:
             outputs.add_tokens(tokens, sampled.lines, step=step)
         else:
-            outputs.add_verified(self.speculation.settle(tokens, step, row_lines, sampled.plan), sampled, step)
+            verified = self.speculation.settle(tokens, step, row_lines, sampled.plan)
+            outputs.add_verified(self.speculation.propose(verified, sampled.plan), sampled, step)
         for (feature, use), tensors in zip(uses, found, strict=True):
             _add_part(outputs, feature, use, tensors)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 
 import numpy as np
 import torch
 
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import upload
 from kvasir.messages import (
     MIN_GROUP_ROWS,
     Extras,
@@ -25,7 +26,7 @@ from kvasir.messages import (
     StepCosts,
     StepPlan,
 )
-from kvasir.worker.memory_budget import LARGEST_GRAPH
+from kvasir.worker.memory import LARGEST_GRAPH
 from kvasir.worker.model_runner import ModelRunner
 
 MAX_TOKENS = 2048  # enough for the device to be busy
@@ -62,12 +63,13 @@ def steps_to_compile(max_rows: int, max_tokens: int, max_model_len: int) -> Iter
     """Steps that together launch every kernel variant of steps that are not graphs: prompts alone, beside numbers of
     decodes for which attention has variants, short and long, with and without a shared prefix, in chunks that differ
     much, and with each kind of sampling. What is computed means nothing."""
+    plan = partial(_plan, ahead=2)  # a drafter drafts after the step
     chunk = max(2, min(max_tokens, LARGEST_GRAPH + 76, max_model_len))
     longest = min(max_model_len, 4096)
     plain, filtered = RowSampling(temperature=1.0), RowSampling(temperature=1.0, top_p=0.9, top_k=10, min_p=0.1)
     penalties = Extras(1, presence_penalty=1.0)
     lists = Extras(1, logit_bias=((0, 1.0),), forbidden_token_ids=(0,), bad_words=((0,), (0, 0)))
-    yield _plan(np.array([chunk], np.int32), plain, None)
+    yield plan(np.array([chunk], np.int32), plain, None)
     for sampling in (
         filtered,
         RowSampling(temperature=1.0, extras=penalties),
@@ -75,11 +77,11 @@ def steps_to_compile(max_rows: int, max_tokens: int, max_model_len: int) -> Iter
         RowSampling(temperature=1.0, stop_token_ids=(0,), banned_until=9, logprobs=0),
         RowSampling(temperature=1.0, extras=Extras(1, prompt_logprobs=1, logprob_token_ids=(0,)), logprobs=1),
     ):
-        yield _plan(np.array([1, min(chunk, 8)], np.int32), sampling, np.zeros(2, np.int32))
+        yield plan(np.array([1, min(chunk, 8)], np.int32), sampling, np.zeros(2, np.int32))
     counts = sorted({min(count, max_rows - 1, max_tokens - 2) for count in DECODES})
     for count, bound, groups in product([each for each in counts if each > 0], (32, longest), (False, True)):
         lengths = np.array([1] * count + [min(chunk, max_tokens - count)], np.int32)
-        step = _plan(lengths, plain, None)
+        step = plan(lengths, plain, None)
         step.bounds[:count] = min(bound, max_model_len)
         if groups:
             if count < MIN_GROUP_ROWS:
@@ -90,13 +92,18 @@ def steps_to_compile(max_rows: int, max_tokens: int, max_model_len: int) -> Iter
         yield step
     many = min(max_rows, 200, max_tokens // 4)
     if many > 1:
-        yield _plan(np.array([2] * (many - 1) + [max(2, min(chunk, max_tokens - 2 * many))], np.int32), plain, None)
+        yield plan(np.array([2] * (many - 1) + [max(2, min(chunk, max_tokens - 2 * many))], np.int32), plain, None)
 
 
 def _plan(
-    num_tokens: Int32Array, sampling: RowSampling, token_ids: Int32Array | None, task: str | None = None
+    num_tokens: Int32Array,
+    sampling: RowSampling,
+    token_ids: Int32Array | None,
+    task: str | None = None,
+    ahead: int = 0,
 ) -> StepPlan:
-    """A step of new rows, all of which sample alike, or ask for the same pooling task."""
+    """A step of new rows, all of which sample alike, or ask for the same pooling task. `ahead`: drafts of each row for
+    the next step."""
     count = len(num_tokens)
     pooling = [None if task is None else RowPooling(task, length) for length in num_tokens.tolist()]
     return StepPlan(
@@ -111,6 +118,7 @@ def _plan(
         table_block=np.zeros(0, np.int32),
         copies=np.zeros((0, 2), np.int32),
         wants_logprobs=sampling.logprobs is not None,
+        ahead=np.full(count, ahead, np.int32) if ahead else None,
     )
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from kvasir.errors import ConfigError
-from kvasir.kernels.upload import upload
-from kvasir.layers.overlay import StepOverlay
+from kvasir.kernels.layout import upload
+from kvasir.layers.embedding import StepOverlay
 from kvasir.messages import Int32Array, NewRow, StepPlan
 from kvasir.models.transformer import Transformer
 from kvasir.sampling.features import NO_COLUMNS, ForwardUse, RowFeature

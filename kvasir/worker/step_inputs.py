@@ -16,17 +16,15 @@ import torch
 from numpy.typing import NDArray
 
 from kvasir import kernels
-from kvasir.attention.base import AttentionBatch
-from kvasir.kernels.layout import SharedPrefixes, Tiles, find_tiles, max_unshared_tokens, pack_prefix_groups
-from kvasir.kernels.upload import upload
+from kvasir.attention.base import UNBOUNDED, AttentionBatch
+from kvasir.kernels.layout import SharedPrefixes, Tiles, find_tiles, max_unshared_tokens, pack_prefix_groups, upload
 from kvasir.messages import Int32Array, StepPlan
 from kvasir.worker.speculative.drafter import make_draft_rows
 
 if TYPE_CHECKING:
-    from kvasir.worker.graphs.keys import ForwardGraphKey
+    from kvasir.worker.graph_keys import ForwardGraphKey
 
 Array = TypeVar("Array", Int32Array, torch.Tensor)
-UNBOUNDED = 1 << 30  # the bound of a sequence's length in a graph that serves any length
 EMPTY: Int32Array = np.zeros(0, np.int32)
 NO_LINE = -1  # among the lines that sample: padding
 NO_ROWS: Int32Array = np.zeros((0, 2), np.int32)

@@ -1,4 +1,4 @@
-"""One device's share of the engine: loads the model, sizes and takes the KV cache, runs steps. See executor/base.py.
+"""One device's share of the engine: loads the model, sizes and takes the KV cache, runs steps. An `Executor`.
 
 Imports torch, so only the worker process may import this module.
 """
@@ -6,6 +6,7 @@ Imports torch, so only the worker process may import this module.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,30 +21,78 @@ from kvasir import kernels
 from kvasir.config import startup
 from kvasir.config.engine import EngineConfig, ModelConfig
 from kvasir.config.speculative import read_speculative
-from kvasir.distributed import Mesh
 from kvasir.errors import ConfigError, DeviceMemoryError
+from kvasir.kernels.cpu import library
+from kvasir.layers.mesh import Mesh
 from kvasir.log import get_logger
 from kvasir.lora.device import Adapters
 from kvasir.messages import AdapterTargets, DeviceMemory, KVSpec, Resource, SampleInputs, StepCosts, StepPlan
+from kvasir.models.draft_checkpoints import load_draft_head
 from kvasir.models.loader import load
 from kvasir.models.native import LibraryModel
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select
+from kvasir.platforms.limits import parse_cpus, share
 from kvasir.sampling.features import RowFeature
-from kvasir.worker.cpu_threads import one_torch_thread, use_threads
-from kvasir.worker.kv_memory import KVMemory, staging_bytes
-from kvasir.worker.memory_budget import Profile, expected_graphs, is_out_of_memory, kv_share, refuse_more_than_is_free
-from kvasir.worker.model import Model
-from kvasir.worker.model_runner import ModelRunner
+from kvasir.worker.memory import (
+    KVMemory,
+    Profile,
+    expected_graphs,
+    is_out_of_memory,
+    kv_share,
+    refuse_more_than_is_free,
+    staging_bytes,
+)
+from kvasir.worker.model_runner import DeviceResult, Model, ModelRunner
 from kvasir.worker.profiling import largest_step, measure_costs, measure_steps, pooling_steps, steps_to_compile
 from kvasir.worker.prompt_embeddings import PromptEmbeddings, overlay_of
-from kvasir.worker.speculative import draft_model, lookup  # noqa: F401 - they register themselves
-from kvasir.worker.speculative.drafter import DRAFTERS, Drafter, DrafterSettings
-from kvasir.worker.step_result import DeviceResult
+from kvasir.worker.speculative import draft_model, heads, lookup  # noqa: F401 - they register themselves
+from kvasir.worker.speculative.drafter import DRAFTERS, Drafter, DrafterSettings, PassDrafter
 
 logger = get_logger(__name__)
 GIB = 1 << 30
 HEADS_PER_SIZE = 4  # head graphs of each size: with and without filters, stages and the rest
+
+
+def use_threads(config: EngineConfig, mesh: Mesh) -> Callable[[], None]:
+    """Set the numbers of CPU threads of torch and of the CPU library, and the CPUs that they run on. Returns a function
+    that restores the calling thread's CPUs.
+
+    The library's threads are pinned. The calling thread, which computes too, is pinned only if cpu_bind is set. torch's
+    threads sleep while the library's work, so both have as many as were asked for.
+    """
+    threads = config.device.cpu_threads
+    assert threads is not None, "resolve settles it for the CPU"
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
+    cpus: list[int] | None = None
+    restore: Callable[[], None] = _nothing
+    if config.device.cpu_bind is not None:
+        before = os.sched_getaffinity(0)
+        cpus = share(parse_cpus(config.device.cpu_bind), mesh.rank, mesh.size)
+        os.sched_setaffinity(0, cpus)
+        restore = partial(os.sched_setaffinity, 0, before)
+    elif mesh.size > 1 and hasattr(os, "sched_getaffinity"):
+        cpus = share(sorted(os.sched_getaffinity(0)), mesh.rank, mesh.size)
+    if library.library() is not None:  # it computes norms and samples with every attention backend
+        library.configure(threads, cpus)
+    return restore
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """For steps that the library computes. torch has little to do in them, and its other threads would spin for a while
+    afterwards and slow down the library's."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _nothing() -> None:
+    return None
 
 
 class Worker:
@@ -54,6 +103,7 @@ class Worker:
         self.kv_dtype = getattr(torch, config.cache.kv_dtype)
         self._give_cpus_back = use_threads(config, mesh or Mesh()) if self.device.type == "cpu" else None
         self.platform.release_memory()  # torch caches memory in pieces; a KV cache needs one large piece
+        kernels.expect_compilations()
         started = time.perf_counter()
         self.overlaps = self.device.type != "cpu"
         named = self.device.type == "cuda" and self.device.index is not None
@@ -70,6 +120,8 @@ class Worker:
         self._precompiled = False
         self._num_ranks = 1 if mesh is None else mesh.size
         self._weight_bytes = self.model.weight_bytes()
+        if self.drafter is not None:
+            self._weight_bytes += self.drafter.weight_bytes()
         self._profile: Profile | None = None  # set by _prepare on GPUs
         logger.info(
             "loaded %s (%s, %s) in %.1f s",
@@ -131,13 +183,15 @@ class Worker:
     def _expected_graphs(self) -> int:
         if self._profile is None or self.model is None or not self._uses_graphs():
             return 0
-        from kvasir.worker.graphs.keys import GraphKeys
+        from kvasir.worker.graph_keys import GraphKeys
 
         scheduler, num_tokens = self.config.scheduler, int(self._largest_step().num_tokens.sum())
         drafting = read_speculative(self.config.model.speculative_config)
         drafts = 0 if drafting is None else drafting.num_speculative_tokens
         keys = GraphKeys(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, drafts, self.adapters is not None)
         count = len(list(keys.forwards())) + HEADS_PER_SIZE * len(keys.head_sizes)
+        if isinstance(self.drafter, PassDrafter):
+            count += self.drafter.num_graphs * len(keys.sizes)
         largest, vocab = self._profile.largest_step, self.model.vocab_size
         return expected_graphs(count, scheduler.max_num_seqs, vocab, largest, num_tokens)
 
@@ -190,7 +244,10 @@ class Worker:
         cache = (config.cache.block_size, config.cache.kv_dtype, config.cache.has_host_tier)
         shape = (config.model.dtype, config.model.logprobs_mode, self._num_ranks, self._uses_graphs())
         adapters = (config.adapters.enable_lora, config.adapters.max_loras, config.adapters.max_lora_rank)
-        return f"{model.compile_key()} {sizes} {cache} {shape} {adapters} {config.model.speculative_config}"
+        return f"{model.compile_key()} {sizes} {cache} {shape} {adapters} {self._drafter_key()}"
+
+    def _drafter_key(self) -> str:
+        return "" if self.drafter is None else f"{self.config.model.speculative_config} {self.drafter.compile_key()}"
 
     def _run_largest_step(self) -> ModelRunner:
         """Runs kernel by kernel, even if the step is small enough for a graph: there are none yet."""
@@ -305,6 +362,10 @@ class Worker:
         if config is None:
             return None
         assert self.model is not None, "drafters are made for a model"
+        model, draft = self.model, settings.model.draft
+        load_draft: Callable[[], Any] | None = None
+        if draft is not None:
+            load_draft = partial(self._load_head if config.is_head else self._load_draft, draft, mesh)
         return DRAFTERS.find(config.method)(
             DrafterSettings(
                 config,
@@ -313,8 +374,9 @@ class Worker:
                 self.device,
                 settings.cache.block_size,
                 self.kv_dtype,
-                self.model.kv_spec(settings.cache.block_size, self.kv_dtype).windows,
-                None if settings.model.draft is None else partial(self._load_draft, settings.model.draft, mesh),
+                model.kv_spec(settings.cache.block_size, self.kv_dtype).windows,
+                load_draft,
+                model.record,
             )
         )
 
@@ -330,6 +392,12 @@ class Worker:
             load=replace(self.config.load, load_format=load_format),
         )
         return load(asked, self.device, mesh)
+
+    def _load_head(self, draft: ModelConfig, mesh: Mesh | None) -> Any:
+        assert isinstance(self.model, Transformer | LibraryModel), "resolve refuses heads for other models"
+        drafting = read_speculative(self.config.model.speculative_config)
+        assert drafting is not None, "a head is loaded to draft"
+        return load_draft_head(replace(self.config, model=draft), drafting.method, self.device, self.model)
 
     def execute(self, plan: StepPlan) -> None:
         assert self.runner is not None, "allocate_kv comes before the first step"

@@ -10,8 +10,7 @@ import torch
 
 from kvasir import kernels
 from kvasir.attention import torch as backend
-from kvasir.attention.base import AttentionBatch
-from kvasir.attention.select import select
+from kvasir.attention.base import AttentionBatch, select
 from kvasir.errors import ConfigError
 
 KV_HEADS, SHARED, HEAD_DIM, BLOCK_SIZE = 2, 3, 8, 4

@@ -11,9 +11,8 @@ import torch
 
 from kvasir import LLM, SamplingParams
 from kvasir.attention import flashinfer
-from kvasir.attention.base import AttentionBackend, AttentionBatch
+from kvasir.attention.base import AttentionBackend, AttentionBatch, select
 from kvasir.attention.flashinfer import FlashInferAttention
-from kvasir.attention.select import select
 from kvasir.attention.torch import TorchAttention
 from kvasir.models.fallback import TransformersModel
 from kvasir.models.transformer import Transformer

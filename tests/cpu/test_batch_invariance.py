@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvasir import LLM, SamplingParams
+from kvasir.errors import ConfigError
 from kvasir.kernels.cpu import library
 from kvasir.models.loader import load
 from tests.engine_builders import metric
@@ -25,12 +26,13 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "max_position_embeddings": 2100,
 }
-# whole steps, all layers with windows, every second one with windows and soft caps, and layer by layer
+# whole steps, all layers with windows, every second one with windows and soft caps, layer by layer, and a latent cache
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral_window": {"sliding_window": 90},
     "gemma2": {"sliding_window": 150, "head_dim": 64},
     "mixtral": {},
+    "deepseek_v3": {"kv_lora_rank": 40, "moe_intermediate_size": 64},
 }
 FILES = ["Q4_K", "Q8_0"]
 Loader = Callable[[str], Any]
@@ -133,8 +135,17 @@ def test_logits_with_an_8_bit_cache(name: str, loaded: Loader) -> None:
     check(loaded(name), 300, kv_dtype=torch.int8)
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("llama", 60), ("gemma2", 75)])
-def test_log_probabilities_under_load(name: str, blocks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "blocks", "quantization"),
+    [
+        ("llama", 60, None),
+        ("gemma2", 75, None),
+        pytest.param("mixtral", 60, None, marks=pytest.mark.slow),
+        pytest.param("llama", 60, "int8", marks=pytest.mark.slow),
+        pytest.param("llama", 60, "int4", marks=pytest.mark.slow),
+    ],
+)
+def test_log_probabilities_under_load(name: str, blocks: int, quantization: str | None, tmp_path: Path) -> None:
     """Requests alone, and all together in small chunks with too few blocks for them and prefixes that are cached."""
     path = save(make_hf_model(name, **(SIZES | CHECKPOINTS[name])), tmp_path)
     rng = np.random.default_rng(0)
@@ -142,6 +153,7 @@ def test_log_probabilities_under_load(name: str, blocks: int, tmp_path: Path) ->
     prompts: Any = [shared + rng.integers(2, 96, int(n)).tolist() for n in rng.integers(1, 250, 8)]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=3)
     settings: Any = {"dtype": "bfloat16", "max_model_len": 512, "skip_tokenizer_init": True, "use_tqdm_on_load": False}
+    settings |= {"batch_invariant": True, "quantization": quantization}
     with LLM(str(path), kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False, **settings) as llm:
         alone = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
     tight = {"num_gpu_blocks_override": blocks, "block_size": 16, "max_num_batched_tokens": 48, "swap_space": 0}
@@ -151,3 +163,11 @@ def test_log_probabilities_under_load(name: str, blocks: int, tmp_path: Path) ->
     for one, other in zip(alone, together, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         assert one.outputs[0].logprobs == other.outputs[0].logprobs
+
+
+def test_a_model_with_another_kind_of_layer_is_refused(tmp_path: Path) -> None:
+    """DeepSeek's attention over a latent cache is not the library's."""
+    path = save(make_hf_model("deepseek_v3"), tmp_path)
+    settings: Any = {"dtype": "bfloat16", "max_model_len": 64, "skip_tokenizer_init": True, "use_tqdm_on_load": False}
+    with pytest.raises(ConfigError, match="batch_invariant=True"):
+        LLM(str(path), batch_invariant=True, **settings)

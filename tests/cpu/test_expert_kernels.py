@@ -13,6 +13,7 @@ from kvasir.kernels import reference
 pytest.importorskip("triton")
 
 from kvasir.kernels.triton.experts import ExpertTile, choose_expert_tile, each_pair_alone, experts, route, sort_pairs
+from kvasir.kernels.triton.one_row_experts import one_row_experts
 from tests.kernel_builders import DEVICE, DTYPES, close, randn
 
 pytestmark = pytest.mark.kernel
@@ -93,6 +94,54 @@ def test_experts(
     parts = experts(x, weights, chosen.int(), gate_up, down, activation, *biases, leave_parts=True)
     assert parts.shape == (top_k, tokens, hidden)
     close(parts.float().sum(0), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("hidden", "inner", "top_k", "pieces", "activation", "bias"),
+    [
+        (128, 64, 2, 0, "silu", False),
+        (512, 192, 3, 2, "silu", False),  # a shared expert that is twice as wide
+        (320, 256, 2, 0, (1.7, 0.8), True),
+        (70, 24, 1, 1, "gelu_tanh", True),  # sizes that no block divides
+    ],
+    ids=str,
+)
+def test_one_row_with_what_stands_around_it(
+    hidden: int,
+    inner: int,
+    top_k: int,
+    pieces: int,
+    activation: str | tuple[float, float],
+    bias: bool,
+    dtype: torch.dtype,
+) -> None:
+    count = 5
+    x, gain = randn(1, hidden, dtype=dtype) * 3, randn(hidden, dtype=dtype)
+    gate_up, down = (
+        randn(count, 2 * inner, hidden, dtype=dtype) / hidden**0.5,
+        randn(count, hidden, inner, dtype=dtype) / inner**0.5,
+    )
+    biases = (randn(count, 2 * inner, dtype=dtype), randn(count, hidden, dtype=dtype)) if bias else (None, None)
+    shared = None
+    if pieces:
+        wide = pieces * inner
+        shared = (
+            randn(2 * wide, hidden, dtype=dtype) / hidden**0.5,
+            randn(hidden, wide, dtype=dtype) / wide**0.5,
+        )
+    chosen = torch.rand(1, count, device=DEVICE).topk(top_k).indices
+    weights = torch.rand(1, top_k, device=DEVICE)
+    wanted = reference.fused_experts(
+        x.double(), weights.double(), chosen, gate_up.double(), down.double(), activation,
+        *[None if each is None else each.double() for each in biases], gain=gain.double(), eps=1e-5,
+        shared=None if shared is None else (shared[0].double(), shared[1].double()),
+    )  # fmt: skip
+    for numbers in (chosen, chosen.int()):
+        got = one_row_experts(
+            x, weights, numbers, gate_up, down, activation, *biases, gain=gain, eps=1e-5, shared=shared
+        )
+        close(got, wanted, dtype)
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(1, 12), (20, 3)])

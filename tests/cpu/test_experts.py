@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from kvasir.distributed import Mesh
 from kvasir.kernels import reference
 from kvasir.kernels.cpu import library
 from kvasir.kernels.cpu.packed import BF16, INT4, INT8, Format, Layout, PackedStack, multiply_experts
 from kvasir.layers.base import Build
+from kvasir.layers.mesh import Mesh
 from kvasir.layers.mlp import Experts, MoE
 from kvasir.models import loader
 from kvasir.models.loader import load_model

@@ -17,11 +17,11 @@ from gguf import GGMLQuantizationType as Kind
 
 from kvasir.config.args import EngineArgs
 from kvasir.config.resolve import resolve
-from kvasir.distributed import Mesh
 from kvasir.kernels.cpu.packed import BF16, GGUF, PLAIN, PackedMatrix
 from kvasir.layers.base import Build
 from kvasir.layers.embedding import Embedding, Head
 from kvasir.layers.linear import Linear, qkv_linear, row_linear
+from kvasir.layers.mesh import Mesh
 from kvasir.models.gguf import GGUFCheckpoint
 from kvasir.models.loader import load
 from kvasir.models.native import NativeDecoder

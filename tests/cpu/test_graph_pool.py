@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvasir.worker.graphs import pool as graph_pool
-from kvasir.worker.graphs.pool import MIB, GraphPool
+from kvasir.worker import graph_memory
+from kvasir.worker.graph_memory import MIB, GraphPool
 
 GRAPH = 5 * MIB  # what a graph takes of the driver, by itself
 
@@ -81,7 +81,7 @@ def on(device: Device, monkeypatch: pytest.MonkeyPatch) -> GraphPool:
         wait_stream=lambda other: device.events.append(f"capture waits for {other.name}"), name="capture"
     )
     here = SimpleNamespace(wait_stream=lambda other: device.events.append(f"step waits for {other.name}"), name="step")
-    monkeypatch.setattr(graph_pool, "_capture_stream", lambda _: stream)
+    monkeypatch.setattr(graph_memory, "_capture_stream", lambda _: stream)
     fakes = {
         "current_stream": lambda _: here,
         "stream": lambda _: nullcontext(),

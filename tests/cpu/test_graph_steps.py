@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from kvasir import LLM, LoRARequest, SamplingParams, kernels
-from kvasir.attention import select
+from kvasir.attention import base as attention_backends
 from kvasir.messages import GraphUse
 from tests.adapter_builders import GREEDY, TINY_ENGINE, check, write_lora
+from tests.draft_head_builders import Shape, TorchHead, TorchMedusa
 from tests.model_builders import make_hf_model, save
 from tests.pairwise import few
 
@@ -31,8 +33,10 @@ from kvasir import messages
 from kvasir.engine.cache import prefix_groups
 from kvasir.kernels.triton import adapters as triton_adapters
 from kvasir.kernels.triton import paged_decode
-from kvasir.worker.graphs import keys, step_graphs
-from kvasir.worker.graphs.pool import Captured
+from kvasir.worker import graph_keys as keys
+from kvasir.worker import step_graphs
+from kvasir.worker.graph_memory import Captured
+from kvasir.worker.speculative.drafter import PassDrafter
 from tests.graph_fakes import Repeats
 
 
@@ -40,7 +44,7 @@ from tests.graph_fakes import Repeats
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of this test run as graphs; what pays on a GPU only with many rows does here with few."""
     monkeypatch.setattr(step_graphs, "GraphPool", Repeats)
-    monkeypatch.setitem(select._BACKENDS, "torch", select._BACKENDS["triton"])
+    monkeypatch.setitem(attention_backends._BACKENDS, "torch", attention_backends._BACKENDS["triton"])
     monkeypatch.setattr(paged_decode, "order_pays", lambda sequences: sequences >= 2)
     monkeypatch.setattr(paged_decode, "choose_split", lambda sequences, kv_heads: paged_decode.Split(2, 32))
     monkeypatch.setattr(prefix_groups, "MIN_GROUP_ROWS", 3)
@@ -121,6 +125,63 @@ def test_drafts_are_verified_by_graphs(path: Path, request: pytest.FixtureReques
     assert found == wanted
     assert stats.accepted_tokens > 0 and graphs.stats.mixed_steps > 0 and sum(graphs.stats.heads.values()) > 0
     assert set(graphs.forwards) == set(graphs.keys.forwards()) and graphs.use.late_captures == 0
+
+
+@pytest.mark.parametrize(
+    ("ahead", "count", "method"),
+    few([(a, k, m) for a in (False, True) for k in (1, 3) for m in ("eagle3", "medusa")], fast=[(True, 3, "eagle3")]),
+)
+def test_heads_that_draft_run_as_graphs(
+    path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    ahead: bool,
+    count: int,
+    method: str,
+) -> None:
+    """The head follows the model within the forward graphs, and drafts in graphs of its own, whose drafts are those of
+    steps without graphs."""
+    rng = np.random.default_rng(7)
+    prompts = [rng.integers(2, 96, int(n)).tolist() for n in (20, 3, 9)]
+    asked: list[dict[str, Any]] = [{}, {"temperature": 0.6, "seed": 3}, {"repetition_penalty": 1.1}]
+    params = [SamplingParams(**{"temperature": 0, "max_tokens": 4 + i, "ignore_eos": True, **own})
+              for i, own in enumerate(asked)]  # fmt: skip
+    settings: Any = {"max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 32, "block_size": 16}
+    settings |= {"dtype": "float32", "device": "cpu", "attention_backend": "torch", "kv_cache_memory_bytes": 8 << 20}
+
+    def answers(**more: Any) -> tuple[list[list[int]], Any, Any]:
+        with LLM(str(path), skip_tokenizer_init=True, use_tqdm_on_load=False, **settings, **more) as llm:
+            found = llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
+            core: Any = llm.llm_engine.client.core  # type: ignore[attr-defined]
+            return [list(each.outputs[0].token_ids) for each in found], core.executor.runner.graphs, core.stats()
+
+    drafted: list[list[list[int]]] = []
+    propose = PassDrafter.propose
+
+    def watched(self: PassDrafter, taken: Any, drafts: Any) -> None:
+        propose(self, taken, drafts)
+        drafted.append(drafts.tokens[taken.rows, : taken.wanted].tolist())
+
+    monkeypatch.setattr(PassDrafter, "propose", watched)
+    wanted, _, _ = answers()
+    target = AutoModelForCausalLM.from_pretrained(path)
+    drafting = {"method": method, "num_speculative_tokens": count, "adaptive": False}
+    if method == "eagle3":
+        head = TorchHead(Shape(features=(0,), vocab=64), target)
+        head.learn([prompt + said for prompt, said in zip(prompts, wanted, strict=True)], 60)
+        drafting["model"] = head.save(tmp_path)
+    else:
+        drafting["model"] = TorchMedusa(target, heads=3).save(tmp_path, by_authors=True)
+    found, _, eager = answers(speculative_config=drafting, async_scheduling=ahead)
+    assert found == wanted and (eager.accepted_tokens > 2 or method == "medusa")
+    eagerly, drafted = drafted, []
+    request.getfixturevalue("graphs")
+    found, graphs, stats = answers(speculative_config=drafting, async_scheduling=ahead)
+    assert found == wanted
+    assert drafted == eagerly and stats.accepted_by_position == eager.accepted_by_position
+    assert set(graphs.passes) == set(graphs.pass_keys()) and graphs.stats.passes > 3
+    assert graphs.stats.mixed_steps > 0 and graphs.use.late_captures == 0
 
 
 @pytest.mark.slow

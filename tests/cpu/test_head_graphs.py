@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from kvasir import LLM, SamplingParams, kernels
-from kvasir.attention import select
+from kvasir.attention import base as attention_backends
 from kvasir.frontend.requests.extras import ExtrasBuilder
-from kvasir.sampling import logit_rules, parameters
+from kvasir.sampling import logit_rules, sampler
 from kvasir.sampling.logit_rules import BadWords, Penalties
 from kvasir.sampling.logprobs import NamedTokens
 from kvasir.sampling.sampler import Sampler
@@ -32,8 +32,8 @@ if torch.cuda.is_available():
 
 from kvasir.kernels import triton
 from kvasir.kernels.triton import paged_decode
-from kvasir.worker.graphs import step_graphs
-from kvasir.worker.graphs.pool import Captured
+from kvasir.worker import step_graphs
+from kvasir.worker.graph_memory import Captured
 from tests.graph_fakes import Repeats
 
 VOCAB = 96
@@ -99,7 +99,7 @@ class FixedTables(Repeats):
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of this test run as graphs; stages by Triton's kernels."""
     monkeypatch.setattr(step_graphs, "GraphPool", FixedTables)
-    monkeypatch.setitem(select._BACKENDS, "torch", select._BACKENDS["triton"])
+    monkeypatch.setitem(attention_backends._BACKENDS, "torch", attention_backends._BACKENDS["triton"])
     monkeypatch.setattr(paged_decode, "choose_split", lambda sequences, kv_heads: paged_decode.Split(1, 32))
 
     def noted(call: Callable[..., Any], tables: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
@@ -215,7 +215,7 @@ def test_a_longer_list_than_any_before(
     path: Path, wishes: list[dict[str, Any]], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same steps again, but for a table that had to grow. Graphs read the old one, and are not used any more."""
-    monkeypatch.setattr(parameters, "STOP_IDS", 2)
+    monkeypatch.setattr(sampler, "STOP_IDS", 2)
     for name, size in (("BIASED_TOKENS", 2), ("BAD_WORDS", 2), ("BAD_WORD_TOKENS", 1)):
         monkeypatch.setattr(logit_rules, name, size)
 

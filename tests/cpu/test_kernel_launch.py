@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from kvasir import kernels
 from kvasir.kernels.triton import launch, pointwise
 from kvasir.kernels.triton.launch import cdiv, next_power_of_2
 
@@ -83,6 +84,9 @@ def test_only_what_a_launch_waits_for_is_late(lists: Path, monkeypatch: pytest.M
     ahead.start()
     ahead.join()
     assert launch.late_compilations() == 1
+    kernels.expect_compilations()
+    compile()
+    assert launch.late_compilations() == 0, "another engine starts in this process"
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 16, 17, 1023])

@@ -13,16 +13,19 @@ from kvasir.kernels import reference
 
 pytest.importorskip("triton")
 
-from kvasir.attention import latent as plain_torch
+from kvasir.attention import torch as plain_torch
 from kvasir.attention import triton as triton_attention
 from kvasir.attention.base import AttentionBackend, AttentionBatch
+from kvasir.attention.cpu import CpuAttention
 from kvasir.attention.torch import TorchAttention
 from kvasir.attention.triton import TritonAttention
 from kvasir.kernels.layout import find_tiles
 from kvasir.kernels.triton import latent as latent_module
+from kvasir.kernels.triton.head_products import multiply_heads
 from kvasir.kernels.triton.latent import latent_store
 from kvasir.kernels.triton.paged_decode import Split
 from tests.kernel_builders import DEVICE, DTYPES, GPU, close, paged, randn
+from tests.native_builders import SETS
 
 pytestmark = pytest.mark.kernel
 PLAIN, ROTARY, VALUE, LATENT = 8, 4, 6, 16
@@ -71,6 +74,16 @@ class Case:
 
 SMALL = (PLAIN, ROTARY, VALUE, LATENT)
 ALL = [1, 1, 1, 9, 21, 70], [150, 70, 7, 40, 21, 75]
+
+
+@pytest.mark.skipif(GPU or not SETS, reason="it is for CPUs")
+@pytest.mark.parametrize("sizes", [SMALL, (32, 16, 48, 128), (7, 6, 5, 11)])
+def test_cpu_library(sizes: tuple[int, ...]) -> None:
+    chunks, lengths = ALL
+    for heads in (1, 5):
+        case = Case([*chunks, 300], [*lengths, 700], heads, torch.bfloat16, sizes)
+        out = CpuAttention().forward_latent(case.query, case.cache, case.up, case.batch(), scale=SCALE)
+        case.check(out, torch.bfloat16)
 
 
 @pytest.mark.parametrize("piece", [4096, 13])
@@ -152,6 +165,22 @@ def test_store(eight_bit: bool, interleaved: bool, dtype: torch.dtype) -> None:
         assert near == 1 if GPU else near > 0.99
     else:
         close(caches[1], caches[0], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "inputs", "outputs"), [(3, 24, 100), (2, 512, 20), (16, 128, 512)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 5])
+def test_heads_have_matrices_of_their_own(
+    tokens: int, heads: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    x = randn(tokens, heads, inputs + 8, dtype=dtype)[..., :inputs]
+    rows = randn(heads, outputs + 16, inputs, dtype=dtype)[:, 16:]
+    columns = randn(heads, inputs, outputs, dtype=dtype).transpose(1, 2)
+    for weight in (rows, columns):
+        out = torch.full((tokens + 1, heads, outputs), 7.0, dtype=dtype, device=DEVICE)
+        multiply_heads(x, weight, out[:tokens])
+        close(out[:tokens], torch.einsum("thi,hoi->tho", x.double(), weight.double()), dtype)
+        assert (out[tokens:] == 7.0).all()
 
 
 # The kernel for Hopper GPUs has no interpreter. The one that merges its parts has, and says where they must lie.

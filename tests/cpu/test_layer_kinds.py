@@ -19,7 +19,7 @@ from kvasir.layers.spec import AttentionSpec, GatedMLPSpec, RMSNormSpec
 from kvasir.models.loader import _fill_dummy, _process
 from kvasir.models.spec import DecoderSpec, LayerSpec, pre_norm
 from kvasir.models.transformer import Transformer
-from kvasir.worker.kv_memory import KVMemory
+from kvasir.worker.memory import KVMemory
 from tests.model_builders import PagedModel
 
 WIDTH, CPU, NORM = 6, torch.device("cpu"), RMSNormSpec(1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvasir.errors import ConfigError
-from kvasir.worker.memory_budget import GIB, LARGEST_GRAPH, Profile, expected_graphs, kv_share, refuse_more_than_is_free
+from kvasir.worker.memory import GIB, LARGEST_GRAPH, Profile, expected_graphs, kv_share, refuse_more_than_is_free
 
 PROFILE = Profile(peak=20 * GIB, largest_step=5 * GIB, outside=2 * GIB)
 
@@ -53,5 +53,5 @@ def test_where_nothing_was_measured() -> None:
 
 
 def test_the_largest_graph_is_the_one_that_is_captured() -> None:
-    graph_shapes = pytest.importorskip("kvasir.worker.graphs.keys")
+    graph_shapes = pytest.importorskip("kvasir.worker.graph_keys")
     assert graph_shapes.MIXED_TOKENS[-1] == graph_shapes.ROWS[-1] == LARGEST_GRAPH

@@ -8,7 +8,7 @@ import torch
 
 from kvasir.kernels.layout import find_tiles
 from kvasir.messages import StepPlan
-from kvasir.worker.graphs.keys import ForwardGraphKey
+from kvasir.worker.graph_keys import ForwardGraphKey
 from kvasir.worker.step_inputs import DeviceRows, eager_inputs, host_inputs, mixed_graph_inputs
 
 MAX_ROWS, BLOCK = 12, 4

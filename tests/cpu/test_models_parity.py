@@ -12,7 +12,7 @@ import torch
 
 from kvasir import kernels
 from kvasir.layers.linear import Linear
-from kvasir.layers.spec import AttentionSpec, GatedMLPSpec, MoESpec, RMSNormSpec
+from kvasir.layers.spec import AttentionSpec, GatedMLPSpec, LatentAttentionSpec, MoESpec, RMSNormSpec
 from kvasir.models.loader import load_model
 from kvasir.models.spec import LayerSpec
 from kvasir.models.transformer import DecoderLayer, Transformer
@@ -107,11 +107,17 @@ def test_one_row_in_fewer_launches(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
 
 
 def is_plain(layer: LayerSpec) -> bool:
-    """Whether a layer is as Llama's, the one kind whose norms, activation and residual go into the products."""
+    """Whether a layer is one whose norms, activation and residual go into the products."""
     norms = [layer.attention_norm, layer.mlp_norm]
     bare = layer.attention_post_norm is layer.mlp_post_norm is None and layer.residual_scale == 1.0
-    gated = isinstance(layer.mlp, GatedMLPSpec) and layer.mlp.activation == "silu"
-    gated = gated and isinstance(layer.attention, AttentionSpec)
+    mlp = layer.mlp
+    gated = isinstance(mlp, GatedMLPSpec) and mlp.activation == "silu"
+    if isinstance(mlp, MoESpec):
+        gated = not mlp.weighs_inputs
+        if mlp.shared is not None:
+            multiple = mlp.shared.mlp.intermediate_size % mlp.intermediate_size == 0
+            gated &= multiple and not mlp.shared.gated and mlp.shared.mlp.activation == mlp.activation
+    gated = gated and isinstance(layer.attention, AttentionSpec | LatentAttentionSpec)
     return type(layer) is LayerSpec and bare and gated and all(isinstance(norm, RMSNormSpec) for norm in norms)
 
 

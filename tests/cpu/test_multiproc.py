@@ -15,7 +15,7 @@ import pytest
 
 from kvasir import LLM
 from kvasir.errors import ConfigError, EngineDeadError, EngineError
-from kvasir.executor import multiproc, worker_process
+from kvasir.executor import multiproc
 from kvasir.executor.multiproc import MultiprocExecutor
 from kvasir.messages import NewRow, RowSampling, SampleInputs, StepPlan
 from tests.conftest import ROOT
@@ -120,10 +120,10 @@ if not ends:  # as a process may take its time to end after its last word
 def test_the_rank_that_failed_first_is_blamed(
     ends: list[tuple[str, float, float, bool]], blamed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_process, "_SERVE", DYING)
+    monkeypatch.setattr(multiproc, "_SERVE", DYING)
     monkeypatch.setattr(multiproc, "REPORT_SECONDS", PATIENCE)  # long enough for all of them to report
     executor = object.__new__(MultiprocExecutor)
-    executor._workers = [worker_process.WorkerProcess(rank, 2) for rank in range(2)]
+    executor._workers = [multiproc.WorkerProcess(rank, 2) for rank in range(2)]
     for rank in executor._workers:
         assert rank.socket.recv() == "started"
     for rank, end in zip(executor._workers, ends, strict=True):

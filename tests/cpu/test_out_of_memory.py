@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvasir.worker.memory_budget import is_out_of_memory
+from kvasir.worker.memory import is_out_of_memory
 
 FULL = {
     "torch's allocator": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB."),

@@ -12,7 +12,7 @@ import torch
 
 from kvasir.errors import ModelError
 from kvasir.quantization.coded import Coded, Coding, stacked
-from kvasir.quantization.formats import awq, find_format, gptq
+from kvasir.quantization.formats import find_format, integers
 from kvasir.quantization.formats.base import Scheme
 from tests.numpy_formats import E4M3
 
@@ -186,8 +186,8 @@ def test_cuts() -> None:
 
 
 def test_a_wrong_plus_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = gptq.GPTQScheme
-    monkeypatch.setattr(gptq, "GPTQScheme", lambda bits, group, shift: make(bits, group, 0))
+    make = integers.GPTQScheme
+    monkeypatch.setattr(integers, "GPTQScheme", lambda bits, group, shift: make(bits, group, 0))
     with pytest.raises(AssertionError):
         test_gptq(4, "gptq", False, True)
 
@@ -198,7 +198,7 @@ def test_a_wrong_order_of_nibbles_is_found(
     wanted, tensors = checkpoints_awq
     config = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
     assert np.array_equal(decode(config, tensors).expand().numpy(), wanted)
-    monkeypatch.setattr(awq, "_NIBBLE", tuple(range(8)))
+    monkeypatch.setattr(integers, "_NIBBLE", tuple(range(8)))
     assert not np.array_equal(decode(config, tensors).expand().numpy(), wanted)
 
 

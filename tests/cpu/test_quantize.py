@@ -13,18 +13,18 @@ from kvasir import kernels
 from kvasir.config.args import EngineArgs
 from kvasir.config.resolve import resolve
 from kvasir.entrypoints.cli.main import main
+from kvasir.kernels.cpu.packed import BF16, INT4, INT6, pack
 from kvasir.layers.base import Build
 from kvasir.layers.mlp import Experts
-from kvasir.models.checkpoint import Safetensors
+from kvasir.models.checkpoint import QuantizedSafetensors, Safetensors
 from kvasir.models.loader import load
-from kvasir.models.quantized import QuantizedSafetensors
-from kvasir.quantization.at_load import QUANTIZERS, int4
 from kvasir.quantization.base import Unquantized
-from kvasir.quantization.coded import Coded
+from kvasir.quantization.coded import QUANTIZERS, Coded, int4
 from kvasir.quantization.coded_linear import CodedMethods
+from kvasir.quantization.cpu import CpuLinear, CpuMethods
 from kvasir.quantization.formats import find_format
 from tests.model_builders import PagedModel, make_hf_model
-from tests.native_builders import SETS
+from tests.native_builders import SETS, require_library
 
 CPU = torch.device("cpu")
 TEXT = list(range(5, 25))
@@ -184,3 +184,32 @@ def test_coded_experts_compute_what_their_values_do() -> None:
         found.append(layer.method.apply(layer, x, weights, chosen, "silu"))
         assert ("stacks" in layer.__dict__ and len(layer.__dict__["stacks"]) == 2) == isinstance(methods, CodedMethods)
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
+def test_sensitive_matrices_have_six_bits_in_the_cpu_library() -> None:
+    """With int4: queries, keys and values, and all of the first and the last layer."""
+    methods = CpuMethods("int4", num_layers=12)
+    for prefix, form in {
+        "layers.0.mlp.gate_up": INT6,
+        "layers.11.mlp.down": INT6,
+        "layers.11.attention.o": INT6,
+        "layers.1.mlp.gate_up": INT4,
+        "layers.10.mlp.down": INT4,
+        "layers.5.attention.qkv": INT6,
+        "layers.5.attention.o": INT4,
+        "layers.0.mlp.router": BF16,
+    }.items():
+        assert methods.linear(prefix) == CpuLinear(form), prefix
+
+
+def test_large_numbers_count_more_in_the_search_of_the_cpu_library() -> None:
+    require_library()
+    torch.manual_seed(0)
+    weight = torch.randn(64, 256).mul(0.02)
+    groups = weight.view(64, -1, 32)
+    counts = groups.abs() + groups.square().mean(2, keepdim=True).sqrt()
+    ours, alike = (
+        float((counts * (each.view(groups.shape) - groups).square()).sum())
+        for each in (pack(weight, INT4).rows(torch.arange(64)).float(), int4(weight, 32).expand().float())
+    )
+    assert ours < 0.97 * alike, "the other search counts all numbers alike"

@@ -17,12 +17,11 @@ from safetensors.torch import save_file
 from kvasir import LLM, SamplingParams, kernels
 from kvasir.config.args import EngineArgs
 from kvasir.config.resolve import resolve
-from kvasir.distributed import Mesh
 from kvasir.errors import KvasirError, ModelError
 from kvasir.layers.linear import Linear
-from kvasir.models.checkpoint import Safetensors
+from kvasir.layers.mesh import Mesh
+from kvasir.models.checkpoint import QuantizedSafetensors, Safetensors
 from kvasir.models.loader import load, load_model
-from kvasir.models.quantized import QuantizedSafetensors
 from kvasir.quantization.coded import Coded
 from kvasir.quantization.cpu import matrix_of
 from kvasir.quantization.formats import find_format

@@ -12,7 +12,9 @@ import torch
 from kvasir import kernels
 from kvasir.kernels import reference
 from kvasir.messages import LOGPROBS, Extras, KVSpec, NewRow, RowSampling, SampleInputs, StepPlan
-from kvasir.worker.kv_memory import KVMemory
+from kvasir.sampling.registry import FeatureSettings, make_features
+from kvasir.sampling.sampler import SamplingParameters
+from kvasir.worker.memory import KVMemory
 from kvasir.worker.model_runner import ModelRunner
 from tests.cpu import test_stages
 from tests.cpu.test_stages import WISHES, brute_force
@@ -200,7 +202,7 @@ def use_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if torch.cuda.is_available():
         pytest.skip("Triton's kernels are run by its interpreter here")
     from kvasir.kernels import triton
-    from kvasir.worker.graphs import step_graphs
+    from kvasir.worker import step_graphs
     from tests.graph_fakes import Repeats
 
     monkeypatch.setattr(step_graphs, "GraphPool", Repeats)
@@ -244,7 +246,7 @@ def test_a_dropped_line_yields_nothing_and_the_others_go_on(use_graphs: bool) ->
 
 def test_steps_without_inputs_send_nothing_for_their_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from kvasir.worker.graphs import step_graphs
+    from kvasir.worker import step_graphs
     from tests.graph_fakes import Repeats
 
     monkeypatch.setattr(step_graphs, "GraphPool", Repeats)
@@ -266,3 +268,16 @@ def test_a_mask_of_a_line_that_does_not_sample_is_refused() -> None:
     with pytest.raises(AssertionError, match="for lines that sample"):
         bench.step(SampleInputs(forced_lines=np.array([1], np.int32), forced_tokens=np.array([4], np.int32)),
                    {0: (RowSampling(), [1, 2, 3]), 1: (RowSampling(), [4])}, chunk=2)  # fmt: skip
+
+
+def test_buffers_have_room_for_the_lines_that_drafts_add() -> None:
+    """Heads of rows that verify drafts have more lines than there are rows."""
+    device = torch.device("cpu")
+    parameters = SamplingParameters(3, device)
+    features = make_features(FeatureSettings(3, 100, device, num_drafts=3), parameters)
+    for size in (3, 8, 12):
+        overrides, scores = features[1], features[2]
+        (key,) = overrides.graph_keys(size)
+        assert [len(each) for each in overrides.buffers(key, size)] == [size, size * 4, size]
+        for scored in scores.graph_keys(size):
+            assert [len(each) for each in scores.buffers(scored, size)] == [scored.lines]

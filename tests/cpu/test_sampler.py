@@ -10,8 +10,7 @@ from kvasir.kernels.reference import hash_tokens
 from kvasir.messages import NewRow, RowSampling
 from kvasir.sampling.features import HeadWork, SampledRows
 from kvasir.sampling.logprobs import top_logprobs
-from kvasir.sampling.parameters import SamplingParameters
-from kvasir.sampling.sampler import Sampler
+from kvasir.sampling.sampler import Sampler, SamplingParameters
 from tests.pairwise import few
 
 VOCAB = 40

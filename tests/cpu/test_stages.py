@@ -12,9 +12,8 @@ import torch
 from kvasir.messages import Extras, NewRow, RowSampling
 from kvasir.sampling import stages
 from kvasir.sampling.features import HeadWork, SampledRows
-from kvasir.sampling.logit_rules import Penalties
+from kvasir.sampling.logit_rules import BETA, Penalties
 from kvasir.sampling.registry import FeatureSettings, make_sampler
-from kvasir.sampling.top_ema import BETA
 from tests.pairwise import few
 
 VOCAB = 24

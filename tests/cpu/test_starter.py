@@ -138,12 +138,12 @@ def test_without_the_package_the_one_command_is_named(monkeypatch: pytest.Monkey
 
 
 def test_a_cache_that_the_machine_does_not_have(starter_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvasir.worker import kv_memory
+    from kvasir.worker import memory
 
     def fail(*args: object) -> None:
         raise MemoryError("Unable to allocate")
 
-    monkeypatch.setattr(kv_memory, "_zeros", fail)
+    monkeypatch.setattr(memory, "_zeros", fail)
     with pytest.raises(ConfigError) as error:
         LLM(str(starter_model), kv_cache_memory_bytes="8G", use_tqdm_on_load=False)
     words = r"The KV cache of \d+ blocks needs 8.0 GiB, which cpu does not have; lower kv_cache_memory_bytes .*\."

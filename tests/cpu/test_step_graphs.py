@@ -14,8 +14,8 @@ from kvasir.kernels.layout import max_unshared_tokens
 from kvasir.messages import PrefixGroups, StepPlan
 from kvasir.worker.step_inputs import host_inputs
 
-step_graphs = pytest.importorskip("kvasir.worker.graphs.step_graphs")
-keys = pytest.importorskip("kvasir.worker.graphs.keys")
+step_graphs = pytest.importorskip("kvasir.worker.step_graphs")
+keys = pytest.importorskip("kvasir.worker.graph_keys")
 CPU = torch.device("cpu")
 
 

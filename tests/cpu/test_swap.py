@@ -13,7 +13,7 @@ import torch
 
 from kvasir import SamplingParams
 from kvasir.messages import KVSpec
-from kvasir.worker.kv_memory import KVMemory, PlainMemory, runs, staging_bytes
+from kvasir.worker.memory import KVMemory, PlainMemory, runs, staging_bytes
 from tests.engine_builders import Model, generate, metric, tokens
 from tests.pairwise import each_once
 

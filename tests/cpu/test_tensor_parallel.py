@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.multiprocessing as multiprocessing
 
-from kvasir.distributed import Mesh
 from kvasir.errors import ConfigError
 from kvasir.layers.base import Build
 from kvasir.layers.linear import replicated_linear
+from kvasir.layers.mesh import Mesh
 from kvasir.layers.mlp import Experts
 from kvasir.models.loader import load_model
 from tests.cpu.test_experts import error

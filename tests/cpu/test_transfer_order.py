@@ -18,8 +18,8 @@ import torch
 from kvasir import kernels
 from kvasir.kernels import reference
 from kvasir.messages import KVSpec
-from kvasir.worker import kv_memory
-from kvasir.worker.kv_memory import STAGES, KVMemory, PinnedMemory
+from kvasir.worker import memory as worker_memory
+from kvasir.worker.memory import STAGES, KVMemory, PinnedMemory
 
 
 class Mark:
@@ -101,7 +101,7 @@ def make(device: Device, monkeypatch: pytest.MonkeyPatch) -> tuple[KVMemory, Pin
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: device.step)
     monkeypatch.setattr(torch.cuda, "stream", device.on)
-    monkeypatch.setattr(kv_memory, "_pin", lambda blocks: None)
+    monkeypatch.setattr(worker_memory, "_pin", lambda blocks: None)
 
     def copy_blocks(*tensors: torch.Tensor) -> None:
         device.current.work.append(lambda: reference.copy_blocks(*tensors))

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvasir.kernels import reference
-from kvasir.kernels.adapters import AdapterMatrices, TokenSlots
-from kvasir.kernels.encoder_attention import encoder_attention as encoder_reference
+from kvasir.kernels.layout import AdapterMatrices, TokenSlots
+from kvasir.kernels.reference import encoder_attention as encoder_reference
 
 pytest.importorskip("triton")
 
@@ -525,7 +525,7 @@ def test_the_table_of_products_is_well_formed() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("outputs", "inner"), [(64, 512), (48, 1536), (100, 1024)])
+@pytest.mark.parametrize(("outputs", "inner"), [(64, 512), (48, 1536), (100, 1024), (20, 704), (12, 64)])
 def test_gemv_with_what_stands_around_it(outputs: int, inner: int, bias: bool, dtype: torch.dtype) -> None:
     x, weight, gain = randn(1, inner, dtype=dtype), randn(outputs, inner, dtype=dtype), randn(inner, dtype=dtype)
     added = randn(outputs, dtype=dtype) if bias else None

@@ -11,6 +11,7 @@ import gzip
 import json
 import os
 import random
+import re
 import resource
 import socket
 import struct
@@ -542,6 +543,8 @@ UPGRADE = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 
         (b"GET /" + b"a" * 8180 + b" HTTP/1.1\r\n" + UPGRADE + b"\r\n", 414, "WebSocket"),
         (CHUNKED + b"\r\n2;" + b"e" * 40000, 400, "extensions"),
         (CHUNKED + b"\r\n" + b"1\r\nx\r\n" * 10000, 400, "too small"),
+        (GET + UPGRADE + b"Content-Length: 5\r\n\r\nabcde", 400, "no body"),
+        (GET + UPGRADE + b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n", 400, "no body"),
         (b"\r\n" * 20000, 431, "max-header-line-bytes"),
         (b"nonsense\r\n\r\n", 400, "not valid HTTP"),
     ],
@@ -703,6 +706,30 @@ def test_http_1_0_gets_no_chunks(hostile: LiveServer) -> None:
     assert answer.body.startswith(b"data: {") and answer.body.endswith(b"data: [DONE]\n\n")
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("pieces", [1, 1000])
+def test_bodies_of_unknown_upgrades_are_bodies(hostile: LiveServer, chunked: bool, pieces: int) -> None:
+    """Java's client and curl ask for h2c with every request. What follows the head must not be the next request."""
+    body = json.dumps({**CHAT, "user": "GET /nothing HTTP/1.1\r\n\r\n"}).encode()
+    sized, framed = f"Content-Length: {len(body)}", body
+    if chunked:
+        sized, framed = "Transfer-Encoding: chunked", b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    upgrade = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA")
+    request = Target(hostile).head(sized, "Content-Type: application/json", *upgrade) + b"\r\n" + framed
+    data = (request + GET + b"\r\n") * 2
+    with Target(hostile).connect() as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(data), -(-len(data) // pieces)):
+            sock.sendall(data[start : start + -(-len(data) // pieces)])
+        sock.settimeout(5)
+        seen = b""
+        while len(statuses := re.findall(rb"HTTP/1.1 (\d+)", seen)) < 4 or not seen.endswith(b"}"):
+            more = sock.recv(65536)
+            assert more, seen
+            seen += more
+    assert statuses == [b"200"] * 4 and seen.count(b"chat.completion") == 2, seen
+
+
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "gzip, identity"])
 def test_encoded_bodies_get_415(hostile: LiveServer, coding: str) -> None:
     content = gzip.compress(json.dumps(CHAT).encode())
@@ -768,6 +795,8 @@ def close_code(sock: socket.socket) -> int:
         (frame(1, b"x" * 100, fin=False), 1008),  # and no more comes
         (frame(1, b"x" * (MIB + 1)), 1009),
         (frame(1, b"x" * MIB, fin=False) + frame(0, b"x"), 1009),
+        (frame(1, b"\xff"), 1007),
+        (frame(1, b"\xf0\x9f", fin=False) + frame(0, b"x"), 1007),
         (b"", 4001),  # idle
     ],
 )
@@ -777,6 +806,14 @@ def test_a_websocket_has_limits(small: LiveServer, frames: bytes, code: int) -> 
         with contextlib.suppress(OSError):
             sock.sendall(frames)
         assert close_code(sock) == code
+    assert "Traceback" not in small.log
+
+
+@pytest.mark.parametrize("origin", ["http://[", "http://a]b", "//[::1", "null", ""])
+def test_origins_that_are_no_urls(hostile: LiveServer, origin: str) -> None:
+    with Target(hostile).websocket(KEY, f"Origin: {origin}") as sock:
+        assert close_code(sock) == 4001
+    assert "Traceback" not in hostile.log
 
 
 def test_large_messages_in_fragments_pass(hostile: LiveServer) -> None:

@@ -58,6 +58,15 @@ def message(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
+def calls(arguments: str, number: int = 1) -> tuple[str, dict[str, Any]]:
+    call = {"id": "a", "type": "function", "function": {"name": "b", "arguments": arguments}}
+    return chat(messages=[{"role": "assistant", "tool_calls": [call] * number}])
+
+
+def items(item: dict[str, Any], number: int) -> tuple[str, dict[str, Any]]:
+    return "/v1/responses", {"input": [item] * number, "max_output_tokens": 2}
+
+
 def nested(depth: int) -> Any:
     value: Any = 1
     for _ in range(depth):
@@ -81,8 +90,24 @@ ATTACKS: dict[str, tuple[tuple[str, dict[str, Any]], int]] = {  # the request, a
     "deep variables": (chat(chat_template_kwargs=nested(900)), 400),
     "a long key": (chat(logit_bias={"9" * 5000: 1}), 400),
     "a long name": (chat(**{"x" * MIB: 1}), 200),
-    "many names": (chat(**{f"x{i}": 1 for i in range(300_000)}), 200),
+    "many names": (chat(**{f"x{i}": 1 for i in range(200_000)}), 200),
+    "too many names": (chat(**{f"x{i}": 1 for i in range(300_000)}), 400),
     "a message of many entries": (chat(messages=[{**message("Hi")[0], **{f"x{i}": 1 for i in range(300_000)}}]), 400),
+    "many messages": (chat(messages=message("a") * 60_000), 400),
+    "many parts": (chat(messages=message([{"type": "text", "text": "a"}] * 40_000)), 400),
+    "long arguments": (calls('{"a":[' + "[]," * (4 * MIB) + "[]]}"), 400),
+    "arguments of many names": (calls("{" + ",".join(f'"{i}":1' for i in range(MIB)) + "}"), 400),
+    "arguments of many numbers": (calls("[" + "1," * (4 * MIB) + "1]"), 400),
+    "arguments of many calls": (calls("[" + "[]," * 30_000 + "[]]", 100), 400),
+    "deep arguments": (calls("[" * 900 + "]" * 900), 400),
+    "a long schema in a text": (chat(guided_json='{"a":[' + "[]," * (4 * MIB) + "[]]}"), 400),
+    "a long tag in a text": (chat(structural_tag='{"a":[' + "[]," * (4 * MIB) + "[]]}"), 400),
+    "many calls in a row": (items(dict(type="function_call", call_id="a", name="b", arguments="{}"), 16_000), 400),
+    "many items": (items({"role": "user", "content": "a"}, 60_000), 400),
+    "a grammar that cannot be followed": (
+        chat(guided_grammar="start: " + " | ".join(f'"a{i}"' for i in range(6000))),
+        400,
+    ),
     "a long text": (text(prompt="1" * (10 * MIB)), 400),
     "a long text to truncate": (text(prompt="1" * (10 * MIB), truncate_prompt_tokens=100), 413),
     "long words to truncate": (text(prompt="one two " * MIB, truncate_prompt_tokens=100, temperature=0), 200),
@@ -91,6 +116,7 @@ ATTACKS: dict[str, tuple[tuple[str, dict[str, Any]], int]] = {  # the request, a
 
 
 QUICK = {"numbers as content", "many prompts", "deep variables", "a long key", "a long text to truncate", "a long name"}
+QUICK |= {"long arguments", "arguments of many calls", "many calls in a row", "a grammar that cannot be followed"}
 
 
 @pytest.mark.parametrize(

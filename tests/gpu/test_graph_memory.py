@@ -49,9 +49,9 @@ def test_what_graphs_take_is_measured(path: Path, wanted: list[list[int]]) -> No
 def test_without_memory_for_graphs_the_same_steps_run_without(
     path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvasir.worker.graphs import pool
+    from kvasir.worker import graph_memory
 
-    monkeypatch.setattr(pool, "SEGMENT", 1 << 60)
+    monkeypatch.setattr(graph_memory, "SEGMENT", 1 << 60)
     with make(path) as llm:
         assert run(llm, GREEDY) == wanted
         stats = core_of(llm).stats()
@@ -62,9 +62,9 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(
     path: Path, wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of the recording of the fortieth."""
-    from kvasir.worker.graphs import pool
+    from kvasir.worker import graph_memory
 
-    record, tries = pool.GraphPool._record, []
+    record, tries = graph_memory.GraphPool._record, []
 
     def failing(self: Any, call: Any) -> Any:
         tries.append(1)
@@ -76,7 +76,7 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(
 
         return record(self, breaks if len(tries) == 40 else call)
 
-    monkeypatch.setattr(pool.GraphPool, "_record", failing)
+    monkeypatch.setattr(graph_memory.GraphPool, "_record", failing)
     with make(path) as llm:
         assert run(llm, GREEDY) == wanted
         stats = core_of(llm).stats()

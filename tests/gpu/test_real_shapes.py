@@ -38,7 +38,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kvasir.kernels import triton as fast
 from kvasir.kernels.triton import linear
 from kvasir.kernels.triton.linear import COUNTS
-from kvasir.worker.graphs.keys import MIXED_TOKENS
+from kvasir.worker.graph_keys import MIXED_TOKENS
 
 pytestmark = pytest.mark.gpu
 

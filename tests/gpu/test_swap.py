@@ -11,7 +11,7 @@ import torch
 
 from kvasir import SamplingParams
 from kvasir.messages import KVSpec
-from kvasir.worker.kv_memory import STAGES, KVMemory, PinnedMemory, make_host_memory
+from kvasir.worker.memory import STAGES, KVMemory, PinnedMemory, make_host_memory
 from tests.engine_builders import metric
 from tests.gpu.test_engine import forbid_waiting, make, run
 from tests.model_builders import make_hf_model, save

@@ -178,6 +178,7 @@ CASES = {
     "cpu_threads": Case(3, shows=lambda c, w: c.device.cpu_threads == 3),
     "cpu_bind": Case("0", shows=lambda c, w: (c.device.cpu_bind, c.device.cpu_threads) == ("0", 1)),
     "enforce_eager": Case(True, shows=lambda c, w: c.device.enforce_eager is True),
+    "batch_invariant": Case(True, shows=lambda c, w: c.device.batch_invariant is True),
 }
 NAMES = [f.name for f in dataclasses.fields(EngineArgs)]
 
@@ -194,6 +195,33 @@ def test_every_setting_has_an_effect_or_is_refused(name: str, world: World) -> N
         assert f"{name}={case.value!r}" in str(error.value)
     else:
         assert case.shows(resolve(EngineArgs(**given)), world)
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        ({"dtype": "float32"}, "the library, or leave batch_invariant out"),
+        ({"attention_backend": "torch"}, "attention_backend='torch'"),
+        ({"model_impl": "transformers"}, "through transformers"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"speculative_config": {"method": "suffix"}}, "speculative_config"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds"),
+    ],
+    ids=str,
+)
+def test_batch_invariance_is_refused_where_nothing_shows_it(beside: dict[str, Any], said: str, world: World) -> None:
+    with pytest.raises(ConfigError, match="batch_invariant=True") as error:
+        resolve(EngineArgs(model=str(world.path), batch_invariant=True, **beside))
+    assert said in str(error.value)
+
+
+def test_a_gpu_refuses_batch_invariance(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = CpuPlatform("cuda")
+    platform.kind = "cuda"  # type: ignore[misc]
+    monkeypatch.setattr(platforms, "select", lambda device: platform)
+    with pytest.raises(ConfigError, match="batch_invariant=True"):
+        resolve(EngineArgs(model=str(world.path), batch_invariant=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -363,6 +391,9 @@ def test_older_names_of_speculative_settings_are_entries_now() -> None:
         ({"method": "suffix", "disable_by_batch_size": 8}, "an entry of vLLM that Kvasir does not have"),
         ({"method": "suffix", "model": "org/model"}, "takes no model"),
         ({"method": "draft_model", "num_speculative_tokens": 2}, "needs `model`"),
+        ({"method": "eagle3", "num_speculative_tokens": 2}, "needs `model`"),
+        ({"method": "medusa", "num_speculative_tokens": 2}, "needs `model`"),
+        ({"method": "mtp", "num_speculative_tokens": 1, "model": "org/model"}, "leave model out"),
         ({"model": "org/model", "num_speculative_tokens": 2, "prompt_lookup_max": 3}, "has no effect with"),
         (
             {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 5, "prompt_lookup_max": 3},
@@ -390,6 +421,10 @@ def test_speculative_settings_have_the_defaults_of_vllm() -> None:
     assert lookup(method="suffix", suffix_decoding_max_tree_depth=24) == (8, 1, 24)
     named = read_speculative({"model": "org/model", "num_speculative_tokens": 2})
     assert named is not None and named.method == "draft_model" and named.model == "org/model"
+    by_name = {"a/EAGLE3-Llama": "eagle3", "a/EAGLE-Llama": "eagle", "a/llama": "draft_model"}
+    for model, method in by_name.items():
+        found = read_speculative({"model": model, "num_speculative_tokens": 2})
+        assert found is not None and found.method == method
     text = '{"method": "suffix", "num_speculative_tokens": 5}'
     assert from_command_line(["m", "--speculative-config", text]).speculative_config["num_speculative_tokens"] == 5
 

@@ -6,11 +6,8 @@ from importlib import import_module
 from typing import Any
 
 from kvasir.engine.policies.base import Context, Policy, RankedPolicy, TokenCountingPolicy
-from kvasir.engine.policies.deadline import EarliestDeadlineFirst
 from kvasir.engine.policies.fair import FairShare
-from kvasir.engine.policies.fcfs import FirstComeFirstServed
-from kvasir.engine.policies.priority import Priority
-from kvasir.engine.policies.wrr import WeightedRoundRobin
+from kvasir.engine.policies.orders import EarliestDeadlineFirst, FirstComeFirstServed, Priority, WeightedRoundRobin
 from kvasir.errors import ConfigError
 
 __all__ = [

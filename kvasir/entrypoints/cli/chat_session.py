@@ -9,9 +9,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvasir.config.names import did_you_mean
 from kvasir.entrypoints.cli.chat_backend import AnswerUsage, Backend, Message
-from kvasir.errors import KvasirError
+from kvasir.errors import KvasirError, did_you_mean
 from kvasir.sampling_params import SamplingParams
 
 PARAMETERS = {

@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 from kvasir import __version__
 from kvasir.config import env
 from kvasir.config.args import vllm_only, with_flags
-from kvasir.config.names import did_you_mean
-from kvasir.errors import ConfigError, KvasirError
+from kvasir.errors import ConfigError, KvasirError, did_you_mean
 from kvasir.log import get_logger
 
 COMMANDS = {

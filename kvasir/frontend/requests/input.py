@@ -16,7 +16,7 @@ import numpy as np
 
 from kvasir.config.engine import EngineConfig
 from kvasir.config.speculative import read_speculative
-from kvasir.engine.thinking_budget import BUDGET_GUIDE, budget_argument
+from kvasir.engine.guides import BUDGET_GUIDE, budget_argument
 from kvasir.errors import ModelError, PromptTooLongError, RequestError
 from kvasir.frontend.requests.choices import BeamState, as_beam_search, fork
 from kvasir.frontend.requests.extras import UNSET, ExtrasBuilder

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from kvasir.config.names import did_you_mean
-from kvasir.errors import RequestError
+from kvasir.errors import RequestError, did_you_mean
 from kvasir.frontend.text.compiled_template import ROLES, CompiledTemplate, Message, parse_arguments
 
 # Added to the message to be continued before rendering, so that the text behind it can be cut off. Its trailing space

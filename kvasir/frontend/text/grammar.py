@@ -16,8 +16,7 @@ from typing import Any
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from kvasir.config.names import did_you_mean
-from kvasir.errors import RequestError, excerpt
+from kvasir.errors import RequestError, did_you_mean, excerpt
 from kvasir.sampling_params import GrammarTag, StructuredOutputsParams
 
 PARAMETER = "structured_outputs"
@@ -31,6 +30,7 @@ _STYLES: Mapping[str, Mapping[str, Any]] = {
 }
 ASCII_DIGITS = "d"  # \\d in a regular expression means 0 to 9, as in other engines
 MAX_GRAMMAR_CHARACTERS = 1 << 20
+_MAX_OPTIONAL = 2000  # properties of one object, which take most of a second to compile
 Markers = Mapping[str, int]  # texts that are one token each which no other text spells, such as "</tool_call>"
 NO_MARKERS: Markers = {}
 
@@ -145,7 +145,33 @@ def _schema(schema: Any, style: JsonStyle) -> Any:
         found: dict[str, Any] = json.loads(json.dumps(_closed(schema) if style.closed else schema, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"The JSON schema cannot be written as JSON: {error}.", PARAMETER) from error
+    _check_optional_properties(found)
     return {**found, "x-guidance": style.options}
+
+
+def _check_optional_properties(schema: dict[str, Any]) -> None:
+    """Refuse a schema that would take seconds to compile: that takes time by the square of an object's optional
+    properties, because each may follow any before it."""
+    pairs, most, todo = 0, 0, [schema]
+    while todo:
+        each = todo.pop()
+        properties, required = each.get("properties"), each.get("required")
+        if isinstance(properties, dict):
+            needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+            optional = len(properties.keys() - needed)
+            pairs, most = pairs + optional**2, max(most, optional)
+        values = list(each.values())
+        while values:
+            value = values.pop()
+            if isinstance(value, dict):
+                todo.append(value)
+            elif isinstance(value, list):
+                values += value
+    if pairs > _MAX_OPTIONAL**2:
+        message = (
+            f"The JSON schema has too many optional properties, {most} in one object; {_MAX_OPTIONAL} are possible"
+        )
+        raise RequestError(f"{message} if all others are required. Name them in required.", PARAMETER)
 
 
 def _closed(schema: Any) -> Any:

@@ -155,6 +155,10 @@ class CacheStruct(ctypes.Structure):
     )
 
 
+class SpansStruct(ctypes.Structure):
+    _fields_ = (("stride", c_int64), ("step", c_int64))
+
+
 class RotationStruct(ctypes.Structure):
     _fields_ = (("table", c_void_p), ("size", c_int32), ("interleaved", c_int32))
 

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-from kvasir.kernels.adapters import AdapterMatrices, TokenSlots
 from kvasir.kernels.cpu.library import (
     ACTIVATIONS,
     MAX_PARTS,
@@ -28,6 +27,7 @@ from kvasir.kernels.cpu.library import (
     StepTokensStruct,
     loaded,
 )
+from kvasir.kernels.layout import AdapterMatrices, TokenSlots
 
 NONE = NormStruct()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvasir.kernels.cpu.library import ACTIVATIONS, CodesStruct, MatrixStruct, RoutesStruct, loaded
+from kvasir.kernels.cpu.library import ACTIVATIONS, CodesStruct, MatrixStruct, RoutesStruct, SpansStruct, loaded
 from kvasir.kernels.cpu.ops import address
 
 _KINDS = {"bf16": 0, "q8": 1, "q4": 2, "plain": 3, "q6": 4}
@@ -204,6 +204,17 @@ class PackedMatrix:
         )
         loaded().kv_pack_codes(ctypes.byref(self.struct), ctypes.byref(source), first, len(codes))
 
+    def multiply_rows(self, factors: torch.Tensor) -> None:
+        """Multiply the first rows by powers of two, one for each."""
+        count, form = len(factors), self.layout.format
+        if form.kind == "bf16":
+            self.fill(self.rows(torch.arange(count)) * factors[:, None])
+            return
+        blocks = -(-self.layout.outputs // 16)
+        padded = torch.ones(blocks * 16).index_copy_(0, torch.arange(count), factors).view(blocks, 1, 16)
+        per_group = self.memory[self.layout.data_bytes : self.layout.num_bytes].view(torch.float16)
+        per_group.view(-1, blocks, per_group.numel() // (2 if form.has_min else 1) // blocks // 16, 16).mul_(padded)
+
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """These rows as bfloat16, [n, inputs]."""
         out = torch.empty(len(numbers), self.layout.inputs, dtype=torch.bfloat16)
@@ -333,7 +344,7 @@ def _huge(num_bytes: int) -> torch.Tensor:
 
 
 class PackedStack:
-    """The matrices of a layer's experts, all of one layout, in one piece of memory, [count, bytes]."""
+    """The matrices of a layer's experts or heads, all of one layout, in one piece of memory, [count, bytes]."""
 
     def __init__(self, layout: Layout, memory: torch.Tensor) -> None:
         if tuple(memory.shape) != self.memory_shape(layout, len(memory)) or not memory.is_contiguous():
@@ -346,6 +357,20 @@ class PackedStack:
 
     def matrix(self, number: int) -> PackedMatrix:
         return PackedMatrix(self.layout, self.memory[number, : self.layout.num_bytes])
+
+    def linear(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out[:, i] = matrix i times x[:, i]: [rows, count, inputs] -> [rows, count, outputs], bfloat16, any views."""
+        wanted = [(len(x), len(self.memory), size) for size in (self.layout.inputs, self.layout.outputs)]
+        if [tuple(x.shape), tuple(out.shape)] != wanted or x.stride(2) != 1 or out.stride(2) != 1:
+            raise ValueError(f"{len(self.memory)} of {self.layout} do not fit {list(x.shape)} and {list(out.shape)}")
+        if x.dtype != torch.bfloat16 or out.dtype != torch.bfloat16:
+            raise TypeError(f"the library multiplies bfloat16, not {x.dtype} and {out.dtype}")
+        spans = [SpansStruct(each.stride(0), each.stride(1)) for each in (x, out)]
+        loaded().kv_linears(
+            *(self.structs, len(self.memory)),
+            *(ctypes.c_void_p(x.data_ptr()), ctypes.byref(spans[0]), len(x)),
+            *(ctypes.c_void_p(out.data_ptr()), ctypes.byref(spans[1])),
+        )
 
     @cached_property
     def structs(self) -> Any:

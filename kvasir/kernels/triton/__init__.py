@@ -16,6 +16,7 @@ from kvasir.kernels.triton.filter_threshold import filter_threshold
 from kvasir.kernels.triton.latent import latent_store
 from kvasir.kernels.triton.linear import blocks_for, gemv, is_fit, linear_parts, parts_for, takes, tile_linear
 from kvasir.kernels.triton.logit_rules import add_bias, ban_words, count_tokens, mask_logits, penalize, push_tokens
+from kvasir.kernels.triton.one_row_experts import one_row_experts
 from kvasir.kernels.triton.pointwise import add_rms_norm, gated_activation, rms_norm
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "linear_parts",
     "lookup_drafts",
     "mask_logits",
+    "one_row_experts",
     "parts_for",
     "penalize",
     "push_tokens",

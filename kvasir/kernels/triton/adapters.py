@@ -1,6 +1,6 @@
 """Adapters of a linear layer in two launches: tokens times the first factors of their slots, then times the second.
 
-As with experts, tokens are sorted by slot and cut into tiles of one slot (kernels/adapters.py), once a step. There are
+As with experts, tokens are sorted by slot and cut into tiles of one slot (kernels/layout.py), once a step. There are
 as many programs as tiles there can be at most; those without a tile end at once, so the launches can sit in a graph
 that serves any mix of adapters. A few programs are too few to read a long row of inputs at the memory's speed, so the
 first product is cut into parts along its inputs, which the second one sums in a fixed order.
@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.adapters import TILE, AdapterMatrices, TokenSlots
+from kvasir.kernels.layout import TILE, AdapterMatrices, TokenSlots
 from kvasir.kernels.triton.launch import await_previous, cdiv, early, next_power_of_2
 
-SPLITS = 8  # parts of the inputs
+SPLITS = 16  # parts of the inputs, so that few tokens keep many processors busy
 RANK_BLOCK = 64  # ranks above this are multiplied in pieces
 MAX_PARTS = 3  # of a layer's outputs: queries, keys and values
 
@@ -64,12 +64,13 @@ def _expand_kernel(
     slot = tl.load(tiles_ptr + tile * 3, cache_modifier=".cg")
     first = tl.load(tiles_ptr + tile * 3 + 1, cache_modifier=".cg")
     end = tl.load(tiles_ptr + tile * 3 + 2, cache_modifier=".cg")
-    await_previous(PDL)
     if slot < 0:
+        await_previous(PDL)
         return
     rank = tl.load(uses_ptr + slot * 2)
     is_moved = tl.load(uses_ptr + slot * 2 + 1)
     if (rank == 0) & (is_moved == 0):
+        await_previous(PDL)
         return
     # blocks of outputs never cross from one part to the next
     blocks_first: tl.constexpr = (FIRST + BLOCK_N - 1) // BLOCK_N
@@ -84,10 +85,14 @@ def _expand_kernel(
     real = place < end
     row = tl.load(order_ptr + place, mask=real, other=0).to(tl.int64)
     matrix = expand_ptr + slot.to(tl.int64) * RANK * OUTPUTS
+    mask = real[:, None] & inside[None, :]
+    # The kernel before this one waited for the layer's own product, so y is there already.
+    y = tl.load(y_ptr + row[:, None] * OUTPUTS + n[None, :], mask=mask, other=0.0).to(tl.float32)
+    r = tl.arange(0, BLOCK_R)
+    w = tl.load(matrix + r[:, None] * OUTPUTS + n[None, :], mask=(r < rank)[:, None] & inside[None, :], other=0.0)
+    await_previous(PDL)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for at in range(0, rank, BLOCK_R):
-        r = at + tl.arange(0, BLOCK_R)
-        w = tl.load(matrix + r[:, None] * OUTPUTS + n[None, :], mask=(r < rank)[:, None] & inside[None, :], other=0.0)
         low = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
         for split in tl.static_range(SPLITS):
             from_ptr = (
@@ -95,8 +100,11 @@ def _expand_kernel(
             )
             low += tl.load(from_ptr, mask=real[:, None] & (r < rank)[None, :], other=0.0)
         acc = tl.dot(low.to(w.dtype), w, acc, input_precision="ieee")
-    mask = real[:, None] & inside[None, :]
-    y = tl.load(y_ptr + row[:, None] * OUTPUTS + n[None, :], mask=mask, other=0.0).to(tl.float32)
+        r += BLOCK_R
+        if at + BLOCK_R < rank:
+            w = tl.load(
+                matrix + r[:, None] * OUTPUTS + n[None, :], mask=(r < rank)[:, None] & inside[None, :], other=0.0
+            )
     if is_moved != 0:
         at_slot = slot.to(tl.int64) * OUTPUTS + n
         gain = tl.load(gain_ptr + at_slot, mask=inside, other=1.0)
@@ -115,7 +123,7 @@ def adapt(x: torch.Tensor, y: torch.Tensor, matrices: AdapterMatrices, slots: To
     low_size = parts * rank
     low = torch.empty(SPLITS, tokens, low_size, dtype=torch.float32, device=x.device)
     block_n = min(64, max(16, next_power_of_2(low_size)))
-    block_k = 128 if inputs >= 1024 else 32
+    block_k = 256 if inputs >= 4096 else 128 if inputs >= 1024 else 32
     split = cdiv(cdiv(inputs, SPLITS), block_k) * block_k
     _shrink_kernel[(len(tiles), cdiv(low_size, block_n), SPLITS)](
         x, matrices.shrink, tiles, order, matrices.uses, low, tokens,

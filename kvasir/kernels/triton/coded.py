@@ -1,14 +1,15 @@
 """Products with quantized matrices (quantization.coded.Coded) that read codes, never a matrix written out.
 
 One row: every program decodes a few rows of the matrix and adds up in float32; norm, activation and residual are done
-on the way, as in linear.py. A few rows: codes become the operand of the tensor cores as they are, which is exact, and a
-group's scale and minimum are applied to the sums of the group where a group is long, to the values where it is short.
-Many rows: the matrix is expanded into memory that the product alone uses, at the speed of that memory, and cuBLAS
-multiplies. 8-bit floats by row go to cuBLAS as they are, with the inputs rounded to 8-bit floats, where the checkpoint
-says that its inputs are.
+on the way, as in linear.py. GPUs like the H200 have a kernel of their own for up to eight rows: see hopper_coded.py. A
+few rows: codes become the operand of the tensor cores as they are, which is exact, and a group's scale and minimum are
+applied to the sums of the group where a group is long, to the values where it is short. Many rows: the matrix is
+expanded into memory that the product alone uses, at the speed of that memory, and cuBLAS multiplies. 8-bit floats by
+row are multiplied as they are, with the inputs rounded to 8-bit floats, where the checkpoint says that its inputs are.
 
 Codes are decoded without conversions from integers, which run at a quarter of the rate: their bits are placed in a
-float whose exponent fits, and what is constant about that goes into the scale (FACTORS).
+float whose exponent fits, and what is constant about that goes into the scale (FACTORS). Where there is assembly for
+it, pairs of bfloat16 come out at once; scales are then applied to values.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ import triton
 import triton.language as tl
 
 from kvasir.kernels.reference import LEVELS
+from kvasir.kernels.triton import hopper_coded
 from kvasir.kernels.triton.launch import await_previous, cdiv, early, next_power_of_2
 from kvasir.kernels.triton.linear import COUNTS, find
 
 MOST_ROWS = 256  # of x for the tensor-core kernel; above, the matrix is expanded
-FLOAT_ROWS = 17  # of x from which 8-bit floats with 8-bit inputs go to cuBLAS
+FLOAT_ROWS = 9  # of x from which the inputs of 8-bit floats are rounded, where the checkpoint says so
+FLOAT_TILE_ROWS = 64  # of x for our own kernel; above, cuBLAS multiplies
 FACTORS = {"e2m1": 2.0**14, "e4m3": 2.0**8}
+_WIDE = 16384  # outputs that fill the device without splitting the inner dimension
 _LONG_GROUP = 64  # from here on a group's sums are scaled, not its values
 _PROCESSORS = 132
 
@@ -152,14 +156,32 @@ def _coded_gemv_kernel(
 
 
 @triton.jit
-def _short_groups(
+def _of_groups(
     values_ptr, n, inside, at, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, BYTES: tl.constexpr
 ):
-    """The scales or minima of a tile with several groups, one for each byte, [rows, bytes]."""
-    g = at // GROUP + tl.arange(0, BLOCK_K // GROUP)
-    held = tl.load(values_ptr + n[:, None].to(tl.int64) * GROUPS + g[None, :], mask=inside[:, None], other=0.0)
-    wide = tl.broadcast_to(held.to(tl.float32)[:, :, None], [n.shape[0], BLOCK_K // GROUP, BYTES * GROUP // BLOCK_K])
-    return tl.reshape(wide, [n.shape[0], BYTES])
+    """The scales or minima of a tile: one for each row where a group is as long, or else one for each byte."""
+    if GROUP >= BLOCK_K:
+        one = tl.load(values_ptr + n.to(tl.int64) * GROUPS + at // GROUP, mask=inside, other=0.0)
+        return one.to(tl.float32)[:, None]
+    else:
+        g = at // GROUP + tl.arange(0, BLOCK_K // GROUP)
+        held = tl.load(values_ptr + n[:, None].to(tl.int64) * GROUPS + g[None, :], mask=inside[:, None], other=0.0)
+        shape: tl.constexpr = [n.shape[0], BLOCK_K // GROUP, BYTES * GROUP // BLOCK_K]
+        return tl.reshape(tl.broadcast_to(held.to(tl.float32)[:, :, None], shape), [n.shape[0], BYTES])
+
+
+@triton.jit
+def _scaled(w, scale, lowest, MIN: tl.constexpr):
+    """bfloat16 times scales and plus minima, two at a time."""
+    if MIN:
+        return tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [w, scale.to(tl.bfloat16), lowest.to(tl.bfloat16)],
+            dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [w, scale.to(tl.bfloat16)], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
 
 
 @triton.jit
@@ -167,6 +189,7 @@ def _tile_sum(
     acc, x_ptr, matrix_ptr, scale_ptr, min_ptr, table_ptr, m, within, n, inside, at,
     INNER: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr,
     OFFSET: tl.constexpr, FACTOR: tl.constexpr, BLOCK_K: tl.constexpr, HOW: tl.constexpr, MIN: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """acc [outputs, rows of x] and what BLOCK_K inputs add to it."""
     HALF: tl.constexpr = TILE // 2 if TILE else 1
@@ -180,24 +203,34 @@ def _tile_sum(
     )  # fmt: skip
     rows = x_ptr + m[:, None].to(tl.int64) * INNER + at + low[None, :]
     x = tl.load(rows, mask=within[:, None], other=0.0)
-    w = _decode(codes & 15 if TILE else codes, table_ptr, KIND, OFFSET)
     if TILE:
         x_high = tl.load(rows + HALF, mask=within[:, None], other=0.0)
-        w_high = _decode(codes >> 4, table_ptr, KIND, OFFSET)
     if HOW == "values":
-        scale = _short_groups(scale_ptr, n, inside, at, GROUPS, GROUP, BLOCK_K, BYTES) * FACTOR
-        w = w * scale
+        scale = _of_groups(scale_ptr, n, inside, at, GROUPS, GROUP, BLOCK_K, BYTES)
+        lowest = _of_groups(min_ptr, n, inside, at, GROUPS, GROUP, BLOCK_K, BYTES) if MIN else scale
+    if ASSEMBLY != "":
         if TILE:
-            w_high = w_high * scale
-        if MIN:
-            lowest = _short_groups(min_ptr, n, inside, at, GROUPS, GROUP, BLOCK_K, BYTES)
-            w += lowest
+            w, w_high = tl.inline_asm_elementwise(
+                ASSEMBLY, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
+        else:
+            w = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
+        if HOW == "values":
+            w = _scaled(w, scale, lowest, MIN)
             if TILE:
-                w_high += lowest
+                w_high = _scaled(w_high, scale, lowest, MIN)
     else:
-        w = w * FACTOR
+        w = _decode(codes & 15 if TILE else codes, table_ptr, KIND, OFFSET) * FACTOR
         if TILE:
-            w_high = w_high * FACTOR
+            w_high = _decode(codes >> 4, table_ptr, KIND, OFFSET) * FACTOR
+        if HOW == "values":
+            w = w * scale
+            if TILE:
+                w_high = w_high * scale
+            if MIN:
+                w += lowest
+                if TILE:
+                    w_high += lowest
     if HOW == "sums":
         total = tl.dot(w.to(x.dtype), tl.trans(x), input_precision="ieee")
         if TILE:
@@ -222,7 +255,7 @@ def _coded_tile_kernel(
     INNER: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr,
     OFFSET: tl.constexpr, FACTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr, HOW: tl.constexpr, MIN: tl.constexpr, ROW: tl.constexpr, BIAS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    ASSEMBLY: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -233,7 +266,7 @@ def _coded_tile_kernel(
     for at in tl.range(part * (INNER // SPLIT), (part + 1) * (INNER // SPLIT), BLOCK_K, num_stages=STAGES):
         acc = _tile_sum(
             acc, x_ptr, codes_ptr, scale_ptr, min_ptr, table_ptr, m, m < count, n, inside, at,
-            INNER, GROUP, WIDTH, TILE, KIND, OFFSET, FACTOR, BLOCK_K, HOW, MIN,
+            INNER, GROUP, WIDTH, TILE, KIND, OFFSET, FACTOR, BLOCK_K, HOW, MIN, ASSEMBLY,
         )  # fmt: skip
     if HOW == "rows":
         acc = acc * tl.load(scale_ptr + n, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -245,6 +278,47 @@ def _coded_tile_kernel(
     tl.store(y, tl.trans(acc).to(y_ptr.dtype.element_ty), mask=(m < count)[:, None] & inside[None, :])
 
 
+@triton.jit(do_not_specialize=["count"])
+def _float_tile_kernel(
+    x_ptr, w_desc, x_scale_ptr, scale_ptr, bias_ptr, y_ptr, count, outputs,
+    INNER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
+    BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Both sides are 8-bit floats, with a scale for each row of x and of the matrix."""
+    await_previous(PDL)
+    first = tl.program_id(0) * BLOCK_N
+    part = tl.program_id(1)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = first + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for at in tl.range(part * (INNER // SPLIT), (part + 1) * (INNER // SPLIT), BLOCK_K, num_stages=STAGES):
+        w = w_desc.load([first, at])
+        x = tl.load(x_ptr + m[:, None] * INNER + at + k[None, :], mask=(m < count)[:, None], other=0.0)
+        acc = tl.dot(w, tl.trans(x), acc)
+    acc *= tl.load(scale_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
+    acc *= tl.load(x_scale_ptr + m, mask=m < count, other=0.0)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
+    y = y_ptr + (part * count + m)[:, None].to(tl.int64) * outputs + n[None, :]
+    tl.store(y, tl.trans(acc).to(y_ptr.dtype.element_ty), mask=(m < count)[:, None] & (n < outputs)[None, :])
+
+
+@triton.jit(do_not_specialize=["size"])
+def _join_kernel(
+    parts_ptr, bias_ptr, y_ptr, size, outputs,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    await_previous(PDL)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts_ptr + part * size.to(tl.int64) + i, mask=i < size, other=0.0)
+    if BIAS:
+        total += tl.load(bias_ptr + i % outputs, mask=i < size, other=0.0).to(tl.float32)
+    tl.store(y_ptr + i, total.to(y_ptr.dtype.element_ty), mask=i < size)
+
+
 # ---------------------------------------------------------------- experts
 
 
@@ -254,6 +328,7 @@ def _grouped_coded_kernel(
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
     TILE: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HOW: tl.constexpr, MIN: tl.constexpr, ROW: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1)
     e = tl.arange(0, PADDED)
@@ -271,7 +346,7 @@ def _grouped_coded_kernel(
     for at in range(0, INNER, BLOCK_K):
         acc = _tile_sum(
             acc, x_ptr, codes_ptr, scale_ptr, min_ptr, table_ptr, m, m < end, n, inside, at,
-            INNER, GROUP, WIDTH, TILE, KIND, OFFSET, FACTOR, BLOCK_K, HOW, MIN,
+            INNER, GROUP, WIDTH, TILE, KIND, OFFSET, FACTOR, BLOCK_K, HOW, MIN, ASSEMBLY,
         )  # fmt: skip
     if HOW == "rows":
         acc = acc * tl.load(scale_ptr + n, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -367,7 +442,7 @@ def is_coded_fit(matrix: Any) -> bool:
 
 
 def coded_gemv(
-    x: torch.Tensor,  # [1, inputs], contiguous
+    x: torch.Tensor,  # [1, inputs], contiguous; on GPUs like the H200 up to eight rows
     matrix: Any,  # Coded
     bias: torch.Tensor | None = None,
     *,
@@ -378,6 +453,8 @@ def coded_gemv(
     blocks: list[int] | None = None,  # rows of the matrix and bytes of each per step, warps; None: as measured
 ) -> torch.Tensor:
     """See linear.gemv."""
+    if blocks is None and hopper_coded.takes(x, matrix):
+        return hopper_coded.few_rows(x, matrix, bias, gain=gain, eps=eps, add=add, gated=gated)
     rows = matrix.shape[0]
     outputs, by_row = rows // 2 if gated else rows, matrix.scale.shape[1] == 1 and matrix.minimum is None
     group = _power_below(matrix.coding.group, 128)  # of the kernel: as many as a scale's, or a part of them
@@ -397,15 +474,24 @@ def coded_gemv(
     return y
 
 
-def _steps(matrix: Any) -> tuple[str, int]:
-    """How scales are applied, and how many inputs a step of the tensor-core kernels takes."""
+def _steps(matrix: Any, *, fast: bool) -> tuple[str, int]:
+    """How scales are applied, and how many inputs a step of the tensor-core kernels takes. `fast`: codes are decoded by
+    assembly, after which to scale values costs less than to scale sums."""
     group, inner = matrix.coding.group, matrix.shape[1]
     if matrix.scale.shape[1] == 1:
         # a minimum for the whole row needs the sum of x, as a long group does
-        return ("rows" if matrix.minimum is None else "sums"), _power_below(inner, 128)
+        long = "values" if fast else "sums"
+        return ("rows" if matrix.minimum is None else long), _power_below(inner, 128)
     if group >= _LONG_GROUP:
-        return "sums", _power_below(group, 128)
+        return ("values" if fast else "sums"), _power_below(group, 128)
     return "values", _power_below(inner, 128)
+
+
+def _assembly(x: torch.Tensor, matrix: Any) -> str:
+    if x.dtype != torch.bfloat16 or not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] < 9:
+        return ""
+    packed = matrix.coding.kind in ("u4", "e2m1")
+    return hopper_coded.assembly(matrix.coding.kind, matrix.coding.offset) if packed == bool(matrix.coding.tile) else ""
 
 
 def coded_parts(
@@ -415,7 +501,8 @@ def coded_parts(
     part. `blocks`: outputs per tile, warps, stages, parts."""
     (outputs, inner), rows = matrix.shape, x.shape[0]
     block_n, warps, stages, split = blocks
-    how, block_k = _steps(matrix)
+    assembly = _assembly(x, matrix)
+    how, block_k = _steps(matrix, fast=bool(assembly))
     while inner % (split * block_k):
         split -= 1
     block_m = min(64, max(16, next_power_of_2(rows)))
@@ -427,7 +514,8 @@ def coded_parts(
     _coded_tile_kernel[(cdiv(outputs, block_n), split, cdiv(rows, block_m))](
         x, codes, scale, lowest, factors, levels, x if bias is None else bias, y, rows, outputs,
         GROUP=matrix.coding.group, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT=split, HOW=how,
-        MIN=matrix.minimum is not None, ROW=matrix.row is not None, BIAS=bias is not None and whole, STAGES=stages,
+        MIN=matrix.minimum is not None, ROW=matrix.row is not None, BIAS=bias is not None and whole,
+        ASSEMBLY=assembly, STAGES=stages,
         num_warps=warps, num_stages=stages, **_shape(matrix), **early(x),
     )  # fmt: skip
     return y
@@ -441,8 +529,17 @@ def _blocks(x: torch.Tensor, matrix: Any) -> list[int]:
     if found is not None:
         return found
     outputs, inner = matrix.shape
-    programs = cdiv(outputs, 64) * cdiv(rows, 64)
-    return [64, 4, 4, max(1, min(8, 2 * _PROCESSORS // programs, inner // 512))]
+    if _assembly(x, matrix):
+        if outputs >= _WIDE and rows > 16:
+            return [128, 8, 4, 1]
+        block = 128 if matrix.coding.group < _LONG_GROUP else 64
+        return [block, 4, 4, _parts(outputs, 64, rows, inner, 4, fills=6)]
+    return [64, 4, 4, _parts(outputs, 64, rows, inner, 8)]
+
+
+def _parts(outputs: int, block: int, rows: int, inner: int, most: int, fills: int = 2) -> int:
+    """Enough parts of the inner dimension to fill the device so many times."""
+    return max(1, min(most, fills * _PROCESSORS // (cdiv(outputs, block) * cdiv(rows, 64)), inner // 512))
 
 
 def coded_key(kernel: str, matrix: Any, count: int) -> str:
@@ -477,7 +574,7 @@ def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _takes_floats(x: torch.Tensor, matrix: Any) -> bool:
-    """Whether cuBLAS multiplies the codes as they are."""
+    """Whether the codes are multiplied as they are."""
     outputs, inner = matrix.shape
     coding = matrix.coding
     by_row = coding.kind == "e4m3" and matrix.scale.shape[1] == 1
@@ -485,12 +582,55 @@ def _takes_floats(x: torch.Tensor, matrix: Any) -> bool:
 
 
 def _multiply_floats(x: torch.Tensor, matrix: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    if _takes_float_tiles(x, matrix):
+        return _join(float_parts(x, matrix, bias, joins=True), bias, x)
     rounded, scale = round_rows(x)
     weight = matrix.codes.view(torch.float8_e4m3fn).t()
     y: torch.Tensor = torch._scaled_mm(
         rounded, weight, scale_a=scale, scale_b=matrix.scale.float().t(), out_dtype=x.dtype, use_fast_accum=True
     )
     return y if bias is None else y + bias
+
+
+def _takes_float_tiles(x: torch.Tensor, matrix: Any) -> bool:
+    known = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    return known and x.shape[0] <= FLOAT_TILE_ROWS and matrix.shape[1] % 128 == 0
+
+
+def float_parts(x: torch.Tensor, matrix: Any, bias: torch.Tensor | None, *, joins: bool) -> torch.Tensor:
+    """As coded_parts, for 8-bit floats by row, with inputs rounded to the same."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    (outputs, inner), rows, block_n, block_k = matrix.shape, x.shape[0], 64, 128
+    split = _parts(outputs, block_n, rows, inner, 4)
+    while inner % (split * block_k):
+        split -= 1
+    rounded, scale = round_rows(x)
+    whole = split == 1 and joins
+    y = torch.empty(
+        (rows, outputs) if whole else (split, rows, outputs), dtype=x.dtype if whole else torch.float32, device=x.device
+    )
+    codes = matrix.codes.view(torch.float8_e4m3fn)
+    _float_tile_kernel[(cdiv(outputs, block_n), split, cdiv(rows, 64))](
+        rounded, TensorDescriptor(codes, [outputs, inner], [inner, 1], [block_n, block_k]), scale, matrix.scale,
+        x if bias is None else bias, y, rows, outputs,
+        INNER=inner, BLOCK_M=min(64, max(16, next_power_of_2(rows))), BLOCK_N=block_n, BLOCK_K=block_k, SPLIT=split,
+        BIAS=bias is not None and whole, STAGES=5, num_warps=4, num_stages=5, **early(x),
+    )  # fmt: skip
+    return y
+
+
+def _join(y: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """The sum of parts, or what is whole already."""
+    if y.dim() == 2:
+        return y
+    parts, rows, outputs = y.shape
+    joined = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    _join_kernel[(cdiv(rows * outputs, 1024),)](
+        y, y if bias is None else bias, joined, rows * outputs, outputs,
+        PARTS=parts, BIAS=bias is not None, BLOCK=1024, num_warps=4, **early(x),
+    )  # fmt: skip
+    return joined
 
 
 def _arranged(x: torch.Tensor, matrix: Any) -> torch.Tensor:
@@ -508,21 +648,20 @@ def coded_linear(x: torch.Tensor, matrix: Any, bias: torch.Tensor | None = None)
         return _multiply_floats(x, matrix, bias)
     if rows > MOST_ROWS or not is_coded_fit(matrix):
         return torch.nn.functional.linear(x, expand_coded(matrix, x.dtype), bias)
-    if rows == 1:
+    if rows == 1 or hopper_coded.takes(x, matrix):
         return coded_gemv(x, matrix, bias)
-    y = coded_parts(x, matrix, bias, _blocks(x, matrix), joins=True)
-    if y.dim() == 2:
-        return y
-    total = y.sum(0)
-    return (total if bias is None else total + bias).to(x.dtype)
+    return _join(coded_parts(x, matrix, bias, _blocks(x, matrix), joins=True), bias, x)
 
 
 def coded_linear_parts(x: torch.Tensor, matrix: Any) -> torch.Tensor:
     """The product, or parts of it that add_rms_norm sums."""
-    if 1 < x.shape[0] <= MOST_ROWS and is_coded_fit(matrix) and not _takes_floats(x, matrix):
-        blocks = _blocks(x, matrix)
-        if blocks[-1] > 1:
-            return coded_parts(_arranged(x, matrix), matrix, None, blocks, joins=False)
+    if 1 < x.shape[0] <= MOST_ROWS and is_coded_fit(matrix) and not hopper_coded.takes(x, matrix):
+        if not _takes_floats(x, matrix):
+            blocks = _blocks(x, matrix)
+            if blocks[-1] > 1:
+                return coded_parts(_arranged(x, matrix), matrix, None, blocks, joins=False)
+        elif _takes_float_tiles(x, matrix):
+            return float_parts(_arranged(x, matrix), matrix, None, joins=False)
     return coded_linear(x, matrix)
 
 
@@ -536,13 +675,14 @@ def grouped_coded_linear(x: torch.Tensor, matrices: Any, starts: torch.Tensor) -
     counts = starts[1:] - starts[:-1]
     tiles = torch.cumsum((counts + (block_m - 1)) // block_m, 0, dtype=torch.int32)
     most = min(rows, cdiv(rows, block_m) + groups)  # every group may have one tile that is not full
-    how, block_k = _steps(matrices)
+    assembly = _assembly(x, matrices)
+    how, block_k = _steps(matrices, fast=bool(assembly))
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     codes, scale, lowest, factors, levels = _pointers(matrices)
     _grouped_coded_kernel[(cdiv(outputs, 64), most)](
         x, codes, scale, lowest, factors, levels, starts, tiles, y, outputs,
         EXPERTS=groups, PADDED=next_power_of_2(groups), GROUP=matrices.coding.group, BLOCK_M=block_m, BLOCK_N=64,
-        BLOCK_K=block_k, HOW=how, MIN=matrices.minimum is not None, ROW=matrices.row is not None, num_warps=4,
-        num_stages=3, **_shape(matrices),
+        BLOCK_K=block_k, HOW=how, MIN=matrices.minimum is not None, ROW=matrices.row is not None,
+        ASSEMBLY=assembly, num_warps=4, num_stages=3, **_shape(matrices),
     )  # fmt: skip
     return y

@@ -84,7 +84,7 @@ def encoder_attention(
     bias: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """See kernels/encoder_attention.py. Heads stand side by side within a token; tokens may be any distance apart."""
+    """See kernels/reference.py. Heads stand side by side within a token; tokens may be any distance apart."""
     tokens, heads, head_dim = query.shape
     out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device)
     longest = int(query_lens.max(initial=0))

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from kvasir.kernels.triton.launch import await_previous, cdiv, early, next_power_of_2
+from kvasir.kernels.triton.linear import load_columns
 from kvasir.kernels.triton.pointwise import activate
 
 # ---------------------------------------------------------------- the choice
@@ -161,7 +162,7 @@ def _find_rows(starts_ptr, tile, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BL
 
 
 @triton.jit
-def _gate(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+def apply_gate(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """See reference.gated_activation, in float32."""
     if KIND == "clamped":
         gate = tl.minimum(gate, LIMIT)
@@ -207,7 +208,7 @@ def _gate_up_kernel(
         bias = bias_ptr + expert * 2 * INNER + n
         gate += tl.load(bias, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + INNER, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
-    y = _gate(gate, up, KIND, ALPHA, LIMIT)
+    y = apply_gate(gate, up, KIND, ALPHA, LIMIT)
     mask = (row < end)[:, None] & (n < INNER)[None, :]
     tl.store(y_ptr + row.to(tl.int64)[:, None] * INNER + n[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -248,6 +249,11 @@ def _down_kernel(
 
 
 # ---------------------------------------------------------------- products of single rows
+#
+# x is loaded once for each of a program's rows of the matrix: a tensor of one dimension would go through shared memory
+# at every step, and no load could begin before the barrier ahead of it.
+
+REGISTERS = 128  # of a thread, so that four programs of four warps share a multiprocessor
 
 
 @triton.jit(do_not_specialize_on_alignment=["chosen_ptr"])
@@ -262,25 +268,21 @@ def _pair_gate_up_kernel(
     if expert >= EXPERTS:  # another rank has it
         return
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    top = matrix_ptr + (expert * 2 * INNER + n)[:, None] * INPUTS
+    k = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, :], [BLOCK_N, BLOCK_K])
+    top = matrix_ptr + (expert * 2 * INNER + tl.where(n < INNER, n, 0))[:, None] * INPUTS
     gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for at in tl.static_range(0, INPUTS, BLOCK_K):
-        inside = (at + k) < INPUTS
-        mask = (n < INNER)[:, None] & inside[None, :]
-        g = tl.load(top + (at + k)[None, :], mask=mask, other=0.0)
-        u = tl.load(top + INNER * INPUTS + (at + k)[None, :], mask=mask, other=0.0)
-        x = tl.load(x_ptr + pair // TOP_K * INPUTS + at + k, mask=inside, other=0.0).to(tl.float32)
-        gate += g.to(tl.float32) * x[None, :]
-        up += u.to(tl.float32) * x[None, :]
+        x = load_columns(x_ptr + pair // TOP_K * INPUTS + at + k, k, INPUTS - at, BLOCK_K)
+        gate += load_columns(top + at + k, k, INPUTS - at, BLOCK_K) * x
+        up += load_columns(top + INNER * INPUTS + at + k, k, INPUTS - at, BLOCK_K) * x
     gate_sum = tl.sum(gate, 1)
     up_sum = tl.sum(up, 1)
     if bias_ptr is not None:
         bias = bias_ptr + expert * 2 * INNER + n
         gate_sum += tl.load(bias, mask=n < INNER, other=0.0).to(tl.float32)
         up_sum += tl.load(bias + INNER, mask=n < INNER, other=0.0).to(tl.float32)
-    y = _gate(gate_sum, up_sum, KIND, ALPHA, LIMIT)
+    y = apply_gate(gate_sum, up_sum, KIND, ALPHA, LIMIT)
     tl.store(y_ptr + pair * INNER + n, y.to(y_ptr.dtype.element_ty), mask=n < INNER)
 
 
@@ -296,14 +298,12 @@ def _pair_down_kernel(
     if expert >= EXPERTS:  # its part is zero
         return
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    matrix = matrix_ptr + (expert * OUTPUTS + n)[:, None] * INNER
+    k = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, :], [BLOCK_N, BLOCK_K])
+    matrix = matrix_ptr + (expert * OUTPUTS + tl.where(n < OUTPUTS, n, 0))[:, None] * INNER
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for at in tl.static_range(0, INNER, BLOCK_K):
-        inside = (at + k) < INNER
-        w = tl.load(matrix + (at + k)[None, :], mask=(n < OUTPUTS)[:, None] & inside[None, :], other=0.0)
-        x = tl.load(x_ptr + pair * INNER + at + k, mask=inside, other=0.0).to(tl.float32)
-        acc += w.to(tl.float32) * x[None, :]
+        x = load_columns(x_ptr + pair * INNER + at + k, k, INNER - at, BLOCK_K)
+        acc += load_columns(matrix + at + k, k, INNER - at, BLOCK_K) * x
     y = tl.sum(acc, 1)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + expert * OUTPUTS + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)
@@ -370,6 +370,17 @@ def each_pair_alone(pairs: int, experts: int) -> bool:
     return pairs * 4 <= experts or pairs <= 8
 
 
+def columns_of_a_step(width: int) -> int:
+    """For products of single rows; each of four warps loads 256 of a row at once."""
+    return 256 if width <= 256 or (width % 512 and width % 256 == 0) else 512
+
+
+def activation_options(activation: str | tuple[float, float]) -> dict[str, Any]:
+    """For `apply_gate`."""
+    alpha, limit = (0.0, 0.0) if isinstance(activation, str) else activation
+    return dict(KIND=activation if isinstance(activation, str) else "clamped", ALPHA=alpha, LIMIT=limit)
+
+
 def _descriptors(matrix: torch.Tensor, rows: int, depth: int) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -392,20 +403,19 @@ def experts(
     """See reference.experts. With `leave_parts`, [top_k, tokens, hidden] that must still be summed."""
     (tokens, top_k), (count, hidden, inner) = chosen.shape, down.shape
     pairs, x = tokens * top_k, x.contiguous()
-    alpha, limit = (0.0, 0.0) if isinstance(activation, str) else activation
-    kind = dict(KIND=activation if isinstance(activation, str) else "clamped", ALPHA=alpha, LIMIT=limit)
+    kind = activation_options(activation)
     middle = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
     make = torch.zeros if is_apart else torch.empty  # parts of pairs that other ranks have stay zero
     parts = make(top_k, tokens, hidden, dtype=x.dtype, device=x.device)
     if each_pair_alone(pairs, count):
-        shape, pdl = dict(BLOCK_N=4, TOP_K=top_k, EXPERTS=count, num_warps=4), early(x)
+        shape, pdl = dict(BLOCK_N=4, TOP_K=top_k, EXPERTS=count, num_warps=4, maxnreg=REGISTERS), early(x)
         _pair_gate_up_kernel[(cdiv(inner, 4), pairs)](
             x, gate_up, gate_up_bias, chosen, middle,
-            INPUTS=hidden, INNER=inner, BLOCK_K=min(512, next_power_of_2(hidden)), **shape, **kind, **pdl,
+            INPUTS=hidden, INNER=inner, BLOCK_K=columns_of_a_step(hidden), **shape, **kind, **pdl,
         )  # fmt: skip
         _pair_down_kernel[(cdiv(hidden, 4), pairs)](
             middle, down, down_bias, chosen, weights, parts, tokens,
-            INNER=inner, OUTPUTS=hidden, BLOCK_K=min(512, next_power_of_2(inner)), **shape, **pdl,
+            INNER=inner, OUTPUTS=hidden, BLOCK_K=columns_of_a_step(inner), **shape, **pdl,
         )  # fmt: skip
     else:
         order, starts = sort_pairs(chosen, count)

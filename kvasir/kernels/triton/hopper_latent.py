@@ -5,15 +5,15 @@ multiprocessor reads as much as the others whatever the lengths are. A range may
 finds of those is a part, and a second launch merges the parts. A program has two parts at most: of the sequence it
 begins within, and of the one it ends within.
 
-One warp group keeps tiles coming, each of which is read once and is keys and values. With few heads the others compute
-scores and sums with their sides exchanged: tokens, and then the numbers of a vector, are the rows of the product, so
-that tensor cores need not pretend that there are 64 heads. With more, a program takes 64 heads.
+One warp keeps tiles coming, each of which is read once and is keys and values. With 16 or 32 heads one warp group
+computes scores and sums with their sides exchanged: tokens, and then the numbers of a vector, are the rows of the
+product, so that tensor cores need not pretend that there are 64 heads. With 64, two warp groups compute all scores
+each, and half of each vector's sums, because a whole row of sums does not fit into the registers of one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 import triton
@@ -38,33 +38,26 @@ LATENT = gl.constexpr(512)
 ROTARY = gl.constexpr(64)
 STAGES = gl.constexpr(2)  # tiles being loaded or read: with 64 heads' queries, no more fit
 CHUNK = gl.constexpr(512)  # lengths that are added up at once
+LEAST = gl.constexpr(2)  # tiles of a range: fewer are not worth a part
+MANY = gl.constexpr(64)  # heads of a program that has two computing warp groups
 SHORT = 256  # tokens: longer sequences are worth parts
+FEW_TOKENS = 8192  # of all sequences: their tiles are few enough to be read again for every 16 of many heads
 FEW = 132  # programs that merge a whole head each; of more, each has work enough
 SLICE = gl.constexpr(64)  # numbers of a vector that are cleared at once
 
 _copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name since Triton 3.9, and before
 
 
-class Way(IntEnum):
-    """How the computing warps share a tile."""
-
-    EXCHANGED = 0  # one warp group; tokens are the rows of the scores
-    HALVES = 1  # two warp groups, each with all scores and half of each vector
-    TOGETHER = 2  # eight warps with half of the scores and half of each vector each
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How a launch is shaped."""
 
-    way: Way
-    heads: int  # of a program
-    least: int = 2  # tiles of a range: fewer are not worth a part
+    heads: int  # of a program: 16 or 32 for one computing warp group, 64 for two
     whole: bool = False  # a program for each sequence, and no parts
 
     @property
     def query_stages(self) -> int:
-        return 1 if self.heads == 64 else 2
+        return 1 if self.heads == MANY.value else 2
 
 
 @gluon.jit
@@ -90,13 +83,13 @@ def _skip(tiles, count, begin, seq, before, passed):
 
 
 @gluon.jit
-def _find_range(length_ptr, sequences, ranges, least, index):
+def _find_range(length_ptr, sequences, ranges, index):
     """The first sequence of a range, the range's first tile of it, and how many tiles the range has."""
     tiles = _count_tiles(length_ptr, sequences, 0)
     total = gl.sum(tiles, 0)
     for first in range(CHUNK, sequences, CHUNK):
         total += gl.sum(_count_tiles(length_ptr, sequences, first), 0)
-    ranges = gl.minimum(ranges, (total + least - 1) // least)
+    ranges = gl.minimum(ranges, (total + LEAST - 1) // LEAST)
     some = gl.maximum(ranges, 1)
     begin = total * gl.minimum(index, ranges) // some
     end = total * gl.minimum(index + 1, ranges) // some
@@ -236,14 +229,12 @@ def _compute_exchanged(
 @gluon.jit
 def _compute(
     out_ptr, part_ptr, lse_ptr, length_ptr, scale, unit, seq, first, left, q_ring, ring,
-    HEADS: gl.constexpr, ALL: gl.constexpr, Q_STAGES: gl.constexpr, PDL: gl.constexpr, weights,
+    HEADS: gl.constexpr, ALL: gl.constexpr, Q_STAGES: gl.constexpr, PDL: gl.constexpr,
     FROM: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Columns `FROM` and following of the sums. With four warps the weights stay in registers; with eight, each half of
-    them computes the weights of half of the tokens, and they exchange these through shared memory."""
-    GROUPS: gl.constexpr = gl.num_warps() // 4
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, KEYS // GROUPS, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, COLUMNS // GROUPS, 16])
+    """Columns `FROM` and following of the sums [heads, numbers]; the weights stay in registers."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     q, q_turned, q_here, q_free = q_ring
     k, k_turned, k_here, k_free = ring
     index = gl.program_id(1)
@@ -282,16 +273,9 @@ def _compute(
                 shrink = gl.exp2(top - new_top)
                 norm = norm * shrink + gl.sum(p, 1)
                 top = new_top
-                p = p.to(weights.dtype)
                 acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O_LAYOUT))[:, None]
-                values = vectors.slice(FROM, COLUMNS, 1)
-                if GROUPS == 1:
-                    p = gl.convert_layout(p, gl.DotOperandLayout(0, O_LAYOUT, 2))
-                    acc = warpgroup_mma(p, values, acc, is_async=True)
-                else:
-                    weights.store(p)
-                    fence_async_shared()
-                    acc = warpgroup_mma(weights, values, acc, is_async=True)
+                weights = gl.convert_layout(p.to(vectors.dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
+                acc = warpgroup_mma(weights, vectors.slice(FROM, COLUMNS, 1), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(k_free.index(stage))
                 step += 1
@@ -321,14 +305,14 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
-@gluon.jit(do_not_specialize=["sequences", "ranges", "least"], do_not_specialize_on_alignment=["row_ptr", "length_ptr"])
+@gluon.jit(do_not_specialize=["sequences", "ranges"], do_not_specialize_on_alignment=["row_ptr", "length_ptr"])
 def _hopper_latent_kernel(
     queries, rotated, vectors, turned, table_ptr, row_ptr, length_ptr, out_ptr, part_ptr, lse_ptr, scale, unit,
-    sequences, ranges, least, table_stride,
-    WAY: gl.constexpr, HEADS: gl.constexpr, ALL: gl.constexpr, BLOCK_SIZE: gl.constexpr, Q_STAGES: gl.constexpr,
+    sequences, ranges, table_stride,
+    HEADS: gl.constexpr, ALL: gl.constexpr, BLOCK_SIZE: gl.constexpr, Q_STAGES: gl.constexpr,
     WHOLE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    PARTNERS: gl.constexpr = 2 if WAY == 1 else 1  # warp groups that compute on their own
+    PARTNERS: gl.constexpr = 2 if HEADS == MANY else 1  # warp groups that compute
     DTYPE: gl.constexpr = vectors.dtype
     q = gl.allocate_shared_memory(DTYPE, [Q_STAGES, 1, HEADS, LATENT], queries.layout)
     q_turned = gl.allocate_shared_memory(DTYPE, [Q_STAGES, 1, HEADS, ROTARY], rotated.layout)
@@ -341,34 +325,26 @@ def _hopper_latent_kernel(
         first = 0
         left = (gl.load(length_ptr + seq, cache_modifier=".cg") + KEYS - 1) // KEYS
     else:
-        seq, first, left = _find_range(length_ptr, sequences, ranges, least, gl.program_id(1))
+        seq, first, left = _find_range(length_ptr, sequences, ranges, gl.program_id(1))
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     # The last two numbers are registers of a computing thread and of a loading one. They are written here because a
     # constant inside a named tuple would not stay a constant.
-    if WAY == 0:
-        weights = gl.allocate_shared_memory(DTYPE, [HEADS, KEYS], vectors.layout)
-        gl.warp_specialize([
-            (_compute_exchanged, (out_ptr, part_ptr, lse_ptr, length_ptr, scale, unit, seq, first, left, q_ring, ring,
-                                  HEADS, ALL, Q_STAGES, PDL, weights)),
-            (_load, (queries, rotated, vectors, turned, table_ptr, row_ptr, length_ptr, table_stride, seq, first, left,
-                     q_ring, ring, HEADS, BLOCK_SIZE, Q_STAGES, PDL)),
-        ], [4], [40])  # fmt: skip
-    elif WAY == 1:
+    if HEADS == MANY:
         gl.warp_specialize([
             (_compute, (out_ptr, part_ptr, lse_ptr, length_ptr, scale, unit, seq, first, left, q_ring, ring,
-                        HEADS, ALL, Q_STAGES, PDL, q, 0, LATENT // 2)),
+                        HEADS, ALL, Q_STAGES, PDL, 0, LATENT // 2)),
             (_compute, (out_ptr, part_ptr, lse_ptr, length_ptr, scale, unit, seq, first, left, q_ring, ring,
-                        HEADS, ALL, Q_STAGES, PDL, q, LATENT // 2, LATENT // 2)),
+                        HEADS, ALL, Q_STAGES, PDL, LATENT // 2, LATENT // 2)),
             (_load, (queries, rotated, vectors, turned, table_ptr, row_ptr, length_ptr, table_stride, seq, first, left,
                      q_ring, ring, HEADS, BLOCK_SIZE, Q_STAGES, PDL)),
         ], [4, 4], [240, 24])  # fmt: skip
     else:
         weights = gl.allocate_shared_memory(DTYPE, [HEADS, KEYS], vectors.layout)
         gl.warp_specialize([
-            (_compute, (out_ptr, part_ptr, lse_ptr, length_ptr, scale, unit, seq, first, left, q_ring, ring,
-                        HEADS, ALL, Q_STAGES, PDL, weights, 0, LATENT)),
+            (_compute_exchanged, (out_ptr, part_ptr, lse_ptr, length_ptr, scale, unit, seq, first, left, q_ring, ring,
+                                  HEADS, ALL, Q_STAGES, PDL, weights)),
             (_load, (queries, rotated, vectors, turned, table_ptr, row_ptr, length_ptr, table_stride, seq, first, left,
                      q_ring, ring, HEADS, BLOCK_SIZE, Q_STAGES, PDL)),
         ], [4], [40])  # fmt: skip
@@ -444,11 +420,11 @@ def _can_be_copied(x: torch.Tensor) -> bool:
     return x.stride(2) == 1 and all(n % 8 == 0 for n in (x.stride(0), x.stride(1), x.storage_offset()))
 
 
-def choose_plan(heads: int, longest: int | None) -> Plan:
+def choose_plan(sequences: int, heads: int, longest: int | None) -> Plan:
     whole = longest is not None and longest <= SHORT
-    if heads <= 32:
-        return Plan(Way.EXCHANGED, 16 if heads <= 16 else 32, whole=whole)
-    return Plan(Way.HALVES, 64, whole=whole)
+    if heads <= 16 or (heads > 32 and longest is not None and sequences * longest <= FEW_TOKENS):
+        return Plan(16, whole)
+    return Plan(32 if heads <= 32 else 64, whole)
 
 
 def hopper_latent(
@@ -467,7 +443,7 @@ def hopper_latent(
 ) -> None:
     """See latent.latent_decode."""
     sequences, heads, latent = query.shape
-    plan = plan or choose_plan(heads, longest)
+    plan = plan or choose_plan(sequences, heads, longest)
     pages, block_size, width = kv_cache.shape
     blocks = cdiv(heads, plan.heads)
     ranges = max(1, torch.cuda.get_device_properties(query.device).multi_processor_count // blocks)
@@ -483,15 +459,15 @@ def hopper_latent(
         for columns in (latent, width - latent)
     ]
     _hopper_latent_kernel[(blocks, sequences if plan.whole else ranges)](
-        *copies, tables, rows, lengths, out, part, lse, scale, unit, sequences, ranges, plan.least, tables.stride(0),
-        WAY=int(plan.way), HEADS=plan.heads, ALL=heads, BLOCK_SIZE=block_size, Q_STAGES=plan.query_stages,
-        WHOLE=plan.whole, num_warps=8 if plan.way is Way.TOGETHER else 4, **early(query),
+        *copies, tables, rows, lengths, out, part, lse, scale, unit, sequences, ranges, tables.stride(0),
+        HEADS=plan.heads, ALL=heads, BLOCK_SIZE=block_size, Q_STAGES=plan.query_stages,
+        WHOLE=plan.whole, num_warps=4, **early(query),
     )  # fmt: skip
     if plan.whole:
         return
     columns, slots = (128, 32) if heads * sequences <= FEW else (latent, 8)
     _latent_merge_kernel[(heads, sequences, latent // columns)](
-        part, lse, lengths, out, sequences, ranges, plan.least,
+        part, lse, lengths, out, sequences, ranges, LEAST.value,
         HEADS=heads, LINES=lines, LATENT=latent, COLUMNS=columns, KEYS=KEYS.value, CHUNK=CHUNK.value, SLOTS=slots,
         num_warps=4, **early(query),
     )  # fmt: skip

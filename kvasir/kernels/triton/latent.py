@@ -266,15 +266,6 @@ def _shape(latent: int, kv_cache: torch.Tensor) -> dict[str, int]:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeTiling:
-    """How a program of the kernel for all devices reads: tokens at a time, tiles on their way, warps."""
-
-    tokens: int
-    stages: int
-    warps: int
-
-
 def latent_decode(
     query: torch.Tensor,  # [sequences, heads, latent_dim], any strides but the last
     rotated: torch.Tensor,  # [sequences, heads, rotary_dim], any strides but the last
@@ -289,11 +280,10 @@ def latent_decode(
     *,
     split: Split | None = None,
     longest: int | None = None,  # upper bound of the lengths
-    tiling: DecodeTiling | None = None,  # None: the best kernel for the device
 ) -> None:
     """Weighted sums of the cached vectors, for one token of each sequence."""
     sequences, heads, latent = query.shape
-    if tiling is None and is_hopper(query):
+    if is_hopper(query):
         from kvasir.kernels.triton import hopper_latent  # imports Gluon, which changes from version to version
 
         if hopper_latent.takes(query, rotated, kv_cache):
@@ -311,19 +301,17 @@ def latent_decode(
     part, lse = workspace.get(sequences * heads * split.count, latent, query.device)
     parts = Parts(split, 0, None, part, lse)
     shape = _shape(latent, kv_cache)
-    if tiling is None:
-        stages = 4 if kv_cache.itemsize * shape["PADDED"] * 32 <= 32768 else 2
-        tiling = DecodeTiling(32, stages, 4 if height < 64 else 8)
+    stages = 4 if kv_cache.itemsize * shape["PADDED"] * 32 <= 32768 else 2
     _latent_decode_kernel[(blocks, sequences, split.count)](
         query, rotated, kv_cache, tables, rows, lengths, out, part, lse, scale * unit * LOG2E, unit, *parts.numbers,
         query.stride(0), query.stride(1), rotated.stride(0), rotated.stride(1), tables.stride(0),
         kv_cache.stride(0), kv_cache.stride(1),
-        HEADS=heads, ROWS=height, BLOCK_N=tiling.tokens, STAGES=tiling.stages, num_warps=tiling.warps,
-        num_stages=tiling.stages, **shape, **early(query),
+        HEADS=heads, ROWS=height, BLOCK_N=32, STAGES=stages, num_warps=4 if height < 64 else 8, num_stages=stages,
+        **shape, **early(query),
     )  # fmt: skip
     merged = dict(
-        HEADS=heads, DIM=latent, PADDED=shape["PADDED"], BLOCK_SIZE=shape["BLOCK_SIZE"], BLOCK_N=tiling.tokens,
-        WINDOW=0, SHARES=False,
+        HEADS=heads, DIM=latent, PADDED=shape["PADDED"], BLOCK_SIZE=shape["BLOCK_SIZE"], BLOCK_N=32, WINDOW=0,
+        SHARES=False,
     )  # fmt: skip
     parts.merge(lengths, out, merged, None)
 

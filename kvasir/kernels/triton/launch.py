@@ -169,6 +169,12 @@ def watch_compilations() -> None:
     _late = 0
 
 
+def expect_compilations() -> None:
+    """An engine starts, perhaps beside others in this process: until `watch_compilations` nothing counts as late."""
+    global _late
+    _late = None
+
+
 def _compiled(*, fn: Any, compile: dict[str, Any], **_: Any) -> None:
     """Triton calls this when it has compiled a kernel, or loaded it from disk."""
     global _late

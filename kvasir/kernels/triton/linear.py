@@ -32,6 +32,13 @@ def _fetch(lines):
 
 
 @triton.jit
+def load_columns(pointers, k, LEFT: tl.constexpr, BLOCK_K: tl.constexpr):
+    """In float32; zeros past the LEFT columns that there still are. Whole blocks are loaded without a mask."""
+    y = tl.load(pointers) if LEFT >= BLOCK_K else tl.load(pointers, mask=k < LEFT, other=0.0)
+    return y.to(tl.float32)
+
+
+@triton.jit
 def _gemv_kernel(
     x_ptr, w_ptr, bias_ptr, gain_ptr, add_ptr, y_ptr, outputs, eps,
     INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
@@ -50,14 +57,15 @@ def _gemv_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
-    for i in tl.static_range(INNER // BLOCK_K):
-        x = tl.load(x_ptr + i * BLOCK_K + k).to(tl.float32)
+    for i in tl.static_range((INNER + BLOCK_K - 1) // BLOCK_K):
+        x = load_columns(x_ptr + i * BLOCK_K + k, k, INNER - i * BLOCK_K, BLOCK_K)
         if NORM:
             squares += x * x
-            x = x * tl.load(gain_ptr + i * BLOCK_K + k).to(tl.float32)
-        acc += tl.load(rows + i * BLOCK_K).to(tl.float32) * x[None, :]
+            x = x * load_columns(gain_ptr + i * BLOCK_K + k, k, INNER - i * BLOCK_K, BLOCK_K)
+        acc += load_columns(rows + i * BLOCK_K, k[None, :], INNER - i * BLOCK_K, BLOCK_K) * x[None, :]
         if GATED:
-            acc_up += tl.load(rows + outputs.to(tl.int64) * INNER + i * BLOCK_K).to(tl.float32) * x[None, :]
+            up_rows = rows + outputs.to(tl.int64) * INNER + i * BLOCK_K
+            acc_up += load_columns(up_rows, k[None, :], INNER - i * BLOCK_K, BLOCK_K) * x[None, :]
     y = tl.sum(acc, 1)
     up = tl.sum(acc_up, 1)
     if NORM:
@@ -79,12 +87,12 @@ UNTUNED = [2, 1024, 2]  # rows of the matrix per program, columns per step, warp
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `gemv` can take this product: one row, of a size that its blocks divide."""
+    """Whether `gemv` can take this product: one row, and a matrix whose rows begin at cache lines."""
     return x.shape[0] == 1 and is_fit(weight)
 
 
 def is_fit(weight: torch.Tensor) -> bool:
-    return weight.dim() == 2 and weight.shape[1] % 512 == 0 and weight.is_contiguous()
+    return weight.dim() == 2 and weight.shape[1] % 64 == 0 and weight.is_contiguous()
 
 
 def gemv(
@@ -103,7 +111,7 @@ def gemv(
     outputs = rows // 2 if gated else rows
     kind = "gated" if gated else "norm" if gain is not None else "add" if add is not None else "plain"
     block_n, block_k, warps = blocks or find(gemv_key(kind, rows, inner), x) or UNTUNED
-    while inner % block_k:
+    while inner % block_k and block_k > 512:
         block_k //= 2
     y = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     _gemv_kernel[(cdiv(outputs, block_n),)](

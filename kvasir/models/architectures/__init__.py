@@ -22,8 +22,8 @@ PLUGINS = "kvasir.plugins"
 # Name in config.json -> an Architecture, or where to import it: "module:NAME".
 _ARCHITECTURES: dict[str, str | Architecture] = {
     "LlamaForCausalLM": "kvasir.models.architectures.llama:LLAMA",
-    "MistralForCausalLM": "kvasir.models.architectures.mistral:MISTRAL",
-    "MixtralForCausalLM": "kvasir.models.architectures.mistral:MIXTRAL",
+    "MistralForCausalLM": "kvasir.models.architectures.llama:MISTRAL",
+    "MixtralForCausalLM": "kvasir.models.architectures.llama:MIXTRAL",
     "Qwen2ForCausalLM": "kvasir.models.architectures.qwen:QWEN2",
     "Qwen2MoeForCausalLM": "kvasir.models.architectures.qwen:QWEN2_MOE",
     "Qwen3ForCausalLM": "kvasir.models.architectures.qwen:QWEN3",
@@ -41,8 +41,8 @@ _ARCHITECTURES: dict[str, str | Architecture] = {
     "Olmo2ForCausalLM": "kvasir.models.architectures.llama:OLMO2",
     "GraniteForCausalLM": "kvasir.models.architectures.llama:GRANITE",
     "SmolLM3ForCausalLM": "kvasir.models.architectures.llama:SMOLLM3",
-    "CohereForCausalLM": "kvasir.models.architectures.cohere:COHERE",
-    "Cohere2ForCausalLM": "kvasir.models.architectures.cohere:COHERE2",
+    "CohereForCausalLM": "kvasir.models.architectures.llama:COHERE",
+    "Cohere2ForCausalLM": "kvasir.models.architectures.llama:COHERE2",
     "StableLmForCausalLM": "kvasir.models.architectures.llama:STABLELM",
     "InternLM2ForCausalLM": "kvasir.models.architectures.llama:INTERNLM2",
     "DeepseekV2ForCausalLM": "kvasir.models.architectures.deepseek:DEEPSEEK_V2",
@@ -62,12 +62,12 @@ _ARCHITECTURES: dict[str, str | Architecture] = {
     "CamembertModel": "kvasir.models.architectures.bert:ROBERTA",
     "DistilBertModel": "kvasir.models.architectures.bert:DISTILBERT",
     "MPNetModel": "kvasir.models.architectures.bert:MPNET",
-    "ModernBertModel": "kvasir.models.architectures.modernbert:MODERNBERT",
-    "NomicBertModel": "kvasir.models.architectures.modernbert:NOMIC_BERT",
-    "GteModel": "kvasir.models.architectures.modernbert:GTE",
+    "ModernBertModel": "kvasir.models.architectures.bert:MODERNBERT",
+    "NomicBertModel": "kvasir.models.architectures.bert:NOMIC_BERT",
+    "GteModel": "kvasir.models.architectures.bert:GTE",
+    "JinaEmbeddingsV3Model": "kvasir.models.architectures.bert:JINA",
     "T5EncoderModel": "kvasir.models.architectures.t5:T5",
     "MT5EncoderModel": "kvasir.models.architectures.t5:T5",
-    "JinaEmbeddingsV3Model": "kvasir.models.architectures.modernbert:JINA",
 }
 
 # How an architecture's name ends when it is no model that generates text -> what it does, see config.pooling. Without

@@ -1,20 +1,40 @@
-"""BERT and the encoders that are built as it is: norms after the sums, learned positions, a feed-forward network
-without a gate."""
+"""BERT and other encoders. Some are built as it is: norms after the sums, learned positions, a feed-forward network
+without a gate. ModernBERT, NomicBERT, GTE and Jina v3 rotate positions.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
 from kvasir.config.pooling import DenseSpec, num_labels
 from kvasir.errors import ModelError
-from kvasir.layers.spec import EncoderAttentionSpec, MLPSpec, RelativeBiasSpec
+from kvasir.layers.spec import EncoderAttentionSpec, GatedMLPSpec, LayerNormSpec, MLPSpec, RelativeBiasSpec, RopeSpec
 from kvasir.models.config_reader import (
+    flag,
     head_dim_of,
     integer,
+    mapping,
     read_activation,
     read_decoder,
     read_layer_norm,
+    read_rope,
+    real,
     renamed,
+    windows_by_type,
 )
-from kvasir.models.spec import Architecture, Config, DecoderSpec, PostNormLayerSpec
+from kvasir.models.spec import (
+    GATE_UP,
+    QKV,
+    Architecture,
+    Config,
+    DecoderSpec,
+    PostNormLayerSpec,
+    TensorLayout,
+    halves,
+    pre_norm,
+    stacked_qkv,
+)
 
 LAYER_NAMES = {
     "encoder.layer.*.attention.self.query": "layers.*.attention.qkv:q",
@@ -31,6 +51,17 @@ END_NAMES = {
     "embeddings.position_embeddings": "positions",
     "embeddings.token_type_embeddings": "token_types",
     "embeddings.LayerNorm": "embedding_norm",
+}
+NAMES: dict[str, str | TensorLayout] = {
+    "model.embeddings.tok_embeddings": "embedding",
+    "model.embeddings.norm": "embedding_norm",
+    "model.layers.*.attn_norm": "layers.*.attention_norm",
+    "model.layers.*.attn.Wqkv": TensorLayout(QKV, stacked_qkv),
+    "model.layers.*.attn.Wo": "layers.*.attention.o",
+    "model.layers.*.mlp_norm": "layers.*.mlp_norm",
+    "model.layers.*.mlp.Wi": TensorLayout(GATE_UP, halves),
+    "model.layers.*.mlp.Wo": "layers.*.mlp.down",
+    "model.final_norm": "norm",
 }
 
 
@@ -150,3 +181,153 @@ DISTILBERT = Architecture(
     read_distilbert, DISTILBERT_NAMES, prefix="distilbert.", pooling="cls", heads=distilbert_heads
 )
 MPNET = Architecture(read_mpnet, MPNET_NAMES, prefix="mpnet.", pooling="cls", heads=roberta_heads)
+
+
+def read_modernbert(config: Config) -> DecoderSpec:
+    """ModernBERT: norms before, rotated positions, and layers that see near tokens only between those that see all."""
+    heads, head_dim, bias = integer(config, "num_attention_heads"), head_dim_of(config), flag(config, "attention_bias")
+    norm = LayerNormSpec(real(config, "norm_eps", 1e-5), flag(config, "norm_bias"))
+    far, near = _ropes(config, head_dim)
+    attention = EncoderAttentionSpec(heads, heads, head_dim, qkv_bias=bias, o_bias=bias)
+    activation = read_activation(config, "hidden_activation", "gelu")
+    mlp = GatedMLPSpec(integer(config, "intermediate_size"), activation, flag(config, "mlp_bias"))
+    layer = pre_norm(norm, attention, mlp)
+    every = integer(config, "global_attn_every_n_layers", 3)
+    count, reach = integer(config, "num_hidden_layers"), integer(config, "local_attention", 128) // 2
+    types = config.get("layer_types") or ["sliding_attention" if i % every else "full_attention" for i in range(count)]
+    reaches = windows_by_type({**config, "layer_types": types}, reach)
+    layers = [layer.with_attention(reach=each, rope=far if each is None else near) for each in reaches]
+    layers[0] = replace(layers[0], attention_norm=None)  # the embeddings' norm comes just before
+    return read_decoder(config, layers, norm, tie_embeddings=False, has_head=False, embedding_norm=norm)
+
+
+def _ropes(config: Config, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
+    """The rotations of layers that see all tokens and of the others: two entries in new files, two thetas in old."""
+    given = mapping(config, "rope_parameters")
+    if any(isinstance(value, Mapping) for value in given.values()):
+        far = {**config, "rope_parameters": given.get("full_attention")}
+        near = {**config, "rope_parameters": given.get("sliding_attention")}
+        return read_rope(far, head_dim, theta=160000.0), read_rope(near, head_dim)
+    far_theta, near_theta = real(config, "global_rope_theta", 160000.0), real(config, "local_rope_theta", 10000.0)
+    return RopeSpec(head_dim, far_theta), RopeSpec(head_dim, near_theta)
+
+
+def modernbert_heads(config: Config, kind: str) -> tuple[DenseSpec, ...]:
+    size = integer(config, "hidden_size")
+    first = DenseSpec(
+        "head.dense",
+        size,
+        size,
+        flag(config, "classifier_bias"),
+        read_activation(config, "classifier_activation", "gelu"),
+        norm="head.norm",
+        norm_eps=real(config, "norm_eps", 1e-5),
+        norm_bias=flag(config, "norm_bias"),
+    )
+    return first, DenseSpec("classifier", size, num_labels(config))
+
+
+# ---------------------------------------------------------------- BERT with rotated positions
+
+# Layers, and a part of a layer, as their first checkpoints name them.
+_NORMS = {
+    "encoder.layers.*.norm1": "layers.*.attention_post_norm",
+    "encoder.layers.*.norm2": "layers.*.mlp_post_norm",
+}
+_ENDS = {
+    "embeddings.word_embeddings": "embedding",
+    "embeddings.token_type_embeddings": "token_types",
+    "emb_ln": "embedding_norm",
+}
+NOMIC_NAMES: dict[str, str | TensorLayout] = {
+    **_ENDS,
+    **_NORMS,
+    "encoder.layers.*.attn.Wqkv": TensorLayout(QKV, stacked_qkv),
+    "encoder.layers.*.attn.out_proj": "layers.*.attention.o",
+    "encoder.layers.*.mlp.fc11": "layers.*.mlp.gate_up:up",
+    "encoder.layers.*.mlp.fc12": "layers.*.mlp.gate_up:gate",
+    "encoder.layers.*.mlp.fc2": "layers.*.mlp.down",
+}
+JINA_NAMES: dict[str, str | TensorLayout] = {
+    **_ENDS,
+    **_NORMS,
+    "encoder.layers.*.mixer.Wqkv": TensorLayout(QKV, stacked_qkv),
+    "encoder.layers.*.mixer.out_proj": "layers.*.attention.o",
+    "encoder.layers.*.mlp.fc1": "layers.*.mlp.up:up",
+    "encoder.layers.*.mlp.fc2": "layers.*.mlp.down",
+}
+GTE_NAMES: dict[str, str | TensorLayout] = {
+    "embeddings.word_embeddings": "embedding",
+    "embeddings.token_type_embeddings": "token_types",
+    "embeddings.LayerNorm": "embedding_norm",
+    "encoder.layer.*.attention.qkv_proj": TensorLayout(QKV, stacked_qkv),
+    "encoder.layer.*.attention.o_proj": "layers.*.attention.o",
+    "encoder.layer.*.attn_ln": "layers.*.attention_post_norm",
+    "encoder.layer.*.mlp.up_gate_proj": TensorLayout(GATE_UP[::-1], halves),
+    "encoder.layer.*.mlp.down_proj": "layers.*.mlp.down",
+    "encoder.layer.*.mlp_ln": "layers.*.mlp_post_norm",
+}
+
+
+def _read_rotary(config: Config, mlp: MLPSpec | GatedMLPSpec, theta: float, bias: bool) -> DecoderSpec:
+    heads, head_dim = integer(config, "num_attention_heads"), head_dim_of(config)
+    norm, rope = read_layer_norm({"layer_norm_eps": 1e-12, **config}), read_rope(config, head_dim, theta=theta)
+    attention = EncoderAttentionSpec(heads, heads, head_dim, rope=rope, qkv_bias=bias, o_bias=bias)
+    return read_decoder(
+        config,
+        PostNormLayerSpec(attention, mlp, attention_post_norm=norm, mlp_post_norm=norm),
+        None,
+        tie_embeddings=False,
+        has_head=False,
+        embedding_norm=norm,
+        num_token_types=integer(config, "type_vocab_size", 2, least=0),
+    )
+
+
+def read_nomic_bert(config: Config) -> DecoderSpec:
+    """NomicBERT: BERT with rotated positions, a gated feed-forward network and no biases."""
+    mlp = GatedMLPSpec(integer(config, "intermediate_size"), read_activation(config))
+    return _read_rotary(config, mlp, 1000.0, bias=False)
+
+
+def read_gte(config: Config) -> DecoderSpec:
+    """GTE v1.5 and its multilingual successors: BERT with rotated positions and a gated feed-forward network."""
+    mlp = GatedMLPSpec(integer(config, "intermediate_size"), read_activation(config, default="gelu"), down_bias=True)
+    return _read_rotary(config, mlp, 160000.0, bias=True)
+
+
+def read_jina(config: Config) -> DecoderSpec:
+    """Jina v3: XLM-RoBERTa with rotated positions. Its adapters are not applied."""
+    mlp = MLPSpec(integer(config, "intermediate_size"), read_activation(config, default="gelu"), bias=True)
+    return _read_rotary({"layer_norm_eps": 1e-5, **config}, mlp, 20000.0, bias=True)
+
+
+def pooler_heads(prefix: str) -> Callable[[Config, str], tuple[DenseSpec, ...]]:
+    """BERT's heads under another prefix."""
+
+    def heads(config: Config, kind: str) -> tuple[DenseSpec, ...]:
+        size = integer(config, "hidden_size")
+        last = DenseSpec("classifier", size, num_labels(config))
+        if kind == "token_classify":
+            return (last,)
+        return DenseSpec(f"{prefix}pooler.dense", size, size, activation="tanh"), last
+
+    return heads
+
+
+def _prefixed(prefix: str, names: dict[str, str | TensorLayout]) -> dict[str, str | TensorLayout]:
+    return {prefix + theirs: ours for theirs, ours in names.items()}
+
+
+MODERNBERT = Architecture(read_modernbert, NAMES, prefix="model.", pooling="cls", heads=modernbert_heads)
+NOMIC_BERT = Architecture(
+    read_nomic_bert,
+    _prefixed("nomic_bert.", NOMIC_NAMES),
+    prefix="nomic_bert.",
+    pooling="mean",
+    heads=pooler_heads("nomic_bert."),
+)
+GTE = Architecture(read_gte, _prefixed("gte.", GTE_NAMES), prefix="gte.", pooling="cls", heads=pooler_heads("gte."))
+JINA = Architecture(
+    read_jina, _prefixed("roberta.", JINA_NAMES), prefix="roberta.", pooling="mean", heads=roberta_heads
+)

@@ -18,7 +18,7 @@ from kvasir.layers.spec import (
     TemperatureSpec,
     TopKRoutingSpec,
 )
-from kvasir.models.architectures import deepseek, llama, mistral, qwen
+from kvasir.models.architectures import deepseek, llama, qwen
 from kvasir.models.config_reader import (
     check_length,
     flag,
@@ -110,7 +110,7 @@ def read_phimoe(config: Config) -> DecoderSpec:
     return read_decoder(config, pre_norm(norm, attention, experts), norm, head_bias=flag(config, "lm_head_bias"))
 
 
-PHIMOE = Architecture(read_phimoe, mistral.MIXTRAL_NAMES)
+PHIMOE = Architecture(read_phimoe, llama.MIXTRAL_NAMES)
 
 # ---------------------------------------------------------------- Granite-MoE
 
@@ -205,7 +205,7 @@ GLM4_MOE = Architecture(read_glm4_moe, glm4_names, deepseek.ignored)
 # ---------------------------------------------------------------- MiniMax-M2
 
 MINIMAX_M2_NAMES: dict[str, str | TensorLayout] = {
-    **mistral.MIXTRAL_NAMES,
+    **llama.MIXTRAL_NAMES,
     **_QK_NORMS,
     "model.layers.*.block_sparse_moe.e_score_correction_bias": TensorLayout(("layers.*.mlp.routing",), bare=True),
 }

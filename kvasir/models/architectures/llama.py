@@ -1,10 +1,11 @@
-"""Llama, on whose names and parts most other architectures build, and its near relatives: they differ in scales, norms,
-biases, or the names and layout of their tensors."""
+"""Llama, on whose names and parts most other architectures build, and its relatives: Mistral, Mixtral, Cohere's Command
+and others. They differ in scales, norms, biases, or the names and layout of their tensors.
+"""
 
 from __future__ import annotations
 
 from kvasir.errors import ModelError
-from kvasir.layers.spec import MLPSpec
+from kvasir.layers.spec import MLPSpec, MoESpec, RopeSpec, TopKRoutingSpec
 from kvasir.models.config_reader import (
     check_length,
     flag,
@@ -53,6 +54,14 @@ NAMES = {
     "model.norm": "norm",
     "lm_head": "head",
 }
+MIXTRAL_NAMES = {
+    **{name: ours for name, ours in NAMES.items() if ".mlp." not in name},
+    "model.layers.*.block_sparse_moe.gate": "layers.*.mlp.router",
+    "model.layers.*.block_sparse_moe.experts.*.w1": "layers.*.mlp.experts:gate.*",
+    "model.layers.*.block_sparse_moe.experts.*.w3": "layers.*.mlp.experts:up.*",
+    "model.layers.*.block_sparse_moe.experts.*.w2": "layers.*.mlp.experts:down.*",
+}
+COHERE_NAMES = {name: ours for name, ours in NAMES.items() if ours != "layers.*.mlp_norm"}
 
 
 def read_llama(config: Config) -> DecoderSpec:
@@ -185,3 +194,61 @@ PHI3 = Architecture(read_phi3, PHI3_NAMES)
 OLMO2 = Architecture(read_olmo2, OLMO2_NAMES)
 STABLELM = Architecture(read_stablelm, stablelm_names)
 STARCODER2 = Architecture(read_starcoder2, STARCODER2_NAMES)
+
+
+def read_mistral(config: Config) -> DecoderSpec:
+    """Mistral: Llama, with a sliding window on every layer in the first versions."""
+    norm, attention = read_rms_norm(config), read_attention(config, window=read_window(config, 4096))
+    return read_decoder(config, pre_norm(norm, attention, read_gated_mlp(config)), norm)
+
+
+def read_mixtral(config: Config) -> DecoderSpec:
+    """Mixtral: Mistral with a mixture of experts as every feed-forward network."""
+    norm, rope = read_rms_norm(config, 1e-5), read_rope(config, head_dim_of(config), theta=1e6)
+    experts = MoESpec(
+        integer(config, "num_local_experts", 8),
+        integer(config, "intermediate_size"),
+        TopKRoutingSpec(integer(config, "num_experts_per_tok", 2), normalise=True),
+        read_activation(config),
+    )
+    attention = read_attention(config, rope=rope, window=read_window(config))
+    return read_decoder(config, pre_norm(norm, attention, experts), norm)
+
+
+MISTRAL = Architecture(read_mistral, NAMES)
+MIXTRAL = Architecture(read_mixtral, MIXTRAL_NAMES)
+
+
+def _read_command(config: Config, windows: tuple[int | None, ...], ropes: tuple[RopeSpec | None, ...]) -> DecoderSpec:
+    if flag(config, "use_qk_norm"):
+        raise ModelError("config.json: use_qk_norm is not supported for this model; set model_impl='transformers'.")
+    bias, norm = flag(config, "attention_bias"), read_layer_norm(config, bias=False)
+    attention = read_attention(config, rope=None, qkv_bias=bias, o_bias=bias)
+    return read_decoder(
+        config,
+        vary_attention(parallel(norm, attention, read_gated_mlp(config)), window=windows, rope=ropes),
+        norm,
+        tie_embeddings=flag(config, "tie_word_embeddings", True),
+        logit_scale=real(config, "logit_scale", 0.0625),
+    )
+
+
+def read_cohere(config: Config) -> DecoderSpec:
+    """Cohere's Command-R: attention and feed-forward in parallel behind one LayerNorm without a bias, interleaved
+    rotation, scaled logits."""
+    rope = read_rope(config, head_dim_of(config), theta=500000.0, interleaved=True)
+    num_layers = integer(config, "num_hidden_layers")
+    return _read_command(config, (None,) * num_layers, (rope,) * num_layers)
+
+
+def read_cohere2(config: Config) -> DecoderSpec:
+    """Cohere's Command-R7B and Command-A: Command-R with a sliding window on most layers; layers without one do not
+    rotate positions."""
+    window, pattern = integer(config, "sliding_window", 4096), integer(config, "sliding_window_pattern", 4)
+    windows = windows_by_type(config, window, pattern)
+    rope = read_rope(config, head_dim_of(config), interleaved=True)
+    return _read_command(config, windows, tuple(None if window is None else rope for window in windows))
+
+
+COHERE = Architecture(read_cohere, COHERE_NAMES)
+COHERE2 = Architecture(read_cohere2, COHERE_NAMES)

@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.errors import ModelError
-from kvasir.quantization.formats.auto_round import AutoRound
-from kvasir.quantization.formats.awq import AWQ
 from kvasir.quantization.formats.base import WeightFormat, refuse
 from kvasir.quantization.formats.bitsandbytes import BitsAndBytes
 from kvasir.quantization.formats.compressed_tensors import CompressedTensors
-from kvasir.quantization.formats.fp8 import FP8
-from kvasir.quantization.formats.gptq import GPTQ
-from kvasir.quantization.formats.modelopt import ModelOpt
+from kvasir.quantization.formats.floats import FP8, ModelOpt
+from kvasir.quantization.formats.integers import AWQ, GPTQ, AutoRound
 
 FORMATS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
     "gptq": GPTQ,

@@ -22,8 +22,7 @@ from kvasir.quantization.formats.base import (
     refuse,
     whole,
 )
-from kvasir.quantization.formats.fp4 import MXFP4Scheme, NVFP4Scheme
-from kvasir.quantization.formats.fp8 import FloatScheme, spread
+from kvasir.quantization.formats.floats import FloatScheme, MXFP4Scheme, NVFP4Scheme, spread
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,12 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from kvasir.config.names import did_you_mean
+from kvasir.errors import did_you_mean
 from kvasir.server.schema.field_docs import FIELD_DOCS
 
 MAX_TOKEN_IDS = 1 << 20  # of all prompts of a request; decoding more holds up the event loop
 MAX_ENTRIES = 1 << 16  # of a list or an object whose field sets no other limit
+MAX_OBJECTS = 1 << 15  # of a list of objects or lists, such as messages; each takes far more work than a number
 _MAX_NAME = 64  # characters of an unknown field's name that are repeated and compared with known ones
 
 
@@ -37,8 +38,19 @@ def _bounded(schema: Any) -> Any:
     made = {key: value if key in skipped else _bounded(value) for key, value in schema.items()}
     if made.get("type") in ("list", "dict"):
         made["fail_fast"] = True
-        made.setdefault("max_length", MAX_ENTRIES)
+        is_plain = made["type"] == "dict" or _kind(made.get("items_schema")) in _PLAIN
+        made.setdefault("max_length", MAX_ENTRIES if is_plain else MAX_OBJECTS)
     return made
+
+
+_PLAIN = ("str", "int", "float", "bool")
+
+
+def _kind(schema: Any) -> str | None:
+    """The type of a list's entries, without what wraps it."""
+    while isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
+        schema = schema["schema"]
+    return schema.get("type") if isinstance(schema, dict) else None
 
 
 class BoundedModel(BaseModel):

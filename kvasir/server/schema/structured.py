@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from kvasir.config.names import did_you_mean
-from kvasir.errors import RequestError
+from kvasir.errors import RequestError, did_you_mean
 from kvasir.sampling_params import StructuredOutputsParams
+from kvasir.server.body_limits import exceeded_by_texts
 
 _MAX_NAME = 64  # characters of a schema's name: OpenAI's limit
 _OLDER = {  # vLLM's older fields -> the constraint's name now
@@ -30,6 +30,7 @@ FIELDS = frozenset(
         *("response_format", "text", "output_config", "output_format"),
     }
 )
+_JSON_TEXTS = ("json", "structural_tag")  # which may be objects or texts
 _INTERNAL = ("tags", "starts_after", "source")  # fields that no body sets
 BACKENDS = ("auto", "guidance", "llguidance")  # values of guided_decoding_backend that ask for nothing else
 
@@ -43,6 +44,9 @@ def structured_outputs(body: Any) -> StructuredOutputsParams | None:
     if not found:
         return None
     ((name, given),) = found
+    texts = (value for part, value in given.items() if part in _JSON_TEXTS and isinstance(value, str))
+    if problem := exceeded_by_texts(texts):
+        raise RequestError(f"{name}: its JSON {problem}", name)
     try:
         return StructuredOutputsParams(**given, source=name)
     except RequestError as error:

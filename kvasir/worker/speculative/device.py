@@ -8,18 +8,18 @@ would have drawn, at any temperature and with every sampling parameter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from kvasir import kernels
+from kvasir.kernels.layout import upload
 from kvasir.kernels.reference import hash_tokens
-from kvasir.kernels.upload import upload
 from kvasir.messages import Int32Array, NewRow, StepPlan
 from kvasir.sampling.features import LineTurn, SampledLines, SampledRows
-from kvasir.worker.speculative.drafter import Drafter, DraftRows, TokensTaken
+from kvasir.worker.speculative.drafter import Drafter, DraftRows, PassDrafter, TokensTaken
 
 
 @dataclass(slots=True)
@@ -39,13 +39,14 @@ class Verified:
     tokens: torch.Tensor  # [n, 1 + drafts] int32
     counts: torch.Tensor  # [n] int32: tokens of each row that count
     drafts: torch.Tensor  # [n] int32: drafts that wait for the row's next step
+    rows: torch.Tensor  # [n] int64
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.tokens, self.counts, self.drafts]
 
     def first(self, count: int) -> Verified:
         """Those of the first rows; the others are padding."""
-        return Verified(self.tokens[:count], self.counts[:count], self.drafts[:count])
+        return Verified(self.tokens[:count], self.counts[:count], self.drafts[:count], self.rows[:count])
 
 
 class RowState(Protocol):
@@ -107,17 +108,34 @@ class Speculation:
             taken = TokensTaken(step.rows, own, counts, step.positions + 1)
         else:
             taken = self._accept(tokens, lines, step)
+        drafter.learn(taken)
+        drafts = state.drafts
+        if isinstance(drafter, PassDrafter):
+            drafts.counts[taken.rows] = 0  # see `propose`
+        elif plan is None or plan.ahead is not None:
+            self._set_bounds(taken, plan)
+            drafter.propose(taken, drafts)
+            if drafter.config.synthetic_acceptance_rate is not None:  # a measurement has drafts in every step
+                drafts.counts[taken.rows] = drafter.num_drafts
+        else:
+            drafts.counts[taken.rows] = 0
+        return Verified(taken.tokens, taken.counts, drafts.counts[taken.rows], taken.rows)
+
+    def propose(self, verified: Verified, plan: StepPlan) -> Verified:
+        """Draft in passes if the drafter does, after the head or its graph. `verified` holds no padding."""
+        if not isinstance(self.drafter, PassDrafter) or plan.ahead is None:
+            return verified
+        rows, drafts = verified.rows, self.state.drafts
+        taken = TokensTaken(rows, verified.tokens, verified.counts, self.state.num_computed[rows] + 1)
+        self._set_bounds(taken, plan)
+        self.drafter.propose(taken, drafts)
+        return replace(verified, drafts=drafts.counts[rows])
+
+    def _set_bounds(self, taken: TokensTaken, plan: StepPlan | None) -> None:
+        """Add what the host knows; a graph has no plan."""
         if plan is not None:
             taken.bounds = plan.bounds[plan.samples] + 1
-            taken.wanted = 0 if plan.ahead is None else int(plan.ahead.max())
-        drafter.learn(taken)
-        if plan is None or plan.ahead is not None:
-            drafter.propose(taken, state.drafts)
-            if drafter.config.synthetic_acceptance_rate is not None:  # a measurement has drafts in every step
-                state.drafts.counts[taken.rows] = drafter.num_drafts
-        else:
-            state.drafts.counts[taken.rows] = 0
-        return Verified(taken.tokens, taken.counts, state.drafts.counts[taken.rows])
+            taken.wanted = 0 if plan.ahead is None else min(int(plan.ahead.max()), self.drafter.num_drafts)
 
     def _accept(self, tokens: torch.Tensor, lines: RowLines, step: SampledRows) -> TokensTaken:
         state, drafts = self.state, self.state.drafts

@@ -9,11 +9,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from kvasir import kernels
 from kvasir.attention.base import AttentionBatch
-from kvasir.errors import ConfigError
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import upload
 from kvasir.messages import Int32Array, NewRow, StepPlan
+from kvasir.worker.speculative.draft_pool import DraftPool
 from kvasir.worker.speculative.drafter import (
     DRAFTERS,
     CacheLayout,
@@ -33,37 +32,28 @@ class ModelDrafter(Drafter):
         super().__init__(settings)
         assert settings.load is not None, "the settings name a draft model"
         self.model = settings.load()
-        self.kv_dtype = settings.kv_dtype
-        self.spec = self.model.kv_spec(settings.block_size, settings.kv_dtype)
-        if len(self.spec.windows) > 1 or settings.windows[0] is not None:
-            whose = "the draft model's" if len(self.spec.windows) > 1 else "the model's"
-            raise ConfigError(
-                f"speculative_config: method='draft_model' does not support sliding windows, which {whose} layers "
-                f"have; use method='suffix', or a model without them."
-            )
-        self.page_shape = self.model.page_shape(settings.block_size, settings.kv_dtype)
-        self.block_bytes = self.spec.block_bytes
+        self.pool = DraftPool(self.model, settings)
+        self.block_bytes = self.pool.block_bytes
         self.newest = torch.zeros(self.max_rows, dtype=torch.int32, device=self.device)  # each row's last token ...
         self.before = torch.zeros(self.max_rows, dtype=torch.int32, device=self.device)  # ... and the one before it
 
     def allocate(self, num_blocks: int, layout: CacheLayout) -> None:
         self.layout = layout
-        shape = (self.spec.num_layers, num_blocks, self.spec.page_bytes)
-        if self.device.type == "cpu":
-            self.pool = torch.from_numpy(np.zeros(shape, np.uint8))  # takes memory when it is first used
-        else:
-            self.pool = torch.zeros(shape, dtype=torch.uint8, device=self.device)
-        self.model.bind_kv([layer.view(self.kv_dtype).view(num_blocks, *self.page_shape) for layer in self.pool])
+        self.pool.allocate(num_blocks, self.device)
+
+    def weight_bytes(self) -> int:
+        return int(self.model.weight_bytes())
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
-        kernels.copy_blocks(self.pool, self.pool, pairs[:, 0], pairs[:, 1])
+        self.pool.copy_blocks(pairs)
 
     def open(self, new_rows: Sequence[NewRow], rows: torch.Tensor) -> None:
         last = [0 if new.token_ids is None else int(new.token_ids[-1]) for new in new_rows]
         self.newest[rows] = upload([np.array(last, np.int32)], self.device)[0]
 
-    def follow(self, plan: StepPlan, inputs: ModelInputs) -> None:
+    def follow(self, plan: StepPlan | None, inputs: ModelInputs, states: torch.Tensor | None) -> None:
         """Compute prompts. Tokens that rows generate are computed when drafts are made."""
+        assert plan is not None, "a draft model runs outside graphs"
         if (plan.token_ids >= 0).any():
             batch = replace(inputs.batch, other_groups=(), shared=None, own_bound=None, order=None, step_cache={})
             self.model.forward(inputs.input_ids, inputs.positions, batch)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from kvasir.attention.base import AttentionBatch
@@ -70,14 +71,17 @@ class DrafterSettings:
     block_size: int = 16
     kv_dtype: torch.dtype = torch.float32
     windows: tuple[int | None, ...] = (None,)  # of the model's groups of layers
-    load: Callable[[], Any] | None = None  # loads the draft model; None: the settings name none
+    load: Callable[[], Any] | None = None  # loads the draft model or head; None: the settings name none
+    record: Callable[[Sequence[int]], None] | None = None  # asks the model for hidden states; see worker.model
 
 
 class CacheLayout(Protocol):
-    """Where the rows' tokens are in the KV cache."""
+    """Where the rows' tokens are in the KV cache, and how far the model is."""
 
     tables: torch.Tensor  # [rows, blocks] int32
     block_size: int
+    num_computed: torch.Tensor  # [rows] int32: tokens that the model has computed
+    next_token: torch.Tensor  # [rows] int32: the token after them
 
 
 class ModelInputs(Protocol):
@@ -86,12 +90,14 @@ class ModelInputs(Protocol):
     input_ids: torch.Tensor
     positions: torch.Tensor
     batch: AttentionBatch
+    rows: torch.Tensor | None  # [tokens] int64: the row of each token; set in graphs, and for drafters that read states
 
 
 class Drafter(ABC):
     """Proposes drafts for all rows of a worker."""
 
-    capturable = False  # `learn` and `propose` may be part of a CUDA graph, and `follow` does nothing
+    capturable = False  # its methods may be part of CUDA graphs, where they get no plan and no bounds
+    reads_states = False  # `follow` gets hidden states of the model, those that `DrafterSettings.record` asked for
     block_bytes = 0  # memory that it needs for each block of the KV cache
 
     def __init__(self, settings: DrafterSettings) -> None:
@@ -107,8 +113,17 @@ class Drafter(ABC):
         """Copy what it keeps in blocks (from, to)."""
         return None
 
-    def follow(self, plan: StepPlan, inputs: ModelInputs) -> None:
-        """Take in the inputs of a step that the model has just computed."""
+    def weight_bytes(self) -> int:
+        """Memory of its weights on the device."""
+        return 0
+
+    def compile_key(self) -> str:
+        """Return what its kernels depend on besides the settings, as text."""
+        return ""
+
+    def follow(self, plan: StepPlan | None, inputs: ModelInputs, states: torch.Tensor | None) -> None:
+        """Take in the inputs of a step that the model has just computed, and the hidden states [tokens, layers *
+        hidden] that it recorded."""
         return None
 
     def open(self, new_rows: Sequence[NewRow], rows: torch.Tensor) -> None:
@@ -122,6 +137,33 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, taken: TokensTaken, drafts: DraftRows) -> None:
         """Write `drafts.tokens` and `drafts.counts` of the rows. Called after `learn` if drafts are wanted."""
+
+
+class PassDrafter(Drafter):
+    """Drafts in passes, one token for all rows in each. Passes are graphs of their own, so that a step has as many as
+    its drafts need, and none where drafts do not pay."""
+
+    reads_states = True
+    num_graphs = 1  # of each size; the last one serves the passes of all higher numbers
+
+    def learn(self, taken: TokensTaken) -> None:
+        """Passes read what is known of rows on the device."""
+        return None
+
+    @abstractmethod
+    def draft(self, rows: torch.Tensor, drafts: DraftRows, bounds: Int32Array | None, number: int) -> None:
+        """Draft the token of this number for each of these rows, and count it. `bounds`: of the lengths that the texts
+        then have; None in a graph, which may also stand for the passes of all higher numbers."""
+
+    # Replays this many passes for these rows, if they have graphs; whether it did. None: there are none.
+    replay: Callable[[torch.Tensor, int], bool] | None = None
+
+    def propose(self, taken: TokensTaken, drafts: DraftRows) -> None:
+        assert taken.bounds is not None and taken.wanted, "passes are launched for drafts that are wanted"
+        if self.replay is not None and self.replay(taken.rows, taken.wanted):
+            return
+        for number in range(taken.wanted):
+            self.draft(taken.rows, drafts, taken.bounds + np.int32(number), number)
 
 
 class DrafterRegistry:

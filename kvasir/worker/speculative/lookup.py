@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvasir import kernels
-from kvasir.kernels.upload import upload
+from kvasir.kernels.layout import upload
 from kvasir.messages import NewRow
 from kvasir.worker.speculative.drafter import DRAFTERS, Drafter, DrafterSettings, DraftRows, TokensTaken
 

@@ -32,8 +32,8 @@ def scripted_server(starter_model: Path) -> Iterator[LiveServer]:
         yield server.wait_until_ready()
 
 
-def scripted(tokenizer: Path, **settings: Any) -> LiveServer:
-    executor = {"make": "tests.e2e.starter.scripted:make", "text": SAID, "delay": 0.02}
+def scripted(tokenizer: Path, text: str = SAID, **settings: Any) -> LiveServer:
+    executor = {"make": "tests.e2e.starter.scripted:make", "text": text, "delay": 0.02}
     engine = {"num_gpu_blocks_override": 600, "max_num_seqs": 16, **settings}
     return LiveServer.fake(tokenizer, executor=executor, engine=engine)
 

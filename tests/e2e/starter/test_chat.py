@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
 import sys
+import termios
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.e2e.starter.conftest import scripted
 from tests.server_process import LiveServer
+from tests.unit.chat.test_session import Window
 
 SECONDS = 300
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def chat(*flags: str, typed: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -69,13 +76,7 @@ def test_mistakes_are_one_sentence(flags: list[str], said: str) -> None:
 
 
 def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(scripted_server: LiveServer, tmp_path: Path) -> None:
-    controller, terminal = pty.openpty()
-    env = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "XDG_STATE_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "kvasir", "chat", "--url", f"{scripted_server.url}/v1"]
-    process = subprocess.Popen(
-        command, stdin=terminal, stdout=terminal, stderr=terminal, env=env, start_new_session=True
-    )
-    try:
+    with on_a_terminal(scripted_server, tmp_path) as (controller, process):
         seen = _until(controller, "> ")
         os.write(controller, b"Tell me about the sea.\n")
         seen = _until(controller, "the ship is small", seen)
@@ -84,13 +85,66 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_leaves(scripted_server:
         os.write(controller, b"/stats\n")
         seen = _until(controller, "server: ", seen)
         assert _leave(controller, process) == 0
+    assert "Traceback" not in seen
+    assert "Tell me about the sea." in (tmp_path / "kvasir" / "chat_history").read_text()
+
+
+CODE = [f"x{number} = {number}" for number in range(400)]
+
+
+@pytest.fixture(scope="module")
+def coding_server(starter_model: Path) -> Iterator[LiveServer]:
+    """Answers with more code than anybody waits for."""
+    with scripted(starter_model, "Look:\n```python\n" + "\n".join(CODE)) as server:
+        yield server.wait_until_ready()
+
+
+@pytest.mark.slow
+def test_code_taller_than_the_window_and_ctrl_c_inside_of_it(coding_server: LiveServer, tmp_path: Path) -> None:
+    """Lines come while the block goes on, and all of them stay; after Ctrl-C the screen is that of any conversation."""
+    window = Window(width=60, height=8)
+    with on_a_terminal(coding_server, tmp_path, window) as (controller, process):
+        settings = termios.tcgetattr(controller)
+        seen = _until(controller, "> ")
+        os.write(controller, b"Write code.\n")
+        seen = _until(controller, CODE[25], seen)  # long before the block ends
+        process.send_signal(signal.SIGINT)
+        seen = _until(controller, "stopped", seen)
+        os.write(controller, b"/stats\n")
+        seen = _until(controller, "server: ", seen)
+        assert _leave(controller, process) == 0
+        assert termios.tcgetattr(controller) == settings
+    window.write(COLOUR.sub("", seen).replace("\x1b[?2004h", "").replace("\x1b[?2004l", ""))  # readline's pasting
+    shown = window.texts()
+    lines = [line for line in shown if re.fullmatch(r"x\d+ = \d*", line)]
+    assert len(lines) > 25 and [*lines[:-1]] == CODE[: len(lines) - 1], "every line once, the last perhaps in part"
+    assert CODE[len(lines) - 1].startswith(lines[-1])
+    assert shown[shown.index(lines[-1]) + 1] == "stopped" and window.cursor_visible
+    assert "Traceback" not in seen
+
+
+@contextmanager
+def on_a_terminal(
+    server: LiveServer, folder: Path, window: Window | None = None
+) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """`kvasir chat` with a terminal: the terminal's other end, and the process."""
+    controller, terminal = pty.openpty()
+    if window is not None:
+        termios.tcsetwinsize(terminal, (window.height, window.console.width))
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "XDG_STATE_HOME": str(folder)}
+    for name in ("COLUMNS", "LINES"):  # they would win over the terminal's size
+        env.pop(name, None)
+    command = [sys.executable, "-m", "kvasir", "chat", "--url", f"{server.url}/v1"]
+    process = subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=env, start_new_session=True
+    )
+    try:
+        yield controller, process
     finally:
         process.kill()
         process.wait()
         os.close(controller)
         os.close(terminal)
-    assert "Traceback" not in seen
-    assert "Tell me about the sea." in (tmp_path / "kvasir" / "chat_history").read_text()
 
 
 def _leave(controller: int, process: subprocess.Popen[bytes]) -> int:
@@ -105,9 +159,9 @@ def _leave(controller: int, process: subprocess.Popen[bytes]) -> int:
 
 
 def _until(controller: int, text: str, seen: str = "") -> str:
-    """Reads the terminal until the text is on it."""
+    """Reads the terminal until the text is on it, in whatever colours."""
     start, end = len(seen), time.monotonic() + SECONDS
-    while text not in seen[start:]:
+    while text not in COLOUR.sub("", seen[start:]):
         assert time.monotonic() < end, f"{text!r} is not in {seen!r}"
         if select.select([controller], [], [], 1)[0]:
             seen += os.read(controller, 65536).decode("utf-8", "replace")

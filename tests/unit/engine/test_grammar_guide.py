@@ -16,7 +16,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvasir.engine.core import EngineCore
-from kvasir.engine.grammar_guide import GRAMMAR_GUIDE, CompiledGrammars, guide_argument
+from kvasir.engine.grammar_guide import GRAMMAR_GUIDE, CompiledGrammars, GrammarGuides, guide_argument
 from kvasir.errors import RequestError
 from kvasir.executor.fake import EchoExecutor, echo_next
 from kvasir.frontend.text.grammar import JsonStyle, build_grammar
@@ -253,6 +253,59 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone() -> None:
     assert got.reasons[1] == FinishReason.STOP
     with pytest.raises(RequestError, match="nothing"):
         core.add(request(3, [1], 60, bad))
+
+
+class _Faulty:
+    """A matcher whose library reaches a limit, or fails, where it did not before."""
+
+    def __init__(self, matcher: Any, where: str) -> None:
+        self._matcher, self._where = matcher, where
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name) if name != self._where else self._fail
+
+    def _fail(self, *given: Any) -> int:
+        if self._where == "try_consume_tokens":
+            return 0
+        raise RuntimeError("the library is broken")
+
+
+@pytest.mark.parametrize(
+    "where", ["make", "compute_ff_tokens", "try_consume_tokens", "consume_token", "unsafe_compute_mask_ptr"]
+)
+@pytest.mark.parametrize("start", ["", "[a-c]{3}"])
+def test_a_matcher_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch, where: str, start: str) -> None:
+    """Without a free start, tokens are forced from the first on."""
+    core, _ = slow_core()
+    grammar, make = grammar_of(regex=f"{start}1234"), GrammarGuides.make
+
+    def make_faulty(self: GrammarGuides, argument: Any) -> Any:
+        guide = make(self, argument)
+        if argument["grammar"] == grammar:
+            assert where != "make", "the guide cannot be made"
+            guide.matcher = _Faulty(guide.matcher, where)
+        return guide
+
+    monkeypatch.setattr(GrammarGuides, "make", make_faulty)
+    core.add(request(0, [1], 60, grammar, forks=(request(3, [1], 60, grammar),)))
+    core.add(request(1, [1], 60, grammar_of(regex="[d-f]{9}")))
+    core.add(EngineRequest(2, np.array([1, 2], np.int32), 9))
+    got = run(core)
+    assert got.reasons[1] == FinishReason.STOP and len(got.tokens[2]) == 9
+    if where in ("make", "compute_ff_tokens", "try_consume_tokens") or start:
+        assert got.reasons[0] == got.reasons[3] == FinishReason.ERROR
+    check_blocks(core)
+
+
+def test_a_grammar_beyond_the_librarys_limits_is_refused_or_ends_its_request() -> None:
+    """So many alternatives may be compiled, but not followed."""
+    core, _ = slow_core()
+    grammar = grammar_of(grammar="start: " + " | ".join(f'"a{i}"' for i in range(6000)))
+    core.add(request(0, [1], 60, grammar))
+    core.add(request(1, [1], 60, grammar_of(json=PERSON)))
+    got = run(core)
+    assert got.reasons[0] == FinishReason.ERROR and "2000" in str(got.errors[0])
+    assert got.reasons[1] == FinishReason.STOP
 
 
 # ---------------------------------------------------------------- penalties, whose history the worker keeps

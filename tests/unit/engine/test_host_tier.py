@@ -8,8 +8,7 @@ import pytest
 from kvasir.config.engine import CacheConfig, EngineConfig, ModelConfig
 from kvasir.engine.build import host_blocks, make_tier
 from kvasir.engine.cache.block_pool import private_name
-from kvasir.engine.cache.host_tier import HostTier
-from kvasir.engine.cache.tier import CostSwapPolicy, FixedSwapPolicy, NoTier, SwappedBlocks
+from kvasir.engine.cache.tier import CostSwapPolicy, FixedSwapPolicy, HostTier, NoTier, SwappedBlocks
 from kvasir.engine.core import EngineCore
 from kvasir.errors import ConfigError
 from kvasir.executor.fake import DelayExecutor

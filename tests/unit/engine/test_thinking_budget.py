@@ -10,7 +10,7 @@ import pytest
 
 from kvasir.engine.core import EngineCore
 from kvasir.engine.grammar_guide import GRAMMAR_GUIDE, guide_argument
-from kvasir.engine.thinking_budget import BUDGET_GUIDE, BudgetGuide, BudgetGuides, budget_argument
+from kvasir.engine.guides import BUDGET_GUIDE, BudgetGuide, BudgetGuides, budget_argument
 from kvasir.executor.fake import EchoExecutor
 from kvasir.frontend.text.grammar import build_grammar
 from kvasir.messages import EngineRequest, RowSampling

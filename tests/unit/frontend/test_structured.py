@@ -77,6 +77,18 @@ def test_what_a_constraint_accepts(given: dict[str, Any], good: str, bad: str) -
     assert accepts(grammar, good) and not accepts(grammar, bad)
 
 
+def test_optional_properties_are_bounded_because_they_take_time_by_their_square() -> None:
+    def properties(count: int) -> dict[str, Any]:
+        return {"type": "object", "properties": {f"a{i}": {"type": "string"} for i in range(count)}}
+
+    many = properties(4000)
+    assert grammar_of(json={**many, "required": list(many["properties"])}), "required ones cost nothing"
+    assert grammar_of(json={"anyOf": [properties(500)] * 4})
+    for wrong in (many, {"anyOf": [[{"a": properties(1500)}]] * 2}, {"items": {"not": json.loads(json.dumps(many))}}):
+        with pytest.raises(RequestError, match="too many optional properties"):
+            grammar_of(json=wrong)
+
+
 def test_equal_parameters_are_one_grammar_and_the_engines_style_is_the_default() -> None:
     assert grammar_of(json=THING) == grammar_of(json=json.dumps(THING, indent=2))
     assert grammar_of(JsonStyle("compact"), json=THING) == grammar_of(json=THING, whitespace="compact")

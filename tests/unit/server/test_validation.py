@@ -40,7 +40,7 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
         ),
         (
             {"messages": [{"role": "user", "content": ["a"] * 70_000}]},
-            "messages[0].content must have at most 65536 entries.",
+            "messages[0].content must have at most 32768 entries.",
             "messages",
         ),
         ({"messages": MESSAGES, "timeout": "inf"}, "timeout must be a finite number, not 'inf'.", "timeout"),

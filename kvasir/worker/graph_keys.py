@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvasir import messages
+from kvasir.attention.base import UNBOUNDED
 from kvasir.kernels.layout import max_unshared_tokens
 from kvasir.kernels.triton import paged_decode
 from kvasir.messages import StepPlan
 from kvasir.sampling.features import Uses
-from kvasir.worker.step_inputs import UNBOUNDED
 
 # Sizes of steps in which every row runs one token. Padding costs little: such a step's time is that of reading weights,
 # and from 256 rows on products are computed in tiles of 64 rows or more anyway.
@@ -60,6 +60,14 @@ class HeadGraphKey:
 
     rows: int  # that sample, padding included
     uses: Uses = ()  # features that it runs
+
+
+@dataclass(slots=True, frozen=True)
+class DraftGraphKey:
+    """What a pass of a drafter is captured for."""
+
+    rows: int  # padding included
+    number: int  # of the draft that it makes; the highest stands for all higher ones, too
 
 
 class GraphKeys:

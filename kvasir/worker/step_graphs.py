@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kvasir import kernels
-from kvasir.kernels.upload import upload
+from kvasir.attention.base import UNBOUNDED
+from kvasir.kernels.layout import upload
 from kvasir.log import get_logger
 from kvasir.messages import GraphUse, Int32Array, StepPlan
 from kvasir.sampling.features import (
@@ -35,13 +37,15 @@ from kvasir.sampling.features import (
     Uses,
 )
 from kvasir.sampling.sampler import Sampler
-from kvasir.worker.graphs.buffers import GraphBuffers
-from kvasir.worker.graphs.keys import ForwardGraphKey, GraphKeys, HeadGraphKey
-from kvasir.worker.graphs.pool import Captured, GraphPool
-from kvasir.worker.memory_budget import is_out_of_memory
-from kvasir.worker.model import Model
+from kvasir.worker.graph_keys import DraftGraphKey, ForwardGraphKey, GraphKeys, HeadGraphKey
+from kvasir.worker.graph_memory import Captured, GraphBuffers, GraphPool
+from kvasir.worker.memory import is_out_of_memory
 from kvasir.worker.speculative.device import RowLines, Speculation, Verified, row_ends
-from kvasir.worker.step_inputs import UNBOUNDED, DeviceRows, HostInputs, padded
+from kvasir.worker.speculative.drafter import PassDrafter
+from kvasir.worker.step_inputs import DeviceRows, HostInputs, padded
+
+if TYPE_CHECKING:
+    from kvasir.worker.model_runner import Model
 
 logger = get_logger(__name__)
 Outputs = tuple[tuple[torch.Tensor, ...], ...]  # of each feature
@@ -56,6 +60,7 @@ class GraphStats:
     ordered_steps: int = 0
     changed_steps: int = 0  # in which a feature, such as adapters, changed the forward pass
     stale_heads: int = 0  # heads that ran without their graph, because it reads a table that was replaced
+    passes: int = 0  # in which a drafter drafted one token for each row
     heads: Counter[str] = field(default_factory=Counter)  # replays of heads by what their features do
 
 
@@ -83,6 +88,10 @@ class StepGraphs:
         self.pool = GraphPool(device)
         self.forwards: dict[ForwardGraphKey, Captured[None]] = {}
         self.heads: dict[HeadGraphKey, HeadGraph] = {}
+        self.passes: dict[DraftGraphKey, Captured[None]] = {}
+        self.drafter: PassDrafter | None = None
+        if speculation is not None and isinstance(speculation.drafter, PassDrafter):
+            self.drafter, speculation.drafter.replay = speculation.drafter, self.draft
         self.late_captures = 0
         self._padding_row = state.padding
 
@@ -99,7 +108,7 @@ class StepGraphs:
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture every graph. The largest comes first, so that the others find room in the memory that it leaves."""
-        forwards, heads = list(self.keys.forwards()), list(self.head_keys())
+        forwards, heads, passes = list(self.keys.forwards()), list(self.head_keys()), list(self.pass_keys())
         self.late_captures += self.stats.replays > 0
         try:
             with _no_garbage_collection():
@@ -111,6 +120,8 @@ class StepGraphs:
                         feature.clear(own, head.rows)
                     captured = self.pool.capture(partial(self._head, head))
                     self.heads[head] = HeadGraph(captured, versions_of(head.uses))
+                for one in passes:
+                    self.passes[one] = self.pool.capture(partial(self._draft, one))
         except RuntimeError as error:
             if not is_out_of_memory(error) or self.num_ranks > 1:
                 raise
@@ -121,7 +132,7 @@ class StepGraphs:
         logger.warning(
             "there is memory for %d of %d CUDA graphs only: %s. Steps of other sizes are launched kernel by kernel, "
             "which takes longer. To avoid this, lower gpu_memory_utilization or kv_cache_memory_bytes.",
-            len(self.forwards) + len(self.heads), len(forwards) + len(heads), reason,
+            self._count, len(forwards) + len(heads) + len(passes), reason,
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -137,6 +148,9 @@ class StepGraphs:
                 for feature, own in head.uses:
                     feature.clear(own, head.rows)
                 self._head(head)
+        for one in self.pass_keys():
+            if one.rows.bit_count() == 1 or one.rows == self.keys.sizes[-1]:
+                self._draft(one)
 
     def measure(self) -> list[tuple[int, float]]:
         """Tokens and seconds of steps, replayed on padding rows: first of a step of single tokens, then of mixed ones.
@@ -165,8 +179,12 @@ class StepGraphs:
 
     @property
     def use(self) -> GraphUse:
-        count, size = len(self.forwards) + len(self.heads), self.num_ranks * self.pool.taken  # ranks are alike
-        return GraphUse(count, size, kernels.late_compilations(), self.late_captures)
+        size = self.num_ranks * self.pool.taken  # ranks are alike
+        return GraphUse(self._count, size, kernels.late_compilations(), self.late_captures)
+
+    @property
+    def _count(self) -> int:
+        return len(self.forwards) + len(self.heads) + len(self.passes)
 
     # ------------------------------------------------------------ forward passes
 
@@ -196,7 +214,10 @@ class StepGraphs:
         for feature in self.sampler.features:
             if feature.changes_forward:
                 feature.begin_forward(use, inputs.rows, inputs.batch.rows, last is not None, None)
-        self.buffers.leave(key, model.forward(inputs.input_ids, inputs.positions, inputs.batch, last), inputs)
+        hidden = model.forward(inputs.input_ids, inputs.positions, inputs.batch, last)
+        if self.speculation is not None:
+            self.speculation.drafter.follow(None, inputs, model.recorded)
+        self.buffers.leave(key, hidden, inputs)
 
     def left(self, key: ForwardGraphKey, lines: Int32Array) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hidden states, rows and lengths of the lines that sample, as the last forward pass left them."""
@@ -293,6 +314,34 @@ class StepGraphs:
         rows, starts, counts = buffers.row_lines[:, :size].unbind(0)
         lines = RowLines(rows.long(), starts, counts, step.positions[starts + counts - 1])
         return self.speculation.settle(tokens, step, lines), found
+
+    # ------------------------------------------------------------ drafts
+
+    def pass_keys(self) -> Iterator[DraftGraphKey]:
+        """All keys of passes that draft one token for each row, the largest first."""
+        if self.drafter is not None:
+            for size in reversed(self.keys.sizes):
+                yield from (DraftGraphKey(size, number) for number in range(self.drafter.num_graphs))
+
+    def draft(self, rows: torch.Tensor, count: int) -> bool:
+        """Replay `count` passes that draft for these rows; False: there are no graphs for so many rows."""
+        assert self.drafter is not None, "drafts are made in passes"
+        size, last = next((size for size in self.keys.sizes if size >= len(rows)), 0), self.drafter.num_graphs - 1
+        keys = [DraftGraphKey(size, min(number, last)) for number in range(count)]
+        if any(key not in self.passes for key in keys):
+            return False
+        waiting = self.buffers.drafting
+        waiting[: len(rows)] = rows
+        waiting[len(rows) : size] = self._padding_row
+        for key in keys:
+            self.passes[key].graph.replay()
+        self.stats.passes += count
+        return True
+
+    def _draft(self, key: DraftGraphKey) -> None:
+        assert self.drafter is not None and self.speculation is not None, "drafts are made in passes"
+        rows = self.buffers.drafting[: key.rows]
+        self.drafter.draft(rows, self.speculation.state.drafts, None, key.number)
 
 
 def versions_of(uses: Uses) -> tuple[int, ...]:

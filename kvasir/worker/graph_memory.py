@@ -1,13 +1,21 @@
-"""The fixed buffers of graphs: from some they read what differs from step to step, in others a forward graph leaves
-what a head graph continues with. All graphs share them. Worker process."""
+"""The memory of graphs: one pool into which all are captured, and the fixed buffers that all share. Worker process.
+
+The pool measures what the graphs take. From some buffers a graph reads what differs from step to step, in others a
+forward graph leaves what a head graph continues with.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from kvasir.kernels.layout import SharedPrefixes
 from kvasir.messages import MAX_PREFIX_GROUPS, max_prefix_groups
-from kvasir.worker.graphs.keys import ForwardGraphKey
 from kvasir.worker.step_inputs import (
     NO_LINE,
     DeviceRows,
@@ -16,6 +24,71 @@ from kvasir.worker.step_inputs import (
     decode_graph_inputs,
     mixed_graph_inputs,
 )
+
+if TYPE_CHECKING:
+    from kvasir.worker.graph_keys import ForwardGraphKey
+
+T = TypeVar("T")
+MIB = 1 << 20
+SEGMENT = 64 * MIB  # torch takes memory in segments, of which a graph may use a part
+
+
+@dataclass(slots=True)
+class Captured(Generic[T]):
+    graph: torch.cuda.CUDAGraph
+    outputs: T  # lies in the graph's memory: valid until the next replay of any graph of the pool
+
+
+class GraphPool:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.kept_free = 0  # bytes for the largest step, which is launched kernel by kernel
+        self.taken = 0  # bytes by all graphs, measured
+        self._pool: Any = None
+
+    def capture(self, run: Callable[[], T]) -> Captured[T]:
+        """Record what `run` launches. Its kernels must be compiled, and only the first graph is run beforehand: it is
+        the largest, and the math library takes its workspace then."""
+        here, stream = torch.cuda.current_stream(self.device), _capture_stream(self.device)
+        stream.wait_stream(here)
+        try:
+            with torch.cuda.stream(stream):
+                if self._pool is None:
+                    run()
+                    self._pool = torch.cuda.graph_pool_handle()
+                    torch.cuda.empty_cache()  # a pool of graphs gets nothing of what torch keeps for other steps
+                return self._record(run)
+        finally:
+            here.wait_stream(stream)
+
+    def _record(self, run: Callable[[], T]) -> Captured[T]:
+        before = self._check_memory()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            outputs = run()
+        except BaseException:
+            with suppress(RuntimeError):  # the capture is broken; if it stayed open, every later one would fail
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        self.taken += max(0, before - torch.cuda.mem_get_info(self.device)[0])
+        return Captured(graph, outputs)
+
+    def _check_memory(self) -> int:
+        """The bytes that are free; raises OutOfMemoryError if they are needed for other steps."""
+        free = int(torch.cuda.mem_get_info(self.device)[0])
+        if free < self.kept_free + SEGMENT:
+            raise torch.OutOfMemoryError(
+                f"{free // MIB} MiB are free, of which {self.kept_free // MIB} are kept for the largest step"
+            )
+        return free
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for the whole process: the math library keeps a workspace for every stream it ever saw."""
+    return torch.cuda.Stream(device)
 
 
 class GraphBuffers:
@@ -33,6 +106,7 @@ class GraphBuffers:
         self.rows = torch.full((size,), state.padding, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(size, dtype=torch.int32, device=device)
         self.hidden = torch.zeros(size, 0, device=device)  # [size, hidden], made when the width is known
+        self.drafting = torch.full((size,), state.padding, dtype=torch.int64, device=device)  # rows of a drafter's pass
         # Which rows have these lines, where rows may have drafts: their numbers, first lines and numbers of lines.
         self.row_lines = torch.zeros(3, size, dtype=torch.int32, device=device)
 
@@ -59,6 +133,7 @@ class GraphBuffers:
         """Leave padding rows only, so that a capture touches no request."""
         self.rows.fill_(self.state.padding)
         self.mixed_rows.fill_(self.state.padding)
+        self.drafting.fill_(self.state.padding)
         self.num_tokens.zero_()
         self.lengths.zero_()
         self.lines.fill_(NO_LINE)

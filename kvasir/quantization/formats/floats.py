@@ -1,0 +1,221 @@
+"""Formats of small floats: FP8 as DeepSeek and Qwen ship it, NVFP4, MXFP4, and NVIDIA ModelOpt's checkpoints.
+
+compressed-tensors and AutoRound use the schemes of this file, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvasir.quantization.coded import Coded, Coding, RandomCoding, by_block, whole_numbers
+from kvasir.quantization.formats.base import (
+    Config,
+    Scheme,
+    Shapes,
+    Tensors,
+    WeightFormat,
+    check_shape,
+    check_type,
+    damaged,
+    group_of,
+    is_listed,
+    nibbles,
+    refuse,
+    whole,
+)
+
+
+def spread(module: str, scale: torch.Tensor, shape: tuple[int, int], block: tuple[int, int] | None) -> torch.Tensor:
+    """Scales of a matrix, a channel, a group or a block as [outputs, groups]."""
+    outputs, inputs = shape
+    if block is not None:
+        if inputs % block[1]:
+            raise refuse(f"{module} has {inputs} inputs, which blocks of {block[1]} do not divide")
+        return by_block(scale, shape, block, f"{module}'s scale").contiguous()
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(outputs, 1).contiguous()
+    if scale.numel() == outputs:
+        return scale.reshape(outputs, 1).contiguous()
+    if scale.dim() == 2 and scale.shape[0] == outputs and scale.shape[1] and inputs % scale.shape[1] == 0:
+        return scale.contiguous()
+    raise damaged(module, f"{list(scale.shape)} scales do not fit a matrix of {outputs}x{inputs}")
+
+
+@dataclass(frozen=True)
+class FloatScheme(Scheme):
+    """`weight` in e4m3 with scales in the tensor `scale_name`, which multiply."""
+
+    scale_name: str = "weight_scale"
+    block: tuple[int, int] | None = None
+    inputs: str = ""  # e4m3: activations are rounded, too
+    unused = ("input_scale", "input_zero_point", "output_scale")
+
+    @property
+    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("weight", self.scale_name)
+
+    def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
+        return shapes["weight"]
+
+    def decode(self, module: str, tensors: Tensors) -> Coded:
+        weight = tensors["weight"]
+        check_type(module, "weight", weight, torch.float8_e4m3fn)
+        shape = (weight.shape[0], weight.shape[1])
+        scale = spread(module, tensors[self.scale_name].float(), shape, self.block)
+        group = group_of(module, shape[1] // scale.shape[1], shape[1])
+        return Coded(weight.view(torch.uint8), scale, Coding("e4m3", group, inputs="" if self.block else self.inputs))
+
+    def coding(self, inputs: int) -> RandomCoding:
+        return RandomCoding(Coding("e4m3", self.block[1] if self.block else 0, inputs=self.inputs))
+
+
+class FP8(WeightFormat):
+    """8-bit floats with a scale for each block of 128x128, or one for the matrix."""
+
+    name = "fp8"
+    marks = ("weight_scale_inv", "weight_scale")
+
+    def __init__(self, config: Config) -> None:
+        block = config.get("weight_block_size")
+        if block is not None and (not isinstance(block, list) or len(block) != 2):
+            raise refuse(f"fp8 with weight_block_size={block!r}")
+        if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+            raise refuse(f"fp8 of the kind {config['fmt']!r} (there is e4m3)")
+        self._scheme = (
+            FloatScheme(inputs="e4m3")
+            if block is None
+            else FloatScheme("weight_scale_inv", (int(block[0]), int(block[1])))
+        )
+        self._plain = (*(config.get("modules_to_not_convert") or ()), *(config.get("ignored_layers") or ()))
+
+    def scheme(self, module: str) -> Scheme | None:
+        return None if is_listed(module, self._plain) else self._scheme
+
+
+@dataclass(frozen=True)
+class NVFP4Scheme(Scheme):
+    """4-bit floats; 16 inputs share an 8-bit float, and all a factor. compressed-tensors and ModelOpt store them, under
+    names of their own. `factor` is the tensor with the factor of all scales; `divides`: they are divided by it."""
+
+    weight: str
+    factor: str
+    divides: bool
+    unused = ("input_scale", "input_global_scale")
+
+    @property
+    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self.weight, "weight_scale", self.factor)
+
+    def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
+        return _shape(module, shapes, self.weight, 16)
+
+    def decode(self, module: str, tensors: Tensors) -> Coded:
+        packed, scale, factor = (tensors[name] for name in self.needs)
+        check_type(module, self.weight, packed, torch.uint8)
+        check_type(module, "weight_scale", scale, torch.float8_e4m3fn)
+        if factor.numel() != 1:
+            raise damaged(module, f"{self.factor} is {list(factor.shape)}, but should be one number")
+        row = factor.double().reshape(1)
+        row = (1 / row if self.divides else row).expand(len(packed)).contiguous()
+        return Coded(nibbles(packed), scale, Coding("e2m1", 16), row=row)
+
+    def coding(self, inputs: int) -> RandomCoding:
+        return RandomCoding(Coding("e2m1", 16), has_row=True)
+
+
+@dataclass(frozen=True)
+class MXFP4Scheme(Scheme):
+    """4-bit floats; 32 inputs share a power of two. compressed-tensors stores them."""
+
+    needs = ("weight_packed", "weight_scale")
+    unused = ("input_global_scale",)
+
+    def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
+        return _shape(module, shapes, "weight_packed", 32)
+
+    def decode(self, module: str, tensors: Tensors) -> Coded:
+        packed, scale = tensors["weight_packed"], tensors["weight_scale"]
+        for name in self.needs:
+            check_type(module, name, tensors[name], torch.uint8)
+        return Coded(nibbles(packed), power_of_two(scale), Coding("e2m1", 32))
+
+    def coding(self, inputs: int) -> RandomCoding:
+        return RandomCoding(Coding("e2m1", 32))
+
+
+def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """2 ** (byte - 127). The byte 255 means no number; it becomes infinity, which is refused as well."""
+    bits = torch.where(exponents == 0, 1 << 22, exponents.int() << 23)  # those of a float32; the least is subnormal
+    return bits.view(torch.float32)
+
+
+def _shape(module: str, shapes: Shapes, weight: str, group: int) -> tuple[int, int]:
+    outputs, width = shapes[weight]
+    check_shape(module, "weight_scale", shapes["weight_scale"], (outputs, width * 2 // group))
+    return outputs, width * 2
+
+
+@dataclass(frozen=True)
+class ModelOptAWQ(Scheme):
+    """4-bit numbers of two's complement. A byte has two outputs, and inputs may have to be multiplied first."""
+
+    needs = ("weight", "weight_scale")
+    may_have = ("pre_quant_scale",)
+    unused = ("input_scale",)
+
+    def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
+        half, inputs = shapes["weight"]
+        if "pre_quant_scale" in shapes:
+            check_shape(module, "pre_quant_scale", shapes["pre_quant_scale"], (inputs,))
+        return half * 2, inputs
+
+    def decode(self, module: str, tensors: Tensors) -> Coded:
+        packed = tensors["weight"]
+        check_type(module, "weight", packed, torch.uint8)
+        numbers = torch.stack((packed & 15, packed >> 4), dim=1).flatten(0, 1) ^ 8
+        scale = spread(module, tensors["weight_scale"], (numbers.shape[0], numbers.shape[1]), None)
+        coded = whole_numbers(numbers, scale, 8, 4)
+        column = tensors.get("pre_quant_scale")
+        return coded if column is None else replace(coded, column=column.clone())
+
+    def coding(self, inputs: int) -> RandomCoding:
+        return RandomCoding(Coding("u4", 128, 8))
+
+
+def _scheme(algorithm: str, config: Config) -> Scheme:
+    if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        return FloatScheme(inputs="e4m3")
+    if algorithm in ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ"):
+        if whole(config, "group_size", default=16) != 16:
+            raise refuse(f"ModelOpt NVFP4 in groups of {config['group_size']} (there is 16)")
+        return NVFP4Scheme("weight", "weight_scale_2", divides=False)
+    if algorithm == "W4A16_AWQ":
+        return ModelOptAWQ()
+    raise refuse(f"ModelOpt with quant_algo {algorithm!r}")
+
+
+class ModelOpt(WeightFormat):
+    """FP8, NVFP4 and 4-bit AWQ, one for the whole model or one for each module."""
+
+    name = "modelopt"
+    marks = ("weight_scale",)
+
+    def __init__(self, config: Config) -> None:
+        inner = config.get("quantization")
+        config = {**config, **inner} if isinstance(inner, Mapping) else config
+        self._plain = (*(config.get("exclude_modules") or ()), *(config.get("ignore") or ()))
+        algorithm = str(config.get("quant_algo"))
+        self._of_module: dict[str, Scheme] | None = None
+        if algorithm == "MIXED_PRECISION":
+            layers = config.get("quantized_layers") or {}
+            self._of_module = {name: _scheme(str(of.get("quant_algo")), of) for name, of in layers.items()}
+        else:
+            self._scheme = _scheme(algorithm, config)
+
+    def scheme(self, module: str) -> Scheme | None:
+        if self._of_module is not None:
+            return self._of_module.get(module)
+        return None if is_listed(module, self._plain) else self._scheme

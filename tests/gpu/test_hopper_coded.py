@@ -1,0 +1,89 @@
+"""The kernel for a few rows on GPUs like the H200, and assembly in the one for more, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvasir.kernels.triton import hopper_coded
+from kvasir.kernels.triton.coded import coded_gemv, coded_linear, coded_linear_parts, float_parts
+from kvasir.quantization.coded import Coded, Coding
+from tests.cpu.test_coded_kernels import KINDS, exact, make
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9, reason="for newer GPUs"
+    ),
+]
+BF16 = torch.bfloat16
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor, limit: float = 8e-3) -> None:
+    """bfloat16 rounds the result, normed inputs, and the values of short groups."""
+    error = (got.double() - wanted).norm() / wanted.norm()
+    assert error < limit, error
+
+
+def scaled(kind: str, group: int, outputs: int, inputs: int) -> Coded:
+    matrix = make(outputs, inputs, kind, group)
+    return replace(matrix, scale=matrix.scale / 8, minimum=None if matrix.minimum is None else matrix.minimum / 8)
+
+
+@pytest.mark.parametrize("inputs", [640, 2048])
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows(kind: str, group: int, inputs: int) -> None:
+    """From one row to more than the kernel takes; the last program's rows of the matrix end within it."""
+    matrix = scaled(kind, group, 1027, inputs)
+    bias = torch.randn(1027, device="cuda", dtype=BF16)
+    for rows in (1, 2, 7, 8, 9, 16, 17, 64, 65, 129):
+        x = torch.randn(rows, inputs, device="cuda", dtype=BF16)
+        close(coded_linear(x, matrix), exact(x, matrix))
+        close(coded_linear(x, matrix, bias), exact(x, matrix) + bias.double())
+        parts = coded_linear_parts(x, matrix)
+        close(parts.sum(0) if parts.dim() == 3 else parts, exact(x, matrix))
+
+
+def test_which_matrices_it_takes() -> None:
+    x = torch.randn(8, 2048, device="cuda", dtype=BF16)
+    for kind in KINDS:
+        for group in (16, 32, 64, 128, 0):
+            assert hopper_coded.takes(x, scaled(kind, group, 64, 2048)) == (kind != "nf4"), (kind, group)
+    assert not hopper_coded.takes(x.half(), scaled("u4", 128, 64, 2048))
+    assert not hopper_coded.takes(torch.cat([x, x]), scaled("u4", 128, 64, 2048))
+
+
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 0])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nf4"])
+def test_one_row_with_what_stands_around_it(kind: str, group: int) -> None:
+    matrix = scaled(kind, group, 1040, 1024)
+    x, gain = torch.randn(1, 1024, device="cuda", dtype=BF16), torch.rand(1024, device="cuda").to(BF16) + 0.5
+    bias, add = torch.randn(1040, device="cuda", dtype=BF16), torch.randn(1, 1040, device="cuda", dtype=BF16)
+
+    if matrix.minimum is not None:  # values around zero, as weights are
+        middle = matrix.levels().mean() * matrix.scale.mean()
+        matrix = replace(matrix, minimum=matrix.minimum - middle)
+    normed = x.double() * torch.rsqrt(x.double().square().mean() + 1e-5) * gain.double()
+    close(coded_gemv(x, matrix, bias, gain=gain, eps=1e-5), exact(normed, matrix) + bias.double())
+    close(coded_gemv(x, matrix, bias, add=add), exact(x, matrix) + bias.double() + add.double())
+    matrix = replace(matrix, scale=matrix.scale / 8, minimum=None if matrix.minimum is None else matrix.minimum / 8)
+    gate, up = (exact(normed, matrix) + bias.double()).chunk(2, dim=1)
+    got = coded_gemv(x, matrix, bias, gain=gain, eps=1e-5, gated=True)
+    close(got, torch.nn.functional.silu(gate) * up, limit=1.5e-2)  # both factors are rounded
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1040, 1024), (4096, 4096), (28672, 1024)])
+@pytest.mark.parametrize("rows", [9, 16, 33, 64])
+def test_floats_of_eight_bits_on_both_sides(rows: int, outputs: int, inputs: int) -> None:
+    matrix = scaled("e4m3", 0, outputs, inputs)
+    matrix = replace(matrix, coding=Coding("e4m3", inputs, inputs="e4m3"))
+    x = torch.randn(rows, inputs, device="cuda", dtype=BF16)
+    rounded = (x.float() / (x.float().abs().amax(1, keepdim=True) / 448)).to(torch.float8_e4m3fn).double()
+    wanted = exact(rounded * (x.double().abs().amax(1, keepdim=True) / 448), matrix)
+    close(coded_linear(x, matrix), wanted)
+    close(float_parts(x, matrix, None, joins=False).sum(0), wanted)
+    bias = torch.randn(outputs, device="cuda", dtype=BF16)
+    close(coded_linear(x, matrix, bias), wanted + bias.double())
