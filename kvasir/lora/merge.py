@@ -32,7 +32,8 @@ def merge(base: Path, adapter: Path, out: Path) -> int:
     try:
         plan = read_adapter(adapter.name, adapter, str(adapter), targets).plan
     except RequestError as error:
-        raise ConfigError(str(error)) from error
+        more = " Adapters of a layer's experts as one stack are merged by PEFT's merge_and_unload, not here."
+        raise ConfigError(f"{error}{more if '.experts.' in str(error) else ''}") from error
     if plan.prompt_type:
         raise ConfigError(f"{adapter} is a soft prompt ({plan.prompt_type}), which cannot be merged into weights.")
     merger = _Merger(checkpoint, targets, plan)

@@ -124,6 +124,14 @@ def test_a_merged_checkpoint_equals_peft(name: str, kind: str, bases: Any, tmp_p
     check(adapter, output)
 
 
+def test_merging_a_stack_of_experts_is_left_to_peft(
+    bases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = make_adapter(bases("mixtral"), tmp_path / "stack", "expert_stacks")
+    assert main(["merge-lora", str(bases("mixtral")), str(adapter.path), "--out", str(tmp_path / "merged")]) != 0
+    assert "merge_and_unload" in capsys.readouterr().err and not (tmp_path / "merged").exists()
+
+
 @pytest.fixture(scope="module")
 def llm(bases: Callable[[str], Path]) -> Iterator[LLM]:
     with LLM(str(bases("llama")), **TINY_ENGINE) as llm:
