@@ -124,15 +124,21 @@ class GraphKeys:
         return None
 
     def head_rows(self, num_lines: int) -> int:
-        """The size of the head for so many lines that sample; at most the rows of the graph that their step fits."""
+        """The size of the head for so many lines that sample; at most those that the graph of their step leaves."""
         return self.head_sizes[bisect_left(self.head_sizes, num_lines)]
 
     def _head_sizes(self) -> list[int]:
-        """Lines of heads: as many as rows and, where rows verify drafts, as many as those make."""
+        """Lines of heads: as many as rows and, where rows verify drafts, as many as those make. A head with more lines
+        than a forward graph leaves would sample those of an earlier step."""
         if not self.num_drafts:
             return self.sizes
-        most = max(self.sizes[-1], min(self.sizes[-1] * (1 + self.num_drafts), self.mixed_tokens[-1]))
-        return sorted({*self.sizes, *(size for size in ROWS if size < most), most})
+        left = {
+            min(tokens, rows * (1 + self.num_drafts))
+            for tokens in self.mixed_tokens
+            for rows in self.mixed_rows[tokens]
+        }
+        most = max(self.sizes[-1], *left)
+        return sorted({*self.sizes, *(size for size in ROWS if size < most), *left})
 
     def _mixed_rows(self, tokens: int) -> tuple[int, ...]:
         """Numbers of rows for which there are graphs of so many tokens, as heads have them. Some row has two tokens."""

@@ -97,6 +97,15 @@ def test_every_step_fits_a_graph_or_is_larger_than_all(max_rows: int, max_tokens
     assert fitted > 500
 
 
+@pytest.mark.parametrize("num_drafts", [1, 3, 8, 14, 32])
+@pytest.mark.parametrize("max_rows", [1, 3, 8, 65, 256, 2048])
+def test_heads_of_rows_with_drafts_sample_only_lines_that_the_step_left(max_rows: int, num_drafts: int) -> None:
+    known = keys.GraphKeys(max_rows, 8192, num_drafts)
+    for key in known.forwards():
+        heads = [known.head_rows(lines) for lines in range(1, key.lines + 1)]
+        assert max(heads) <= key.lines, "a head would sample lines of an earlier step"
+
+
 def test_graphs_captured_after_the_first_step_are_counted() -> None:
     graphs = make_graphs()
     graphs.capture()
