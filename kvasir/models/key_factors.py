@@ -23,9 +23,12 @@ MOST = 8  # the power of two of the largest factor
 def even_out_keys(attention: AttentionLayer, norm: torch.nn.Module | None) -> None:
     """Change the weights of a layer whose keys are stored in 8 bits. `norm` is the one before the projection.
 
-    Layers with adapters keep their weights: adapters and their prompts add to keys as they were.
+    Layers with adapters keep their weights: adapters and their prompts add to keys as they were. So do layers that clip
+    keys, which would clip other channels.
     """
-    if type(attention) is not Attention or attention.adapters is not None or attention.keys_are_even:
+    if type(attention) is not Attention or attention.keys_are_even:
+        return
+    if attention.adapters is not None or attention.clip is not None:
         return
     attention.keys_are_even = True
     if isinstance(attention.k_norm, RMSNorm | SplitRMSNorm):

@@ -73,6 +73,15 @@ def test_the_scores_stay_the_same(name: str, quantization: str | None, loaded: L
     assert error <= (0 if quantization is None else 0.01)
 
 
+def test_keys_that_are_clipped_stay_as_they_are(loaded: Loader) -> None:
+    """Factors would move channels across the limit."""
+    model = loaded("olmoe", 2.0)
+    before = logits(model, torch.bfloat16)
+    for layer in model.model.layers:
+        even_out_keys(layer.attention, layer.attention_norm)
+    assert torch.equal(logits(model, torch.bfloat16), before)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mixtral"])
 def test_large_channels_of_keys_cost_little(name: str, loaded: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = logits(loaded(name, 2.5), torch.bfloat16)
