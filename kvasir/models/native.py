@@ -281,7 +281,7 @@ def _adapters(linear: Linear) -> AdaptersStruct:
 # the checkpoint's files, the quantization, this rank's share, and the library's layouts. It holds the layers' tensors
 # after packing, by their paths in the model.
 
-PACKED_VERSION = 4  # of the layouts in csrc/cpu/kernels.h, and of which layer has which
+PACKED_VERSION = 5  # of the layouts in csrc/cpu/kernels.h, and of which layer has which
 
 
 def packed_weights_file(config: EngineConfig, mesh: Mesh) -> Path | None:

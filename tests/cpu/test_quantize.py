@@ -18,6 +18,7 @@ from kvasir.layers.base import Build
 from kvasir.layers.mlp import Experts
 from kvasir.models.checkpoint import QuantizedSafetensors, Safetensors
 from kvasir.models.loader import load
+from kvasir.models.native import PACKED_VERSION
 from kvasir.quantization.base import Unquantized
 from kvasir.quantization.coded import QUANTIZERS, Coded, int4
 from kvasir.quantization.coded_linear import CodedMethods
@@ -200,6 +201,7 @@ def test_sensitive_matrices_have_six_bits_in_the_cpu_library() -> None:
         "layers.0.mlp.router": BF16,
     }.items():
         assert methods.linear(prefix) == CpuLinear(form), prefix
+    assert PACKED_VERSION >= 5, "files of version 4 hold the ends in 4 bits"
 
 
 def test_large_numbers_count_more_in_the_search_of_the_cpu_library() -> None:
