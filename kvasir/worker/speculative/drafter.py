@@ -72,7 +72,7 @@ class DrafterSettings:
     kv_dtype: torch.dtype = torch.float32
     windows: tuple[int | None, ...] = (None,)  # of the model's groups of layers
     load: Callable[[], Any] | None = None  # loads the draft model or head; None: the settings name none
-    record: Callable[[Sequence[int]], None] | None = None  # asks the model for hidden states; see worker.model
+    record: Callable[[Sequence[int]], None] | None = None  # asks the model for hidden states, see Model.record
 
 
 class CacheLayout(Protocol):
