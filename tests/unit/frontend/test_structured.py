@@ -92,6 +92,12 @@ def test_optional_properties_are_bounded_because_they_take_time_by_their_square(
             grammar_of(json=wrong)
 
 
+def test_as_many_optional_properties_as_are_allowed_can_be_written() -> None:
+    names = [f"a{i}" for i in range(2000)]
+    grammar = grammar_of(json={"type": "object", "properties": {name: {"type": "integer"} for name in names}})
+    assert accepts(grammar, '{"a3": 1, "a1999": 2}')
+
+
 def test_equal_parameters_are_one_grammar_and_the_engines_style_is_the_default() -> None:
     assert grammar_of(json=THING) == grammar_of(json=json.dumps(THING, indent=2))
     assert grammar_of(JsonStyle("compact"), json=THING) == grammar_of(json=THING, whitespace="compact")
