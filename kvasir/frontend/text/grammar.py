@@ -16,7 +16,7 @@ from typing import Any
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from kvasir.errors import RequestError, did_you_mean, excerpt
+from kvasir.errors import RequestError, excerpt
 from kvasir.sampling_params import GrammarTag, StructuredOutputsParams
 
 PARAMETER = "structured_outputs"
@@ -269,12 +269,11 @@ def _named(name: str, text: str) -> dict[str, Any]:
     return {**only, "name": name}
 
 
-_PARAMETER = "structured_outputs"
-_ANY_TEXT = r"/(.|\n)*/"
+# ---------------------------------------------------------------- structural tags
+
+
 _MAX_DEPTH = 32
 JsonRule = Callable[[Any], str]  # a Lark expression for a schema
-
-
 Literal = Callable[[str], str]  # a Lark expression for a text
 
 
@@ -378,7 +377,7 @@ class _Writer:
             "const_string": lambda: self._literal(_member(found, "value", str)),
             "json_schema": lambda: self.rule(self._json_rule(found.get("json_schema", {}))),
             "regex": lambda: self.rule(f"/{regex_to_lark(_member(found, 'pattern', str), 'd')}/"),
-            "any_text": lambda: self.rule(_ANY_TEXT),
+            "any_text": lambda: self.rule(_FREE),
             "sequence": lambda: self.rule(" ".join(map(self.expression, _member(found, "elements", Sequence))) or '""'),
             "or": lambda: self.rule(" | ".join(map(self.expression, _some(found, "elements")))),
             "tag": lambda: self.rule(self._tag(found, _member(found, "begin", str))),
@@ -394,12 +393,12 @@ class _Writer:
     def _tag(self, tag: Mapping[str, Any], begin: str) -> str:
         content = _member(tag, "content", Mapping)
         ends = tag.get("end", "")
-        choices = [ends] if isinstance(ends, str) else list(ends)
-        if not choices or not all(isinstance(end, str) for end in choices):
+        choices = [ends] if isinstance(ends, str) else ends
+        if not isinstance(choices, list | tuple) or not choices or not all(isinstance(end, str) for end in choices):
             raise _wrong("has a tag whose end is neither a string nor a list of strings")
         end = " | ".join(map(self._literal, choices))
         if content.get("type") == "any_text" and all(choices):  # free up to the end
-            lazy = self.rule(f"{_ANY_TEXT} ({end})", "" if "<[" in end else "[lazy]")
+            lazy = self.rule(f"{_FREE} ({end})", "" if "<[" in end else "[lazy]")
             return f"{self._literal(begin)} {lazy}"
         return f"{self._literal(begin)} {self.expression(content)} ({end})"
 
@@ -416,19 +415,19 @@ class _Writer:
         parts = []
         for trigger, tags in _by_trigger(found).items():
             marker = self._literal(trigger)
-            begin = self.rule(f"{_ANY_TEXT} {marker}", "" if "<[" in marker else "[lazy]")
+            begin = self.rule(f"{_FREE} {marker}", "" if "<[" in marker else "[lazy]")
             parts.append(self.rule(f"{begin} ({self.tags_after(tags)})"))
         one = f"({' | '.join(parts)})"
         if found.get("stop_after_first"):
-            return self.rule(one if found.get("at_least_one") else f"{one} | {_ANY_TEXT}")
-        return self.rule(f"{one}{'+' if found.get('at_least_one') else '*'} {_ANY_TEXT}")
+            return self.rule(one if found.get("at_least_one") else f"{one} | {_FREE}")
+        return self.rule(f"{one}{'+' if found.get('at_least_one') else '*'} {_FREE}")
 
 
 def _member(found: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
     value = found.get(name)
     if not isinstance(value, kind) or (kind is Sequence and isinstance(value, str)):
         words: dict[Any, str] = {str: "a string", Mapping: "an object", Sequence: "a list"}
-        raise _wrong(f"needs {name}, which must be {words[kind]}{did_you_mean(name, list(map(str, found)))}")
+        raise _wrong(f"needs {name}, which must be {words[kind]}")
     return value
 
 
@@ -447,4 +446,4 @@ def _texts(found: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _wrong(what: str) -> RequestError:
-    return RequestError(f"structural_tag {what}.", _PARAMETER)
+    return RequestError(f"structural_tag {what}.", PARAMETER)

@@ -247,6 +247,9 @@ def test_wrong_parameters_are_refused_by_name(given: dict[str, Any], words: str)
         ({"structures": [{"begin": "<a>"}], "triggers": []}, "triggers"),
         ({"format": {"type": "odd"}}, "odd"),
         ({"format": {"type": "tag", "begin": "a"}}, "content"),
+        ({"format": {**TAG, "type": "tag", "end": None}}, "neither a string nor a list"),
+        ({"structures": [{"begin": "<b", "end": 5}], "triggers": ["<b"]}, "neither a string nor a list"),
+        ({"format": {"type": "regex", "pattern": 5}}, r"needs pattern, which must be a string\.$"),
         ({"format": {"type": "triggered_tags", "triggers": ["<"], "tags": [TAG], "excludes": ["x"]}}, "excludes"),
     ],
 )
