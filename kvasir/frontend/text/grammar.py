@@ -102,6 +102,20 @@ def json_rule(schema: str | Mapping[str, Any] | bool, style: JsonStyle = SPACED)
     return f"%json {json.dumps(_schema(schema, style), ensure_ascii=False)}"
 
 
+def expression(params: StructuredOutputsParams, default: JsonStyle = SPACED) -> str | None:
+    """A Lark expression for what these parameters ask for, for use in a rule; None if they have structural tags."""
+    style = _style(params, default)
+    if params.json is not None:
+        return json_rule(params.json, style)
+    if params.json_object:
+        return json_rule({"type": "object"}, style)
+    if params.regex is not None:
+        return _regex(params.regex)
+    if params.choice is not None:
+        return f"({' | '.join(map(quote, dict.fromkeys(params.choice)))})"
+    return None if params.grammar is None else f"%lark {{\n{_as_lark(params.grammar)}\n}}"
+
+
 def literal(text: str, markers: Markers = NO_MARKERS) -> str:
     """A Lark expression for exactly this text, in which markers are single tokens."""
     pattern = "|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True))
@@ -131,12 +145,20 @@ def _text(params: StructuredOutputsParams, style: JsonStyle) -> str:
     if params.json_object:
         return _dump({"grammars": [{"json_schema": _schema({"type": "object"}, style)}]})
     if params.regex is not None:
-        return _lark(f"start: /{regex_to_lark(params.regex, ASCII_DIGITS)}/" if params.regex else 'start: ""')
+        return _lark(f"start: {_regex(params.regex)}")
     if params.choice is not None:
         return _lark(_choice(params.choice))
     assert params.grammar is not None, "one constraint is always set"
+    return _lark(_as_lark(params.grammar))
+
+
+def _regex(pattern: str) -> str:
+    return f"/{regex_to_lark(pattern, ASCII_DIGITS)}/" if pattern else '""'
+
+
+def _as_lark(grammar: str) -> str:
     try:
-        return _lark(any_to_lark(params.grammar))
+        return str(any_to_lark(grammar))
     except Exception as error:  # the converter has several kinds
         raise RequestError(f"{PARAMETER}.grammar cannot be read: {excerpt(str(error))}", PARAMETER) from error
 
@@ -376,7 +398,7 @@ class _Writer:
         writers = {
             "const_string": lambda: self._literal(_member(found, "value", str)),
             "json_schema": lambda: self.rule(self._json_rule(found.get("json_schema", {}))),
-            "regex": lambda: self.rule(f"/{regex_to_lark(_member(found, 'pattern', str), 'd')}/"),
+            "regex": lambda: self.rule(_regex(_member(found, "pattern", str))),
             "any_text": lambda: self.rule(_FREE),
             "sequence": lambda: self.rule(" ".join(map(self.expression, _member(found, "elements", Sequence))) or '""'),
             "or": lambda: self.rule(" | ".join(map(self.expression, _some(found, "elements")))),
