@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from kvasir.sampling_params import SamplingParams
+from kvasir.sampling_params import SamplingParams, StructuredOutputsParams
 from kvasir.server.routes.completions import CompletionRequest
 from kvasir.server.routes.messages import MessagesRequest
 from kvasir.server.routes.tokens import GenerateRequest, TokenizeRequest
@@ -241,3 +241,19 @@ def test_messages_keep_what_templates_may_read() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"}
     body = ChatRequest.model_validate({"messages": [message]})
     assert body.messages[0].model_dump(exclude_unset=True) == message
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ({"type": "text", "json_schema": None}, None),
+        ({"type": "json_object", "json_schema": None, "schema": None}, {"json_object": True}),
+        (
+            {"type": "json_schema", "schema": None, "json_schema": {"name": "x", "schema": True, "strict": None}},
+            {"json": True},
+        ),
+    ],
+)
+def test_null_in_a_format_says_nothing(given: dict[str, Any], asked: dict[str, Any] | None) -> None:
+    found = structured.structured_outputs(ChatRequest(**CHAT, response_format=given))
+    assert found == (None if asked is None else StructuredOutputsParams(**asked, source="response_format"))
