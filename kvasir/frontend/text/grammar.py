@@ -11,10 +11,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from kvasir.errors import RequestError, excerpt
 from kvasir.sampling_params import GrammarTag, StructuredOutputsParams
@@ -30,7 +31,10 @@ _STYLES: Mapping[str, Mapping[str, Any]] = {
 }
 ASCII_DIGITS = "d"  # \\d in a regular expression means 0 to 9, as in other engines
 MAX_GRAMMAR_CHARACTERS = 1 << 20
+_MAX_GBNF_CHARACTERS = 1 << 17  # converting GBNF takes a tenth of a second for so many, or time by their square
 _MAX_OPTIONAL = 2000  # properties of one object, which take most of a second to compile
+# As llguidance tells Lark from GBNF, but in linear time for a text of many empty lines.
+_IS_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
 # Keywords of a schema that hold values, and those that hold schemas by names of the caller's own.
 _VALUES = frozenset({"enum", "const", "default", "examples"})
 _SCHEMAS_BY_NAME = frozenset(
@@ -157,8 +161,18 @@ def _regex(pattern: str) -> str:
 
 
 def _as_lark(grammar: str) -> str:
+    return grammar if _IS_LARK.search(grammar) is not None else _from_gbnf(grammar)
+
+
+@lru_cache(maxsize=64)  # a request's grammar is built several times
+def _from_gbnf(grammar: str) -> str:
+    if len(grammar) > _MAX_GBNF_CHARACTERS:
+        message = (
+            f"{PARAMETER}.grammar has {len(grammar)} characters; at most {_MAX_GBNF_CHARACTERS} are allowed in GBNF"
+        )
+        raise RequestError(f"{message}. Grammars in Lark may have {MAX_GRAMMAR_CHARACTERS}.", PARAMETER)
     try:
-        return str(any_to_lark(grammar))
+        return str(gbnf_to_lark(grammar))
     except Exception as error:  # the converter has several kinds
         raise RequestError(f"{PARAMETER}.grammar cannot be read: {excerpt(str(error))}", PARAMETER) from error
 
