@@ -424,6 +424,8 @@ class PoolingParams:
         for name in ("use_activation", "normalize", "skip_reading_prefix_cache"):
             if getattr(self, name) is not None:
                 _flag(name, getattr(self, name))
+        if None not in (self.use_activation, self.normalize) and self.use_activation != self.normalize:
+            raise RequestError("normalize is an older name of use_activation: give one of them", "normalize")
         if self.truncate_prompt_tokens is not None:
             _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
         if self.dimensions is not None:

@@ -417,7 +417,8 @@ def answer_of(
     )
     processor = state.engine.input_processor
     if budget is not None or not answer.is_plain:
-        constrain(answer, params, processor.tokenizer, lambda: processor.structured.markers)
+        structured = processor.structured
+        constrain(answer, params, processor.tokenizer, lambda: structured.markers, structured.style)
     return answer
 
 

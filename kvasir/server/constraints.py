@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvasir.errors import RequestError
-from kvasir.frontend.text.grammar import JsonStyle, json_rule, quote
+from kvasir.frontend.text.grammar import SPACED, JsonStyle, expression
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.parsers.formats import TOOL_FORMATS
 from kvasir.parsers.grammar import CallableTool, GrammarWriter, kept_tokens
@@ -19,9 +19,15 @@ from kvasir.server.answers import OTHERWISE, ChatAnswer, Tool
 Special = Callable[[], Mapping[str, int]]
 
 
-def constrain(answer: ChatAnswer, params: SamplingParams, tokenizer: Tokenizer | None, special: Special) -> None:
+def constrain(
+    answer: ChatAnswer,
+    params: SamplingParams,
+    tokenizer: Tokenizer | None,
+    special: Special,
+    style: JsonStyle = SPACED,
+) -> None:
     """Set the parameters that this format needs. `special`: the tokens that grammars write by their ids, if a
-    grammar is needed."""
+    grammar is needed. `style`: how the engine writes JSON if the request does not say."""
     if answer.is_plain:
         if params.thinking_token_budget is not None:
             params.verify()  # which says why it cannot be
@@ -33,21 +39,22 @@ def constrain(answer: ChatAnswer, params: SamplingParams, tokenizer: Tokenizer |
         params.reasoning_tokens = _reasoning_tokens(answer, tokenizer)
     asked = params.structured_outputs
     if answer.tools.choice == "required":
-        params.structured_outputs = _gated(answer, AnswerGrammar(answer, special()).calls())
+        params.structured_outputs = _gated(answer, AnswerGrammar(answer, special(), style).calls())
     elif answer.tools.is_active and asked is not None:
-        params.structured_outputs = _gated(answer, AnswerGrammar(answer, special()).calls_or(asked))
+        params.structured_outputs = _gated(answer, AnswerGrammar(answer, special(), style).calls_or(asked))
     elif answer.tools.is_active and answer.tools.needs_grammar:
-        params.structured_outputs = _gated(answer, AnswerGrammar(answer, special()).tags())
+        params.structured_outputs = _gated(answer, AnswerGrammar(answer, special(), style).tags())
     elif asked is not None and answer.form.reasoning is not None:
-        params.structured_outputs = AnswerGrammar(answer, special()).after_reasoning(asked)
+        params.structured_outputs = AnswerGrammar(answer, special(), style).after_reasoning(asked)
 
 
 class AnswerGrammar:
     """The grammars of one answer. `special`: the tokens that are written by their ids."""
 
-    def __init__(self, answer: ChatAnswer, special: Mapping[str, int]) -> None:
+    def __init__(self, answer: ChatAnswer, special: Mapping[str, int], style: JsonStyle) -> None:
         self._answer = answer
         self._special = special
+        self._style = style
 
     def calls(self) -> StructuredOutputsParams:
         writer = self._writer()
@@ -58,7 +65,10 @@ class AnswerGrammar:
         """Calls, or an answer of the form that the request asks for."""
         writer = self._writer()
         grammar = writer.whole(
-            self._callable(), self._answer.tools.parallel, self._optional_reasoning, _expression(asked, "tools")
+            self._callable(),
+            self._answer.tools.parallel,
+            self._optional_reasoning,
+            _expression(asked, "tools", self._style),
         )
         return replace_grammar(asked, grammar)
 
@@ -79,7 +89,7 @@ class AnswerGrammar:
             return _gated(self._answer, asked)
         writer = GrammarWriter(TOOL_FORMATS[OTHERWISE], self._special, form)
         grammar = writer.answer(
-            _expression(asked, asked.source), self._optional_reasoning, self._answer.form.is_harmony
+            _expression(asked, asked.source, self._style), self._optional_reasoning, self._answer.form.is_harmony
         )
         return replace_grammar(asked, grammar)
 
@@ -127,20 +137,12 @@ def _callable(tool: Tool, required: bool) -> CallableTool:
     return CallableTool(tool.name, schema, tool.is_custom, tool.regex, tool.lark, lenient=not tool.strict)
 
 
-def _expression(asked: StructuredOutputsParams, name: str) -> str:
+def _expression(asked: StructuredOutputsParams, name: str, style: JsonStyle) -> str:
     """A Lark expression of what an answer must look like."""
-    pattern, lenient = asked.whitespace_pattern, bool(asked.lenient)
-    whitespace = asked.whitespace or ("compact" if asked.disable_any_whitespace else "spaced")
-    style = JsonStyle(whitespace, pattern, lenient, asked.disable_additional_properties)
-    if asked.json is not None:
-        return json_rule(asked.json, style)
-    if asked.json_object:
-        return json_rule({"type": "object"}, style)
-    if asked.regex is not None:
-        return "/" + asked.regex.replace("/", "\\/") + "/"
-    if asked.choice is not None:
-        return "(" + " | ".join(map(quote, dict.fromkeys(asked.choice))) + ")"
-    if asked.grammar is not None:
-        return f"%lark {{\n{asked.grammar}\n}}"
-    kind = " and ".join(asked.constraints)
-    raise RequestError(f"{asked.source} with {kind} cannot be combined with tools; set tool_choice to 'none'.", name)
+    found = expression(asked, style)
+    if found is None:
+        kind = " and ".join(asked.constraints)
+        raise RequestError(
+            f"{asked.source} with {kind} cannot be combined with tools; set tool_choice to 'none'.", name
+        )
+    return found

@@ -12,13 +12,14 @@ from kvasir.kernels.triton.coded import coded_gemv, coded_linear, coded_linear_p
 from kvasir.quantization.coded import Coded, Coding
 from tests.cpu.test_coded_kernels import KINDS, exact, make
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9, reason="for newer GPUs"
-    ),
-]
+pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def newer() -> None:
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("for GPUs of compute capability 9.0 and newer")
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor, limit: float = 8e-3) -> None:

@@ -11,12 +11,13 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from kvasir.errors import RequestError, did_you_mean, excerpt
+from kvasir.errors import RequestError, excerpt
 from kvasir.sampling_params import GrammarTag, StructuredOutputsParams
 
 PARAMETER = "structured_outputs"
@@ -30,7 +31,10 @@ _STYLES: Mapping[str, Mapping[str, Any]] = {
 }
 ASCII_DIGITS = "d"  # \\d in a regular expression means 0 to 9, as in other engines
 MAX_GRAMMAR_CHARACTERS = 1 << 20
+_MAX_GBNF_CHARACTERS = 1 << 17  # converting GBNF takes a tenth of a second for so many, or time by their square
 _MAX_OPTIONAL = 2000  # properties of one object, which take most of a second to compile
+# As llguidance tells Lark from GBNF, but in linear time for a text of many empty lines.
+_IS_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
 # Keywords of a schema that hold values, and those that hold schemas by names of the caller's own.
 _VALUES = frozenset({"enum", "const", "default", "examples"})
 _SCHEMAS_BY_NAME = frozenset(
@@ -102,6 +106,20 @@ def json_rule(schema: str | Mapping[str, Any] | bool, style: JsonStyle = SPACED)
     return f"%json {json.dumps(_schema(schema, style), ensure_ascii=False)}"
 
 
+def expression(params: StructuredOutputsParams, default: JsonStyle = SPACED) -> str | None:
+    """A Lark expression for what these parameters ask for, for use in a rule; None if they have structural tags."""
+    style = _style(params, default)
+    if params.json is not None:
+        return json_rule(params.json, style)
+    if params.json_object:
+        return json_rule({"type": "object"}, style)
+    if params.regex is not None:
+        return _regex(params.regex)
+    if params.choice is not None:
+        return f"({' | '.join(map(quote, dict.fromkeys(params.choice)))})"
+    return None if params.grammar is None else f"%lark {{\n{_as_lark(params.grammar)}\n}}"
+
+
 def literal(text: str, markers: Markers = NO_MARKERS) -> str:
     """A Lark expression for exactly this text, in which markers are single tokens."""
     pattern = "|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True))
@@ -131,12 +149,30 @@ def _text(params: StructuredOutputsParams, style: JsonStyle) -> str:
     if params.json_object:
         return _dump({"grammars": [{"json_schema": _schema({"type": "object"}, style)}]})
     if params.regex is not None:
-        return _lark(f"start: /{regex_to_lark(params.regex, ASCII_DIGITS)}/" if params.regex else 'start: ""')
+        return _lark(f"start: {_regex(params.regex)}")
     if params.choice is not None:
         return _lark(_choice(params.choice))
     assert params.grammar is not None, "one constraint is always set"
+    return _lark(_as_lark(params.grammar))
+
+
+def _regex(pattern: str) -> str:
+    return f"/{regex_to_lark(pattern, ASCII_DIGITS)}/" if pattern else '""'
+
+
+def _as_lark(grammar: str) -> str:
+    return grammar if _IS_LARK.search(grammar) is not None else _from_gbnf(grammar)
+
+
+@lru_cache(maxsize=64)  # a request's grammar is built several times
+def _from_gbnf(grammar: str) -> str:
+    if len(grammar) > _MAX_GBNF_CHARACTERS:
+        message = (
+            f"{PARAMETER}.grammar has {len(grammar)} characters; at most {_MAX_GBNF_CHARACTERS} are allowed in GBNF"
+        )
+        raise RequestError(f"{message}. Grammars in Lark may have {MAX_GRAMMAR_CHARACTERS}.", PARAMETER)
     try:
-        return _lark(any_to_lark(params.grammar))
+        return str(gbnf_to_lark(grammar))
     except Exception as error:  # the converter has several kinds
         raise RequestError(f"{PARAMETER}.grammar cannot be read: {excerpt(str(error))}", PARAMETER) from error
 
@@ -269,12 +305,11 @@ def _named(name: str, text: str) -> dict[str, Any]:
     return {**only, "name": name}
 
 
-_PARAMETER = "structured_outputs"
-_ANY_TEXT = r"/(.|\n)*/"
+# ---------------------------------------------------------------- structural tags
+
+
 _MAX_DEPTH = 32
 JsonRule = Callable[[Any], str]  # a Lark expression for a schema
-
-
 Literal = Callable[[str], str]  # a Lark expression for a text
 
 
@@ -377,8 +412,8 @@ class _Writer:
         writers = {
             "const_string": lambda: self._literal(_member(found, "value", str)),
             "json_schema": lambda: self.rule(self._json_rule(found.get("json_schema", {}))),
-            "regex": lambda: self.rule(f"/{regex_to_lark(_member(found, 'pattern', str), 'd')}/"),
-            "any_text": lambda: self.rule(_ANY_TEXT),
+            "regex": lambda: self.rule(_regex(_member(found, "pattern", str))),
+            "any_text": lambda: self.rule(_FREE),
             "sequence": lambda: self.rule(" ".join(map(self.expression, _member(found, "elements", Sequence))) or '""'),
             "or": lambda: self.rule(" | ".join(map(self.expression, _some(found, "elements")))),
             "tag": lambda: self.rule(self._tag(found, _member(found, "begin", str))),
@@ -394,12 +429,12 @@ class _Writer:
     def _tag(self, tag: Mapping[str, Any], begin: str) -> str:
         content = _member(tag, "content", Mapping)
         ends = tag.get("end", "")
-        choices = [ends] if isinstance(ends, str) else list(ends)
-        if not choices or not all(isinstance(end, str) for end in choices):
+        choices = [ends] if isinstance(ends, str) else ends
+        if not isinstance(choices, list | tuple) or not choices or not all(isinstance(end, str) for end in choices):
             raise _wrong("has a tag whose end is neither a string nor a list of strings")
         end = " | ".join(map(self._literal, choices))
         if content.get("type") == "any_text" and all(choices):  # free up to the end
-            lazy = self.rule(f"{_ANY_TEXT} ({end})", "" if "<[" in end else "[lazy]")
+            lazy = self.rule(f"{_FREE} ({end})", "" if "<[" in end else "[lazy]")
             return f"{self._literal(begin)} {lazy}"
         return f"{self._literal(begin)} {self.expression(content)} ({end})"
 
@@ -416,19 +451,19 @@ class _Writer:
         parts = []
         for trigger, tags in _by_trigger(found).items():
             marker = self._literal(trigger)
-            begin = self.rule(f"{_ANY_TEXT} {marker}", "" if "<[" in marker else "[lazy]")
+            begin = self.rule(f"{_FREE} {marker}", "" if "<[" in marker else "[lazy]")
             parts.append(self.rule(f"{begin} ({self.tags_after(tags)})"))
         one = f"({' | '.join(parts)})"
         if found.get("stop_after_first"):
-            return self.rule(one if found.get("at_least_one") else f"{one} | {_ANY_TEXT}")
-        return self.rule(f"{one}{'+' if found.get('at_least_one') else '*'} {_ANY_TEXT}")
+            return self.rule(one if found.get("at_least_one") else f"{one} | {_FREE}")
+        return self.rule(f"{one}{'+' if found.get('at_least_one') else '*'} {_FREE}")
 
 
 def _member(found: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
     value = found.get(name)
     if not isinstance(value, kind) or (kind is Sequence and isinstance(value, str)):
         words: dict[Any, str] = {str: "a string", Mapping: "an object", Sequence: "a list"}
-        raise _wrong(f"needs {name}, which must be {words[kind]}{did_you_mean(name, list(map(str, found)))}")
+        raise _wrong(f"needs {name}, which must be {words[kind]}")
     return value
 
 
@@ -447,4 +482,4 @@ def _texts(found: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _wrong(what: str) -> RequestError:
-    return RequestError(f"structural_tag {what}.", _PARAMETER)
+    return RequestError(f"structural_tag {what}.", PARAMETER)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from kvasir.sampling_params import PoolingParams
 from kvasir.server.errors import answers
 from kvasir.server.http import Call, StrictRoute, TheCall, reply, unless_gone
-from kvasir.server.routes.pooling import INPUT_KINDS, PoolingBody, at_most, inputs_of, make_job, written
+from kvasir.server.routes.pooling import INPUT_KINDS, PoolingBody, at_most, inputs_of, make_job, refuse_several, written
 from kvasir.server.schema.base import MAX_TOKEN_IDS, Body, Reply, example, one_complaint, refused
 from kvasir.server.schema.sampling import PromptIds
 from kvasir.server.state import ServerState, State
@@ -158,6 +158,12 @@ class CohereEmbedRequest(PoolingBody):
     )
     images: Any = refused("this server embeds texts.")
     inputs: Any = refused("send texts.")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> CohereEmbedRequest:
+        names = ("max_tokens", "truncate_prompt_tokens")
+        refuse_several(self, *names, *(("truncate",) if self.truncate == "NONE" else ()))
+        return self
 
 
 class CohereEmbedReply(Reply, kw_only=True):

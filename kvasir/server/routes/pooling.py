@@ -54,6 +54,13 @@ class PoolingBody(Body):
     request_id: str | None = None
 
 
+def refuse_several(body: PoolingBody, *names: str) -> None:
+    """Refuse several fields that say how long a text may be: only one of them could count."""
+    given = [name for name in names if getattr(body, name)]
+    if len(given) > 1:
+        raise invalid(given[1], f"{' and '.join(given)} all say what happens to long texts: give one of them.")
+
+
 class EmbeddingRequest(PoolingBody):
     model_config = example(input=["The cat sat on the mat.", "A dog barks."])
 
@@ -200,6 +207,7 @@ class RerankRequest(PoolingBody):
         for each in self.documents or ():
             if isinstance(each, dict) and not isinstance(each.get("text"), str):
                 raise invalid("documents", "A document is a text, or an object with a text.")
+        refuse_several(self, "max_tokens_per_doc", "truncate_prompt_tokens", "truncate")
         return self
 
 
@@ -413,13 +421,14 @@ class RerankJob:
     async def whole(self) -> RerankReply | list[TeiRank]:
         scores = await self.pairs.scores()
         order = sorted(range(len(scores)), key=lambda i: -scores[i])[: self.body.top_n]
+        shows_texts = self.body.return_documents or self.body.return_text
         if self.body.texts is not None:
             ranks = [TeiRank(index=i, score=scores[i]) for i in order]
-            for rank in ranks if self.body.return_text else ():
+            for rank in ranks if shows_texts else ():
                 rank.text = self.texts[rank.index]
             return ranks
         results = [RerankItem(index=i, relevance_score=scores[i]) for i in order]
-        for item in results if self.body.return_documents else ():
+        for item in results if shows_texts else ():
             item.document = RerankDocument(text=self.texts[item.index])
         meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
         name, usage = f"rerank-{self.pairs.request.call.id}", self.pairs.request.usage()

@@ -116,7 +116,7 @@ def _format(name: str, given: Any, nested: str | None) -> Found:
         _only(name, given, ("type",))
         return []
     if kind == "json_object":
-        _only(name, given, ("type",), " A schema needs the type json_schema." if "schema" in given else "")
+        _only(name, given, ("type",), " A schema needs the type json_schema." if given.get("schema") else "")
         return [(name, {"json_object": True})]
     if kind == "json_schema":
         return [(name, _json_schema(name, given, nested))]
@@ -127,8 +127,9 @@ def _format(name: str, given: Any, nested: str | None) -> Found:
 
 
 def _only(name: str, given: Mapping[str, Any], known: tuple[str, ...], advice: str = "") -> None:
-    for entry in given:
-        if entry not in known:
+    """Refuse entries that would be ignored. Null is no value: clients write all fields of a type that they know."""
+    for entry, value in given.items():
+        if entry not in known and value is not None:
             hint = advice or did_you_mean(entry, known)
             message = f"{name} of type {given.get('type', 'json_schema')} has no {str(entry)[:_MAX_NAME]!r}.{hint}"
             raise RequestError(message, name)

@@ -242,9 +242,7 @@ def test_guided_rows_sample_what_their_guide_allows(lookahead: int) -> None:
         wanted = guided_text(prompt, 25) if key % 2 else expected(prompt, 25)
         assert got.tokens[key] == wanted
         if key % 2:
-            assert shown[key] == wanted[: len(shown[key])] and len(shown[key]) == 24, (
-                "each token is passed to the guide once"
-            )
+            assert shown[key] == wanted, "each token is passed to the guide once"
     assert any(11 in got.tokens[key] for key in (1, 3)), "some token was forced"
 
 

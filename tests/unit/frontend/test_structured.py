@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import is_lark_syntax
 from pydantic import BaseModel
 
 from kvasir.config.engine import ModelConfig
 from kvasir.engine.grammar_guide import CompiledGrammars, GrammarGuide, compile_grammar, parser_limits
 from kvasir.errors import RequestError
 from kvasir.frontend.requests.structured import StructuredOutputs, jumps_are_exact
-from kvasir.frontend.text.grammar import JsonStyle, build_grammar, from_triggers, json_rule, literal
+from kvasir.frontend.text.grammar import _IS_LARK, JsonStyle, build_grammar, from_triggers, json_rule, literal
 from kvasir.messages import Extras, RowSampling
 from kvasir.sampling_params import GrammarTag, SamplingParams, StructuredOutputsParams
 from tests.grammars import CALL, EOS, THINK_END, small_tokenizer, small_vocabulary, token_id
@@ -90,6 +91,28 @@ def test_optional_properties_are_bounded_because_they_take_time_by_their_square(
     for wrong in (many, {"anyOf": [[{"a": properties(1500)}]] * 2}, {"items": {"not": json.loads(json.dumps(many))}}):
         with pytest.raises(RequestError, match="too many optional properties"):
             grammar_of(json=wrong)
+
+
+def test_gbnf_is_bounded_because_converting_it_takes_time_by_its_square() -> None:
+    comments = "# a comment\n" * 9000
+    assert accepts(grammar_of(grammar=f'{comments}root ::= "a"'), "a")
+    assert accepts(grammar_of(grammar=f'{2 * comments.replace("#", "//")}start: "a"'), "a"), "Lark is not converted"
+    for wrong in (f'{2 * comments}root ::= "a"', 500_000 * "\n"):  # llguidance would take minutes for the second
+        with pytest.raises(RequestError, match="at most 131072 are allowed in GBNF"):
+            grammar_of(grammar=wrong)
+
+
+@pytest.mark.parametrize(
+    "text", ["\n \tstart :a", "x\n\r\n %llguidance {}", "a: start:", "%llguidances", "\v\nstart\n:", ""]
+)
+def test_lark_is_known_as_llguidance_knows_it(text: str) -> None:
+    assert (_IS_LARK.search(text) is not None) == is_lark_syntax(text)
+
+
+def test_as_many_optional_properties_as_are_allowed_can_be_written() -> None:
+    names = [f"a{i}" for i in range(2000)]
+    grammar = grammar_of(json={"type": "object", "properties": {name: {"type": "integer"} for name in names}})
+    assert accepts(grammar, '{"a3": 1, "a1999": 2}')
 
 
 def test_equal_parameters_are_one_grammar_and_the_engines_style_is_the_default() -> None:
@@ -241,6 +264,9 @@ def test_wrong_parameters_are_refused_by_name(given: dict[str, Any], words: str)
         ({"structures": [{"begin": "<a>"}], "triggers": []}, "triggers"),
         ({"format": {"type": "odd"}}, "odd"),
         ({"format": {"type": "tag", "begin": "a"}}, "content"),
+        ({"format": {**TAG, "type": "tag", "end": None}}, "neither a string nor a list"),
+        ({"structures": [{"begin": "<b", "end": 5}], "triggers": ["<b"]}, "neither a string nor a list"),
+        ({"format": {"type": "regex", "pattern": 5}}, r"needs pattern, which must be a string\.$"),
         ({"format": {"type": "triggered_tags", "triggers": ["<"], "tags": [TAG], "excludes": ["x"]}}, "excludes"),
     ],
 )

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from kvasir.errors import RequestError
 from kvasir.frontend.requests.prompts import TokenizedPrompt
+from kvasir.frontend.text.grammar import JsonStyle
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.messages import Int32Array
 from kvasir.outputs import CompletionOutput
@@ -85,6 +86,26 @@ def test_constraints_begin_after_the_reasoning(tokenizer: Tokenizer) -> None:
     assert found is not None and found.grammar is not None and found.source == "response_format"
     id_of = tokenizer.added_ids
     assert f"<[{id_of['<think>']}]>" in found.grammar and f"<[{id_of['</think>']}]>" in found.grammar
+
+
+@pytest.mark.parametrize(
+    ("asked", "written"),
+    [
+        ({"regex": r"a\/\d"}, "/a\\/[0-9]/"),
+        ({"grammar": 'root ::= "yes" | "no"'}, 'start: "yes"\n     | "no"'),
+        ({"json_object": True}, '"item_separator": ","'),
+        ({"json_object": True, "whitespace": "flexible"}, '"whitespace_flexible": true'),
+    ],
+)
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_a_constraint_is_the_same_beside_reasoning_and_calls(
+    tokenizer: Tokenizer, asked: dict[str, Any], written: str, with_tools: bool
+) -> None:
+    made = answer(tokenizer, chat_tools(TOOLS, None, None) if with_tools else RequestTools())
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**asked))
+    constrain(made, params, tokenizer, lambda: tokenizer.skipped_tokens, JsonStyle("compact"))
+    found = params.structured_outputs
+    assert found is not None and found.grammar is not None and written in found.grammar
 
 
 def test_choices_become_constraints(tokenizer: Tokenizer) -> None:

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from kvasir.sampling_params import SamplingParams
+from kvasir.errors import RequestError
+from kvasir.sampling_params import PoolingParams, SamplingParams, StructuredOutputsParams
 from kvasir.server.routes.completions import CompletionRequest
 from kvasir.server.routes.messages import MessagesRequest
+from kvasir.server.routes.other_embeddings import CohereEmbedRequest
+from kvasir.server.routes.pooling import RerankRequest
 from kvasir.server.routes.tokens import GenerateRequest, TokenizeRequest
 from kvasir.server.schema import structured
 from kvasir.server.schema.base import Body, BoundedModel, Refusal
@@ -241,3 +244,41 @@ def test_messages_keep_what_templates_may_read() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"}
     body = ChatRequest.model_validate({"messages": [message]})
     assert body.messages[0].model_dump(exclude_unset=True) == message
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ({"type": "text", "json_schema": None}, None),
+        ({"type": "json_object", "json_schema": None, "schema": None}, {"json_object": True}),
+        (
+            {"type": "json_schema", "schema": None, "json_schema": {"name": "x", "schema": True, "strict": None}},
+            {"json": True},
+        ),
+    ],
+)
+def test_null_in_a_format_says_nothing(given: dict[str, Any], asked: dict[str, Any] | None) -> None:
+    found = structured.structured_outputs(ChatRequest(**CHAT, response_format=given))
+    assert found == (None if asked is None else StructuredOutputsParams(**asked, source="response_format"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (RerankRequest, {"query": "a", "documents": ["b"], "truncate": True, "truncate_prompt_tokens": 3}),
+        (RerankRequest, {"query": "a", "documents": ["b"], "max_tokens_per_doc": 3, "truncate_prompt_tokens": -1}),
+        (CohereEmbedRequest, {"texts": ["a"], "max_tokens": 3, "truncate_prompt_tokens": 3}),
+        (CohereEmbedRequest, {"texts": ["a"], "max_tokens": 3, "truncate": "NONE"}),
+    ],
+)
+def test_one_field_says_what_happens_to_long_texts(kind: type[Body], given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="all say what happens to long texts"):
+        kind(**given)
+    kind(**dict(list(given.items())[:-1]))
+    CohereEmbedRequest(texts=["a"], max_tokens=3, truncate="END")
+
+
+def test_two_names_of_one_parameter_agree() -> None:
+    PoolingParams(use_activation=True, normalize=True)
+    with pytest.raises(RequestError, match="older name of use_activation"):
+        PoolingParams(use_activation=False, normalize=True)
