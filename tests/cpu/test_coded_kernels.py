@@ -133,6 +133,15 @@ def test_groups_that_are_no_powers_of_two() -> None:
             close(coded_linear(x, matrix), exact(x, matrix), torch.float32)
 
 
+def test_inputs_that_16_divides_an_odd_number_of_times() -> None:
+    """Tensor cores take 16 inputs at once, and a tile's halves are inputs of two products."""
+    for kind, group, inputs, fits in (("e2m1", 16, 176, False), ("e2m1", 16, 160, True), ("u4", 80, 240, False)):
+        matrix, x = make(20, inputs, kind, group), randn(3, inputs)
+        assert matrix.coding.tile == 16 and is_coded_fit(matrix) == fits
+        close(coded_linear(x, matrix), exact(x, matrix), torch.float32)
+    assert is_coded_fit(make(20, 176, "i8", 16)), "a byte for each code"
+
+
 def test_scales_of_16_bits_and_8() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
         matrix, x = make(20, 256, "e2m1", 16, dtype), randn(3, 256)

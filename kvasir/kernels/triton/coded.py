@@ -438,7 +438,8 @@ def is_coded_fit(matrix: Any) -> bool:
     """Whether the kernels for one row and for a few can take a matrix: its groups must be divided by powers of two."""
     group, tile, inner = matrix.coding.group, matrix.coding.tile, matrix.shape[1]
     unit = _power_below(inner if matrix.scale.shape[1] == 1 else group, 128)
-    return unit >= max(tile, 16) and (matrix.scale.shape[1] == 1 or group >= _LONG_GROUP or group == unit)
+    fits = unit >= max(tile, 16) and (matrix.scale.shape[1] == 1 or group >= _LONG_GROUP or group == unit)
+    return fits and _steps(matrix, fast=False)[1] >= (32 if tile else 16)  # tensor cores take 16 inputs from each half
 
 
 def coded_gemv(
