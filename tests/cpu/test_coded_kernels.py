@@ -22,6 +22,7 @@ from kvasir.kernels.triton.coded import (
     is_coded_fit,
     round_rows,
 )
+from kvasir.kernels.triton.launch import next_power_of_2
 from kvasir.quantization.coded import BITS, Coded, Coding, stacked
 from tests.kernel_builders import DEVICE, DTYPES, GPU, close, randn
 from tests.pairwise import each_once, few
@@ -178,6 +179,19 @@ def test_parts_are_left_to_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts.shape == (4, 4, 20)
     close(parts.sum(0), exact(x, matrix), torch.float32)
     assert coded_linear_parts(x[:1], matrix).shape == (1, 20)
+
+
+def test_parts_change_with_powers_of_two_of_the_rows() -> None:
+    """Only those are compiled before the first request."""
+    for outputs, inputs in ((5120, 27648), (6144, 4096), (64, 2048)):
+        parts = [coded_module._parts(outputs, 64, rows, inputs, 4, fills=6) for rows in range(1, 257)]
+        assert parts == [parts[next_power_of_2(rows) - 1] for rows in range(1, 257)]
+        assert parts[0] > 1, "the test would show nothing"
+
+
+def test_no_rows() -> None:
+    matrix, x = make(20, 256, "u4", 128), randn(0, 256)
+    assert coded_linear(x, matrix).shape == coded_linear_parts(x, matrix).shape == (0, 20)
 
 
 @pytest.mark.skipif(not GPU, reason="the interpreter rounds to 8-bit floats otherwise")

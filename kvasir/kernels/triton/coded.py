@@ -539,8 +539,10 @@ def _blocks(x: torch.Tensor, matrix: Any) -> list[int]:
 
 
 def _parts(outputs: int, block: int, rows: int, inner: int, most: int, fills: int = 2) -> int:
-    """Enough parts of the inner dimension to fill the device so many times."""
-    return max(1, min(most, fills * _PROCESSORS // (cdiv(outputs, block) * cdiv(rows, 64)), inner // 512))
+    """Enough parts of the inner dimension to fill the device so many times. They change with powers of two of the rows,
+    which are compiled before the first request."""
+    tiles = cdiv(outputs, block) * next_power_of_2(cdiv(rows, 64))
+    return max(1, min(most, fills * _PROCESSORS // tiles, inner // 512))
 
 
 def coded_key(kernel: str, matrix: Any, count: int) -> str:
