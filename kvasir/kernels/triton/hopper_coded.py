@@ -190,7 +190,7 @@ def _few_rows_kernel(
     first = gl.program_id(0) * N
     w_a, n_a, byte = _place(first, L, WARPS, N, STEP)
     code_at = codes_ptr + gl.minimum(n_a, outputs - 1).to(gl.int64) * WIDTH + w_a * STEP + byte
-    up = outputs.to(gl.int64) * WIDTH
+    up = gl.cast(outputs, gl.int64) * WIDTH  # one output is a constant
     c0 = gl.load(code_at)
     c1 = c0
     c2 = c0
