@@ -258,6 +258,9 @@ def run_others() -> None:
     kernels.copy_blocks(pages, pages, index, index)
     for kind in kernels.ACTIVATIONS:
         kernels.gated_activation(torch.zeros(3, 2048, dtype=BF16), kind)
+    score = RandomCoding(Coding("u4", 128, 8)).make(1, 1024, CPU).packed()
+    for rows in (1, 3, 20):
+        kernels.coded_linear(torch.zeros(rows, 1024, dtype=BF16), score)
 
 
 def run_encoders() -> None:

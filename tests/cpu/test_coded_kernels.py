@@ -22,6 +22,7 @@ from kvasir.kernels.triton.coded import (
     is_coded_fit,
     round_rows,
 )
+from kvasir.kernels.triton.launch import next_power_of_2
 from kvasir.quantization.coded import BITS, Coded, Coding, stacked
 from tests.kernel_builders import DEVICE, DTYPES, GPU, close, randn
 from tests.pairwise import each_once, few
@@ -133,6 +134,15 @@ def test_groups_that_are_no_powers_of_two() -> None:
             close(coded_linear(x, matrix), exact(x, matrix), torch.float32)
 
 
+def test_inputs_that_16_divides_an_odd_number_of_times() -> None:
+    """Tensor cores take 16 inputs at once, and a tile's halves are inputs of two products."""
+    for kind, group, inputs, fits in (("e2m1", 16, 176, False), ("e2m1", 16, 160, True), ("u4", 80, 240, False)):
+        matrix, x = make(20, inputs, kind, group), randn(3, inputs)
+        assert matrix.coding.tile == 16 and is_coded_fit(matrix) == fits
+        close(coded_linear(x, matrix), exact(x, matrix), torch.float32)
+    assert is_coded_fit(make(20, 176, "i8", 16)), "a byte for each code"
+
+
 def test_scales_of_16_bits_and_8() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn):
         matrix, x = make(20, 256, "e2m1", 16, dtype), randn(3, 256)
@@ -169,6 +179,19 @@ def test_parts_are_left_to_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts.shape == (4, 4, 20)
     close(parts.sum(0), exact(x, matrix), torch.float32)
     assert coded_linear_parts(x[:1], matrix).shape == (1, 20)
+
+
+def test_parts_change_with_powers_of_two_of_the_rows() -> None:
+    """Only those are compiled before the first request."""
+    for outputs, inputs in ((5120, 27648), (6144, 4096), (64, 2048)):
+        parts = [coded_module._parts(outputs, 64, rows, inputs, 4, fills=6) for rows in range(1, 257)]
+        assert parts == [parts[next_power_of_2(rows) - 1] for rows in range(1, 257)]
+        assert parts[0] > 1, "the test would show nothing"
+
+
+def test_no_rows() -> None:
+    matrix, x = make(20, 256, "u4", 128), randn(0, 256)
+    assert coded_linear(x, matrix).shape == coded_linear_parts(x, matrix).shape == (0, 20)
 
 
 @pytest.mark.skipif(not GPU, reason="the interpreter rounds to 8-bit floats otherwise")

@@ -24,6 +24,7 @@ from kvasir.kernels.triton import latent as latent_module
 from kvasir.kernels.triton.head_products import multiply_heads
 from kvasir.kernels.triton.latent import latent_store
 from kvasir.kernels.triton.paged_decode import Split
+from kvasir.worker.profiling import steps_to_compile
 from tests.kernel_builders import DEVICE, DTYPES, GPU, close, paged, randn
 from tests.native_builders import SETS
 
@@ -240,3 +241,23 @@ def test_parts_of_equal_ranges(lengths: list[int], heads: int, ranges: int, leas
         HEADS=heads, LINES=part.shape[1], LATENT=512, KEYS=64, CHUNK=4, PDL=False, **how,
     )  # fmt: skip
     close(out, wanted.double(), torch.float32)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 20, 32, 40, 128])
+def test_every_plan_is_compiled_before_the_first_request(heads: int) -> None:
+    """Texts of prompts are decodes, too: in the last layer, which runs for each text's last token."""
+    hopper_latent = pytest.importorskip("kvasir.kernels.triton.hopper_latent")
+    max_rows = 256
+    steps = list(steps_to_compile(max_rows, 2048, 4096))
+    compiled = {
+        hopper_latent.choose_plan(count, heads, int(step.bounds[:count].max()))
+        for step in steps
+        for count in (step.num_decodes, len(step.rows))
+        if count
+    }
+    served = {
+        hopper_latent.choose_plan(count, heads, longest)
+        for count in range(1, max_rows + 1)
+        for longest in (1, 32, 64, 200, 256, 257, 500, 2000, 4096)
+    }
+    assert served <= compiled

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,8 @@ from kvasir.attention import triton as triton_attention
 from kvasir.attention.base import AttentionBatch
 from kvasir.attention.triton import TritonAttention
 from kvasir.kernels.layout import find_tiles
-from kvasir.kernels.triton import linear, shared_prefix
+from kvasir.kernels.triton import launch, linear, shared_prefix
 from kvasir.kernels.triton import paged_decode as paged_decode_module
-from kvasir.kernels.triton import paged_prefill as paged_prefill_module
 from kvasir.kernels.triton.adapters import adapt
 from kvasir.kernels.triton.cache_update import decode_inputs, rope_store
 from kvasir.kernels.triton.draw import draw
@@ -430,13 +430,21 @@ def test_a_prefix_is_cut_until_the_gpu_is_full() -> None:
 def test_a_gluon_that_nobody_tried_is_left_alone(
     version: str, known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(paged_prefill_module.triton, "__version__", version)
-    paged_prefill_module._gluon_is_known.cache_clear()
+    monkeypatch.setattr(launch.triton, "__version__", version)
+    launch.gluon_is_known.cache_clear()
     try:
-        assert paged_prefill_module._gluon_is_known() is known
+        assert launch.gluon_is_known() is known
     finally:
-        paged_prefill_module._gluon_is_known.cache_clear()
+        launch.gluon_is_known.cache_clear()
     assert (f"Triton {version} is newer than 3.9" in caplog.text) is not known
+
+
+def test_gluon_is_imported_by_none_but_its_own_kernels() -> None:
+    """A Triton whose Gluon has changed must not keep all other kernels from being imported."""
+    files = sorted(Path(launch.__file__).parent.glob("*.py"))
+    first = re.compile(r"^(?:from|import) .*\b(?:gluon\b|hopper_)", re.MULTILINE)
+    using = {file.stem for file in files if first.search(file.read_text(encoding="utf-8"))}
+    assert using == {"hopper_coded", "hopper_latent", "hopper_prefill"}
 
 
 def test_small_blocks_read_a_shared_prefix_like_any_other() -> None:

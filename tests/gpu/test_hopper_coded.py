@@ -48,13 +48,20 @@ def test_rows(kind: str, group: int, inputs: int) -> None:
         close(parts.sum(0) if parts.dim() == 3 else parts, exact(x, matrix))
 
 
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_one_output(rows: int) -> None:
+    matrix, x = scaled("u4", 128, 1, 1024), torch.randn(rows, 1024, device="cuda", dtype=BF16)
+    close(coded_linear(x, matrix), exact(x, matrix))
+
+
 def test_which_matrices_it_takes() -> None:
     x = torch.randn(8, 2048, device="cuda", dtype=BF16)
     for kind in KINDS:
         for group in (16, 32, 64, 128, 0):
             assert hopper_coded.takes(x, scaled(kind, group, 64, 2048)) == (kind != "nf4"), (kind, group)
     assert not hopper_coded.takes(x.half(), scaled("u4", 128, 64, 2048))
-    assert not hopper_coded.takes(torch.cat([x, x]), scaled("u4", 128, 64, 2048))
+    for rows in (x[:0], torch.cat([x, x])):
+        assert not hopper_coded.takes(rows, scaled("u4", 128, 64, 2048))
 
 
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 0])

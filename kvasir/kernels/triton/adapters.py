@@ -67,8 +67,9 @@ def _expand_kernel(
     if slot < 0:
         await_previous(PDL)
         return
-    rank = tl.load(uses_ptr + slot * 2)
-    is_moved = tl.load(uses_ptr + slot * 2 + 1)
+    # What is read before `await_previous` is read past the processor's own cache: see launch.py.
+    rank = tl.load(uses_ptr + slot * 2, cache_modifier=".cg")
+    is_moved = tl.load(uses_ptr + slot * 2 + 1, cache_modifier=".cg")
     if (rank == 0) & (is_moved == 0):
         await_previous(PDL)
         return
@@ -83,13 +84,17 @@ def _expand_kernel(
     n, inside = begin + own, own < size
     place = first + tl.arange(0, BLOCK_M)
     real = place < end
-    row = tl.load(order_ptr + place, mask=real, other=0).to(tl.int64)
+    row = tl.load(order_ptr + place, mask=real, other=0, cache_modifier=".cg").to(tl.int64)
     matrix = expand_ptr + slot.to(tl.int64) * RANK * OUTPUTS
     mask = real[:, None] & inside[None, :]
     # The kernel before this one waited for the layer's own product, so y is there already.
-    y = tl.load(y_ptr + row[:, None] * OUTPUTS + n[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + row[:, None] * OUTPUTS + n[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+    y = y.to(tl.float32)
     r = tl.arange(0, BLOCK_R)
-    w = tl.load(matrix + r[:, None] * OUTPUTS + n[None, :], mask=(r < rank)[:, None] & inside[None, :], other=0.0)
+    w = tl.load(
+        matrix + r[:, None] * OUTPUTS + n[None, :], mask=(r < rank)[:, None] & inside[None, :], other=0.0,
+        cache_modifier=".cg",
+    )  # fmt: skip
     await_previous(PDL)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for at in range(0, rank, BLOCK_R):

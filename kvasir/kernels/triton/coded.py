@@ -22,8 +22,15 @@ import triton
 import triton.language as tl
 
 from kvasir.kernels.reference import LEVELS
-from kvasir.kernels.triton import hopper_coded
-from kvasir.kernels.triton.launch import await_previous, cdiv, early, next_power_of_2
+from kvasir.kernels.triton.code_assembly import assembly
+from kvasir.kernels.triton.launch import (
+    await_previous,
+    cdiv,
+    early,
+    gluon_is_known,
+    is_hopper_or_newer,
+    next_power_of_2,
+)
 from kvasir.kernels.triton.linear import COUNTS, find
 
 MOST_ROWS = 256  # of x for the tensor-core kernel; above, the matrix is expanded
@@ -438,7 +445,18 @@ def is_coded_fit(matrix: Any) -> bool:
     """Whether the kernels for one row and for a few can take a matrix: its groups must be divided by powers of two."""
     group, tile, inner = matrix.coding.group, matrix.coding.tile, matrix.shape[1]
     unit = _power_below(inner if matrix.scale.shape[1] == 1 else group, 128)
-    return unit >= max(tile, 16) and (matrix.scale.shape[1] == 1 or group >= _LONG_GROUP or group == unit)
+    fits = unit >= max(tile, 16) and (matrix.scale.shape[1] == 1 or group >= _LONG_GROUP or group == unit)
+    return fits and _steps(matrix, fast=False)[1] >= (32 if tile else 16)  # tensor cores take 16 inputs from each half
+
+
+def _takes_few_rows(x: torch.Tensor, matrix: Any) -> bool:
+    return is_hopper_or_newer(x) and gluon_is_known() and bool(_hopper().takes(x, matrix))
+
+
+def _hopper() -> Any:
+    from kvasir.kernels.triton import hopper_coded  # imports Gluon, which changes from version to version
+
+    return hopper_coded
 
 
 def coded_gemv(
@@ -453,8 +471,9 @@ def coded_gemv(
     blocks: list[int] | None = None,  # rows of the matrix and bytes of each per step, warps; None: as measured
 ) -> torch.Tensor:
     """See linear.gemv."""
-    if blocks is None and hopper_coded.takes(x, matrix):
-        return hopper_coded.few_rows(x, matrix, bias, gain=gain, eps=eps, add=add, gated=gated)
+    if blocks is None and _takes_few_rows(x, matrix):
+        found: torch.Tensor = _hopper().few_rows(x, matrix, bias, gain=gain, eps=eps, add=add, gated=gated)
+        return found
     rows = matrix.shape[0]
     outputs, by_row = rows // 2 if gated else rows, matrix.scale.shape[1] == 1 and matrix.minimum is None
     group = _power_below(matrix.coding.group, 128)  # of the kernel: as many as a scale's, or a part of them
@@ -488,10 +507,10 @@ def _steps(matrix: Any, *, fast: bool) -> tuple[str, int]:
 
 
 def _assembly(x: torch.Tensor, matrix: Any) -> str:
-    if x.dtype != torch.bfloat16 or not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] < 9:
+    if x.dtype != torch.bfloat16 or not is_hopper_or_newer(x):
         return ""
     packed = matrix.coding.kind in ("u4", "e2m1")
-    return hopper_coded.assembly(matrix.coding.kind, matrix.coding.offset) if packed == bool(matrix.coding.tile) else ""
+    return assembly(matrix.coding.kind, matrix.coding.offset) if packed == bool(matrix.coding.tile) else ""
 
 
 def coded_parts(
@@ -538,8 +557,10 @@ def _blocks(x: torch.Tensor, matrix: Any) -> list[int]:
 
 
 def _parts(outputs: int, block: int, rows: int, inner: int, most: int, fills: int = 2) -> int:
-    """Enough parts of the inner dimension to fill the device so many times."""
-    return max(1, min(most, fills * _PROCESSORS // (cdiv(outputs, block) * cdiv(rows, 64)), inner // 512))
+    """Enough parts of the inner dimension to fill the device so many times. They change with powers of two of the rows,
+    which are compiled before the first request."""
+    tiles = cdiv(outputs, block) * next_power_of_2(cdiv(rows, 64))
+    return max(1, min(most, fills * _PROCESSORS // tiles, inner // 512))
 
 
 def coded_key(kernel: str, matrix: Any, count: int) -> str:
@@ -593,8 +614,7 @@ def _multiply_floats(x: torch.Tensor, matrix: Any, bias: torch.Tensor | None) ->
 
 
 def _takes_float_tiles(x: torch.Tensor, matrix: Any) -> bool:
-    known = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
-    return known and x.shape[0] <= FLOAT_TILE_ROWS and matrix.shape[1] % 128 == 0
+    return is_hopper_or_newer(x) and x.shape[0] <= FLOAT_TILE_ROWS and matrix.shape[1] % 128 == 0
 
 
 def float_parts(x: torch.Tensor, matrix: Any, bias: torch.Tensor | None, *, joins: bool) -> torch.Tensor:
@@ -648,14 +668,14 @@ def coded_linear(x: torch.Tensor, matrix: Any, bias: torch.Tensor | None = None)
         return _multiply_floats(x, matrix, bias)
     if rows > MOST_ROWS or not is_coded_fit(matrix):
         return torch.nn.functional.linear(x, expand_coded(matrix, x.dtype), bias)
-    if rows == 1 or hopper_coded.takes(x, matrix):
+    if rows == 1 or _takes_few_rows(x, matrix):
         return coded_gemv(x, matrix, bias)
     return _join(coded_parts(x, matrix, bias, _blocks(x, matrix), joins=True), bias, x)
 
 
 def coded_linear_parts(x: torch.Tensor, matrix: Any) -> torch.Tensor:
     """The product, or parts of it that add_rms_norm sums."""
-    if 1 < x.shape[0] <= MOST_ROWS and is_coded_fit(matrix) and not hopper_coded.takes(x, matrix):
+    if 1 < x.shape[0] <= MOST_ROWS and is_coded_fit(matrix) and not _takes_few_rows(x, matrix):
         if not _takes_floats(x, matrix):
             blocks = _blocks(x, matrix)
             if blocks[-1] > 1:

@@ -421,10 +421,13 @@ def _can_be_copied(x: torch.Tensor) -> bool:
 
 
 def choose_plan(sequences: int, heads: int, longest: int | None) -> Plan:
-    whole = longest is not None and longest <= SHORT
-    if heads <= 16 or (heads > 32 and longest is not None and sequences * longest <= FEW_TOKENS):
-        return Plan(16, whole)
-    return Plan(32 if heads <= 32 else 64, whole)
+    """Every plan is compiled before the first request, by steps of a few short sequences and of long ones: so there is
+    none for many short ones alone."""
+    short = longest is not None and longest <= SHORT
+    few = longest is not None and sequences * longest <= FEW_TOKENS
+    if heads <= 32:
+        return Plan(16 if heads <= 16 else 32, short)
+    return Plan(16, short) if few else Plan(MANY.value)
 
 
 def hopper_latent(

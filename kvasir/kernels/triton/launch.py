@@ -211,9 +211,34 @@ def await_previous(PDL: tl.constexpr):
 
 def early(x: torch.Tensor) -> dict[str, bool]:
     """How to launch a kernel that calls `await_previous` on x's device."""
-    return {"PDL": True, "launch_pdl": True} if x.is_cuda and _is_known_to(x.device.index) else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if is_hopper_or_newer(x) else {"PDL": False}
+
+
+def is_hopper_or_newer(x: torch.Tensor) -> bool:
+    """Whether x is on an NVIDIA GPU of compute capability 9.0 or more."""
+    return x.is_cuda and _is_hopper_or_newer(x.device.index)
 
 
 @cache
-def _is_known_to(index: int | None) -> bool:
+def _is_hopper_or_newer(index: int | None) -> bool:
     return torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+# ------------------------------------------------------------ Gluon
+
+NEWEST = (3, 9)  # newest Triton that our kernels in Gluon were compiled with
+
+
+@cache
+def gluon_is_known() -> bool:
+    """Whether Gluon is a version that our kernels were written for: unlike Triton, it changes from version to version.
+    Modules with such kernels are imported only then."""
+    if tuple(int(number) for number in triton.__version__.split(".")[:2]) <= NEWEST:
+        return True
+    logger.warning(
+        "Triton %s is newer than %d.%d, the last that the kernels for Hopper GPUs were tried with (prompts, latent "
+        "caches, a few rows with quantized matrices): others are used, which take 10 %% longer or more. Install an "
+        "older Triton to have them.",
+        triton.__version__, *NEWEST,
+    )  # fmt: skip
+    return False

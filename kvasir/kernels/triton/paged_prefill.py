@@ -12,19 +12,14 @@ request's: its values are set to 0 where a tile has such slots, since their weig
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.triton.launch import await_previous, cdiv, early, next_power_of_2
+from kvasir.kernels.triton.launch import await_previous, cdiv, early, gluon_is_known, next_power_of_2
 from kvasir.kernels.triton.paged_decode import LOG2E, soft_cap
-from kvasir.log import get_logger
-
-logger = get_logger(__name__)
-NEWEST = (3, 9)  # newest Triton that hopper_prefill.py was compiled with
 
 
 @triton.jit
@@ -164,20 +159,7 @@ def _prefill_kernel(
 def is_hopper(x: torch.Tensor) -> bool:
     """Whether x is on a GPU of compute capability 9.0, whose tensor cores Gluon's wgmma is for."""
     on_one = x.is_cuda and torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) == (9, 0)
-    return on_one and _gluon_is_known()
-
-
-@cache
-def _gluon_is_known() -> bool:
-    """Whether Gluon is a version that the kernel was written for: unlike Triton, it changes from version to version."""
-    if tuple(int(number) for number in triton.__version__.split(".")[:2]) <= NEWEST:
-        return True
-    logger.warning(
-        "Triton %s is newer than %d.%d, the last that the kernels for Hopper GPUs were tried with (prompts, latent "
-        "caches): others are used, which take 10 %% longer or more. Install an older Triton to have them.",
-        triton.__version__, *NEWEST,
-    )  # fmt: skip
-    return False
+    return on_one and gluon_is_known()
 
 
 @dataclass(slots=True)
