@@ -175,6 +175,11 @@ def _draft_head(config: EngineConfig, model: ModelConfig, drafting: SpeculativeC
         raise ConfigError(f"enable_lora does not work with method={drafting.method!r}; use method='suffix'.")
     head = replace(model, model=drafting.model or model.model, quantization=None, speculative_config=None)
     if drafting.model is None:
+        if not Path(model.path).is_dir():
+            raise ConfigError(
+                f"speculative_config: method={drafting.method!r} reads a layer of the model's safetensors, and "
+                f"{model.path} is a GGUF file. Use method='suffix', or a draft model."
+            )
         return head
     path = hub.find_draft_head(drafting.model, config.model, config.load)
     if not path.is_dir():

@@ -43,12 +43,12 @@ def kv_share(total: int, utilization: float, profile: Profile, graphs: int) -> i
     return ours - profile.peak - profile.outside - max(0, graphs - (total - ours))
 
 
-def expected_graphs(num_graphs: int, max_rows: int, vocab_size: int, largest_step: int, num_tokens: int) -> int:
+def expected_graphs(num_graphs: int, num_lines: int, vocab_size: int, largest_step: int, num_tokens: int) -> int:
     """An estimate of the bytes that graphs will take: what each keeps of the driver's memory, and the working memory of
-    the largest forward pass and the largest head, which all share. `num_tokens` is the number of tokens of the largest
-    step, of which `largest_step` is the working memory."""
+    the largest forward pass and the largest head, of `num_lines`, which all share. `num_tokens` is the number of tokens
+    of the largest step, of which `largest_step` is the working memory."""
     forward = largest_step * min(num_tokens, LARGEST_GRAPH) // num_tokens
-    head = min(max_rows, LARGEST_GRAPH) * vocab_size * HEAD_BYTES
+    head = num_lines * vocab_size * HEAD_BYTES
     return num_graphs * GRAPH_BYTES + forward + head
 
 

@@ -35,18 +35,25 @@ DECODES = (1, 4, 16, 48, 100, 200, 400)  # beside a prompt: attention cuts seque
 RUNS = 2  # after one that compiles kernels and touches memory
 
 
-def largest_step(max_rows: int, max_tokens: int, max_model_len: int, task: str | None = None) -> StepPlan:
-    """All rows sample with the stages that take most memory, or ask for a pooling task, and the rest of the token
-    budget is prompt."""
+def largest_step(
+    max_rows: int, max_tokens: int, max_model_len: int, task: str | None = None, num_drafts: int = 0
+) -> StepPlan:
+    """All rows sample with the stages that take most memory, at each of their drafts, or ask for a pooling task, and
+    the rest of the token budget is prompt."""
     num_rows = min(max_rows, max_tokens)
-    spare = max_tokens - num_rows
-    lengths = np.ones(num_rows, np.int32)
+    drafts = min(num_drafts, max_tokens // num_rows - 1, max_model_len - 1)
+    spare = max_tokens - num_rows * (1 + drafts)
+    lengths = np.full(num_rows, 1 + drafts, np.int32)
     for row in range(num_rows - 1, -1, -1):
-        lengths[row] += min(spare, max_model_len - 1)
-        spare -= int(lengths[row]) - 1
+        added = min(spare, max_model_len - int(lengths[row]))
+        lengths[row] += added
+        spare -= added
     extras = Extras(1, presence_penalty=1.0, top_ema_p=0.9, top_ema_d=1)
     sampling = RowSampling(temperature=1.0, top_p=0.9, top_k=10, min_p=0.1, extras=extras)
-    return _plan(lengths, sampling, np.zeros(1, np.int32), task)
+    plan = _plan(lengths, sampling, np.zeros(1, np.int32), task)
+    if drafts:
+        plan.drafts = np.full(num_rows, drafts, np.int32)
+    return plan
 
 
 def pooling_steps(max_rows: int, max_tokens: int, max_model_len: int, tasks: tuple[str, ...]) -> Iterator[StepPlan]:

@@ -186,14 +186,18 @@ class Worker:
         from kvasir.worker.graph_keys import GraphKeys
 
         scheduler, num_tokens = self.config.scheduler, int(self._largest_step().num_tokens.sum())
-        drafting = read_speculative(self.config.model.speculative_config)
-        drafts = 0 if drafting is None else drafting.num_speculative_tokens
-        keys = GraphKeys(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, drafts, self.adapters is not None)
+        sizes = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        keys = GraphKeys(*sizes, self._num_drafts, self.adapters is not None)
         count = len(list(keys.forwards())) + HEADS_PER_SIZE * len(keys.head_sizes)
         if isinstance(self.drafter, PassDrafter):
             count += self.drafter.num_graphs * len(keys.sizes)
         largest, vocab = self._profile.largest_step, self.model.vocab_size
-        return expected_graphs(count, scheduler.max_num_seqs, vocab, largest, num_tokens)
+        return expected_graphs(count, keys.head_sizes[-1], vocab, largest, num_tokens)
+
+    @property
+    def _num_drafts(self) -> int:
+        """Most drafts of a row in a step."""
+        return 0 if self.drafter is None else self.drafter.num_drafts
 
     def _measure(self) -> Profile:
         """Run the largest step once and read the peak of memory."""
@@ -262,7 +266,7 @@ class Worker:
     def _largest_step(self) -> StepPlan:
         scheduler = self.config.scheduler
         sizes = scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.config.model.max_model_len
-        return largest_step(*sizes, next(iter(self._tasks()), None))
+        return largest_step(*sizes, next(iter(self._tasks()), None), self._num_drafts)
 
     def _tasks(self) -> tuple[str, ...]:
         """The tasks of a pooling model; none: it generates text."""

@@ -282,6 +282,11 @@ def test_models_without_such_a_layer_refuse_mtp(model: Model) -> None:
         model.llm(**SMALL, speculative_config={"method": "mtp", "num_speculative_tokens": 1})
 
 
+def test_gguf_files_have_no_layer_for_mtp(starter_model: Path) -> None:
+    with pytest.raises(ConfigError, match="is a GGUF file"):
+        LLM(str(starter_model), speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+
+
 def test_models_with_windows_refuse_heads_with_a_cache(models: Callable[[str], Model], tmp_path: Path) -> None:
     other = models("mistral_window")
     head = TorchHead(EAGLE3, other.hf).save(tmp_path)

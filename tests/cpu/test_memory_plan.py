@@ -23,7 +23,7 @@ def test_graphs_go_beside_the_engines_share_and_the_rest_is_set_aside() -> None:
 def test_graphs_share_the_memory_of_small_steps() -> None:
     assert expected_graphs(256, 0, 0, 16 * GIB, 16384) == 2 * GIB
     assert expected_graphs(0, 0, 0, GIB, 512) == GIB
-    assert expected_graphs(0, 4096, 1 << 17, 0, 512) == GIB, "heads of as many rows as graphs have"
+    assert expected_graphs(0, LARGEST_GRAPH, 1 << 17, 0, 512) == GIB
 
 
 def test_a_cache_that_leaves_no_room_for_steps() -> None:

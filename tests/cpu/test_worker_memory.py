@@ -50,6 +50,25 @@ def test_a_largest_step_that_does_not_fit(path: Path, monkeypatch: pytest.Monkey
     assert it.match(r": lower max_num_batched_tokens or max_num_seqs\.$")
 
 
+@pytest.mark.parametrize(("drafts", "lines"), [(3, 16), (9, 40), (32, 64)])
+def test_the_largest_step_samples_at_every_draft(
+    path: Path, monkeypatch: pytest.MonkeyPatch, drafts: int, lines: int
+) -> None:
+    """Logits of all lines may be the most memory of a step."""
+    seen: list[int] = []
+    logits = Transformer.logits
+    monkeypatch.setattr(Transformer, "logits", lambda self, hidden: seen.append(len(hidden)) or logits(self, hidden))
+
+    def measured(self: worker.Worker) -> int:
+        self._run_largest_step()
+        seen.append(-1)
+        return 1 << 20
+
+    monkeypatch.setattr(worker.Worker, "available_kv_bytes", measured)
+    make(path, speculative_config={"method": "suffix", "num_speculative_tokens": drafts}).close()
+    assert max(seen[: seen.index(-1)]) == lines
+
+
 def test_a_step_may_run_out_of_memory_that_is_not_torchs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel's code, here: the step is tried again, and other errors are as deadly as ever."""
     said = ["Triton Error [CUDA]: out of memory", "Triton Error [CUDA]: an illegal memory access was encountered"]
