@@ -37,7 +37,8 @@ COMPILE_SECONDS = 10.0  # a grammar is refused that is not compiled by then; its
 _MAX_CHECKED = 1024
 _ADVICE = "or set structured_outputs.lenient to skip what cannot be enforced"
 _WITH_STRICT = ("response_format", "text", "output_config", "output_format", "tools")  # they have `strict` instead
-_SCHEMA_IN_LARK = re.compile(r"failed to compile JSON schema: (.*?)\n +\d+ \| ", re.DOTALL)
+_SCHEMA_IN_LARK = "failed to compile JSON schema: "  # then why, and after that lines of the grammar
+_LINE_OF_LARK = re.compile(r"\n +\d+ \| ")
 
 
 class StructuredOutputs:
@@ -136,9 +137,9 @@ class StructuredOutputs:
 
 
 def _explained(error: str, is_schema: bool) -> str:
-    within = _SCHEMA_IN_LARK.search(error)
-    if within is not None:  # the text of the grammar around it is not the caller's
-        error, is_schema = within[1], True
+    within = error.partition(_SCHEMA_IN_LARK)[2]
+    if (line := _LINE_OF_LARK.search(within)) is not None:  # the text of the grammar around it is not the caller's
+        error, is_schema = within[: line.start()], True
     said = excerpt(error.strip().rstrip("."))
     if said.startswith("oneOf"):
         said = "oneOf is possible only where no value can match two of its schemas. Use anyOf"

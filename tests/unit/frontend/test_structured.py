@@ -184,6 +184,12 @@ def test_a_schema_within_a_grammar_is_said_without_the_grammar() -> None:
     )
 
 
+def test_an_error_that_repeats_the_callers_text_is_read_in_linear_time() -> None:
+    pattern = "failed to compile JSON schema: " * 30_000 + "("  # minutes, if each of these began a search of its own
+    with pytest.raises(RequestError, match="The JSON schema cannot be used: regex parse error"):
+        structured_outputs().check(StructuredOutputsParams(json={"type": "string", "pattern": pattern}))
+
+
 def structured_outputs() -> StructuredOutputs:
     """The checks of a model with the small vocabulary."""
     made = StructuredOutputs(ModelConfig(model="small"), StandInTokenizer())  # type: ignore[arg-type]
