@@ -34,7 +34,8 @@ from kvasir.quantization.gguf_file import read_gguf
 from kvasir.sampling_params import StructuredOutputsParams
 
 COMPILE_SECONDS = 10.0  # a grammar is refused that is not compiled by then; its limits make that milliseconds
-_MAX_CHECKED = 1024
+_MAX_CHECKED = 1024  # grammars whose arguments are kept ...
+_MAX_CHECKED_CHARACTERS = 1 << 26  # ... while their texts are no longer together
 _ADVICE = "or set structured_outputs.lenient to skip what cannot be enforced"
 _WITH_STRICT = ("response_format", "text", "output_config", "output_format", "tools")  # they have `strict` instead
 _SCHEMA_IN_LARK = "failed to compile JSON schema: "  # then why, and after that lines of the grammar
@@ -56,6 +57,7 @@ class StructuredOutputs:
         self.may_jump = settings.get("jump_forward", True)
         self.compiled = CompiledGrammars(lambda: grammar_tokenizer(config, tokenizer))
         self._checked: OrderedDict[Grammar, dict[str, Any]] = OrderedDict()
+        self._checked_characters = 0
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -105,9 +107,11 @@ class StructuredOutputs:
         skips = [self._compile(text) for text in texts]
         argument["lenient"] = any(skips)
         with self._lock:
+            if grammar not in self._checked:
+                self._checked_characters += grammar.size
             self._checked[grammar] = argument
-            if len(self._checked) > _MAX_CHECKED:
-                self._checked.popitem(last=False)
+            while len(self._checked) > _MAX_CHECKED or self._checked_characters > _MAX_CHECKED_CHARACTERS:
+                self._checked_characters -= self._checked.popitem(last=False)[0].size
         return argument
 
     def _argument(self, grammar: Grammar) -> dict[str, Any]:
