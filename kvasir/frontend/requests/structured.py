@@ -34,10 +34,12 @@ from kvasir.quantization.gguf_file import read_gguf
 from kvasir.sampling_params import StructuredOutputsParams
 
 COMPILE_SECONDS = 10.0  # a grammar is refused that is not compiled by then; its limits make that milliseconds
-_MAX_CHECKED = 1024
+_MAX_CHECKED = 1024  # grammars whose arguments are kept ...
+_MAX_CHECKED_CHARACTERS = 1 << 26  # ... while their texts are no longer together
 _ADVICE = "or set structured_outputs.lenient to skip what cannot be enforced"
 _WITH_STRICT = ("response_format", "text", "output_config", "output_format", "tools")  # they have `strict` instead
-_SCHEMA_IN_LARK = re.compile(r"failed to compile JSON schema: (.*?)\n +\d+ \| ", re.DOTALL)
+_SCHEMA_IN_LARK = "failed to compile JSON schema: "  # then why, and after that lines of the grammar
+_LINE_OF_LARK = re.compile(r"\n +\d+ \| ")
 
 
 class StructuredOutputs:
@@ -55,6 +57,7 @@ class StructuredOutputs:
         self.may_jump = settings.get("jump_forward", True)
         self.compiled = CompiledGrammars(lambda: grammar_tokenizer(config, tokenizer))
         self._checked: OrderedDict[Grammar, dict[str, Any]] = OrderedDict()
+        self._checked_characters = 0
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -104,9 +107,11 @@ class StructuredOutputs:
         skips = [self._compile(text) for text in texts]
         argument["lenient"] = any(skips)
         with self._lock:
+            if grammar not in self._checked:
+                self._checked_characters += grammar.size
             self._checked[grammar] = argument
-            if len(self._checked) > _MAX_CHECKED:
-                self._checked.popitem(last=False)
+            while len(self._checked) > _MAX_CHECKED or self._checked_characters > _MAX_CHECKED_CHARACTERS:
+                self._checked_characters -= self._checked.popitem(last=False)[0].size
         return argument
 
     def _argument(self, grammar: Grammar) -> dict[str, Any]:
@@ -136,9 +141,9 @@ class StructuredOutputs:
 
 
 def _explained(error: str, is_schema: bool) -> str:
-    within = _SCHEMA_IN_LARK.search(error)
-    if within is not None:  # the text of the grammar around it is not the caller's
-        error, is_schema = within[1], True
+    within = error.partition(_SCHEMA_IN_LARK)[2]
+    if (line := _LINE_OF_LARK.search(within)) is not None:  # the text of the grammar around it is not the caller's
+        error, is_schema = within[: line.start()], True
     said = excerpt(error.strip().rstrip("."))
     if said.startswith("oneOf"):
         said = "oneOf is possible only where no value can match two of its schemas. Use anyOf"

@@ -81,6 +81,11 @@ class Grammar:
     starts_after: str = ""  # the output is free up to this text
     tags: tuple[tuple[str, str], ...] = ()  # trigger, grammar of what follows it
 
+    @property
+    def size(self) -> int:
+        """Characters of all its texts."""
+        return len(self.text) + sum(len(trigger) + len(text) for trigger, text in self.tags)
+
 
 def build_grammar(
     params: StructuredOutputsParams, default: JsonStyle = SPACED, markers: Markers = NO_MARKERS
@@ -259,9 +264,8 @@ def _dump(grammar: Mapping[str, Any]) -> str:
 
 
 def _bounded(grammar: Grammar) -> Grammar:
-    size = len(grammar.text) + sum(len(trigger) + len(text) for trigger, text in grammar.tags)
-    if size > MAX_GRAMMAR_CHARACTERS:
-        message = f"The grammar has {size} characters; at most {MAX_GRAMMAR_CHARACTERS} are allowed."
+    if grammar.size > MAX_GRAMMAR_CHARACTERS:
+        message = f"The grammar has {grammar.size} characters; at most {MAX_GRAMMAR_CHARACTERS} are allowed."
         raise RequestError(message, PARAMETER)
     return grammar
 

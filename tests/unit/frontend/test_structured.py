@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from kvasir.config.engine import ModelConfig
 from kvasir.engine.grammar_guide import CompiledGrammars, GrammarGuide, compile_grammar, parser_limits
 from kvasir.errors import RequestError
+from kvasir.frontend.requests import structured
 from kvasir.frontend.requests.structured import StructuredOutputs, jumps_are_exact
 from kvasir.frontend.text.grammar import _IS_LARK, JsonStyle, build_grammar, from_triggers, json_rule, literal
 from kvasir.messages import Extras, RowSampling
@@ -182,6 +183,23 @@ def test_a_schema_within_a_grammar_is_said_without_the_grammar() -> None:
         'tools: The JSON schema cannot be enforced: Unimplemented keys: ["not"]. Remove it, or set strict to false to '
         "skip what cannot be enforced."
     )
+
+
+def test_an_error_that_repeats_the_callers_text_is_read_in_linear_time() -> None:
+    pattern = "failed to compile JSON schema: " * 30_000 + "("  # minutes, if each of these began a search of its own
+    with pytest.raises(RequestError, match="The JSON schema cannot be used: regex parse error"):
+        structured_outputs().check(StructuredOutputsParams(json={"type": "string", "pattern": pattern}))
+
+
+def test_the_texts_of_checked_grammars_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured, "_MAX_CHECKED_CHARACTERS", 3000)
+    checks = structured_outputs()
+    for i in (0, 1, 2, 3, 3):
+        checks.check(StructuredOutputsParams(choice=[f"{i}" + 1000 * "a"]))
+    assert [grammar.size > 1000 for grammar in checks._checked] == [True, True]
+    assert checks._checked_characters == sum(grammar.size for grammar in checks._checked)
+    checks.check(StructuredOutputsParams(regex="a"))
+    assert len(checks._checked) == 3 and checks.compiled.num_compiled == 5
 
 
 def structured_outputs() -> StructuredOutputs:
