@@ -66,16 +66,22 @@ def pooling_steps(max_rows: int, max_tokens: int, max_model_len: int, tasks: tup
                 yield _plan(np.full(count, length, np.int32), RowSampling(), None, task)
 
 
-def steps_to_compile(max_rows: int, max_tokens: int, max_model_len: int) -> Iterator[StepPlan]:
+def steps_to_compile(
+    max_rows: int, max_tokens: int, max_model_len: int, *, has_graphs: bool = True
+) -> Iterator[StepPlan]:
     """Steps that together launch every kernel variant of steps that are not graphs: prompts alone, beside numbers of
     decodes for which attention has variants, short and long, with and without a shared prefix, in chunks that differ
-    much, and with each kind of sampling. What is computed means nothing."""
+    much, and with each kind of sampling. Without graphs also decodes alone: one row, for which there are kernels of their
+    own, and more. What is computed means nothing."""
     plan = partial(_plan, ahead=2)  # a drafter drafts after the step
     chunk = max(2, min(max_tokens, LARGEST_GRAPH + 76, max_model_len))
     longest = min(max_model_len, 4096)
     plain, filtered = RowSampling(temperature=1.0), RowSampling(temperature=1.0, top_p=0.9, top_k=10, min_p=0.1)
     penalties = Extras(1, presence_penalty=1.0)
     lists = Extras(1, logit_bias=((0, 1.0),), forbidden_token_ids=(0,), bad_words=((0,), (0, 0)))
+    for count in () if has_graphs else (1, 2):
+        if count <= min(max_rows, max_tokens):
+            yield plan(np.ones(count, np.int32), plain, None)
     yield plan(np.array([chunk], np.int32), plain, None)
     for sampling in (
         filtered,

@@ -230,7 +230,9 @@ class Worker:
             runner.model = few_layers
             scheduler = self.config.scheduler
             sizes = scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.config.model.max_model_len
-            for step in pooling_steps(*sizes, tasks) if (tasks := self._tasks()) else steps_to_compile(*sizes):
+            tasks, has_graphs = self._tasks(), runner.graphs is not None
+            steps = pooling_steps(*sizes, tasks) if tasks else steps_to_compile(*sizes, has_graphs=has_graphs)
+            for step in steps:
                 for changed in (False, True) if runner.may_change else (False,):
                     runner.execute(step, as_graph=False, as_changed=changed)
                     runner.sample().result()

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from kvasir import kernels
 from kvasir.kernels.triton import launch, pointwise
 from kvasir.kernels.triton.launch import cdiv, next_power_of_2
+from kvasir.worker.profiling import steps_to_compile
 
 
 @pytest.fixture
@@ -94,3 +95,14 @@ def test_sizes(number: int) -> None:
     import triton
 
     assert next_power_of_2(number) == triton.next_power_of_2(number) and cdiv(number, 16) == triton.cdiv(number, 16)
+
+
+@pytest.mark.parametrize(("max_rows", "alone"), [(256, {1, 2}), (1, {1})])
+def test_decodes_alone_are_compiled_where_no_graph_runs_them(max_rows: int, alone: set[int]) -> None:
+    """One row, and up to eight with quantized matrices, have kernels of their own."""
+
+    def decodes(has_graphs: bool) -> set[int]:
+        steps = steps_to_compile(max_rows, 2048, 4096, has_graphs=has_graphs)
+        return {len(step.rows) for step in steps if step.num_decodes == len(step.rows)}
+
+    assert decodes(has_graphs=False) == alone and not decodes(has_graphs=True)

@@ -110,7 +110,7 @@ def test_a_second_start_compiles_nothing(path: Path, monkeypatch: pytest.MonkeyP
     with make(path):
         pass
     ran: list[Any] = []
-    monkeypatch.setattr("kvasir.worker.worker.steps_to_compile", lambda *sizes: ran.append(sizes) or [])
+    monkeypatch.setattr("kvasir.worker.worker.steps_to_compile", lambda *sizes, **_: ran.append(sizes) or [])
     with make(path) as llm:
         assert run(llm, GREEDY) and not ran and isinstance(core_of(llm).executor, Worker)
         assert core_of(llm).stats().late_compilations == 0
