@@ -71,8 +71,8 @@ def steps_to_compile(
 ) -> Iterator[StepPlan]:
     """Steps that together launch every kernel variant of steps that are not graphs: prompts alone, beside numbers of
     decodes for which attention has variants, short and long, with and without a shared prefix, in chunks that differ
-    much, and with each kind of sampling. Without graphs also decodes alone: one row, for which there are kernels of their
-    own, and more. What is computed means nothing."""
+    much, and with each kind of sampling. Without graphs also decodes alone: one row, for which there are kernels of
+    their own, and more. What is computed means nothing."""
     plan = partial(_plan, ahead=2)  # a drafter drafts after the step
     chunk = max(2, min(max_tokens, LARGEST_GRAPH + 76, max_model_len))
     longest = min(max_model_len, 4096)
