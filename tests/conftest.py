@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,11 @@ ROOT = Path(__file__).parent.parent
 # whether there is one: most tests do without torch.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell that starts the tests in the background has them ignore SIGINT, and every process that they start, too: tests
+# of Ctrl-C would wait forever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 # The same examples in every run, so that a change is judged by what it changes; new ones only in `make test-all`.
 for name, examples in {"fast": 30, "long": 200, "soak": 2000}.items():
