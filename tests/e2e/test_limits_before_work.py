@@ -105,7 +105,7 @@ ATTACKS: dict[str, tuple[tuple[str, dict[str, Any]], int]] = {  # the request, a
     "many calls in a row": (items(dict(type="function_call", call_id="a", name="b", arguments="{}"), 16_000), 400),
     "many items": (items({"role": "user", "content": "a"}, 60_000), 400),
     "a grammar that cannot be followed": (
-        chat(guided_grammar="start: " + " | ".join(f'"a{i}"' for i in range(6000))),
+        chat(guided_grammar="start: " + " | ".join(f'"a{i}"' for i in range(12_000))),
         400,
     ),
     "a long text": (text(prompt="1" * (10 * MIB)), 400),
