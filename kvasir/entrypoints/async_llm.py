@@ -233,8 +233,8 @@ class AsyncLLM(MissingVllmMethods):
         name = f"request-{next(self._ids)}" if request_id is None else request_id
         if name in self.output_processor:
             raise RequestError(f"request id {name!r} is in use by a request that still runs", "request_id")
-        keys, now = self._client.keys, time.time()
-        request, states = process_all(self.input_processor, name, prompt, params, keys, now, terms, adapter)
+        keys, arrived = self._client.keys, time.time() - (time.monotonic() - terms.arrival)
+        request, states = process_all(self.input_processor, name, prompt, params, keys, arrived, terms, adapter)
         self._client.add(request, engine)
         if isinstance(states, BeamState):
             self.output_processor.add_search(states)

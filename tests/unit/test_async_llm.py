@@ -77,6 +77,22 @@ def test_output_kinds(llm: AsyncLLM, kind: RequestOutputKind) -> None:
     run(work())
 
 
+def test_times_are_in_order_for_a_request_that_arrived_earlier(llm: AsyncLLM) -> None:
+    """A server gives the arrival of the HTTP request; its body and its prompt took time since then."""
+
+    async def work(kind: RequestOutputKind) -> None:
+        arrived = time.time() - 5
+        output = await last(llm, tokens(3, 4), greedy(6, output_kind=kind), arrival_time=arrived)
+        times = output.metrics
+        assert times is not None and times.arrival_time == pytest.approx(arrived, abs=0.5)
+        assert times.first_scheduled_time is not None and times.first_token_time is not None
+        assert arrived + 4 < times.first_scheduled_time <= times.first_token_time + 0.01
+        assert times.last_token_time is not None and times.first_token_time <= times.last_token_time + 0.01
+
+    for kind in RequestOutputKind:
+        run(work(kind))
+
+
 def test_tokens_stream_as_they_come(tmp_path: Path) -> None:
     """The device gives out a token when the reader has got the one before."""
     allowed = tmp_path / "allowed"
