@@ -11,7 +11,10 @@ STARTER := $(if $(MODEL),,.venv/model)
 # Two more than there are cores, up to eight: many tests wait for other processes.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 2 : cores)))
 # Compiled files are kept even where the environment says otherwise: tests start many processes.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# With AGAIN=1, only the tests that failed in the last run, one after the other.
+AGAIN ?=
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	$(if $(AGAIN),--last-failed --last-failed-no-failures=none,-n $(WORKERS) --dist worksteal)
 
 .PHONY: help serve chat test test-long test-all check sanitize run docs docs-site screenshots clean
 help:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -76,8 +77,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+_started = time.monotonic()
+_MOST_SECONDS = float(os.environ.get("KVASIR_TEST_SECONDS", "inf"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
+    if time.monotonic() - _started > _MOST_SECONDS:
+        pytest.skip(f"KVASIR_TEST_SECONDS={_MOST_SECONDS:g} have passed")
     _seed()  # what fixtures draw, whichever test of a file comes first
 
 
