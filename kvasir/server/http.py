@@ -116,8 +116,16 @@ def decode_json(data: bytes | str, what: str, kind: type[Body] = Body) -> Any:
 _reader = ThreadPoolExecutor(1, "bodies")  # one, because decoding keeps Python's lock from the event loop
 
 
-async def _in_turn(work: Callable[[], T]) -> T:
+async def off_loop(work: Callable[[], T]) -> T:
+    """Do work that takes long in the one thread for it, in turn."""
     return await asyncio.get_running_loop().run_in_executor(_reader, work)
+
+
+async def read_json(data: bytes | str, what: str, kind: type[Body] = Body) -> Any:
+    """`decode_json`, in a thread if the data is large."""
+    if len(data) < _LARGE_BODY:
+        return decode_json(data, what, kind)
+    return await off_loop(lambda: decode_json(data, what, kind))
 
 
 def too_much_json(data: bytes, max_values: int) -> str | None:
@@ -159,10 +167,7 @@ class StrictRequest(Request):
         if not hasattr(self, "_json"):
             data = await self.body()
             try:
-                if len(data) < _LARGE_BODY:
-                    self._json = decode_json(data, "The body", self.kind)
-                else:
-                    self._json = await _in_turn(lambda: decode_json(data, "The body", self.kind))
+                self._json = await read_json(data, "The body", self.kind)
             except ValueError as error:
                 # an HTTPException, because FastAPI hides other errors raised here
                 raise HTTPException(400, str(error)) from error
