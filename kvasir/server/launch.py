@@ -86,7 +86,7 @@ def run(state: ServerState, start: Starter, sock: socket.socket, owns_socket: bo
     if state.config.otlp_traces_endpoint is not None:
         state.tracer = Tracer(state.config.otlp_traces_endpoint)
     pool = Connections(state.config, state.body_memory, state.metrics.failed)
-    server = Server(_uvicorn_config(state, pool), pool)
+    server = Server(_uvicorn_config(state, pool), pool, state)
     lifecycle = ServerLifecycle(state, start, server.stop)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -126,13 +126,15 @@ async def _serve(server: Server, lifecycle: ServerLifecycle, sock: socket.socket
 class Server(uvicorn.Server):
     """uvicorn without its signal handlers, which would stop listening before the drain, and with limits."""
 
-    def __init__(self, config: uvicorn.Config, pool: Connections) -> None:
+    def __init__(self, config: uvicorn.Config, pool: Connections, state: ServerState) -> None:
         super().__init__(config)
         self.pool = pool
+        self.state = state
 
     async def on_tick(self, counter: int) -> bool:
         if counter % SWEEP_TICKS == 0:
             self.pool.sweep(self.server_state.connections)
+            await self.state.bound_logprobs()
         return await super().on_tick(counter)
 
     @contextlib.contextmanager

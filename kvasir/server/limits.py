@@ -207,6 +207,10 @@ MAX_BAD_WORD_LENGTH = 1024
 MAX_PATTERN_SIZE = 256  # tokens
 MAX_NAMED_LOGPROBS = 1024  # written for every token
 MAX_LOGPROBS = 1 << 18  # of all tokens together, beyond the 20 per token that OpenAI allows: each takes 250 bytes
+MAX_COPIED_CHARACTERS = 1 << 24  # of prompts that each completion of a reply repeats
+MAX_COPIED_TOKENS = 1 << 22
+MAX_COPIED_LOGPROBS = 1 << 18
+MAX_HELD_LOGPROBS = 1 << 20  # of all answers that are being made
 _PLAIN_LOGPROBS = 20
 
 
@@ -244,6 +248,28 @@ def check_logprobs(params: SamplingParams, num_prompts: int, num_prompt_tokens: 
                 f"{MAX_LOGPROBS} in all: ask for fewer of each token, or for fewer tokens."
             )
             raise RequestError(message, name)
+
+
+def check_copies(
+    name: str, num_copies: int, num_characters: int = 0, num_tokens: int = 0, num_logprobs: int = 0
+) -> None:
+    """Bound what a reply repeats for each of its completions: a short request could ask for gigabytes. `name`: the
+    field that asks for it. The numbers are those of one copy."""
+    for count, most, what in (
+        (num_characters, MAX_COPIED_CHARACTERS, "characters"),
+        (num_tokens, MAX_COPIED_TOKENS, "tokens"),
+        (num_logprobs, MAX_COPIED_LOGPROBS, "log-probabilities"),
+    ):
+        if num_copies > 1 and count * num_copies > most:
+            message = f"{name} repeats {count} {what} of the prompt for each of {num_copies} completions; a server "
+            message += f"writes {most} in all: ask for fewer completions, or leave {name} out."
+            raise RequestError(message, name)
+
+
+def most_held_logprobs(model: ModelConfig) -> int:
+    """Log-probabilities that are kept for all answers of this process: those of one context with OpenAI's most are
+    always possible."""
+    return max(MAX_HELD_LOGPROBS, (1 + _PLAIN_LOGPROBS) * model.max_model_len)
 
 
 def _check_texts(name: str, texts: str | list[str] | None, most: int, longest: int) -> None:

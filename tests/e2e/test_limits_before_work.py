@@ -108,6 +108,23 @@ ATTACKS: dict[str, tuple[tuple[str, dict[str, Any]], int]] = {  # the request, a
         chat(guided_grammar="start: " + " | ".join(f'"a{i}"' for i in range(12_000))),
         400,
     ),
+    "copies of a prompt's log-probabilities": (text(prompt=[5] * 2000, prompt_logprobs=20, n=128, temperature=1), 400),
+    "copies of an echo's log-probabilities": (
+        text(prompt=[5] * 2000, echo=True, logprobs=5, n=128, temperature=1),
+        400,
+    ),
+    "copies of a prompt's tokens": (text(prompt=[5] * 2000, return_token_ids=True, n=4096, temperature=1), 400),
+    "copies of an echo": (
+        chat(
+            messages=message("one two " * (1 << 17)),
+            truncate_prompt_tokens=100,
+            echo=True,
+            add_generation_prompt=False,
+            n=128,
+            temperature=1,
+        ),
+        400,
+    ),
     "a long text": (text(prompt="1" * (10 * MIB)), 400),
     "a long text to truncate": (text(prompt="1" * (10 * MIB), truncate_prompt_tokens=100), 413),
     "long words to truncate": (text(prompt="one two " * MIB, truncate_prompt_tokens=100, temperature=0), 200),
@@ -116,6 +133,7 @@ ATTACKS: dict[str, tuple[tuple[str, dict[str, Any]], int]] = {  # the request, a
 
 
 QUICK = {"numbers as content", "many prompts", "deep variables", "a long key", "a long text to truncate", "a long name"}
+QUICK |= {"copies of a prompt's log-probabilities", "copies of an echo"}
 QUICK |= {"long arguments", "arguments of many calls", "many calls in a row", "a grammar that cannot be followed"}
 
 
@@ -131,6 +149,20 @@ def test_work_is_refused_before_it_is_done(server: LiveServer, name: str) -> Non
     assert len(reply.text) < 1000 and "Traceback" not in server.log
     assert server.cpu_seconds() - before < 2, "not even a tenth of what it took"
     assert peak.grown() < 16 * len(data) + 64 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_running_requests_are_bounded(server: LiveServer, stream: bool) -> None:
+    """A server keeps a million of them. Nobody knows before how many a request will have."""
+    body = {"prompt": [5] * 10, "logprobs": 20, "max_tokens": 1000, "ignore_eos": True, "stream": stream}
+    peak = Peak(server)
+    reply = web.post(f"{server.url}/v1/completions", json={**body, "n": 128, "temperature": 1})
+    assert reply.status_code == (200 if stream else 503)
+    assert "ask for fewer of each token" in reply.text[-1000:]
+    assert peak.grown() < 512 * MIB and "Traceback" not in server.log
+    ok = web.post(f"{server.url}/v1/completions", json={**body, "n": 2, "max_tokens": 100, "temperature": 1})
+    assert ok.status_code == 200
 
 
 def test_others_are_served_meanwhile(server: LiveServer) -> None:

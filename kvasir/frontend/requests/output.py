@@ -164,6 +164,15 @@ class OutputProcessor:
         said = EngineError(f"an output could not be handled: {type(error).__name__}: {error}")
         self._broken.append(BrokenRequest(state.request_id, [each.key for each in states], said))
 
+    def num_logprobs(self, request_id: str) -> int:
+        """Number of log-probabilities that are kept for a request that has not ended."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return 0
+        if isinstance(request, Branches):
+            return sum(state.num_kept_logprobs for state in request.states)
+        return (request.state if isinstance(request, BeamState) else request).num_kept_logprobs
+
     def _of_key(self, key: int) -> RequestState | None:
         search = self._searches.get(key)
         return self._states.get(key) if search is None else search.state

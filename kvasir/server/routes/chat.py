@@ -21,6 +21,7 @@ from kvasir.server.api_request import ApiRequest, answer_of, read_chat, within
 from kvasir.server.errors import EVENTS, answers
 from kvasir.server.event_stream import EventStream, OpenAIEvents, PayloadWriter
 from kvasir.server.http import FINGERPRINT, Call, StrictRoute, TheCall, reply, unless_gone
+from kvasir.server.limits import check_copies
 from kvasir.server.logprobs import LogprobWriter, prompt_logprobs
 from kvasir.server.response_store import StoredCompletion, StoringChunks, add_text
 from kvasir.server.schema.base import Usage, encode
@@ -108,7 +109,9 @@ class ChatJob:
         made = []
         for each in bodies:
             role = state.config.response_role if opens else each.messages[-1].role
-            made.append(cls(each, request, model, f"chatcmpl-{call.id}", role, _echoed(each, role)))
+            echo = _echoed(each, role)
+            check_copies("echo", params.n, num_characters=len(echo))
+            made.append(cls(each, request, model, f"chatcmpl-{call.id}", role, echo))
         return made
 
     @property
@@ -122,13 +125,17 @@ class ChatJob:
 
     async def whole(self) -> ChatCompletion:
         (output,) = await self.request.whole()
+        made = await self.request.write([output], lambda: self._whole(output))
+        if self.body.store:
+            self.store(made)
+        return made
+
+    def _whole(self, output: RequestOutput) -> ChatCompletion:
         made = self._completion([self._choice(each, each.index) for each in output.outputs])
         if self.body.return_token_ids:
             made.prompt_token_ids = output.prompt_token_ids
         if output.prompt_logprobs is not None:
             made.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
-        if self.body.store:
-            self.store(made)
         return made
 
     def store(self, completion: ChatCompletion) -> None:

@@ -33,7 +33,7 @@ from kvasir.server.engine_metrics import CpuProbe, visible_devices
 from kvasir.server.errors import ApiError, as_api_error, error_response
 from kvasir.server.event_stream import EventStream, PayloadWriter
 from kvasir.server.http import ClientGone, unless_disconnected
-from kvasir.server.limits import check_logprobs
+from kvasir.server.limits import check_copies, check_logprobs
 from kvasir.server.logprobs import MIN_LOGPROB, LogprobWriter, prompt_logprobs
 from kvasir.server.metrics import GAPS, Metrics, Tally
 from kvasir.server.response_store import CompletionStore, ResponseStore, StoredCompletion, StoredResponse
@@ -313,6 +313,16 @@ def test_log_probabilities_of_all_tokens_are_bounded() -> None:
         with pytest.raises(RequestError, match=f"^{name} asks for") as caught:
             check(greedy)
         assert caught.value.parameter == name
+
+
+def test_copies_of_a_prompt_are_bounded() -> None:
+    check_copies("echo", 1, num_logprobs=1 << 30)  # once is no copy
+    check_copies("return_token_ids", 16, num_tokens=32_768)
+    for count in ({"num_characters": 1 << 20}, {"num_tokens": 1 << 18}, {"num_logprobs": 1 << 14}):
+        check_copies("echo", 16, **count)
+        with pytest.raises(RequestError, match="^echo repeats .* for each of 17 completions") as caught:
+            check_copies("echo", 17, **count)
+        assert caught.value.parameter == "echo"
 
 
 # ---------------------------------------------------------------- what errors repeat
