@@ -164,10 +164,11 @@ _PEAK = 32 << 20  # bytes, after which memory is given back to the system
 
 
 class BodyMemory:
-    """Counts the bytes of all bodies that are held in this process."""
+    """Counts the bytes of all bodies that are held in this process. `freed` is told of what is given back."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, freed: Callable[[int], None] | None = None) -> None:
         self.limit = limit
+        self._freed = freed
         self.held = 0
         self._most = 0  # since memory was given back to the system
 
@@ -182,6 +183,8 @@ class BodyMemory:
 
     def give_back(self, count: int) -> None:
         self.held -= count
+        if self._freed is not None and count:
+            self._freed(count)
 
     def note_peak(self, count: int) -> None:
         """So many bytes were held for other work and are free again."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -163,6 +165,31 @@ def test_log_probabilities_of_running_requests_are_bounded(server: LiveServer, s
     assert peak.grown() < 512 * MIB and "Traceback" not in server.log
     ok = web.post(f"{server.url}/v1/completions", json={**body, "n": 2, "max_tokens": 100, "temperature": 1})
     assert ok.status_code == 200
+
+
+@pytest.mark.slow
+def test_replies_that_nobody_reads_take_little_memory(server: LiveServer) -> None:
+    """A short request may ask for megabytes that are stored, again and again."""
+    body: dict[str, Any] = {"input": "Hi", "max_output_tokens": 2000, "ignore_eos": True, "temperature": 1}
+    body |= {"stream": True, "background": True, "include": ["message.output_text.logprobs"], "top_logprobs": 20}
+    events = web.post(f"{server.url}/v1/responses", json=body).text
+    found = re.search(r'"id":"(resp_\w+)"', events)
+    assert found is not None and len(events) > 8 * MIB
+    paths = [f"/v1/responses/{found.group(1)}{query}" for query in ("?stream=true", "")]
+    for path in paths:
+        whole, peak, socks = len(web.get(server.url + path).content), Peak(server), []
+        for _ in range(100):
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+            sock.sendall(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+            socks.append(sock)
+        time.sleep(2)
+        assert web.get(f"{server.url}/v1/models").status_code == 200
+        assert peak.grown() < min(100 * whole, 400 * MIB), path
+        for sock in socks:
+            sock.close()
+    until(lambda: web.get(server.url + paths[1]).status_code == 200, "the memory is given back", server)
 
 
 def test_others_are_served_meanwhile(server: LiveServer) -> None:
