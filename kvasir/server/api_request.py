@@ -9,10 +9,10 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from kvasir.entrypoints.async_llm import AsyncLLM, Stream
 from kvasir.errors import PromptTooLongError, RequestError
@@ -25,7 +25,8 @@ from kvasir.server.answers import PLAIN_ANSWER, ChatAnswer, RequestTools
 from kvasir.server.body_limits import exceeded_by_texts
 from kvasir.server.constraints import constrain
 from kvasir.server.errors import ApiError, as_api_error, timed_out, too_large
-from kvasir.server.http import Call, off_loop
+from kvasir.server.http import Call
+from kvasir.server.large_bodies import num_logprobs
 from kvasir.server.limits import TokenAccount, check_limits, check_logprobs
 from kvasir.server.schema.base import CompletionTokensDetails, PromptTokensDetails, Usage
 from kvasir.server.schema.chat import ChatTemplateFields
@@ -33,9 +34,7 @@ from kvasir.server.state import ServerState
 
 logger = get_logger("kvasir.server.requests")
 MAX_USER_LENGTH = 128  # characters of the user's name that are logged
-_MANY_LOGPROBS = 20_000  # that take a tenth of a second to write
 _numbers = itertools.count()
-T = TypeVar("T")
 
 
 class OutputStream(Protocol):
@@ -68,12 +67,12 @@ class ApiRequest:
     reasons: list[str] = field(default_factory=list)  # finish reasons of its completions
     cancelled: bool = False  # by its client
     refusal: ApiError | None = None  # why the server has ended it
+    num_done_logprobs: int = 0  # of prompts that are done, while others are not
     ids: list[str] = field(default_factory=list)  # of the engine's requests
     _streams: list[Stream] = field(default_factory=list)
     _merged: MergedStream | None = None
     _last_token: float = 0.0
     _is_admitted: bool = False
-    _num_logprobs: int = 0  # of its prompts that are done
 
     def __post_init__(self) -> None:
         self.engine = self.state.engine
@@ -146,11 +145,6 @@ class ApiRequest:
                 self.check(output)  # in this block, so that the request is logged as what it was
         return [last[request_id] for request_id in self.ids]
 
-    async def write(self, outputs: Sequence[RequestOutput], work: Callable[[], T]) -> T:
-        """Make the reply of these outputs, in a thread if they have many log-probabilities."""
-        size = sum(num_logprobs(output, self.params) * len(output.outputs) for output in outputs)
-        return work() if size < _MANY_LOGPROBS else await off_loop(work)
-
     async def abort(self) -> None:
         """End it from outside; its outputs end with finish_reason "abort"."""
         await self.engine.abort(self.ids)
@@ -159,18 +153,6 @@ class ApiRequest:
         """Abort it because its client asks for that."""
         self.cancelled = True
         await self.abort()
-
-    async def refuse(self, error: ApiError) -> None:
-        """End it with an error while it runs."""
-        self.refusal = error
-        await self.abort()
-
-    @property
-    def num_logprobs(self) -> int:
-        """Number of log-probabilities that are kept for its answer."""
-        if self.params.logprobs is None and self.params.prompt_logprobs is None:
-            return 0
-        return self._num_logprobs + sum(map(self.engine.output_processor.num_logprobs, self.ids))
 
     def check(self, output: RequestOutput) -> None:
         """Raise the error that ended a request without an answer."""
@@ -219,7 +201,7 @@ class ApiRequest:
             self.first_token = times.time_to_first_token
         self.tokens.close(output)
         if len(self.ids) > 1:  # others go on, and this answer is kept until they are done
-            self._num_logprobs += num_logprobs(output, self.params)
+            self.num_done_logprobs += num_logprobs(output, self.params)
         if times is not None:
             metrics.tally.generated += times.num_unreturned_tokens
         generated = times.num_generation_tokens if times is not None else 0
@@ -266,13 +248,6 @@ async def within(state: ServerState, call: Call, timeout: float | None) -> Async
             yield
     except TimeoutError:
         raise timed_out(limit) from None
-
-
-def num_logprobs(output: RequestOutput, params: SamplingParams) -> int:
-    """Number of log-probabilities in an output, about."""
-    width = max(params.logprobs or 0, len(params.logprob_token_ids or ()))
-    count = sum(len(each.logprobs or ()) for each in output.outputs) * (1 + width)
-    return count + len(output.prompt_logprobs or ()) * (1 + (params.prompt_logprobs or 0))
 
 
 class MergedStream:

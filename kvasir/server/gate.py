@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from fastapi import WebSocket
@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvasir.server.api_keys import ANYBODY, ApiKey, KeyRing
 from kvasir.server.errors import ApiError, error_response, too_large
 from kvasir.server.http import GOOD_ID, Call, attach, is_good_id, new_id, route_path
+from kvasir.server.large_bodies import LargeReply
 from kvasir.server.limits import SMALL_BODY, BodyMemory
 from kvasir.server.state import state_of
 
@@ -70,23 +71,24 @@ class Gate:
         started, headers, status = time.perf_counter(), Headers(scope=scope), 500
         call, body = self._call(scope, headers), _Body(receive, self.max_bytes, self.memory)
 
-        async def send_counted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        async def refuse() -> None:
-            error = ApiError(503, "The server has no memory left for replies.", "overloaded", retry_after=1)
-            self.failed(error.cause)
-            await error_response(error, call.path, call.id)(scope, receive, send_with_id)
-
-        reply = _Reply(send_counted, refuse, self.replies)
+        large: LargeReply | None = None
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start" and self.echo_ids:
-                message["headers"] = [*message["headers"], (b"x-request-id", call.id.encode("latin-1"))]
-            await reply.send(message)
+            nonlocal status, large
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if self.echo_ids:
+                    message["headers"] = [*message["headers"], (b"x-request-id", call.id.encode("latin-1"))]
+                sizes = [int(value) for name, value in message["headers"] if name.lower() == b"content-length"]
+                if sizes and max(sizes) > SMALL_BODY:
+                    large = LargeReply(message, send, self.replies)
+                    return
+            if large is None or await large.send(message):
+                await send(message)
+            elif large.refused is not None:
+                error, large = large.refused, None
+                self.failed(error.cause)
+                await error_response(error, call.path, call.id)(scope, receive, send_with_id)
 
         try:
             self._admit(scope, headers, call)
@@ -97,7 +99,8 @@ class Gate:
             await self.app(scope, body.receive, send_with_id)
         finally:
             body.give_back()
-            reply.give_back()
+            if large is not None:
+                large.give_back(self.memory)
             route = getattr(scope.get("route"), "path", "other")
             self.count(scope["method"], route, status, time.perf_counter() - started)
 
@@ -192,54 +195,6 @@ class _Body:
             raise HTTPException(503, "The server has no memory left for bodies.", {"Retry-After": "1"})
         self._num_bytes += len(piece)
         self._pieces.append(piece)
-
-    def give_back(self) -> None:
-        self._memory.give_back(self._num_bytes)
-
-
-class _Reply:
-    """Sends a large reply in pieces, as fast as its client reads, and accounts for it until then.
-
-    Otherwise it would wait whole in the connection's buffer, where a few clients that ask for much and read nothing
-    fill the memory.
-    """
-
-    def __init__(self, send: Send, refuse: Callable[[], Awaitable[None]], memory: BodyMemory) -> None:
-        """`refuse` sends another reply, if there is no memory for this one."""
-        self._send = send
-        self._refuse = refuse
-        self._memory = memory
-        self._start: Message | None = None  # which waits for the body of its content-length
-        self._num_bytes = 0
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            sizes = [int(value) for name, value in message["headers"] if name.lower() == b"content-length"]
-            if max(sizes, default=0) > SMALL_BODY:
-                self._start = message
-                return
-        body = message.get("body", b"")
-        if self._start is None:
-            await self._send(message)
-        elif len(body) <= SMALL_BODY or message.get("more_body", False):  # a file, which is read piece by piece
-            await self._begin()
-            await self._send(message)
-        elif self._memory.take(len(body)):
-            self._num_bytes = len(body)
-            await self._begin()
-            pieces = memoryview(body)
-            for at in range(0, len(body), SMALL_BODY):
-                more = at + SMALL_BODY < len(body)
-                piece = {"type": message["type"], "body": pieces[at : at + SMALL_BODY], "more_body": more}
-                await self._send(piece)
-        else:
-            self._start = None
-            await self._refuse()
-
-    async def _begin(self) -> None:
-        assert self._start is not None, "a body follows the start"
-        start, self._start = self._start, None
-        await self._send(start)
 
     def give_back(self) -> None:
         self._memory.give_back(self._num_bytes)

@@ -7,7 +7,6 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
@@ -26,6 +25,7 @@ from kvasir import __version__
 from kvasir.errors import RequestError
 from kvasir.server.api_keys import ANYBODY, ApiKey
 from kvasir.server.body_limits import MAX_DEPTH, MAX_STRINGS, exceeded_limit, name_unknown_fields
+from kvasir.server.large_bodies import off_loop
 from kvasir.server.schema.base import Body, encode
 
 T = TypeVar("T")
@@ -111,14 +111,6 @@ def decode_json(data: bytes | str, what: str, kind: type[Body] = Body) -> Any:
         return msgspec.json.decode(raw)
     except JSON_ERRORS as error:
         raise ValueError(f"{what} is not valid JSON: {json_problem(error)}.") from error
-
-
-_reader = ThreadPoolExecutor(1, "bodies")  # one, because decoding keeps Python's lock from the event loop
-
-
-async def off_loop(work: Callable[[], T]) -> T:
-    """Do work that takes long in the one thread for it, in turn."""
-    return await asyncio.get_running_loop().run_in_executor(_reader, work)
 
 
 async def read_json(data: bytes | str, what: str, kind: type[Body] = Body) -> Any:

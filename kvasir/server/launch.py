@@ -39,6 +39,7 @@ from kvasir.log import get_logger
 from kvasir.server.api_keys import load_keys
 from kvasir.server.app import make_app
 from kvasir.server.config import ServerConfig, server_settings
+from kvasir.server.large_bodies import bound_logprobs
 from kvasir.server.lifecycle import Peers, ServerLifecycle, Starter, one_line
 from kvasir.server.metrics import MULTIPROCESS
 from kvasir.server.protocol import SWEEP_TICKS, Connections, HttpProtocol, WebSocketProtocol, raise_descriptor_limit
@@ -134,7 +135,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % SWEEP_TICKS == 0:
             self.pool.sweep(self.server_state.connections)
-            await self.state.bound_logprobs()
+            await bound_logprobs(self.state)
         return await super().on_tick(counter)
 
     @contextlib.contextmanager

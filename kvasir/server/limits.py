@@ -164,11 +164,10 @@ _PEAK = 32 << 20  # bytes, after which memory is given back to the system
 
 
 class BodyMemory:
-    """Counts the bytes of all bodies that are held in this process. `freed` is told of what is given back."""
+    """Counts the bytes of all bodies that are held in this process."""
 
-    def __init__(self, limit: int, freed: Callable[[int], None] | None = None) -> None:
+    def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._freed = freed
         self.held = 0
         self._most = 0  # since memory was given back to the system
 
@@ -183,8 +182,6 @@ class BodyMemory:
 
     def give_back(self, count: int) -> None:
         self.held -= count
-        if self._freed is not None and count:
-            self._freed(count)
 
     def note_peak(self, count: int) -> None:
         """So many bytes were held for other work and are free again."""
@@ -210,11 +207,7 @@ MAX_BAD_WORD_LENGTH = 1024
 MAX_PATTERN_SIZE = 256  # tokens
 MAX_NAMED_LOGPROBS = 1024  # written for every token
 MAX_LOGPROBS = 1 << 18  # of all tokens together, beyond the 20 per token that OpenAI allows: each takes 250 bytes
-MAX_COPIED_CHARACTERS = 1 << 24  # of prompts that each completion of a reply repeats
-MAX_COPIED_TOKENS = 1 << 22
-MAX_COPIED_LOGPROBS = 1 << 18
-MAX_HELD_LOGPROBS = 1 << 20  # of all answers that are being made
-_PLAIN_LOGPROBS = 20
+PLAIN_LOGPROBS = 20
 
 
 def check_limits(params: SamplingParams, num_prompts: int, max_choices: int) -> None:
@@ -245,34 +238,12 @@ def check_logprobs(params: SamplingParams, num_prompts: int, num_prompt_tokens: 
         ("prompt_logprobs", params.prompt_logprobs or 0, num_prompt_tokens),
     ):
         width = model.vocab_size if width == -1 else width
-        if width > _PLAIN_LOGPROBS and width * num_tokens > MAX_LOGPROBS:
+        if width > PLAIN_LOGPROBS and width * num_tokens > MAX_LOGPROBS:
             message = (
                 f"{name} asks for {width} log-probabilities of up to {num_tokens} tokens; a server gives "
                 f"{MAX_LOGPROBS} in all: ask for fewer of each token, or for fewer tokens."
             )
             raise RequestError(message, name)
-
-
-def check_copies(
-    name: str, num_copies: int, num_characters: int = 0, num_tokens: int = 0, num_logprobs: int = 0
-) -> None:
-    """Bound what a reply repeats for each of its completions: a short request could ask for gigabytes. `name`: the
-    field that asks for it. The numbers are those of one copy."""
-    for count, most, what in (
-        (num_characters, MAX_COPIED_CHARACTERS, "characters"),
-        (num_tokens, MAX_COPIED_TOKENS, "tokens"),
-        (num_logprobs, MAX_COPIED_LOGPROBS, "log-probabilities"),
-    ):
-        if num_copies > 1 and count * num_copies > most:
-            message = f"{name} repeats {count} {what} of the prompt for each of {num_copies} completions; a server "
-            message += f"writes {most} in all: ask for fewer completions, or leave {name} out."
-            raise RequestError(message, name)
-
-
-def most_held_logprobs(model: ModelConfig) -> int:
-    """Log-probabilities that are kept for all answers of this process: those of one context with OpenAI's most are
-    always possible."""
-    return max(MAX_HELD_LOGPROBS, (1 + _PLAIN_LOGPROBS) * model.max_model_len)
 
 
 def _check_texts(name: str, texts: str | list[str] | None, most: int, longest: int) -> None:

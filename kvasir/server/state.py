@@ -26,7 +26,7 @@ from kvasir.server.config import ServerConfig
 from kvasir.server.engine_metrics import Probe, probe_for
 from kvasir.server.errors import ApiError, not_found, unknown_model
 from kvasir.server.file_store import FileStore
-from kvasir.server.limits import BodyMemory, RateLimits, most_held_logprobs
+from kvasir.server.limits import BodyMemory, RateLimits
 from kvasir.server.metrics import Metrics
 from kvasir.server.response_store import CompletionStore, ResponseStore
 from kvasir.server.tracing import Tracer
@@ -114,7 +114,7 @@ class ServerState:
         if config.files_dir is not None:
             _ = self.files  # a folder that cannot be used is an error now
         self.body_memory = BodyMemory(max(config.max_body_memory, config.max_request_bytes))
-        self.reply_memory = BodyMemory(config.max_body_memory, self.body_memory.note_peak)
+        self.reply_memory = BodyMemory(config.max_body_memory)
         self.probe_device: Probe = list  # until the engine's device is known
         self._stats: list[EngineStats] = []  # the engines' last answers
         self._engine: AsyncLLM | None = None
@@ -242,31 +242,11 @@ class ServerState:
         self.metrics.num_live += 1
         self.idle.clear()
 
-    async def bound_logprobs(self) -> None:
-        """End the requests with the most log-probabilities while all of them take too much memory. How many a request
-        will have is not known before: it may stop early."""
-        if self._engine is None:
-            return
-        held = {request: count for request in self.requests if (count := request.num_logprobs)}
-        total, most = sum(held.values()), most_held_logprobs(self._engine.config.model)
-        for request, count in sorted(held.items(), key=lambda item: -item[1]):
-            if total <= most:
-                return
-            total -= count
-            if request.refusal is None:
-                await request.refuse(_too_many_logprobs(most))
-
     def ended(self, request: ApiRequest) -> None:
         self.requests.discard(request)
         self.metrics.num_live -= 1
         if not self.requests:
             self.idle.set()
-
-
-def _too_many_logprobs(most: int) -> ApiError:
-    message = f"The log-probabilities of all running requests are more than the {most} that this server keeps, and "
-    message += "this request has the most: ask for fewer of each token, for fewer tokens or for fewer completions."
-    return ApiError(503, message, "overloaded", "logprobs", retry_after=1.0)
 
 
 def state_of(connection: HTTPConnection) -> ServerState:

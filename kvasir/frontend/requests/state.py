@@ -124,11 +124,6 @@ class RequestState:
             if line.position == len(found):
                 found.add(line, text)
 
-    @property
-    def num_kept_logprobs(self) -> int:
-        """Number of log-probabilities that it keeps."""
-        return sum(each.num_values for each in (self.logprobs, self.prompt_logprobs) if each is not None)
-
     def _token_text(self, tokenizer: Tokenizer | None) -> TokenText:
         return tokenizer.token_text if tokenizer is not None and self.detokenize else lambda token: None
 

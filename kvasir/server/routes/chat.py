@@ -21,7 +21,7 @@ from kvasir.server.api_request import ApiRequest, answer_of, read_chat, within
 from kvasir.server.errors import EVENTS, answers
 from kvasir.server.event_stream import EventStream, OpenAIEvents, PayloadWriter
 from kvasir.server.http import FINGERPRINT, Call, StrictRoute, TheCall, reply, unless_gone
-from kvasir.server.limits import check_copies
+from kvasir.server.large_bodies import check_copies, write_reply
 from kvasir.server.logprobs import LogprobWriter, prompt_logprobs
 from kvasir.server.response_store import StoredCompletion, StoringChunks, add_text
 from kvasir.server.schema.base import Usage, encode
@@ -109,8 +109,7 @@ class ChatJob:
         made = []
         for each in bodies:
             role = state.config.response_role if opens else each.messages[-1].role
-            echo = _echoed(each, role)
-            check_copies("echo", params.n, num_characters=len(echo))
+            echo = _echoed(each, role, params.n) if each.echo else ""
             made.append(cls(each, request, model, f"chatcmpl-{call.id}", role, echo))
         return made
 
@@ -125,7 +124,7 @@ class ChatJob:
 
     async def whole(self) -> ChatCompletion:
         (output,) = await self.request.whole()
-        made = await self.request.write([output], lambda: self._whole(output))
+        made = await write_reply(self.request, [output], lambda: self._whole(output))
         if self.body.store:
             self.store(made)
         return made
@@ -215,17 +214,17 @@ async def _prompt(state: ServerState, body: ChatRequest, tools: RequestTools) ->
     return await read_chat(state, body, truncate, body.cache_salt, side, shown, **variables)
 
 
-def _echoed(body: ChatRequest, role: str) -> str:
-    """The last message's text, if echo asks for it."""
-    if not body.echo:
-        return ""
+def _echoed(body: ChatRequest, role: str, num_copies: int) -> str:
+    """The last message's text, with which every choice begins."""
     last = body.messages[-1]
     if last.role != role or last.content is None:
         message = f"echo begins the reply with the last message, which must have content and be of the role {role!r}."
         raise RequestError(message, "echo")
-    if isinstance(last.content, str):
-        return last.content
-    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in last.content)
+    text = last.content
+    if not isinstance(text, str):
+        text = "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in text)
+    check_copies("echo", num_copies, num_characters=len(text))
+    return text
 
 
 # ---------------------------------------------------------------- the stream

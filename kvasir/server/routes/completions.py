@@ -22,7 +22,8 @@ from kvasir.server.api_request import ApiRequest, check_length, read_prompts, wi
 from kvasir.server.errors import EVENTS, answers
 from kvasir.server.event_stream import EventStream, OpenAIEvents
 from kvasir.server.http import FINGERPRINT, Call, StrictRequest, StrictRoute, TheCall, reply, unless_gone, validated
-from kvasir.server.limits import check_copies, check_limits
+from kvasir.server.large_bodies import check_copies, write_reply
+from kvasir.server.limits import check_limits
 from kvasir.server.logprobs import CompletionLogprobs, LogprobWriter, TextOffsets, prompt_logprobs
 from kvasir.server.routes.chat import create_chat_completion
 from kvasir.server.schema.base import MAX_TOKEN_IDS, Reply, Usage, encode, example, invalid, one_complaint, refused
@@ -175,7 +176,7 @@ class CompletionJob:
 
     async def whole(self) -> Completion:
         outputs = await self.request.whole()
-        return await self.request.write(outputs, lambda: self._whole(outputs))
+        return await write_reply(self.request, outputs, lambda: self._whole(outputs))
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> Completion:
         choices = []

@@ -34,7 +34,8 @@ from kvasir.server.errors import ApiError, as_api_error, error_response
 from kvasir.server.event_stream import EventStream, PayloadWriter
 from kvasir.server.gate import Gate
 from kvasir.server.http import ClientGone, unless_disconnected
-from kvasir.server.limits import SMALL_BODY, BodyMemory, check_copies, check_logprobs
+from kvasir.server.large_bodies import check_copies
+from kvasir.server.limits import SMALL_BODY, BodyMemory, check_logprobs
 from kvasir.server.logprobs import MIN_LOGPROB, LogprobWriter, prompt_logprobs
 from kvasir.server.metrics import GAPS, Metrics, Tally
 from kvasir.server.response_store import CompletionStore, EventLog, ResponseStore, StoredCompletion, StoredResponse
