@@ -26,6 +26,7 @@ from kvasir.server.body_limits import exceeded_by_texts
 from kvasir.server.constraints import constrain
 from kvasir.server.errors import ApiError, as_api_error, timed_out, too_large
 from kvasir.server.http import Call
+from kvasir.server.large_bodies import num_logprobs
 from kvasir.server.limits import TokenAccount, check_limits, check_logprobs
 from kvasir.server.schema.base import CompletionTokensDetails, PromptTokensDetails, Usage
 from kvasir.server.schema.chat import ChatTemplateFields
@@ -65,6 +66,8 @@ class ApiRequest:
     first_token: float | None = None  # seconds after arrival
     reasons: list[str] = field(default_factory=list)  # finish reasons of its completions
     cancelled: bool = False  # by its client
+    refusal: ApiError | None = None  # why the server has ended it
+    num_done_logprobs: int = 0  # of prompts that are done, while others are not
     ids: list[str] = field(default_factory=list)  # of the engine's requests
     _streams: list[Stream] = field(default_factory=list)
     _merged: MergedStream | None = None
@@ -153,6 +156,8 @@ class ApiRequest:
 
     def check(self, output: RequestOutput) -> None:
         """Raise the error that ended a request without an answer."""
+        if self.refusal is not None:
+            raise self.refusal
         for each in output.outputs:
             if each.finish_reason == "error":
                 raise ApiError(500, str(each.stop_reason or "The request failed."), "engine", code="request_failed")
@@ -195,6 +200,8 @@ class ApiRequest:
         if self.first_token is None and times is not None:
             self.first_token = times.time_to_first_token
         self.tokens.close(output)
+        if len(self.ids) > 1:  # others go on, and this answer is kept until they are done
+            self.num_done_logprobs += num_logprobs(output, self.params)
         if times is not None:
             metrics.tally.generated += times.num_unreturned_tokens
         generated = times.num_generation_tokens if times is not None else 0

@@ -103,6 +103,7 @@ def _add_layers(app: FastAPI, state: ServerState) -> None:
         keys=state.keys,
         max_bytes=config.max_request_bytes,
         memory=state.body_memory,
+        replies=state.reply_memory,
         count=state.metrics.count_http,
         failed=state.metrics.failed,
         echo_ids=config.enable_request_id_headers,

@@ -68,7 +68,9 @@ class ServerConfig:
     )
     max_choices: int = setting(4096, "Maximum number of completions of a request (prompts times n).", minimum=1)
     max_body_memory: int = setting(
-        256 << 20, "Bytes of all bodies that an API process holds at a time; beyond it requests get 503.", minimum=1
+        256 << 20,
+        "Bytes of all bodies that an API process holds at a time, and of all replies; beyond it requests get 503.",
+        minimum=1,
     )
     max_url_bytes: int = setting(8192, "Maximum length of a URL; longer ones get 414.", minimum=1)
     max_header_count: int = setting(100, "Maximum number of headers of a request; more get 431.", minimum=1)

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvasir.server.api_keys import ANYBODY, ApiKey, KeyRing
 from kvasir.server.errors import ApiError, error_response, too_large
 from kvasir.server.http import GOOD_ID, Call, attach, is_good_id, new_id, route_path
+from kvasir.server.large_bodies import LargeReply
 from kvasir.server.limits import SMALL_BODY, BodyMemory
 from kvasir.server.state import state_of
 
@@ -33,6 +34,7 @@ class Gate:
         keys: KeyRing,
         max_bytes: int,
         memory: BodyMemory,
+        replies: BodyMemory,
         count: Counted,
         failed: Failed,
         echo_ids: bool = True,
@@ -49,6 +51,7 @@ class Gate:
         self.keys = keys
         self.max_bytes = max_bytes
         self.memory = memory
+        self.replies = replies
         self.count = count
         self.failed = failed
         self.echo_ids = echo_ids
@@ -68,13 +71,24 @@ class Gate:
         started, headers, status = time.perf_counter(), Headers(scope=scope), 500
         call, body = self._call(scope, headers), _Body(receive, self.max_bytes, self.memory)
 
+        large: LargeReply | None = None
+
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, large
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if self.echo_ids:
                     message["headers"] = [*message["headers"], (b"x-request-id", call.id.encode("latin-1"))]
-            await send(message)
+                sizes = [int(value) for name, value in message["headers"] if name.lower() == b"content-length"]
+                if sizes and max(sizes) > SMALL_BODY:
+                    large = LargeReply(message, send, self.replies)
+                    return
+            if large is None or await large.send(message):
+                await send(message)
+            elif large.refused is not None:
+                error, large = large.refused, None
+                self.failed(error.cause)
+                await error_response(error, call.path, call.id)(scope, receive, send_with_id)
 
         try:
             self._admit(scope, headers, call)
@@ -85,6 +99,8 @@ class Gate:
             await self.app(scope, body.receive, send_with_id)
         finally:
             body.give_back()
+            if large is not None:
+                large.give_back(self.memory)
             route = getattr(scope.get("route"), "path", "other")
             self.count(scope["method"], route, status, time.perf_counter() - started)
 

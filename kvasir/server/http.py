@@ -7,7 +7,6 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
@@ -26,6 +25,7 @@ from kvasir import __version__
 from kvasir.errors import RequestError
 from kvasir.server.api_keys import ANYBODY, ApiKey
 from kvasir.server.body_limits import MAX_DEPTH, MAX_STRINGS, exceeded_limit, name_unknown_fields
+from kvasir.server.large_bodies import off_loop
 from kvasir.server.schema.base import Body, encode
 
 T = TypeVar("T")
@@ -113,11 +113,11 @@ def decode_json(data: bytes | str, what: str, kind: type[Body] = Body) -> Any:
         raise ValueError(f"{what} is not valid JSON: {json_problem(error)}.") from error
 
 
-_reader = ThreadPoolExecutor(1, "bodies")  # one, because decoding keeps Python's lock from the event loop
-
-
-async def _in_turn(work: Callable[[], T]) -> T:
-    return await asyncio.get_running_loop().run_in_executor(_reader, work)
+async def read_json(data: bytes | str, what: str, kind: type[Body] = Body) -> Any:
+    """`decode_json`, in a thread if the data is large."""
+    if len(data) < _LARGE_BODY:
+        return decode_json(data, what, kind)
+    return await off_loop(lambda: decode_json(data, what, kind))
 
 
 def too_much_json(data: bytes, max_values: int) -> str | None:
@@ -159,10 +159,7 @@ class StrictRequest(Request):
         if not hasattr(self, "_json"):
             data = await self.body()
             try:
-                if len(data) < _LARGE_BODY:
-                    self._json = decode_json(data, "The body", self.kind)
-                else:
-                    self._json = await _in_turn(lambda: decode_json(data, "The body", self.kind))
+                self._json = await read_json(data, "The body", self.kind)
             except ValueError as error:
                 # an HTTPException, because FastAPI hides other errors raised here
                 raise HTTPException(400, str(error)) from error

@@ -39,6 +39,7 @@ from kvasir.log import get_logger
 from kvasir.server.api_keys import load_keys
 from kvasir.server.app import make_app
 from kvasir.server.config import ServerConfig, server_settings
+from kvasir.server.large_bodies import bound_logprobs
 from kvasir.server.lifecycle import Peers, ServerLifecycle, Starter, one_line
 from kvasir.server.metrics import MULTIPROCESS
 from kvasir.server.protocol import SWEEP_TICKS, Connections, HttpProtocol, WebSocketProtocol, raise_descriptor_limit
@@ -86,7 +87,7 @@ def run(state: ServerState, start: Starter, sock: socket.socket, owns_socket: bo
     if state.config.otlp_traces_endpoint is not None:
         state.tracer = Tracer(state.config.otlp_traces_endpoint)
     pool = Connections(state.config, state.body_memory, state.metrics.failed)
-    server = Server(_uvicorn_config(state, pool), pool)
+    server = Server(_uvicorn_config(state, pool), pool, state)
     lifecycle = ServerLifecycle(state, start, server.stop)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -126,13 +127,15 @@ async def _serve(server: Server, lifecycle: ServerLifecycle, sock: socket.socket
 class Server(uvicorn.Server):
     """uvicorn without its signal handlers, which would stop listening before the drain, and with limits."""
 
-    def __init__(self, config: uvicorn.Config, pool: Connections) -> None:
+    def __init__(self, config: uvicorn.Config, pool: Connections, state: ServerState) -> None:
         super().__init__(config)
         self.pool = pool
+        self.state = state
 
     async def on_tick(self, counter: int) -> bool:
         if counter % SWEEP_TICKS == 0:
             self.pool.sweep(self.server_state.connections)
+            await bound_logprobs(self.state)
         return await super().on_tick(counter)
 
     @contextlib.contextmanager

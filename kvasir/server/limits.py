@@ -207,7 +207,7 @@ MAX_BAD_WORD_LENGTH = 1024
 MAX_PATTERN_SIZE = 256  # tokens
 MAX_NAMED_LOGPROBS = 1024  # written for every token
 MAX_LOGPROBS = 1 << 18  # of all tokens together, beyond the 20 per token that OpenAI allows: each takes 250 bytes
-_PLAIN_LOGPROBS = 20
+PLAIN_LOGPROBS = 20
 
 
 def check_limits(params: SamplingParams, num_prompts: int, max_choices: int) -> None:
@@ -238,7 +238,7 @@ def check_logprobs(params: SamplingParams, num_prompts: int, num_prompt_tokens: 
         ("prompt_logprobs", params.prompt_logprobs or 0, num_prompt_tokens),
     ):
         width = model.vocab_size if width == -1 else width
-        if width > _PLAIN_LOGPROBS and width * num_tokens > MAX_LOGPROBS:
+        if width > PLAIN_LOGPROBS and width * num_tokens > MAX_LOGPROBS:
             message = (
                 f"{name} asks for {width} log-probabilities of up to {num_tokens} tokens; a server gives "
                 f"{MAX_LOGPROBS} in all: ask for fewer of each token, or for fewer tokens."

@@ -39,6 +39,7 @@ from kvasir.server.schema.chat import (
 )
 
 MAX_BYTES = 256 << 20
+_PIECE = 64 << 10  # bytes of events that are sent at once
 
 
 @dataclass(slots=True)
@@ -74,16 +75,26 @@ class EventLog:
         self._changed = asyncio.Event()
 
     async def follow(self, number: int) -> AsyncIterator[bytes]:
-        """The events from this sequence number on: those that are there, then each as it comes."""
+        """The events from this sequence number on: those that are there, then each as it comes.
+
+        They come in pieces, so that a client that does not read holds no copy of all of them.
+        """
         while True:
             changed = self._changed
-            if new := self.events[number:]:
+            if new := self._piece(number):
                 number += len(new)
                 yield b"".join(new)
             elif self._is_closed:
                 return
             else:
                 await changed.wait()
+
+    def _piece(self, number: int) -> list[bytes]:
+        end, size = number, 0
+        while end < len(self.events) and size < _PIECE:
+            size += len(self.events[end])
+            end += 1
+        return self.events[number:end]
 
 
 class ResponseStore:

@@ -114,6 +114,7 @@ class ServerState:
         if config.files_dir is not None:
             _ = self.files  # a folder that cannot be used is an error now
         self.body_memory = BodyMemory(max(config.max_body_memory, config.max_request_bytes))
+        self.reply_memory = BodyMemory(config.max_body_memory)
         self.probe_device: Probe = list  # until the engine's device is known
         self._stats: list[EngineStats] = []  # the engines' last answers
         self._engine: AsyncLLM | None = None

@@ -816,6 +816,24 @@ def test_origins_that_are_no_urls(hostile: LiveServer, origin: str) -> None:
     assert "Traceback" not in hostile.log
 
 
+def test_clients_that_leave_a_websocket_are_no_failure(hostile: LiveServer) -> None:
+    """Whether it is seen first by what reads from them or by what writes to them."""
+    body = json.dumps({**CHAT, "max_tokens": 500}).encode()
+    for number in range(30):
+        with Target(hostile).websocket() as sock:
+            sock.sendall(frame(1, body))
+            seen = b""
+            while number % 3 and b"chat.completion.chunk" not in seen:
+                more = sock.recv(4096)
+                assert more, seen
+                seen += more
+            time.sleep(0.01 * (number % 5))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it ends with a reset
+    metrics = web.get(f"{hostile.url}/metrics", headers=bearer())
+    assert 'cause="internal"' not in metrics.text
+    assert "Traceback" not in hostile.log, hostile.log.partition("Traceback")[2][:4000]
+
+
 def test_large_messages_in_fragments_pass(hostile: LiveServer) -> None:
     body = json.dumps({**CHAT, "user": "x" * 200_000}).encode()
     pieces = [body[at : at + 2000] for at in range(0, len(body), 2000)]

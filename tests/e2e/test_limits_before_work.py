@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -108,6 +110,23 @@ ATTACKS: dict[str, tuple[tuple[str, dict[str, Any]], int]] = {  # the request, a
         chat(guided_grammar="start: " + " | ".join(f'"a{i}"' for i in range(12_000))),
         400,
     ),
+    "copies of a prompt's log-probabilities": (text(prompt=[5] * 2000, prompt_logprobs=20, n=128, temperature=1), 400),
+    "copies of an echo's log-probabilities": (
+        text(prompt=[5] * 2000, echo=True, logprobs=5, n=128, temperature=1),
+        400,
+    ),
+    "copies of a prompt's tokens": (text(prompt=[5] * 2000, return_token_ids=True, n=4096, temperature=1), 400),
+    "copies of an echo": (
+        chat(
+            messages=message("one two " * (1 << 17)),
+            truncate_prompt_tokens=100,
+            echo=True,
+            add_generation_prompt=False,
+            n=128,
+            temperature=1,
+        ),
+        400,
+    ),
     "a long text": (text(prompt="1" * (10 * MIB)), 400),
     "a long text to truncate": (text(prompt="1" * (10 * MIB), truncate_prompt_tokens=100), 413),
     "long words to truncate": (text(prompt="one two " * MIB, truncate_prompt_tokens=100, temperature=0), 200),
@@ -116,6 +135,7 @@ ATTACKS: dict[str, tuple[tuple[str, dict[str, Any]], int]] = {  # the request, a
 
 
 QUICK = {"numbers as content", "many prompts", "deep variables", "a long key", "a long text to truncate", "a long name"}
+QUICK |= {"copies of a prompt's log-probabilities", "copies of an echo"}
 QUICK |= {"long arguments", "arguments of many calls", "many calls in a row", "a grammar that cannot be followed"}
 
 
@@ -131,6 +151,45 @@ def test_work_is_refused_before_it_is_done(server: LiveServer, name: str) -> Non
     assert len(reply.text) < 1000 and "Traceback" not in server.log
     assert server.cpu_seconds() - before < 2, "not even a tenth of what it took"
     assert peak.grown() < 16 * len(data) + 64 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_running_requests_are_bounded(server: LiveServer, stream: bool) -> None:
+    """A server keeps a million of them. Nobody knows before how many a request will have."""
+    body = {"prompt": [5] * 10, "logprobs": 20, "max_tokens": 1000, "ignore_eos": True, "stream": stream}
+    peak = Peak(server)
+    reply = web.post(f"{server.url}/v1/completions", json={**body, "n": 128, "temperature": 1})
+    assert reply.status_code == (200 if stream else 503)
+    assert "ask for fewer of each token" in reply.text[-1000:]
+    assert peak.grown() < 512 * MIB and "Traceback" not in server.log
+    ok = web.post(f"{server.url}/v1/completions", json={**body, "n": 2, "max_tokens": 100, "temperature": 1})
+    assert ok.status_code == 200
+
+
+@pytest.mark.slow
+def test_replies_that_nobody_reads_take_little_memory(server: LiveServer) -> None:
+    """A short request may ask for megabytes that are stored, again and again."""
+    body: dict[str, Any] = {"input": "Hi", "max_output_tokens": 2000, "ignore_eos": True, "temperature": 1}
+    body |= {"stream": True, "background": True, "include": ["message.output_text.logprobs"], "top_logprobs": 20}
+    events = web.post(f"{server.url}/v1/responses", json=body).text
+    found = re.search(r'"id":"(resp_\w+)"', events)
+    assert found is not None and len(events) > 8 * MIB
+    paths = [f"/v1/responses/{found.group(1)}{query}" for query in ("?stream=true", "")]
+    for path in paths:
+        whole, peak, socks = len(web.get(server.url + path).content), Peak(server), []
+        for _ in range(100):
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+            sock.sendall(f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+            socks.append(sock)
+        time.sleep(2)
+        assert web.get(f"{server.url}/v1/models").status_code == 200
+        assert peak.grown() < min(100 * whole, 400 * MIB), path
+        for sock in socks:
+            sock.close()
+    until(lambda: web.get(server.url + paths[1]).status_code == 200, "the memory is given back", server)
 
 
 def test_others_are_served_meanwhile(server: LiveServer) -> None:

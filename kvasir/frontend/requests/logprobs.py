@@ -45,6 +45,11 @@ class LogprobLists:
     def __len__(self) -> int:
         return len(self.entries)
 
+    @property
+    def num_values(self) -> int:
+        """Number of log-probabilities that are kept, about."""
+        return len(self.entries) * (1 + self.count)
+
     def add_nothing(self) -> None:
         """Add a position without log-probabilities: a prompt's first token."""
         self.entries.append(None)  # type: ignore[arg-type]  # only prompts have such positions

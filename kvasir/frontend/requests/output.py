@@ -164,6 +164,13 @@ class OutputProcessor:
         said = EngineError(f"an output could not be handled: {type(error).__name__}: {error}")
         self._broken.append(BrokenRequest(state.request_id, [each.key for each in states], said))
 
+    def states_of(self, request_id: str) -> Sequence[RequestState]:
+        """The completions of a request that has not ended."""
+        request = self._requests.get(request_id)
+        if request is None or isinstance(request, Branches):
+            return [] if request is None else request.states
+        return [request.state if isinstance(request, BeamState) else request]
+
     def _of_key(self, key: int) -> RequestState | None:
         search = self._searches.get(key)
         return self._states.get(key) if search is None else search.state

@@ -21,6 +21,7 @@ from kvasir.server.api_request import ApiRequest, answer_of, read_chat, within
 from kvasir.server.errors import EVENTS, answers
 from kvasir.server.event_stream import EventStream, OpenAIEvents, PayloadWriter
 from kvasir.server.http import FINGERPRINT, Call, StrictRoute, TheCall, reply, unless_gone
+from kvasir.server.large_bodies import check_copies, write_reply
 from kvasir.server.logprobs import LogprobWriter, prompt_logprobs
 from kvasir.server.response_store import StoredCompletion, StoringChunks, add_text
 from kvasir.server.schema.base import Usage, encode
@@ -108,7 +109,8 @@ class ChatJob:
         made = []
         for each in bodies:
             role = state.config.response_role if opens else each.messages[-1].role
-            made.append(cls(each, request, model, f"chatcmpl-{call.id}", role, _echoed(each, role)))
+            echo = _echoed(each, role, params.n) if each.echo else ""
+            made.append(cls(each, request, model, f"chatcmpl-{call.id}", role, echo))
         return made
 
     @property
@@ -122,13 +124,17 @@ class ChatJob:
 
     async def whole(self) -> ChatCompletion:
         (output,) = await self.request.whole()
+        made = await write_reply(self.request, [output], lambda: self._whole(output))
+        if self.body.store:
+            self.store(made)
+        return made
+
+    def _whole(self, output: RequestOutput) -> ChatCompletion:
         made = self._completion([self._choice(each, each.index) for each in output.outputs])
         if self.body.return_token_ids:
             made.prompt_token_ids = output.prompt_token_ids
         if output.prompt_logprobs is not None:
             made.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
-        if self.body.store:
-            self.store(made)
         return made
 
     def store(self, completion: ChatCompletion) -> None:
@@ -208,17 +214,17 @@ async def _prompt(state: ServerState, body: ChatRequest, tools: RequestTools) ->
     return await read_chat(state, body, truncate, body.cache_salt, side, shown, **variables)
 
 
-def _echoed(body: ChatRequest, role: str) -> str:
-    """The last message's text, if echo asks for it."""
-    if not body.echo:
-        return ""
+def _echoed(body: ChatRequest, role: str, num_copies: int) -> str:
+    """The last message's text, with which every choice begins."""
     last = body.messages[-1]
     if last.role != role or last.content is None:
         message = f"echo begins the reply with the last message, which must have content and be of the role {role!r}."
         raise RequestError(message, "echo")
-    if isinstance(last.content, str):
-        return last.content
-    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in last.content)
+    text = last.content
+    if not isinstance(text, str):
+        text = "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in text)
+    check_copies("echo", num_copies, num_characters=len(text))
+    return text
 
 
 # ---------------------------------------------------------------- the stream

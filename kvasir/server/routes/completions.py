@@ -22,6 +22,7 @@ from kvasir.server.api_request import ApiRequest, check_length, read_prompts, wi
 from kvasir.server.errors import EVENTS, answers
 from kvasir.server.event_stream import EventStream, OpenAIEvents
 from kvasir.server.http import FINGERPRINT, Call, StrictRequest, StrictRoute, TheCall, reply, unless_gone, validated
+from kvasir.server.large_bodies import check_copies, write_reply
 from kvasir.server.limits import check_limits
 from kvasir.server.logprobs import CompletionLogprobs, LogprobWriter, TextOffsets, prompt_logprobs
 from kvasir.server.routes.chat import create_chat_completion
@@ -164,6 +165,7 @@ class CompletionJob:
         params = _params(state, body)
         async with within(state, call, body.timeout):
             prompts = await _prompts(state, body, params)
+        _check_copies(body, params, prompts)
         priority, timeout = body.priority or 0, body.timeout
         request = ApiRequest(state, call, prompts, params, priority, timeout, body.user, model=model)
         return cls(body, request, model, f"cmpl-{call.id}", int(time.time()), body.max_tokens == 0)
@@ -174,6 +176,9 @@ class CompletionJob:
 
     async def whole(self) -> Completion:
         outputs = await self.request.whole()
+        return await write_reply(self.request, outputs, lambda: self._whole(outputs))
+
+    def _whole(self, outputs: Sequence[RequestOutput]) -> Completion:
         choices = []
         for output in outputs:
             choices += [self._choice(output, each, True) for each in output.outputs]
@@ -310,6 +315,18 @@ async def _prompts(state: ServerState, body: CompletionRequest, params: Sampling
     special, truncate = body.add_special_tokens is not False, body.truncate_prompt_tokens
     read = await read_embeddings(state, tensors, truncate, body.cache_salt) if tensors else []
     return read + await read_prompts(state, several, special, truncate, body.cache_salt, body.truncation_side)
+
+
+def _check_copies(body: CompletionRequest, params: SamplingParams, prompts: Sequence[TokenizedPrompt]) -> None:
+    """Every completion repeats what is asked about its prompt."""
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    if body.return_token_ids:
+        check_copies("return_token_ids", params.n, num_tokens=num_tokens)
+    if body.echo:
+        check_copies("echo", params.n, num_characters=sum(len(prompt.text or prompt.token_ids) for prompt in prompts))
+    if params.prompt_logprobs is not None:
+        name = "prompt_logprobs" if body.prompt_logprobs is not None else "echo"
+        check_copies(name, params.n, num_logprobs=num_tokens * (1 + max(0, params.prompt_logprobs)))
 
 
 def _params(state: ServerState, body: CompletionRequest) -> SamplingParams:

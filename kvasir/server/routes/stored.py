@@ -15,7 +15,7 @@ from kvasir.server.batch import ServerBatch, cancel_batch, find_batch, list_batc
 from kvasir.server.errors import answers, not_found
 from kvasir.server.http import StrictRoute, TheCall, reply
 from kvasir.server.response_store import StoredCompletion
-from kvasir.server.schema.base import DeletedReply
+from kvasir.server.schema.base import DeletedReply, encode
 from kvasir.server.schema.chat import ChatCompletion
 from kvasir.server.schema.stored import (
     BatchList,
@@ -32,6 +32,7 @@ from kvasir.server.state import ServerState, State
 T = TypeVar("T")
 router = APIRouter(route_class=StrictRoute, tags=["OpenAI"])
 
+_MAX_PAGE = 4 << 20  # bytes of a page with several entries
 Limit = Annotated[int, Query(ge=1, le=100, description="Number of entries to return at most.")]
 Order = Annotated[Literal["asc", "desc"], Query(description="The oldest first (asc), or the newest.")]
 Cursor = Annotated[str | None, Query(description="Id of the entry after which the list begins.")]
@@ -100,14 +101,20 @@ async def list_messages(
 def page(
     entries: Sequence[T], id_of: Callable[[T], str], limit: int, order: str, after: str | None
 ) -> tuple[list[T], bool]:
-    """One page of a list that is given oldest first, and whether more follow."""
+    """One page of a list that is given oldest first, and whether more follow. Large entries make a page shorter."""
     found = list(entries) if order == "asc" else list(reversed(entries))
     if after is not None:
         place = next((place for place, entry in enumerate(found) if id_of(entry) == after), None)
         if place is None:
             raise RequestError(f"The list has no entry {after!r}.", "after")
         found = found[place + 1 :]
-    return found[:limit], len(found) > limit
+    number, size = 0, 0
+    for entry in found[:limit]:
+        size += len(encode(entry))
+        if number and size > _MAX_PAGE:
+            break
+        number += 1
+    return found[:number], len(found) > number
 
 
 def _metadata_of(request: Request) -> dict[str, str]:

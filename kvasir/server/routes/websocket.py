@@ -18,7 +18,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from kvasir.server.errors import ApiError, as_api_error, openai_body
 from kvasir.server.gate import WS_ERROR, may_connect
-from kvasir.server.http import call_of, decode_json, new_id, validated, without_unknown_fields
+from kvasir.server.http import call_of, new_id, read_json, validated, without_unknown_fields
 from kvasir.server.routes.chat import ChatJob
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.chat import ChatRequest
@@ -58,8 +58,9 @@ class Conversation:
             found = as_api_error(error)
             if not found.counted:
                 self.state.metrics.failed(found.cause)
-            await self.socket.send_text(encode(openai_body(found)).decode())
-            await self.socket.close(WS_ERROR, _reason(found.message))
+            if found.cause != "disconnect":
+                await self._say(encode(openai_body(found)))
+                await self.socket.close(WS_ERROR, _reason(found.message))
         finally:
             if self._next is not None:
                 await _end(self._next)
@@ -86,7 +87,7 @@ class Conversation:
         if frame["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(frame.get("code", 1000))
         try:
-            return decode_json(frame.get("text") or frame.get("bytes") or b"", "The message", ChatRequest)
+            return await read_json(frame.get("text") or frame.get("bytes") or b"", "The message", ChatRequest)
         except ValueError as error:
             raise ApiError(400, str(error), "invalid_request") from error
 
@@ -121,10 +122,17 @@ class Conversation:
             while (output := await request.stream.next()) is not None:
                 request.take(output)
                 for payload in chunks.payloads(output):
-                    await self.socket.send_text(payload.decode())
+                    await self._say(payload)
         for payload in chunks.last_payloads():
+            await self._say(payload)
+        await self._say(b"[DONE]")
+
+    async def _say(self, payload: bytes) -> None:
+        """Send a message. A client that has left ends its request as any other client that leaves."""
+        try:
             await self.socket.send_text(payload.decode())
-        await self.socket.send_text("[DONE]")
+        except (WebSocketDisconnect, RuntimeError) as gone:  # starlette's second error is a RuntimeError
+            raise ApiError(499, "the client disconnected", "disconnect") from gone
 
 
 def _is_cancel(message: Any) -> bool:

@@ -27,18 +27,21 @@ from kvasir.outputs import CompletionOutput, Logprob, RequestOutput
 from kvasir.parsers.base import Content, OutputParser, OutputPart, PartReader, PlainTextParser
 from kvasir.sampling_params import SamplingParams
 from kvasir.server.answers import PLAIN_ANSWER
-from kvasir.server.api_keys import ApiKey
+from kvasir.server.api_keys import ApiKey, KeyRing
 from kvasir.server.config import ServerConfig, add_flags, from_namespace, server_settings
 from kvasir.server.engine_metrics import CpuProbe, visible_devices
 from kvasir.server.errors import ApiError, as_api_error, error_response
 from kvasir.server.event_stream import EventStream, PayloadWriter
+from kvasir.server.gate import Gate
 from kvasir.server.http import ClientGone, unless_disconnected
-from kvasir.server.limits import check_logprobs
+from kvasir.server.large_bodies import check_copies
+from kvasir.server.limits import SMALL_BODY, BodyMemory, check_logprobs
 from kvasir.server.logprobs import MIN_LOGPROB, LogprobWriter, prompt_logprobs
 from kvasir.server.metrics import GAPS, Metrics, Tally
-from kvasir.server.response_store import CompletionStore, ResponseStore, StoredCompletion, StoredResponse
+from kvasir.server.response_store import CompletionStore, EventLog, ResponseStore, StoredCompletion, StoredResponse
 from kvasir.server.routes.chat import ChatJob
 from kvasir.server.routes.completions import CompletionJob, CompletionRequest
+from kvasir.server.routes.stored import page
 from kvasir.server.schema.base import Usage, encode
 from kvasir.server.schema.chat import ChatChunk, ChatCompletion, ChatRequest, ChunkChoice, Delta, Message
 from kvasir.server.schema.responses import ResponseReply, ResponsesRequest
@@ -313,6 +316,90 @@ def test_log_probabilities_of_all_tokens_are_bounded() -> None:
         with pytest.raises(RequestError, match=f"^{name} asks for") as caught:
             check(greedy)
         assert caught.value.parameter == name
+
+
+def test_copies_of_a_prompt_are_bounded() -> None:
+    check_copies("echo", 1, num_logprobs=1 << 30)  # once is no copy
+    check_copies("return_token_ids", 16, num_tokens=32_768)
+    for count in ({"num_characters": 1 << 20}, {"num_tokens": 1 << 18}, {"num_logprobs": 1 << 14}):
+        check_copies("echo", 16, **count)
+        with pytest.raises(RequestError, match="^echo repeats .* for each of 17 completions") as caught:
+            check_copies("echo", 17, **count)
+        assert caught.value.parameter == "echo"
+
+
+# ---------------------------------------------------------------- large replies
+
+
+def reply_of(body: bytes, memory: BodyMemory, pieces: int = 1) -> tuple[list[int], list[bytes], int]:
+    """The statuses that are sent, the pieces of the body, and the bytes that are accounted for at most."""
+    statuses, sent, most = list[int](), list[bytes](), 0
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        size = -(-len(body) // pieces) or 1
+        for at in range(0, max(1, len(body)), size):
+            more = at + size < len(body)
+            await send({"type": "http.response.body", "body": body[at : at + size], "more_body": more})
+
+    async def send(message: Any) -> None:
+        nonlocal most
+        most = max(most, memory.held)
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+        else:
+            sent.append(bytes(message.get("body", b"")))
+
+    gate = Gate(answer, KeyRing([]), 1000, BodyMemory(1000), memory, lambda *ended: None, lambda cause: None)
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
+    asyncio.run(gate(scope, lambda: None, send))  # type: ignore[arg-type, return-value]
+    assert memory.held == 0
+    return statuses, sent, most
+
+
+def test_a_large_reply_is_sent_in_pieces_and_accounted_for() -> None:
+    body = bytes(range(256)) * 1000
+    statuses, sent, most = reply_of(body, BodyMemory(len(body)))
+    assert statuses == [200] and b"".join(sent) == body and most == len(body)
+    assert max(map(len, sent)) == SMALL_BODY
+
+
+def test_a_reply_for_which_there_is_no_memory_is_refused() -> None:
+    statuses, sent, most = reply_of(bytes(100_000), BodyMemory(99_999))
+    assert statuses == [503] and b"no memory left for replies" in b"".join(sent) and most == 0
+
+
+def test_small_replies_and_files_need_no_memory() -> None:
+    for body, pieces in ((b"", 1), (bytes(SMALL_BODY), 1), (bytes(1_000_000), 16)):
+        statuses, sent, _ = reply_of(body, BodyMemory(1), pieces)
+        assert statuses == [200] and b"".join(sent) == body
+
+
+def test_events_are_followed_in_pieces() -> None:
+    log = EventLog()
+    log.add(b"".join(b"data: %d%b\n\n" % (i, b"x" * 1000) for i in range(1000)))
+    log.close()
+
+    async def follow() -> list[bytes]:
+        return [frames async for frames in log.follow(10)]
+
+    pieces = asyncio.run(follow())
+    assert b"".join(pieces) == b"".join(log.events[10:]) and max(map(len, pieces)) < (64 << 10) + 2000
+
+
+def test_a_page_of_large_entries_is_short() -> None:
+    entries = [str(i) + "x" * (1 << 20) for i in range(10)]
+    seen, after = [], None
+    while True:
+        found, has_more = page(entries, lambda entry: entry[:1], 100, "asc", after)
+        assert 1 <= len(found) <= 3
+        seen += found
+        if not has_more:
+            break
+        after = found[-1][:1]
+    assert seen == entries
+    assert page(["x" * (5 << 20)] * 2, lambda entry: entry, 100, "asc", None) == (["x" * (5 << 20)], True)
 
 
 # ---------------------------------------------------------------- what errors repeat

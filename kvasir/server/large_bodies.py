@@ -1,0 +1,148 @@
+"""Bodies that take much memory or time: what replies may repeat, the log-probabilities they keep, how they are sent.
+
+A short request may ask for a reply of gigabytes, or for a large one again and again without reading it. API process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from starlette.types import Message, Send
+
+from kvasir.config.engine import ModelConfig
+from kvasir.errors import RequestError
+from kvasir.outputs import RequestOutput
+from kvasir.sampling_params import SamplingParams
+from kvasir.server.errors import ApiError
+from kvasir.server.limits import PLAIN_LOGPROBS, SMALL_BODY, BodyMemory
+
+if TYPE_CHECKING:
+    from kvasir.server.api_request import ApiRequest
+    from kvasir.server.state import ServerState
+
+T = TypeVar("T")
+_bodies = ThreadPoolExecutor(1, "bodies")  # one, because (de)coding keeps Python's lock from the event loop
+
+
+async def off_loop(work: Callable[[], T]) -> T:
+    """Read or write a large body in the one thread for that, in turn."""
+    return await asyncio.get_running_loop().run_in_executor(_bodies, work)
+
+
+# ---------------------------------------------------------------- what completions repeat
+
+MAX_COPIED_CHARACTERS = 1 << 24  # of prompts that each completion of a reply repeats
+MAX_COPIED_TOKENS = 1 << 22
+MAX_COPIED_LOGPROBS = 1 << 18
+
+
+def check_copies(
+    name: str, num_copies: int, num_characters: int = 0, num_tokens: int = 0, num_logprobs: int = 0
+) -> None:
+    """Bound what a reply repeats for each of its completions: a short request could ask for gigabytes. `name`: the
+    field that asks for it. The numbers are those of one copy."""
+    for count, most, what in (
+        (num_characters, MAX_COPIED_CHARACTERS, "characters"),
+        (num_tokens, MAX_COPIED_TOKENS, "tokens"),
+        (num_logprobs, MAX_COPIED_LOGPROBS, "log-probabilities"),
+    ):
+        if num_copies > 1 and count * num_copies > most:
+            message = f"{name} repeats {count} {what} of the prompt for each of {num_copies} completions; a server "
+            message += f"writes {most} in all: ask for fewer completions, or leave {name} out."
+            raise RequestError(message, name)
+
+
+# ---------------------------------------------------------------- log-probabilities
+
+MAX_HELD_LOGPROBS = 1 << 20  # of all answers that are being made
+_MANY_LOGPROBS = 20_000  # that take a tenth of a second to write
+
+
+def num_logprobs(output: RequestOutput, params: SamplingParams) -> int:
+    """Number of log-probabilities in an output, about."""
+    width = max(params.logprobs or 0, len(params.logprob_token_ids or ()))
+    count = sum(len(each.logprobs or ()) for each in output.outputs) * (1 + width)
+    return count + len(output.prompt_logprobs or ()) * (1 + (params.prompt_logprobs or 0))
+
+
+async def bound_logprobs(state: ServerState) -> None:
+    """End the requests with the most log-probabilities while all of them take too much memory. How many a request
+    will have is not known before: it may stop early."""
+    engine = state.engine_or_none
+    if engine is None:
+        return
+    held = {request: count for request in state.requests if (count := _held_logprobs(request))}
+    total, most = sum(held.values()), _most_held(engine.config.model)
+    for request, count in sorted(held.items(), key=lambda item: -item[1]):
+        if total <= most:
+            return
+        total -= count
+        if request.refusal is None:
+            message = f"The log-probabilities of all running requests are more than the {most} that this server keeps, "
+            message += "and this request has the most: ask for fewer of each token, for fewer tokens or completions."
+            request.refusal = ApiError(503, message, "overloaded", "logprobs", retry_after=1.0)
+            await request.abort()
+
+
+def _held_logprobs(request: ApiRequest) -> int:
+    """Number of log-probabilities that are kept for an answer."""
+    if request.params.logprobs is None and request.params.prompt_logprobs is None:
+        return 0
+    states = (state for each in request.ids for state in request.engine.output_processor.states_of(each))
+    kept = (each for state in states for each in (state.logprobs, state.prompt_logprobs) if each is not None)
+    return request.num_done_logprobs + sum(each.num_values for each in kept)
+
+
+def _most_held(model: ModelConfig) -> int:
+    """Those of one context with OpenAI's most are always possible."""
+    return max(MAX_HELD_LOGPROBS, (1 + PLAIN_LOGPROBS) * model.max_model_len)
+
+
+async def write_reply(request: ApiRequest, outputs: Sequence[RequestOutput], work: Callable[[], T]) -> T:
+    """Make the reply of these outputs, in a thread if they have many log-probabilities."""
+    size = sum(num_logprobs(output, request.params) * len(output.outputs) for output in outputs)
+    return work() if size < _MANY_LOGPROBS else await off_loop(work)
+
+
+# ---------------------------------------------------------------- large bodies
+
+
+class LargeReply:
+    """Sends a large body in pieces, as fast as its client reads, and accounts for it until then.
+
+    Otherwise it would wait whole in the connection's buffer, where a few clients that ask for much and read nothing
+    fill the memory.
+    """
+
+    def __init__(self, start: Message, send: Send, memory: BodyMemory) -> None:
+        self.refused: ApiError | None = None  # there is no memory for it, so nothing was sent
+        self._start: Message | None = start  # which waits for the body
+        self._send = send
+        self._memory = memory
+        self._num_bytes = 0
+
+    async def send(self, message: Message) -> bool:
+        """Send a part of the body; True if the caller may send it as it is."""
+        body = message.get("body", b"")
+        is_whole = len(body) > SMALL_BODY and not message.get("more_body", False)
+        if is_whole and not self._memory.take(len(body)):
+            self.refused = ApiError(503, "The server has no memory left for replies.", "overloaded", retry_after=1)
+            return False
+        if self._start is not None:
+            start, self._start = self._start, None
+            await self._send(start)
+        if not is_whole:  # a file, which is read piece by piece
+            return True
+        self._num_bytes += len(body)
+        pieces = memoryview(body)
+        for at in range(0, len(body), SMALL_BODY):
+            more = at + SMALL_BODY < len(body)
+            await self._send({"type": message["type"], "body": pieces[at : at + SMALL_BODY], "more_body": more})
+        return False
+
+    def give_back(self, bodies: BodyMemory) -> None:
+        self._memory.give_back(self._num_bytes)
+        bodies.note_peak(self._num_bytes)
