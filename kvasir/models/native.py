@@ -39,6 +39,7 @@ from kvasir.kernels.cpu.ops import StepView, adapters_of, address, cache_of, nor
 from kvasir.layers.attention import Attention
 from kvasir.layers.base import WeightLayer
 from kvasir.layers.embedding import Embedding
+from kvasir.layers.latent_attention import LatentAttention
 from kvasir.layers.linear import Linear
 from kvasir.layers.mesh import Mesh
 from kvasir.layers.mlp import MLP, GatedMLP
@@ -183,7 +184,7 @@ def run_in_library(model: Transformer) -> LibraryModel:
 def batch_dependent_layer(model: Transformer) -> str | None:
     """A part of the model whose rounding may depend on the batch; None: there is none."""
     for number, layer in enumerate(model.layers):
-        if type(layer) not in _ARRANGEMENTS or type(layer.attention) is not Attention:
+        if type(layer) not in _ARRANGEMENTS or type(layer.attention) not in (Attention, LatentAttention):
             return f"layer {number} ({type(layer).__name__})"
         if not isinstance(layer.attention.backend, CpuAttention):
             return f"attention in layer {number} ({type(layer.attention.backend).__name__})"

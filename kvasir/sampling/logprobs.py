@@ -59,8 +59,8 @@ def top_logprobs(
     ids = torch.cat([tokens[:, None], others], dim=1)
     values = logits.gather(1, ids)
     ranks = (logits > values[:, :1]).sum(dim=-1) + 1
-    if not as_logits:
-        values = values - logits.logsumexp(dim=-1, keepdim=True)
+    if not as_logits:  # not by logsumexp: a CPU's threads divide its sum over a single line, and not over many
+        values = logits.log_softmax(dim=-1).gather(1, ids)
     return TopLogprobs(ids.to(torch.int32), values, ranks.to(torch.int32))
 
 

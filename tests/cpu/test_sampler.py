@@ -190,6 +190,20 @@ def test_top_p_keeps_at_least_the_best_token() -> None:
     assert sample(state, logits, [0] * 100, list(range(100))) == logits.argmax(-1).tolist()
 
 
+def test_logprobs_do_not_depend_on_other_lines_or_threads() -> None:
+    logits, tokens = 3 * torch.randn(100, 60_000), torch.randint(0, 60_000, (100,))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        wanted = top_logprobs(logits, tokens, 0).values
+        torch.set_num_threads(2)
+        assert torch.equal(top_logprobs(logits, tokens, 0).values, wanted)
+        alone = [top_logprobs(logits[i : i + 1], tokens[i : i + 1], 0).values for i in range(100)]
+        assert torch.equal(torch.cat(alone), wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_logprobs_are_of_the_plain_softmax() -> None:
     logits = torch.randn(6, VOCAB)
     tokens = torch.randint(0, VOCAB, (6,))

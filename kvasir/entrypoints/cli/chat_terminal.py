@@ -126,6 +126,7 @@ def write(console: Console, pieces: Iterator[str], markdown: bool) -> None:
 
     What is complete is printed once, and scrolls like any output. Only what may still change is drawn again and again,
     below it. Ctrl-C takes effect between two pieces: in the middle of a control sequence it would spoil the screen.
+    What is typed meanwhile is not echoed, because it would move the cursor, but it is read later.
     """
     if not (markdown and console.is_terminal):
         for piece in pieces:
@@ -133,6 +134,11 @@ def write(console: Console, pieces: Iterator[str], markdown: bool) -> None:
             console.file.flush()
         console.file.write("\n")
         return
+    with _no_echo():
+        _render(console, pieces)
+
+
+def _render(console: Console, pieces: Iterator[str]) -> None:
     reply, tail = MarkdownReply(), Tail()
     # It has no thread that draws: rich does not keep that apart from what is printed meanwhile.
     live = Live(tail, console=console, auto_refresh=False, transient=True, vertical_overflow="crop")
@@ -158,6 +164,32 @@ def write(console: Console, pieces: Iterator[str], markdown: bool) -> None:
             if complete := reply.end():
                 console.print(Group(*complete))
             live.stop()
+
+
+@contextmanager
+def _no_echo() -> Iterator[None]:
+    """Keep the terminal from writing what is typed, such as ^C, into what is being drawn."""
+    terminal = _own_terminal()
+    if terminal is None:
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(terminal)
+    termios.tcsetattr(terminal, termios.TCSANOW, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+def _own_terminal() -> int | None:
+    """The terminal that standard input is, if this process may change it: it would be stopped in the background."""
+    try:
+        terminal = sys.stdin.fileno()
+        return terminal if os.tcgetpgrp(terminal) == os.getpgrp() else None
+    except (AttributeError, OSError, ValueError):  # not on Unix, or no terminal
+        return None
 
 
 @contextmanager

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import re
+import select
 import signal
+import sys
+import termios
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -345,6 +350,45 @@ def interrupted(text: str, at: int) -> Window | None:
         write(expected.console, iter(["".join(given)]), markdown=True)
         assert window.texts() == expected.texts(), f"interrupted in write {at}"
         return window
+
+
+DRAWING = """
+import itertools, time
+from rich.console import Console
+from kvasir.entrypoints.cli.chat_terminal import write
+pieces = ("```\\n" if number == 0 else f"line {number}\\n" for number in itertools.count() if not time.sleep(0.005))
+try:
+    write(Console(force_terminal=True, width=40, height=6), pieces, markdown=True)
+except KeyboardInterrupt:
+    print("stopped")
+"""
+
+
+def test_typing_is_not_echoed_into_a_reply() -> None:
+    """It would move the cursor, from which the reply's last lines are drawn again."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", DRAWING])
+    shown = b""
+
+    def read_until(end: bytes) -> None:
+        nonlocal shown
+        while end not in shown:
+            assert select.select([terminal], [], [], 30)[0], shown
+            shown += os.read(terminal, 4096)
+
+    try:
+        read_until(b"line 20")
+        assert not termios.tcgetattr(terminal)[3] & termios.ECHO
+        os.write(terminal, b"typed")
+        read_until(b"line 30")
+        os.write(terminal, b"\x03")
+        read_until(b"stopped")
+        assert termios.tcgetattr(terminal)[3] & termios.ECHO, "the terminal is as it was"
+        assert b"typed" not in shown and b"^C" not in shown
+    finally:
+        os.close(terminal)
+        os.waitpid(child, 0)
 
 
 def plain_console(out: io.StringIO) -> Console:
