@@ -76,7 +76,7 @@ def _check_structured_outputs(given: dict[str, Any]) -> None:
 
 
 AT_LOAD = ("fp8", "fp8_block", "int8", "int4")  # ways of quantizing a plain checkpoint while it is loaded
-CHECKPOINT_FORMATS = ("gptq", "awq", "compressed-tensors", "modelopt", "auto-round", "bitsandbytes")
+CHECKPOINT_FORMATS = ("gptq", "awq", "compressed-tensors", "mxfp4", "modelopt", "auto-round", "bitsandbytes")
 
 
 @dataclass(frozen=True)

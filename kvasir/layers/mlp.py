@@ -131,8 +131,6 @@ class Experts(WeightLayer):
         self.shape = ExpertsShape(num_experts, hidden_size, intermediate_size, own, bias, kept)
         self.slots = None if build.adapters is None else ExpertsSlots(build.adapters)
         self.method = build.methods.experts(prefix)
-        if not self.method.computes(self.shape, activation):
-            self.method = UnquantizedExperts()
         self.method.create(self, build.dtype, build.device)
 
     def forward(

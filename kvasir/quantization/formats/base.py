@@ -46,6 +46,8 @@ class WeightFormat(ABC):
 
     name: str
     marks: tuple[str, ...]
+    joint = "."  # between a module's name and its tensors'
+    matrix = ".weight"  # ends the name that the matrix would have in a plain checkpoint
 
     @abstractmethod
     def scheme(self, module: str) -> Scheme | None:

@@ -1,4 +1,4 @@
-"""Formats of small floats: FP8 as DeepSeek and Qwen ship it, NVFP4, MXFP4, and NVIDIA ModelOpt's checkpoints.
+"""Formats of small floats: FP8 as DeepSeek and Qwen ship it, NVFP4, MXFP4, also of gpt-oss, and NVIDIA ModelOpt's.
 
 compressed-tensors and AutoRound use the schemes of this file, too.
 """
@@ -144,6 +144,45 @@ class MXFP4Scheme(Scheme):
 
     def coding(self, inputs: int) -> RandomCoding:
         return RandomCoding(Coding("e2m1", 32))
+
+
+@dataclass(frozen=True)
+class MXFP4Experts(Scheme):
+    """The same numbers, all experts of a layer in one tensor: [experts, outputs, groups, 16 bytes]."""
+
+    needs = ("blocks", "scales")
+
+    def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
+        blocks = shapes["blocks"]
+        if len(blocks) != 4:
+            raise damaged(module, f"blocks is {list(blocks)}, but should be [experts, outputs, groups, 16]")
+        check_shape(module, "blocks", blocks[3:], (16,))
+        check_shape(module, "scales", shapes["scales"], blocks[:3])
+        return blocks[0] * blocks[1], blocks[2] * 32
+
+    def decode(self, module: str, tensors: Tensors) -> Coded:
+        for name in self.needs:
+            check_type(module, name, tensors[name], torch.uint8)
+        codes = nibbles(tensors["blocks"]).flatten(2).flatten(0, 1)
+        return Coded(codes, power_of_two(tensors["scales"]).flatten(0, 1), Coding("e2m1", 32))
+
+    def coding(self, inputs: int) -> RandomCoding:
+        return RandomCoding(Coding("e2m1", 32))
+
+
+class MXFP4(WeightFormat):
+    """The experts of gpt-oss; all else is not quantized."""
+
+    name = "mxfp4"
+    marks = ("blocks",)
+    joint = "_"
+    matrix = ""
+
+    def __init__(self, config: Config) -> None:
+        self._plain = tuple(config.get("modules_to_not_convert") or ())
+
+    def scheme(self, module: str) -> Scheme | None:
+        return MXFP4Experts() if ".experts." in module and not is_listed(module, self._plain) else None
 
 
 def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
