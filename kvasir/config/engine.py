@@ -462,6 +462,11 @@ class ParallelConfig(_Checked):
         False,
         "Give each of the tensor_parallel_size devices some experts whole instead of a part of every expert.",
     )
+    expert_load_metrics: bool = setting(
+        None,
+        "Count which experts tokens are sent to (kvasir:expert_tokens_total). Padding of CUDA graphs counts, too.",
+        auto="on; off on a GPU, where each layer with experts takes two more launches",
+    )
     distributed_executor_backend: str = setting(
         None,
         "Where workers run: uni in the engine's process, mp in a process for each.",
