@@ -450,6 +450,8 @@ def _fill(
         total=len(places), desc="Loading weights", unit="tensor", disable=not show_progress, dynamic_ncols=True
     ) as progress:
         for name, tensor in checkpoint.read(places):
+            if isinstance(tensor, torch.Tensor) and (tensor.itemsize < 2 or not tensor.is_floating_point()):
+                raise _no_floats(checkpoint, name, tensor)
             if dtype is not None and not _fits(tensor, dtype):
                 raise _not_finite(checkpoint, name)
             places[name].load(tensor)
@@ -491,6 +493,16 @@ def _not_finite(checkpoint: Safetensors | QuantizedSafetensors | GGUFCheckpoint,
         f"The weights in {checkpoint.directory} are damaged: {name} in {checkpoint.entries[name].file.name} has values "
         f"that are not finite (NaN, infinity, or too large for dtype), so the model could not answer. Download it "
         f"again, or repair it."
+    )
+
+
+def _no_floats(
+    checkpoint: Safetensors | QuantizedSafetensors | GGUFCheckpoint, name: str, tensor: torch.Tensor
+) -> ModelError:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return ModelError(
+        f"The weights in {checkpoint.directory} are damaged: {name} in {checkpoint.entries[name].file.name} is {kind}, "
+        f"which means nothing without scales, and the file has none for it. Download config.json and the weights again."
     )
 
 
