@@ -16,19 +16,12 @@ from kvasir.kernels.reference import LEVELS
 from kvasir.quantization.coded import Coded, Coding, stacked
 from kvasir.quantization.formats import find_format, integers
 from kvasir.quantization.formats.base import Scheme
+from tests.format_writers import compress, pack_bits
 from tests.numpy_formats import E4M3
 
 OUTPUTS, INPUTS = 64, 256
 RNG = np.random.default_rng(0)
 MODULE = "model.layers.0.mlp.down_proj"
-
-
-def pack_bits(numbers: Any, bits: int, axis: int) -> torch.Tensor:
-    """Numbers as one stream of bits, lowest first, in words of 32."""
-    along = np.moveaxis(numbers, axis, -1).astype(np.uint8)
-    stream = np.unpackbits(along[..., None], axis=-1, bitorder="little")[..., :bits].reshape(*along.shape[:-1], -1)
-    words = np.packbits(stream, axis=-1, bitorder="little").view("<i4")
-    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(words, -1, axis)))
 
 
 def scheme_for(config: dict[str, Any], module: str = MODULE) -> Scheme | None:
@@ -227,16 +220,6 @@ def test_a_transposed_scale_is_found() -> None:
 
 
 # ---------------------------------------------------------------- compressed-tensors, written by its own package
-
-
-def compress(form: str, weights: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
-    """What its package writes for a matrix, and the values that it reads from that."""
-    compressors = pytest.importorskip("compressed_tensors.compressors")
-    quantization = pytest.importorskip("compressed_tensors.quantization")
-    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=weights)
-    compressor = compressors.BaseCompressor.get_value_from_registry(form)
-    written = compressor.compress(dict(tensors), scheme)
-    return written, compressor.decompress(dict(written), scheme)["weight"]
 
 
 STRATEGIES = {"tensor": (1, 1), "channel": (OUTPUTS, 1), "group": (OUTPUTS, 8), "block": (2, 4)}

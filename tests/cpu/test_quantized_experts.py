@@ -17,9 +17,11 @@ from kvasir.config.resolve import resolve
 from kvasir.errors import ModelError
 from kvasir.layers.mesh import Mesh
 from kvasir.models.loader import load, load_model
+from tests.format_writers import compress, pack_bits
 from tests.model_builders import PagedModel, make_hf_model
 from tests.native_builders import SETS, require_library
 from tests.numpy_formats import E2M1
+from tests.pairwise import each_once
 
 CPU = torch.device("cpu")
 TEXT = np.random.default_rng(1).integers(2, 90, 23).tolist()
@@ -45,6 +47,107 @@ def our_logits(path: Path, **settings: Any) -> torch.Tensor:
     paged = PagedModel(load(config_for(path, **settings), CPU))
     parts = [paged.step({"text": TEXT[:13]})["text"], paged.step({"text": TEXT[13:22]})["text"]]
     return torch.cat([*parts, paged.step({"text": TEXT[22:]})["text"]])
+
+
+# ---------------------------------------------------------------- experts one by one, and a latent cache
+
+SMALL: dict[str, dict[str, Any]] = {
+    "mixtral": {"hidden_size": 64, "intermediate_size": 96},
+    "qwen3_moe": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 16},
+    "deepseek_v3": {
+        **{"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "kv_lora_rank": 32},
+        **{"q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    },
+    "glm4_moe": {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "head_dim": 16},
+}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
+COMPRESSED: dict[str, dict[str, Any]] = {
+    "pack-quantized": INT4,
+    "int-quantized": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    "float-quantized": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+}
+FORMATS = ["gptq", "awq", "fp8", *COMPRESSED]
+
+
+def written(form: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A matrix's tensors in a format, and their values."""
+    outputs, inputs = weight.shape
+    if form in COMPRESSED:
+        weights, tensors = COMPRESSED[form], {"weight": weight.float()}
+        groups = weight.float().view(outputs, -1, 32 if form == "pack-quantized" else inputs)
+        span = groups.amax(2) - groups.amin(2) if form == "pack-quantized" else 2 * groups.abs().amax(2)
+        most = {"pack-quantized": 15, "int-quantized": 254, "float-quantized": 896}[form]
+        tensors["weight_scale"] = (span / most).bfloat16().float()
+        if form == "pack-quantized":
+            low = -8 - groups.amin(2) / tensors["weight_scale"]
+            tensors["weight_zero_point"] = low.round().clamp(-8, 7).to(torch.int8)
+        return compress(form, weights, tensors)
+    if form == "fp8":
+        tall = torch.nn.functional.pad(weight.float(), (0, 0, 0, -outputs % 16)).view(-1, 16, inputs // 32, 32)
+        scale = (tall.abs().amax((1, 3)) / 448).bfloat16().float()
+        spread = scale.repeat_interleave(16, 0)[:outputs].repeat_interleave(32, 1)
+        codes = (weight / spread).to(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale_inv": scale}, codes.float() * spread
+    groups = weight.float().view(outputs, -1, 32)
+    scale = ((groups.amax(2) - groups.amin(2)) / 15).half().float()
+    zero = (-groups.amin(2) / scale).round().clamp(1, 15)
+    numbers = (groups / scale[..., None]).round().add(zero[..., None]).clamp(0, 15)
+    values = ((numbers - zero[..., None]) * scale[..., None]).view(outputs, inputs)
+    codes, zeros = numbers.view(outputs, inputs).T.numpy(), zero.T.numpy()
+    if form == "gptq":
+        tensors = {"qweight": pack_bits(codes, 4, 0), "qzeros": pack_bits(zeros - 1, 4, 1)}
+    else:
+        mixed = np.arange(outputs).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].reshape(-1)
+        tensors = {"qweight": pack_bits(codes[:, mixed], 4, 1), "qzeros": pack_bits(zeros[:, mixed], 4, 1)}
+    return {**tensors, "scales": scale.half().T.contiguous()}, values
+
+
+def config_of(form: str) -> dict[str, Any]:
+    if form in COMPRESSED:
+        groups = {"group_0": {"targets": ["Linear"], "weights": COMPRESSED[form]}}
+        return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+    if form == "fp8":
+        return {"quant_method": "fp8", "weight_block_size": [16, 32], "activation_scheme": "dynamic"}
+    layout = {"checkpoint_format": "gptq", "desc_act": False} if form == "gptq" else {"version": "gemm"}
+    return {"quant_method": form, "bits": 4, "group_size": 32, **layout}
+
+
+def quantized_copy(name: str, form: str, place: Path) -> Path:
+    """A checkpoint in the directory `quantized`, and in `plain` the same values."""
+    model = make_hf_model(name, **SMALL[name])
+    for copy in ("plain", "quantized"):
+        model.save_pretrained(place / copy)
+    tensors, values = load_file(place / "plain" / "model.safetensors"), {}
+    for key in [key for key in tensors if key.endswith(".weight") and tensors[key].dim() == 2]:
+        module = key.removesuffix(".weight")
+        if not module.endswith(("gate", "lm_head", "embed_tokens")):  # routers
+            parts, values[key] = written(form, tensors.pop(key))
+            tensors |= {f"{module}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+    assert any(".experts.1." in key for key in values), "experts are quantized"
+    save_file(tensors, place / "quantized" / "model.safetensors", {"format": "pt"})
+    save_file({**tensors, **values}, place / "plain" / "model.safetensors", {"format": "pt"})
+    write_config(place / "quantized", config_of(form))
+    return place
+
+
+CASES = each_once(list(SMALL), FORMATS)
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_experts_one_by_one(name: str, form: str, tmp_path: Path, log_lines: list[str]) -> None:
+    """In float32 what transformers computes from the values; the library keeps codes, and rounds activations."""
+    from transformers import AutoModelForCausalLM
+
+    place = quantized_copy(name, form, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(place / "plain", dtype=torch.float32).eval()
+    wanted = transformers_logits(theirs)
+    torch.testing.assert_close(our_logits(place / "quantized", **EXACT), wanted, rtol=1e-4, atol=1e-4)
+    if SETS:
+        del log_lines[:]
+        got = our_logits(place / "quantized", dtype="bfloat16")
+        assert not any("expanded" in line for line in log_lines)
+        near = sorted(error(one, other) for one, other in zip(got, wanted, strict=True))
+        assert near[len(near) // 2] < 0.1
 
 
 # ---------------------------------------------------------------- gpt-oss
