@@ -424,6 +424,15 @@ class GraphUse:
     late_captures: int = 0
 
 
+@dataclass(slots=True, frozen=True)
+class ExpertTokens:
+    """How many tokens were sent to each range of neighbouring experts since the result before."""
+
+    layers: tuple[int, ...]
+    ranges: tuple[str, ...]  # "0-15"
+    counts: NDArray[np.int64]  # [layers, ranges]
+
+
 @dataclass(slots=True)
 class StepResult:
     """Sampled tokens of a step, in the order of the plan. Rows that did not sample have count 0."""
@@ -433,6 +442,7 @@ class StepResult:
     parts: dict[str, Part] = field(default_factory=dict)
     failures: dict[int, str] | None = None  # by line: why its request must end, such as NaN logits
     graphs: GraphUse | None = None  # None: steps never run as graphs
+    experts: ExpertTokens | None = None  # None: nobody counts
     drafts: Int32Array | None = None  # [n] drafts that wait for each row's next step; None: as many as were wanted
 
 

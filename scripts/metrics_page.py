@@ -48,12 +48,13 @@ Questions they answer:
 def page() -> str:
     metrics = Metrics("MODEL")
     stats = EngineStats(**{each.name: 1 for each in fields(EngineStats) if each.type == "int"})  # type: ignore[arg-type]
+    stats.expert_tokens = {0: {"0-15": 1}}
     engine = engine_metrics([stats], "MODEL")
     cache = cache_metric(fake_config(), [stats])
     found = [*metrics.registry.collect(), *engine, *device_metrics([], "MODEL"), cache]
     labels = {name: made._labelnames for made, names in metrics.registry._collector_to_names.items() for name in names}
     labels |= {metric.name: ("device",) for metric in device_metrics([], "MODEL")}
-    labels |= {metric.name: tuple(metric.samples[0].labels) for metric in engine if metric.type == "gauge"}
+    labels |= {metric.name: tuple(metric.samples[0].labels) for metric in engine if metric.type != "histogram"}
     return HEAD + "".join(_rows(found, labels)) + TAIL
 
 

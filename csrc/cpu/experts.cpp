@@ -7,6 +7,7 @@
 #include "bfloat.h"
 #include "kvasir_cpu.h"
 #include "linear.h"
+#include "machine.h"
 #include "pool.h"
 
 namespace kvasir {
@@ -77,8 +78,10 @@ int32_t kv_experts(const Matrix *gate_up, const Matrix *down, int32_t experts, c
   int most = 0;
   for (int e = 0; e < experts; e++) most = std::max(most, order.rows(e));
   size_t all = order.choice.size() * hidden, gathered = size_t(most) * hidden, between = size_t(most) * width;
-  auto *made = (uint16_t *)thread_buffer(EXPERTS_BUFFER, (all + gathered + between) * 2);
-  uint16_t *rows = made + all, *inner = rows + gathered;
+  size_t apart = activation == CLAMPED ? 2 * between : 0;
+  auto *made = (uint16_t *)thread_buffer(EXPERTS_BUFFER, (all + gathered + between + apart) * 2);
+  uint16_t *rows = made + all, *inner = rows + gathered, *halves = inner + between;
+  const Kernels &set = kernels();
   for (int e = 0; e < experts; e++) {
     int count = order.rows(e);
     if (count == 0) continue;
@@ -86,7 +89,15 @@ int32_t kv_experts(const Matrix *gate_up, const Matrix *down, int32_t experts, c
     each(count, hidden, [&](int i) {
       memcpy(rows + size_t(i) * hidden, x + size_t(choice[i]) / top_k * hidden, 2 * hidden);
     });
-    linear(gate_up[e], rows, hidden, count, inner, width, GATE, activation);
+    if (activation == CLAMPED) {
+      linear(gate_up[e], rows, hidden, count, halves, 2 * width);
+      each(count, width, [&](int i) {
+        size_t row = size_t(i) * width;
+        set.clamped(halves + 2 * row, inner + row, int32_t(width), routes->alpha, routes->limit);
+      });
+    } else {
+      linear(gate_up[e], rows, hidden, count, inner, width, GATE, activation);
+    }
     linear(down[e], inner, width, count, made + size_t(order.starts[size_t(e)]) * hidden, hidden);
   }
   each(routes->tokens, hidden * top_k,

@@ -32,6 +32,7 @@ struct Matrix {
 };
 
 enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
+constexpr int32_t CLAMPED = 4;  // of experts alone: see kv_routes
 
 // Rows of inputs, as the kernels read them: in tiles, of which the first `tall` have `tile` rows and the others one less.
 //   bfloat16: [tile][input / 2][tile rows][2]
@@ -155,6 +156,7 @@ struct Kernels {
   void (*added)(const uint16_t *x, const uint16_t *y, uint16_t *out, int32_t size);
   void (*gated)(const uint16_t *x, uint16_t *out, int32_t size, int32_t activation);
   void (*activated)(uint16_t *x, int32_t size, int32_t activation);
+  void (*clamped)(const uint16_t *x, uint16_t *out, int32_t size, float alpha, float limit);
   void (*store_token)(const StoreToken *);
   void (*attend)(const Attend *);
   void (*merge)(const Attend *, int32_t segments);  // partial results, to `out`

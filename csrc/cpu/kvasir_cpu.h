@@ -59,6 +59,7 @@ struct kv_routes {  // each token's experts and their weights: [tokens][top_k]
   int32_t tokens, top_k;
   const int64_t *chosen;
   const float *weights;
+  float alpha = 0, limit = 0;  // of the activation CLAMPED: (up + 1) * gate * sigmoid(alpha * gate), both within limit
 };
 
 // The weighted sums of the chosen experts' down(activation(gate) * up), [tokens][hidden]. All experts have the same size.

@@ -113,6 +113,15 @@ void activate_row(uint16_t *x, int32_t size, int32_t activation) {
   for_each_16(size, [&](int at, int n) { store_some(x + at, activate(load_some(x + at, n), activation), n); });
 }
 
+// gate * sigmoid(alpha * gate) * (up + 1), the gate at most `limit`, up between -limit and limit
+void clamped_row(const uint16_t *x, uint16_t *out, int32_t size, float alpha, float limit) {
+  for_each_16(size, [&](int at, int n) {  // in these orders a NaN stays one
+    f32x16 gate = minimum(splat(limit), load_some(x + at, n));
+    f32x16 up = maximum(splat(-limit), minimum(splat(limit), load_some(x + size + at, n)));
+    store_some(out + at, gate / (1.f + exponential(-alpha * gate)) * (up + 1.f), n);
+  });
+}
+
 // ---------------------------------------------------------------- rotation and store
 
 inline void rotate_pair(uint16_t *left, uint16_t *right, float cosine, float sine) {

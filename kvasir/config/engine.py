@@ -76,7 +76,7 @@ def _check_structured_outputs(given: dict[str, Any]) -> None:
 
 
 AT_LOAD = ("fp8", "fp8_block", "int8", "int4")  # ways of quantizing a plain checkpoint while it is loaded
-CHECKPOINT_FORMATS = ("gptq", "awq", "compressed-tensors", "modelopt", "auto-round", "bitsandbytes")
+CHECKPOINT_FORMATS = ("gptq", "awq", "compressed-tensors", "mxfp4", "modelopt", "auto-round", "bitsandbytes")
 
 
 @dataclass(frozen=True)
@@ -461,6 +461,11 @@ class ParallelConfig(_Checked):
     enable_expert_parallel: bool = setting(
         False,
         "Give each of the tensor_parallel_size devices some experts whole instead of a part of every expert.",
+    )
+    expert_load_metrics: bool = setting(
+        None,
+        "Count which experts tokens are sent to (kvasir:expert_tokens_total). Padding of CUDA graphs counts, too.",
+        auto="on; off on a GPU, where each layer with experts takes two more launches",
     )
     distributed_executor_backend: str = setting(
         None,

@@ -88,7 +88,7 @@ def _resolve(config: EngineConfig) -> EngineConfig:
             _without_prefixes(config.cache, model), model.dtype, device.attention_backend, package, platform
         ),
         scheduler=_resolve_scheduler(_without_chunks(config.scheduler, model), model.max_model_len, platform),
-        parallel=_resolve_parallel(config.parallel),
+        parallel=_resolve_parallel(config.parallel, platform),
         device=device,
     )
 
@@ -385,14 +385,16 @@ def _resolve_load(asked: LoadConfig, path: Path) -> LoadConfig:
     return replace(asked, load_format=own) if asked.load_format == "auto" else asked
 
 
-def _resolve_parallel(asked: ParallelConfig) -> ParallelConfig:
+def _resolve_parallel(asked: ParallelConfig, platform: platforms.Platform) -> ParallelConfig:
     several, backend = asked.tensor_parallel_size > 1, asked.distributed_executor_backend
     if several and backend == "uni":
         raise ConfigError(
             f"distributed_executor_backend='uni' is one process, but tensor_parallel_size={asked.tensor_parallel_size} "
             f"needs {asked.tensor_parallel_size}. Leave the first at auto."
         )
-    return replace(asked, distributed_executor_backend=backend or ("mp" if several else "uni"))
+    counts = platform.kind == "cpu" if asked.expert_load_metrics is None else asked.expert_load_metrics
+    settled = backend or ("mp" if several else "uni")
+    return replace(asked, distributed_executor_backend=settled, expert_load_metrics=counts)
 
 
 def _without_chunks(asked: SchedulerConfig, model: ModelConfig) -> SchedulerConfig:

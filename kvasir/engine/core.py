@@ -9,7 +9,7 @@ import numpy as np
 
 from kvasir.engine.cache.manager import CacheStats
 from kvasir.engine.guides import GuideStats, PendingGuides
-from kvasir.engine.observers import GraphCounter, StepObserver, StepTimer
+from kvasir.engine.observers import ExpertCounter, GraphCounter, StepObserver, StepTimer
 from kvasir.engine.queue import Admission, DeadlineMonitor, QueueLimits
 from kvasir.engine.request_groups import RequestGroups
 from kvasir.engine.resources import ResourceStats
@@ -53,7 +53,8 @@ class EngineCore:
         self.deadlines = DeadlineMonitor(scheduler, self.groups)
         self.step_size = StepSize(scheduler)
         self.graphs = GraphCounter()
-        self.observers: list[StepObserver] = [StepTimer(scheduler), self.graphs]
+        self.experts = ExpertCounter()
+        self.observers: list[StepObserver] = [StepTimer(scheduler), self.graphs, self.experts]
         self.pacing: StepPacing | None = None  # of a device whose step times are known
         if lookahead and scheduler.step_budget is not None:
             self.pacing = StepPacing(scheduler.step_budget, scheduler.context.clock)
@@ -220,6 +221,7 @@ class EngineCore:
         self.scheduler.stats, self.scheduler.cache.stats = SchedulerStats(), CacheStats()
         self.scheduler.resources.stats = ResourceStats()
         self.scheduler.guides.stats = GuideStats()
+        self.experts.forget()
 
     def stats(self) -> EngineStats:
         """Gauges, and the counters of all parts of the core, which have the names of EngineStats."""
@@ -252,6 +254,7 @@ class EngineCore:
             host_cached_blocks=cache.tier.num_cached,
             refused_requests=self.admission.num_refused,
             timeouts_foreseen=self.deadlines.num_foreseen,
+            expert_tokens=self.experts.tokens(),
             **{field.name: getattr(part, field.name) for part in counted for field in fields(part)},
         )
 

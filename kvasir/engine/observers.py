@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvasir.messages import GraphUse, StepPlan, StepResult
+from kvasir.messages import ExpertTokens, GraphUse, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from kvasir.engine.scheduler import Scheduler
@@ -65,6 +65,36 @@ class GraphCounter:
 
     def restarted(self) -> None:
         pass
+
+
+class ExpertCounter:
+    """Adds up what the worker counts of tokens by expert."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self._last: ExpertTokens | None = None
+        self._sums: NDArray[np.int64] | None = None
+
+    def planned(self, plan: StepPlan) -> None:
+        pass
+
+    def finished(self, result: StepResult) -> None:
+        found = result.experts
+        if found is not None:
+            self._last = found
+            self._sums = found.counts.copy() if self._sums is None else self._sums + found.counts
+
+    def restarted(self) -> None:
+        pass
+
+    def tokens(self) -> dict[int, dict[str, int]]:
+        """By layer and range of experts."""
+        if self._last is None or self._sums is None:
+            return {}
+        rows = zip(self._last.layers, self._sums.tolist(), strict=True)
+        return {layer: dict(zip(self._last.ranges, row, strict=True)) for layer, row in rows}
 
 
 # ------------------------------------------------------------ service rate

@@ -91,6 +91,8 @@ class EngineStats:
     accepted_by_position: list[int] = field(default_factory=list)  # accepted first drafts, second drafts, ...
     rows_without_drafts: int = 0  # times that a row sampled and had no draft
     rows_paused: int = 0  # of those, times because drafts would not have paid
+    # how many tokens were sent to ranges of neighbouring experts: {layer: {"0-15": tokens}}
+    expert_tokens: dict[int, dict[str, int]] = field(default_factory=dict)
     # CUDA graphs
     num_graphs: int = 0
     graph_bytes: int = 0  # device memory

@@ -131,8 +131,6 @@ class Experts(WeightLayer):
         self.shape = ExpertsShape(num_experts, hidden_size, intermediate_size, own, bias, kept)
         self.slots = None if build.adapters is None else ExpertsSlots(build.adapters)
         self.method = build.methods.experts(prefix)
-        if not self.method.computes(self.shape, activation):
-            self.method = UnquantizedExperts()
         self.method.create(self, build.dtype, build.device)
 
     def forward(
@@ -284,6 +282,17 @@ class SparseMixerRouting(Routing):
         return torch.cat(weights, dim=-1), torch.cat(chosen, dim=-1)
 
 
+class ExpertTally:
+    """Counts the tokens of a layer by ranges of `width` neighbouring experts."""
+
+    def __init__(self, counts: torch.Tensor, width: int) -> None:
+        self._counts, self._width = counts, width  # counts [ranges] int64
+
+    def add(self, chosen: torch.Tensor) -> None:
+        ranges = chosen.reshape(-1).long() // self._width
+        self._counts.index_add_(0, ranges, torch.ones_like(ranges))
+
+
 @FEED_FORWARDS.register(MoESpec)
 class MoE(FeedForward):
     """Experts behind a router, beside a shared expert where the spec has one."""
@@ -303,6 +312,7 @@ class MoE(FeedForward):
             bias=spec.bias,
         )
         self.weighs_inputs = spec.weighs_inputs
+        self.tally: ExpertTally | None = None  # None: nobody counts
         # Whether nothing is done with the experts' sum before it is added to the residual.
         self.sums_last = build.mesh.size == 1 and spec.shared is None and not spec.weighs_inputs
         self.shared: GatedMLP | None = None
@@ -319,6 +329,12 @@ class MoE(FeedForward):
         if weight.is_floating_point():  # the CPU library has packed it otherwise
             weight.mul_(0.02 * weight.shape[1] ** 0.5 / weight.float().norm(dim=1, keepdim=True).to(weight.dtype))
 
+    def _routed(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, chosen = self.routing(scores)
+        if self.tally is not None:
+            self.tally.add(chosen)
+        return weights, chosen
+
     def leave_parts(self) -> None:
         self.experts.leaves_parts = self.sums_last
 
@@ -331,11 +347,11 @@ class MoE(FeedForward):
     def one_row(self, stream: torch.Tensor, norm: Norm) -> torch.Tensor:
         options = norm.fused_options
         assert options is not None, "the norm can be fused"
-        weights, chosen = self.routing(self.router.fused(stream, **options))
+        weights, chosen = self._routed(self.router.fused(stream, **options))
         return self.experts.fused(stream, weights, chosen, norm, self.shared)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, chosen = self.routing(self.router(x))
+        weights, chosen = self._routed(self.router(x))
         slots = None
         if self.experts.slots is not None and self.experts.slots.step.wide:
             slots = self.experts.slots.step.of(x)

@@ -233,26 +233,26 @@ class QuantizedSafetensors:
         found: dict[str, None] = {}
         for name in self.inner.entries:
             for mark in self.form.marks:
-                if name.endswith(f".{mark}"):
-                    found[name.removesuffix(f".{mark}")] = None
+                if name.endswith(ending := self.form.joint + mark):
+                    found[name.removesuffix(ending)] = None
         return list(found)
 
     def _add(self, module: str) -> None:
-        scheme, name = self.form.scheme(module), f"{module}.weight"
+        scheme, name, joint = self.form.scheme(module), module + self.form.matrix, self.form.joint
         if scheme is None:
             raise ModelError(
                 f"{module} has quantized weights, but the quantization config says that it is not quantized; the "
                 f"config belongs to another checkpoint. Download both again."
             )
-        parts = {part: self.inner.entries.get(f"{module}.{part}") for part in (*scheme.needs, *scheme.may_have)}
-        if missing := [f"{module}.{part}" for part in scheme.needs if parts[part] is None]:
+        parts = {part: self.inner.entries.get(module + joint + part) for part in (*scheme.needs, *scheme.may_have)}
+        if missing := [module + joint + part for part in scheme.needs if parts[part] is None]:
             raise ModelError(
                 f"The weights in {self.directory} are damaged: {some(missing)} is missing; download them again."
             )
         there = {part: entry for part, entry in parts.items() if entry is not None}
         shapes = {part: entry.shape for part, entry in there.items()}
         for part in (*scheme.needs, *scheme.may_have, *scheme.unused):
-            self.entries.pop(f"{module}.{part}", None)
+            self.entries.pop(module + joint + part, None)
         shape = scheme.shape(module, shapes, lambda part: _one(there[part]))
         self._matrices[name] = (module, scheme, there)
         self.entries[name] = TensorEntry(next(iter(there.values())).file, name, tuple(shape))

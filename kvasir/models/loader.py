@@ -291,12 +291,17 @@ class Place:
         shapes = [self.targets[pattern][0].shape for pattern in self.layout.targets]
         shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         shape = shape[::-1] if self.layout.transposed else shape
-        match self.layout.stacked:
-            case "entries":
-                return self._num_entries, *shape
-            case "rows":
-                return self._num_entries * shape[0], *shape[1:]
-        return shape
+        if self.layout.stacked == "no":
+            return shape
+        if self._has_entries:
+            return self._num_entries, *shape
+        return self._num_entries * shape[0], *shape[1:]
+
+    @property
+    def _has_entries(self) -> bool:
+        """Whether a stack has a dimension for its entries. One of biases always does."""
+        is_bias = len(self.targets[self.layout.targets[0]][0].shape) == 1
+        return self.layout.stacked == "entries" or is_bias
 
     @property
     def _num_entries(self) -> int:
@@ -313,7 +318,7 @@ class Place:
             elif isinstance(tensor, PackedRows):  # its rows are packed one by one
                 part = PackedRows(tensor.data[entry * rows : (entry + 1) * rows], tensor.kind, self.shape[1:])
             else:
-                part = tensor[entry] if self.layout.stacked == "entries" else tensor[entry * rows : (entry + 1) * rows]
+                part = tensor[entry] if self._has_entries else tensor[entry * rows : (entry + 1) * rows]
             self._load_entry(part, entry)
 
     def _load_entry(self, tensor: torch.Tensor | FileMatrix, entry: int) -> None:
@@ -445,6 +450,8 @@ def _fill(
         total=len(places), desc="Loading weights", unit="tensor", disable=not show_progress, dynamic_ncols=True
     ) as progress:
         for name, tensor in checkpoint.read(places):
+            if isinstance(tensor, torch.Tensor) and (tensor.itemsize < 2 or not tensor.is_floating_point()):
+                raise _no_floats(checkpoint, name, tensor)
             if dtype is not None and not _fits(tensor, dtype):
                 raise _not_finite(checkpoint, name)
             places[name].load(tensor)
@@ -489,12 +496,24 @@ def _not_finite(checkpoint: Safetensors | QuantizedSafetensors | GGUFCheckpoint,
     )
 
 
+def _no_floats(
+    checkpoint: Safetensors | QuantizedSafetensors | GGUFCheckpoint, name: str, tensor: torch.Tensor
+) -> ModelError:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return ModelError(
+        f"The weights in {checkpoint.directory} are damaged: {name} in {checkpoint.entries[name].file.name} is {kind}, "
+        f"which means nothing without scales, and the file has none for it. Download config.json and the weights again."
+    )
+
+
 def _fill_dummy(model: nn.Module, generator: torch.Generator, form: WeightFormat | None = None) -> None:
     """Fill in random matrices, gains of one and biases of zero, so that activations stay finite. With `form`, linear
     layers and experts get random codes of that format."""
-    scheme = None if form is None else form.scheme("model.layers.0.mlp.down_proj")
+    of_linear = None if form is None else form.scheme("model.layers.0.mlp.down_proj")
+    of_experts = None if form is None else form.scheme("model.layers.0.mlp.experts.0.down_proj")
     for layer in _weight_layers(model):
         if _is_loaded(layer):
+            scheme = of_experts if isinstance(layer, Experts) else of_linear
             for key, shape in layer.tensors().items():
                 is_matrix = len(shape) == 2 and isinstance(layer, Linear | Experts)
                 if is_matrix and scheme is not None and not getattr(layer, "prefix", "").endswith(ROUTING):

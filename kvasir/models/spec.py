@@ -191,11 +191,13 @@ def halves(tensor: Any, layer: LayerSpec | None) -> Sequence[Any]:
 
 def by_turns(tensor: Any, layer: LayerSpec | None) -> Sequence[Any]:
     """A row of the gate, then one of up, and so on."""
+    if hasattr(tensor, "cut"):  # it is quantized
+        return tensor.cut(slice(0, None, 2)), tensor.cut(slice(1, None, 2))
     return tensor[::2], tensor[1::2]
 
 
 # These cut matrices along their outputs only, so they also cut rows that are packed.
-BY_ROWS: tuple[Split, ...] = (whole, stacked_qkv, halves)
+BY_ROWS: tuple[Split, ...] = (whole, stacked_qkv, halves, by_turns)
 
 QKV = ("layers.*.attention.qkv:q", "layers.*.attention.qkv:k", "layers.*.attention.qkv:v")
 GATE_UP = ("layers.*.mlp.gate_up:gate", "layers.*.mlp.gate_up:up")

@@ -229,9 +229,6 @@ GatedActivation = str | tuple[float, float]
 class ExpertsMethod(Protocol):
     """A way of keeping and multiplying the matrices of experts."""
 
-    def computes(self, shape: ExpertsShape, activation: GatedActivation) -> bool:
-        """Whether it can compute such experts; where it cannot they are kept in the model's dtype."""
-
     def create(self, layer: ExpertsLayer, dtype: torch.dtype, device: torch.device) -> None:
         """Give the layer its parameters, which are not filled yet."""
 
@@ -260,22 +257,22 @@ class ExpertsMethod(Protocol):
         """One expert's matrices `gate_up` and `down` as plain numbers, for adapters."""
 
 
+def create_biases(layer: ExpertsLayer, dtype: torch.dtype, device: torch.device) -> None:
+    shape, count = layer.shape, layer.shape.num_own_experts
+    layer.gate_up_bias = parameter((count, 2 * shape.num_own), dtype, device) if shape.bias else None
+    layer.down_bias = parameter((count, shape.hidden_size), dtype, device) if shape.bias else None
+
+
 class UnquantizedExperts:
     """All experts' matrices in the model's dtype, stacked. Each expert's matrices are read once. The host never waits:
     only the device knows how many tokens an expert gets."""
-
-    def computes(self, shape: ExpertsShape, activation: GatedActivation) -> bool:
-        return True
 
     def create(self, layer: ExpertsLayer, dtype: torch.dtype, device: torch.device) -> None:
         shape = layer.shape
         count = shape.num_own_experts
         layer.gate_up = parameter((count, 2 * shape.num_own, shape.hidden_size), dtype, device)
         layer.down = parameter((count, shape.hidden_size, shape.num_own), dtype, device)
-        layer.gate_up_bias = layer.down_bias = None
-        if shape.bias:
-            layer.gate_up_bias = parameter((count, 2 * shape.num_own), dtype, device)
-            layer.down_bias = parameter((count, shape.hidden_size), dtype, device)
+        create_biases(layer, dtype, device)
 
     def tensors(self, layer: ExpertsLayer) -> Mapping[TensorKey, tuple[int, ...]]:
         found: dict[TensorKey, tuple[int, ...]] = {}

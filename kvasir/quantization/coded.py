@@ -318,8 +318,8 @@ def unpack(words: torch.Tensor, bits: int, count: int, *, dense: bool = True) ->
         shifts = torch.arange(0, 32 - bits + 1, bits, device=words.device, dtype=torch.int32)
         numbers = (words[..., None] >> shifts) & ((1 << bits) - 1)
         return numbers.to(torch.uint8).view(*outer, -1)[..., :count]
-    if width % bits:
-        raise ValueError(f"{width} words do not hold whole runs of 32 numbers of {bits} bits")
+    words = torch.nn.functional.pad(words, (0, -width % bits))  # to whole runs of 32 numbers
+    width = words.shape[-1]
     runs = (words.to(torch.int64) & 0xFFFFFFFF).view(*outer, width // bits, bits)
     found = []
     for number in range(32):

@@ -19,6 +19,7 @@ from kvasir.quantization.base import (
     TensorKey,
     UnquantizedExperts,
     UnquantizedLinear,
+    create_biases,
     parameter,
     part_of,
 )
@@ -145,10 +146,8 @@ class CodedExperts(UnquantizedExperts):
         self._quantize = quantize
 
     def create(self, layer: ExpertsLayer, dtype: torch.dtype, device: torch.device) -> None:
-        shape, count = layer.shape, layer.shape.num_own_experts
         layer.gate_up, layer.down = parameter((0,), dtype, device), parameter((0,), dtype, device)
-        layer.gate_up_bias = parameter((count, 2 * shape.num_own), dtype, device) if shape.bias else None
-        layer.down_bias = parameter((count, shape.hidden_size), dtype, device) if shape.bias else None
+        create_biases(layer, dtype, device)
 
     def load(self, layer: ExpertsLayer, key: TensorKey, tensor: Any) -> None:
         part, weight = part_of(layer.shape, key), layer.gate_up

@@ -29,7 +29,6 @@ from kvasir.log import get_logger, warn_once
 from kvasir.quantization.base import (
     ExpertsLayer,
     ExpertsMethod,
-    ExpertsShape,
     GatedActivation,
     LinearLayer,
     LinearMethod,
@@ -37,6 +36,7 @@ from kvasir.quantization.base import (
     TensorKey,
     UnquantizedExperts,
     UnquantizedLinear,
+    create_biases,
     parameter,
     part_of,
 )
@@ -314,11 +314,8 @@ class CpuExperts:
 
     format: Format = BF16
 
-    def computes(self, shape: ExpertsShape, activation: GatedActivation) -> bool:
-        return not shape.bias and isinstance(activation, str)
-
     def create(self, layer: ExpertsLayer, dtype: torch.dtype, device: torch.device) -> None:
-        layer.gate_up_bias = layer.down_bias = None
+        create_biases(layer, dtype, device)
         for name, layout in self._layouts(layer).items():
             shape = PackedStack.memory_shape(layout, layer.shape.num_own_experts)
             setattr(layer, name, packed_parameter(shape, device))
@@ -328,14 +325,18 @@ class CpuExperts:
 
     def load(self, layer: ExpertsLayer, key: TensorKey, tensor: torch.Tensor) -> None:
         part = part_of(layer.shape, key)
-        if part.expert is None:
+        if key[0] == "bias":
+            PLAIN_EXPERTS.load(layer, key, tensor)
+        if key[0] == "bias" or part.expert is None:
             return
         stack = PackedStack(self._layouts(layer)[part.stack], getattr(layer, part.stack).data)
         stack.matrix(part.expert).fill(tensor[part.own], part.first)
 
     def process(self, layer: ExpertsLayer) -> None:
-        stacks = {name: PackedStack(layout, getattr(layer, name).data) for name, layout in self._layouts(layer).items()}
-        layer.__dict__["stacks"] = stacks
+        layer.__dict__["stacks"] = {
+            name: PackedStack(layout, getattr(layer, name).data, _biases(layer, name))
+            for name, layout in self._layouts(layer).items()
+        }
 
     def apply(
         self,
@@ -345,7 +346,6 @@ class CpuExperts:
         chosen: torch.Tensor,
         activation: GatedActivation,
     ) -> torch.Tensor:
-        assert isinstance(activation, str), "see `computes`"
         stacks: dict[str, PackedStack] = layer.__dict__["stacks"]
         if layer.shape.own_experts is not None:  # the library knows no experts of other ranks; their weight is 0
             chosen = chosen.clamp(max=layer.shape.num_own_experts - 1)
@@ -362,6 +362,11 @@ class CpuExperts:
         return {"gate_up": Layout(self.format, 2 * inner, hidden), "down": Layout(self.format, hidden, inner)}
 
 
+def _biases(layer: ExpertsLayer, stack: str) -> torch.Tensor | None:
+    found: torch.nn.Parameter | None = getattr(layer, f"{stack}_bias")
+    return None if found is None else found.data
+
+
 @dataclass(frozen=True)
 class KeptCpuExperts(CpuExperts):
     """A quantized checkpoint's own numbers. All experts of a layer have one format, known once all are loaded."""
@@ -370,13 +375,15 @@ class KeptCpuExperts(CpuExperts):
     takes_packed_rows: ClassVar[bool] = True
 
     def create(self, layer: ExpertsLayer, dtype: torch.dtype, device: torch.device) -> None:
-        layer.gate_up_bias = layer.down_bias = None
+        create_biases(layer, dtype, device)
         for name in ("gate_up", "down"):
             setattr(layer, name, packed_parameter((0, 0), device))
 
     def load(self, layer: ExpertsLayer, key: TensorKey, tensor: Any) -> None:
         part = part_of(layer.shape, key)
-        if part.expert is None:
+        if key[0] == "bias":
+            PLAIN_EXPERTS.load(layer, key, tensor)
+        if key[0] == "bias" or part.expert is None:
             return
         parts: dict[TensorKey, FileMatrix | torch.Tensor] = layer.__dict__.setdefault("parts", {})
         if isinstance(tensor, torch.Tensor) and self.quantize is not None:
@@ -408,7 +415,7 @@ class KeptCpuExperts(CpuExperts):
             layout = replace(layout, format=kept[0] if kept else self.format)
             memory = torch.empty(PackedStack.memory_shape(layout, layer.shape.num_own_experts), dtype=torch.uint8)
             setattr(layer, name, PackedParameter(memory))
-            stack = stacks[name] = PackedStack(layout, memory)
+            stack = stacks[name] = PackedStack(layout, memory, _biases(layer, name))
             for key, source in sources.items():
                 place = part_of(layer.shape, key)
                 assert place.expert is not None, "only this rank's experts are loaded"

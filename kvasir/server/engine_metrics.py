@@ -185,6 +185,7 @@ HELP = {
     "spec_decode_num_accepted_tokens_per_pos": "Accepted drafts by their position in the draft; 0 is the first.",
     "spec_decode_rows_without_drafts": "Times that a request sampled a token and had no draft to verify.",
     "spec_decode_rows_paused": "Times that nothing was drafted for a request because it would not have paid.",
+    "expert_tokens": "Tokens sent to a range of neighbouring experts of a layer; see expert_load_metrics.",
     "late_compilations": "Kernels compiled or loaded while requests waited. Should stay at zero.",
     "late_captures": "CUDA graphs captured while requests waited. Should stay at zero.",
     "queue_size": "Requests in the queue, under the name that autoscalers use.",

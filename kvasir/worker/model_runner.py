@@ -30,6 +30,7 @@ from kvasir.sampling.features import (
     sampled_lines,
 )
 from kvasir.sampling.registry import FeatureSettings, make_sampler
+from kvasir.worker.expert_load import ExpertLoad
 from kvasir.worker.memory import KVMemory, make_host_memory
 from kvasir.worker.speculative.device import Speculation, Verified
 from kvasir.worker.speculative.drafter import Drafter
@@ -132,6 +133,7 @@ class StepOutputs:
     graphs: GraphUse | None = None
     _parts: list[tuple[str, slice, MakePart, bool]] = field(default_factory=list)
     _lines: Int32Array = field(default_factory=empty_ints)  # of the plan, which sampled
+    _experts: ExpertLoad | None = None  # whose counts are the last tensor
     _tokens_at: int = -1  # which tensor the tokens are; -1: no line sampled
     _all_rows: bool = False  # whether that tensor has a token for every line of the plan
     _step: SampledRows | None = None
@@ -152,6 +154,11 @@ class StepOutputs:
         """Add a part of the result; `of_tokens`: with an entry for each token drawn, those of wrong drafts too."""
         self._parts.append((name, slice(len(self.tensors), len(self.tensors) + len(tensors)), make, of_tokens))
         self.tensors += tensors
+
+    def add_experts(self, load: ExpertLoad) -> None:
+        """Add what was counted; called last."""
+        self._experts = load
+        self.tensors.append(load.take())
 
     def launch(self) -> DeviceResult:
         """Begin to copy everything to the host."""
@@ -181,7 +188,8 @@ class StepOutputs:
         if self.inputs is not None and len(self.inputs.dropped_lines):
             counts[self.inputs.dropped_lines] = 0
             parts = _without(parts, self.inputs.dropped_lines)
-        return StepResult(token_ids, counts, parts, failures=failures or None, graphs=self.graphs, drafts=drafts)
+        experts = None if self._experts is None else self._experts.result(arrays[-1])
+        return StepResult(token_ids, counts, parts, failures or None, self.graphs, experts, drafts)
 
     def _verified(
         self, tokens: Int32Array, counts: Int32Array, drafts: Int32Array
@@ -259,6 +267,7 @@ class ModelRunner:
         max_tokens: int = 8192,  # of a step
         drafter: Drafter | None = None,  # None: every row runs its own tokens only
         further: Sequence[RowFeature] = (),  # features of the model
+        expert_load: ExpertLoad | None = None,  # None: tokens are not counted by expert
     ) -> None:
         self.model = model
         self.kv_memory = kv_memory
@@ -285,6 +294,7 @@ class ModelRunner:
             is_captured = any(feature.is_captured for feature in self._changing)
             keys = GraphKeys(max_rows, max_tokens, drafts, may_change=is_captured)
             self.graphs = StepGraphs(model, self.rows, self.sampler, keys, device, num_ranks, self.speculation)
+        self.expert_load = expert_load
         self.stats = RunnerStats()
         self._running: Running | None = None
 
@@ -377,6 +387,8 @@ class ModelRunner:
             self._sample(running, sampled, outputs)
         if self.graphs is not None:
             outputs.graphs = self.graphs.use
+        if self.expert_load is not None:
+            outputs.add_experts(self.expert_load)
         return outputs.launch()
 
     def _sample(self, running: Running, sampled: SampledLines, outputs: StepOutputs) -> None:

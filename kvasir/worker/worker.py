@@ -34,6 +34,7 @@ from kvasir.models.transformer import Transformer
 from kvasir.platforms import select
 from kvasir.platforms.limits import parse_cpus, share
 from kvasir.sampling.features import RowFeature
+from kvasir.worker.expert_load import expert_load_of
 from kvasir.worker.memory import (
     KVMemory,
     Profile,
@@ -114,6 +115,10 @@ class Worker:
         with startup.phase(startup.WEIGHTS), self._here():
             self.model: Model | None = load(config, self.device, mesh)
             self.drafter = self._make_drafter(mesh)
+        self._expert_load = None
+        if config.parallel.expert_load_metrics:
+            whole = self.model.model if isinstance(self.model, LibraryModel) else self.model
+            self._expert_load = expert_load_of(whole, self.device) if isinstance(whole, Transformer) else None
         self._step_threads = one_torch_thread if self.model.runs_in_cpu_library else nullcontext
         self.runner: ModelRunner | None = None
         self.adapters = self._make_adapters() if config.adapters.enable_lora else None
@@ -349,6 +354,7 @@ class Worker:
             max_tokens=self.config.scheduler.max_num_batched_tokens,
             drafter=self.drafter,
             further=self._further_features(),
+            expert_load=self._expert_load,
         )
 
     def _further_features(self) -> list[RowFeature]:

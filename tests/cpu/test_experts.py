@@ -69,14 +69,21 @@ def kept(stack: PackedStack) -> torch.Tensor:
 
 
 def product(
-    gate_up: torch.Tensor, down: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    activation: str | tuple[float, float] = "silu",
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """In float64, token by token and expert by expert."""
+    first, second = (bias.double() for bias in biases) if biases else (torch.zeros(len(down), 1),) * 2
     out = torch.zeros(len(x), down.shape[1], dtype=torch.float64)
     for token, row in enumerate(x.double()):
         for weight, expert in zip(weights[token], chosen[token], strict=True):
-            inner = reference.gated_activation(gate_up[expert] @ row, "silu")
-            out[token] += weight.double() * (down[expert] @ inner)
+            inner = reference.gated_activation(gate_up[expert] @ row + first[expert], activation)
+            out[token] += weight.double() * (down[expert] @ inner + second[expert])
     return out
 
 
@@ -90,6 +97,21 @@ def test_products(routes: str, inner: int, quantization: str | None, instruction
     (weights, chosen), x = route(*ROUTES[routes]), torch.randn(ROUTES[routes][0], hidden).bfloat16()
     wanted = product(kept(gate_up), kept(down), x, weights, chosen)
     assert error(multiply_experts(gate_up, down, x, weights, chosen, "silu"), wanted) < TOLERANCE[quantization]
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+@pytest.mark.parametrize("routes", ["one token", "many"])
+def test_biases_and_a_clamped_gate(routes: str, quantization: str | None, instruction_set: str) -> None:
+    """Those of gpt-oss; both limits are met."""
+    form, hidden, inner, activation = FORMATS[quantization], 72, 40, (1.702, 1.5)
+    biases = torch.randn(5, 2 * inner).bfloat16(), torch.randn(5, hidden).bfloat16()
+    plain = stack_of(torch.randn(5, 2 * inner, hidden) * 0.2, form), stack_of(torch.randn(5, hidden, inner) * 0.2, form)
+    gate_up, down = (PackedStack(s.layout, s.memory, bias) for s, bias in zip(plain, biases, strict=True))
+    (weights, chosen), x = route(*ROUTES[routes]), torch.randn(ROUTES[routes][0], hidden).bfloat16()
+    wanted = product(kept(gate_up), kept(down), x, weights, chosen, activation, biases)
+    assert error(multiply_experts(gate_up, down, x, weights, chosen, activation), wanted) < TOLERANCE[quantization]
+    x[0, 3] = torch.nan
+    assert multiply_experts(gate_up, down, x, weights, chosen, activation)[0].isnan().all()
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -172,6 +172,7 @@ CASES = {
     "pipeline_parallel_size": Case(2, refused="Pipeline parallelism is not supported"),
     "data_parallel_size": Case(2, shows=lambda c, w: c.parallel.data_parallel_size == 2),
     "enable_expert_parallel": Case(True, shows=lambda c, w: c.parallel.enable_expert_parallel is True),
+    "expert_load_metrics": Case(False, shows=lambda c, w: c.parallel.expert_load_metrics is False),
     "distributed_executor_backend": Case("uni", shows=lambda c, w: c.parallel.distributed_executor_backend == "uni"),
     "device": Case("cpu:0", shows=lambda c, w: c.device.device == "cpu:0"),
     "attention_backend": Case("torch", shows=lambda c, w: c.device.attention_backend == "torch"),

@@ -50,7 +50,10 @@ def sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
 
 
 def _sum(values: list[Any]) -> Any:
-    """The sum of numbers, or of lists element by element."""
+    """The sum of numbers, or of lists and mappings element by element."""
+    if isinstance(values[0], dict):
+        keys = {key: None for value in values for key in value}
+        return {key: _sum([value[key] for value in values if key in value]) for key in keys}
     if not isinstance(values[0], list):
         return sum(values)
     return [sum(place) for place in zip_longest(*values, fillvalue=0)]
@@ -121,6 +124,11 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
     metrics: list[Metric] = [Gauge(PREFIX + name, value) for name, value in gauges.items()]
     metrics += [Counter(PREFIX + name, value) for name, value in counters.items()]
     metrics += [_accepted_at(*each) for each in enumerate(stats.accepted_by_position)]
+    metrics += [
+        Counter(f"{PREFIX}expert_tokens", number, {"layer": str(layer), "experts": experts})
+        for layer, row in stats.expert_tokens.items()
+        for experts, number in row.items()
+    ]
     metrics += [_waiting("capacity", stats.num_waiting), _waiting("deferred", 0)]
     metrics += [_sleep_state(state, state == "awake") for state in ("awake", "weights_offloaded", "discard_all")]
     return [*metrics, *_histograms(stats)]

@@ -90,6 +90,7 @@ def num_threads() -> int:
 # The structures of csrc/cpu/kvasir_cpu.h and kernels.h, field by field. `library` compares their sizes.
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+CLAMPED = 4  # of experts alone, with the numbers of RoutesStruct
 
 
 class MatrixStruct(ctypes.Structure):
@@ -265,7 +266,14 @@ class DecoderStruct(ctypes.Structure):
 
 
 class RoutesStruct(ctypes.Structure):
-    _fields_ = (("tokens", c_int32), ("top_k", c_int32), ("chosen", c_void_p), ("weights", c_void_p))
+    _fields_ = (
+        ("tokens", c_int32),
+        ("top_k", c_int32),
+        ("chosen", c_void_p),
+        ("weights", c_void_p),
+        ("alpha", c_float),
+        ("limit", c_float),
+    )
 
 
 class SamplingStruct(ctypes.Structure):

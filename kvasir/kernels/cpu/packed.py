@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-from kvasir.kernels.cpu.library import ACTIVATIONS, CodesStruct, MatrixStruct, RoutesStruct, SpansStruct, loaded
+from kvasir.kernels.cpu.library import (
+    ACTIVATIONS,
+    CLAMPED,
+    CodesStruct,
+    MatrixStruct,
+    RoutesStruct,
+    SpansStruct,
+    loaded,
+)
 from kvasir.kernels.cpu.ops import address
 
 _KINDS = {"bf16": 0, "q8": 1, "q4": 2, "plain": 3, "q6": 4}
@@ -344,19 +352,21 @@ def _huge(num_bytes: int) -> torch.Tensor:
 
 
 class PackedStack:
-    """The matrices of a layer's experts or heads, all of one layout, in one piece of memory, [count, bytes]."""
+    """The matrices of a layer's experts or heads, all of one layout, in one piece of memory, [count, bytes]. `bias` is
+    bfloat16 [count, outputs]."""
 
-    def __init__(self, layout: Layout, memory: torch.Tensor) -> None:
+    def __init__(self, layout: Layout, memory: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         if tuple(memory.shape) != self.memory_shape(layout, len(memory)) or not memory.is_contiguous():
             raise ValueError(f"memory of {list(memory.shape)} does not hold matrices of {layout}")
-        self.layout, self.memory = layout, memory
+        self.layout, self.memory, self.bias = layout, memory, bias
 
     @staticmethod
     def memory_shape(layout: Layout, count: int) -> tuple[int, int]:
         return count, -(-layout.num_bytes // _LINE) * _LINE
 
     def matrix(self, number: int) -> PackedMatrix:
-        return PackedMatrix(self.layout, self.memory[number, : self.layout.num_bytes])
+        bias = None if self.bias is None else self.bias[number]
+        return PackedMatrix(self.layout, self.memory[number, : self.layout.num_bytes], bias)
 
     def linear(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """out[:, i] = matrix i times x[:, i]: [rows, count, inputs] -> [rows, count, outputs], bfloat16, any views."""
@@ -385,14 +395,16 @@ def multiply_experts(
     x: torch.Tensor,  # [tokens, hidden] bfloat16
     weights: torch.Tensor,  # [tokens, top_k] float32
     chosen: torch.Tensor,  # [tokens, top_k] int64
-    activation: str,
+    activation: str | tuple[float, float],
 ) -> torch.Tensor:
-    """The weighted sum of down(activation(gate(x)) * up(x)) of the experts that each token has chosen."""
+    """The weighted sum of down(activation(gate(x)) * up(x)) of the experts that each token has chosen. `activation` is
+    that of kernels.gated_activation."""
     _check_sizes(gate_up, down, x)
     if chosen.dim() != 2 or weights.shape != chosen.shape or len(chosen) != len(x):
         raise ValueError(f"{len(x)} tokens with choices {list(chosen.shape)} and weights {list(weights.shape)}")
     x, weights, chosen = x.contiguous(), weights.contiguous(), chosen.contiguous()
-    routes = RoutesStruct(*chosen.shape, address(chosen, torch.int64), address(weights, torch.float32))
+    number, numbers = (ACTIVATIONS[activation], ()) if isinstance(activation, str) else (CLAMPED, activation)
+    routes = RoutesStruct(*chosen.shape, address(chosen, torch.int64), address(weights, torch.float32), *numbers)
     out = torch.empty_like(x)
     are_there = loaded().kv_experts(
         gate_up.structs,
@@ -400,7 +412,7 @@ def multiply_experts(
         len(gate_up.memory),
         ctypes.byref(routes),
         ctypes.c_void_p(address(x, torch.bfloat16)),
-        ACTIVATIONS[activation],
+        number,
         ctypes.c_void_p(out.data_ptr()),
     )
     if not are_there:

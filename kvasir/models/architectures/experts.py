@@ -306,6 +306,10 @@ GPT_OSS_NAMES: dict[str, str | TensorLayout] = {
     ),
     "model.layers.*.mlp.experts.down_proj": TensorLayout(EXPERT_DOWN, transposed=True, stacked="entries", bare=True),
 }
+_GPT_OSS_MXFP4: dict[str, str | TensorLayout] = {  # its experts' matrices are [outputs, inputs]
+    "model.layers.*.mlp.experts.gate_up_proj": TensorLayout(EXPERT_GATE_UP, by_turns, stacked="rows", bare=True),
+    "model.layers.*.mlp.experts.down_proj": TensorLayout(EXPERT_DOWN, stacked="rows", bare=True),
+}
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -314,9 +318,14 @@ _GPT_OSS_ROPE = {
 }
 
 
+def gpt_oss_names(config: Config) -> Names:
+    quantization = mapping(config, "quantization_config")
+    return {**GPT_OSS_NAMES, **(_GPT_OSS_MXFP4 if quantization.get("quant_method") == "mxfp4" else {})}
+
+
 def read_gpt_oss(config: Config) -> DecoderSpec:
-    """gpt-oss, unquantized: attention sinks, a sliding window on every other layer, experts with biases and a clamped
-    gate."""
+    """gpt-oss, in MXFP4 or unquantized: attention sinks, a sliding window on every other layer, experts with biases and
+    a clamped gate."""
     bias, norm = flag(config, "attention_bias", True), read_rms_norm(config, 1e-5)
     if not mapping(config, "rope_parameters") and not mapping(config, "rope_scaling"):
         config = {**config, "rope_parameters": _GPT_OSS_ROPE}
@@ -334,4 +343,4 @@ def read_gpt_oss(config: Config) -> DecoderSpec:
     return read_decoder(config, vary_attention(pre_norm(norm, attention, experts), window=windows), norm)
 
 
-GPT_OSS = Architecture(read_gpt_oss, GPT_OSS_NAMES)
+GPT_OSS = Architecture(read_gpt_oss, gpt_oss_names)

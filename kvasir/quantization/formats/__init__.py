@@ -11,7 +11,7 @@ from kvasir.errors import ModelError
 from kvasir.quantization.formats.base import WeightFormat, refuse
 from kvasir.quantization.formats.bitsandbytes import BitsAndBytes
 from kvasir.quantization.formats.compressed_tensors import CompressedTensors
-from kvasir.quantization.formats.floats import FP8, ModelOpt
+from kvasir.quantization.formats.floats import FP8, MXFP4, ModelOpt
 from kvasir.quantization.formats.integers import AWQ, GPTQ, AutoRound
 
 FORMATS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
@@ -19,6 +19,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], WeightFormat]] = {
     "awq": AWQ,
     "compressed-tensors": CompressedTensors,
     "fp8": FP8,
+    "mxfp4": MXFP4,
     "modelopt": ModelOpt,
     "modelopt_fp4": ModelOpt,
     "auto-round": AutoRound,

@@ -46,6 +46,8 @@ class WeightFormat(ABC):
 
     name: str
     marks: tuple[str, ...]
+    joint = "."  # between a module's name and its tensors'
+    matrix = ".weight"  # ends the name that the matrix would have in a plain checkpoint
 
     @abstractmethod
     def scheme(self, module: str) -> Scheme | None:
@@ -105,6 +107,18 @@ def is_listed(module: str, patterns: Collection[str]) -> bool:
 def check_shape(module: str, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     if tuple(found) != tuple(wanted):
         raise damaged(module, f"{name} is {list(found)}, but should be {list(wanted)}")
+
+
+def check_matrix(module: str, name: str, shapes: Shapes) -> tuple[int, int]:
+    shape = shapes[name]
+    if len(shape) != 2 or not all(shape):
+        raise damaged(module, f"{name} is {list(shape)}, but should be a matrix")
+    return shape[0], shape[1]
+
+
+def check_floating(module: str, name: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_floating_point():
+        raise damaged(module, f"{name} is {str(tensor.dtype).removeprefix('torch.')}, but should be of floats")
 
 
 def check_type(module: str, name: str, tensor: torch.Tensor, *wanted: torch.dtype) -> None:

@@ -17,6 +17,8 @@ from kvasir.quantization.formats.base import (
     Shapes,
     Tensors,
     WeightFormat,
+    check_floating,
+    check_matrix,
     check_shape,
     check_type,
     damaged,
@@ -53,7 +55,9 @@ class FourBitBlocks(Scheme):
         packed = tensors["weight"].contiguous().view(torch.uint8).flatten()
         check_shape(module, "weight", tuple(packed.shape), (outputs * inputs // 2,))
         codes = torch.stack((packed >> 4, packed & 15), dim=-1).view(outputs, inputs)
-        scale = _absmax(module, tensors, state).view(outputs, inputs // block)
+        scale = _absmax(module, tensors, state)
+        check_shape(module, "weight.absmax", tuple(scale.shape), (outputs * inputs // block,))
+        scale = scale.view(outputs, inputs // block)
         return Coded(codes, scale, Coding(self.kind, block))
 
     def coding(self, inputs: int) -> RandomCoding:
@@ -63,9 +67,10 @@ class FourBitBlocks(Scheme):
 def _state(module: str, tensor: torch.Tensor) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads(bytes(tensor.cpu().tolist()))
-        shape, block = state["shape"], state["blocksize"]
-        if len(shape) != 2 or not all(isinstance(size, int) and size > 0 for size in [*shape, block]):
-            raise ValueError(f"shape {shape}, blocksize {block}")
+        shape, block, outer = state["shape"], state["blocksize"], state.get("nested_blocksize", 1)
+        if len(shape) != 2 or not all(isinstance(size, int) and size > 0 for size in [*shape, block, outer]):
+            raise ValueError(f"shape {shape}, blocksize {block}, nested_blocksize {outer}")
+        state["nested_offset"] = float(state.get("nested_offset", 0.0))
     except (ValueError, KeyError, TypeError) as error:
         raise damaged(module, f"its quant_state cannot be read ({error!r})") from error
     return state
@@ -80,9 +85,14 @@ def _absmax(module: str, tensors: Tensors, state: dict[str, Any]) -> torch.Tenso
         raise damaged(
             module, "its scales are quantized, but weight.nested_absmax or weight.nested_quant_map is missing"
         )
-    size = int(state["nested_blocksize"])
-    outer = tensors["weight.nested_absmax"].repeat_interleave(size)[: len(absmax)]
-    return tensors["weight.nested_quant_map"][absmax.int()] * outer + float(state["nested_offset"])
+    if "nested_blocksize" not in state:
+        raise damaged(module, "its quant_state has no nested_blocksize")
+    outer, levels, size = tensors["weight.nested_absmax"], tensors["weight.nested_quant_map"], state["nested_blocksize"]
+    check_shape(module, "weight.nested_absmax", tuple(outer.shape), (-(-absmax.numel() // size),))
+    check_shape(module, "weight.nested_quant_map", tuple(levels.shape), (256,))
+    check_floating(module, "weight.nested_absmax", outer)
+    check_floating(module, "weight.nested_quant_map", levels)
+    return levels[absmax.int()] * outer.repeat_interleave(size)[: absmax.numel()] + float(state["nested_offset"])
 
 
 @dataclass(frozen=True)
@@ -91,12 +101,14 @@ class EightBitRows(Scheme):
     unused = ("weight_format",)
 
     def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
-        check_shape(module, "SCB", shapes["SCB"], shapes["weight"][:1])
-        return shapes["weight"]
+        outputs, inputs = check_matrix(module, "weight", shapes)
+        check_shape(module, "SCB", shapes["SCB"], (outputs,))
+        return outputs, inputs
 
     def decode(self, module: str, tensors: Tensors) -> Coded:
         weight = tensors["weight"]
         check_type(module, "weight", weight, torch.int8)
+        check_floating(module, "SCB", tensors["SCB"])
         return Coded(weight.view(torch.uint8), tensors["SCB"].float()[:, None] / 127, Coding("i8", weight.shape[1]))
 
     def coding(self, inputs: int) -> RandomCoding:

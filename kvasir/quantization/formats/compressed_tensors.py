@@ -15,6 +15,8 @@ from kvasir.quantization.formats.base import (
     Shapes,
     Tensors,
     WeightFormat,
+    check_floating,
+    check_matrix,
     check_shape,
     check_type,
     damaged,
@@ -27,7 +29,8 @@ from kvasir.quantization.formats.floats import FloatScheme, MXFP4Scheme, NVFP4Sc
 
 @dataclass(frozen=True)
 class PackedIntegers(Scheme):
-    """Whole numbers in words of 32 bits; a number never crosses from a word to the next."""
+    """Whole numbers in words of 32 bits. New versions of compressed-tensors let numbers cross from a word to the next,
+    old ones leave a word's last bits empty: of 3, 5, 6 and 7 bits the number of words tells."""
 
     bits: int
     group_size: int  # -1: by channel
@@ -38,8 +41,11 @@ class PackedIntegers(Scheme):
     needs = ("weight_packed", "weight_scale", "weight_shape")
 
     def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
-        outputs, inputs = (int(size) for size in read("weight_shape").flatten().tolist())
-        check_shape(module, "weight_packed", shapes["weight_packed"], (outputs, -(-inputs // (32 // self.bits))))
+        check_shape(module, "weight_shape", shapes["weight_shape"], (2,))
+        outputs, inputs = (int(size) for size in read("weight_shape").tolist())
+        packed = check_matrix(module, "weight_packed", shapes)
+        if packed[0] != outputs or packed[1] not in _widths(self.bits, inputs):
+            check_shape(module, "weight_packed", packed, (outputs, _widths(self.bits, inputs)[0]))
         if not self.symmetric and "weight_zero_point" not in shapes:
             raise damaged(module, "weight_zero_point is missing, though it is not symmetric")
         return outputs, inputs
@@ -47,17 +53,16 @@ class PackedIntegers(Scheme):
     def decode(self, module: str, tensors: Tensors) -> Coded:
         packed = tensors["weight_packed"]
         check_type(module, "weight_packed", packed, torch.int32)
-        outputs, inputs = (int(size) for size in tensors["weight_shape"].flatten().tolist())
-        numbers = unpack(packed, self.bits, inputs, dense=False)
+        outputs, inputs = (int(size) for size in tensors["weight_shape"].tolist())
+        numbers = _unpacked(packed, self.bits, inputs)
+        check_floating(module, "weight_scale", tensors["weight_scale"])
         scale = spread(module, tensors["weight_scale"], (outputs, inputs), None)
         group = group_of(module, self.group_size, inputs)
-        if scale.shape[1] not in (1, inputs // group):
+        if scale.shape[1] != inputs // group:
             raise damaged(module, f"{scale.shape[1]} scales a row are not those of groups of {group}")
         zero: torch.Tensor | int = 1 << (self.bits - 1)
         if not self.symmetric:
-            words = tensors["weight_zero_point"]
-            check_type(module, "weight_zero_point", words, torch.int32)
-            zero = unpack(words.T.contiguous(), self.bits, outputs, dense=False).T.int()
+            zero = self._zero_points(module, tensors["weight_zero_point"], scale)
         order = None
         if "weight_g_idx" in tensors and bool((tensors["weight_g_idx"] >= 0).all()):
             order = column_order(tensors["weight_g_idx"], group, f"{module}.weight_g_idx")
@@ -65,11 +70,30 @@ class PackedIntegers(Scheme):
                 numbers = numbers[:, order]
         return whole_numbers(numbers, scale, zero, self.bits, order)
 
+    def _zero_points(self, module: str, stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Like scale. Those of groups and channels are packed along the outputs, one for the whole matrix is not."""
+        if self.is_tensor and stored.numel() == 1 and stored.dtype == torch.int8:
+            return (stored.int() + (1 << (self.bits - 1))).reshape(1, 1).expand(scale.shape)
+        outputs, groups = scale.shape
+        check_type(module, "weight_zero_point", stored, torch.int32)
+        if tuple(stored.shape) != (_widths(self.bits, outputs)[1], groups):
+            check_shape(module, "weight_zero_point", tuple(stored.shape), (_widths(self.bits, outputs)[0], groups))
+        return _unpacked(stored.T.contiguous(), self.bits, outputs).T.int()
+
     def coding(self, inputs: int) -> RandomCoding:
         group, half = max(self.group_size, 0), 1 << (self.bits - 1)
         if self.bits > 4:
             return RandomCoding(Coding("i8", group), has_minimum=not self.symmetric)
         return RandomCoding(Coding("u4", group, half if self.symmetric else 0), has_minimum=not self.symmetric)
+
+
+def _widths(bits: int, count: int) -> tuple[int, int]:
+    """How many words hold so many numbers, if numbers cross words and if they do not."""
+    return -(-count * bits // 32), -(-count // (32 // bits))
+
+
+def _unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    return unpack(words, bits, count, dense=words.shape[-1] == _widths(bits, count)[0])
 
 
 @dataclass(frozen=True)
@@ -84,16 +108,22 @@ class Integers(Scheme):
     unused = ("input_scale", "input_zero_point", "weight_shape")
 
     def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
-        return shapes["weight"]
+        if not self.symmetric and "weight_zero_point" not in shapes:
+            raise damaged(module, "weight_zero_point is missing, though it is not symmetric")
+        return check_matrix(module, "weight", shapes)
 
     def decode(self, module: str, tensors: Tensors) -> Coded:
         weight = tensors["weight"]
         check_type(module, "weight", weight, torch.int8)
         shape, half = (weight.shape[0], weight.shape[1]), 1 << (self.bits - 1)
+        check_floating(module, "weight_scale", tensors["weight_scale"])
         scale = spread(module, tensors["weight_scale"], shape, self.block)
         zero: torch.Tensor | int = half
-        if not self.symmetric and "weight_zero_point" in tensors:
-            zero = spread(module, tensors["weight_zero_point"].int(), shape, self.block) + half
+        if not self.symmetric:
+            stored = tensors["weight_zero_point"]
+            check_type(module, "weight_zero_point", stored, torch.int8)
+            check_shape(module, "weight_zero_point", tuple(stored.shape), tuple(tensors["weight_scale"].shape))
+            zero = spread(module, stored.int(), shape, self.block) + half
         return whole_numbers((weight.int() + half).to(torch.uint8), scale, zero, self.bits)
 
     def coding(self, inputs: int) -> RandomCoding:

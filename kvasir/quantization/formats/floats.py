@@ -1,4 +1,4 @@
-"""Formats of small floats: FP8 as DeepSeek and Qwen ship it, NVFP4, MXFP4, and NVIDIA ModelOpt's checkpoints.
+"""Formats of small floats: FP8 as DeepSeek and Qwen ship it, NVFP4, MXFP4, also of gpt-oss, and NVIDIA ModelOpt's.
 
 compressed-tensors and AutoRound use the schemes of this file, too.
 """
@@ -17,6 +17,8 @@ from kvasir.quantization.formats.base import (
     Shapes,
     Tensors,
     WeightFormat,
+    check_floating,
+    check_matrix,
     check_shape,
     check_type,
     damaged,
@@ -37,7 +39,7 @@ def spread(module: str, scale: torch.Tensor, shape: tuple[int, int], block: tupl
         return by_block(scale, shape, block, f"{module}'s scale").contiguous()
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(outputs, 1).contiguous()
-    if scale.numel() == outputs:
+    if scale.numel() == outputs and scale.shape[0] == outputs:
         return scale.reshape(outputs, 1).contiguous()
     if scale.dim() == 2 and scale.shape[0] == outputs and scale.shape[1] and inputs % scale.shape[1] == 0:
         return scale.contiguous()
@@ -46,25 +48,30 @@ def spread(module: str, scale: torch.Tensor, shape: tuple[int, int], block: tupl
 
 @dataclass(frozen=True)
 class FloatScheme(Scheme):
-    """`weight` in e4m3 with scales in the tensor `scale_name`, which multiply."""
+    """`weight` in e4m3 with scales that multiply, in the one of `scale_names` that the module has."""
 
-    scale_name: str = "weight_scale"
+    scale_names: tuple[str, ...] = ("weight_scale",)
     block: tuple[int, int] | None = None
     inputs: str = ""  # e4m3: activations are rounded, too
-    unused = ("input_scale", "input_zero_point", "output_scale")
+    needs = ("weight",)
+    unused = ("input_scale", "input_zero_point", "output_scale", "activation_scale")
 
     @property
-    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("weight", self.scale_name)
+    def may_have(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.scale_names
 
     def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
-        return shapes["weight"]
+        if sum(name in shapes for name in self.scale_names) != 1:
+            raise damaged(module, f"it has not one tensor of scales, {' or '.join(self.scale_names)}")
+        return check_matrix(module, "weight", shapes)
 
     def decode(self, module: str, tensors: Tensors) -> Coded:
         weight = tensors["weight"]
         check_type(module, "weight", weight, torch.float8_e4m3fn)
         shape = (weight.shape[0], weight.shape[1])
-        scale = spread(module, tensors[self.scale_name].float(), shape, self.block)
+        (name,) = (name for name in self.scale_names if name in tensors)
+        check_floating(module, name, tensors[name])
+        scale = spread(module, tensors[name].float(), shape, self.block)
         group = group_of(module, shape[1] // scale.shape[1], shape[1])
         return Coded(weight.view(torch.uint8), scale, Coding("e4m3", group, inputs="" if self.block else self.inputs))
 
@@ -84,11 +91,9 @@ class FP8(WeightFormat):
             raise refuse(f"fp8 with weight_block_size={block!r}")
         if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise refuse(f"fp8 of the kind {config['fmt']!r} (there is e4m3)")
-        self._scheme = (
-            FloatScheme(inputs="e4m3")
-            if block is None
-            else FloatScheme("weight_scale_inv", (int(block[0]), int(block[1])))
-        )
+        # Both names are in use for one scale as well as for blocks.
+        size = None if block is None else (int(block[0]), int(block[1]))
+        self._scheme = FloatScheme(("weight_scale_inv", "weight_scale"), size, "e4m3" if size is None else "")
         self._plain = (*(config.get("modules_to_not_convert") or ()), *(config.get("ignored_layers") or ()))
 
     def scheme(self, module: str) -> Scheme | None:
@@ -116,6 +121,7 @@ class NVFP4Scheme(Scheme):
         packed, scale, factor = (tensors[name] for name in self.needs)
         check_type(module, self.weight, packed, torch.uint8)
         check_type(module, "weight_scale", scale, torch.float8_e4m3fn)
+        check_floating(module, self.factor, factor)
         if factor.numel() != 1:
             raise damaged(module, f"{self.factor} is {list(factor.shape)}, but should be one number")
         row = factor.double().reshape(1)
@@ -146,6 +152,45 @@ class MXFP4Scheme(Scheme):
         return RandomCoding(Coding("e2m1", 32))
 
 
+@dataclass(frozen=True)
+class MXFP4Experts(Scheme):
+    """The same numbers, all experts of a layer in one tensor: [experts, outputs, groups, 16 bytes]."""
+
+    needs = ("blocks", "scales")
+
+    def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
+        blocks = shapes["blocks"]
+        if len(blocks) != 4:
+            raise damaged(module, f"blocks is {list(blocks)}, but should be [experts, outputs, groups, 16]")
+        check_shape(module, "blocks", blocks[3:], (16,))
+        check_shape(module, "scales", shapes["scales"], blocks[:3])
+        return blocks[0] * blocks[1], blocks[2] * 32
+
+    def decode(self, module: str, tensors: Tensors) -> Coded:
+        for name in self.needs:
+            check_type(module, name, tensors[name], torch.uint8)
+        codes = nibbles(tensors["blocks"]).flatten(2).flatten(0, 1)
+        return Coded(codes, power_of_two(tensors["scales"]).flatten(0, 1), Coding("e2m1", 32))
+
+    def coding(self, inputs: int) -> RandomCoding:
+        return RandomCoding(Coding("e2m1", 32))
+
+
+class MXFP4(WeightFormat):
+    """The experts of gpt-oss; all else is not quantized."""
+
+    name = "mxfp4"
+    marks = ("blocks",)
+    joint = "_"
+    matrix = ""
+
+    def __init__(self, config: Config) -> None:
+        self._plain = tuple(config.get("modules_to_not_convert") or ())
+
+    def scheme(self, module: str) -> Scheme | None:
+        return MXFP4Experts() if ".experts." in module and not is_listed(module, self._plain) else None
+
+
 def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
     """2 ** (byte - 127). The byte 255 means no number; it becomes infinity, which is refused as well."""
     bits = torch.where(exponents == 0, 1 << 22, exponents.int() << 23)  # those of a float32; the least is subnormal
@@ -153,7 +198,7 @@ def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _shape(module: str, shapes: Shapes, weight: str, group: int) -> tuple[int, int]:
-    outputs, width = shapes[weight]
+    outputs, width = check_matrix(module, weight, shapes)
     check_shape(module, "weight_scale", shapes["weight_scale"], (outputs, width * 2 // group))
     return outputs, width * 2
 
@@ -162,12 +207,15 @@ def _shape(module: str, shapes: Shapes, weight: str, group: int) -> tuple[int, i
 class ModelOptAWQ(Scheme):
     """4-bit numbers of two's complement. A byte has two outputs, and inputs may have to be multiplied first."""
 
+    group_size: int
     needs = ("weight", "weight_scale")
     may_have = ("pre_quant_scale",)
     unused = ("input_scale",)
 
     def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
-        half, inputs = shapes["weight"]
+        half, inputs = check_matrix(module, "weight", shapes)
+        groups = inputs // group_of(module, self.group_size, inputs)
+        check_shape(module, "weight_scale", shapes["weight_scale"], (half * 2, groups))
         if "pre_quant_scale" in shapes:
             check_shape(module, "pre_quant_scale", shapes["pre_quant_scale"], (inputs,))
         return half * 2, inputs
@@ -175,6 +223,7 @@ class ModelOptAWQ(Scheme):
     def decode(self, module: str, tensors: Tensors) -> Coded:
         packed = tensors["weight"]
         check_type(module, "weight", packed, torch.uint8)
+        check_floating(module, "weight_scale", tensors["weight_scale"])
         numbers = torch.stack((packed & 15, packed >> 4), dim=1).flatten(0, 1) ^ 8
         scale = spread(module, tensors["weight_scale"], (numbers.shape[0], numbers.shape[1]), None)
         coded = whole_numbers(numbers, scale, 8, 4)
@@ -182,7 +231,7 @@ class ModelOptAWQ(Scheme):
         return coded if column is None else replace(coded, column=column.clone())
 
     def coding(self, inputs: int) -> RandomCoding:
-        return RandomCoding(Coding("u4", 128, 8))
+        return RandomCoding(Coding("u4", self.group_size, 8))
 
 
 def _scheme(algorithm: str, config: Config) -> Scheme:
@@ -193,7 +242,7 @@ def _scheme(algorithm: str, config: Config) -> Scheme:
             raise refuse(f"ModelOpt NVFP4 in groups of {config['group_size']} (there is 16)")
         return NVFP4Scheme("weight", "weight_scale_2", divides=False)
     if algorithm == "W4A16_AWQ":
-        return ModelOptAWQ()
+        return ModelOptAWQ(whole(config, "group_size", default=128))
     raise refuse(f"ModelOpt with quant_algo {algorithm!r}")
 
 

@@ -15,8 +15,11 @@ from kvasir.quantization.formats.base import (
     Shapes,
     Tensors,
     WeightFormat,
+    check_floating,
+    check_matrix,
     check_shape,
     check_type,
+    damaged,
     group_of,
     is_listed,
     refuse,
@@ -36,22 +39,26 @@ class GPTQScheme(Scheme):
     bits: int
     group_size: int
     zero_shift: int  # added to the stored zero points
+    ordered: bool = False  # act-order: groups are of inputs that need not stand side by side
     needs = ("qweight", "qzeros", "scales")
     may_have = ("g_idx",)
 
     def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
-        words, outputs = shapes["qweight"]
+        words, outputs = check_matrix(module, "qweight", shapes)
         inputs = words * 32 // self.bits
         groups = inputs // group_of(module, self.group_size, inputs)
         check_shape(module, "qzeros", shapes["qzeros"], (groups, outputs * self.bits // 32))
         check_shape(module, "scales", shapes["scales"], (groups, outputs))
         if "g_idx" in shapes:
             check_shape(module, "g_idx", shapes["g_idx"], (inputs,))
+        elif self.ordered and groups > 1:
+            raise damaged(module, "g_idx is missing, though its config says desc_act=true")
         return outputs, inputs
 
     def decode(self, module: str, tensors: Tensors) -> Coded:
         for name in ("qweight", "qzeros"):
             check_type(module, name, tensors[name], torch.int32)
+        check_floating(module, "scales", tensors["scales"])
         inputs = tensors["qweight"].shape[0] * 32 // self.bits
         outputs = tensors["scales"].shape[1]
         group = group_of(module, self.group_size, inputs)
@@ -81,19 +88,18 @@ class GPTQ(WeightFormat):
         self._bits = _checked(whole(config, "bits"))
         self._group = whole(config, "group_size", default=-1)
         self._dynamic = config.get("dynamic") or {}
+        self._ordered = bool(config.get("desc_act"))
 
     def scheme(self, module: str) -> Scheme | None:
-        bits, group = self._bits, self._group
+        bits, group, ordered = self._bits, self._group, self._ordered
         for rule, changes in self._dynamic.items():
             if re.match(rule[2:] if rule[:2] in ("-:", "+:") else rule, module):
                 if rule.startswith("-:"):
                     return None
-                bits, group = (
-                    _checked(whole(changes, "bits", default=bits)),
-                    whole(changes, "group_size", default=group),
-                )
+                bits = _checked(whole(changes, "bits", default=bits))
+                group, ordered = whole(changes, "group_size", default=group), bool(changes.get("desc_act", ordered))
                 break
-        return GPTQScheme(bits, group, self._shift)
+        return GPTQScheme(bits, group, self._shift, ordered)
 
 
 def _checked(bits: int) -> int:
@@ -110,13 +116,14 @@ class AWQScheme(Scheme):
     needs = ("qweight", "qzeros", "scales")
 
     def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
-        inputs, words = shapes["qweight"]
+        inputs, words = check_matrix(module, "qweight", shapes)
         groups = inputs // group_of(module, self.group_size, inputs)
         check_shape(module, "qzeros", shapes["qzeros"], (groups, words))
         check_shape(module, "scales", shapes["scales"], (groups, words * 8))
         return words * 8, inputs
 
     def decode(self, module: str, tensors: Tensors) -> Coded:
+        check_floating(module, "scales", tensors["scales"])
         numbers, zeros = (_outputs(module, name, tensors[name]) for name in ("qweight", "qzeros"))
         return whole_numbers(numbers.T, tensors["scales"].T, zeros.T.int(), 4)
 
