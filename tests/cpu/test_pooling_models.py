@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from kvasir import LLM, PoolingParams
-from kvasir.errors import ConfigError, RequestError
+from kvasir.errors import ConfigError, ModelError, RequestError
 from tests.pairwise import few
 from tests.pooling_builders import VOCABULARY, save_sentence_bert, save_tokenizer, set_entries
 
@@ -102,6 +103,69 @@ def test_hidden_states(name: str, tmp_path: Path) -> None:
         whole = {"cls": expected[0], "last": expected[-1], "mean": expected.mean(0)}[pooling]
         np.testing.assert_allclose(vector, whole, atol=3e-5, rtol=1e-4)
         np.testing.assert_allclose(unit, whole / np.linalg.norm(whole), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", few(["Qwen2", "Llama", "Mistral", "Qwen3"], fast=("Qwen2",)))
+def test_decoders_that_see_later_tokens(name: str, tmp_path: Path) -> None:
+    """As GTE-Qwen2: is_causal is false in config.json, so a model for text generation embeds in both directions."""
+    hf = make(name, "Model", tmp_path, is_causal=False)
+    set_entries(tmp_path, architectures=[f"{name}ForCausalLM"])
+    with load(tmp_path) as llm:
+        found = pooled(llm, "token_embed", normalize=False)
+    for text, states in zip(TEXTS, found, strict=True):
+        expected = reference(hf, text).last_hidden_state[0].numpy()
+        np.testing.assert_allclose(states, expected, atol=3e-5, rtol=1e-4)
+    with pytest.raises(ConfigError, match="does not generate text"):
+        load(tmp_path, runner="generate")
+
+
+def test_nvidias_llama_that_sees_later_tokens(tmp_path: Path) -> None:
+    hf = make("Llama", "Model", tmp_path, is_causal=False)
+    set_entries(tmp_path, architectures=["LlamaBidirectionalModel"], is_causal=None)
+    with load(tmp_path) as llm:
+        found = pooled(llm, "embed", normalize=False)
+    for text, vector in zip(TEXTS, found, strict=True):
+        expected = reference(hf, text).last_hidden_state[0].mean(0).numpy()
+        np.testing.assert_allclose(vector, expected, atol=3e-5, rtol=1e-4)
+
+
+# ---------------------------------------------------------------- checkpoints from before transformers had the models
+
+
+def test_the_first_files_of_nomic_bert(tmp_path: Path) -> None:
+    hf = make("NomicBert", "Model", tmp_path)
+    names = {"n_embd": 32, "n_head": 4, "n_inner": 48, "n_layer": 3, "n_positions": 80, "max_trained_positions": 40}
+    options = {"activation_function": "swiglu", "rotary_emb_base": 1000, "layer_norm_epsilon": 1e-12, "prenorm": False}
+    kept = {"architectures": ["NomicBertModel"], "vocab_size": 96, "type_vocab_size": 2, "model_type": "nomic_bert"}
+    (tmp_path / "config.json").write_text(json.dumps({**kept, **names, **options, "rotary_scaling_factor": 2}))
+    with load(tmp_path) as llm:
+        found = pooled(llm, "token_embed", normalize=False)
+        assert llm.llm_engine.config.model.max_model_len == 40, "positions after these are rotated otherwise"
+    for text, states in zip(TEXTS, found, strict=True):
+        np.testing.assert_allclose(states, reference(hf, text).last_hidden_state[0].numpy(), atol=3e-5, rtol=1e-4)
+    set_entries(tmp_path, num_experts=8)
+    with pytest.raises(ModelError, match="num_experts=8 is not supported"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("factor", [None, 8.0])
+def test_the_first_files_of_gte(factor: float | None, tmp_path: Path) -> None:
+    """Their code, and so their names, are their own, and NTK stretches positions in the long and multilingual ones."""
+    theta, dim = 20000.0, 8
+    hf = make("Gte", "Model", tmp_path, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({f"new.{name}": tensor for name, tensor in weights.items()}, tmp_path / "model.safetensors")
+    scaling = None if factor is None else {"type": "ntk", "factor": factor}
+    options = {"position_embedding_type": "rope", "layer_norm_type": "layer_norm", "pack_qkv": True}
+    named = {"architectures": ["NewModel"], "model_type": "new", "rope_theta": theta, "rope_scaling": scaling}
+    set_entries(tmp_path, rope_parameters=None, **named, **options)
+    if factor is not None:  # as the models' own code computes it
+        plain = 1.0 / (theta * factor) ** (torch.arange(0, dim, 2) / dim)
+        hf.rotary_emb.inv_freq = plain / factor ** (2 / dim)
+    with load(tmp_path) as llm:
+        found = pooled(llm, "token_embed", normalize=False)
+    for text, states in zip(TEXTS, found, strict=True):
+        np.testing.assert_allclose(states, reference(hf, text).last_hidden_state[0].numpy(), atol=3e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", few([name for name in MODELS if name not in NO_CLASSES], fast=("XLMRoberta", "Llama")))
