@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from kvasir import LLM, PoolingParams
 from kvasir.errors import ConfigError, ModelError, RequestError
 from tests.pairwise import few
-from tests.pooling_builders import VOCABULARY, save_sentence_bert, save_tokenizer, set_entries
+from tests.pooling_builders import VOCABULARY, save_bert, save_sentence_bert, save_tokenizer, set_entries
 
 LENGTHS = (29, 5, 1, 12, 12)
 SIZES: dict[str, Any] = {
@@ -239,6 +239,36 @@ def test_texts_as_long_as_the_model_takes(tmp_path: Path) -> None:
             llm.generate(text, use_tqdm=False)
         with pytest.raises(RequestError, match="cannot be shortened"):
             llm.embed(text, pooling_params=PoolingParams(dimensions=8), use_tqdm=False)
+
+
+def test_how_texts_are_read(tmp_path: Path) -> None:
+    """Texts that are cut keep their special tokens, in whatever form and at whichever side."""
+    save_bert(tmp_path)
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "what is "}}))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "the cat sat on the mat and a dog barks"
+    with LLM(str(tmp_path), dtype="float32") as llm:
+
+        def ids(prompt: Any, prompt_name: str | None = None, **reading: Any) -> list[int]:
+            (output,) = llm.embed(prompt, tokenization_kwargs=reading, prompt_name=prompt_name, use_tqdm=False)
+            return output.prompt_token_ids
+
+        right = tokenizer(text, truncation=True, max_length=6)["input_ids"]
+        assert ids(text, truncate_prompt_tokens=6) == ids({"prompt": text}, truncate_prompt_tokens=6) == right
+        asked = tokenizer("what is " + text)["input_ids"]
+        assert ids(text, "query") == ids({"prompt": text}, "query") == asked
+        assert ids(tuple(asked), truncate_prompt_tokens=4) == asked[:4]
+        assert ids(text, add_special_tokens=False) == tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokenizer.truncation_side = "left"
+        left = tokenizer(text, truncation=True, max_length=6)["input_ids"]
+        assert left != right
+        assert ids(text, truncate_prompt_tokens=6, truncation_side="left") == left
+        params = PoolingParams(truncate_prompt_tokens=6, truncation_side="left")
+        assert llm.embed(text, pooling_params=params, use_tqdm=False)[0].prompt_token_ids == left
+        with pytest.raises(RequestError, match="tokenization_kwargs takes truncate_prompt_tokens"):
+            ids(text, padding=True)
+        with pytest.raises(RequestError, match="left or right"):
+            ids(text, truncation_side="middle")
 
 
 def test_settings_that_do_not_fit(tmp_path: Path) -> None:
