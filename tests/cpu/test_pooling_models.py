@@ -105,6 +105,17 @@ def test_hidden_states(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(unit, whole / np.linalg.norm(whole), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", few(["Bert", "ModernBert", "MPNet", "Gemma3Text"], fast=("Bert",)))
+def test_vectors_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """The CPU library attends, except in layers with biases or with windows that hide something."""
+    hf = make(name, "Model", tmp_path)
+    with LLM(str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16") as llm:
+        found = pooled(llm, "token_embed")
+    for text, units in zip(TEXTS, found, strict=True):
+        expected = torch.nn.functional.normalize(reference(hf, text).last_hidden_state[0], dim=-1).numpy()
+        assert (units * expected).sum(-1).min() > 0.999
+
+
 @pytest.mark.parametrize("name", few(["Qwen2", "Llama", "Mistral", "Qwen3"], fast=("Qwen2",)))
 def test_decoders_that_see_later_tokens(name: str, tmp_path: Path) -> None:
     """As GTE-Qwen2: is_causal is false in config.json, so a model for text generation embeds in both directions."""
