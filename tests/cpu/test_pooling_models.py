@@ -352,6 +352,54 @@ def test_three_heads_of_bge_m3(tmp_path: Path) -> None:
             np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5, rtol=1e-4)
 
 
+def test_late_interaction(tmp_path: Path) -> None:
+    """A layer for every token and no module that pools, as in ColBERT: texts have vectors for their tokens only."""
+    hf = save_bert(tmp_path)
+    kinds = {"": "sentence_transformers.models.Transformer", "1_Dense": "pylate.models.Dense.Dense"}
+    modules = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(kinds.items())]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Dense").mkdir()
+    identity = {"bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
+    (tmp_path / "1_Dense" / "config.json").write_text(json.dumps({"in_features": 32, "out_features": 8, **identity}))
+    weight = torch.randn(8, 32)
+    save_file({"linear.weight": weight}, tmp_path / "1_Dense" / "model.safetensors")
+
+    def vectors(text: str) -> torch.Tensor:
+        ids = transformers.AutoTokenizer.from_pretrained(tmp_path)(text, return_tensors="pt")
+        with torch.inference_mode():
+            return torch.nn.functional.normalize(hf(**ids).last_hidden_state[0] @ weight.T, dim=-1)
+
+    query, texts = "what is the moon", ["the moon is made of cheese", "a dog"]
+    with LLM(str(tmp_path), dtype="float32") as llm:
+        found = [each.outputs.data for each in llm.encode(texts, use_tqdm=False)]
+        scores = [each.outputs.score for each in llm.score(query, texts, use_tqdm=False)]
+        with pytest.raises(RequestError, match="does not do 'embed'; it does token_embed"):
+            llm.embed(texts, use_tqdm=False)
+    for text, states, score in zip(texts, found, scores, strict=True):
+        np.testing.assert_allclose(states, vectors(text).numpy(), atol=1e-5)
+        best = (vectors(query) @ vectors(text).T).amax(1).sum()
+        assert score == pytest.approx(float(best), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("entries", "function"),
+    [
+        ({}, lambda x: x.softmax(-1)),
+        ({"problem_type": "regression"}, lambda x: x),
+        ({"problem_type": "multi_label_classification"}, torch.sigmoid),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, lambda x: x),
+    ],
+)
+def test_what_makes_scores_of_a_classifiers_numbers(entries: dict[str, Any], function: Any, tmp_path: Path) -> None:
+    hf = save_bert(tmp_path, "ForSequenceClassification", num_labels=3)
+    set_entries(tmp_path, **entries)
+    with load(tmp_path) as llm:
+        found = [each.outputs.probs for each in llm.classify(TEXTS[:2], use_tqdm=False)]
+    for text, share in zip(TEXTS[:2], found, strict=True):
+        logits = reference(hf, text, attention_mask=torch.ones(1, len(text))).logits[0]
+        np.testing.assert_allclose(share, function(logits).numpy(), atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.slow
 def test_dense_module_of_sentence_transformers(tmp_path: Path) -> None:
     model = save_sentence_bert(tmp_path, "Dense", prompts={"query": "what is "})
