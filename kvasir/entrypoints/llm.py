@@ -256,13 +256,16 @@ class LLM(MissingVllmMethods):
         pooling_params: PoolingParams | None = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well texts fit: each of `data_1` to the one of `data_2` in the same place, or one to many. A
-        cross-encoder reads both together; the score of an embedding model is the cosine of two embeddings."""
+        cross-encoder reads both together, in a prompt that `chat_template` writes of messages of the roles query and
+        document (None: the setting's, else both texts as its tokenizer joins them); the score of an embedding model is
+        the cosine of two embeddings."""
         _refuse(lora_request=lora_request)
         first, second = ([each] if _is_one_prompt(each) else list(each) for each in (data_1, data_2))  # type: ignore[arg-type]
         pooling = self.llm_engine.input_processor.pooling
-        scoring = pooling.scoring(cast(Any, first), cast(Any, second))
+        scoring = pooling.scoring(cast(Any, first), cast(Any, second), chat_template)
         params = pooling_params or PoolingParams()
         reading = _reading(truncate_prompt_tokens, tokenization_kwargs)
         outputs = self._pool(scoring.prompts, params, reading, use_tqdm, scoring.task)

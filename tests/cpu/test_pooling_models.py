@@ -312,6 +312,23 @@ def test_rerankers_made_of_two_tokens(tmp_path: Path) -> None:
         np.testing.assert_allclose(score, logits[[no, yes]].softmax(-1)[1:].numpy(), atol=1e-5)
 
 
+def test_a_template_writes_the_prompt_of_a_pair(tmp_path: Path) -> None:
+    """As for Qwen3-Reranker, by vLLM's roles: query and document."""
+    save_bert(tmp_path, "ForSequenceClassification", num_labels=1)
+    one = "{{ messages | selectattr('role', 'eq', '%s') | map(attribute='content') | first }}"
+    template = f"what is {one % 'query'} and {one % 'document'} ?"
+    texts = ["a dog barks", "the moon"]
+    with LLM(str(tmp_path), dtype="float32") as llm:
+        pairs = llm.score("cat", texts, use_tqdm=False)
+        given = llm.score("cat", texts, chat_template=template, use_tqdm=False)
+        written = llm.classify([f"what is cat and {text} ?" for text in texts], use_tqdm=False)
+    with LLM(str(tmp_path), dtype="float32", chat_template=template) as llm:
+        by_setting = llm.score("cat", texts, use_tqdm=False)
+    assert [each.outputs.score for each in given] == [each.outputs.probs[0] for each in written]
+    assert [each.outputs.score for each in by_setting] == [each.outputs.score for each in given]
+    assert given[0].prompt_token_ids == written[0].prompt_token_ids != pairs[0].prompt_token_ids
+
+
 @pytest.mark.parametrize("ending", ["ForRewardModel", "ForProcessRewardModel"])
 def test_reward_models(ending: str, tmp_path: Path) -> None:
     hf = make("Qwen2", "ForCausalLM", tmp_path, num_labels=2)

@@ -65,8 +65,11 @@ class PoolingProcessor:
         prefix = prompts.get(name or self.config.default_prompt or "", "")
         return [_prefixed(prefix, text) for text in texts] if prefix else list(texts)
 
-    def scoring(self, first: Sequence[PromptType], second: Sequence[PromptType]) -> Scoring:
-        """How pairs of texts are scored: each of `first` with the one of `second` in its place, or one with all."""
+    def scoring(
+        self, first: Sequence[PromptType], second: Sequence[PromptType], chat_template: str | None = None
+    ) -> Scoring:
+        """How pairs of texts are scored: each of `first` with the one of `second` in its place, or one with all. A
+        template, here or among the settings, writes the prompt of a pair for a cross-encoder."""
         if not first or not second:
             raise RequestError("there is nothing to score: both sides need at least one text", "text_1")
         if len(first) == 1:
@@ -87,7 +90,11 @@ class PoolingProcessor:
             texts = [*first, *second]
             if not all(isinstance(text, str) for text in texts):
                 raise RequestError("a cross-encoder scores pairs of texts; token ids cannot be paired", "text_1")
-            return Scoring("classify", list(zip(first, second, strict=True)), [])
+            pairs: list[Any] = list(zip(first, second, strict=True))
+            template = chat_template or self.config.chat_template
+            return Scoring("classify", [self._written(*each, template) for each in pairs] if template else pairs, [])
+        if chat_template is not None:
+            raise RequestError("chat_template is for cross-encoders; this model embeds each text by itself", "prompt")
         task = "embed" if "embed" in self.poolers else self.pooler_for("token_embed").task
         texts, places = [], {}  # a text that is in many pairs is embedded once
         for text in [*first, *second]:
@@ -97,6 +104,11 @@ class PoolingProcessor:
                 texts.append(text)
         where = [places[text if isinstance(text, str) else repr(text)] for text in [*first, *second]]
         return Scoring(task, texts, list(zip(where[: len(first)], where[len(first) :], strict=True)))
+
+    def _written(self, query: str, document: str, template: str) -> str:
+        """The prompt of a pair, whose texts are messages of the roles query and document, as in vLLM."""
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        return self.prompts.render(messages, chat_template=template, add_generation_prompt=False)
 
     def tokenize(self, texts: Sequence[PromptType | Pair], params: PoolingParams) -> list[TokenizedPrompt]:
         """Tokenize texts, and pairs of texts for a model that reads two; token ids stay as they are. All are cut as
