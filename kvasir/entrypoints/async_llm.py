@@ -197,8 +197,8 @@ class AsyncLLM(MissingVllmMethods):
         if isinstance(text, str) and not isinstance(params, PoolingParams):
             (prompt,) = await self.text_pool.run(len(text), lambda: self.input_processor.prompts.tokenize([prompt]))
         elif isinstance(text, str) and isinstance(params, PoolingParams):
-            cut, pooling = params.truncate_prompt_tokens, self.input_processor.pooling
-            (prompt,) = await self.text_pool.run(len(text), lambda: pooling.tokenize([text], cut))
+            pooling = self.input_processor.pooling
+            (prompt,) = await self.text_pool.run(len(text), lambda: pooling.tokenize([prompt], params))
         structured = params.structured_outputs if isinstance(params, SamplingParams) else None
         if structured is not None:  # `_add` finds the grammar compiled
             await asyncio.to_thread(self.input_processor.structured.check, structured)

@@ -178,12 +178,15 @@ class LLM(MissingVllmMethods):
         use_tqdm: ProgressBar = True,
         lora_request: None = None,
         pooling_task: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """What the model's pooler makes of one prompt or many: a vector of each, or of each token. `pooling_task` is
-        the task of requests whose parameters name none."""
+        the task of requests whose parameters name none. `tokenization_kwargs` say how texts are read:
+        truncate_prompt_tokens, truncation_side (right or left) and add_special_tokens."""
         _refuse(lora_request=lora_request)
         batch = [cast(PromptType, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[PromptType], prompts))
-        return self._pool(batch, pooling_params, truncate_prompt_tokens, use_tqdm, pooling_task)
+        reading = _reading(truncate_prompt_tokens, tokenization_kwargs)
+        return self._pool(batch, pooling_params, reading, use_tqdm, pooling_task)
 
     def embed(
         self,
@@ -194,13 +197,15 @@ class LLM(MissingVllmMethods):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: None = None,
         prompt_name: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Embed one text or many. `prompt_name` is one of the model's prompts (config_sentence_transformers.json),
         which is put before each text; None is the model's default, if it has one."""
         _refuse(lora_request=lora_request)
         batch = [cast(PromptType, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[PromptType], prompts))
         batch = self.llm_engine.input_processor.pooling.with_prompt(batch, prompt_name)
-        outputs = self._pool(batch, pooling_params, truncate_prompt_tokens, use_tqdm, "embed")
+        reading = _reading(truncate_prompt_tokens, tokenization_kwargs)
+        outputs = self._pool(batch, pooling_params, reading, use_tqdm, "embed")
         return [EmbeddingRequestOutput.from_base(each) for each in outputs]
 
     def classify(
@@ -211,11 +216,13 @@ class LLM(MissingVllmMethods):
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: None = None,
         truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Classify one text or many: the probability of each class."""
         _refuse(lora_request=lora_request)
         batch = [cast(PromptType, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[PromptType], prompts))
-        outputs = self._pool(batch, pooling_params, truncate_prompt_tokens, use_tqdm, "classify")
+        reading = _reading(truncate_prompt_tokens, tokenization_kwargs)
+        outputs = self._pool(batch, pooling_params, reading, use_tqdm, "classify")
         return [ClassificationRequestOutput.from_base(each) for each in outputs]
 
     def reward(
@@ -226,6 +233,7 @@ class LLM(MissingVllmMethods):
         use_tqdm: ProgressBar = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
         """What a reward model says of each token of one prompt or many."""
         return self.encode(
@@ -235,6 +243,7 @@ class LLM(MissingVllmMethods):
             use_tqdm=use_tqdm,
             lora_request=lora_request,
             pooling_task="token_classify",
+            tokenization_kwargs=tokenization_kwargs,
         )
 
     def score(
@@ -246,22 +255,27 @@ class LLM(MissingVllmMethods):
         use_tqdm: ProgressBar = True,
         pooling_params: PoolingParams | None = None,
         lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well texts fit: each of `data_1` to the one of `data_2` in the same place, or one to many. A
-        cross-encoder reads both together; the score of an embedding model is the cosine of two embeddings."""
+        cross-encoder reads both together, in a prompt that `chat_template` writes of messages of the roles query and
+        document (None: the setting's, else both texts as its tokenizer joins them); the score of an embedding model is
+        the cosine of two embeddings."""
         _refuse(lora_request=lora_request)
         first, second = ([each] if _is_one_prompt(each) else list(each) for each in (data_1, data_2))  # type: ignore[arg-type]
         pooling = self.llm_engine.input_processor.pooling
-        scoring = pooling.scoring(cast(Any, first), cast(Any, second))
+        scoring = pooling.scoring(cast(Any, first), cast(Any, second), chat_template)
         params = pooling_params or PoolingParams()
-        outputs = self._pool(scoring.prompts, params, truncate_prompt_tokens, use_tqdm, scoring.task)
+        reading = _reading(truncate_prompt_tokens, tokenization_kwargs)
+        outputs = self._pool(scoring.prompts, params, reading, use_tqdm, scoring.task)
         return scoring.scores(outputs)
 
     def _pool(
         self,
         batch: list[Any],
         given: PoolingParams | Sequence[PoolingParams] | None,
-        truncate: int | None,
+        reading: Mapping[str, Any],
         use_tqdm: ProgressBar,
         task: str | None,
     ) -> list[PoolingRequestOutput]:
@@ -271,7 +285,7 @@ class LLM(MissingVllmMethods):
                 f"there are {len(batch)} prompts but {len(params)} pooling_params; give one, or one for each",
                 "pooling_params",
             )
-        settled = [_with_task(each, task, truncate) for each in params]
+        settled = [_with_task(each, task, reading) for each in params]
         with self._lock:
             if self.llm_engine.has_unfinished_requests():
                 raise RequestError(
@@ -281,9 +295,8 @@ class LLM(MissingVllmMethods):
             pooling = self.llm_engine.input_processor.pooling
             pooling.pooler_for(task)  # a model that generates text is refused before anything is tokenized
             try:
-                lengths = {each.truncate_prompt_tokens for each in settled}
-                if len(lengths) == 1:
-                    batch = list(pooling.tokenize(batch, lengths.pop()))
+                if settled and all(_reads_alike(each, settled[0]) for each in settled):
+                    batch = list(pooling.tokenize(batch, settled[0]))
                 # The shortest first: attention computes texts of one length together.
                 sizes = [len(each.token_ids) if isinstance(each, TokenizedPrompt) else 0 for each in batch]
                 for i in sorted(range(len(batch)), key=sizes.__getitem__):
@@ -417,14 +430,30 @@ def _is_one_prompt(prompts: object) -> bool:
     return len(prompts) > 0 and isinstance(prompts[0], int)
 
 
-def _with_task(params: PoolingParams, task: str | None, truncate: int | None) -> PoolingParams:
+_READING = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
+
+
+def _reading(truncate: int | None, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """How texts are read, as a call says: values for the fields of PoolingParams in _READING."""
+    found = dict(given or {})
+    if unknown := [name for name in found if name not in _READING]:
+        message = f"tokenization_kwargs takes {', '.join(_READING)}, not {unknown[0]!r}"
+        raise RequestError(message, "tokenization_kwargs")
+    return found if truncate is None else {**found, "truncate_prompt_tokens": truncate}
+
+
+def _reads_alike(one: PoolingParams, other: PoolingParams) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name in _READING)
+
+
+def _with_task(params: PoolingParams, task: str | None, reading: Mapping[str, Any]) -> PoolingParams:
     """The parameters of one request, with what the call says where they say nothing."""
     if not isinstance(params, PoolingParams):
         raise RequestError(f"pooling_params must be PoolingParams, not {type(params).__name__}", "pooling_params")
     settled = params.clone()
     settled.task = params.task or task
-    if truncate is not None:
-        settled.truncate_prompt_tokens = truncate
+    for name, value in reading.items():
+        setattr(settled, name, value)
     settled.verify()
     return settled
 

@@ -13,7 +13,9 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvasir.kernels import onednn, reference
 from kvasir.kernels.cpu import ops
@@ -325,9 +327,25 @@ def draw(logits: torch.Tensor, *args: torch.Tensor | None) -> torch.Tensor:
     return tokens
 
 
-def encoder_attention(query: torch.Tensor, *args: Any) -> torch.Tensor:
+def encoder_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_start: torch.Tensor,
+    query_lens: NDArray[np.int32],
+    scale: float,
+    reach: int | None = None,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
     """See reference.encoder_attention."""
-    seen: torch.Tensor = _version_for(query).encoder_attention(query, *args)
+    # The CPU library knows no biases, and no tokens that are hidden on both sides.
+    all_seen = reach is None or reach >= query_lens.max(initial=0) - 1
+    version = _any_version_for(query) if bias is None and all_seen else _version_for(query)
+    reach = None if all_seen else reach
+    seen: torch.Tensor = version.encoder_attention(
+        query, key, value, query_start, query_lens, scale, reach, bias, softcap
+    )
     return seen
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from kvasir.errors import ModelError
 from kvasir.layers.spec import (
     AttentionSpec,
     DynamicScaling,
+    EncoderAttentionSpec,
     GatedMLPSpec,
     LayerNormSpec,
     LinearScaling,
@@ -174,8 +176,27 @@ def read_decoder(
     """A decoder of these layers, or of num_hidden_layers equal ones. `ends`: further fields of DecoderSpec."""
     if isinstance(layers, LayerSpec):
         layers = (layers,) * integer(config, "num_hidden_layers")
+    if config.get("is_causal") is False:  # GTE-Qwen2 and others: a decoder that was trained to embed
+        layers = [layer if layer.is_bidirectional else both_directions(layer) for layer in layers]
     ends.setdefault("tie_embeddings", flag(config, "tie_word_embeddings"))
     return DecoderSpec(integer(config, "vocab_size"), integer(config, "hidden_size"), tuple(layers), final_norm, **ends)
+
+
+def both_directions(layer: LayerSpec, share: int = 1) -> LayerSpec:
+    """The same layer whose tokens see later ones too: 1/share of a window on either side, where it has one."""
+    attention = layer.attention
+    if not isinstance(attention, AttentionSpec):
+        raise ModelError("config.json: is_causal=false is not supported for attention with a latent cache.")
+    if (
+        attention.clip is not None
+        or attention.sinks
+        or attention.temperature is not None
+        or attention.chunk is not None
+    ):
+        raise ModelError("config.json: is_causal=false is not supported for this model's attention.")
+    entries = {field.name: getattr(attention, field.name) for field in fields(attention)}
+    reach = None if attention.window is None else attention.window // share
+    return replace(layer, attention=EncoderAttentionSpec(**{**entries, "window": None}, reach=reach))
 
 
 # ---------------------------------------------------------------- norms

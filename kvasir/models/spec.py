@@ -38,6 +38,11 @@ class LayerSpec:
     mlp_post_norm: NormSpec | None = None
     residual_scale: float = 1.0  # multiplies what attention and feed-forward add to the residual
 
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether tokens see later ones."""
+        return isinstance(self.attention, EncoderAttentionSpec)
+
     def with_attention(self, **changes: Any) -> LayerSpec:
         """The same layer with some options of its attention changed."""
         return replace(self, attention=replace(self.attention, **changes))
@@ -102,7 +107,7 @@ class DecoderSpec:
     @property
     def is_encoder(self) -> bool:
         """Whether tokens see later ones. A prompt must then be computed in one step, and nothing of it is cached."""
-        return any(isinstance(layer.attention, EncoderAttentionSpec) for layer in self.layers)
+        return any(layer.is_bidirectional for layer in self.layers)
 
     def with_mlps(self, mlps: Sequence[FeedForwardSpec]) -> DecoderSpec:
         """The same decoder with other feed-forward networks, one for each layer."""

@@ -43,7 +43,10 @@ ROUTES: dict[str, tuple[Any, Any]] = {
     "/v1/completions": (CompletionRequest, CompletionJob),
     "/v1/embeddings": (EmbeddingRequest, EmbeddingJob),
     "/v1/score": (ScoreRequest, ScoreJob),
+    "/score": (ScoreRequest, ScoreJob),
     "/v1/rerank": (RerankRequest, RerankJob),
+    "/v2/rerank": (RerankRequest, RerankJob),
+    "/rerank": (RerankRequest, RerankJob),
 }
 
 

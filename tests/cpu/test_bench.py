@@ -55,6 +55,17 @@ def run(arguments: list[str], file: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- kvasir bench
 
 
+def test_embed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--runner", "pooling", "--num-prompts", "9", "--input-len", "3:40", "--repeat", "2"]
+    record = run(["embed", str(model), *flags], tmp_path / "out.json")
+    assert record["benchmark"] == "embed" and record["num_prompts"] == 9 and record["repeat"] == 2
+    assert record["texts_per_second"] == pytest.approx(9 / record["seconds"]) and record["one_text_ms"] > 0
+    assert record["tokens_per_second"] == pytest.approx(record["prompt_tokens"] / record["seconds"])
+    assert "9 texts of 3:40 tokens" in capsys.readouterr().out
+    assert main(["bench", "embed", str(model), *FLAGS]) != 0
+    assert "needs a pooling model" in capsys.readouterr().err
+
+
 def test_throughput_beside_transformers(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--num-prompts", "12", "--input-len", "3:60", "--output-len", "2:20", "--repeat", "2"]
     record = run(["throughput", str(model), *flags, "--compare", "transformers"], tmp_path / "out.json")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvasir import kernels
 from kvasir.attention.base import AttentionBatch
 from kvasir.attention.cpu import CpuAttention
 from kvasir.attention.torch import TorchAttention
@@ -271,6 +272,34 @@ def test_attention_that_sees_what_follows() -> None:
     cache, query = randn(8, 2, 16, 2, 64), randn(49, 4, 64)
     wanted = TorchAttention().forward(query.float(), cache.float(), batch, scale=0.1, window=None)
     close(CpuAttention().forward(query, cache, batch, scale=0.1, window=None), wanted, 8e-3)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(12, 12, 32), (4, 2, 64), (6, 1, 80), (2, 2, 8)])
+def test_encoder_attention(heads: int, kv_heads: int, head_dim: int, apart: bool, softcap: float | None) -> None:
+    """Keys and values are read where they are: side by side with the queries, or each by themselves."""
+    lengths = np.array([1, 7, 64, 65, 300, 3], np.int32)
+    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    qkv = randn(int(lengths.sum()), heads + 2 * kv_heads, head_dim)
+    query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    if apart:  # as positions that were rotated leave them
+        query, key = query.contiguous(), key.contiguous()
+    options = (starts, lengths, head_dim**-0.5, None, None, softcap)
+    wanted = reference.encoder_attention(query.float(), key.float(), value.float(), *options)
+    close(ops.encoder_attention(query, key, value, *options), wanted, 8e-3)
+
+
+def test_the_library_attends_for_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except where it knows too little: windows that hide something, biases, other types."""
+    calls: list[str] = []
+    for version, name in ((ops, "library"), (reference, "torch")):
+        monkeypatch.setattr(version, "encoder_attention", lambda query, *rest, name=name: calls.append(name) or query)
+    lengths, starts = np.array([4, 9], np.int32), torch.tensor([0, 4, 13], dtype=torch.int32)
+    x, bias = randn(13, 2, 16), randn(2, 17)
+    for given, reach, some in ((x, None, None), (x, 8, None), (x, 7, None), (x, None, bias), (x.float(), None, None)):
+        kernels.encoder_attention(given, given, given, starts, lengths, 0.25, reach, some)
+    assert calls == ["library", "library", "torch", "torch", "torch"]
 
 
 @pytest.mark.parametrize("head_dim", [64, 80])

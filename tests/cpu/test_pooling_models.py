@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from kvasir import LLM, PoolingParams
-from kvasir.errors import ConfigError, RequestError
+from kvasir.errors import ConfigError, ModelError, RequestError
 from tests.pairwise import few
-from tests.pooling_builders import VOCABULARY, save_sentence_bert, save_tokenizer, set_entries
+from tests.pooling_builders import VOCABULARY, save_bert, save_sentence_bert, save_tokenizer, set_entries
 
 LENGTHS = (29, 5, 1, 12, 12)
 SIZES: dict[str, Any] = {
@@ -104,6 +105,80 @@ def test_hidden_states(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(unit, whole / np.linalg.norm(whole), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", few(["Bert", "ModernBert", "MPNet", "Gemma3Text"], fast=("Bert",)))
+def test_vectors_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """The CPU library attends, except in layers with biases or with windows that hide something."""
+    hf = make(name, "Model", tmp_path)
+    with LLM(str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16") as llm:
+        found = pooled(llm, "token_embed")
+    for text, units in zip(TEXTS, found, strict=True):
+        expected = torch.nn.functional.normalize(reference(hf, text).last_hidden_state[0], dim=-1).numpy()
+        assert (units * expected).sum(-1).min() > 0.999
+
+
+@pytest.mark.parametrize("name", few(["Qwen2", "Llama", "Mistral", "Qwen3"], fast=("Qwen2",)))
+def test_decoders_that_see_later_tokens(name: str, tmp_path: Path) -> None:
+    """As GTE-Qwen2: is_causal is false in config.json, so a model for text generation embeds in both directions."""
+    hf = make(name, "Model", tmp_path, is_causal=False)
+    set_entries(tmp_path, architectures=[f"{name}ForCausalLM"])
+    with load(tmp_path) as llm:
+        found = pooled(llm, "token_embed", normalize=False)
+    for text, states in zip(TEXTS, found, strict=True):
+        expected = reference(hf, text).last_hidden_state[0].numpy()
+        np.testing.assert_allclose(states, expected, atol=3e-5, rtol=1e-4)
+    with pytest.raises(ConfigError, match="does not generate text"):
+        load(tmp_path, runner="generate")
+
+
+def test_nvidias_llama_that_sees_later_tokens(tmp_path: Path) -> None:
+    hf = make("Llama", "Model", tmp_path, is_causal=False)
+    set_entries(tmp_path, architectures=["LlamaBidirectionalModel"], is_causal=None)
+    with load(tmp_path) as llm:
+        found = pooled(llm, "embed", normalize=False)
+    for text, vector in zip(TEXTS, found, strict=True):
+        expected = reference(hf, text).last_hidden_state[0].mean(0).numpy()
+        np.testing.assert_allclose(vector, expected, atol=3e-5, rtol=1e-4)
+
+
+# ---------------------------------------------------------------- checkpoints from before transformers had the models
+
+
+def test_the_first_files_of_nomic_bert(tmp_path: Path) -> None:
+    hf = make("NomicBert", "Model", tmp_path)
+    names = {"n_embd": 32, "n_head": 4, "n_inner": 48, "n_layer": 3, "n_positions": 80, "max_trained_positions": 40}
+    options = {"activation_function": "swiglu", "rotary_emb_base": 1000, "layer_norm_epsilon": 1e-12, "prenorm": False}
+    kept = {"architectures": ["NomicBertModel"], "vocab_size": 96, "type_vocab_size": 2, "model_type": "nomic_bert"}
+    (tmp_path / "config.json").write_text(json.dumps({**kept, **names, **options, "rotary_scaling_factor": 2}))
+    with load(tmp_path) as llm:
+        found = pooled(llm, "token_embed", normalize=False)
+        assert llm.llm_engine.config.model.max_model_len == 40, "positions after these are rotated otherwise"
+    for text, states in zip(TEXTS, found, strict=True):
+        np.testing.assert_allclose(states, reference(hf, text).last_hidden_state[0].numpy(), atol=3e-5, rtol=1e-4)
+    set_entries(tmp_path, num_experts=8)
+    with pytest.raises(ModelError, match="num_experts=8 is not supported"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("factor", [None, 8.0])
+def test_the_first_files_of_gte(factor: float | None, tmp_path: Path) -> None:
+    """Their code, and so their names, are their own, and NTK stretches positions in the long and multilingual ones."""
+    theta, dim = 20000.0, 8
+    hf = make("Gte", "Model", tmp_path, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({f"new.{name}": tensor for name, tensor in weights.items()}, tmp_path / "model.safetensors")
+    scaling = None if factor is None else {"type": "ntk", "factor": factor}
+    options = {"position_embedding_type": "rope", "layer_norm_type": "layer_norm", "pack_qkv": True}
+    named = {"architectures": ["NewModel"], "model_type": "new", "rope_theta": theta, "rope_scaling": scaling}
+    set_entries(tmp_path, rope_parameters=None, **named, **options)
+    if factor is not None:  # as the models' own code computes it
+        plain = 1.0 / (theta * factor) ** (torch.arange(0, dim, 2) / dim)
+        hf.rotary_emb.inv_freq = plain / factor ** (2 / dim)
+    with load(tmp_path) as llm:
+        found = pooled(llm, "token_embed", normalize=False)
+    for text, states in zip(TEXTS, found, strict=True):
+        np.testing.assert_allclose(states, reference(hf, text).last_hidden_state[0].numpy(), atol=3e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", few([name for name in MODELS if name not in NO_CLASSES], fast=("XLMRoberta", "Llama")))
 def test_classes(name: str, tmp_path: Path) -> None:
     hf = make(name, "ForSequenceClassification", tmp_path, pad_token_id=0)
@@ -177,6 +252,36 @@ def test_texts_as_long_as_the_model_takes(tmp_path: Path) -> None:
             llm.embed(text, pooling_params=PoolingParams(dimensions=8), use_tqdm=False)
 
 
+def test_how_texts_are_read(tmp_path: Path) -> None:
+    """Texts that are cut keep their special tokens, in whatever form and at whichever side."""
+    save_bert(tmp_path)
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "what is "}}))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "the cat sat on the mat and a dog barks"
+    with LLM(str(tmp_path), dtype="float32") as llm:
+
+        def ids(prompt: Any, prompt_name: str | None = None, **reading: Any) -> list[int]:
+            (output,) = llm.embed(prompt, tokenization_kwargs=reading, prompt_name=prompt_name, use_tqdm=False)
+            return output.prompt_token_ids
+
+        right = tokenizer(text, truncation=True, max_length=6)["input_ids"]
+        assert ids(text, truncate_prompt_tokens=6) == ids({"prompt": text}, truncate_prompt_tokens=6) == right
+        asked = tokenizer("what is " + text)["input_ids"]
+        assert ids(text, "query") == ids({"prompt": text}, "query") == asked
+        assert ids(tuple(asked), truncate_prompt_tokens=4) == asked[:4]
+        assert ids(text, add_special_tokens=False) == tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokenizer.truncation_side = "left"
+        left = tokenizer(text, truncation=True, max_length=6)["input_ids"]
+        assert left != right
+        assert ids(text, truncate_prompt_tokens=6, truncation_side="left") == left
+        params = PoolingParams(truncate_prompt_tokens=6, truncation_side="left")
+        assert llm.embed(text, pooling_params=params, use_tqdm=False)[0].prompt_token_ids == left
+        with pytest.raises(RequestError, match="tokenization_kwargs takes truncate_prompt_tokens"):
+            ids(text, padding=True)
+        with pytest.raises(RequestError, match="left or right"):
+            ids(text, truncation_side="middle")
+
+
 def test_settings_that_do_not_fit(tmp_path: Path) -> None:
     make("Bert", "Model", tmp_path)
     for settings, says in (
@@ -205,6 +310,23 @@ def test_rerankers_made_of_two_tokens(tmp_path: Path) -> None:
     for text, score in zip(TEXTS, found, strict=True):
         logits = reference(hf, text).logits[0, -1]
         np.testing.assert_allclose(score, logits[[no, yes]].softmax(-1)[1:].numpy(), atol=1e-5)
+
+
+def test_a_template_writes_the_prompt_of_a_pair(tmp_path: Path) -> None:
+    """As for Qwen3-Reranker, by vLLM's roles: query and document."""
+    save_bert(tmp_path, "ForSequenceClassification", num_labels=1)
+    one = "{{ messages | selectattr('role', 'eq', '%s') | map(attribute='content') | first }}"
+    template = f"what is {one % 'query'} and {one % 'document'} ?"
+    texts = ["a dog barks", "the moon"]
+    with LLM(str(tmp_path), dtype="float32") as llm:
+        pairs = llm.score("cat", texts, use_tqdm=False)
+        given = llm.score("cat", texts, chat_template=template, use_tqdm=False)
+        written = llm.classify([f"what is cat and {text} ?" for text in texts], use_tqdm=False)
+    with LLM(str(tmp_path), dtype="float32", chat_template=template) as llm:
+        by_setting = llm.score("cat", texts, use_tqdm=False)
+    assert [each.outputs.score for each in given] == [each.outputs.probs[0] for each in written]
+    assert [each.outputs.score for each in by_setting] == [each.outputs.score for each in given]
+    assert given[0].prompt_token_ids == written[0].prompt_token_ids != pairs[0].prompt_token_ids
 
 
 @pytest.mark.parametrize("ending", ["ForRewardModel", "ForProcessRewardModel"])
@@ -245,6 +367,54 @@ def test_three_heads_of_bge_m3(tmp_path: Path) -> None:
         expected = states[0] / states[0].norm(), tokens / tokens.norm(dim=-1, keepdim=True), weights
         for ours, theirs in zip(vectors, expected, strict=True):
             np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5, rtol=1e-4)
+
+
+def test_late_interaction(tmp_path: Path) -> None:
+    """A layer for every token and no module that pools, as in ColBERT: texts have vectors for their tokens only."""
+    hf = save_bert(tmp_path)
+    kinds = {"": "sentence_transformers.models.Transformer", "1_Dense": "pylate.models.Dense.Dense"}
+    modules = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(kinds.items())]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Dense").mkdir()
+    identity = {"bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
+    (tmp_path / "1_Dense" / "config.json").write_text(json.dumps({"in_features": 32, "out_features": 8, **identity}))
+    weight = torch.randn(8, 32)
+    save_file({"linear.weight": weight}, tmp_path / "1_Dense" / "model.safetensors")
+
+    def vectors(text: str) -> torch.Tensor:
+        ids = transformers.AutoTokenizer.from_pretrained(tmp_path)(text, return_tensors="pt")
+        with torch.inference_mode():
+            return torch.nn.functional.normalize(hf(**ids).last_hidden_state[0] @ weight.T, dim=-1)
+
+    query, texts = "what is the moon", ["the moon is made of cheese", "a dog"]
+    with LLM(str(tmp_path), dtype="float32") as llm:
+        found = [each.outputs.data for each in llm.encode(texts, use_tqdm=False)]
+        scores = [each.outputs.score for each in llm.score(query, texts, use_tqdm=False)]
+        with pytest.raises(RequestError, match="does not do 'embed'; it does token_embed"):
+            llm.embed(texts, use_tqdm=False)
+    for text, states, score in zip(texts, found, scores, strict=True):
+        np.testing.assert_allclose(states, vectors(text).numpy(), atol=1e-5)
+        best = (vectors(query) @ vectors(text).T).amax(1).sum()
+        assert score == pytest.approx(float(best), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("entries", "function"),
+    [
+        ({}, lambda x: x.softmax(-1)),
+        ({"problem_type": "regression"}, lambda x: x),
+        ({"problem_type": "multi_label_classification"}, torch.sigmoid),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, lambda x: x),
+    ],
+)
+def test_what_makes_scores_of_a_classifiers_numbers(entries: dict[str, Any], function: Any, tmp_path: Path) -> None:
+    hf = save_bert(tmp_path, "ForSequenceClassification", num_labels=3)
+    set_entries(tmp_path, **entries)
+    with load(tmp_path) as llm:
+        found = [each.outputs.probs for each in llm.classify(TEXTS[:2], use_tqdm=False)]
+    for text, share in zip(TEXTS[:2], found, strict=True):
+        logits = reference(hf, text, attention_mask=torch.ones(1, len(text))).logits[0]
+        np.testing.assert_allclose(share, function(logits).numpy(), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.slow

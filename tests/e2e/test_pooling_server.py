@@ -94,6 +94,36 @@ def test_prompts_and_truncation(embedder: tuple[LiveServer, Any, Path]) -> None:
     np.testing.assert_allclose([each["embedding"] for each in found["data"]], expected, atol=1e-5)
 
 
+def test_truncation_at_either_side(embedder: tuple[LiveServer, Any, Path]) -> None:
+    server, reference, _ = embedder
+    long = "cheese " * 30 + " ".join(TEXTS * 20)
+    ids = reference.tokenizer(long)["input_ids"]
+    cut = [ids[0], *ids[-39:]]  # [CLS] stays
+    expected = [post(server, "/v1/embeddings", {"input": cut})["data"][0]["embedding"]]
+    assert np.abs(expected - reference.encode([long])).max() > 0.01, "the ends differ"
+    asked = {"input": long, "truncate_prompt_tokens": -1, "truncation_side": "left"}
+    np.testing.assert_allclose([post(server, "/v1/embeddings", asked)["data"][0]["embedding"]], expected, atol=1e-5)
+    tei = post(server, "/embed", {"inputs": long, "truncate": True, "truncation_direction": "Left"})
+    np.testing.assert_allclose(tei, expected, atol=1e-5)
+    cohere = post(server, "/v2/embed", {"texts": [long], "truncate": "START"})["embeddings"]["float"]
+    np.testing.assert_allclose(cohere, expected, atol=1e-5)
+    ranked = {"query": "cat", "texts": [long], "truncate": True}
+    left, right = (post(server, "/rerank", {**ranked, "truncation_direction": side}) for side in ("left", "right"))
+    assert abs(left[0]["score"] - right[0]["score"]) > 1e-4
+
+
+def test_vllms_names_of_fields(embedder: tuple[LiveServer, Any, Path]) -> None:
+    server, reference, _ = embedder
+    raw = post(server, "/v1/embeddings", {"input": TEXTS[0], "use_activation": False})["data"][0]["embedding"]
+    assert abs(np.linalg.norm(raw) - 1) > 0.01, "it is not normalised"
+    ids = reference.tokenizer(TEXTS[0], add_special_tokens=False)["input_ids"]
+    bare = post(server, "/v1/embeddings", {"input": TEXTS[0], "add_special_tokens": False})
+    by_ids = post(server, "/v1/embeddings", {"input": ids})
+    np.testing.assert_allclose(bare["data"][0]["embedding"], by_ids["data"][0]["embedding"], atol=1e-6)
+    given = post(server, "/score", {"text_1": TEXTS[0], "text_2": TEXTS})["data"]
+    assert post(server, "/score", {"queries": TEXTS[0], "documents": TEXTS})["data"] == given
+
+
 def test_other_servers_interfaces(embedder: tuple[LiveServer, Any, Path]) -> None:
     server, reference, _ = embedder
     expected = reference.encode(TEXTS)
@@ -148,6 +178,7 @@ def test_batches(embedder: tuple[LiveServer, Any, Path], tmp_path: Path) -> None
         "/v1/embeddings": {"input": TEXTS},
         "/v1/score": {"text_1": TEXTS[0], "text_2": TEXTS},
         "/v1/rerank": {"query": TEXTS[0], "documents": TEXTS},
+        "/v2/rerank": {"query": TEXTS[0], "documents": TEXTS},
         "/v1/completions": {"prompt": "the"},
     }
     lines = [json.dumps({"custom_id": url, "method": "POST", "url": url, "body": bodies[url]}) for url in bodies]
@@ -162,6 +193,7 @@ def test_batches(embedder: tuple[LiveServer, Any, Path], tmp_path: Path) -> None
     scores = [each["score"] for each in found["/v1/score"]["data"]]
     np.testing.assert_allclose(scores, expected @ expected[0], atol=1e-5)
     assert [each["index"] for each in found["/v1/rerank"]["results"]] == np.argsort(scores)[::-1].tolist()
+    assert found["/v2/rerank"]["results"] == found["/v1/rerank"]["results"]
     assert "does not generate text" in found["/v1/completions"]["error"]["message"]
 
 
@@ -200,6 +232,8 @@ def test_a_chat_in_the_terminal_says_that_the_model_pools(
         ("/v1/embeddings", {"input": "cat", "dimensions": 64}, "more than the 32"),
         ("/v1/embeddings", {"input": "cat", "dimensions": 9}, "8, 16"),
         ("/v1/embeddings", {"input": "cat", "truncate_prompt_tokens": 41}, "more than the 40"),
+        ("/v1/embeddings", {"input": "cat", "truncation_side": "left"}, "needs truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "cat", "normalize": True, "use_activation": False}, "give one of them"),
         ("/v1/embeddings", {"input": "cat", "prompt_name": "title"}, "document, query"),
         ("/v1/embeddings", {"input": [5, 10**6]}, "vocabulary"),
         ("/v1/embeddings", {"input": {"text": "cat"}}, "list of texts"),
@@ -215,6 +249,9 @@ def test_a_chat_in_the_terminal_says_that_the_model_pools(
         ("/v1/responses", {"input": "the"}, "does not generate text"),
         ("/generate", {"prompt": "the"}, "does not generate text"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "as many"),
+        ("/score", {"text_1": "a"}, "text_2 is missing"),
+        ("/score", {"queries": "a", "text_1": "a", "text_2": "a"}, "text_1 and queries"),
+        ("/score", {"queries": "a", "documents": [""]}, "documents[0] is empty"),
         ("/rerank", {"query": "a"}, "documents"),
         ("/rerank", {"query": "", "documents": ["a"]}, "query is empty"),
         ("/rerank", {"query": "a", "documents": ["a", ""]}, "documents[1] is empty"),

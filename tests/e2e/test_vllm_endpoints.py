@@ -35,6 +35,33 @@ def chat_text(tokenizer: Tokenizer, content: str, count: int) -> str:
     return echoed(tokenizer, ids, count)  # type: ignore[arg-type]
 
 
+# ---------------------------------------------------------------- what another model could answer
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "Hi"}),
+        ("/v1/score", {"text_1": "Hi", "text_2": "Hi"}),
+        ("/score", {"text_1": "Hi", "text_2": "Hi"}),
+        ("/v1/rerank", {"query": "Hi", "documents": ["Hi"]}),
+        ("/v2/rerank", {"query": "Hi", "documents": ["Hi"]}),
+        ("/rerank", {"query": "Hi", "texts": ["Hi"]}),
+        ("/classify", {"input": "Hi"}),
+        ("/pooling", {"input": "Hi"}),
+        ("/embed", {"inputs": "Hi"}),
+        ("/v2/embed", {"texts": ["Hi"]}),
+        ("/api/embed", {"input": "Hi"}),
+        ("/api/embeddings", {"prompt": "Hi"}),
+    ],
+)
+def test_a_model_that_generates_does_not_pool(fake_server: LiveServer, path: str, body: dict[str, Any]) -> None:
+    reply = post(fake_server, path, **body)
+    assert reply.status_code == 400
+    message = reply.json()["error"]["message"]
+    assert "generates text" in message and "--runner pooling" in message
+
+
 # ---------------------------------------------------------------- tokens
 
 

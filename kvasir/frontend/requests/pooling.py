@@ -5,9 +5,9 @@ PoolingProcessor checks what callers ask for and makes EngineRequests; PooledSta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvasir.config.engine import ModelConfig
 from kvasir.config.pooling import PoolerSpec
 from kvasir.errors import RequestError
-from kvasir.frontend.requests.prompts import PromptProcessor, PromptType, TokenizedPrompt
+from kvasir.frontend.requests.prompts import PromptProcessor, PromptType, TokenizedPrompt, other_entries, text_of
 from kvasir.frontend.requests.state import Ending, RequestState
 from kvasir.messages import EngineRequest, Part, RowPooling
 from kvasir.outputs import (
@@ -63,10 +63,13 @@ class PoolingProcessor:
             known = f"it has {', '.join(prompts)}" if prompts else "it has none"
             raise RequestError(f"this model has no prompt called {name!r}; {known}", "prompt_name")
         prefix = prompts.get(name or self.config.default_prompt or "", "")
-        return [prefix + text if prefix and isinstance(text, str) else text for text in texts]
+        return [_prefixed(prefix, text) for text in texts] if prefix else list(texts)
 
-    def scoring(self, first: Sequence[PromptType], second: Sequence[PromptType]) -> Scoring:
-        """How pairs of texts are scored: each of `first` with the one of `second` in its place, or one with all."""
+    def scoring(
+        self, first: Sequence[PromptType], second: Sequence[PromptType], chat_template: str | None = None
+    ) -> Scoring:
+        """How pairs of texts are scored: each of `first` with the one of `second` in its place, or one with all. A
+        template, here or among the settings, writes the prompt of a pair for a cross-encoder."""
         if not first or not second:
             raise RequestError("there is nothing to score: both sides need at least one text", "text_1")
         if len(first) == 1:
@@ -87,7 +90,11 @@ class PoolingProcessor:
             texts = [*first, *second]
             if not all(isinstance(text, str) for text in texts):
                 raise RequestError("a cross-encoder scores pairs of texts; token ids cannot be paired", "text_1")
-            return Scoring("classify", list(zip(first, second, strict=True)), [])
+            pairs: list[Any] = list(zip(first, second, strict=True))
+            template = chat_template or self.config.chat_template
+            return Scoring("classify", [self._written(*each, template) for each in pairs] if template else pairs, [])
+        if chat_template is not None:
+            raise RequestError("chat_template is for cross-encoders; this model embeds each text by itself", "prompt")
         task = "embed" if "embed" in self.poolers else self.pooler_for("token_embed").task
         texts, places = [], {}  # a text that is in many pairs is embedded once
         for text in [*first, *second]:
@@ -98,29 +105,38 @@ class PoolingProcessor:
         where = [places[text if isinstance(text, str) else repr(text)] for text in [*first, *second]]
         return Scoring(task, texts, list(zip(where[: len(first)], where[len(first) :], strict=True)))
 
-    def tokenize(self, texts: Sequence[PromptType | Pair], truncate: int | None) -> list[TokenizedPrompt]:
-        """Tokenize texts, and pairs of texts for a model that reads two; token ids stay as they are."""
+    def _written(self, query: str, document: str, template: str) -> str:
+        """The prompt of a pair, whose texts are messages of the roles query and document, as in vLLM."""
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        return self.prompts.render(messages, chat_template=template, add_generation_prompt=False)
+
+    def tokenize(self, texts: Sequence[PromptType | Pair], params: PoolingParams) -> list[TokenizedPrompt]:
+        """Tokenize texts, and pairs of texts for a model that reads two; token ids stay as they are. All are cut as
+        `params` say."""
+        truncate, side, special = params.truncate_prompt_tokens, params.truncation_side, params.add_special_tokens
         keep = None if truncate is None else self.prompts.num_kept(truncate)
-        plain = {i: each for i, each in enumerate(texts) if isinstance(each, str)}
-        pairs = {i: each for i, each in enumerate(texts) if isinstance(each, tuple)}
-        if not pairs and keep is None:
-            return self.prompts.read_all(list(texts))  # type: ignore[arg-type]
+        if keep is None and not any(_is_pair(each) for each in texts):
+            return self.prompts.read_all(list(texts), special)  # type: ignore[arg-type]
         ready: dict[int, TokenizedPrompt] = {}
-        cut: dict[int, Any] = plain | pairs
-        encoded = self._encode(list(cut.values()), keep) if cut else []
+        cut = {i: text for i, each in enumerate(texts) if (text := _text_or_pair(each)) is not None}
+        encoded = self._encode(list(cut.values()), keep, side or "right", special) if cut else []
         for i, (ids, kinds) in zip(cut, encoded, strict=True):
-            ready[i] = self._with_kinds(self.prompts.read(ids), kinds, cut[i])
+            given = texts[i]
+            prompt: Any = {**given, "prompt_token_ids": ids} if isinstance(given, Mapping) else ids
+            ready[i] = self._with_kinds(self.prompts.read(prompt), kinds, cut[i])
         for i, each in enumerate(texts):
             if i not in ready:
-                ready[i] = self.prompts.read(each, truncate, "right")  # type: ignore[arg-type]
+                ready[i] = self.prompts.read(each, truncate, side or "right")  # type: ignore[arg-type]
         return [ready[i] for i in range(len(texts))]
 
-    def _encode(self, texts: list[str | Pair], keep: int | None) -> list[tuple[list[int], list[int]]]:
+    def _encode(
+        self, texts: list[str | Pair], keep: int | None, side: str, add_special_tokens: bool
+    ) -> list[tuple[list[int], list[int]]]:
         for text in texts:
             for one in text if isinstance(text, tuple) else (text,):
                 if not isinstance(one, str):
                     raise RequestError(f"a text must be a string, not {type(one).__name__}", "prompt")
-        return self.prompts.tokenizer.encode_pairs(texts, keep)
+        return self.prompts.tokenizer.encode_pairs(texts, keep, side, add_special_tokens)
 
     def _with_kinds(self, prompt: TokenizedPrompt, kinds: list[int], text: str | Pair) -> TokenizedPrompt:
         shown = text if isinstance(text, str) else text[1]
@@ -138,7 +154,7 @@ class PoolingProcessor:
         if isinstance(prompt, TokenizedPrompt):
             tokenized = prompt
         else:
-            (tokenized,) = self.tokenize([prompt], params.truncate_prompt_tokens)
+            (tokenized,) = self.tokenize([prompt], params)
         if not tokenized.token_ids:
             raise RequestError("The text is empty: it has no tokens. Send a text with at least one token.", "prompt")
         activate = params.use_activation if params.use_activation is not None else params.normalize
@@ -192,6 +208,26 @@ class PoolingProcessor:
                 )
         if (params.step_tag_id is not None or params.returned_token_ids) and pooler.pooling != "step":
             raise RequestError("step_tag_id and returned_token_ids are for models with step pooling", "step_tag_id")
+
+
+def _prefixed(prefix: str, prompt: Any) -> Any:
+    """The prompt with `prefix` before its text; token ids stay as they are."""
+    text = text_of(prompt)
+    if text is None:
+        return prompt
+    return {**prompt, "prompt": prefix + text} if isinstance(prompt, Mapping) else prefix + text
+
+
+def _text_or_pair(prompt: PromptType | Pair) -> str | Pair | None:
+    """What has still to be tokenized. A prompt with unknown entries has nothing: reading it refuses them."""
+    if _is_pair(prompt):
+        return cast(Pair, prompt)
+    given = cast(PromptType, prompt)
+    return None if other_entries(given) else text_of(given)
+
+
+def _is_pair(prompt: PromptType | Pair) -> bool:
+    return isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[0], str)
 
 
 @dataclass(slots=True, eq=False)

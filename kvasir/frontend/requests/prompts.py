@@ -142,9 +142,9 @@ class PromptProcessor:
         side: str = "left",
     ) -> list[PromptType]:
         """Tokenize all texts in one call, which uses every core. Other prompts stay as they are; nothing is checked."""
-        texts = {i: text for i, prompt in enumerate(prompts) if (text := _text_of(prompt)) is not None}
+        texts = {i: text for i, prompt in enumerate(prompts) if (text := text_of(prompt)) is not None}
         # `read` refuses prompts with unknown entries, and texts that cannot fit
-        texts = {i: t for i, t in texts.items() if not _other_entries(prompts[i]) and not self.cannot_fit(t, truncate)}
+        texts = {i: t for i, t in texts.items() if not other_entries(prompts[i]) and not self.cannot_fit(t, truncate)}
         if self._tokenizer is None or not texts:
             return list(prompts)
         ready = list(prompts)
@@ -392,11 +392,11 @@ def _plain_ints(ids: Any) -> list[int]:
     return list(ids) if kinds == {int} else list(map(int, ids))
 
 
-def _other_entries(prompt: PromptType) -> bool:
+def other_entries(prompt: PromptType) -> bool:
     return isinstance(prompt, Mapping) and bool(prompt.keys() - {"prompt", "cache_salt"})
 
 
-def _text_of(prompt: PromptType) -> str | None:
+def text_of(prompt: PromptType) -> str | None:
     """The text that has still to be tokenized."""
     if isinstance(prompt, Mapping):
         text = None if "prompt_token_ids" in prompt else prompt.get("prompt")

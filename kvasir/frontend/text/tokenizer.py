@@ -79,7 +79,7 @@ class Tokenizer:
         self.chat_template = chat_template  # a dict if there are several, by name
         self._bytes: dict[tuple[bool, frozenset[str]], TokenBytes] = {}  # by skip_special_tokens, and what stays
         self._texts: dict[int, str] = {}
-        self._cutting: dict[int, tokenizers.Tokenizer] = {}  # by the length that texts are cut to
+        self._cutting: dict[tuple[int, str], tokenizers.Tokenizer] = {}  # by the length that texts are cut to, and side
 
     # ------------------------------------------------------------ text and ids
 
@@ -95,29 +95,34 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def encode_pairs(
-        self, texts: Sequence[str | tuple[str, str]], max_length: int | None
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        max_length: int | None,
+        side: str = "right",
+        add_special_tokens: bool = True,
     ) -> list[tuple[list[int], list[int]]]:
         """Ids and kinds (0 for a first text, 1 for a second) of texts and of pairs of texts, cut to `max_length`
-        tokens: the longer text of a pair is cut first, and special tokens stay."""
-        backend = self._cutting_backend(max_length)
+        tokens at the `side`: the longer text of a pair is cut first, and special tokens stay."""
+        backend = self._cutting_backend(max_length, side)
         try:
-            encodings = backend.encode_batch(list(texts))
+            encodings = backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeError, ValueError) as error:
             said = _why_not_text([text for each in texts for text in (each if isinstance(each, tuple) else (each,))])
             raise RequestError(f"The text cannot be tokenized: {said}.", "prompt") from error
         return [(encoding.ids, encoding.type_ids) for encoding in encodings]
 
-    def _cutting_backend(self, max_length: int | None) -> tokenizers.Tokenizer:
+    def _cutting_backend(self, max_length: int | None, side: str) -> tokenizers.Tokenizer:
         """A copy of the tokenizer for each length that texts are cut to; the few newest are kept."""
         if max_length is None:
             return self._backend
-        if max_length not in self._cutting:
+        key = max_length, side
+        if key not in self._cutting:
             copied = tokenizers.Tokenizer.from_str(self._backend.to_str())
-            copied.enable_truncation(max_length)
+            copied.enable_truncation(max_length, direction=side)
             while len(self._cutting) >= _MOST_LENGTHS:
                 self._cutting.pop(next(iter(self._cutting)), None)
-            self._cutting[max_length] = copied
-        return self._cutting[max_length]
+            self._cutting[key] = copied
+        return self._cutting[key]
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         return self.decode_batch([[ids] if isinstance(ids, int) else list(ids)], skip_special_tokens)[0]

@@ -84,6 +84,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 def _configured(backend: tokenizers.Tokenizer, config: Mapping[str, Any], directory: Path) -> Tokenizer:
     if _composes(config, _read_json(directory / "config.json"), backend):
         backend.normalizer = normalizers.NFC()
+    if _read_json(directory / "sentence_bert_config.json").get("do_lower_case") is True:  # sentence-transformers
+        own = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
     named, extra = _special_tokens(config, directory)
     _add_tokens(backend, config.get("added_tokens_decoder", {}), [*named.values(), *extra])
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))

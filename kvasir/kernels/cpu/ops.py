@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvasir.kernels.cpu.library import (
     ACTIVATIONS,
@@ -30,6 +32,7 @@ from kvasir.kernels.cpu.library import (
 from kvasir.kernels.layout import AdapterMatrices, TokenSlots
 
 NONE = NormStruct()
+_ONE_BLOCK = 2**31 - 1  # tokens: no sequence has more
 
 
 def norm_struct(
@@ -140,6 +143,54 @@ def rope_store(
     step = StepView(_only_slots(slots.long()), positions=positions.contiguous(), tokens=len(qkv))
     loaded().kv_rope_store(ctypes.byref(layer), ctypes.byref(step.struct), _at(qkv))
     return qkv[:, : heads * head_dim].view(len(qkv), heads, head_dim)
+
+
+def encoder_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_start: torch.Tensor,
+    query_lens: NDArray[np.int32],
+    scale: float,
+    reach: None,
+    bias: None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Keys and values are read where they are, as a cache in which each sequence is one block."""
+    assert reach is None and bias is None, "the library sees all tokens of a sequence, and adds nothing"
+    if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
+        query = query.contiguous()
+    if key.stride() != value.stride() or key.stride(2) != 1:
+        key, value = key.contiguous(), value.contiguous()
+    token, head, _ = key.stride()
+    cache = CacheStruct(
+        data=key.data_ptr(),
+        block_stride=token,  # a table's one entry is the place of the sequence's first token
+        token_stride=token,
+        head_stride=head,
+        value_offset=(value.data_ptr() - key.data_ptr()) // key.itemsize,
+        block_size=_ONE_BLOCK,
+    )
+    (tokens, heads, head_dim), count = query.shape, len(query_lens)
+    starts, lengths = query_start.contiguous(), torch.from_numpy(query_lens)
+    rows = torch.arange(count)
+    group = GroupStruct(tables=address(starts, torch.int32), table_stride=1)
+    step = StepStruct(
+        tokens=tokens,
+        sequences=count,
+        num_groups=1,
+        rows=address(rows, torch.int64),
+        query_start=address(starts, torch.int32),
+        lengths=address(lengths, torch.int32),
+        groups=ctypes.addressof(group),
+    )
+    sizes = {"heads": heads, "kv_heads": key.shape[1], "head_dim": head_dim}
+    layer = LayerStruct(cache=cache, **sizes, scale=scale, softcap=softcap or 0.0)
+    out = torch.empty(tokens, heads, head_dim, dtype=query.dtype)
+    loaded().kv_attention(
+        ctypes.byref(layer), ctypes.byref(step), _at(query), ctypes.c_int64(query.stride(0)), _at(out)
+    )
+    return out
 
 
 def _only_slots(slots: torch.Tensor) -> SimpleNamespace:

@@ -65,7 +65,10 @@ _ARCHITECTURES: dict[str, str | Architecture] = {
     "ModernBertModel": "kvasir.models.architectures.bert:MODERNBERT",
     "NomicBertModel": "kvasir.models.architectures.bert:NOMIC_BERT",
     "GteModel": "kvasir.models.architectures.bert:GTE",
+    "NewModel": "kvasir.models.architectures.bert:NEW",
+    "GteNewModel": "kvasir.models.architectures.bert:NEW",
     "JinaEmbeddingsV3Model": "kvasir.models.architectures.bert:JINA",
+    "LlamaBidirectionalModel": "kvasir.models.architectures.llama:LLAMA_BIDIRECTIONAL",
     "T5EncoderModel": "kvasir.models.architectures.t5:T5",
     "MT5EncoderModel": "kvasir.models.architectures.t5:T5",
 }
@@ -160,7 +163,7 @@ def _pooling_kind(config: Config) -> str | None:
     """What a model that does not generate text does; None: it generates."""
     for name in listed(config, "architectures", str) or ():
         if name.endswith(("ForCausalLM", "LMHeadModel")):
-            return None
+            return "embed" if config.get("is_causal") is False else None  # its tokens see later ones
         if _find({"architectures": [name]}) is not None:
             return next((kind for ending, kind in _POOLING_ENDINGS.items() if name.endswith(ending)), None)
     return None

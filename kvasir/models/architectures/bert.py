@@ -284,8 +284,41 @@ def _read_rotary(config: Config, mlp: MLPSpec | GatedMLPSpec, theta: float, bias
     )
 
 
+_NOMIC_KEYS = {  # of the first checkpoints, whose code came with them
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_emb_base": "rope_theta",
+}
+_NOMIC_OTHERS: dict[str, object] = {  # options of that code -> the one value that its models have
+    "activation_function": "swiglu",
+    "causal": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "num_experts": 0,
+    "parallel_block": False,
+    "prenorm": False,
+    "qkv_proj_bias": False,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "use_rms_norm": False,
+}
+
+
+def _refuse_others(config: Config, known: Mapping[str, object]) -> None:
+    """Raise for an option that has another value than the one that is implemented."""
+    for key, value in known.items():
+        if config.get(key) not in (None, value):
+            raise ModelError(f"config.json: {key}={config[key]!r} is not supported; supported is {value!r}.")
+
+
 def read_nomic_bert(config: Config) -> DecoderSpec:
     """NomicBERT: BERT with rotated positions, a gated feed-forward network and no biases."""
+    if config.get("n_embd") is not None:
+        _refuse_others(config, _NOMIC_OTHERS)
+        config = renamed(config, _NOMIC_KEYS)
     mlp = GatedMLPSpec(integer(config, "intermediate_size"), read_activation(config))
     return _read_rotary(config, mlp, 1000.0, bias=False)
 
@@ -294,6 +327,28 @@ def read_gte(config: Config) -> DecoderSpec:
     """GTE v1.5 and its multilingual successors: BERT with rotated positions and a gated feed-forward network."""
     mlp = GatedMLPSpec(integer(config, "intermediate_size"), read_activation(config, default="gelu"), down_bias=True)
     return _read_rotary(config, mlp, 160000.0, bias=True)
+
+
+_NEW_OTHERS: dict[str, object] = {
+    "layer_norm_type": "layer_norm",
+    "logn_attention_clip1": False,
+    "logn_attention_scale": False,
+    "pack_qkv": True,
+    "position_embedding_type": "rope",
+}
+
+
+def read_new(config: Config) -> DecoderSpec:
+    """GTE v1.5 and its multilingual successors in their first files, whose rotation may be stretched by NTK."""
+    _refuse_others(config, _NEW_OTHERS)
+    rope = {**mapping(config, "rope_scaling"), **mapping(config, "rope_parameters")}
+    if "ntk" in (rope.get("rope_type"), rope.get("type")):
+        if rope.get("mixed_b") is not None:
+            raise ModelError("config.json: mixed_b of the NTK scaling is not supported.")
+        factor, theta = real(rope, "factor"), real(rope, "rope_theta", real(config, "rope_theta", 10000.0))
+        linear = {"rope_type": "linear", "factor": factor ** (2 / head_dim_of(config)), "rope_theta": theta * factor}
+        config = {**config, "rope_scaling": None, "rope_parameters": linear}
+    return read_gte(config)
 
 
 def read_jina(config: Config) -> DecoderSpec:
@@ -328,6 +383,7 @@ NOMIC_BERT = Architecture(
     heads=pooler_heads("nomic_bert."),
 )
 GTE = Architecture(read_gte, _prefixed("gte.", GTE_NAMES), prefix="gte.", pooling="cls", heads=pooler_heads("gte."))
+NEW = Architecture(read_new, _prefixed("new.", GTE_NAMES), prefix="new.", pooling="cls", heads=pooler_heads("new."))
 JINA = Architecture(
     read_jina, _prefixed("roberta.", JINA_NAMES), prefix="roberta.", pooling="mean", heads=roberta_heads
 )

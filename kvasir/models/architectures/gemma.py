@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
 
-from kvasir.layers.spec import AttentionSpec, EncoderAttentionSpec, GatedMLPSpec, RMSNormSpec, RopeSpec
+from kvasir.layers.spec import AttentionSpec, GatedMLPSpec, RMSNormSpec, RopeSpec
 from kvasir.models.architectures import llama
 from kvasir.models.config_reader import (
+    both_directions,
     flag,
     head_dim_of,
     integer,
@@ -23,7 +23,6 @@ from kvasir.models.config_reader import (
     windows_by_type,
 )
 from kvasir.models.spec import (
-    AnyAttentionSpec,
     Architecture,
     Config,
     DecoderSpec,
@@ -81,15 +80,8 @@ def read_gemma3(config: Config) -> DecoderSpec:
     windows = windows_by_type(config, window, pattern)
     layers = vary_attention(layer, window=windows, rope=[far if window is None else near for window in windows])
     if flag(config, "use_bidirectional_attention"):
-        layers = tuple(replace(each, attention=_both_directions(each.attention)) for each in layers)
+        layers = tuple(both_directions(each, share=2) for each in layers)  # half a window before, half after
     return _decoder(config, layers, norm, optional_real(config, "final_logit_softcapping"))
-
-
-def _both_directions(attention: AnyAttentionSpec) -> EncoderAttentionSpec:
-    """As in EmbeddingGemma: half of a window is before a token and half after it."""
-    entries = {field.name: getattr(attention, field.name) for field in fields(attention)}
-    reach = None if attention.window is None else attention.window // 2
-    return EncoderAttentionSpec(**{**entries, "window": None}, reach=reach)
 
 
 def _parts(config: Config, **options: RopeSpec) -> tuple[AttentionSpec, GatedMLPSpec, RMSNormSpec]:

@@ -72,6 +72,11 @@ def read_llama(config: Config) -> DecoderSpec:
     return read_decoder(config, pre_norm(norm, attention, mlp), norm)
 
 
+def read_llama_bidirectional(config: Config) -> DecoderSpec:
+    """Llama whose tokens see later ones too, as NVIDIA's embedding models and rerankers have it."""
+    return read_llama({**config, "is_causal": False})
+
+
 def read_granite(config: Config) -> DecoderSpec:
     """Granite: Llama with multipliers on embeddings, scores, residuals and logits."""
     bias, norm = flag(config, "attention_bias"), read_rms_norm(config)
@@ -187,6 +192,7 @@ def read_starcoder2(config: Config) -> DecoderSpec:
 
 
 LLAMA = Architecture(read_llama, NAMES)
+LLAMA_BIDIRECTIONAL = Architecture(read_llama_bidirectional, NAMES, pooling="mean")
 GRANITE = Architecture(read_granite, NAMES)
 SMOLLM3 = Architecture(read_smollm3, NAMES)
 INTERNLM2 = Architecture(read_internlm2, INTERNLM2_NAMES)

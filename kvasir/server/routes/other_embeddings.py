@@ -13,7 +13,17 @@ from starlette.responses import Response
 from kvasir.sampling_params import PoolingParams
 from kvasir.server.errors import answers
 from kvasir.server.http import Call, StrictRoute, TheCall, reply, unless_gone
-from kvasir.server.routes.pooling import INPUT_KINDS, PoolingBody, at_most, inputs_of, make_job, refuse_several, written
+from kvasir.server.routes.pooling import (
+    INPUT_KINDS,
+    PoolingBody,
+    TeiSide,
+    at_most,
+    inputs_of,
+    make_job,
+    refuse_several,
+    side_of,
+    written,
+)
 from kvasir.server.schema.base import MAX_TOKEN_IDS, Body, Reply, example, one_complaint, refused
 from kvasir.server.schema.sampling import PromptIds
 from kvasir.server.state import ServerState, State
@@ -33,7 +43,7 @@ class TeiEmbedRequest(Body):
     inputs: Annotated[str | list[str] | PromptIds | list[PromptIds], one_complaint("inputs", f"inputs {INPUT_KINDS}")]
     normalize: bool | None = None
     truncate: bool | None = Field(default=None, description="Cut texts that are too long; otherwise they are refused.")
-    truncation_direction: Literal["right", "Right"] | None = None
+    truncation_direction: TeiSide | None = Field(default=None, description="Where texts are cut; right (default).")
     encoding_format: Literal["float", "base64"] | None = None
     prompt_name: str | None = None
     dimensions: int | None = Field(default=None, ge=1)
@@ -47,6 +57,7 @@ async def embed_as_tei(body: TeiEmbedRequest, request: Request, state: State, ca
         normalize=body.normalize is not False,
         dimensions=body.dimensions,
         truncate_prompt_tokens=-1 if body.truncate else None,
+        truncation_side=None if body.truncation_direction is None else side_of(body.truncation_direction),
     )
     texts = state.engine.input_processor.pooling.with_prompt(inputs_of(body.inputs, "inputs"), body.prompt_name)
     job, _ = await make_job(state, call, PoolingBody(), texts, params)
@@ -153,8 +164,8 @@ class CohereEmbedRequest(PoolingBody):
     embedding_types: list[_CohereType] | None = Field(default=None, description="How numbers are written (float).")
     output_dimension: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1, description="Keep so many tokens of each text.")
-    truncate: Literal["NONE", "END"] | None = Field(
-        default=None, description="END (default) cuts texts that are too long, NONE refuses them."
+    truncate: Literal["NONE", "START", "END"] | None = Field(
+        default=None, description="END (default) and START cut texts that are too long there, NONE refuses them."
     )
     images: Any = refused("this server embeds texts.")
     inputs: Any = refused("send texts.")
@@ -183,7 +194,9 @@ async def embed_as_cohere(body: CohereEmbedRequest, request: Request, state: Sta
     cut = body.truncate_prompt_tokens or (None if body.truncate == "NONE" else -1)
     if body.max_tokens is not None:
         cut = at_most(state, body.max_tokens)
-    params = PoolingParams(task="embed", dimensions=body.output_dimension, truncate_prompt_tokens=cut)
+    side = "left" if body.truncate == "START" else body.truncation_side
+    body = body.model_copy(update={"truncate_prompt_tokens": cut, "truncation_side": side})
+    params = body.params("embed", dimensions=body.output_dimension)
     texts = processor.with_prompt(inputs_of(body.texts, "texts"), prompt)
     job, _ = await make_job(state, call, body, texts, params)
     vectors = await unless_gone(request, job.vectors())

@@ -11,7 +11,7 @@ import base64
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -41,6 +41,13 @@ _TRUNCATE = Field(
 )
 
 
+TeiSide = Literal["left", "Left", "right", "Right"]
+
+
+def side_of(direction: TeiSide) -> Literal["left", "right"]:
+    return "left" if direction in ("left", "Left") else "right"
+
+
 class PoolingBody(Body):
     """What all bodies share."""
 
@@ -48,17 +55,37 @@ class PoolingBody(Body):
 
     model: str | None = None
     truncate_prompt_tokens: int | None = _TRUNCATE
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description="Where truncate_prompt_tokens removes tokens: right (default) or left."
+    )
+    add_special_tokens: bool = Field(default=True, description="Add special tokens, such as [CLS] and [SEP], to texts.")
     user: str | None = Field(default=None, description="Shown in the server's log.")
     priority: int | None = None
     timeout: float | None = Field(default=None, gt=0)
     request_id: str | None = None
 
+    @model_validator(mode="after")
+    def _side_of_something(self) -> Self:
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise invalid("truncation_side", "truncation_side needs truncate_prompt_tokens: set both or none.")
+        return self
+
+    def params(self, task: str | None, **others: Any) -> PoolingParams:
+        """The parameters of each text. `others`: further fields of PoolingParams."""
+        return PoolingParams(
+            task=task,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
+            add_special_tokens=self.add_special_tokens,
+            **others,
+        )
+
 
 def refuse_several(body: PoolingBody, *names: str) -> None:
-    """Refuse several fields that say how long a text may be: only one of them could count."""
+    """Refuse several fields that say the same, such as how long a text may be: only one of them could count."""
     given = [name for name in names if getattr(body, name)]
     if len(given) > 1:
-        raise invalid(given[1], f"{' and '.join(given)} all say what happens to long texts: give one of them.")
+        raise invalid(given[1], f"{' and '.join(given)} say the same thing: give one of them.")
 
 
 class EmbeddingRequest(PoolingBody):
@@ -76,6 +103,7 @@ class EmbeddingRequest(PoolingBody):
     normalize: bool | None = Field(
         default=None, description="Make the length of embeddings 1. Unset: as the model says."
     )
+    use_activation: bool | None = Field(default=None, description="vLLM's name of normalize.")
     prompt_name: str | None = Field(default=None, description="A prompt of the model, which is put before each text.")
     messages: Any = refused("embeddings are made of texts: send input.")
 
@@ -153,14 +181,33 @@ class ClassifyReply(Reply, kw_only=True):
 
 
 _SIDE = "must be a text or a list of texts."
+_NEWER_NAMES = {"text_1": "queries", "text_2": "documents"}
 
 
 class ScoreRequest(PoolingBody):
     model_config = example(text_1="What is a cat?", text_2=["A small animal.", "A kind of bread."])
 
-    text_1: Annotated[str | list[str], one_complaint("text_1", f"text_1 {_SIDE}")]
-    text_2: Annotated[str | list[str], one_complaint("text_2", f"text_2 {_SIDE}")]
+    text_1: Annotated[str | list[str] | None, one_complaint("text_1", f"text_1 {_SIDE}")] = None
+    text_2: Annotated[str | list[str] | None, one_complaint("text_2", f"text_2 {_SIDE}")] = None
+    queries: Annotated[str | list[str] | None, one_complaint("queries", f"queries {_SIDE}")] = Field(
+        default=None, description="vLLM's newer name of text_1."
+    )
+    documents: Annotated[str | list[str] | None, one_complaint("documents", f"documents {_SIDE}")] = Field(
+        default=None, description="vLLM's newer name of text_2."
+    )
     use_activation: bool | None = Field(default=None, description="Apply the cross-encoder's last function (default).")
+
+    @model_validator(mode="after")
+    def _two_sides(self) -> Self:
+        for name, newer in _NEWER_NAMES.items():
+            refuse_several(self, name, newer)
+            if getattr(self, name) is None and getattr(self, newer) is None:
+                raise invalid(name, f"{name} is missing: give text_1 and text_2, or queries and documents.")
+        return self
+
+    def sides(self) -> tuple[list[str], list[str]]:
+        first, second = ((name, newer)[getattr(self, name) is None] for name, newer in _NEWER_NAMES.items())
+        return inputs_of(getattr(self, first), first), inputs_of(getattr(self, second), second)
 
 
 class PairScore(Reply, kw_only=True):
@@ -197,6 +244,7 @@ class RerankRequest(PoolingBody):
     raw_scores: bool | None = Field(default=None, description="TEI: scores before the last function.")
     return_text: bool | None = Field(default=None, description="TEI's name of return_documents.")
     truncate: bool | None = Field(default=None, description="TEI: cut what is too long.")
+    truncation_direction: TeiSide | None = Field(default=None, description="TEI: where it is cut; right (default).")
 
     @model_validator(mode="after")
     def _one_list(self) -> RerankRequest:
@@ -296,9 +344,8 @@ async def read_texts(state: ServerState, texts: Sequence[Any], params: PoolingPa
     if max(sizes, default=0) > pool.max_characters:
         message = f"A text has {max(sizes)} characters that must be tokenized at once"
         raise too_large(f"{message}; this server takes {pool.max_characters} (--max-tokenizing-characters).", "input")
-    cut = params.truncate_prompt_tokens
     try:
-        found = await pool.run(sum(sizes), lambda: processor.tokenize(texts, cut))
+        found = await pool.run(sum(sizes), lambda: processor.tokenize(texts, params))
     except PromptTooLongError as error:
         error.parameter = "input"
         check_length(state, error.num_tokens or 0)
@@ -321,12 +368,11 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, state: Sta
 @router.post("/pooling", responses=answers(PoolingReply))
 async def pool(body: PoolingBodyRequest, request: Request, state: State, call: TheCall) -> Response:
     """What a pooler makes of texts: vectors of each, or of each token."""
-    params = PoolingParams(
-        task=body.task,
+    params = body.params(
+        body.task,
         dimensions=body.dimensions,
         normalize=body.normalize,
         use_activation=body.use_activation,
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
         step_tag_id=body.step_tag_id,
         returned_token_ids=body.returned_token_ids,
     )
@@ -343,9 +389,7 @@ async def pool(body: PoolingBodyRequest, request: Request, state: State, call: T
 @router.post("/classify", responses=answers(ClassifyReply))
 async def classify(body: ClassifyRequest, request: Request, state: State, call: TheCall) -> Response:
     """Classify texts."""
-    params = PoolingParams(
-        task="classify", use_activation=body.use_activation, truncate_prompt_tokens=body.truncate_prompt_tokens
-    )
+    params = body.params("classify", use_activation=body.use_activation)
     job, model = await make_job(state, call, body, inputs_of(body.input), params)
     labels = state.engine.config.model.hf.get("id2label") or {}
     data = []
@@ -387,7 +431,7 @@ class ScoreJob:
 
     @classmethod
     async def make(cls, state: ServerState, call: Call, body: ScoreRequest) -> ScoreJob:
-        first, second = inputs_of(body.text_1, "text_1"), inputs_of(body.text_2, "text_2")
+        first, second = body.sides()
         return cls(*await _scoring(state, call, body, first, second, body.use_activation))
 
     async def scores(self) -> list[float]:
@@ -414,6 +458,8 @@ class RerankJob:
             body.truncate_prompt_tokens = at_most(state, body.max_tokens_per_doc)
         elif body.truncate:
             body.truncate_prompt_tokens = -1
+        if body.truncation_direction is not None:
+            body.truncation_side = side_of(body.truncation_direction)
         activate = None if body.raw_scores is None else not body.raw_scores
         query, texts = inputs_of(body.query, "query"), inputs_of(texts, "documents" if body.texts is None else "texts")
         return cls(body, texts, ScoreJob(*await _scoring(state, call, body, query, texts, activate)))
@@ -440,7 +486,7 @@ async def _scoring(
 ) -> tuple[PoolingRequest, Scoring, str]:
     state.check_model(body.model, "pooling")
     scoring = state.engine.input_processor.pooling.scoring(first, second)
-    params = PoolingParams(task=scoring.task, truncate_prompt_tokens=body.truncate_prompt_tokens)
+    params = body.params(scoring.task)
     if scoring.task == "classify":
         params.use_activation = activate
     job, model = await make_job(state, call, body, scoring.prompts, params)
@@ -460,12 +506,8 @@ class EmbeddingJob:
 
     @classmethod
     async def make(cls, state: ServerState, call: Call, body: EmbeddingRequest) -> EmbeddingJob:
-        params = PoolingParams(
-            task="embed",
-            dimensions=body.dimensions,
-            normalize=body.normalize,
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-        )
+        flags = {"normalize": body.normalize, "use_activation": body.use_activation}
+        params = body.params("embed", dimensions=body.dimensions, **flags)
         state.check_model(body.model, "pooling")
         texts = state.engine.input_processor.pooling.with_prompt(inputs_of(body.input), body.prompt_name)
         return cls(body, *await make_job(state, call, body, texts, params))

@@ -372,3 +372,14 @@ load_tokenizer({str(sentencepiece_dir)!r}).apply_chat_template([{{"role": "user"
 assert not {{"torch", "transformers"}} & set(sys.modules), "the API process must stay light"
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_sentence_transformers_lowercases(tmp_path: Path) -> None:
+    """With do_lower_case, sentence-transformers lowercases texts whatever the tokenizer does."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "cat": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    for says, ids in ((False, [2, 2]), (True, [0, 1])):
+        file = tmp_path / "sentence_bert_config.json"
+        file.write_text(json.dumps({"max_seq_length": 40, "do_lower_case": says}))
+        assert load_tokenizer(tmp_path).encode("The CAT") == ids
