@@ -12,7 +12,8 @@ from kvasir.errors import RequestError
 from kvasir.frontend.text.grammar import SPACED, JsonStyle, expression
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.parsers.formats import TOOL_FORMATS
-from kvasir.parsers.grammar import CallableTool, GrammarWriter, kept_tokens
+from kvasir.parsers.grammar import GrammarWriter, kept_tokens
+from kvasir.parsers.value_grammar import CallableTool
 from kvasir.sampling_params import ReasoningTokens, SamplingParams, StructuredOutputsParams
 from kvasir.server.answers import OTHERWISE, ChatAnswer, Tool
 
@@ -51,8 +52,8 @@ def constrain(
 def _check_budget(params: SamplingParams) -> None:
     if params.thinking_token_budget is not None and params.reasoning_tokens is None:
         message = (
-            "thinking_token_budget needs a model whose reasoning is ended by one token that the server knows, and this "
-            "model has none. Leave it out; max_tokens limits the whole answer."
+            "thinking_token_budget is not possible: this model has no reasoning that one token ends. Leave it out; "
+            "max_tokens limits the whole answer."
         )
         raise RequestError(message, "thinking_token_budget")
 

@@ -342,7 +342,7 @@ async def _prompt(
     excluded = not tools.is_active and state.config.exclude_tools_when_tool_choice_none
     shown = None if excluded else tools.shown()
     effort = _effort(body.output_config)
-    variables = {} if effort is None else {"reasoning_effort": effort}
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     try:
         return await read_chat(state, fields, salt=getattr(body, "cache_salt", None), tools=shown, **variables), fields
     except PromptTooLongError as error:
