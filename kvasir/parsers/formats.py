@@ -319,6 +319,5 @@ def _find(setting: str, name: str, rows: Mapping[str, Row], aliases: Mapping[str
     found = rows.get(aliases.get(name, name))
     if found is None:
         known = ", ".join(sorted({*rows, *aliases}))
-        kind = "a format of vLLM that Kvasir does not read" if name in VLLM_FORMATS else "not a known format"
-        raise ConfigError(f"{setting}={name!r} is {kind}; known are {known}, auto and none.")
+        raise ConfigError(f"{setting}={name!r} is not a known format; known are {known}, auto and none.")
     return found

@@ -36,6 +36,7 @@ from kvasir.parsers.formats import (
     tool_format,
 )
 from kvasir.parsers.scanner import make_parser
+from kvasir.server.config import ServerConfig
 
 SCHEMAS = {
     "f": {
@@ -503,14 +504,17 @@ VLLM_REASONING = """
 """
 
 
-@pytest.mark.parametrize(("find", "names"), [(tool_format, VLLM_TOOLS), (reasoning_format, VLLM_REASONING)])
-def test_vllms_names_are_known(find: Any, names: str) -> None:
+@pytest.mark.parametrize(("setting", "names"), [("tool_call_parser", VLLM_TOOLS), ("reasoning_parser", VLLM_REASONING)])
+def test_vllms_names_are_known(setting: str, names: str) -> None:
     for name in names.split():
         if name not in VLLM_FORMATS:
-            assert find(name)
+            find = tool_format if setting == "tool_call_parser" else reasoning_format
+            assert find(getattr(ServerConfig(**{setting: name}), setting))
         else:
-            with pytest.raises(ConfigError, match=f"'{name}' is a format of vLLM that Kvasir does not read; known are"):
-                find(name)
+            with pytest.raises(ConfigError, match=f"'{name}' is a format of vLLM that Kvasir does not read"):
+                ServerConfig(**{setting: name})
+    with pytest.raises(ConfigError, match="Did you mean qwen3_coder"):
+        ServerConfig(tool_call_parser="qwen3-coder")
 
 
 def test_all_names_lead_to_a_row() -> None:
