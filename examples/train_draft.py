@@ -194,7 +194,8 @@ def write_texts(model: str, prompts: Sequence[str], tokens: int, settings: dict[
                 if sum(map(len, texts)) >= tokens:
                     break
             seed += 1
-    return [text for text in texts if len(text) > 2 * STEPS + 2]
+    longest = settings["max_model_len"] - 1  # reading a text again needs room for one token
+    return [text[:longest] for text in texts if len(text) > 2 * STEPS + 2]
 
 
 def read_states(model: str, texts: Sequence[list[int]], layers: tuple[int, ...], settings: Any) -> list[torch.Tensor]:

@@ -86,6 +86,7 @@ class StructuredOutputsParams:
     tags: tuple[GrammarTag, ...] = ()  # the output is free text but for what follows these triggers
     starts_after: str = ""  # the output is free up to this text, such as "</think>"; empty: constrained from the start
     source: str = "structured_outputs"  # the caller's name for all this, for errors
+    parts: tuple[tuple[str, StructuredOutputsParams], ...] = ()  # what it was made of, by name, to find an error in
 
     def __post_init__(self) -> None:
         self.verify()
@@ -123,13 +124,13 @@ class StructuredOutputsParams:
         if self.choice is not None:
             self.choice = list(self.choice)
             if not self.choice or not all(isinstance(text, str) for text in self.choice):
-                message = "structured_outputs.choice must be a list of at least one string."
-                raise RequestError(message, _STRUCTURED)
+                given = reprlib.repr(self.choice)
+                raise RequestError(f"structured_outputs.choice must be a list of strings, not {given}.", _STRUCTURED)
         self.tags = tuple(self.tags)
         if len(self.constraints) != 1:
-            given = " and ".join(self.constraints) or "none"
+            given = f"{' and '.join(self.constraints)} were" if self.constraints else "none was"
             known = "json, regex, choice, grammar, json_object, structural_tag"
-            message = f"structured_outputs needs exactly one of {known}, but {given} was given."
+            message = f"structured_outputs needs exactly one of {known}, but {given} given."
             raise RequestError(message, _STRUCTURED)
 
     @property

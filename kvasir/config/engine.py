@@ -545,7 +545,8 @@ class SettingField:
         if rule.refused and value != self.default:
             raise ConfigError(f"{name}={value!r} is not available: {rule.refused} Leave it at {self.default!r}.")
         if rule.choices and value not in rule.choices:
-            raise ConfigError(f"{name}={value!r} is not possible. Possible: {', '.join(map(str, rule.choices))}.")
+            hint = did_you_mean(value, rule.choices)
+            raise ConfigError(f"{name}={value!r} is not possible.{hint} Possible: {', '.join(map(str, rule.choices))}.")
         if rule.minimum is not None and not value >= rule.minimum:
             raise ConfigError(f"{name}={value!r} is too small: at least {rule.minimum} is needed.")
         if rule.above is not None and not value > rule.above:

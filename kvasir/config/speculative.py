@@ -12,7 +12,7 @@ LOOKUPS = {"ngram": (5, 5), "lookup": (1, 24), "suffix": (1, 64)}  # with their 
 HEADS = ("eagle3", "eagle", "medusa", "mtp")  # they read the model's hidden states
 METHODS = (*LOOKUPS, "draft_model", *HEADS)
 MAX_DRAFTS = 32
-USUAL_DRAFTS = {"suffix": 8, "lookup": 8}  # of the methods that need no num_speculative_tokens
+USUAL_DRAFTS = {"suffix": 8, "lookup": 8, "mtp": 1}  # of the methods that need no num_speculative_tokens
 
 # Entries of vLLM that Kvasir does not have.
 _VLLM_NAMES = """
@@ -23,8 +23,14 @@ _VLLM_NAMES = """
     tensor_parallel_size use_heterogeneous_vocab use_local_argmax_reduction
 """
 VLLM_ENTRIES = frozenset(_VLLM_NAMES.split())
+# Values of them that ask for what Kvasir does anyway; so does null.
+_SATISFIED: Mapping[str, Any] = {
+    **dict.fromkeys(("disable_logprobs", "disable_padded_drafter_batch", "enforce_eager", "parallel_drafting"), False),
+    **dict.fromkeys(("use_heterogeneous_vocab", "use_local_argmax_reduction"), False),
+    **{"draft_tensor_parallel_size": 1, "draft_sample_method": "greedy", "rejection_sample_method": "standard"},
+}
 # other names of methods
-_SAME = {"[ngram]": "ngram", "draft": "draft_model", "deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}
+_SAME = {"[ngram]": "ngram", "ngram_gpu": "ngram", "draft": "draft_model", "deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,10 @@ def read_speculative(entries: Mapping[str, Any] | None) -> SpeculativeConfig | N
     if entries is None:
         return None
     known = [field.name for field in fields(SpeculativeConfig)] + ["suffix_decoding_max_tree_depth"]
-    for name in entries:
+    for name, value in entries.items():
         if name in VLLM_ENTRIES:
+            if value is None or (name in _SATISFIED and value == _SATISFIED[name]):
+                continue
             raise _wrong(f"{name} is an entry of vLLM that Kvasir does not have; leave it out.")
         if name not in known:
             raise _wrong(f"{name} is not one of its entries.{did_you_mean(name, known)} Possible: {', '.join(known)}.")
@@ -93,8 +101,8 @@ def _method(entries: Mapping[str, Any]) -> str:
         if model is None:
             raise _wrong(f"it has neither method nor model. Possible methods: {', '.join(METHODS)}.")
         asked = model if model in LOOKUPS or model in _SAME else _method_of(str(model))
-    method = _SAME.get(asked, asked)
-    if not isinstance(method, str) or (method not in METHODS and ":" not in method):
+    method = _SAME.get(asked, asked) if isinstance(asked, str) else ""
+    if method not in METHODS and ":" not in method:
         raise _wrong(
             f"method={asked!r} is not possible.{did_you_mean(asked, METHODS)} Possible: {', '.join(METHODS)}, or a "
             f"drafter of your own as 'module:Class'."
@@ -103,8 +111,10 @@ def _method(entries: Mapping[str, Any]) -> str:
 
 
 def _method_of(model: str) -> str:
-    """The method for a model of this name, as vLLM concludes it."""
+    """The method for a model of this name. vLLM knows Medusa by the checkpoint, which is not read here."""
     name = model.lower()
+    if "medusa" in name:
+        return "medusa"
     return "eagle" if "eagle-" in name else "eagle3" if "eagle3" in name else "draft_model"
 
 

@@ -135,6 +135,16 @@ _TOOLS = (
         flag_end='">',
         value_end="</｜DSML｜parameter>\n",
     ),
+    ToolFormat(
+        "deepseek_v4",
+        "tagged",
+        section=("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"),
+        call=('<｜DSML｜invoke name="', "</｜DSML｜invoke>\n"),
+        name_end='">\n',
+        key=('<｜DSML｜parameter name="', '" string="'),
+        flag_end='">',
+        value_end="</｜DSML｜parameter>\n",
+    ),
     ToolFormat("llama3_json", arguments_keys=("parameters", "arguments"), separator="; ", also=("<|python_tag|>",)),
     ToolFormat("pythonic", "pythonic", array=True),
     ToolFormat("llama4_pythonic", "pythonic", array=True, also=("<|python_start|>",), section=("", "<|python_end|>")),
@@ -172,6 +182,7 @@ _TOOLS = (
     ToolFormat("gemma4", "gemma", call=("<|tool_call>call:", "<tool_call|>"), quote='<|"|>'),
     ToolFormat("granite", section=("<|tool_call|>", ""), array=True, also=("<tool_call>",)),
     ToolFormat("granite-20b-fc", call=("<function_call> ", "")),
+    ToolFormat("gigachat3", call=("<|function_call|>", "")),
     ToolFormat("phi4_mini_json", section=("functools", ""), array=True),
     ToolFormat("xlam", array=True, also=("[TOOL_CALLS]", "<tool_call>")),
     ToolFormat("jamba", section=("<tool_calls>", "</tool_calls>"), array=True),
@@ -223,8 +234,15 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {row.name: row for row in _RE
 TOOL_ALIASES: Mapping[str, str] = {
     **{"qwen2.5": "hermes", "qwen3": "hermes", "granite4": "hermes", "ernie45": "hermes"},
     **{"qwen3_xml": "qwen3_coder", "mimo": "qwen3_coder", "step3p5": "qwen3_coder"},
-    **{"glm47": "glm45", "llama4_json": "llama3_json", "llama": "llama3_json", "hunyuan_a13b": "jamba"},
-    **{"hunyuan": "jamba", "gemma": "functiongemma", "cohere": "cohere_command3", "command_r": "cohere_command3"},
+    **{
+        "glm47": "glm45",
+        "poolside_v1": "glm45",
+        "llama4_json": "llama3_json",
+        "llama": "llama3_json",
+        "hunyuan_a13b": "jamba",
+    },
+    **{"hunyuan": "jamba", "hunyuan_a13b": "jamba"},
+    **{"gemma": "functiongemma", "cohere": "cohere_command3", "command_r": "cohere_command3"},
     **{"minimax": "minimax_m2", "gpt_oss": "openai", "harmony": "openai", "mistral_old": "mistral_v1"},
     **{"deepseek_r1": "deepseek_v3", "gpt-oss": "openai", "command-r": "cohere_command3"},
 }
@@ -237,6 +255,7 @@ REASONING_ALIASES: Mapping[str, str] = {
                 "deepseek_v3",
                 "deepseek_v31",
                 "deepseek_v32",
+                "deepseek_v4",
                 "glm45",
                 "glm47",
                 "minimax_m2",
@@ -252,6 +271,13 @@ REASONING_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("gpt_oss", "gpt-oss", "openai"), "openai_gptoss"),
     **dict.fromkeys(("cohere", "command_r", "command-r"), "cohere_command3"),
 }
+# vLLM's names of formats that are not in the tables.
+VLLM_FORMATS = frozenset(
+    {
+        *("apertus", "cohere_command4", "hy_v3", "inkling", "kimi_k3", "minicpm5", "minimax_m3", "solar_open2"),
+        "minimax_m2_append_think",
+    }
+)
 TOOL_NAMES = tuple(sorted({*TOOL_FORMATS, *TOOL_ALIASES}))
 REASONING_NAMES = tuple(sorted({*REASONING_FORMATS, *REASONING_ALIASES}))
 

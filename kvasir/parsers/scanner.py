@@ -20,7 +20,8 @@ from typing import Any
 from kvasir.parsers.base import Content, OutputParser, OutputPart, PlainTextParser, Reasoning, ToolArguments, ToolCall
 from kvasir.parsers.formats import TOOL_FORMATS, AnswerFormat, ReasoningFormat, ToolFormat
 from kvasir.parsers.reader import MAX_NAME, EndedError, MalformedError, Steps, TextReader, finder, marker_words
-from kvasir.parsers.values import GemmaValues, PythonValues, kinds_of, tagged_value
+from kvasir.parsers.schemas import kinds_of, resolved, says_nothing
+from kvasir.parsers.values import GemmaValues, PythonValues, tagged_value
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by the tool's name
 MakeId = Callable[[], str]
@@ -365,7 +366,8 @@ class Scanner(PythonValues, GemmaValues, TextReader):
         key_word, close_word = marker_words(form.key[0])[0], marker_words(form.call[1])[0]
         name = yield from self._tagged_name(form, key_word, close_word)
         emit = self._start(name)
-        properties = self._schemas.get(name, {}).get("properties")
+        root = self._schemas.get(name, {})
+        properties = root.get("properties")
         emit("{")
         is_first = True
         while True:
@@ -384,8 +386,9 @@ class Scanner(PythonValues, GemmaValues, TextReader):
             schema = properties.get(key) if isinstance(properties, Mapping) else None
             emit(("" if is_first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
             is_first = False
-            kinds = kinds_of(schema) if flag is None else {"string"} if flag == "true" else set()
-            yield from tagged_value(self, form, kinds, emit)
+            kinds = kinds_of(schema, root) if flag is None else {"string"} if flag == "true" else set()
+            is_json = flag == "false" or not says_nothing(resolved(schema, root))
+            yield from tagged_value(self, form, kinds, is_json, emit)
         emit("}")
         yield from self._try_marker(form.call[1])
 

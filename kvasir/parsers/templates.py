@@ -23,6 +23,7 @@ from kvasir.parsers.scanner import make_parser
 # Texts of templates by which a format is known, the more telling ones first. All texts of a line must be there.
 _TOOL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>", "to=functions")),
+    ("deepseek_v4", ("\uff5cDSML\uff5ctool_calls",)),
     ("deepseek_v32", ("\uff5cDSML\uff5c",)),
     ("deepseek_v3", ("<\uff5ctool▁sep\uff5c>", "```json")),
     ("deepseek_v31", ("<\uff5ctool▁sep\uff5c>",)),
@@ -40,6 +41,7 @@ _TOOL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("granite", ("<|tool_call|>",)),
     ("internlm", ("<|action_start|>",)),
     ("longcat", ("<longcat_tool_call>",)),
+    ("gigachat3", ("<|function_call|>",)),
     ("olmo3", ("<function_calls>",)),
     ("lfm2", ("<|tool_call_start|>",)),
     ("phi4_mini_json", ("functools",)),

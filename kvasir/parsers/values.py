@@ -11,6 +11,7 @@ from typing import Any
 
 from kvasir.parsers.formats import ToolFormat
 from kvasir.parsers.reader import Emit, MalformedError, Steps, TextReader, finder, marker_words, quoted
+from kvasir.parsers.schemas import kind_of
 
 MAX_DEPTH = 64  # of lists and dicts in Python's or Gemma's notation
 _WORD = re.compile(r"[^\s,()\[\]{}:='\"<]*")
@@ -263,37 +264,12 @@ def _constant(word: str) -> str:
 
 # ---------------------------------------------------------------- text in tags
 
-_JSON_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
-
-def kinds_of(schema: object) -> set[str]:
-    """The JSON types that a schema allows; empty if it does not say."""
-    if not isinstance(schema, Mapping):
-        return set()
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        return {kind}
-    if isinstance(kind, list):
-        return {each for each in kind if isinstance(each, str)}
-    if "enum" in schema or "const" in schema:
-        values = schema.get("enum") if isinstance(schema.get("enum"), list) else [schema.get("const")]
-        return {_kind(value) for value in values or []}
-    for name in ("anyOf", "oneOf"):
-        branches = schema.get(name)
-        if isinstance(branches, list):
-            found = [kinds_of(branch) for branch in branches]
-            return set().union(*found) if all(found) else set()
-    return set()
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else _JSON_KINDS.get(type(value), "object")
-
-
-def tagged_value(reader: TextReader, form: ToolFormat, kinds: set[str], emit: Emit) -> Steps:
+def tagged_value(reader: TextReader, form: ToolFormat, kinds: set[str], is_json: bool, emit: Emit) -> Steps:
     """Read a value up to its closing tag. A line break next to the tags is not part of it where the format writes one.
 
-    A string is passed on as it comes. Other values are read whole, because only then their type is known.
+    A string is passed on as it comes. Other values are read whole, because only then their type is known. `is_json`:
+    where the type is not known, a text in quotes is a JSON string.
     """
     is_string = kinds == {"string"}
     pieces: list[str] = []
@@ -317,14 +293,14 @@ def tagged_value(reader: TextReader, form: ToolFormat, kinds: set[str], emit: Em
     if is_string:
         emit('"')
     yield from reader._until(finder((marker_words(form.value_end)[0],)), take)
-    emit('"' if is_string else _value("".join(pieces), kinds))
+    emit('"' if is_string else _value("".join(pieces), kinds, is_json))
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _value(text: str, kinds: set[str]) -> str:
+def _value(text: str, kinds: set[str], is_json: bool) -> str:
     """A value of a type that is not only string, as JSON."""
     stripped = text.strip()
     try:
@@ -332,8 +308,9 @@ def _value(text: str, kinds: set[str]) -> str:
     except (ValueError, RecursionError):
         value = text
     allowed = kinds | ({"integer"} if "number" in kinds else set())
-    fits = not kinds or _kind(value) in allowed
-    if value is not text and (fits or "string" not in kinds) and not (isinstance(value, str) and not kinds):
+    fits = not kinds or kind_of(value) in allowed
+    is_quoted = isinstance(value, str) and not kinds and not is_json
+    if value is not text and (fits or "string" not in kinds) and not is_quoted:
         return stripped
     if stripped in _CONSTANTS and "string" not in kinds:
         return _CONSTANTS[stripped]

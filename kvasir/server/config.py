@@ -16,7 +16,7 @@ from kvasir.config.args import EngineArgs, flag, flag_options, from_python
 from kvasir.config.engine import SettingField, setting, settings_of
 from kvasir.errors import ConfigError
 from kvasir.models import hub
-from kvasir.parsers.formats import REASONING_NAMES, TOOL_NAMES
+from kvasir.parsers.formats import REASONING_NAMES, TOOL_NAMES, VLLM_FORMATS
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,12 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = setting(None, "Endpoint for OpenTelemetry traces (needs the extra otel).")
 
     def __post_init__(self) -> None:
+        for name, value in (("tool_call_parser", self.tool_call_parser), ("reasoning_parser", self.reasoning_parser)):
+            if value in VLLM_FORMATS:
+                message = (
+                    f"{name}={value!r} is a format of vLLM that Kvasir does not read. 'auto' finds the model's out"
+                )
+                raise ConfigError(f"{message}, and 'none' leaves it in the text.")
         for name, known in server_settings().items():
             known.check(name, getattr(self, name))
             if list in known.types and not all(isinstance(item, str) for item in getattr(self, name)):

@@ -12,7 +12,8 @@ from kvasir.errors import RequestError
 from kvasir.frontend.text.grammar import SPACED, JsonStyle, expression
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.parsers.formats import TOOL_FORMATS
-from kvasir.parsers.grammar import CallableTool, GrammarWriter, kept_tokens
+from kvasir.parsers.grammar import GrammarWriter, kept_tokens
+from kvasir.parsers.value_grammar import CallableTool
 from kvasir.sampling_params import ReasoningTokens, SamplingParams, StructuredOutputsParams
 from kvasir.server.answers import OTHERWISE, ChatAnswer, Tool
 
@@ -29,14 +30,14 @@ def constrain(
     """Set the parameters that this format needs. `special`: the tokens that grammars write by their ids, if a
     grammar is needed. `style`: how the engine writes JSON if the request does not say."""
     if answer.is_plain:
-        if params.thinking_token_budget is not None:
-            params.verify()  # which says why it cannot be
+        _check_budget(params)
         return
     if tokenizer is not None:
         kept = kept_tokens(answer.form.texts(), tokenizer.skipped_tokens)
         params.keep_special_tokens = list(kept) or None
     if params.thinking_token_budget is not None and tokenizer is not None:
         params.reasoning_tokens = _reasoning_tokens(answer, tokenizer)
+    _check_budget(params)
     asked = params.structured_outputs
     if answer.tools.choice == "required":
         params.structured_outputs = _gated(answer, AnswerGrammar(answer, special(), style).calls())
@@ -46,6 +47,15 @@ def constrain(
         params.structured_outputs = _gated(answer, AnswerGrammar(answer, special(), style).tags())
     elif asked is not None and answer.form.reasoning is not None:
         params.structured_outputs = AnswerGrammar(answer, special(), style).after_reasoning(asked)
+
+
+def _check_budget(params: SamplingParams) -> None:
+    if params.thinking_token_budget is not None and params.reasoning_tokens is None:
+        message = (
+            "thinking_token_budget is not possible: this model has no reasoning that one token ends. Leave it out; "
+            "max_tokens limits the whole answer."
+        )
+        raise RequestError(message, "thinking_token_budget")
 
 
 class AnswerGrammar:
@@ -59,7 +69,7 @@ class AnswerGrammar:
     def calls(self) -> StructuredOutputsParams:
         writer = self._writer()
         grammar = writer.whole(self._callable(), self._answer.tools.parallel, self._optional_reasoning)
-        return StructuredOutputsParams(grammar=grammar, source="tools")
+        return StructuredOutputsParams(grammar=grammar, source="tools", parts=self._parts())
 
     def calls_or(self, asked: StructuredOutputsParams) -> StructuredOutputsParams:
         """Calls, or an answer of the form that the request asks for."""
@@ -70,11 +80,11 @@ class AnswerGrammar:
             self._optional_reasoning,
             _expression(asked, "tools", self._style),
         )
-        return replace_grammar(asked, grammar)
+        return replace_grammar(asked, grammar, (("", asked), *self._parts()))
 
     def tags(self) -> StructuredOutputsParams:
         tags = self._writer().tags(self._callable(), self._answer.tools.parallel)
-        return StructuredOutputsParams(tags=tags, source="tools")
+        return StructuredOutputsParams(tags=tags, source="tools", parts=self._parts())
 
     def after_reasoning(self, asked: StructuredOutputsParams) -> StructuredOutputsParams:
         """The form holds for the answer, which begins where the reasoning ends."""
@@ -105,6 +115,10 @@ class AnswerGrammar:
             return None
         return form.open[0], form.close[0]
 
+    def _parts(self) -> tuple[tuple[str, StructuredOutputsParams], ...]:
+        """What each tool asks for, by its name."""
+        return tuple((f"The tool {tool.name!r}", _alone(tool)) for tool in self._callable())
+
     def _callable(self) -> list[CallableTool]:
         required = self._answer.tools.choice == "required"
         return [_callable(tool, required) for tool in self._answer.tools.callable]
@@ -126,9 +140,23 @@ def _reasoning_tokens(answer: ChatAnswer, tokenizer: Tokenizer) -> ReasoningToke
     return ReasoningTokens(opening, closing, answer.in_reasoning)
 
 
-def replace_grammar(asked: StructuredOutputsParams, grammar: str) -> StructuredOutputsParams:
+def replace_grammar(
+    asked: StructuredOutputsParams, grammar: str, parts: tuple[tuple[str, StructuredOutputsParams], ...] = ()
+) -> StructuredOutputsParams:
     """The grammar in place of what was asked, under the name of its field."""
-    return StructuredOutputsParams(grammar=grammar, source=asked.source)
+    return StructuredOutputsParams(grammar=grammar, source=asked.source, parts=parts)
+
+
+def _alone(tool: CallableTool) -> StructuredOutputsParams:
+    """What a tool's arguments must be, without the format around them."""
+    if tool.regex is not None:
+        return StructuredOutputsParams(regex=tool.regex, source="tools")
+    if tool.lark is not None:
+        return StructuredOutputsParams(grammar=tool.lark, source="tools")
+    schema = dict(tool.arguments)
+    return StructuredOutputsParams(
+        json=schema, lenient=tool.lenient, disable_additional_properties=True, source="tools"
+    )
 
 
 def _callable(tool: Tool, required: bool) -> CallableTool:

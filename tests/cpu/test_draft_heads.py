@@ -155,12 +155,33 @@ def test_medusa_heads_draft_as_plain_torch_does(
 @pytest.fixture(scope="module")
 def engines(model: Model, head: TorchHead, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LLM]]:
     """Engines in which requests are chunked and preempted, made once each."""
-    drafting = {"method": "eagle3", "model": head.save(tmp_path_factory.mktemp("head")), "adaptive": False}
-    drafting |= {"num_speculative_tokens": DRAFTS}
+
+    def saved(kind: str) -> str:
+        path = tmp_path_factory.mktemp(kind)
+        if kind == "medusa":
+            return TorchMedusa(model.hf, heads=4).save(path, by_authors=True)
+        made = head if kind == "eagle3" else TorchHead(Shape("eagle", features=(3,)), model.hf, seed=1)
+        return made.save(path)
 
     @cache
-    def engine(**more: Any) -> LLM:
+    def engine(kind: str = "eagle3", **more: Any) -> LLM:
+        drafting = {"method": kind, "model": saved(kind), "num_speculative_tokens": DRAFTS, "adaptive": False}
         return model.llm(**{**TIGHT, "speculative_config": drafting, **more})
+
+    yield engine
+    engine.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def mtp_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LLM]]:
+    """The same of a model that has such a layer."""
+    path = TorchMtp("glm4_moe", tmp_path_factory.mktemp("mtp"), own_ends=False).path
+
+    @cache
+    def engine(drafts: bool, **more: Any) -> LLM:
+        drafting = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
+        settings = {**TIGHT, "max_model_len": 128, "kv_cache_memory_bytes": 64 << 20, "use_tqdm_on_load": False}
+        return LLM(path, skip_tokenizer_init=True, **settings, speculative_config=drafting if drafts else None, **more)
 
     yield engine
     engine.cache_clear()
@@ -179,13 +200,19 @@ def test_every_parameter_mixed_gives_the_same_text(engines: Callable[..., LLM], 
 
 @pytest.mark.slow
 @settings(max_examples=max(5, settings().max_examples // 20 if settings().max_examples < 2000 else 2000))
-@given(seed=st.integers(0, 2**30), ahead=st.booleans())
+@given(seed=st.integers(0, 2**30), kind=st.sampled_from(["eagle3", "eagle", "medusa", "mtp"]), ahead=st.booleans())
 def test_every_parameter_mixed_gives_the_same_text_often(
-    engines: Callable[..., LLM], plain: LLM, seed: int, ahead: bool
+    engines: Callable[..., LLM],
+    mtp_engines: Callable[..., LLM],
+    plain: LLM,
+    seed: int,
+    kind: str,
+    ahead: bool,
 ) -> None:
     prompts, params = repetitive(seed), mixed(seed, 8)
-    drafting = engines(async_scheduling=ahead)
-    assert_same(generate(drafting, prompts, params), generate(plain, prompts, params))
+    with_drafts = mtp_engines(True, async_scheduling=ahead) if kind == "mtp" else engines(kind, async_scheduling=ahead)
+    without = mtp_engines(False) if kind == "mtp" else plain
+    assert_same(generate(with_drafts, prompts, params), generate(without, prompts, params))
 
 
 def test_cached_prefixes_and_forks_keep_the_text(engines: Callable[..., LLM], plain: LLM, model: Model) -> None:

@@ -49,8 +49,10 @@ class Guesser(Drafter):
         drafts.tokens[taken.rows] = self.last[taken.rows].repeat(1, self.num_drafts)[:, : self.num_drafts]
 
 
+DRAFT_MODEL = {"method": "draft_model", "num_speculative_tokens": 3}  # and the model's path
 GUESS = {"method": "tests.cpu.test_speculation:Guesser", "num_speculative_tokens": 4}
-DRAFTERS = {"ngram": NGRAM, "suffix": SUFFIX, "plugin": GUESS}
+LOOKUP = {"method": "lookup", "num_speculative_tokens": 4}
+DRAFTERS = {"ngram": NGRAM, "suffix": SUFFIX, "lookup": LOOKUP, "plugin": GUESS, "draft_model": DRAFT_MODEL}
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +61,16 @@ def model(models: Callable[[str], Model]) -> Model:
 
 
 @pytest.fixture(scope="module")
-def engines(model: Model) -> Iterator[Callable[..., LLM]]:
+def engines(model: Model, request: pytest.FixtureRequest) -> Iterator[Callable[..., LLM]]:
     """Engines in which requests are chunked and preempted, made once each."""
 
     @cache
     def engine(name: str | None = None, **more: Any) -> LLM:
-        drafting = {} if name is None else {"speculative_config": {**DRAFTERS[name], "adaptive": False}}
+        drafting: dict[str, Any] = {}
+        if name is not None:
+            drafting = {"speculative_config": {**DRAFTERS[name], "adaptive": False}}
+        if name == "draft_model":
+            drafting["speculative_config"]["model"] = request.getfixturevalue("drafting_model").path
         return model.llm(**{**TIGHT, **drafting, **more})
 
     yield engine
@@ -198,10 +204,11 @@ def test_synthetic_acceptance_is_the_rate_that_was_asked_for(model: Model) -> No
 # ---------------------------------------------------------------- the law of the text
 
 
-def test_the_joint_law_of_four_tokens_is_the_models_own() -> None:
+@pytest.mark.parametrize("count", few([60_000, 500_000], fast=[60_000]))
+def test_the_joint_law_of_four_tokens_is_the_models_own(count: int) -> None:
     """Four positions with four tokens each, drawn by the sampler and verified against wrong and right drafts: every
-    text is as likely as the chain of the model's probabilities says."""
-    count, size, rng = 60_000, 4, np.random.default_rng(0)
+    text is as likely as the chain of the model's probabilities says. 500,000 texts are two million draws."""
+    size, rng = 4, np.random.default_rng(0)
     tables = torch.from_numpy(rng.normal(size=(4, size, size)).astype(np.float32))  # logits by position and last token
     state = SimpleNamespace(
         num_computed=torch.zeros(count + 1, dtype=torch.int32),
@@ -326,7 +333,7 @@ def test_a_draft_model_is_accepted_as_often_as_in_transformers(model: Model, dra
 def test_a_draft_model_changes_no_text_when_requests_are_preempted(
     model: Model, drafting_model: Model, engines: Callable[..., LLM], ahead: bool
 ) -> None:
-    drafting = {"method": "draft_model", "model": drafting_model.path, "num_speculative_tokens": 3}
+    drafting = {**DRAFT_MODEL, "model": drafting_model.path}
     llm = model.llm(**TIGHT, speculative_config=drafting, async_scheduling=ahead)
     prompts, params = repetitive(4), mixed(4, 8)
     assert_same(generate(llm, prompts, params), generate(engines(), prompts, params))

@@ -108,6 +108,7 @@ def test_errors_have_anthropics_shape(client: anthropic.Anthropic, fake_server: 
         ({"max_tokens": 0}, "max_tokens"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ({"tools": [{"name": "no spaces"}]}, "name"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"stop_sequences": [1]}, "stop_sequences"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),

@@ -15,6 +15,7 @@ from tests.server_process import LiveServer, echoed, events
 
 HI = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+TEMPLATE = "{{ messages[-1].content }}{% if reasoning_effort %} with {{ reasoning_effort }}{% endif %}"
 SETTINGS = {
     "trust_request_chat_template": True,
     "enable_force_include_usage": True,
@@ -25,7 +26,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def server(starter_model: Path) -> Iterator[LiveServer]:
-    with LiveServer.fake(starter_model, server=SETTINGS) as server:
+    with LiveServer.fake(starter_model, engine={"chat_template": TEMPLATE}, server=SETTINGS) as server:
         yield server.wait_until_ready()
 
 
@@ -46,6 +47,17 @@ def test_a_requests_own_template_is_used(server: LiveServer, tokenizer: Tokenize
     assert text_of(reply) == echoed(tokenizer, ids, 6), "what it reads is what counts, not what the server's reads"
     refused = chat(server, chat_template="{{ messages[0].content }}", reasoning_effort="care")
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "reasoning_effort"
+
+
+def test_anthropics_effort_is_given_to_the_template(server: LiveServer, tokenizer: Tokenizer) -> None:
+    def ask(**config: Any) -> httpx.Response:
+        body = {"model": "fake", "messages": HI, "max_tokens": 6, "output_config": config}
+        return web.post(f"{server.url}/v1/messages", json=body)
+
+    ids = tokenizer.encode("Hi with care", add_special_tokens=False)
+    assert ask(effort="care").json()["content"][0]["text"] == echoed(tokenizer, ids, 6)
+    assert "output_config.effort must be a text" in ask(effort=1).text
+    assert "output_config.effrt is not available" in ask(effrt="low").text
 
 
 def test_usage_comes_without_being_asked_for(server: LiveServer) -> None:

@@ -94,6 +94,12 @@ def test_other_constraints(fake_server: LiveServer, fields: dict[str, Any], patt
     assert re.fullmatch(pattern, reply.json()["choices"][0]["text"])
 
 
+def test_older_fields_that_ask_for_nothing(fake_server: LiveServer) -> None:
+    off = chat(fake_server, max_tokens=4, guided_json_object=False)
+    assert off["choices"][0]["message"] == chat(fake_server, max_tokens=4)["choices"][0]["message"]
+    assert text_of(chat(fake_server, guided_json_object=False, guided_choice=["yes"])) == "yes"
+
+
 def test_any_object_and_a_structural_tag(fake_server: LiveServer) -> None:
     reply = chat(fake_server, response_format={"type": "json_object"}, max_tokens=300)
     if reply["choices"][0]["finish_reason"] == "stop":
@@ -161,6 +167,11 @@ def test_over_a_websocket(fake_server: LiveServer) -> None:
             "no value fits",
         ),
         ({"response_format": JSON_SCHEMA["json_schema"]}, "response_format", "type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+            "response_format",
+            'response_format.json_schema is a schema itself; put it under "schema"',
+        ),
         ({"structured_outputs": {"regex": "a{600000}"}}, "structured_outputs", "too many expressions"),
         ({"structured_outputs": {"grammar": 'start: ("a"{1000}){1000}'}}, "structured_outputs", "Too many items"),
         ({"guided_json": {"type": "nothing"}}, "guided_json", "nothing"),
@@ -168,7 +179,8 @@ def test_over_a_websocket(fake_server: LiveServer) -> None:
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex"),
         ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs", "nothing"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "choice"),
-        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "json and regex"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "but json and regex were given"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "a list of strings, not [1]"),
         ({"structured_outputs": {"jason": {}}}, "structured_outputs", "json"),
         ({"structured_outputs": {"starts_after": "x", "json": {}}}, "structured_outputs", "starts_after"),
         ({"structured_outputs": {"whitespace": "tabs", "json": {}}}, "structured_outputs", "flexible"),

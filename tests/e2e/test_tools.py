@@ -174,6 +174,35 @@ def test_wrong_tools_are_refused_by_name(server: LiveServer, fields: dict[str, A
     assert error["param"] == param and error["message"]
 
 
+BAD = {"type": "object", "properties": {"a": {"not": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"tools": [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": BAD, "strict": True}}]},
+            "tools: The tool 'f': The JSON schema cannot be enforced: Unimplemented keys: [\"not\"]",
+        ),
+        (
+            {"tools": [{"type": "custom", "custom": {"name": "run", "format": {"type": "grammar", "grammar": {
+                "syntax": "regex", "definition": "("}}}}], "tool_choice": "required"},
+            "tools: The tool 'run': The regular expression cannot be used",
+        ),
+        ({"thinking_token_budget": 5}, "max_tokens limits the whole answer"),
+    ],
+)  # fmt: skip
+def test_errors_say_which_tool_and_what_to_do(server: LiveServer, fields: dict[str, Any], words: str) -> None:
+    assert words in ask(server, told("Hello."), **fields)["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+def test_tools_are_for_chat_requests(server: LiveServer, path: str) -> None:
+    reply = web.post(server.url + path, json={"prompt": "a", "max_tokens": 2, "tools": TOOLS})
+    assert reply.status_code == 400 and "only chat requests have tools" in reply.text
+    assert web.post(server.url + path, json={"prompt": "a", "max_tokens": 2, "tools": []}).status_code == 200
+
+
 def test_malformed_calls_are_text(server: LiveServer) -> None:
     text = '<tool_call>\n{"nam": "weather"}\n</tool_call>'
     choice = ask(server, told(text), tools=TOOLS)

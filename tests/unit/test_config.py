@@ -390,6 +390,8 @@ def test_older_names_of_speculative_settings_are_entries_now() -> None:
         ({"method": "suffix", "num_speculative_tokens": True}, "whole number"),
         ({"method": "suffix", "num_speculativ_tokens": 2}, "Did you mean num_speculative_tokens"),
         ({"method": "suffix", "disable_by_batch_size": 8}, "an entry of vLLM that Kvasir does not have"),
+        ({"method": "suffix", "draft_tensor_parallel_size": 2}, "an entry of vLLM that Kvasir does not have"),
+        ({"method": ["suffix"]}, r"method=\['suffix'\] is not possible"),
         ({"method": "suffix", "model": "org/model"}, "takes no model"),
         ({"method": "draft_model", "num_speculative_tokens": 2}, "needs `model`"),
         ({"method": "eagle3", "num_speculative_tokens": 2}, "needs `model`"),
@@ -410,6 +412,16 @@ def test_wrong_speculative_settings_are_refused_by_name(entries: dict[str, Any],
         EngineArgs("m", speculative_config=entries)
 
 
+def test_speculative_settings_of_vllm_that_change_nothing_are_taken() -> None:
+    harmless = {
+        "draft_tensor_parallel_size": 1,
+        "enforce_eager": False,
+        "draft_sample_method": "greedy",
+        "revision": None,
+    }
+    assert read_speculative({"method": "suffix", **harmless}) == read_speculative({"method": "suffix"})
+
+
 def test_speculative_settings_have_the_defaults_of_vllm() -> None:
     def lookup(**entries: Any) -> tuple[int, int, int]:
         found = read_speculative(entries)
@@ -422,10 +434,17 @@ def test_speculative_settings_have_the_defaults_of_vllm() -> None:
     assert lookup(method="suffix", suffix_decoding_max_tree_depth=24) == (8, 1, 24)
     named = read_speculative({"model": "org/model", "num_speculative_tokens": 2})
     assert named is not None and named.method == "draft_model" and named.model == "org/model"
-    by_name = {"a/EAGLE3-Llama": "eagle3", "a/EAGLE-Llama": "eagle", "a/llama": "draft_model"}
+    by_name = {
+        "a/EAGLE3-Llama": "eagle3",
+        "a/EAGLE-Llama": "eagle",
+        "a/llama-Medusa": "medusa",
+        "a/llama": "draft_model",
+    }
     for model, method in by_name.items():
         found = read_speculative({"model": model, "num_speculative_tokens": 2})
         assert found is not None and found.method == method
+    assert lookup(method="ngram_gpu", num_speculative_tokens=3) == (3, 5, 5)
+    assert lookup(method="mtp")[0] == 1
     text = '{"method": "suffix", "num_speculative_tokens": 5}'
     assert from_command_line(["m", "--speculative-config", text]).speculative_config["num_speculative_tokens"] == 5
 

@@ -38,6 +38,8 @@ _MAX_CHECKED = 1024  # grammars whose arguments are kept ...
 _MAX_CHECKED_CHARACTERS = 1 << 26  # ... while their texts are no longer together
 _ADVICE = "or set structured_outputs.lenient to skip what cannot be enforced"
 _WITH_STRICT = ("response_format", "text", "output_config", "output_format", "tools")  # they have `strict` instead
+_SCHEMA, _REGEX = "JSON schema", "regular expression"
+_REGEX_IN_LARK = " (in regex): "  # likewise
 _SCHEMA_IN_LARK = "failed to compile JSON schema: "  # then why, and after that lines of the grammar
 _LINE_OF_LARK = re.compile(r"\n +\d+ \| ")
 
@@ -83,11 +85,19 @@ class StructuredOutputs:
         try:
             return self._check(params)
         except RequestError as error:
-            said = str(error)
-            if params.source in _WITH_STRICT:
+            source, said = self._where(params, str(error))
+            if source in _WITH_STRICT:
                 said = said.replace("structured_outputs.lenient", "strict to false")
-            named = said if params.source in said else f"{params.source}: {said}"
-            raise RequestError(named, params.source) from error
+            raise RequestError(said if source in said else f"{source}: {said}", source) from error
+
+    def _where(self, params: StructuredOutputsParams, said: str) -> tuple[str, str]:
+        """The field that is wrong, and what is wrong with it: with its first wrong part, if it was made of several."""
+        for name, part in params.parts:
+            try:
+                self._check(part)
+            except RequestError as error:
+                return part.source, f"{name}: {error}" if name else str(error)
+        return params.source, said
 
     def _check(self, params: StructuredOutputsParams) -> dict[str, Any]:
         if self._tokenizer is None:
@@ -104,7 +114,8 @@ class StructuredOutputs:
                 return found
         argument = self._argument(grammar)
         texts = [argument["grammar"]] if argument["grammar"] else [text for _, text in argument["tags"]]
-        skips = [self._compile(text) for text in texts]
+        kind = "grammar" if params.regex is None else _REGEX
+        skips = [self._compile(text, kind) for text in texts]
         argument["lenient"] = any(skips)
         with self._lock:
             if grammar not in self._checked:
@@ -128,29 +139,30 @@ class StructuredOutputs:
             return guide_argument(from_triggers(Grammar("", "", grammar.tags), markers), gate=gate)
         return guide_argument(from_triggers(grammar, markers))
 
-    def _compile(self, text: str) -> bool:
-        """Compile a grammar. Returns whether keywords of a schema were skipped."""
+    def _compile(self, text: str, kind: str) -> bool:
+        """Compile a grammar. Returns whether keywords of a schema were skipped. `kind`: what the caller calls it."""
         try:
             compiled = self.compiled.submit(text).result(COMPILE_SECONDS)
         except FutureTimeoutError as error:
             message = f"The grammar was not compiled within {COMPILE_SECONDS:g} s; make it simpler."
             raise RequestError(message, PARAMETER) from error
         except RequestError as error:
-            raise RequestError(_explained(str(error), '"json_schema"' in text), PARAMETER) from error
+            kind = _SCHEMA if '"json_schema"' in text else kind
+            raise RequestError(_explained(str(error), kind), PARAMETER) from error
         return bool(compiled.get_grammar_warnings())
 
 
-def _explained(error: str, is_schema: bool) -> str:
-    within = error.partition(_SCHEMA_IN_LARK)[2]
+def _explained(error: str, kind: str) -> str:
+    within = error.partition(_SCHEMA_IN_LARK if kind != _REGEX else _REGEX_IN_LARK)[2]
     if (line := _LINE_OF_LARK.search(within)) is not None:  # the text of the grammar around it is not the caller's
-        error, is_schema = within[: line.start()], True
+        error, kind = within[: line.start()], kind if kind == _REGEX else _SCHEMA
     said = excerpt(error.strip().rstrip("."))
     if said.startswith("oneOf"):
         said = "oneOf is possible only where no value can match two of its schemas. Use anyOf"
     elif said.startswith(("Unimplemented keys", "Unknown format")):
         said += ". Remove it"
     elif not said.startswith("min/maxProperties"):
-        return f"The {'JSON schema' if is_schema else 'grammar'} cannot be used: {said}."
+        return f"The {kind} cannot be used: {said}."
     return f"The JSON schema cannot be enforced: {said}, {_ADVICE}."
 
 

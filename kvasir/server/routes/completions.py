@@ -28,7 +28,7 @@ from kvasir.server.logprobs import CompletionLogprobs, LogprobWriter, TextOffset
 from kvasir.server.routes.chat import create_chat_completion
 from kvasir.server.schema.base import MAX_TOKEN_IDS, Reply, Usage, encode, example, invalid, one_complaint, refused
 from kvasir.server.schema.chat import ChatCompletion, ChatRequest
-from kvasir.server.schema.sampling import PromptIds, SamplingBody, StreamOptions, sampling_params
+from kvasir.server.schema.sampling import NO_TOOLS_HERE, PromptIds, SamplingBody, StreamOptions, sampling_params
 from kvasir.server.state import ServerState, State
 
 _MAX_EMBEDS = 128
@@ -64,6 +64,8 @@ class CompletionRequest(SamplingBody):
     )
     user: str | None = Field(default=None, description="Shown in the server's log.")
     suffix: Any = refused("text is completed only at its end.", "")
+    tools: Any = refused(NO_TOOLS_HERE, [])
+    tool_choice: Any = refused(NO_TOOLS_HERE, "none")
 
     @model_validator(mode="after")
     def _consistent(self) -> CompletionRequest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -57,7 +57,9 @@ class CountTokensRequest(Body):
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = Field(default=None, description="Whether the model reasons, and how long.")
     output_config: dict[str, Any] | None = Field(
-        default=None, description="format: the form of the output, of type json_schema with a schema."
+        default=None,
+        description="format: the form of the output, of type json_schema with a schema. effort: passed to chat "
+        "templates that read reasoning_effort.",
     )
     output_format: dict[str, Any] | None = Field(default=None, description="Older form of output_config.format.")
     cache_control: Any = refused("prefixes are cached without marks.", {"type": "ephemeral"})
@@ -339,10 +341,21 @@ async def _prompt(
     fields = ChatTemplateFields(messages=messages, continue_final_message=continues, chat_template_kwargs=given)
     excluded = not tools.is_active and state.config.exclude_tools_when_tool_choice_none
     shown = None if excluded else tools.shown()
+    effort = _effort(body.output_config)
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     try:
-        return await read_chat(state, fields, salt=getattr(body, "cache_salt", None), tools=shown), fields
+        return await read_chat(state, fields, salt=getattr(body, "cache_salt", None), tools=shown, **variables), fields
     except PromptTooLongError as error:
         raise PromptTooLongError(_too_long(state, error), "messages", error.num_tokens) from error
+    except RequestError as error:
+        raise as_api_error(error, {"reasoning_effort": "output_config.effort"}) from error
+
+
+def _effort(config: Mapping[str, Any] | None) -> str | None:
+    effort = None if config is None else config.get("effort")
+    if not isinstance(effort, str | None):
+        raise RequestError("output_config.effort must be a text, such as 'low' or 'high'.", "output_config")
+    return effort
 
 
 def _too_long(state: ServerState, error: PromptTooLongError) -> str:

@@ -33,7 +33,7 @@ from kvasir.server.schema.base import (
     refused,
 )
 from kvasir.server.schema.chat import ChatTemplateFields, Message
-from kvasir.server.schema.sampling import PromptIds, SamplingBody, sampling_params
+from kvasir.server.schema.sampling import NO_TOOLS_HERE, PromptIds, SamplingBody, sampling_params
 from kvasir.server.state import ServerState, State
 from kvasir.server.tools import chat_tools
 
@@ -91,6 +91,8 @@ class GenerateRequest(SamplingBody):
     prompt_logprobs: Any = refused(_ELSEWHERE)
     logprob_token_ids: Any = refused(_ELSEWHERE)
     return_tokens_as_token_ids: Any = refused(_ELSEWHERE)
+    tools: Any = refused(NO_TOOLS_HERE, [])
+    tool_choice: Any = refused(NO_TOOLS_HERE, "none")
 
 
 class GenerateReply(Reply, kw_only=True):

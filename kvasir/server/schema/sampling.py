@@ -20,6 +20,8 @@ TemplateVariables = Annotated[dict[str, Any], Field(max_length=256)]
 
 _DEFAULTED = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")  # by a generation config
 
+NO_TOOLS_HERE = "only chat requests have tools; use /v1/chat/completions."
+
 # Fields that SamplingParams has with the same name and meaning.
 SAMPLING_FIELDS = (
     *("n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k"),

@@ -31,7 +31,8 @@ FIELDS = frozenset(
     }
 )
 _JSON_TEXTS = ("json", "structural_tag")  # which may be objects or texts
-_INTERNAL = ("tags", "starts_after", "source")  # fields that no body sets
+_SCHEMA_WORDS = frozenset({"type", "properties", "anyOf", "enum", "$ref", "$defs"})  # of a schema in the wrong place
+_INTERNAL = ("tags", "starts_after", "source", "parts")  # fields that no body sets
 BACKENDS = ("auto", "guidance", "llguidance")  # values of guided_decoding_backend that ask for nothing else
 
 
@@ -78,7 +79,7 @@ def _from_older(body: Any) -> Found:
     found: Found = []
     for name, newer in _OLDER.items():
         value = getattr(body, name, None)
-        if value is not None:
+        if value is not None and value is not False:  # guided_json_object: false asks for nothing
             found.append((name, {newer: value} if pattern is None else {newer: value, "whitespace_pattern": pattern}))
     if pattern is not None and not found:
         message = "guided_whitespace_pattern needs guided_json; give both or leave it out."
@@ -94,10 +95,9 @@ def _from_formats(body: Any) -> Found:
         found += _format("text", given, None)
     config = getattr(body, "output_config", None)
     for name in config or ():
-        if name != "format":
-            raise RequestError(
-                f"output_config.{str(name)[:_MAX_NAME]} is not available; leave it out.", "output_config"
-            )
+        if name not in ("format", "effort"):  # the effort is for the chat template
+            message = f"output_config.{str(name)[:_MAX_NAME]} is not available; leave it out."
+            raise RequestError(message, "output_config")
     for name, given in (
         ("output_config", None if config is None else config.get("format")),
         ("output_format", getattr(body, "output_format", None)),
@@ -139,6 +139,9 @@ def _json_schema(name: str, given: Mapping[str, Any], nested: str | None) -> dic
     described = given if nested is None else given.get(nested)
     if not isinstance(described, Mapping):
         raise RequestError(f"{name} of type json_schema needs {nested}, an object with name and schema.", name)
+    if nested is not None and "schema" not in described and not _SCHEMA_WORDS.isdisjoint(described):
+        message = f'{name}.{nested} is a schema itself; put it under "schema": {{"name": "answer", "schema": ...}}.'
+        raise RequestError(message, name)
     schema, title, strict = described.get("schema"), described.get("name"), described.get("strict")
     _only(name, described, ("schema", "name", "strict", "description", *(("type",) if nested is None else ())))
     if nested is not None:

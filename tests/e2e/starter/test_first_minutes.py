@@ -139,11 +139,26 @@ def test_examples_with_a_server(real_server: LiveServer, name: str, flags: list[
     assert re.search(words, ran.stdout), ran.stdout
 
 
+@pytest.mark.slow
+def test_a_head_is_trained_and_drafts(tmp_path: Path) -> None:
+    """From very little text, of which some fills the context."""
+    prompts, head = tmp_path / "prompts.txt", tmp_path / "head"
+    prompts.write_text("Count to ten.\nName three colors.\nName a city.\n")
+    flags = [
+        *("--prompts", str(prompts), "--out", str(head), "--tokens", "300", "--epochs", "1"),
+        "--draft-vocab",
+        "128",
+    ]
+    ran = run(str(ROOT / "examples" / "train_draft.py"), *flags, "--settings", '{"max_model_len": 128}')
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(r"1\.\d\d tokens a step, \d+% of 3 drafts accepted", ran.stdout), ran.stdout
+    assert {file.name for file in head.iterdir()} == {"config.json", "model.safetensors"}
+
+
 def test_no_example_is_forgotten() -> None:
     tested = Path(__file__).read_text()
-    # add_a_model.py needs a checkpoint of another architecture; tests/cpu/test_fallback.py runs it. train_draft.py
-    # learns for minutes; what it writes is a layout that tests/cpu/test_draft_heads.py reads.
-    others = {"add_a_model.py", "train_draft.py"}
+    # add_a_model.py needs a checkpoint of another architecture; tests/cpu/test_fallback.py runs it.
+    others = {"add_a_model.py"}
     for file in (ROOT / "examples").glob("*.py"):
         assert file.name in others or f'"{file.name}"' in tested, f"{file.name} is run by no test"
 

@@ -185,6 +185,24 @@ def test_a_schema_within_a_grammar_is_said_without_the_grammar() -> None:
     )
 
 
+def test_a_wrong_regex_is_said_without_the_grammar_around_it() -> None:
+    with pytest.raises(RequestError) as caught:
+        structured_outputs().check(StructuredOutputsParams(regex="(?=a)b"))
+    assert str(caught.value) == (
+        "structured_outputs: The regular expression cannot be used: regex parse error:\n    (?=a)b\n    ^^^\n"
+        "error: look-around, including look-ahead and look-behind, is not supported."
+    )
+
+
+def test_an_error_is_said_of_the_part_that_has_it() -> None:
+    parts = [("The tool 'a'", {}), ("The tool 'b'", {"not": {}})]
+    made = tuple((name, StructuredOutputsParams(json=schema, source="tools")) for name, schema in parts)
+    grammar = f"start: {json_rule({})} {json_rule({'not': {}})}"
+    with pytest.raises(RequestError, match="^tools: The tool 'b': The JSON schema cannot be enforced") as caught:
+        structured_outputs().check(StructuredOutputsParams(grammar=grammar, parts=made))
+    assert caught.value.parameter == "tools"
+
+
 def test_an_error_that_repeats_the_callers_text_is_read_in_linear_time() -> None:
     pattern = "failed to compile JSON schema: " * 30_000 + "("  # minutes, if each of these began a search of its own
     with pytest.raises(RequestError, match="The JSON schema cannot be used: regex parse error"):

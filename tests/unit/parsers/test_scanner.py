@@ -30,11 +30,13 @@ from kvasir.parsers.formats import (
     REASONING_FORMATS,
     TOOL_ALIASES,
     TOOL_FORMATS,
+    VLLM_FORMATS,
     AnswerFormat,
     reasoning_format,
     tool_format,
 )
 from kvasir.parsers.scanner import make_parser
+from kvasir.server.config import ServerConfig
 
 SCHEMAS = {
     "f": {
@@ -74,6 +76,11 @@ CALLS = {
     '<｜DSML｜parameter name="n" string="false">3</｜DSML｜parameter>\n'
     f'<｜DSML｜parameter name="l" string="false">{_LIST}</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
     '<｜DSML｜invoke name="g">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "deepseek_v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n'
+    f'<｜DSML｜parameter name="a" string="true">{_TAGS}</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="n" string="false">3</｜DSML｜parameter>\n'
+    f'<｜DSML｜parameter name="l" string="false">{_LIST}</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="g">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
     "llama3_json": f'{{"name": "f", "parameters": {F}}}; {{"name": "g", "parameters": {{}}}}',
     "pythonic": "[f(a='x \"y\"\\n é', n=3, l=[1, {'b': '}'}]), g()]",
     "llama4_pythonic": "<|python_start|>[f(a='x \"y\"\\n é', n=3, l=[1, {'b': '}'}]), g()]<|python_end|>",
@@ -96,6 +103,8 @@ CALLS = {
     "granite": f'<|tool_call|>[{{"name": "f", "arguments": {F}}}, {{"name": "g", "arguments": {{}}}}]',
     "granite-20b-fc": f'<function_call> {{"name": "f", "arguments": {F}}}'
     '<function_call> {"name": "g", "arguments": {}}',
+    "gigachat3": f'<|function_call|>{{"name": "f", "arguments": {F}}}'
+    '<|function_call|>{"name": "g", "arguments": {}}',
     "phi4_mini_json": f'functools[{{"name": "f", "arguments": {F}}}, {{"name": "g", "arguments": {{}}}}]',
     "xlam": f'[{{"name": "f", "arguments": {F}}}, {{"name": "g", "arguments": {{}}}}]',
     "jamba": f'<tool_calls>[\n    {{"name": "f", "arguments": {F}}},\n'
@@ -480,7 +489,35 @@ def test_hostile_answers_are_read_once(noise: str) -> None:
 # ---------------------------------------------------------------- names, and the reader of parts
 
 
-def test_vllms_names_are_known() -> None:
+# vLLM's names, older ones too.
+VLLM_TOOLS = """
+    apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 ernie45 functiongemma
+    gemma4 gigachat3 glm45 glm47 granite granite-20b-fc granite4 hermes hunyuan_a13b hy_v3 inkling internlm jamba
+    kimi_k2 kimi_k3 lfm2 llama3_json llama4_json llama4_pythonic longcat mimo minicpm5 minimax minimax_m2 minimax_m3
+    mistral olmo3 openai phi4_mini_json poolside_v1 pythonic qwen3_coder qwen3_xml seed_oss solar_open2 step3 step3p5
+    xlam
+"""
+VLLM_REASONING = """
+    cohere_command3 cohere_command4 deepseek_r1 deepseek_v3 deepseek_v4 ernie45 gemma4 glm45 glm47 granite holo2
+    hunyuan_a13b hy_v3 inkling kimi_k2 kimi_k3 mimo minimax_m2 minimax_m2_append_think minimax_m3 mistral nemotron_v3
+    olmo3 openai_gptoss poolside_v1 qwen3 seed_oss solar_open2 step3 step3p5
+"""
+
+
+@pytest.mark.parametrize(("setting", "names"), [("tool_call_parser", VLLM_TOOLS), ("reasoning_parser", VLLM_REASONING)])
+def test_vllms_names_are_known(setting: str, names: str) -> None:
+    for name in names.split():
+        if name not in VLLM_FORMATS:
+            find = tool_format if setting == "tool_call_parser" else reasoning_format
+            assert find(getattr(ServerConfig(**{setting: name}), setting))
+        else:
+            with pytest.raises(ConfigError, match=f"'{name}' is a format of vLLM that Kvasir does not read"):
+                ServerConfig(**{setting: name})
+    with pytest.raises(ConfigError, match="Did you mean qwen3_coder"):
+        ServerConfig(tool_call_parser="qwen3-coder")
+
+
+def test_all_names_lead_to_a_row() -> None:
     for name in (*TOOL_ALIASES, *TOOL_FORMATS):
         assert tool_format(name).name in TOOL_FORMATS
     for name in (*REASONING_ALIASES, *REASONING_FORMATS):
