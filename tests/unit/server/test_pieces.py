@@ -25,7 +25,7 @@ from kvasir.entrypoints.cli.main import Parser
 from kvasir.errors import MAX_ECHO, ConfigError, EngineDeadError, OverloadedError, RequestError
 from kvasir.outputs import CompletionOutput, Logprob, RequestOutput
 from kvasir.parsers.base import Content, OutputParser, OutputPart, PartReader, PlainTextParser
-from kvasir.sampling_params import SamplingParams
+from kvasir.sampling_params import SamplingParams, StructuredOutputsParams
 from kvasir.server.answers import PLAIN_ANSWER
 from kvasir.server.api_keys import ApiKey, KeyRing
 from kvasir.server.config import ServerConfig, add_flags, from_namespace, server_settings
@@ -34,8 +34,8 @@ from kvasir.server.errors import ApiError, as_api_error, error_response
 from kvasir.server.event_stream import EventStream, PayloadWriter
 from kvasir.server.gate import Gate
 from kvasir.server.http import ClientGone, unless_disconnected
-from kvasir.server.large_bodies import check_copies
-from kvasir.server.limits import SMALL_BODY, BodyMemory, check_logprobs
+from kvasir.server.large_bodies import check_copies, check_logprobs, check_repeated
+from kvasir.server.limits import SMALL_BODY, BodyMemory
 from kvasir.server.logprobs import MIN_LOGPROB, LogprobWriter, prompt_logprobs
 from kvasir.server.metrics import GAPS, Metrics, Tally
 from kvasir.server.response_store import CompletionStore, EventLog, ResponseStore, StoredCompletion, StoredResponse
@@ -316,6 +316,32 @@ def test_log_probabilities_of_all_tokens_are_bounded() -> None:
         with pytest.raises(RequestError, match=f"^{name} asks for") as caught:
             check(greedy)
         assert caught.value.parameter == name
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"logit_bias": dict.fromkeys(range(40_000), 1.0)},
+        {"allowed_token_ids": list(range(40_000))},
+        {"stop": ["x" * 1000] * 64},
+        {"bad_words": ["x" * 1000] * 64},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_parameters_that_every_completion_has_are_bounded(given: dict[str, Any]) -> None:
+    (name,) = given
+    check_repeated(SamplingParams(**given, n=3), 3)
+    with pytest.raises(RequestError, match=f"^{name} and other lists have .* for each of 1024 completions") as caught:
+        check_repeated(SamplingParams(**given, n=1024), 1024)
+    assert caught.value.parameter == name
+    check_repeated(SamplingParams(stop=["\n\n", "User:"], logit_bias={5: -100.0}, n=4096), 4096)
+
+
+def test_grammars_of_many_completions_are_bounded() -> None:
+    short, long = (StructuredOutputsParams(choice=["x" * 10] * count) for count in (100, 10_000))
+    check_repeated(SamplingParams(structured_outputs=short, n=4096), 4096)
+    with pytest.raises(RequestError, match="4096 completions"):
+        check_repeated(SamplingParams(structured_outputs=long, n=4096), 4096)
 
 
 def test_copies_of_a_prompt_are_bounded() -> None:
