@@ -57,7 +57,7 @@ def check_copies(
 
 
 MAX_REPEATED_BYTES = 1 << 21  # of parameters as JSON, in all completions together: each entry takes far more
-MAX_REPEATED_GRAMMARS = 1 << 24  # grammars are compiled once
+MAX_REPEATED_GRAMMARS = 1 << 22  # a grammar is compiled once, but each completion follows it
 _LISTS = ("logit_bias", "allowed_token_ids", "stop", "bad_words", "stop_token_ids", "logprob_token_ids", "extra_args")
 
 

@@ -338,7 +338,7 @@ def test_parameters_that_every_completion_has_are_bounded(given: dict[str, Any])
 
 
 def test_grammars_of_many_completions_are_bounded() -> None:
-    short, long = (StructuredOutputsParams(choice=["x" * 10] * count) for count in (100, 10_000))
+    short, long = (StructuredOutputsParams(choice=["x" * 10] * count) for count in (50, 10_000))
     check_repeated(SamplingParams(structured_outputs=short, n=4096), 4096)
     with pytest.raises(RequestError, match="4096 completions"):
         check_repeated(SamplingParams(structured_outputs=long, n=4096), 4096)
