@@ -39,6 +39,7 @@ from kvasir.server.limits import SMALL_BODY, BodyMemory
 from kvasir.server.logprobs import MIN_LOGPROB, LogprobWriter, prompt_logprobs
 from kvasir.server.metrics import GAPS, Metrics, Tally
 from kvasir.server.response_store import CompletionStore, EventLog, ResponseStore, StoredCompletion, StoredResponse
+from kvasir.server.routes import pages
 from kvasir.server.routes.chat import ChatJob
 from kvasir.server.routes.completions import CompletionJob, CompletionRequest
 from kvasir.server.routes.stored import page
@@ -426,6 +427,33 @@ def test_a_page_of_large_entries_is_short() -> None:
         after = found[-1][:1]
     assert seen == entries
     assert page(["x" * (5 << 20)] * 2, lambda entry: entry, 100, "asc", None) == (["x" * (5 << 20)], True)
+
+
+def test_clients_that_look_at_the_engine_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leave time to requests between two looks, which may have thousands of them to describe."""
+    running, most, number = 0, 0, 0
+
+    async def snapshot(*given: Any, **named: Any) -> None:
+        nonlocal running, most, number
+        running, number = running + 1, number + 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+
+    monkeypatch.setattr(pages, "engine_state", lambda *given: {})
+    monkeypatch.setattr(pages, "distributions", lambda metrics: {})
+    config = SimpleNamespace(parallel=SimpleNamespace(data_parallel_size=1))
+    state: Any = SimpleNamespace(engine=SimpleNamespace(config=config), call=snapshot, model_names=["m"])
+    state.metrics, state.looks = SimpleNamespace(collect=list), 0
+
+    async def go() -> None:
+        state.look_turn = asyncio.Lock()
+        await asyncio.wait([asyncio.create_task(pages._look(state, 0, 0)) for _ in range(100)], timeout=0.8)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    asyncio.run(go())
+    assert most == 1 and 2 <= number <= 12 and state.looks == 0
 
 
 # ---------------------------------------------------------------- what errors repeat
