@@ -26,8 +26,8 @@ from kvasir.server.body_limits import exceeded_by_texts
 from kvasir.server.constraints import constrain
 from kvasir.server.errors import ApiError, as_api_error, timed_out, too_large
 from kvasir.server.http import Call
-from kvasir.server.large_bodies import num_logprobs
-from kvasir.server.limits import TokenAccount, check_limits, check_logprobs
+from kvasir.server.large_bodies import check_logprobs, check_repeated, num_logprobs
+from kvasir.server.limits import TokenAccount, check_limits
 from kvasir.server.schema.base import CompletionTokensDetails, PromptTokensDetails, Usage
 from kvasir.server.schema.chat import ChatTemplateFields
 from kvasir.server.state import ServerState
@@ -92,7 +92,10 @@ class ApiRequest:
     async def start(self) -> None:
         """Check this server's limits, take what the key allows, and hand the prompts to the engine."""
         check_limits(self.params, len(self.prompts), self.state.config.max_choices)
-        check_logprobs(self.params, len(self.prompts), self.tokens.num_prompt, self.engine.config.model)
+        if (num_completions := len(self.prompts) * self.params.num_branches) > 1:
+            check_repeated(self.params, num_completions)
+        if self.params.logprobs is not None or self.params.prompt_logprobs is not None:
+            check_logprobs(self.params, len(self.prompts), self.tokens.num_prompt, self.engine.config.model)
         key = self.call.key
         self.state.limits.admit(key, self.tokens.num_prompt, len(self.prompts))
         self._is_admitted = True

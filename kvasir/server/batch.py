@@ -22,7 +22,17 @@ from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import RequestError
 from kvasir.server.api_keys import ANYBODY, ApiKey
 from kvasir.server.errors import ApiError, as_api_error, openai_body
-from kvasir.server.http import JSON_ERRORS, Call, json_problem, new_id, too_much_json, validated, without_unknown_fields
+from kvasir.server.http import (
+    JSON_ERRORS,
+    LARGE_BODY,
+    Call,
+    json_problem,
+    new_id,
+    too_much_json,
+    validated,
+    without_unknown_fields,
+)
+from kvasir.server.large_bodies import off_loop
 from kvasir.server.routes.chat import ChatJob
 from kvasir.server.routes.completions import CompletionJob, CompletionRequest
 from kvasir.server.routes.pooling import (
@@ -130,7 +140,10 @@ class BatchRunner:
     async def answer(self, data: bytes, number: int) -> LineResult:
         """Answer one line; an error becomes its result."""
         line_id = f"batch_req_{new_id()}"
-        read = self.read(data, number)
+        if len(data) < LARGE_BODY:
+            read = self.read(data, number)
+        else:
+            read = await off_loop(lambda: self.read(data, number))
         if isinstance(read, LineError):
             return LineResult(line_id, _custom_id(data), None, read)
         return await self.ask(line_id, read)
@@ -208,6 +221,7 @@ def write_line(result: LineResult) -> bytes:
 FINAL = ("failed", "completed", "expired", "cancelled")
 _WINDOW = 24 * 3600  # seconds
 _MAX_ERRORS = 100  # of a file that are reported
+_MAX_RUNNING = 32  # batches of a key; each has open files, tasks and lines in memory
 
 
 class ServerBatch:
@@ -224,7 +238,11 @@ class ServerBatch:
         source = state.files.find_file(key, body.input_file_id)
         if source.purpose != "batch":
             raise RequestError(f"The file {source.id} has the purpose {source.purpose}, not batch.", "input_file_id")
-        state.files.check_room()
+        state.files.check_room(key)
+        running = sum(task.get_name() == key.name for task in state.batches.values())
+        if running >= _MAX_RUNNING:
+            message = f"{running} batches of this key are running, as many as may: wait until one is completed."
+            raise ApiError(429, message, "rate_limit", code="rate_limit_exceeded", retry_after=60.0)
         now = int(time.time())
         record = BatchReply(
             id=f"batch_{new_id()}",
@@ -239,7 +257,7 @@ class ServerBatch:
         )
         made = cls(state, key, record)
         made._save()
-        task = state.batches[record.id] = asyncio.create_task(made.run())
+        task = state.batches[record.id] = asyncio.create_task(made.run(), name=key.name)
         task.add_done_callback(lambda done: state.batches.pop(record.id, None))
         return made
 
@@ -349,10 +367,6 @@ class _Stopped(Exception):
 
 def find_batch(state: ServerState, key: ApiKey, batch_id: str) -> BatchReply:
     return _current(state, key, state.files.find_batch(key, batch_id))
-
-
-def list_batches(state: ServerState, key: ApiKey) -> list[BatchReply]:
-    return [_current(state, key, each) for each in state.files.batches(key)]
 
 
 def cancel_batch(state: ServerState, key: ApiKey, batch_id: str) -> BatchReply:

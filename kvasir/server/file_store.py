@@ -27,6 +27,7 @@ from kvasir.server.schema.base import encode
 from kvasir.server.schema.stored import BatchReply, FileReply
 
 T = TypeVar("T", FileReply, BatchReply)
+_MAX_RECORDS = 10_000  # of a key: a list of them reads them all
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 
 
@@ -49,7 +50,7 @@ class FileStore:
     # ------------------------------------------------------------ files
 
     def add_file(self, key: ApiKey, filename: str, purpose: str, content: bytes) -> FileReply:
-        self.check_room(len(content))
+        self.check_room(key, len(content))
         file_id = f"file-{new_id()}"
         self.content_path(key, file_id).write_bytes(content)
         return self.register(key, file_id, filename, purpose)
@@ -61,7 +62,10 @@ class FileStore:
         self._write(key, made)
         return made
 
-    def check_room(self, num_bytes: int = 1) -> None:
+    def check_room(self, key: ApiKey, num_bytes: int = 1) -> None:
+        """Raise unless this key may have another record, and everybody together so many bytes more."""
+        if sum(1 for _ in self._of(key).glob("*.json")) >= _MAX_RECORDS:
+            raise too_large(f"A key may have {_MAX_RECORDS} files and batches: delete some files.", "file")
         used = sum(file.stat().st_size for file in self.folder.glob("*/*") if file.is_file())
         if used + num_bytes > self.max_bytes:
             allowed = f"{self.max_bytes} bytes (--max-files-bytes)"

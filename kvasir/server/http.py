@@ -97,7 +97,7 @@ TheCall = Annotated[Call, Depends(_call)]
 # ---------------------------------------------------------------- JSON in
 
 JSON_ERRORS = (msgspec.DecodeError, RecursionError, UnicodeError)  # raised for data that is not JSON
-_LARGE_BODY = 1 << 18  # bytes; a larger body is read in a thread
+LARGE_BODY = 1 << 18  # bytes; a larger body is read in a thread
 
 
 def decode_json(data: bytes | str, what: str, kind: type[Body] = Body) -> Any:
@@ -115,7 +115,7 @@ def decode_json(data: bytes | str, what: str, kind: type[Body] = Body) -> Any:
 
 async def read_json(data: bytes | str, what: str, kind: type[Body] = Body) -> Any:
     """`decode_json`, in a thread if the data is large."""
-    if len(data) < _LARGE_BODY:
+    if len(data) < LARGE_BODY:
         return decode_json(data, what, kind)
     return await off_loop(lambda: decode_json(data, what, kind))
 

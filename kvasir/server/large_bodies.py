@@ -17,7 +17,8 @@ from kvasir.errors import RequestError
 from kvasir.outputs import RequestOutput
 from kvasir.sampling_params import SamplingParams
 from kvasir.server.errors import ApiError
-from kvasir.server.limits import PLAIN_LOGPROBS, SMALL_BODY, BodyMemory
+from kvasir.server.limits import SMALL_BODY, BodyMemory
+from kvasir.server.schema.base import encode
 
 if TYPE_CHECKING:
     from kvasir.server.api_request import ApiRequest
@@ -55,10 +56,49 @@ def check_copies(
             raise RequestError(message, name)
 
 
+MAX_REPEATED_BYTES = 1 << 21  # of parameters as JSON, in all completions together: each entry takes far more
+MAX_REPEATED_GRAMMARS = 1 << 22  # a grammar is compiled once, but each completion follows it
+_LISTS = ("logit_bias", "allowed_token_ids", "stop", "bad_words", "stop_token_ids", "logprob_token_ids", "extra_args")
+
+
+def check_repeated(params: SamplingParams, num_completions: int) -> None:
+    """Bound the parameters that every completion has for itself, in this process and in the engine."""
+    sizes = {name: len(encode(value)) for name in _LISTS if (value := getattr(params, name))}
+    grammar = params.structured_outputs
+    grammars = {} if grammar is None else {grammar.source: len(encode(grammar))}
+    for found, most in ((sizes, MAX_REPEATED_BYTES), (grammars, MAX_REPEATED_GRAMMARS)):
+        if sum(found.values()) * num_completions > most:
+            name = max(found, key=lambda name: found[name])
+            message = f"{name} and other lists have {sum(found.values())} bytes for each of {num_completions} "
+            message += f"completions; a server takes {most} in all: ask for fewer completions, or shorten {name}."
+            raise RequestError(message, name)
+
+
 # ---------------------------------------------------------------- log-probabilities
 
+MAX_LOGPROBS = 1 << 18  # of all tokens together, beyond the 20 per token that OpenAI allows: each takes 250 bytes
+_PLAIN_LOGPROBS = 20
 MAX_HELD_LOGPROBS = 1 << 20  # of all answers that are being made
 _MANY_LOGPROBS = 20_000  # that take a tenth of a second to write
+
+
+def check_logprobs(params: SamplingParams, num_prompts: int, num_prompt_tokens: int, model: ModelConfig) -> None:
+    """Bound the log-probabilities of all tokens that a request may have."""
+    longest = min(params.max_tokens or model.max_model_len, model.max_model_len)
+    generated = longest * params.num_branches * num_prompts
+    named = params.logprob_token_ids
+    for name, width, num_tokens in (
+        ("logprob_token_ids", len(named or ()), generated),
+        ("logprobs", 0 if named else params.logprobs or 0, generated),
+        ("prompt_logprobs", params.prompt_logprobs or 0, num_prompt_tokens),
+    ):
+        width = model.vocab_size if width == -1 else width
+        if width > _PLAIN_LOGPROBS and width * num_tokens > MAX_LOGPROBS:
+            message = (
+                f"{name} asks for {width} log-probabilities of up to {num_tokens} tokens; a server gives "
+                f"{MAX_LOGPROBS} in all: ask for fewer of each token, or for fewer tokens."
+            )
+            raise RequestError(message, name)
 
 
 def num_logprobs(output: RequestOutput, params: SamplingParams) -> int:
@@ -98,7 +138,7 @@ def _held_logprobs(request: ApiRequest) -> int:
 
 def _most_held(model: ModelConfig) -> int:
     """Those of one context with OpenAI's most are always possible."""
-    return max(MAX_HELD_LOGPROBS, (1 + PLAIN_LOGPROBS) * model.max_model_len)
+    return max(MAX_HELD_LOGPROBS, (1 + _PLAIN_LOGPROBS) * model.max_model_len)
 
 
 async def write_reply(request: ApiRequest, outputs: Sequence[RequestOutput], work: Callable[[], T]) -> T:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvasir.config.engine import ModelConfig
 from kvasir.errors import RequestError
 from kvasir.outputs import RequestOutput
 from kvasir.sampling_params import RequestOutputKind, SamplingParams
@@ -206,8 +205,6 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_LENGTH = 1024
 MAX_PATTERN_SIZE = 256  # tokens
 MAX_NAMED_LOGPROBS = 1024  # written for every token
-MAX_LOGPROBS = 1 << 18  # of all tokens together, beyond the 20 per token that OpenAI allows: each takes 250 bytes
-PLAIN_LOGPROBS = 20
 
 
 def check_limits(params: SamplingParams, num_prompts: int, max_choices: int) -> None:
@@ -225,25 +222,6 @@ def check_limits(params: SamplingParams, num_prompts: int, max_choices: int) -> 
         name = "n" if params.best_of is None else "best_of"
         message = f"The request asks for {num_choices} completions; this server allows {max_choices} (--max-choices)."
         raise RequestError(message, "prompt" if params.num_branches < num_prompts else name)
-
-
-def check_logprobs(params: SamplingParams, num_prompts: int, num_prompt_tokens: int, model: ModelConfig) -> None:
-    """Bound the log-probabilities of all tokens that a request may have."""
-    longest = min(params.max_tokens or model.max_model_len, model.max_model_len)
-    generated = longest * params.num_branches * num_prompts
-    named = params.logprob_token_ids
-    for name, width, num_tokens in (
-        ("logprob_token_ids", len(named or ()), generated),
-        ("logprobs", 0 if named else params.logprobs or 0, generated),
-        ("prompt_logprobs", params.prompt_logprobs or 0, num_prompt_tokens),
-    ):
-        width = model.vocab_size if width == -1 else width
-        if width > PLAIN_LOGPROBS and width * num_tokens > MAX_LOGPROBS:
-            message = (
-                f"{name} asks for {width} log-probabilities of up to {num_tokens} tokens; a server gives "
-                f"{MAX_LOGPROBS} in all: ask for fewer of each token, or for fewer tokens."
-            )
-            raise RequestError(message, name)
 
 
 def _check_texts(name: str, texts: str | list[str] | None, most: int, longest: int) -> None:

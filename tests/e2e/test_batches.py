@@ -12,10 +12,15 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from kvasir.errors import RequestError
 from kvasir.frontend.text.tokenizer import Tokenizer
+from kvasir.server import file_store
+from kvasir.server.api_keys import ApiKey
+from kvasir.server.errors import ApiError
+from kvasir.server.file_store import FileStore
 from kvasir.server.routes.stored import read_form
 from tests import web
 from tests.server_process import LiveServer, echoed, until
@@ -140,6 +145,33 @@ def test_what_is_refused(server: LiveServer, fake_server: LiveServer) -> None:
 
 
 @pytest.mark.slow
+def test_a_key_has_so_many_batches_at_once(starter_model: Path, tmp_path: Path) -> None:
+    """Each has open files: thousands of them would leave none for connections."""
+    options = {"files_dir": str(tmp_path), "shutdown_timeout": 1.0, "api_key": ["alice", "bob"]}
+    with LiveServer.fake(starter_model, server=options, executor={**SLOW, "delay": 0.05}) as server:
+        alice, bob = client_of(server.wait_until_ready()), client_of(server, "bob")
+        long = upload(alice, line("a", prompt="x", max_tokens=2000, ignore_eos=True))
+        for _ in range(32):
+            start(alice, long)
+        for _ in range(3):
+            with pytest.raises(openai.RateLimitError, match="wait until one is completed"):
+                start(alice, long)
+        start(bob, upload(bob, line("a", prompt="x")))
+        assert psutil.Process(server.process.pid).num_fds() < 150
+
+
+def test_a_key_has_so_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_store, "_MAX_RECORDS", 3)
+    store, key = FileStore(str(tmp_path), 1 << 20), ApiKey("a")
+    for _ in range(3):
+        made = store.add_file(key, "x", "batch", b"x")
+    with pytest.raises(ApiError, match="delete some"):
+        store.add_file(key, "x", "batch", b"x")
+    store.add_file(ApiKey("b"), "x", "batch", b"x")
+    store.delete_file(key, made.id)
+    store.add_file(key, "x", "batch", b"x")
+
+
 def test_batches_end_early_and_servers_too(starter_model: Path, tmp_path: Path) -> None:
     """What a batch has done stays, and one whose server was killed is not said to run for ever."""
     options = {"files_dir": str(tmp_path), "batch_concurrency": 1}

@@ -386,6 +386,38 @@ def many_prompts(target: Target) -> None:
                 target.post("/v1/completions", *[body] * 4)
 
 
+@attack(slow=True)
+def what_every_completion_has(target: Target) -> None:
+    """Half a megabyte that would be gigabytes, here or in the engine."""
+    biases = b",".join(b'"%d":1' % token for token in range(49_000))
+    allowed = b",".join(b"%d" % token for token in range(49_000))
+    stops = b",".join([b'"%b"' % (b"x" * 1000)] * 64)
+    choices = b",".join(b'"abc%d"' % number for number in range(5000))
+    for fields in (
+        b'"logit_bias":{%b}' % biases,
+        b'"allowed_token_ids":[%b]' % allowed,
+        b'"stop":[%b]' % stops,
+        b'"bad_words":[%b]' % stops,
+        b'"guided_choice":[%b]' % choices,
+    ):
+        target.post("/v1/completions", b'{"prompt":"a","max_tokens":2,"temperature":1,"n":4000,%b}' % fields)
+        prompts = b",".join([b'"a"'] * 4000)
+        target.post("/v1/completions", b'{"prompt":[%b],"max_tokens":2,%b}' % (prompts, fields))
+    conversations = b",".join([b'[{"role":"user","content":"Hi"}]'] * 20_000)
+    target.post("/v1/chat/completions/batch", b'{"messages":[%b]}' % conversations)
+
+
+@attack(slow=True)
+def what_every_completion_repeats(target: Target) -> None:
+    content = b'"%b"' % (b"one two " * 131_072)
+    echo = b'{"truncate_prompt_tokens":100,"echo":true,"add_generation_prompt":false,"n":4000,"temperature":1,'
+    target.post("/v1/chat/completions", echo + messages(content)[1:])
+    ids = b",".join([b"5"] * 2000)
+    for fields in (b'"prompt_logprobs":20', b'"echo":true,"logprobs":5', b'"return_token_ids":true'):
+        body = b'{"prompt":[%b],"max_tokens":1,"temperature":1,"n":4000,%b}' % (ids, fields)
+        target.post("/v1/completions", body)
+
+
 # ---------------------------------------------------------------- the server and its other user
 
 

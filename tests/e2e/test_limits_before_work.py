@@ -110,6 +110,9 @@ ATTACKS: dict[str, tuple[tuple[str, dict[str, Any]], int]] = {  # the request, a
         chat(guided_grammar="start: " + " | ".join(f'"a{i}"' for i in range(12_000))),
         400,
     ),
+    "biases of many completions": (text(logit_bias={str(i): 1 for i in range(40_000)}, n=1024, temperature=1), 400),
+    "stop strings of many completions": (text(stop=["x" * 1000] * 64, n=1024, temperature=1), 400),
+    "many conversations": (("/v1/chat/completions/batch", {"messages": [message("Hi")] * 20_000}), 400),
     "copies of a prompt's log-probabilities": (text(prompt=[5] * 2000, prompt_logprobs=20, n=128, temperature=1), 400),
     "copies of an echo's log-probabilities": (
         text(prompt=[5] * 2000, echo=True, logprobs=5, n=128, temperature=1),
@@ -135,6 +138,7 @@ ATTACKS: dict[str, tuple[tuple[str, dict[str, Any]], int]] = {  # the request, a
 
 
 QUICK = {"numbers as content", "many prompts", "deep variables", "a long key", "a long text to truncate", "a long name"}
+QUICK |= {"biases of many completions", "many conversations"}
 QUICK |= {"copies of a prompt's log-probabilities", "copies of an echo"}
 QUICK |= {"long arguments", "arguments of many calls", "many calls in a row", "a grammar that cannot be followed"}
 

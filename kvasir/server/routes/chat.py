@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from copy import copy
@@ -16,12 +17,14 @@ from kvasir.errors import RequestError
 from kvasir.frontend.requests.prompts import TokenizedPrompt
 from kvasir.outputs import CompletionOutput, RequestOutput
 from kvasir.parsers.base import Content, OutputPart, Reasoning, ToolCall, calls_of, content_of, reasoning_of
+from kvasir.sampling_params import SamplingParams
 from kvasir.server.answers import NO_TOOLS, ChatAnswer, RequestTools
 from kvasir.server.api_request import ApiRequest, answer_of, read_chat, within
 from kvasir.server.errors import EVENTS, answers
 from kvasir.server.event_stream import EventStream, OpenAIEvents, PayloadWriter
 from kvasir.server.http import FINGERPRINT, Call, StrictRoute, TheCall, reply, unless_gone
 from kvasir.server.large_bodies import check_copies, write_reply
+from kvasir.server.limits import check_limits
 from kvasir.server.logprobs import LogprobWriter, prompt_logprobs
 from kvasir.server.response_store import StoredCompletion, StoringChunks, add_text
 from kvasir.server.schema.base import Usage, encode
@@ -59,7 +62,8 @@ async def create_chat_completion(body: ChatRequest, request: Request, state: Sta
 
 @router.post("/v1/chat/completions/batch", responses=answers(ChatCompletion))
 async def create_chat_batch(body: ChatBatchRequest, request: Request, state: State, call: TheCall) -> Response:
-    """ChatAnswer several conversations at once: the reply has one choice for each, in their order."""
+    """Answer several conversations at once: the reply has one choice for each, in their order."""
+    check_limits(SamplingParams(), len(body.messages), state.config.max_choices)  # before any of them is rendered
     first, *others = await unless_gone(request, ChatJob.make_all(state, call, body.conversations()))
     return reply(await unless_gone(request, first.whole_with(others)))
 
@@ -98,7 +102,11 @@ class ChatJob:
         has_tools = body.tools or body.tool_choice is not None
         tools = chat_tools(body.tools, body.tool_choice, body.parallel_tool_calls) if has_tools else NO_TOOLS
         async with within(state, call, body.timeout):
-            prompts = [await _prompt(state, each, tools) for each in bodies]
+            prompts = []
+            for each in bodies:
+                prompts.append(await _prompt(state, each, tools))
+                if len(bodies) > 1:
+                    await asyncio.sleep(0)  # others may go on: a short prompt is rendered without a pause
         shows_reasoning, budget = body.include_reasoning is not False, body.thinking_token_budget
         answer = answer_of(state, params, tools, prompts[0], body, shows_reasoning, budget)
         user = body.user or body.safety_identifier

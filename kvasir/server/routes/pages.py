@@ -9,6 +9,7 @@ docs/engine_view.md describes the JSON.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import cache
@@ -95,6 +96,7 @@ feed_router = APIRouter(tags=["operations"])
 
 _POLICY_VIOLATION = 1008
 _TRY_AGAIN = 1013
+_MAX_PAUSE = 1.0  # seconds
 Engine = Annotated[int, Query(ge=0, description="which engine, where there are several (data_parallel_size)")]
 Since = Annotated[int, Query(ge=0, description="leave out steps up to this number")]
 Interval = Annotated[float, Query(ge=0.05, le=60, description="seconds between two messages")]
@@ -141,8 +143,18 @@ async def _look(state: ServerState, since: int, engine: int) -> dict[str, Any]:
             "not_found",
             "engine",
         )
-    snapshot = await state.call("snapshot", since, engine=engine)
-    seen = engine_state(snapshot, state.model_names[0], distributions(state.metrics.collect()))
+    state.looks += 1
+    try:
+        async with state.look_turn:
+            began = time.monotonic()
+            snapshot = await state.call("snapshot", since, engine=engine)
+            seen = engine_state(snapshot, state.model_names[0], distributions(state.metrics.collect()))
+            if (
+                state.looks > 1
+            ):  # a look at thousands of requests takes long: requests have three times as long between two
+                await asyncio.sleep(min(_MAX_PAUSE, 3 * (time.monotonic() - began)))
+    finally:
+        state.looks -= 1
     return {**seen, "engine": engine, "engines": number}
 
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import FileResponse, Response
 
 from kvasir.errors import RequestError
-from kvasir.server.batch import ServerBatch, cancel_batch, find_batch, list_batches
+from kvasir.server.batch import FINAL, ServerBatch, cancel_batch, find_batch
 from kvasir.server.errors import answers, not_found
 from kvasir.server.http import StrictRoute, TheCall, reply
 from kvasir.server.response_store import StoredCompletion
@@ -176,7 +176,7 @@ async def list_files(
     after: Cursor = None,
     purpose: Purpose = None,
 ) -> Response:
-    found = [each for each in state.files.files(call.key) if purpose in (None, each.purpose)]
+    found = [each for each in await asyncio.to_thread(state.files.files, call.key) if purpose in (None, each.purpose)]
     data, has_more = page(found, lambda each: each.id, limit, order, after)
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return reply(FileList(data=data, first_id=first, last_id=last, has_more=has_more))
@@ -208,7 +208,9 @@ async def create_batch(body: BatchRequest, state: State, call: TheCall) -> Respo
 
 @router.get("/v1/batches", responses=answers(BatchList))
 async def list_all_batches(state: State, call: TheCall, limit: Limit = 20, after: Cursor = None) -> Response:
-    data, has_more = page(list_batches(state, call.key), lambda each: each.id, limit, "desc", after)
+    records = await asyncio.to_thread(state.files.batches, call.key)
+    found, has_more = page(records, lambda each: each.id, limit, "desc", after)
+    data = [each if each.status in FINAL else find_batch(state, call.key, each.id) for each in found]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return reply(BatchList(data=data, first_id=first, last_id=last, has_more=has_more))
 

@@ -25,7 +25,7 @@ from kvasir.entrypoints.cli.main import Parser
 from kvasir.errors import MAX_ECHO, ConfigError, EngineDeadError, OverloadedError, RequestError
 from kvasir.outputs import CompletionOutput, Logprob, RequestOutput
 from kvasir.parsers.base import Content, OutputParser, OutputPart, PartReader, PlainTextParser
-from kvasir.sampling_params import SamplingParams
+from kvasir.sampling_params import SamplingParams, StructuredOutputsParams
 from kvasir.server.answers import PLAIN_ANSWER
 from kvasir.server.api_keys import ApiKey, KeyRing
 from kvasir.server.config import ServerConfig, add_flags, from_namespace, server_settings
@@ -34,11 +34,12 @@ from kvasir.server.errors import ApiError, as_api_error, error_response
 from kvasir.server.event_stream import EventStream, PayloadWriter
 from kvasir.server.gate import Gate
 from kvasir.server.http import ClientGone, unless_disconnected
-from kvasir.server.large_bodies import check_copies
-from kvasir.server.limits import SMALL_BODY, BodyMemory, check_logprobs
+from kvasir.server.large_bodies import check_copies, check_logprobs, check_repeated
+from kvasir.server.limits import SMALL_BODY, BodyMemory
 from kvasir.server.logprobs import MIN_LOGPROB, LogprobWriter, prompt_logprobs
 from kvasir.server.metrics import GAPS, Metrics, Tally
 from kvasir.server.response_store import CompletionStore, EventLog, ResponseStore, StoredCompletion, StoredResponse
+from kvasir.server.routes import pages
 from kvasir.server.routes.chat import ChatJob
 from kvasir.server.routes.completions import CompletionJob, CompletionRequest
 from kvasir.server.routes.stored import page
@@ -318,6 +319,32 @@ def test_log_probabilities_of_all_tokens_are_bounded() -> None:
         assert caught.value.parameter == name
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"logit_bias": dict.fromkeys(range(40_000), 1.0)},
+        {"allowed_token_ids": list(range(40_000))},
+        {"stop": ["x" * 1000] * 64},
+        {"bad_words": ["x" * 1000] * 64},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_parameters_that_every_completion_has_are_bounded(given: dict[str, Any]) -> None:
+    (name,) = given
+    check_repeated(SamplingParams(**given, n=3), 3)
+    with pytest.raises(RequestError, match=f"^{name} and other lists have .* for each of 1024 completions") as caught:
+        check_repeated(SamplingParams(**given, n=1024), 1024)
+    assert caught.value.parameter == name
+    check_repeated(SamplingParams(stop=["\n\n", "User:"], logit_bias={5: -100.0}, n=4096), 4096)
+
+
+def test_grammars_of_many_completions_are_bounded() -> None:
+    short, long = (StructuredOutputsParams(choice=["x" * 10] * count) for count in (50, 10_000))
+    check_repeated(SamplingParams(structured_outputs=short, n=4096), 4096)
+    with pytest.raises(RequestError, match="4096 completions"):
+        check_repeated(SamplingParams(structured_outputs=long, n=4096), 4096)
+
+
 def test_copies_of_a_prompt_are_bounded() -> None:
     check_copies("echo", 1, num_logprobs=1 << 30)  # once is no copy
     check_copies("return_token_ids", 16, num_tokens=32_768)
@@ -400,6 +427,33 @@ def test_a_page_of_large_entries_is_short() -> None:
         after = found[-1][:1]
     assert seen == entries
     assert page(["x" * (5 << 20)] * 2, lambda entry: entry, 100, "asc", None) == (["x" * (5 << 20)], True)
+
+
+def test_clients_that_look_at_the_engine_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leave time to requests between two looks, which may have thousands of them to describe."""
+    running, most, number = 0, 0, 0
+
+    async def snapshot(*given: Any, **named: Any) -> None:
+        nonlocal running, most, number
+        running, number = running + 1, number + 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+
+    monkeypatch.setattr(pages, "engine_state", lambda *given: {})
+    monkeypatch.setattr(pages, "distributions", lambda metrics: {})
+    config = SimpleNamespace(parallel=SimpleNamespace(data_parallel_size=1))
+    state: Any = SimpleNamespace(engine=SimpleNamespace(config=config), call=snapshot, model_names=["m"])
+    state.metrics, state.looks = SimpleNamespace(collect=list), 0
+
+    async def go() -> None:
+        state.look_turn = asyncio.Lock()
+        await asyncio.wait([asyncio.create_task(pages._look(state, 0, 0)) for _ in range(100)], timeout=0.8)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    asyncio.run(go())
+    assert most == 1 and 2 <= number <= 12 and state.looks == 0
 
 
 # ---------------------------------------------------------------- what errors repeat
