@@ -140,6 +140,7 @@ def test_logits_with_an_8_bit_cache(name: str, loaded: Loader) -> None:
     [
         ("llama", 60, None),
         ("gemma2", 75, None),
+        ("deepseek_v3_halves", 60, None),
         pytest.param("mixtral", 60, None, marks=pytest.mark.slow),
         pytest.param("llama", 60, "int8", marks=pytest.mark.slow),
         pytest.param("llama", 60, "int4", marks=pytest.mark.slow),
@@ -147,7 +148,7 @@ def test_logits_with_an_8_bit_cache(name: str, loaded: Loader) -> None:
 )
 def test_log_probabilities_under_load(name: str, blocks: int, quantization: str | None, tmp_path: Path) -> None:
     """Requests alone, and all together in small chunks with too few blocks for them and prefixes that are cached."""
-    path = save(make_hf_model(name, **(SIZES | CHECKPOINTS[name])), tmp_path)
+    path = save(make_hf_model(name, **(SIZES | CHECKPOINTS.get(name, {}))), tmp_path)
     rng = np.random.default_rng(0)
     shared = rng.integers(2, 96, 64).tolist()
     prompts: Any = [shared + rng.integers(2, 96, int(n)).tolist() for n in rng.integers(1, 250, 8)]
@@ -165,9 +166,15 @@ def test_log_probabilities_under_load(name: str, blocks: int, quantization: str 
         assert one.outputs[0].logprobs == other.outputs[0].logprobs
 
 
-def test_a_model_with_another_kind_of_layer_is_refused(tmp_path: Path) -> None:
-    """DeepSeek's attention over a latent cache is not the library's."""
+def test_a_layer_of_another_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a plugin's. A latent cache is taken, but not one of 8 bits, over which torch attends."""
     path = save(make_hf_model("deepseek_v3"), tmp_path)
     settings: Any = {"dtype": "bfloat16", "max_model_len": 64, "skip_tokenizer_init": True, "use_tqdm_on_load": False}
-    with pytest.raises(ConfigError, match="batch_invariant=True"):
-        LLM(str(path), batch_invariant=True, **settings)
+    settings |= {"batch_invariant": True, "kv_cache_memory_bytes": 8 << 20}
+    with LLM(str(path), **settings):
+        pass
+    with pytest.raises(ConfigError, match="batch_invariant=True: .* attention_backend='torch'"):
+        LLM(str(path), kv_cache_dtype="fp8", **settings)
+    monkeypatch.setattr("kvasir.models.native.LatentAttention", None)
+    with pytest.raises(ConfigError, match=r"batch_invariant=True: the model's layer 0 \(DecoderLayer\) rounds"):
+        LLM(str(path), **settings)
