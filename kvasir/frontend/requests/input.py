@@ -17,7 +17,7 @@ import numpy as np
 from kvasir.config.engine import EngineConfig
 from kvasir.config.speculative import read_speculative
 from kvasir.engine.guides import BUDGET_GUIDE, budget_argument
-from kvasir.errors import ModelError, PromptTooLongError, RequestError
+from kvasir.errors import ConfigError, ModelError, PromptTooLongError, RequestError
 from kvasir.frontend.requests.choices import BeamState, as_beam_search, fork
 from kvasir.frontend.requests.extras import UNSET, ExtrasBuilder
 from kvasir.frontend.requests.pooling import PoolingProcessor
@@ -59,6 +59,10 @@ class InputProcessor:
         drafting = read_speculative(config.model.speculative_config)
         self.num_drafts = 0 if drafting is None else drafting.num_speculative_tokens
         self.pooling = PoolingProcessor(config.model, self.prompts)
+        try:
+            _sampling_of(config.model.override_generation_config)  # otherwise every request would report it
+        except RequestError as error:
+            raise ConfigError(f"override_generation_config has a wrong value: {error}") from error
 
     def process(
         self,
@@ -260,12 +264,16 @@ class InputProcessor:
 
 def default_sampling_params(config: EngineConfig) -> SamplingParams:
     """The parameters of a request that gives none: the model's generation config over our defaults."""
-    given = {ours: config.model.generation.get(theirs) for theirs, ours in _GENERATION_NAMES.items()}
-    asked = {name: value for name, value in given.items() if value is not None}
     try:
-        return SamplingParams(**asked)
+        return _sampling_of(config.model.generation)
     except RequestError as error:
         raise ModelError(f"The model's generation config has a wrong value: {error}") from error
+
+
+def _sampling_of(generation: dict[str, Any]) -> SamplingParams:
+    """The parameters that a generation config sets."""
+    given = {ours: generation.get(theirs) for theirs, ours in _GENERATION_NAMES.items()}
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
 def process_all(

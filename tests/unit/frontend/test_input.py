@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvasir.config.engine import EngineConfig, ModelConfig, ParallelConfig
-from kvasir.errors import ModelError, RequestError
+from kvasir.errors import ConfigError, ModelError, RequestError
 from kvasir.frontend.requests.input import InputProcessor, default_sampling_params
 from kvasir.frontend.requests.output import RequestState
 from kvasir.frontend.requests.prompts import PromptType
@@ -175,6 +175,13 @@ def test_end_tokens_come_from_model_and_tokenizer(sentencepiece: Tokenizer) -> N
     assert state.eos_token_ids == frozenset()
     with pytest.raises(ModelError, match="eos_token_id"):
         ask([1], generation={"eos_token_id": "x"})
+
+
+def test_wrong_defaults_are_refused_at_the_start() -> None:
+    wrong = {"temperature": -4}
+    with pytest.raises(ConfigError, match="^override_generation_config has a wrong value: temperature must be"):
+        ask([1], generation=wrong, override_generation_config=wrong)
+    ask([1], generation=wrong, override_generation_config={"top_k": 5})  # the model's own, and the request has others
 
 
 def test_stops_are_checked_against_the_model(sentencepiece: Tokenizer) -> None:
