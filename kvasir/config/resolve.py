@@ -114,6 +114,8 @@ def _resolve_model(asked: ModelConfig, path: Path, platform: platforms.Platform)
     hf = read_hf_config(path, asked.hf_overrides)
     pools = path.is_dir() and pooling.has_pooling(path)
     runner, kind = architectures.settle_runner(hf, asked.runner, asked.convert, pools)
+    if asked.model_impl == "transformers" and path.is_file():
+        raise ConfigError("model_impl='transformers' runs no GGUF files. Leave it at auto, or name a checkpoint.")
     implementation = architectures.settle_implementation(hf, asked.model_impl)
     if runner == "pooling":
         asked = _resolve_pooling(asked, hf, path, kind, implementation)

@@ -391,3 +391,9 @@ def test_unknown_ways_of_splitting_are_named(tmp_path: Path, test_data: Path) ->
     write_tokenizer(tmp_path / "m.gguf", next(tmp_path.rglob("tokenizer.json")).parent, "strange", False)
     with pytest.raises(ModelError, match="the pre-tokenizer 'strange', which is not supported; supported are default"):
         load_tokenizer(tmp_path / "m.gguf")
+
+
+def test_transformers_runs_no_files(tmp_path: Path) -> None:
+    written = Written("llama", "llama", tmp_path / "m.gguf")
+    with pytest.raises(ConfigError, match="model_impl='transformers' runs no GGUF files"):
+        LLM(str(written.path), model_impl="transformers", **SMALL)
