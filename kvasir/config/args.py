@@ -166,7 +166,8 @@ def from_text(name: str, types: tuple[type, ...], text: str) -> Any:
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
-            raise ConfigError(f"{name} takes JSON, such as '{{\"key\": 1}}'; {text!r} is not JSON ({error}).") from None
+            like = '{"key": 1}' if dict in types else '["a", "b"]'
+            raise ConfigError(f"{name} takes JSON, such as '{like}'; {text!r} is not JSON ({error}).") from None
     if float in types:
         try:
             return float(text)

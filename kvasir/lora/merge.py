@@ -25,6 +25,8 @@ def merge(base: Path, adapter: Path, out: Path) -> int:
     """Write the checkpoint with the adapter merged in, and return how many tensors it changed."""
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} exists and is not empty; choose another directory.")
+    if not (base / "config.json").is_file():
+        raise ConfigError(f"{base} has no config.json; name a directory with a checkpoint.")
     hf = json.loads((base / "config.json").read_text(encoding="utf-8"))
     architecture = architectures.find(hf)
     checkpoint = Safetensors(base, architecture.prefix)

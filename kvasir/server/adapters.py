@@ -88,7 +88,8 @@ class ServedAdapters:
             try:
                 await self.load(module.name, module.path, module.task_id)
             except (RequestError, ApiError) as error:
-                raise ConfigError(f"--lora-modules {module.name}: {error}") from error
+                message = str(error).replace("lora_path=", "path=")  # as in the entry
+                raise ConfigError(f"--lora-modules {module.name}: {message}") from error
         await self.look()
 
     async def watch(self) -> None:

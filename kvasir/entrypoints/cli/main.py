@@ -90,9 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
                 raise ConfigError(f"The argument {name!r} is one too many; only flags may follow.")
-            raise ConfigError(
-                vllm_only(name, "flag") or f"{name} is not a flag of this command.{did_you_mean(name, _flags(parser))}"
-            )
+            near = did_you_mean(name, _flags(_chosen(parser, namespace)))
+            raise ConfigError(vllm_only(name, "flag") or f"{name} is not a flag of this command.{near}")
         return int(_load(COMMANDS[namespace.command][0]).run(namespace))
     except KvasirError as error:
         if get_logger("kvasir").isEnabledFor(logging.DEBUG):
@@ -121,6 +120,14 @@ def _load(place: str) -> Any:
     """The module of a subcommand, or the class in it: `module` or `module:Class`."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name) if name else import_module(module)
+
+
+def _chosen(parser: argparse.ArgumentParser, namespace: argparse.Namespace) -> argparse.ArgumentParser:
+    """The parser of the subcommand that was named."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return _chosen(action.choices[getattr(namespace, action.dest)], namespace)
+    return parser
 
 
 def _flags(parser: argparse.ArgumentParser) -> set[str]:

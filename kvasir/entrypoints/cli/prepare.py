@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvasir.config.args import EngineArgs
@@ -56,7 +59,8 @@ class Quantize:
         from kvasir.config.resolve import resolve
         from kvasir.models.quantize import quantize_checkpoint
 
-        config = resolve(EngineArgs(namespace.model, device=namespace.device, skip_tokenizer_init=True))
+        with _named(model="MODEL"):
+            config = resolve(EngineArgs(namespace.model, device=namespace.device, skip_tokenizer_init=True))
         began = time.perf_counter()
         before, after = quantize_checkpoint(config.model, out, namespace.to, config.device.device)
         print(
@@ -80,9 +84,20 @@ class MergeLora:
         from kvasir.lora.merge import merge
 
         model, load = ModelConfig(namespace.base), LoadConfig()
-        base, adapter = find_model(model, load), find_adapter(namespace.adapter, model, load)
+        with _named(model="base", lora_path="adapter"):
+            base, adapter = find_model(model, load), find_adapter(namespace.adapter, model, load)
         if not base.is_dir():
             raise ConfigError(f"{base} is a file; an adapter can be merged into a directory of safetensors only.")
         changed = merge(base, adapter, Path(namespace.out).expanduser())
         print(f"{namespace.out}: {changed} tensors of {base} are changed by {adapter}")
         return 0
+
+
+@contextmanager
+def _named(**arguments: str) -> Iterator[None]:
+    """Errors begin with the command's argument in place of Python's."""
+    try:
+        yield
+    except ConfigError as error:
+        error.args = (re.sub(r"^(\w+)=", lambda found: arguments.get(found[1], found[1]) + "=", str(error)),)
+        raise

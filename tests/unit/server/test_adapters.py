@@ -71,3 +71,18 @@ def test_adapters_need_enable_lora() -> None:
     with pytest.raises(ConfigError, match="need --enable-lora"):
         asyncio.run(served(lora_modules=["a=b"]).start(engine))
     asyncio.run(served().start(engine))
+
+
+def test_an_adapter_that_is_not_found_is_an_error_in_the_flags_words() -> None:
+    class Empty(FakeCatalog):
+        def read(self, name: str, path: str, task_id: int | None = None) -> Any:
+            raise AdapterNotFoundError(f"adapter {name!r}: lora_path={path!r}: there is no such directory.")
+
+    async def catalog() -> Empty:
+        return Empty()
+
+    config = SimpleNamespace(adapters=SimpleNamespace(enable_lora=True))
+    engine: Any = SimpleNamespace(config=config, adapters=catalog)
+    with pytest.raises(ConfigError) as error:
+        asyncio.run(served(lora_modules=["a=/gone"]).start(engine))
+    assert str(error.value) == "--lora-modules a: adapter 'a': path='/gone': there is no such directory."
