@@ -14,6 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -184,10 +185,11 @@ def run_in_library(model: Transformer) -> LibraryModel:
 def batch_dependent_layer(model: Transformer) -> str | None:
     """A part of the model whose rounding may depend on the batch; None: there is none."""
     for number, layer in enumerate(model.layers):
-        if type(layer) not in _ARRANGEMENTS or type(layer.attention) not in (Attention, LatentAttention):
+        attention: Any = layer.attention
+        if type(layer) not in _ARRANGEMENTS or type(attention) not in (Attention, LatentAttention):
             return f"layer {number} ({type(layer).__name__})"
-        if not isinstance(layer.attention.backend, CpuAttention):
-            return f"attention in layer {number} ({type(layer.attention.backend).__name__})"
+        if not isinstance(attention.backend, CpuAttention):
+            return f"attention in layer {number} ({type(attention.backend).__name__})"
     return None
 
 

@@ -135,6 +135,14 @@ def test_logits_with_an_8_bit_cache(name: str, loaded: Loader) -> None:
     check(loaded(name), 300, kv_dtype=torch.int8)
 
 
+@pytest.mark.parametrize("quantization", few(["int8", "int4", "fp8", "fp8_block"], fast=["int4"]))
+@pytest.mark.parametrize("name", few(["llama", "gemma2", "mixtral", "deepseek_v3"], fast=["gemma2"]))
+def test_logits_of_weights_quantized_at_load(name: str, quantization: str, tmp_path: Path) -> None:
+    save(make_hf_model(name, **(SIZES | CHECKPOINTS[name])), tmp_path)
+    config = make_config(tmp_path, "cpu", dtype="bfloat16", max_model_len=2100, quantization=quantization)
+    check(load(config, torch.device("cpu")), 300)
+
+
 @pytest.mark.parametrize(
     ("name", "blocks", "quantization"),
     [
@@ -152,11 +160,12 @@ def test_log_probabilities_under_load(name: str, blocks: int, quantization: str 
     rng = np.random.default_rng(0)
     shared = rng.integers(2, 96, 64).tolist()
     prompts: Any = [shared + rng.integers(2, 96, int(n)).tolist() for n in rng.integers(1, 250, 8)]
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=3)
+    greedy: Any = {"max_tokens": 40, "ignore_eos": True, "logprobs": 3, "temperature": 0.0}
+    params = [SamplingParams(**greedy | ({"temperature": 1.0, "seed": i} if i % 2 else {})) for i in range(8)]
     settings: Any = {"dtype": "bfloat16", "max_model_len": 512, "skip_tokenizer_init": True, "use_tqdm_on_load": False}
     settings |= {"batch_invariant": True, "quantization": quantization}
     with LLM(str(path), kv_cache_memory_bytes=64 << 20, enable_prefix_caching=False, **settings) as llm:
-        alone = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
+        alone = [llm.generate([each], own, use_tqdm=False)[0] for each, own in zip(prompts, params, strict=True)]
     tight = {"num_gpu_blocks_override": blocks, "block_size": 16, "max_num_batched_tokens": 48, "swap_space": 0}
     with LLM(str(path), **tight, **settings) as llm:
         together = llm.generate(prompts, params, use_tqdm=False)

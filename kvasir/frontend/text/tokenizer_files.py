@@ -195,7 +195,8 @@ def _through_transformers(directory: Path) -> Tokenizer:
     try:
         other = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # its classes raise all kinds of errors
-        message = f"{directory} has no tokenizer.json, and transformers cannot load its tokenizer without ({error})."
+        why = " ".join(str(error).split()).rstrip(".")  # of several lines
+        message = f"{directory} has no tokenizer.json, and transformers cannot load its tokenizer without ({why})."
         raise ModelError(f"{message} {_ADVICE}") from error
     named = other.special_tokens_map
     extra = [token for token in other.all_special_tokens if token not in named.values()]
