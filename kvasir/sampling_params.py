@@ -86,7 +86,8 @@ class StructuredOutputsParams:
     tags: tuple[GrammarTag, ...] = ()  # the output is free text but for what follows these triggers
     starts_after: str = ""  # the output is free up to this text, such as "</think>"; empty: constrained from the start
     source: str = "structured_outputs"  # the caller's name for all this, for errors
-    parts: tuple[tuple[str, StructuredOutputsParams], ...] = ()  # what it was made of, by name, to find an error in
+    # What it was made of, by name, to find an error in.
+    parts: tuple[tuple[str, StructuredOutputsParams], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         self.verify()

@@ -28,6 +28,7 @@ OLD_NAMES = {
     "rope_theta": ("hf_overrides", "rope_theta", float),
     "speculative_model": ("speculative_config", "model", str),
     "num_speculative_tokens": ("speculative_config", "num_speculative_tokens", int),
+    "guided_decoding_backend": ("structured_outputs_config", "backend", str),
 }
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 # vLLM's names of attention backends in lower case, where Kvasir's differ.

@@ -171,10 +171,10 @@ class GrammarWriter:
         form, schema = self.form, tool.arguments
         properties = _properties(schema)
         required = _required(schema)
-        if not properties and schema.get("additionalProperties") is not False and tool.schema is None:
-            pair = joined(
-                self.literal(form.key[0]), self.text_until(form.key[1], "/[^<>\\n]{1,64}/"), self._any_value()
-            )
+        others = schema.get("additionalProperties")
+        if not properties and (others or (others is None and tool.schema is None)):
+            value = self._tagged_value(others, tool) if isinstance(others, Mapping) else self._any_value()
+            pair = joined(self.literal(form.key[0]), self.text_until(form.key[1], '/[^<>"\\n]{1,64}/'), value)
             return f"({pair})*"
         found = []
         for key, each in properties.items():

@@ -367,7 +367,8 @@ class Scanner(PythonValues, GemmaValues, TextReader):
         name = yield from self._tagged_name(form, key_word, close_word)
         emit = self._start(name)
         root = self._schemas.get(name, {})
-        properties = root.get("properties")
+        found = root.get("properties")
+        properties = found if isinstance(found, Mapping) else {}
         emit("{")
         is_first = True
         while True:
@@ -383,7 +384,7 @@ class Scanner(PythonValues, GemmaValues, TextReader):
                 yield from self._expect(word)
             key = yield from self._tagged_key(form)
             flag = (yield from self._short_until(form.flag_end))[0] if form.flag_end else None
-            schema = properties.get(key) if isinstance(properties, Mapping) else None
+            schema = properties[key] if key in properties else root.get("additionalProperties")
             emit(("" if is_first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
             is_first = False
             kinds = kinds_of(schema, root) if flag is None else {"string"} if flag == "true" else set()

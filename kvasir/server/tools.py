@@ -41,6 +41,8 @@ def _openai_tool(given: Mapping[str, Any], nested: bool) -> Tool:
         raise RequestError(f"A tool of the type {kind!r} needs {kind}, an object with its name.", "tools")
     said: Mapping[str, Any] = given[kind] if isinstance(given.get(kind), Mapping) else given
     name, description = _name(said.get("name")), _description(said)
+    if "input_schema" in said:
+        raise RequestError(f"The tool {name!r} has input_schema, which is Anthropic's: use parameters.", "tools")
     if kind == "custom":
         regex, lark = _grammar(said.get("format"))
         return Tool(name, description, is_custom=True, regex=regex, lark=lark)
@@ -152,6 +154,8 @@ def _anthropic_tool(given: Mapping[str, Any]) -> Tool:
         message = f"Tools of the type {kind!r:.80} are not available: this server calls no tools itself."
         raise RequestError(message, "tools")
     name = _name(given.get("name"))
+    if "parameters" in given:
+        raise RequestError(f"The tool {name!r} has parameters, which are OpenAI's: use input_schema.", "tools")
     return Tool(name, _description(given), _parameters(name, given.get("input_schema"), "input_schema"), _strict(given))
 
 

@@ -15,6 +15,7 @@ import torch
 from kvasir import LLM, LoRARequest, SamplingParams
 from kvasir.models import native
 from tests.adapter_builders import GREEDY, TINY_ENGINE, check, write_files, write_lora
+from tests.engine_builders import metric, tokens
 from tests.gguf_builders import write_model
 from tests.model_builders import make_hf_model, save
 from tests.native_builders import require_library
@@ -115,6 +116,25 @@ def test_more_adapters_than_slots_in_one_batch(llm: LLM, merged: dict[str, Any])
     stats = core.stats()
     assert stats.resource_loads >= 5 and stats.resource_evictions >= 3 and core.executor.runner.stats.changed_steps
     assert core.executor.adapters.store.num_read == 5  # the others came from host memory
+
+
+@pytest.mark.parametrize("method", ["suffix", pytest.param("draft_model", marks=pytest.mark.slow)])
+def test_drafts_leave_the_texts_of_adapters_as_they_are(
+    llm: LLM, model: Any, merged: dict[str, Any], method: str
+) -> None:
+    drafting = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    if method == "draft_model":
+        drafting["model"] = str(model.path)
+    names = [*merged, *merged]
+    prompts: Any = [{"prompt_token_ids": (PROMPTS[i % 4][:3] * 9)[: 12 + i]} for i in range(len(names))]
+    params = SamplingParams(temperature=0.5, seed=3, max_tokens=24, ignore_eos=True)
+    wanted = llm.generate(prompts, params, lora_request=asked(names), use_tqdm=False)
+    settings = {**TINY_ENGINE, "max_loras": 2, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    with LLM(str(model.path), **settings, speculative_config=drafting) as drafts:
+        outputs = drafts.generate(prompts, params, lora_request=asked(names), use_tqdm=False)
+        assert metric(drafts, "spec_decode_num_accepted_tokens") > 0
+    assert tokens(outputs) == tokens(wanted)
+    assert len({tuple(each.outputs[0].token_ids[:8]) for each in wanted[: len(merged)]}) > 3, "adapters differ"
 
 
 def test_penalties_do_not_see_the_ids_of_a_soft_prompt(llm: LLM, model: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+from transformers.generation.candidate_generator import AssistedCandidateGenerator, PromptLookupCandidateGenerator
 
 from kvasir import LLM, SamplingParams
 from kvasir.config.speculative import SpeculativeConfig
@@ -299,30 +299,38 @@ def drafting_model(models: Callable[[str], Model], tmp_path_factory: pytest.Temp
     return other
 
 
-def greedy_steps(model: Model, draft: Model, prompt: list[int], count: int, drafts: int) -> tuple[int, int]:
-    """Steps and accepted drafts of greedy assisted generation, in plain transformers."""
-    text, steps, accepted = prompt + model.greedy(prompt, count)[:1], 0, 0
-    wanted = prompt + model.greedy(prompt, count)
-    while len(text) < len(wanted):
-        room = min(drafts, len(wanted) - len(text) - 1)
-        guess = list(text)
-        for _ in range(room):
-            with torch.inference_mode():
-                guess.append(int(draft.hf(torch.tensor([guess]), use_cache=False).logits[0, -1].argmax()))
-        right = 0
-        while right < room and guess[len(text) + right] == wanted[len(text) + right]:
-            right += 1
-        text = wanted[: len(text) + right + 1]
-        steps, accepted = steps + 1, accepted + right
-    return steps, accepted
+def assisted(
+    monkeypatch: pytest.MonkeyPatch, model: Model, draft: Model, prompt: list[int], count: int, drafts: int
+) -> tuple[int, int]:
+    """Steps and accepted drafts of transformers' assisted generation. The first token comes without drafts, as here."""
+    found: list[int] = []
+    update = AssistedCandidateGenerator.update_candidate_strategy
+
+    def watched(self: Any, ids: Any, scores: Any, num_matches: int) -> None:
+        found.append(int(num_matches))
+        update(self, ids, scores, num_matches)
+
+    options = draft.hf.generation_config
+    options.num_assistant_tokens, options.num_assistant_tokens_schedule = drafts, "constant"
+    options.assistant_confidence_threshold = 0.0
+    said = model.greedy(prompt, count)
+    with monkeypatch.context() as patch:
+        patch.setattr(AssistedCandidateGenerator, "update_candidate_strategy", watched)
+        ids = torch.tensor([[*prompt, said[0]]])
+        own: Any = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "assistant_model": draft.hf}
+        text = model.hf.generate(ids, max_new_tokens=count - 1, **own)
+    assert text[0, len(prompt) :].tolist() == said
+    return len(found), sum(found)
 
 
 @pytest.mark.slow
-def test_a_draft_model_is_accepted_as_often_as_in_transformers(model: Model, drafting_model: Model) -> None:
+def test_a_draft_model_is_accepted_as_often_as_in_transformers(
+    model: Model, drafting_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drafting = {"model": drafting_model.path, "num_speculative_tokens": 3, "adaptive": False}
     llm = model.llm(**SMALL, speculative_config=drafting, max_model_len=128)
     prompts, params = model.prompts[:4], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    wanted = [greedy_steps(model, drafting_model, prompt, 24, 3) for prompt in prompts]
+    wanted = [assisted(monkeypatch, model, drafting_model, prompt, 24, 3) for prompt in prompts]
     assert tokens(generate(llm, prompts, params)) == [model.greedy(prompt, 24) for prompt in prompts]
     assert metric(llm, "spec_decode_num_accepted_tokens") == sum(accepted for _, accepted in wanted)
     assert sum(accepted for _, accepted in wanted) > 0

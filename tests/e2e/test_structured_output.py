@@ -130,6 +130,21 @@ def test_responses_and_messages(fake_server: LiveServer) -> None:
         assert message["stop_reason"] == "end_turn"
 
 
+def test_vllms_fields_hold_on_responses_and_messages_too(fake_server: LiveServer) -> None:
+    message = {"model": "fake", "max_tokens": 64, "messages": CHAT["messages"]}
+    for fields in ({"structured_outputs": {"choice": ["yes"]}}, {"guided_choice": ["yes"]}, {"guided_regex": "yes"}):
+        reply = web.post(f"{fake_server.url}/v1/responses", json={"input": "Hi", **fields}).json()
+        assert reply["output"][0]["content"][0]["text"] == "yes"
+        reply = web.post(f"{fake_server.url}/v1/messages", json={**message, **fields}).json()
+        assert reply["content"][0]["text"] == "yes"
+    for path, body, words in (
+        ("responses", {"input": "Hi"}, "say it as text.format"),
+        ("messages", message, "say it as output_config.format"),
+    ):
+        refused = web.post(f"{fake_server.url}/v1/{path}", json={**body, "response_format": JSON_SCHEMA})
+        assert refused.status_code == 400 and words in refused.text
+
+
 def test_over_a_websocket(fake_server: LiveServer) -> None:
     with web.connect(fake_server.ws_url) as socket:
         socket.send(json.dumps({**CHAT, "response_format": JSON_SCHEMA}))

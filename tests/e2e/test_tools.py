@@ -161,6 +161,8 @@ def test_reasoning_can_be_left_out(server: LiveServer) -> None:
         ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools"),
+        ({"tools": BLOCKS}, "tools"),
+        ({"messages": [{"role": "assistant", "tool_calls": "clock"}, {"role": "user", "content": "?"}]}, "messages"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nope"}}}, "tool_choice"),
@@ -170,7 +172,7 @@ def test_reasoning_can_be_left_out(server: LiveServer) -> None:
     ],
 )
 def test_wrong_tools_are_refused_by_name(server: LiveServer, fields: dict[str, Any], param: str) -> None:
-    error = ask(server, told("Hello."), **fields)["error"]
+    error = ask(server, **{"messages": told("Hello."), **fields})["error"]
     assert error["param"] == param and error["message"]
 
 

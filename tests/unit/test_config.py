@@ -380,6 +380,14 @@ def test_older_names_of_speculative_settings_are_entries_now() -> None:
     assert found is not None and (found.method, found.num_speculative_tokens) == ("ngram", 3)
 
 
+def test_the_older_name_of_the_backend_of_structured_outputs() -> None:
+    assert EngineArgs("m", guided_decoding_backend="guidance").structured_outputs_config == {"backend": "guidance"}
+    found = from_command_line(["m", "--guided-decoding-backend", "auto"])
+    assert found.structured_outputs_config == {"backend": "auto"}
+    with pytest.raises(ConfigError, match="backend='xgrammar' is not possible"):
+        EngineArgs("m", guided_decoding_backend="xgrammar")
+
+
 @pytest.mark.parametrize(
     ("entries", "said"),
     [

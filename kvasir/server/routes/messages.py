@@ -25,7 +25,7 @@ from kvasir.server.http import Call, StrictRoute, TheCall, reply, unless_gone
 from kvasir.server.schema.base import Body, BoundedModel, Reply, encode, example, invalid, refused
 from kvasir.server.schema.chat import ChatTemplateFields, Message
 from kvasir.server.schema.field_docs import FIELD_DOCS
-from kvasir.server.schema.sampling import CacheSalt, TemplateVariables, sampling_params
+from kvasir.server.schema.sampling import CacheSalt, ConstraintFields, TemplateVariables, sampling_params
 from kvasir.server.state import ServerState, State
 from kvasir.server.tools import anthropic_tools
 
@@ -67,7 +67,7 @@ class CountTokensRequest(Body):
     mcp_servers: Any = refused("the server calls no other servers.", [])
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, ConstraintFields):
     model_config = example(
         model="MODEL", messages=[{"role": "user", "content": "What is the capital of France?"}], max_tokens=32
     )
@@ -83,6 +83,7 @@ class MessagesRequest(CountTokensRequest):
     container: Any = refused("the server runs no code.")
     inference_geo: Any = refused("the server runs in one place.")
     speed: Any = refused("there is only one speed.", "standard")
+    response_format: Any = refused("say it as output_config.format.", {"type": "text"})
     # not in Anthropic's interface
     timeout: float | None = Field(default=None, gt=0)
     priority: int | None = None

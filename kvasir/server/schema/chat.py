@@ -24,9 +24,12 @@ class Message(BoundedModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_entries(cls, given: Any) -> Any:
+    def _entries_are_right(cls, given: Any) -> Any:
         if isinstance(given, dict) and len(given) > _MAX_MESSAGE_ENTRIES:
             raise invalid("messages", f"A message may have at most {_MAX_MESSAGE_ENTRIES} entries.")
+        calls = given.get("tool_calls") if isinstance(given, dict) else None
+        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+            raise invalid("messages", "tool_calls of a message must be a list of objects.")
         return given
 
 

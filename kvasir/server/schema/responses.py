@@ -8,7 +8,7 @@ import msgspec
 from pydantic import Field, model_validator
 
 from kvasir.server.schema.base import Body, Reply, check_metadata, example, invalid, refused
-from kvasir.server.schema.sampling import CacheSalt, TemplateVariables
+from kvasir.server.schema.sampling import CacheSalt, ConstraintFields, TemplateVariables
 
 LOGPROBS = "message.output_text.logprobs"
 # Details of items that no response has here, so these ask for nothing. Clients send some of them with every request.
@@ -73,7 +73,7 @@ class InputTokensRequest(PromptFields):
         return self
 
 
-class ResponsesRequest(PromptFields):
+class ResponsesRequest(PromptFields, ConstraintFields):
     model_config = example(input="What is the capital of France?", max_output_tokens=32)
 
     input: str | list[dict[str, Any]] = Field(
@@ -123,6 +123,7 @@ class ResponsesRequest(PromptFields):
     thinking_token_budget: int | None = Field(
         default=None, ge=0, description="Most tokens of reasoning; then the marker that ends it is forced."
     )
+    response_format: Any = refused("say it as text.format.", {"type": "text"})
     context_management: Any = refused("input is not compacted.")
     prompt: Any = refused("prompts are not stored.")
     prompt_cache_retention: Any = refused("the prefix cache keeps prefixes as long as there is room.")

@@ -33,7 +33,28 @@ SAMPLING_FIELDS = (
 )
 
 
-class SamplingBody(Body):
+class ConstraintFields(Body):
+    """vLLM's fields for the form of the output. Each interface has one of its own beside them."""
+
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None,
+        description="Form of the output: one of json, regex, choice, grammar, json_object, structural_tag.",
+    )
+    guided_json: str | dict[str, Any] | None = Field(default=None, description="Older form of structured_outputs.json.")
+    guided_regex: str | None = Field(default=None, description="Older form of structured_outputs.regex.")
+    guided_choice: list[str] | None = Field(default=None, description="Older form of structured_outputs.choice.")
+    guided_grammar: str | None = Field(default=None, description="Older form of structured_outputs.grammar.")
+    guided_json_object: bool | None = Field(default=None, description="Older form of structured_outputs.json_object.")
+    guided_whitespace_pattern: str | None = Field(
+        default=None, description="Older form of structured_outputs.whitespace_pattern."
+    )
+    guided_decoding_backend: str | None = Field(default=None, description="auto or guidance; others are refused.")
+    structural_tag: str | dict[str, Any] | None = Field(
+        default=None, description="Older form of structured_outputs.structural_tag."
+    )
+
+
+class SamplingBody(ConstraintFields):
     """Every field works as docs/sampling.md describes, or is refused by name."""
 
     n: int | None = Field(default=None, ge=1, description="Number of completions per prompt.")
@@ -106,22 +127,6 @@ class SamplingBody(Body):
     # the form of the output, see schema/structured.py
     response_format: dict[str, Any] | None = Field(
         default=None, description="Form of the output: type text, json_object, json_schema or structural_tag."
-    )
-    structured_outputs: dict[str, Any] | None = Field(
-        default=None,
-        description="Form of the output: one of json, regex, choice, grammar, json_object, structural_tag.",
-    )
-    guided_json: str | dict[str, Any] | None = Field(default=None, description="Older form of structured_outputs.json.")
-    guided_regex: str | None = Field(default=None, description="Older form of structured_outputs.regex.")
-    guided_choice: list[str] | None = Field(default=None, description="Older form of structured_outputs.choice.")
-    guided_grammar: str | None = Field(default=None, description="Older form of structured_outputs.grammar.")
-    guided_json_object: bool | None = Field(default=None, description="Older form of structured_outputs.json_object.")
-    guided_whitespace_pattern: str | None = Field(
-        default=None, description="Older form of structured_outputs.whitespace_pattern."
-    )
-    guided_decoding_backend: str | None = Field(default=None, description="auto or guidance; others are refused.")
-    structural_tag: str | dict[str, Any] | None = Field(
-        default=None, description="Older form of structured_outputs.structural_tag."
     )
     thinking_token_budget: Any = refused("only chat requests have reasoning; use /v1/chat/completions.")
     prompt_embeds: Any = refused("only /v1/completions takes it.")

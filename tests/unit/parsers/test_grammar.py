@@ -178,6 +178,16 @@ def test_whatever_a_grammar_allows_is_a_call_that_fits(name: str) -> None:
     assert finished > 2 * len(VALUES)
 
 
+@pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if TOOL_FORMATS[name].arguments != "pythonic"])
+def test_arguments_that_the_schema_does_not_name(name: str) -> None:
+    schema = {"type": "object", "additionalProperties": {"type": "string", "maxLength": 3}}
+    grammar = GrammarWriter(TOOL_FORMATS[name], {}).whole([CallableTool("f", schema)], False)
+    for given, fits in (({}, True), ({"any": "12", "b": "x"}, True), ({"any": "long"}, False)):
+        text = written(name, ("f", given))
+        assert takes(grammar, text) == fits
+        assert not fits or read_back(name, text, schema) == given
+
+
 def test_what_cannot_be_written_out_is_refused_unless_lenient() -> None:
     for kind in ({"type": "string", "format": "uri"}, {"type": "string", "not": {"const": "a"}}):
         schema = {"type": "object", "properties": {"v": kind}, "required": ["v"]}
