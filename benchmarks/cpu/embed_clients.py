@@ -3,7 +3,8 @@
     python benchmarks/cpu/embed_clients.py MODEL [--clients 200] [--texts 1000]
 
 Starts `kvasir serve MODEL`, lets the clients send one text after another over HTTP, stops the server, and embeds the
-same texts by LLM.embed. Prints texts per second of both and their ratio.
+same texts by LLM.embed. Prints texts per second of both and their ratio; and, for machines that others use, the CPU
+time of each process. The rate of a quiet machine with a core for each follows from the busiest process.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import httpx
 from embed import make_texts
@@ -51,6 +55,23 @@ def wait_for(url: str) -> None:
     sys.exit("the server did not become ready")
 
 
+def family(root: int) -> list[int]:
+    """A process and all that it has started."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            children.setdefault(int(entry.read_text().rsplit(")", 1)[1].split()[1]), []).append(int(entry.parent.name))
+    found = [root]
+    for process in found:
+        found += children.get(process, [])
+    return found
+
+
+def cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -67,16 +88,22 @@ def main() -> None:
     try:
         wait_for(url)
         asyncio.run(serve_rate(url, texts[:100], args.clients))
+        own = time.process_time()
+        before = {process: cpu_seconds(process) for process in family(server.pid)}
         served = asyncio.run(serve_rate(url, texts, args.clients))
+        busy = sorted((cpu_seconds(process) - used for process, used in before.items()), reverse=True)
+        clients = time.process_time() - own
     finally:
         server.terminate()
         server.wait()
     with LLM(args.model, dtype=args.dtype) as llm:
         llm.embed(texts[:50], truncate_prompt_tokens=-1, use_tqdm=False)
-        started = time.perf_counter()
+        started, own = time.perf_counter(), time.process_time()
         llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=False)
-        offline = len(texts) / (time.perf_counter() - started)
-    print(json.dumps({"served texts/s": served, "offline texts/s": offline, "ratio": served / offline}, indent=1))
+        offline, alone = len(texts) / (time.perf_counter() - started), time.process_time() - own
+    rates = {"served texts/s": served, "offline texts/s": offline, "ratio": served / offline}
+    used = {"CPU s of the server's processes": busy, "CPU s of the clients": clients, "CPU s offline": alone}
+    print(json.dumps(rates | used | {"ratio of the CPU times": alone / busy[0]}, indent=1))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,9 @@ class PoolingProcessor:
                 raise RequestError("a cross-encoder scores pairs of texts; token ids cannot be paired", "text_1")
             pairs: list[Any] = list(zip(first, second, strict=True))
             template = chat_template or self.config.chat_template
-            return Scoring("classify", [self._written(*each, template) for each in pairs] if template else pairs, [])
+            if template is not None:
+                pairs = [self._written(query, document, template) for query, document in pairs]
+            return Scoring("classify", pairs, [])
         if chat_template is not None:
             raise RequestError("chat_template is for cross-encoders; this model embeds each text by itself", "prompt")
         task = "embed" if "embed" in self.poolers else self.pooler_for("token_embed").task
