@@ -43,6 +43,7 @@ from kvasir.models.spec import BY_ROWS, Architecture, DecoderSpec, LayerSpec, Na
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select as select_platform
 from kvasir.quantization.base import (
+    Methods,
     PackedParameter,
     TensorKey,
     Unquantized,
@@ -145,13 +146,16 @@ def make_build(
     if config.device.attention_backend == "cpu":
         kept = KEPT if is_quantized else quantization
         num_layers = config.model.hf.get("num_hidden_layers", config.model.hf.get("n_layer"))
-        return Build(dtype, mesh, CpuMethods(kept, num_layers), vocabulary=VOCABULARIES[kept], adapters=adapters)
+        vocabulary = VOCABULARIES[kept].with_head(config.model.head_quantization)
+        return Build(dtype, mesh, CpuMethods(kept, num_layers), vocabulary=vocabulary, adapters=adapters)
     if quantization in QUANTIZERS and form is None:
-        return Build(dtype, mesh, CodedMethods(QUANTIZERS[quantization]), adapters=adapters)
-    if not is_quantized and not is_gguf:
-        return Build(dtype, mesh, Unquantized(), adapters=adapters)
-    methods = CodedMethods() if is_quantized and device.type == "cuda" else ExpandedMethods()
-    return Build(dtype, mesh, methods, adapters=adapters)
+        methods: Methods = CodedMethods(QUANTIZERS[quantization])
+    elif not is_quantized and not is_gguf:
+        methods = Unquantized()
+    else:
+        methods = CodedMethods() if is_quantized and device.type == "cuda" else ExpandedMethods()
+    quantize_head = QUANTIZERS.get(config.model.head_quantization or "none")
+    return Build(dtype, mesh, methods, quantize_head=quantize_head, adapters=adapters)
 
 
 @dataclass(frozen=True)

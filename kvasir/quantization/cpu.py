@@ -435,10 +435,15 @@ class Vocabulary:
     head: Format  # also of an embedding that the head shares
     as_in_file: bool = False  # a quantized checkpoint's matrices keep their numbers instead, also in the embedding
 
+    def with_head(self, quantization: str | None) -> Vocabulary:
+        """By the setting `head_quantization`."""
+        return self if quantization is None else replace(self, head=_HEADS[quantization])
+
     def keeps(self, matrix: FileMatrix) -> bool:
         return self.as_in_file and _source(matrix) is not None
 
 
+_HEADS = {"none": BF16, "int8": INT8, "int4": INT6}
 # By `quantization`. The head keeps more bits than the layers, because errors there change tokens directly.
 VOCABULARIES = {
     None: Vocabulary(BF16),
