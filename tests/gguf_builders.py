@@ -41,12 +41,36 @@ def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 def random_blocks(shape: tuple[int, ...], kind: Kind, rng: np.random.Generator) -> np.ndarray:
     """Random packed rows with small scales, for types that the package can only expand."""
+    if kind in IQ:
+        return random_iq_blocks(shape, kind, rng)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     rows = rng.integers(0, 256, (shape[0], shape[1] // block, size), dtype=np.uint8)
     scales = {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
     for at in scales[kind]:
         rows[:, :, at : at + 2] = np.array([0.0001 if kind is Kind.Q6_K else 0.0004], np.float16).view(np.uint8)
     return rows.reshape(shape[0], -1)
+
+
+# Where the scale of a block is, and how large it makes values of a tenth.
+IQ = {
+    Kind.IQ2_XXS: (0, 0.002), Kind.IQ2_XS: (0, 0.002), Kind.IQ2_S: (0, 0.002), Kind.IQ3_XXS: (0, 0.001),
+    Kind.IQ3_S: (0, 0.001), Kind.IQ4_NL: (0, 0.002), Kind.IQ4_XS: (0, 0.0001), Kind.IQ1_S: (0, 0.02),
+    Kind.IQ1_M: (None, 0.02), Kind.TQ1_0: (52, 0.1), Kind.TQ2_0: (64, 0.1),
+}  # fmt: skip
+
+
+def random_iq_blocks(shape: tuple[int, ...], kind: Kind, rng: np.random.Generator) -> np.ndarray:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (int(np.prod(shape)) // block, size), dtype=np.uint8)
+    at, scale = IQ[kind]
+    half = int(np.array([scale], np.float16).view(np.uint16)[0])
+    if at is None:  # a nibble at the end of each of the last four words
+        for number in range(4):
+            last = 48 + 2 * number + 1
+            blocks[:, last] = (blocks[:, last] & 15) | (half >> 4 * number & 15) << 4
+    else:
+        blocks[:, at : at + 2] = half & 255, half >> 8
+    return blocks.reshape(*shape[:-1], -1)
 
 
 def write_model(
@@ -100,7 +124,7 @@ def _add_tensor(writer: Any, name: str, value: torch.Tensor, config: Any, arch: 
     if value.dim() == 1 or kind is Kind.F32:
         writer.add_tensor(name, stored.float().contiguous().numpy())
         return
-    packable = kind not in (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+    packable = kind not in (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, *IQ)
     data = gguf.quantize(stored.numpy(), kind) if packable else random_blocks(tuple(value.shape), kind, rng)
     writer.add_tensor(name, data, raw_dtype=kind)
     back = torch.from_numpy(np.array(gguf.dequantize(data, kind), np.float32)).view(value.shape)

@@ -23,8 +23,9 @@ from kvasir.frontend.text.tokenizer_files import load_tokenizer
 from kvasir.quantization.gguf import _SCALES, CODES, PackedRows
 from kvasir.quantization.gguf_file import read_gguf
 from tests.cpu.test_engine import SMALL, check_logprobs, generate
-from tests.gguf_builders import write_model, write_tokenizer
+from tests.gguf_builders import IQ, write_model, write_tokenizer
 from tests.model_builders import TINY, make_hf_model
+from tests.native_builders import SETS
 from tests.pairwise import few
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=10)
@@ -105,7 +106,7 @@ def test_families(name: str, tmp_path: Path) -> None:
     Written(name, arch, tmp_path / "m.gguf", change=change, **sizes).check()
 
 
-KINDS = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+KINDS = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,6 +114,18 @@ def test_types(kind: str, tmp_path: Path) -> None:
     model = Written("llama", "llama", tmp_path / "m.gguf", Kind[kind], **LARGE_ROWS)
     assert read_gguf(model.path).tensors["blk.0.attn_q.weight"].kind == kind
     model.check(num_prompts=2)
+
+
+@pytest.mark.parametrize("kind", few([kind.name for kind in IQ], fast=["IQ4_NL", "IQ2_XXS", "TQ1_0"]))
+def test_types_without_codes_are_expanded(kind: str, tmp_path: Path, log_lines: list[str]) -> None:
+    """The CPU library says so."""
+    model = Written("llama", "llama", tmp_path / "m.gguf", Kind[kind], **LARGE_ROWS)
+    assert read_gguf(model.path).tensors["blk.0.attn_q.weight"].kind == kind
+    model.check(num_prompts=1)
+    if SETS:
+        del log_lines[:]
+        with LLM(model.path, dtype="bfloat16", skip_tokenizer_init=True, **SMALL, use_tqdm_on_load=False):
+            assert any("expanded to bf16" in line and "IQ" in line for line in log_lines)
 
 
 def test_llama3_factors_come_from_a_tensor(tmp_path: Path) -> None:
@@ -133,12 +146,14 @@ def test_codes_have_the_files_values(kind: str) -> None:
     """Bit by bit those of the gguf package, for random bytes; two codes in a byte, too."""
     (block, size), rng = gguf.GGML_QUANT_SIZES[Kind[kind]], np.random.default_rng(0)
     rows = rng.integers(0, 256, (6, 4, size), dtype=np.uint8)
-    for at in _SCALES[kind][1]:
+    if kind == "MXFP4":
+        rows[:, :, 0] = rng.integers(0, 140, (6, 4))  # exponents, the subnormal ones too
+    for at in _SCALES.get(kind, (size, ()))[1]:
         rows[:, :, at : at + 2] = rng.normal(0, 1, (6, 4, 1)).astype(np.float16).view(np.uint8)
     packed = PackedRows(torch.from_numpy(rows.reshape(6, -1)), kind, (6, 4 * block))
     coded, wanted = packed.coded(), torch.from_numpy(gguf.dequantize(rows.reshape(6, -1), Kind[kind]))
     assert coded is not None and torch.equal(coded.expand(), wanted) and torch.equal(coded.packed().expand(), wanted)
-    assert coded.packed().coding.tile == (min(32, coded.coding.group) if coded.coding.kind == "u4" else 0)
+    assert coded.packed().coding.tile == (min(32, coded.coding.group) if coded.coding.kind in ("u4", "e2m1") else 0)
 
 
 # ---------------------------------------------------------------- tokenizers

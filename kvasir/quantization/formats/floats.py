@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvasir.quantization.coded import Coded, Coding, RandomCoding, by_block, whole_numbers
+from kvasir.quantization.coded import Coded, Coding, RandomCoding, by_block, power_of_two, whole_numbers
 from kvasir.quantization.formats.base import (
     Config,
     Scheme,
@@ -189,12 +189,6 @@ class MXFP4(WeightFormat):
 
     def scheme(self, module: str) -> Scheme | None:
         return MXFP4Experts() if ".experts." in module and not is_listed(module, self._plain) else None
-
-
-def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """2 ** (byte - 127). The byte 255 means no number; it becomes infinity, which is refused as well."""
-    bits = torch.where(exponents == 0, 1 << 22, exponents.int() << 23)  # those of a float32; the least is subnormal
-    return bits.view(torch.float32)
 
 
 def _shape(module: str, shapes: Shapes, weight: str, group: int) -> tuple[int, int]:
