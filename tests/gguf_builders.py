@@ -19,7 +19,12 @@ NAMES = {
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-    "mlp.experts.down_proj": "ffn_down_exps.weight", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.experts.down_proj_bias": "ffn_down_exps.bias", "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "self_attn.sinks": "attn_sinks.weight", "mlp.router.": "ffn_gate_inp.", "mlp.gate.e_score": "exp_probs_b.e_score",
+    "exp_probs_b.e_score_correction_bias": "exp_probs_b.bias", "mlp.shared_experts.": "mlp.shared_expert.",
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_b_proj": "attn_q_b", "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.gate.": "ffn_gate_inp.",
     "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
@@ -95,7 +100,8 @@ def write_model(
     for name, value in _tensors(model):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        _add_tensor(writer, gguf_name(name, arch in ("gemma2", "gemma3")), value, config, arch, kind, rng)
+        around = arch in ("gemma2", "gemma3", "glm4moe", "gpt-oss")
+        _add_tensor(writer, gguf_name(name, around), value, config, arch, kind, rng)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -105,7 +111,22 @@ def write_model(
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The model's tensors, with gate and up of experts apart."""
     for name, value in model.state_dict().items():
-        if name.endswith("experts.gate_up_proj"):
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")) and "gpt_oss" in model.config.model_type:
+            value = value.transpose(1, 2)  # inputs first; gate and up by turns
+            if name.endswith("down_proj"):
+                yield name, value
+            for part, own in (("gate", value[:, ::2]), ("up", value[:, 1::2])) if "gate_up" in name else ():
+                yield name.replace("mlp.experts.gate_up_proj", f"ffn_{part}_exps.weight"), own
+        elif name.endswith("experts.gate_up_proj_bias"):
+            for part, own in (("gate", value[:, ::2]), ("up", value[:, 1::2])):
+                yield name.replace("mlp.experts.gate_up_proj_bias", f"ffn_{part}_exps.bias"), own
+        elif name.endswith("kv_b_proj.weight") and model.written_as == "deepseek_v3":
+            config = model.config
+            heads = value.view(config.num_attention_heads, -1, value.shape[1])
+            keys, values = heads.split((config.qk_nope_head_dim, config.v_head_dim), 1)
+            yield name.replace("self_attn.kv_b_proj", "attn_k_b"), keys.transpose(1, 2)
+            yield name.replace("self_attn.kv_b_proj", "attn_v_b"), values
+        elif name.endswith("experts.gate_up_proj"):
             gate, up = value.chunk(2, dim=1)
             yield name.replace("mlp.experts.gate_up_proj", "ffn_gate_exps.weight"), gate
             yield name.replace("mlp.experts.gate_up_proj", "ffn_up_exps.weight"), up

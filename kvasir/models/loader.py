@@ -90,7 +90,7 @@ def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = N
     source: Source | None = None
     if config.load.load_format == "gguf":
         file = read_gguf(config.model.path)
-        source = Source(GGUFCheckpoint(file), gguf.names_for(file), gguf.IGNORED)
+        source = Source(GGUFCheckpoint(file), gguf.names_for(file), gguf.ignored(file, hf))
         spec = gguf.adapt(spec, file)
     elif config.load.load_format != "dummy":
         prefix = "model." if poolers and not architecture.prefix else ""  # checkpoints of bare decoders lack it
