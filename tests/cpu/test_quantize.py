@@ -134,6 +134,19 @@ def test_what_cannot_be_quantized_is_said(checkpoint: Path, tmp_path: Path, caps
     assert "quantized already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["granitemoe", "dbrx", "gpt_oss"])
+def test_experts_in_one_tensor_stay_as_they_are(name: str, tmp_path: Path, log_lines: list[str]) -> None:
+    """Which is said; all else is quantized, and the copy loads."""
+    make_hf_model(name).save_pretrained(tmp_path / "plain")
+    out = tmp_path / "out"
+    assert main(["quantize", str(tmp_path / "plain"), "--to", "int8", "--out", str(out), "--device", "cpu"]) == 0
+    assert any("stay as they are" in line and "experts" in line for line in log_lines)
+    got, wanted = (
+        PagedModel(load(make_config(path), CPU)).step({"text": TEXT})["text"] for path in (out, tmp_path / "plain")
+    )
+    assert 1e-4 < median(got, wanted) < 0.1
+
+
 @pytest.mark.skipif(not SETS, reason="no CPU library")
 @pytest.mark.parametrize("way", ["fp8", "fp8_block"])
 def test_at_load_on_a_cpu(way: str, checkpoint: Path, log_lines: list[str]) -> None:

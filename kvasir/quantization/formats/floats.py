@@ -252,7 +252,9 @@ class ModelOpt(WeightFormat):
         self._plain = (*(config.get("exclude_modules") or ()), *(config.get("ignore") or ()))
         algorithm = str(config.get("quant_algo"))
         self._of_module: dict[str, Scheme] | None = None
-        if algorithm == "MIXED_PRECISION":
+        if config.get("quant_algo") is None and config.get("kv_cache_quant_algo") is not None:
+            self._of_module = {}  # only the cache is quantized
+        elif algorithm == "MIXED_PRECISION":
             layers = config.get("quantized_layers") or {}
             self._of_module = {name: _scheme(str(of.get("quant_algo")), of) for name, of in layers.items()}
         else:
