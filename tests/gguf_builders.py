@@ -24,7 +24,13 @@ NAMES = {
     "exp_probs_b.e_score_correction_bias": "exp_probs_b.bias", "mlp.shared_experts.": "mlp.shared_expert.",
     "self_attn.q_a_proj": "attn_q_a", "self_attn.q_b_proj": "attn_q_b", "self_attn.q_a_layernorm": "attn_q_a_norm",
     "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "block_sparse_moe.router": "ffn_gate_inp", "block_sparse_moe.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.e_score_correction_bias": "exp_probs_b.bias",
+    "shared_mlp.output_linear": "ffn_down_shexp", "ffn.router.layer": "ffn_gate_inp",
+    "transformer.wte": "token_embd", "transformer.norm_f": "output_norm", "norm_attn_norm.norm_1": "attn_norm",
+    "norm_attn_norm.norm_2": "attn_output_norm", "norm_attn_norm.attn.Wqkv": "attn_qkv",
+    "norm_attn_norm.attn.out_proj": "attn_output", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.gate.": "ffn_gate_inp.",
     "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
@@ -33,7 +39,7 @@ NAMES = {
 
 def gguf_name(name: str, around: bool) -> str:
     after = "post_attention_norm" if around else "ffn_norm"
-    name = re.sub(r"model\.layers\.(\d+)\.", r"blk.\1.", name)
+    name = re.sub(r"(?:model\.layers|transformer\.blocks)\.(\d+)\.", r"blk.\1.", name)
     for theirs, ours in {**NAMES, "post_attention_layernorm": after}.items():
         name = name.replace(theirs, ours)
     return name
@@ -117,6 +123,13 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, value
             for part, own in (("gate", value[:, ::2]), ("up", value[:, 1::2])) if "gate_up" in name else ():
                 yield name.replace("mlp.experts.gate_up_proj", f"ffn_{part}_exps.weight"), own
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            for part, own in zip(("gate", "up"), value.chunk(2), strict=True):
+                yield f"{name.rsplit('.', 3)[0]}.ffn_{part}_shexp.weight", own
+        elif name.endswith(("mlp.w1", "mlp.v1", "mlp.w2")):
+            part = {"w1": "gate", "v1": "up", "w2": "down"}[name[-2:]]
+            stack = value.view(model.config.ffn_config.moe_num_experts, -1, value.shape[1])
+            yield f"{name.rsplit('.', 4)[0]}.ffn_{part}_exps.weight", stack.transpose(1, 2) if part == "down" else stack
         elif name.endswith("experts.gate_up_proj_bias"):
             for part, own in (("gate", value[:, ::2]), ("up", value[:, 1::2])):
                 yield name.replace("mlp.experts.gate_up_proj_bias", f"ffn_{part}_exps.bias"), own
@@ -128,8 +141,8 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name.replace("self_attn.kv_b_proj", "attn_v_b"), values
         elif name.endswith("experts.gate_up_proj"):
             gate, up = value.chunk(2, dim=1)
-            yield name.replace("mlp.experts.gate_up_proj", "ffn_gate_exps.weight"), gate
-            yield name.replace("mlp.experts.gate_up_proj", "ffn_up_exps.weight"), up
+            yield f"{name.rsplit('.', 3)[0]}.ffn_gate_exps.weight", gate
+            yield f"{name.rsplit('.', 3)[0]}.ffn_up_exps.weight", up
         elif name.endswith("shared_expert_gate.weight"):
             yield name, value[0]
         else:
@@ -138,7 +151,7 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _add_tensor(writer: Any, name: str, value: torch.Tensor, config: Any, arch: str, kind: Kind, rng: Any) -> None:
     heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
-    count = next((heads[part] for part in heads if part in name and arch == "llama"), None)
+    count = next((heads[part] for part in heads if part in name and arch in ("llama", "granitemoe")), None)
     stored = value if count is None else permuted(value, count)
     if arch.startswith("gemma") and "norm" in name:
         stored = stored + 1.0

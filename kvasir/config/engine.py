@@ -164,7 +164,7 @@ class ModelConfig(_Checked):
         "format of a quantized checkpoint is found by itself and may be named.",
         choices=(*AT_LOAD, "gguf", "none", *CHECKPOINT_FORMATS),
     )
-    head_quantization: str = setting(
+    head_quantization: str | None = setting(
         None,
         "Quantizes the head, and the embedding where the head shares it, while they are loaded, if the checkpoint has "
         "not. none leaves them as they are.",

@@ -48,9 +48,23 @@ ARCHITECTURES = {
     "deepseek2": "DeepseekV2ForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "dbrx": "DbrxForCausalLM",
+    "minimax-m2": "MiniMaxM2ForCausalLM",
 }
 _MIXTURES = {**ARCHITECTURES, "llama": "MixtralForCausalLM"}  # of files with experts
-_WITH_EXPERTS = ("llama", "qwen2moe", "qwen3moe", "olmoe", "deepseek2", "glm4moe", "gpt-oss")
+_WITH_EXPERTS = (
+    "llama",
+    "qwen2moe",
+    "qwen3moe",
+    "olmoe",
+    "deepseek2",
+    "glm4moe",
+    "gpt-oss",
+    "granitemoe",
+    "dbrx",
+    "minimax-m2",
+)
 _ENTRIES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -248,6 +262,40 @@ def _gpt_oss(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _granite_moe(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    names = {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    }
+    found: dict[str, Any] = {ours: file.get(theirs) for theirs, ours in names.items() if file.get(theirs) is not None}
+    for name, value in found.items():
+        if fault := fault_of_real(name, value):
+            raise damaged(file, f"granitemoe: {name} {fault}")
+    shared = config.get("shared_expert_intermediate_size")
+    return {**found, "num_local_experts": config.get("num_experts"), "shared_intermediate_size": shared}
+
+
+def _dbrx(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Its config.json has the sizes of attention and of experts in sections."""
+    attention = {"kv_n_heads": config.get("num_key_value_heads"), "rope_theta": config.get("rope_theta")}
+    inner, count, chosen = (config.get(name) for name in ("intermediate_size", "num_experts", "num_experts_per_tok"))
+    experts = {"ffn_hidden_size": inner, "moe_num_experts": count, "moe_top_k": chosen}
+    return {
+        "attn_config": {**attention, "clip_qkv": file.get("attention.clamp_kqv")},
+        "ffn_config": {**experts, "moe_normalize_expert_weights": 1.0},
+    }
+
+
+def _minimax_m2(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "intermediate_size": config.get("moe_intermediate_size", config.get("intermediate_size")),
+        "num_local_experts": config.get("num_experts"),
+        "rotary_dim": file.get("rope.dimension_count") or config["head_dim"],
+    }
+
+
 _OF_KIND: dict[str, Callable[[GGUFFile, dict[str, Any]], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _gemma,
@@ -258,6 +306,9 @@ _OF_KIND: dict[str, Callable[[GGUFFile, dict[str, Any]], dict[str, Any]]] = {
     "deepseek2": _deepseek2,
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
+    "granitemoe": _granite_moe,
+    "dbrx": _dbrx,
+    "minimax-m2": _minimax_m2,
 }
 
 # ---------------------------------------------------------------- tensors
@@ -342,8 +393,13 @@ def names_for(file: GGUFFile) -> Names:
         own = _CORRECTED if file.architecture == "glm4moe" else {**_EXPERTS, **_SINKS}
         names = {theirs: ours for theirs, ours in _SPLIT.items() if theirs != "blk.*.ffn_norm"}
         return {**names, **own, **_NORM_AFTER}
+    if file.architecture == "dbrx":
+        names = {
+            theirs: ours for theirs, ours in _FUSED.items() if ours not in ("layers.*.mlp_norm", "layers.*.mlp.down")
+        }
+        return {**names, **_EXPERTS, "blk.*.attn_output_norm": "layers.*.mlp_norm"}
     if file.get("expert_count"):
-        return {**_SPLIT, **_EXPERTS}
+        return {**_SPLIT, **(_CORRECTED if file.architecture == "minimax-m2" else _EXPERTS)}
     if not file.architecture.startswith("gemma"):
         return _SPLIT
     names = _SPLIT if file.architecture == "gemma" else {**_SPLIT, **_AROUND}
@@ -355,7 +411,7 @@ def names_for(file: GGUFFile) -> Names:
 
 def adapt(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
     """The spec, with the rotation that fits the file's order of queries and keys."""
-    if file.architecture != "llama":
+    if file.architecture not in ("llama", "granitemoe"):
         return spec
     ropes = [layer.attention.rope and replace(layer.attention.rope, interleaved=True) for layer in spec.layers]
     layers = [layer.with_attention(rope=rope) for layer, rope in zip(spec.layers, ropes, strict=True)]

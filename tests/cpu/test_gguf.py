@@ -24,7 +24,7 @@ from kvasir.quantization.gguf import _SCALES, CODES, PackedRows
 from kvasir.quantization.gguf_file import read_gguf
 from tests.cpu.test_engine import SMALL, check_logprobs, generate
 from tests.gguf_builders import IQ, write_model, write_tokenizer
-from tests.model_builders import DEEPSEEK_YARN, TINY, make_hf_model
+from tests.model_builders import DEEPSEEK_YARN, GRANITE, TINY, make_hf_model
 from tests.native_builders import SETS
 from tests.pairwise import few
 
@@ -108,7 +108,6 @@ def latent(model: str, **more: Any) -> Any:
 
     def change(writer: Any) -> None:
         experts(writer)
-        writer.kv_data[-1].pop("deepseek2.attention.key_length", None)
         writer.add_key_length(20 if apart else 12)
         writer.add_value_length(16 if apart else 6)
         if apart:
@@ -127,6 +126,22 @@ def gpt_oss(writer: Any) -> None:
     writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
     writer.add_rope_scaling_factor(4.0)
     writer.add_rope_scaling_orig_ctx_len(32)
+
+
+def granite(writer: Any) -> None:
+    writer.add_expert_count(5)
+    writer.add_expert_used_count(3)
+    writer.add_attention_scale(GRANITE["attention_multiplier"])
+    writer.add_embedding_scale(GRANITE["embedding_multiplier"])
+    writer.add_residual_scale(GRANITE["residual_multiplier"])
+    writer.add_logit_scale(GRANITE["logits_scaling"])
+
+
+def dbrx(writer: Any) -> None:
+    writer.add_feed_forward_length(24)
+    writer.add_expert_count(6)
+    writer.add_expert_used_count(3)
+    writer.add_clamp_kqv(0.7)
 
 
 YARN = {"rope_parameters": {**DEEPSEEK_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}
@@ -165,6 +180,14 @@ FAMILIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
         {},
     ),
     "gpt_oss": ("gpt-oss", gpt_oss, {"swiglu_limit": 7.0}),
+    "granitemoe": ("granitemoe", granite, {}),
+    "granitemoeshared": ("granitemoe", lambda w: (granite(w), w.add_expert_shared_feed_forward_length(20)), {}),
+    "dbrx": ("dbrx", dbrx, {}),
+    "minimax_m2": (
+        "minimax-m2",
+        lambda w: (w.add_expert_count(6), w.add_expert_used_count(3), w.add_rope_dimension_count(4)),
+        {},
+    ),
 }  # fmt: skip
 
 
