@@ -25,7 +25,10 @@ NAMES = (
 )
 # Also with whole experts on each rank: groups of experts, biases, a gated shared one, inputs that are weighed, a routing
 # of its own.
-SPREAD = (*("deepseek_v3", "gpt_oss", "qwen2_moe", "granitemoeshared", "llama4", "dbrx", "minimax_m2", "glm4_moe"), "olmoe")
+SPREAD = (
+    *("deepseek_v3", "gpt_oss", "qwen2_moe", "granitemoeshared", "llama4"),
+    *("dbrx", "minimax_m2", "glm4_moe", "olmoe"),
+)
 EVEN = {"granitemoeshared": {"num_local_experts": 6}}  # as many for either rank
 EXPERTS, LIBRARY = "mixtral", {"backend": "cpu", "dtype": "bfloat16"}  # computed by the CPU library
 STEPS = [{"a": list(range(9)), "b": [5]}, {"a": [3], "b": [1, 2, 3]}]
