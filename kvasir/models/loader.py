@@ -328,7 +328,10 @@ class Place:
     def _load_entry(self, tensor: torch.Tensor | FileMatrix, entry: int) -> None:
         if not isinstance(tensor, torch.Tensor) and not self._takes(tensor):
             if isinstance(tensor, Coded):
-                warn_once(logger, f"{self.described} is expanded: it is fused in a way that only values can be cut.")
+                why = "it is fused in a way that only values can be cut"
+                if not all(target.layer.takes_packed_rows for target in self.all_targets()):
+                    why = "its layer computes with values"
+                warn_once(logger, f"{self.described} is expanded: {why}.")
             tensor = tensor.expand()
         if self.layout.transposed and isinstance(tensor, torch.Tensor) and tensor.dim() == 2:
             tensor = tensor.T

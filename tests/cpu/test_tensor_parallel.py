@@ -23,8 +23,8 @@ NAMES = (
     *("llama_tied_biases_llama3", "llama_linear_gelu_one_head", "qwen3"),  # biases; one key head for two ranks; norms
     *("deepseek_v3", "deepseek_v2_lite", "gpt_oss"),  # a latent cache; sinks and biases of experts
 )
-# Also with whole experts on each rank: groups of experts, biases, a gated shared one, inputs that are weighed, a routing
-# of its own.
+# Also with whole experts on each rank: groups of experts, biases, a gated shared one, inputs that are weighed, norms
+# over all heads.
 SPREAD = (
     *("deepseek_v3", "gpt_oss", "qwen2_moe", "granitemoeshared", "llama4"),
     *("dbrx", "minimax_m2", "glm4_moe", "olmoe"),
