@@ -19,7 +19,18 @@ NAMES = {
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-    "mlp.experts.down_proj": "ffn_down_exps.weight", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.experts.down_proj_bias": "ffn_down_exps.bias", "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "self_attn.sinks": "attn_sinks.weight", "mlp.router.": "ffn_gate_inp.", "mlp.gate.e_score": "exp_probs_b.e_score",
+    "exp_probs_b.e_score_correction_bias": "exp_probs_b.bias", "mlp.shared_experts.": "mlp.shared_expert.",
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_b_proj": "attn_q_b", "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "block_sparse_moe.router": "ffn_gate_inp", "block_sparse_moe.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.e_score_correction_bias": "exp_probs_b.bias",
+    "shared_mlp.output_linear": "ffn_down_shexp", "ffn.router.layer": "ffn_gate_inp",
+    "transformer.wte": "token_embd", "transformer.norm_f": "output_norm", "norm_attn_norm.norm_1": "attn_norm",
+    "norm_attn_norm.norm_2": "attn_output_norm", "norm_attn_norm.attn.Wqkv": "attn_qkv",
+    "norm_attn_norm.attn.out_proj": "attn_output", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.gate.": "ffn_gate_inp.",
     "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
@@ -28,7 +39,7 @@ NAMES = {
 
 def gguf_name(name: str, around: bool) -> str:
     after = "post_attention_norm" if around else "ffn_norm"
-    name = re.sub(r"model\.layers\.(\d+)\.", r"blk.\1.", name)
+    name = re.sub(r"(?:model\.layers|transformer\.blocks)\.(\d+)\.", r"blk.\1.", name)
     for theirs, ours in {**NAMES, "post_attention_layernorm": after}.items():
         name = name.replace(theirs, ours)
     return name
@@ -41,12 +52,36 @@ def permuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 def random_blocks(shape: tuple[int, ...], kind: Kind, rng: np.random.Generator) -> np.ndarray:
     """Random packed rows with small scales, for types that the package can only expand."""
+    if kind in IQ:
+        return random_iq_blocks(shape, kind, rng)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     rows = rng.integers(0, 256, (shape[0], shape[1] // block, size), dtype=np.uint8)
     scales = {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
     for at in scales[kind]:
         rows[:, :, at : at + 2] = np.array([0.0001 if kind is Kind.Q6_K else 0.0004], np.float16).view(np.uint8)
     return rows.reshape(shape[0], -1)
+
+
+# Where the scale of a block is, and how large it makes values of a tenth.
+IQ = {
+    Kind.IQ2_XXS: (0, 0.002), Kind.IQ2_XS: (0, 0.002), Kind.IQ2_S: (0, 0.002), Kind.IQ3_XXS: (0, 0.001),
+    Kind.IQ3_S: (0, 0.001), Kind.IQ4_NL: (0, 0.002), Kind.IQ4_XS: (0, 0.0001), Kind.IQ1_S: (0, 0.02),
+    Kind.IQ1_M: (None, 0.02), Kind.TQ1_0: (52, 0.1), Kind.TQ2_0: (64, 0.1),
+}  # fmt: skip
+
+
+def random_iq_blocks(shape: tuple[int, ...], kind: Kind, rng: np.random.Generator) -> np.ndarray:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (int(np.prod(shape)) // block, size), dtype=np.uint8)
+    at, scale = IQ[kind]
+    half = int(np.array([scale], np.float16).view(np.uint16)[0])
+    if at is None:  # a nibble at the end of each of the last four words
+        for number in range(4):
+            last = 48 + 2 * number + 1
+            blocks[:, last] = (blocks[:, last] & 15) | (half >> 4 * number & 15) << 4
+    else:
+        blocks[:, at : at + 2] = half & 255, half >> 8
+    return blocks.reshape(*shape[:-1], -1)
 
 
 def write_model(
@@ -71,7 +106,8 @@ def write_model(
     for name, value in _tensors(model):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        _add_tensor(writer, gguf_name(name, arch in ("gemma2", "gemma3")), value, config, arch, kind, rng)
+        around = arch in ("gemma2", "gemma3", "glm4moe", "gpt-oss")
+        _add_tensor(writer, gguf_name(name, around), value, config, arch, kind, rng)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -81,10 +117,32 @@ def write_model(
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The model's tensors, with gate and up of experts apart."""
     for name, value in model.state_dict().items():
-        if name.endswith("experts.gate_up_proj"):
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")) and "gpt_oss" in model.config.model_type:
+            value = value.transpose(1, 2)  # inputs first; gate and up by turns
+            if name.endswith("down_proj"):
+                yield name, value
+            for part, own in (("gate", value[:, ::2]), ("up", value[:, 1::2])) if "gate_up" in name else ():
+                yield name.replace("mlp.experts.gate_up_proj", f"ffn_{part}_exps.weight"), own
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            for part, own in zip(("gate", "up"), value.chunk(2), strict=True):
+                yield f"{name.rsplit('.', 3)[0]}.ffn_{part}_shexp.weight", own
+        elif name.endswith(("mlp.w1", "mlp.v1", "mlp.w2")):
+            part = {"w1": "gate", "v1": "up", "w2": "down"}[name[-2:]]
+            stack = value.view(model.config.ffn_config.moe_num_experts, -1, value.shape[1])
+            yield f"{name.rsplit('.', 4)[0]}.ffn_{part}_exps.weight", stack.transpose(1, 2) if part == "down" else stack
+        elif name.endswith("experts.gate_up_proj_bias"):
+            for part, own in (("gate", value[:, ::2]), ("up", value[:, 1::2])):
+                yield name.replace("mlp.experts.gate_up_proj_bias", f"ffn_{part}_exps.bias"), own
+        elif name.endswith("kv_b_proj.weight") and model.written_as == "deepseek_v3":
+            config = model.config
+            heads = value.view(config.num_attention_heads, -1, value.shape[1])
+            keys, values = heads.split((config.qk_nope_head_dim, config.v_head_dim), 1)
+            yield name.replace("self_attn.kv_b_proj", "attn_k_b"), keys.transpose(1, 2)
+            yield name.replace("self_attn.kv_b_proj", "attn_v_b"), values
+        elif name.endswith("experts.gate_up_proj"):
             gate, up = value.chunk(2, dim=1)
-            yield name.replace("mlp.experts.gate_up_proj", "ffn_gate_exps.weight"), gate
-            yield name.replace("mlp.experts.gate_up_proj", "ffn_up_exps.weight"), up
+            yield f"{name.rsplit('.', 3)[0]}.ffn_gate_exps.weight", gate
+            yield f"{name.rsplit('.', 3)[0]}.ffn_up_exps.weight", up
         elif name.endswith("shared_expert_gate.weight"):
             yield name, value[0]
         else:
@@ -93,14 +151,14 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _add_tensor(writer: Any, name: str, value: torch.Tensor, config: Any, arch: str, kind: Kind, rng: Any) -> None:
     heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
-    count = next((heads[part] for part in heads if part in name and arch == "llama"), None)
+    count = next((heads[part] for part in heads if part in name and arch in ("llama", "granitemoe")), None)
     stored = value if count is None else permuted(value, count)
     if arch.startswith("gemma") and "norm" in name:
         stored = stored + 1.0
     if value.dim() == 1 or kind is Kind.F32:
         writer.add_tensor(name, stored.float().contiguous().numpy())
         return
-    packable = kind not in (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+    packable = kind not in (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, *IQ)
     data = gguf.quantize(stored.numpy(), kind) if packable else random_blocks(tuple(value.shape), kind, rng)
     writer.add_tensor(name, data, raw_dtype=kind)
     back = torch.from_numpy(np.array(gguf.dequantize(data, kind), np.float32)).view(value.shape)

@@ -164,6 +164,13 @@ class ModelConfig(_Checked):
         "format of a quantized checkpoint is found by itself and may be named.",
         choices=(*AT_LOAD, "gguf", "none", *CHECKPOINT_FORMATS),
     )
+    head_quantization: str | None = setting(
+        None,
+        "Quantizes the head, and the embedding where the head shares it, while they are loaded, if the checkpoint has "
+        "not. none leaves them as they are.",
+        choices=("none", "int8", "int4"),
+        auto="on a CPU that of quantization=int8 or int4, otherwise none",
+    )
     speculative_config: dict[str, Any] | None = setting(
         None,
         "Speculative decoding: how tokens are drafted, which a step then verifies all at once. The text stays the "

@@ -149,6 +149,7 @@ def _draft_model(config: EngineConfig, model: ModelConfig, platform: platforms.P
         "hf_overrides": {},
         "revision": None,
         "quantization": None,
+        "head_quantization": None,
         "dtype": model.dtype,
     }
     asked = replace(config.model, model=drafting.model, speculative_config=None, **own)
@@ -176,7 +177,9 @@ def _draft_head(config: EngineConfig, model: ModelConfig, drafting: SpeculativeC
         )
     if config.adapters.enable_lora:
         raise ConfigError(f"enable_lora does not work with method={drafting.method!r}; use method='suffix'.")
-    head = replace(model, model=drafting.model or model.model, quantization=None, speculative_config=None)
+    head = replace(
+        model, model=drafting.model or model.model, quantization=None, head_quantization=None, speculative_config=None
+    )
     if drafting.model is None:
         if not Path(model.path).is_dir():
             raise ConfigError(
@@ -583,6 +586,7 @@ def _check_cpu_library_settings(asked: EngineConfig, model: ModelConfig, device:
     """Only the CPU library supports quantized weights and an int8 cache."""
     settings = {
         "quantization": None if asked.model.quantization in CHECKPOINT_FORMATS else asked.model.quantization,
+        "head_quantization": asked.model.head_quantization,
         "kv_cache_dtype": "int8" if asked.cache.kv_cache_dtype == "int8" else None,
         "packed_weights_dir": asked.load.packed_weights_dir,
     }
@@ -591,7 +595,7 @@ def _check_cpu_library_settings(asked: EngineConfig, model: ModelConfig, device:
             continue
         if model.model_impl == "transformers":
             raise ConfigError(_not_through_transformers(name, value, asked.model.model_impl, model.hf))
-        if device.attention_backend != "cpu" and not (name == "quantization" and device.device == "cuda"):
+        if device.attention_backend != "cpu" and not (name.endswith("quantization") and device.device == "cuda"):
             raise ConfigError(
                 f"{name}={value!r} needs a CPU, bfloat16 and Kvasir's C++ library (attention_backend='cpu'), but the "
                 f"device is {device.device} and attention_backend {device.attention_backend}. Leave {name} unset."

@@ -19,6 +19,7 @@ from kvasir.layers.mesh import Mesh
 from kvasir.layers.spec import RelativeBiasSpec, RopeSpec
 from kvasir.quantization.base import Methods, PackedParameter, TensorKey, Unquantized, parameter
 from kvasir.quantization.coded import Coded
+from kvasir.quantization.coded_linear import Quantizer
 from kvasir.quantization.cpu import Vocabulary
 
 
@@ -31,6 +32,7 @@ class Build:
     methods: Methods = field(default_factory=Unquantized)
     device: torch.device = field(default_factory=lambda: torch.device("meta"))
     vocabulary: Vocabulary | None = None  # how the CPU library keeps embedding and head; None: it does not
+    quantize_head: Quantizer | None = None  # on other devices; None: the head stays as the checkpoint has it
     adapters: StepAdapters | None = None  # None: the model takes no adapters
 
     def parameter(self, *shape: int) -> nn.Parameter:

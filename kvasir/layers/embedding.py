@@ -36,6 +36,7 @@ class Embedding(WeightLayer):
         self.own = build.mesh.shard(vocab_size, "vocab_size")
         self.weight = build.parameter(self.own.stop - self.own.start, hidden_size)
         self.dtype, self.keeps_coded = build.dtype, build.methods.keeps_coded
+        self.quantize = build.quantize_head if tied else None
         self.slots = None if build.adapters is None else VocabularySlots(build.adapters)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -81,7 +82,10 @@ class Embedding(WeightLayer):
             self.weight.data.copy_(own.expand())
 
     def process(self) -> None:
-        if self.vocabulary is not None and self.matrix is None:
+        if self.quantize is not None and self.coded is None:
+            self.coded = on_device(self.quantize(self.weight.data), self.weight.device)
+            self._forget()
+        elif self.vocabulary is not None and self.matrix is None:
             self.matrix = self._packed(self.weight.data, self.vocabulary.head)
             self._forget()
 
@@ -138,6 +142,7 @@ class Head(Embedding):
     def __init__(self, build: Build, vocab_size: int, hidden_size: int, *, bias: bool = False) -> None:
         super().__init__(build, vocab_size, hidden_size)
         self.bias = build.parameter(len(self.weight)) if bias else None
+        self.quantize = build.quantize_head
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.mesh.all_gather(self.multiply(hidden, self.bias))
@@ -154,12 +159,9 @@ class Head(Embedding):
             self.get_parameter(key[0]).data.copy_(expanded(tensor)[self.own])
 
     def process(self) -> None:
-        if self.vocabulary is None:
-            if self.coded is not None:
-                return
-            self.weight = nn.Parameter(kernels.pack_weight(self.weight.data), requires_grad=False)
-            return
         super().process()
+        if self.vocabulary is None and self.coded is None:
+            self.weight = nn.Parameter(kernels.pack_weight(self.weight.data), requires_grad=False)
 
     def _packed(self, weight: torch.Tensor, form: Format) -> PackedMatrix:
         return pack(weight, form, self._bias())

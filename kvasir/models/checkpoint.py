@@ -183,10 +183,13 @@ def is_finite(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
 
 # ---------------------------------------------------------------- scales of the KV cache
 # A checkpoint may have a scale for a layer's keys and one for its values, by which they are divided before they are
-# stored as 8-bit floats. The names are those that vLLM reads.
+# stored as 8-bit floats. The names are those that vLLM reads. Old ones are `kv_scale`, for both, and the output's scale
+# of the projection.
 
-KV_SCALES = ("*.[qkv]_scale", "*.[qkv]_zero_point", "*.kv_scale")
-_NAME = re.compile(r"\.(\d+)\.[a-z_]*attn(?:\.attn|\.[kv]_proj|\.qkv_proj)?\.([kv]_scale)$")
+KV_SCALES = ("*.[qkv]_scale", "*.[qkv]_zero_point", "*.kv_scale", "*.[kv]_proj.output_scale")
+_NAME = re.compile(
+    r"\.(\d+)\.[a-z_]*attn(?:(?:\.attn|\.[kv]_proj|\.qkv_proj)?\.(k_scale|v_scale|kv_scale)|\.([kv])_proj\.output_scale)$"
+)
 
 
 def load_kv_scales(checkpoint: Safetensors, attentions: Sequence[AttentionLayer]) -> None:
@@ -194,7 +197,7 @@ def load_kv_scales(checkpoint: Safetensors, attentions: Sequence[AttentionLayer]
     found = {name: match for name in checkpoint.entries if (match := _NAME.search(name))}
     by_head: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in checkpoint.read(found):
-        layer, which = int(found[name][1]), found[name][2]
+        layer, which = int(found[name][1]), found[name][2] or f"{found[name][3]}_scale"
         values = tensor.flatten().float()
         heads = attentions[layer].all_kv_heads if layer < len(attentions) else 0
         if not (len(values) in (1, heads) and bool(values.isfinite().all()) and bool((values > 0).all())):
@@ -203,10 +206,11 @@ def load_kv_scales(checkpoint: Safetensors, attentions: Sequence[AttentionLayer]
                 f"{heads} heads, the scale of a layer's cache; it is {values[:4].tolist()}. Leave kv_cache_dtype at "
                 f"auto to do without it."
             )
-        if len(values) == 1:
-            setattr(attentions[layer], which, float(values))
-        else:
-            by_head.setdefault(layer, {})[which] = values.clone()
+        for own in ("k_scale", "v_scale") if which == "kv_scale" else (which,):
+            if len(values) == 1:
+                setattr(attentions[layer], own, float(values))
+            else:
+                by_head.setdefault(layer, {})[own] = values.clone()
     for layer, scales in by_head.items():
         attentions[layer].scale_heads(scales.get("k_scale"), scales.get("v_scale"))
     logger.info(

@@ -44,9 +44,27 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "deepseek2": "DeepseekV2ForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "dbrx": "DbrxForCausalLM",
+    "minimax-m2": "MiniMaxM2ForCausalLM",
 }
 _MIXTURES = {**ARCHITECTURES, "llama": "MixtralForCausalLM"}  # of files with experts
-_WITH_EXPERTS = ("llama", "qwen2moe", "qwen3moe")
+_WITH_EXPERTS = (
+    "llama",
+    "qwen2moe",
+    "qwen3moe",
+    "olmoe",
+    "deepseek2",
+    "glm4moe",
+    "gpt-oss",
+    "granitemoe",
+    "dbrx",
+    "minimax-m2",
+)
 _ENTRIES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -169,6 +187,115 @@ def _qwen_moe(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     return {"norm_topk_prob": file.architecture == "qwen3moe", "qkv_bias": "blk.0.attn_q.bias" in file.tensors}
 
 
+def _glm4_moe(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Layers that predict several tokens at once are counted with the others."""
+    extra = file.get("nextn_predict_layers") or 0
+    rotated = file.get("rope.dimension_count") or config["head_dim"] // 2
+    for name, value, least in (("nextn_predict_layers", extra, 0), ("rope.dimension_count", rotated, 1)):
+        if fault := fault_of_integer(name, value, least):
+            raise damaged(file, f"glm4moe.{name} {fault}")
+    return {
+        **_routing(file),
+        "num_hidden_layers": config["num_hidden_layers"] - extra,
+        "num_nextn_predict_layers": extra,
+        "partial_rotary_factor": rotated / config["head_dim"],
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+    }
+
+
+def _deepseek2(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    """DeepSeek 2 and 3. Files say the sizes of a head either of the cached vector or, with _mla, of the heads."""
+    sizes: dict[str, Any] = {
+        ours: file.get(theirs)
+        for theirs, ours in (
+            ("attention.kv_lora_rank", "kv_lora_rank"),
+            ("attention.q_lora_rank", "q_lora_rank"),
+            ("rope.dimension_count", "qk_rope_head_dim"),
+        )
+    }
+    key = file.get("attention.key_length_mla") or file.get("attention.key_length")
+    sizes["v_head_dim"] = file.get("attention.value_length_mla") or file.get("attention.value_length")
+    for name, value in {**sizes, "key_length": key}.items():
+        if (value is not None or name != "q_lora_rank") and (fault := fault_of_integer(name, value)):
+            raise damaged(file, f"deepseek2: {name} {fault}")
+    is_third = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
+    found = {
+        **_routing(file),
+        **sizes,
+        "num_key_value_heads": config["num_attention_heads"],
+        "qk_nope_head_dim": key - sizes["qk_rope_head_dim"],
+        "head_dim": sizes["qk_rope_head_dim"],
+        "architectures": ["DeepseekV3ForCausalLM" if is_third else "DeepseekV2ForCausalLM"],
+    }
+    if not is_third:
+        found |= {"norm_topk_prob": False}
+        found |= {"topk_method": "group_limited_greedy"} if file.get("expert_group_count") else {}
+    if (scaling := config.get("rope_scaling") or _scaling(file)) is not None:
+        log = file.get("rope.scaling.yarn_log_multiplier")
+        if log is not None and fault_of_real("yarn_log_multiplier", log) is None:
+            scaling = {**scaling, "mscale": log / 0.1, "mscale_all_dim": log / 0.1}
+        found["rope_scaling"] = scaling
+    return found
+
+
+def _routing(file: GGUFFile) -> dict[str, Any]:
+    """What the files of DeepSeek and its like say of experts."""
+    names = {
+        "expert_count": "n_routed_experts",
+        "expert_shared_count": "n_shared_experts",
+        "leading_dense_block_count": "first_k_dense_replace",
+        "expert_weights_scale": "routed_scaling_factor",
+        "expert_weights_norm": "norm_topk_prob",
+        "expert_group_count": "n_group",
+        "expert_group_used_count": "topk_group",
+    }
+    return {ours: file.get(theirs) for theirs, ours in names.items() if file.get(theirs) is not None}
+
+
+def _gpt_oss(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    scaling = _scaling(file)
+    return {
+        "intermediate_size": config.get("moe_intermediate_size", config.get("intermediate_size")),
+        "num_local_experts": config.get("num_experts"),
+        "rope_scaling": None if scaling is None else {**scaling, "truncate": False},
+    }
+
+
+def _granite_moe(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    names = {
+        "attention.scale": "attention_multiplier",
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "logit_scale": "logits_scaling",
+    }
+    found: dict[str, Any] = {ours: file.get(theirs) for theirs, ours in names.items() if file.get(theirs) is not None}
+    for name, value in found.items():
+        if fault := fault_of_real(name, value):
+            raise damaged(file, f"granitemoe: {name} {fault}")
+    shared = config.get("shared_expert_intermediate_size")
+    return {**found, "num_local_experts": config.get("num_experts"), "shared_intermediate_size": shared}
+
+
+def _dbrx(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Its config.json has the sizes of attention and of experts in sections."""
+    attention = {"kv_n_heads": config.get("num_key_value_heads"), "rope_theta": config.get("rope_theta")}
+    inner, count, chosen = (config.get(name) for name in ("intermediate_size", "num_experts", "num_experts_per_tok"))
+    experts = {"ffn_hidden_size": inner, "moe_num_experts": count, "moe_top_k": chosen}
+    return {
+        "attn_config": {**attention, "clip_qkv": file.get("attention.clamp_kqv")},
+        "ffn_config": {**experts, "moe_normalize_expert_weights": 1.0},
+    }
+
+
+def _minimax_m2(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "intermediate_size": config.get("moe_intermediate_size", config.get("intermediate_size")),
+        "num_local_experts": config.get("num_experts"),
+        "rotary_dim": file.get("rope.dimension_count") or config["head_dim"],
+    }
+
+
 _OF_KIND: dict[str, Callable[[GGUFFile, dict[str, Any]], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _gemma,
@@ -176,6 +303,12 @@ _OF_KIND: dict[str, Callable[[GGUFFile, dict[str, Any]], dict[str, Any]]] = {
     "phi3": _phi3,
     "qwen2moe": _qwen_moe,
     "qwen3moe": _qwen_moe,
+    "deepseek2": _deepseek2,
+    "glm4moe": _glm4_moe,
+    "gpt-oss": _gpt_oss,
+    "granitemoe": _granite_moe,
+    "dbrx": _dbrx,
+    "minimax-m2": _minimax_m2,
 }
 
 # ---------------------------------------------------------------- tensors
@@ -209,6 +342,23 @@ _EXPERTS: dict[str, str | TensorLayout] = {
     "blk.*.ffn_up_shexp": "layers.*.mlp.shared.gate_up:up",
     "blk.*.ffn_down_shexp": "layers.*.mlp.shared.down",
 }
+_CORRECTED: dict[str, str | TensorLayout] = {
+    **_EXPERTS,
+    "blk.*.exp_probs_b.bias": TensorLayout(("layers.*.mlp.routing",), bare=True),
+}
+_LATENT: dict[str, str | TensorLayout] = {
+    "blk.*.attn_q": "layers.*.attention.down:q",
+    "blk.*.attn_q_a": "layers.*.attention.down:q",
+    "blk.*.attn_q_a_norm": "layers.*.attention.query_norm",
+    "blk.*.attn_q_b": "layers.*.attention.query_up:q",
+    "blk.*.attn_kv_a_mqa": "layers.*.attention.down:kv",
+    "blk.*.attn_kv_a_norm": "layers.*.attention.latent_norm",
+    "blk.*.attn_kv_b": "layers.*.attention.latent_up",
+}
+_SINKS: dict[str, str | TensorLayout] = {
+    "blk.*.attn_sinks.weight": TensorLayout(("layers.*.attention.sinks",), bare=True),
+}
+_NORM_AFTER: dict[str, str | TensorLayout] = {"blk.*.post_attention_norm": "layers.*.mlp_norm"}
 _FUSED = {
     **_COMMON,
     "blk.*.attn_qkv": TensorLayout(QKV, stacked_qkv),
@@ -221,6 +371,12 @@ _AROUND = {
 IGNORED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
+def ignored(file: GGUFFile, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Patterns of tensors that are not used: layers past the last one predict several tokens at once."""
+    first, extra = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
+    return *IGNORED, *(f"blk.{first + number}.*" for number in range(extra))
+
+
 def _less_one(tensor: Any, layer: LayerSpec | None) -> tuple[Any]:
     """GGUF files hold Gemma's gains themselves, and the decoder adds one to the gains it loads."""
     return (tensor - 1.0,)
@@ -229,8 +385,21 @@ def _less_one(tensor: Any, layer: LayerSpec | None) -> tuple[Any]:
 def names_for(file: GGUFFile) -> Names:
     if file.architecture == "phi3":
         return _FUSED
+    if file.architecture == "deepseek2":
+        other = "blk.*.attn_q" if file.get("attention.q_lora_rank") else "blk.*.attn_q_a"
+        latent = {theirs: ours for theirs, ours in _LATENT.items() if theirs != other}
+        return {**{theirs: ours for theirs, ours in _SPLIT.items() if ours not in QKV}, **_CORRECTED, **latent}
+    if file.architecture in ("glm4moe", "gpt-oss"):
+        own = _CORRECTED if file.architecture == "glm4moe" else {**_EXPERTS, **_SINKS}
+        names = {theirs: ours for theirs, ours in _SPLIT.items() if theirs != "blk.*.ffn_norm"}
+        return {**names, **own, **_NORM_AFTER}
+    if file.architecture == "dbrx":
+        names = {
+            theirs: ours for theirs, ours in _FUSED.items() if ours not in ("layers.*.mlp_norm", "layers.*.mlp.down")
+        }
+        return {**names, **_EXPERTS, "blk.*.attn_output_norm": "layers.*.mlp_norm"}
     if file.get("expert_count"):
-        return {**_SPLIT, **_EXPERTS}
+        return {**_SPLIT, **(_CORRECTED if file.architecture == "minimax-m2" else _EXPERTS)}
     if not file.architecture.startswith("gemma"):
         return _SPLIT
     names = _SPLIT if file.architecture == "gemma" else {**_SPLIT, **_AROUND}
@@ -242,7 +411,7 @@ def names_for(file: GGUFFile) -> Names:
 
 def adapt(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
     """The spec, with the rotation that fits the file's order of queries and keys."""
-    if file.architecture != "llama":
+    if file.architecture not in ("llama", "granitemoe"):
         return spec
     ropes = [layer.attention.rope and replace(layer.attention.rope, interleaved=True) for layer in spec.layers]
     layers = [layer.with_attention(rope=rope) for layer, rope in zip(spec.layers, ropes, strict=True)]
@@ -258,6 +427,9 @@ class GGUFCheckpoint:
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.directory = file, file.path
         self.entries = {name: TensorEntry(file.path, name, self._shape(name)) for name in file.tensors}
+        self._halves = {name for name in file.tensors if name.endswith(".attn_k_b.weight")}
+        for name in self._halves:
+            self._join_heads(name)
         # Copy-on-write, because torch takes no array that cannot be written to.
         self.data = np.memmap(file.path, np.uint8, mode="c")
 
@@ -272,9 +444,28 @@ class GGUFCheckpoint:
         rows = self.data[tensor.offset : end].reshape(tensor.num_rows, tensor.row_bytes)
         return PackedRows(torch.from_numpy(rows), tensor.kind, self._shape(name))
 
-    def read(self, names: Collection[str]) -> Iterator[tuple[str, PackedRows]]:
+    def read(self, names: Collection[str]) -> Iterator[tuple[str, PackedRows | torch.Tensor]]:
         for name in names:
-            yield name, self.packed(name)
+            keys = name.replace("attn_kv_b", "attn_k_b")
+            yield name, self._joined(keys) if keys in self._halves else self.packed(name)
+
+    # Files of DeepSeek have the matrix that makes keys and values of cached vectors in two parts, each with a matrix
+    # for each head, and that of keys transposed: [heads, vector, key] and [heads, value, vector].
+
+    def _join_heads(self, keys: str) -> None:
+        values = keys.replace("attn_k_b", "attn_v_b")
+        shapes = [self.file.tensors[name].shape for name in (keys, values) if name in self.file.tensors]
+        fits = len(shapes) == 2 and all(len(shape) == 3 for shape in shapes)
+        if not fits or (shapes[0][0], shapes[0][1]) != (shapes[1][0], shapes[1][2]):
+            raise damaged(self.file, f"{keys} and {values} are {', '.join(str(list(shape)) for shape in shapes)}")
+        heads, width, plain = shapes[0]
+        name = keys.replace("attn_k_b", "attn_kv_b")
+        self.entries[name] = TensorEntry(self.file.path, name, (heads * (plain + shapes[1][1]), width))
+        del self.entries[keys], self.entries[values]
+
+    def _joined(self, keys: str) -> torch.Tensor:
+        parts = [self.packed(name).expand().float() for name in (keys, keys.replace("attn_k_b", "attn_v_b"))]
+        return torch.cat([parts[0].transpose(1, 2), parts[1]], 1).flatten(0, 1)
 
 
 # ---------------------------------------------------------------- checks

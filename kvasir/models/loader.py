@@ -43,6 +43,7 @@ from kvasir.models.spec import BY_ROWS, Architecture, DecoderSpec, LayerSpec, Na
 from kvasir.models.transformer import Transformer
 from kvasir.platforms import select as select_platform
 from kvasir.quantization.base import (
+    Methods,
     PackedParameter,
     TensorKey,
     Unquantized,
@@ -89,7 +90,7 @@ def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = N
     source: Source | None = None
     if config.load.load_format == "gguf":
         file = read_gguf(config.model.path)
-        source = Source(GGUFCheckpoint(file), gguf.names_for(file), gguf.IGNORED)
+        source = Source(GGUFCheckpoint(file), gguf.names_for(file), gguf.ignored(file, hf))
         spec = gguf.adapt(spec, file)
     elif config.load.load_format != "dummy":
         prefix = "model." if poolers and not architecture.prefix else ""  # checkpoints of bare decoders lack it
@@ -145,13 +146,16 @@ def make_build(
     if config.device.attention_backend == "cpu":
         kept = KEPT if is_quantized else quantization
         num_layers = config.model.hf.get("num_hidden_layers", config.model.hf.get("n_layer"))
-        return Build(dtype, mesh, CpuMethods(kept, num_layers), vocabulary=VOCABULARIES[kept], adapters=adapters)
+        vocabulary = VOCABULARIES[kept].with_head(config.model.head_quantization)
+        return Build(dtype, mesh, CpuMethods(kept, num_layers), vocabulary=vocabulary, adapters=adapters)
     if quantization in QUANTIZERS and form is None:
-        return Build(dtype, mesh, CodedMethods(QUANTIZERS[quantization]), adapters=adapters)
-    if not is_quantized and not is_gguf:
-        return Build(dtype, mesh, Unquantized(), adapters=adapters)
-    methods = CodedMethods() if is_quantized and device.type == "cuda" else ExpandedMethods()
-    return Build(dtype, mesh, methods, adapters=adapters)
+        methods: Methods = CodedMethods(QUANTIZERS[quantization])
+    elif not is_quantized and not is_gguf:
+        methods = Unquantized()
+    else:
+        methods = CodedMethods() if is_quantized and device.type == "cuda" else ExpandedMethods()
+    quantize_head = QUANTIZERS.get(config.model.head_quantization or "none")
+    return Build(dtype, mesh, methods, quantize_head=quantize_head, adapters=adapters)
 
 
 @dataclass(frozen=True)
@@ -324,7 +328,10 @@ class Place:
     def _load_entry(self, tensor: torch.Tensor | FileMatrix, entry: int) -> None:
         if not isinstance(tensor, torch.Tensor) and not self._takes(tensor):
             if isinstance(tensor, Coded):
-                warn_once(logger, f"{self.described} is expanded: it is fused in a way that only values can be cut.")
+                why = "it is fused in a way that only values can be cut"
+                if not all(target.layer.takes_packed_rows for target in self.all_targets()):
+                    why = "its layer computes with values"
+                warn_once(logger, f"{self.described} is expanded: {why}.")
             tensor = tensor.expand()
         if self.layout.transposed and isinstance(tensor, torch.Tensor) and tensor.dim() == 2:
             tensor = tensor.T

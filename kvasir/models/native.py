@@ -296,6 +296,7 @@ def packed_weights_file(config: EngineConfig, mesh: Mesh) -> Path | None:
         for file in sorted(Path(config.model.path).glob("*.safetensors"))
     ]
     inputs = [PACKED_VERSION, layout(), os.path.realpath(config.model.path), files]
+    inputs += [config.model.head_quantization] if config.model.head_quantization else []
     inputs += [config.model.quantization, config.model.dtype, config.model.hf, mesh.rank, mesh.size, mesh.whole_experts]
     name = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()[:32]
     return Path(config.load.packed_weights_dir).expanduser() / f"{name}.safetensors"

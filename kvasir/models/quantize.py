@@ -14,12 +14,14 @@ from safetensors.torch import save_file
 
 from kvasir.config.engine import ModelConfig
 from kvasir.errors import ModelError
+from kvasir.log import get_logger
 from kvasir.models import architectures
-from kvasir.models.checkpoint import Safetensors
+from kvasir.models.checkpoint import Safetensors, some
 from kvasir.models.spec import Names, TensorLayout
 from kvasir.quantization.coded import GROUP, fp8, int4, int8
 from kvasir.quantization.formats import config_of
 
+logger = get_logger(__name__)
 _LINEAR = (".qkv", ".o", ".gate_up", ".up", ".down", ".experts")  # ends of the decoder's paths, parts cut off
 _COMMON = {"dynamic": False, "symmetric": True, "observer": "minmax"}
 _BY_TOKEN = {**_COMMON, "num_bits": 8, "strategy": "token", "dynamic": True}
@@ -53,7 +55,13 @@ def quantize_checkpoint(model: ModelConfig, out: Path, to: str, device: str) -> 
         raise ModelError(f"The checkpoint in {source} is quantized already; name an unquantized one.")
     architecture = architectures.find(hf)
     checkpoint = Safetensors(source, architecture.prefix)
-    names = [name for name in checkpoint.entries if _is_matrix(name, architecture.names_for(hf))]
+    known = architecture.names_for(hf)
+    names = [name for name, entry in checkpoint.entries.items() if len(entry.shape) == 2 and _is_matrix(name, known)]
+    if left := [name for name in checkpoint.entries if name not in names and _holds_experts(name, known)]:
+        logger.warning(
+            "%s stay as they are: a layer's experts are one tensor, which compressed-tensors has no form for.",
+            some(left),
+        )
     if not names:
         raise ModelError(f"No matrices of {source} are known to be a decoder's.")
     matrices = {name: checkpoint.entries[name].shape for name in names}
@@ -95,6 +103,13 @@ def _is_matrix(name: str, names: Names) -> bool:
     return False
 
 
+def _holds_experts(name: str, names: Names) -> bool:
+    """Whether a tensor has matrices of experts."""
+    layouts = [ours for pattern, ours in names.items() if fnmatchcase(name.removesuffix(".weight"), pattern)]
+    targets = [target for ours in layouts for target in ((ours,) if isinstance(ours, str) else ours.targets)]
+    return any(".experts:" in target for target in targets)
+
+
 def _stored(module: str, weight: torch.Tensor, to: str) -> dict[str, torch.Tensor]:
     """The tensors of a matrix, as compressed-tensors names them."""
     if to == "int4":
@@ -123,7 +138,7 @@ def _words(numbers: torch.Tensor) -> torch.Tensor:
 
 def _plain_modules(checkpoint: Safetensors, matrices: Mapping[str, object]) -> list[str]:
     """Modules with a matrix that stays as it is, which readers would take for quantized ones: head and routers."""
-    others = [name for name, entry in checkpoint.entries.items() if len(entry.shape) == 2 and name not in matrices]
+    others = [name for name, entry in checkpoint.entries.items() if len(entry.shape) > 1 and name not in matrices]
     return sorted({"lm_head", *(name.removesuffix(".weight") for name in others if "embed" not in name)})
 
 

@@ -331,6 +331,12 @@ def unpack(words: torch.Tensor, bits: int, count: int, *, dense: bool = True) ->
     return torch.stack(found, dim=-1).view(*outer, -1)[..., :count]
 
 
+def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    """2 ** (byte - 127). The byte 255 means no number; it becomes infinity, which is refused as well."""
+    bits = torch.where(exponents == 0, 1 << 22, exponents.int() << 23)  # those of a float32; the least is subnormal
+    return bits.view(torch.float32)
+
+
 def column_order(groups: torch.Tensor, group: int, what: str) -> torch.Tensor | None:
     """The order that brings each group's columns together, given every column's group; None: they are already."""
     groups = groups.long()

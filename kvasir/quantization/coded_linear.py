@@ -30,8 +30,8 @@ logger = get_logger(__name__)
 PLAIN = UnquantizedLinear()  # keeps the biases
 Quantizer = Callable[[torch.Tensor], Coded]
 EXPANDED = (
-    "Some quantized matrices are expanded to the model's dtype: they are of GGUF's IQ types, the split over workers "
-    "cuts through a group, or experts differ in their codings."
+    "Some quantized matrices are expanded to the model's dtype: they are of GGUF's IQ or TQ types, the split over "
+    "workers cuts through a group, or experts differ in their codings."
 )
 
 

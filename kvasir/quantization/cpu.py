@@ -47,7 +47,8 @@ from kvasir.quantization.gguf import FileMatrix, PackedRows, expanded
 logger = get_logger(__name__)
 EXPANDED = (
     "Some quantized matrices are expanded to bf16: they are fused with others that are not quantized or that take "
-    "their inputs in another order, the split over workers cuts through a group, or groups are no multiples of 16."
+    "their inputs in another order, the split over workers cuts through a group, groups are no multiples of 16, or "
+    "they are of GGUF's IQ or TQ types."
 )
 ROUNDED = (
     "The CPU library keeps the checkpoint's 8-bit floats, or 4-bit floats with levels of their own, as 8-bit integers: "
@@ -175,7 +176,7 @@ class LibrarySource:
 
 
 def _is_quantized(part: FileMatrix | torch.Tensor) -> bool:
-    return isinstance(part, Coded) or (isinstance(part, PackedRows) and part.kind in GGUF)
+    return isinstance(part, Coded) or (isinstance(part, PackedRows) and not part.is_plain)
 
 
 def _source(part: FileMatrix | torch.Tensor) -> LibrarySource | None:
@@ -185,7 +186,8 @@ def _source(part: FileMatrix | torch.Tensor) -> LibrarySource | None:
     if isinstance(part, Coded):
         return _coded_source(part)
     if part.kind not in GGUF:
-        return None
+        coded = part.coded()
+        return None if coded is None else _coded_source(coded)
     rows = part
     return LibrarySource(GGUF[rows.kind][1], lambda matrix, first: matrix.fill_gguf(rows.data, rows.kind, first))
 
@@ -435,10 +437,15 @@ class Vocabulary:
     head: Format  # also of an embedding that the head shares
     as_in_file: bool = False  # a quantized checkpoint's matrices keep their numbers instead, also in the embedding
 
+    def with_head(self, quantization: str | None) -> Vocabulary:
+        """By the setting `head_quantization`."""
+        return self if quantization is None else replace(self, head=_HEADS[quantization])
+
     def keeps(self, matrix: FileMatrix) -> bool:
         return self.as_in_file and _source(matrix) is not None
 
 
+_HEADS = {"none": BF16, "int8": INT8, "int4": INT6}
 # By `quantization`. The head keeps more bits than the layers, because errors there change tokens directly.
 VOCABULARIES = {
     None: Vocabulary(BF16),

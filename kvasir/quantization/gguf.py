@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from kvasir.quantization.coded import Coded, Coding
+from kvasir.quantization.coded import Coded, Coding, power_of_two
 from kvasir.quantization.gguf_file import TENSOR_TYPES
 
 # Bytes of a block, and where its scales and offsets of float16 are.
@@ -55,6 +55,10 @@ class PackedRows:
     def chunk(self, count: int) -> tuple[PackedRows, ...]:
         """Like torch.chunk, for a number of rows that is a multiple of `count`."""
         return self.split([len(self.data) // count] * count)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.kind in _PLAIN
 
     def scales(self) -> Iterator[torch.Tensor]:
         """All floating-point numbers of the tensor: a packed one's scales, or the values where there are no scales."""
@@ -235,6 +239,12 @@ def _read_q6_k(rows: torch.Tensor) -> Coded:
     return _made(rows, low | _two_bits(blocks[:, 128:192]) << 4, Coding("u6", 16, 32), scale)
 
 
+def _read_mxfp4(rows: torch.Tensor) -> Coded:
+    """A block begins with the exponent of its scale; GGUF's own levels are doubled, and its scales halved."""
+    blocks = _blocks(rows, 17)
+    return _made(rows, _nibbles(blocks[:, 1:]), Coding("e2m1", 32), power_of_two(blocks[:, :1]))
+
+
 CODES: dict[str, Callable[[torch.Tensor], Coded]] = {
     "Q4_0": _read_q4_0,
     "Q4_1": _read_q4_1,
@@ -246,4 +256,5 @@ CODES: dict[str, Callable[[torch.Tensor], Coded]] = {
     "Q4_K": _read_q4_k,
     "Q5_K": _read_q5_k,
     "Q6_K": _read_q6_k,
+    "MXFP4": _read_mxfp4,
 }

@@ -23,8 +23,9 @@ from kvasir.frontend.text.tokenizer_files import load_tokenizer
 from kvasir.quantization.gguf import _SCALES, CODES, PackedRows
 from kvasir.quantization.gguf_file import read_gguf
 from tests.cpu.test_engine import SMALL, check_logprobs, generate
-from tests.gguf_builders import write_model, write_tokenizer
-from tests.model_builders import TINY, make_hf_model
+from tests.gguf_builders import IQ, write_model, write_tokenizer
+from tests.model_builders import DEEPSEEK_YARN, GRANITE, TINY, make_hf_model
+from tests.native_builders import SETS
 from tests.pairwise import few
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=10)
@@ -82,6 +83,75 @@ def moe(writer: Any) -> None:
     writer.add_expert_shared_feed_forward_length(40)
 
 
+def experts_of(model: str, **more: Any) -> Any:
+    """What llama.cpp writes of the experts of DeepSeek and its like."""
+    sizes = TINY[model][1]
+
+    def change(writer: Any) -> None:
+        writer.add_expert_count(sizes["n_routed_experts"])
+        writer.add_expert_used_count(sizes["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(sizes["moe_intermediate_size"])
+        writer.add_leading_dense_block_count(1)
+        writer.add_expert_weights_scale(sizes["routed_scaling_factor"])
+        if sizes.get("n_group") is not None and model != "deepseek_v2_lite":
+            writer.add_expert_group_count(sizes["n_group"])
+            writer.add_expert_group_used_count(sizes["topk_group"])
+        for name, value in more.items():
+            getattr(writer, f"add_{name}")(value)
+
+    return change
+
+
+def latent(model: str, **more: Any) -> Any:
+    """The sizes of heads, as files with keys and values in one matrix have them, and later ones."""
+    experts, apart = experts_of(model, expert_shared_count=2, kv_lora_rank=16, **more), model == "deepseek_v3"
+
+    def change(writer: Any) -> None:
+        experts(writer)
+        writer.add_key_length(20 if apart else 12)
+        writer.add_value_length(16 if apart else 6)
+        if apart:
+            writer.add_key_length_mla(12)
+            writer.add_value_length_mla(6)
+        writer.add_rope_dimension_count(4)
+
+    return change
+
+
+def gpt_oss(writer: Any) -> None:
+    writer.add_expert_count(6)
+    writer.add_expert_used_count(3)
+    writer.add_expert_feed_forward_length(48)
+    writer.add_sliding_window(6)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(32)
+
+
+def granite(writer: Any) -> None:
+    writer.add_expert_count(5)
+    writer.add_expert_used_count(3)
+    writer.add_attention_scale(GRANITE["attention_multiplier"])
+    writer.add_embedding_scale(GRANITE["embedding_multiplier"])
+    writer.add_residual_scale(GRANITE["residual_multiplier"])
+    writer.add_logit_scale(GRANITE["logits_scaling"])
+
+
+def dbrx(writer: Any) -> None:
+    writer.add_feed_forward_length(24)
+    writer.add_expert_count(6)
+    writer.add_expert_used_count(3)
+    writer.add_clamp_kqv(0.7)
+
+
+YARN = {"rope_parameters": {**DEEPSEEK_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}
+WRITTEN_YARN = {
+    "rope_scaling_type": gguf.RopeScalingType.YARN,
+    "rope_scaling_factor": 4.0,
+    "rope_scaling_orig_ctx_len": 32,
+    "rope_scaling_yarn_log_mul": 0.07,
+}
+PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 SCALE_16 = {"query_pre_attn_scalar": 16}
 FAMILIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "llama": ("llama", None, {}),
@@ -96,6 +166,28 @@ FAMILIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "mixtral": ("llama", lambda w: (w.add_expert_count(5), w.add_expert_used_count(2)), {}),
     "qwen2_moe": ("qwen2moe", moe, {"mlp_only_layers": []}),
     "qwen3_moe": ("qwen3moe", moe, {"decoder_sparse_step": 1}),
+    "olmoe": ("olmoe", lambda w: (w.add_expert_count(6), w.add_expert_used_count(3)), {"clip_qkv": None}),
+    "deepseek_v2_lite": ("deepseek2", latent("deepseek_v2_lite"), {}),
+    "deepseek_v2": ("deepseek2", latent("deepseek_v2", q_lora_rank=12, **WRITTEN_YARN), YARN),
+    "deepseek_v3": (
+        "deepseek2",
+        latent("deepseek_v3", q_lora_rank=12, expert_weights_norm=True),
+        {**PLAIN_ROPE, "attention_bias": False},
+    ),
+    "glm4_moe": (
+        "glm4moe",
+        lambda w: (experts_of("glm4_moe", expert_shared_count=1)(w), w.add_rope_dimension_count(4)),
+        {},
+    ),
+    "gpt_oss": ("gpt-oss", gpt_oss, {"swiglu_limit": 7.0}),
+    "granitemoe": ("granitemoe", granite, {}),
+    "granitemoeshared": ("granitemoe", lambda w: (granite(w), w.add_expert_shared_feed_forward_length(20)), {}),
+    "dbrx": ("dbrx", dbrx, {}),
+    "minimax_m2": (
+        "minimax-m2",
+        lambda w: (w.add_expert_count(6), w.add_expert_used_count(3), w.add_rope_dimension_count(4)),
+        {},
+    ),
 }  # fmt: skip
 
 
@@ -105,7 +197,7 @@ def test_families(name: str, tmp_path: Path) -> None:
     Written(name, arch, tmp_path / "m.gguf", change=change, **sizes).check()
 
 
-KINDS = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+KINDS = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,6 +205,30 @@ def test_types(kind: str, tmp_path: Path) -> None:
     model = Written("llama", "llama", tmp_path / "m.gguf", Kind[kind], **LARGE_ROWS)
     assert read_gguf(model.path).tensors["blk.0.attn_q.weight"].kind == kind
     model.check(num_prompts=2)
+
+
+@pytest.mark.parametrize("kind", few([kind.name for kind in IQ], fast=["IQ4_NL", "IQ2_XXS", "TQ1_0"]))
+def test_types_without_codes_are_expanded(kind: str, tmp_path: Path, log_lines: list[str]) -> None:
+    """The CPU library says so."""
+    model = Written("llama", "llama", tmp_path / "m.gguf", Kind[kind], **LARGE_ROWS)
+    assert read_gguf(model.path).tensors["blk.0.attn_q.weight"].kind == kind
+    model.check(num_prompts=1)
+    if SETS:
+        del log_lines[:]
+        with LLM(model.path, dtype="bfloat16", skip_tokenizer_init=True, **SMALL, use_tqdm_on_load=False):
+            assert any("expanded to bf16" in line and "IQ" in line for line in log_lines)
+
+
+def test_gpt_oss_in_mxfp4(tmp_path: Path, log_lines: list[str]) -> None:
+    """As its files are: the library keeps the experts' numbers."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "swiglu_limit": 7.0}
+    change = lambda writer: (gpt_oss(writer), writer.add_expert_feed_forward_length(64))  # noqa: E731
+    model = Written("gpt_oss", "gpt-oss", tmp_path / "m.gguf", Kind.MXFP4, change, **sizes)
+    model.check(num_prompts=2)
+    if SETS:
+        del log_lines[:]
+        with LLM(model.path, dtype="bfloat16", skip_tokenizer_init=True, **SMALL, use_tqdm_on_load=False):
+            assert not any("expanded" in line for line in log_lines)
 
 
 def test_llama3_factors_come_from_a_tensor(tmp_path: Path) -> None:
@@ -133,12 +249,14 @@ def test_codes_have_the_files_values(kind: str) -> None:
     """Bit by bit those of the gguf package, for random bytes; two codes in a byte, too."""
     (block, size), rng = gguf.GGML_QUANT_SIZES[Kind[kind]], np.random.default_rng(0)
     rows = rng.integers(0, 256, (6, 4, size), dtype=np.uint8)
-    for at in _SCALES[kind][1]:
+    if kind == "MXFP4":
+        rows[:, :, 0] = rng.integers(0, 140, (6, 4))  # exponents, the subnormal ones too
+    for at in _SCALES.get(kind, (size, ()))[1]:
         rows[:, :, at : at + 2] = rng.normal(0, 1, (6, 4, 1)).astype(np.float16).view(np.uint8)
     packed = PackedRows(torch.from_numpy(rows.reshape(6, -1)), kind, (6, 4 * block))
     coded, wanted = packed.coded(), torch.from_numpy(gguf.dequantize(rows.reshape(6, -1), Kind[kind]))
     assert coded is not None and torch.equal(coded.expand(), wanted) and torch.equal(coded.packed().expand(), wanted)
-    assert coded.packed().coding.tile == (min(32, coded.coding.group) if coded.coding.kind == "u4" else 0)
+    assert coded.packed().coding.tile == (min(32, coded.coding.group) if coded.coding.kind in ("u4", "e2m1") else 0)
 
 
 # ---------------------------------------------------------------- tokenizers

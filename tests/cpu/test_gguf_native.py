@@ -26,7 +26,7 @@ from kvasir.models.gguf import GGUFCheckpoint
 from kvasir.models.loader import load
 from kvasir.models.native import NativeDecoder
 from kvasir.models.transformer import Transformer
-from kvasir.quantization.cpu import KEPT, VOCABULARIES, CpuMethods, matrix_of
+from kvasir.quantization.cpu import KEPT, VOCABULARIES, CpuMethods, matrix_of, pack_as_in_file
 from kvasir.quantization.gguf import PackedRows
 from kvasir.quantization.gguf_file import read_gguf
 from tests.cpu.test_gguf import LARGE_ROWS, Written
@@ -204,3 +204,15 @@ def test_a_ranks_share_of_the_vocabulary() -> None:
             assert layer.weight.numel() == 0
             shares.append(kept(layer.matrix))
         assert error(torch.cat(shares), rows.expand()) < 2.5e-3
+
+
+def test_mxfp4_keeps_its_numbers(tmp_path: Path, log_lines: list[str]) -> None:
+    require_library()
+    values = torch.randn(48, 64) * 0.1
+    data = gguf.quantize(values.numpy(), gguf.GGMLQuantizationType.MXFP4)
+    rows = PackedRows(torch.from_numpy(data), "MXFP4", (48, 64))
+    packed = pack_as_in_file(rows, None)
+    assert str(packed.layout.format).startswith("6-bit")
+    wanted = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType.MXFP4))
+    assert torch.equal(packed.rows(torch.arange(48)).float(), wanted)
+    assert not any("expanded" in line for line in log_lines)

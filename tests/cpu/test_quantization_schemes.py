@@ -392,6 +392,10 @@ def test_modelopt_says_it_in_a_file_of_its_own(tmp_path: Path) -> None:
     scheme = form.scheme(MODULE)
     assert scheme is not None
     assert np.array_equal(scheme.decode(MODULE, tensors).expand().numpy(), E4M3[codes] * np.float32(0.3))
+    inner = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": inner}))
+    only_cache = find_format({}, tmp_path)
+    assert only_cache is not None and only_cache.scheme(MODULE) is None
     (tmp_path / "hf_quant_config.json").write_text("[]")
     with pytest.raises(ModelError, match="not readable JSON"):
         find_format({}, tmp_path)

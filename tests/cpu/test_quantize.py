@@ -24,7 +24,7 @@ from kvasir.quantization.coded import QUANTIZERS, Coded, int4
 from kvasir.quantization.coded_linear import CodedMethods
 from kvasir.quantization.cpu import CpuLinear, CpuMethods
 from kvasir.quantization.formats import find_format
-from tests.model_builders import PagedModel, make_hf_model
+from tests.model_builders import PagedModel, make_config, make_hf_model
 from tests.native_builders import SETS, require_library
 
 CPU = torch.device("cpu")
@@ -134,6 +134,19 @@ def test_what_cannot_be_quantized_is_said(checkpoint: Path, tmp_path: Path, caps
     assert "quantized already" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["granitemoe", "dbrx", "gpt_oss"])
+def test_experts_in_one_tensor_stay_as_they_are(name: str, tmp_path: Path, log_lines: list[str]) -> None:
+    """Which is said; all else is quantized, and the copy loads."""
+    make_hf_model(name).save_pretrained(tmp_path / "plain")
+    out = tmp_path / "out"
+    assert main(["quantize", str(tmp_path / "plain"), "--to", "int8", "--out", str(out), "--device", "cpu"]) == 0
+    assert any("stay as they are" in line and "experts" in line for line in log_lines)
+    got, wanted = (
+        PagedModel(load(make_config(path), CPU)).step({"text": TEXT})["text"] for path in (out, tmp_path / "plain")
+    )
+    assert 1e-4 < median(got, wanted) < 0.1
+
+
 @pytest.mark.skipif(not SETS, reason="no CPU library")
 @pytest.mark.parametrize("way", ["fp8", "fp8_block"])
 def test_at_load_on_a_cpu(way: str, checkpoint: Path, log_lines: list[str]) -> None:
@@ -215,3 +228,42 @@ def test_large_numbers_count_more_in_the_search_of_the_cpu_library() -> None:
         for each in (pack(weight, INT4).rows(torch.arange(64)).float(), int4(weight, 32).expand().float())
     )
     assert ours < 0.97 * alike, "the other search counts all numbers alike"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("way", ["int8", "int4"])
+def test_a_quantized_head_as_an_option(way: str, tied: bool, tmp_path: Path) -> None:
+    """The method of a GPU, on a CPU by its reference: transformers' logits with the values of the codes. The embedding
+    is quantized only where the head shares it."""
+    model = make_hf_model("llama", hidden_size=128, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(QUANTIZERS[way](model.lm_head.weight.data).expand())
+    with torch.inference_mode():
+        wanted = model(torch.tensor([TEXT]), use_cache=False).logits[0]
+    ours = load(make_config(tmp_path, head_quantization=way), CPU)
+    torch.testing.assert_close(PagedModel(ours).step({"text": TEXT})["text"], wanted, rtol=1e-4, atol=1e-4)
+    assert isinstance(ours.embedding.coded if tied else ours.head.coded, Coded) and (
+        tied or ours.embedding.coded is None
+    )
+    assert load(make_config(tmp_path, head_quantization=way, load_format="dummy"), CPU).weight_bytes() == (
+        ours.weight_bytes()
+    )
+
+
+@pytest.mark.skipif(not SETS, reason="no CPU library")
+def test_the_head_in_the_library(checkpoint: Path, tmp_path: Path, log_lines: list[str]) -> None:
+    """Beside a quantized checkpoint, whose own head is not quantized, and against the default of int8."""
+    out = tmp_path / "out"
+    assert main(["quantize", str(checkpoint), "--to", "int4", "--out", str(out), "--device", "cpu"]) == 0
+    for path, settings, said in (
+        (out, {}, "2 as bfloat16"),
+        (out, {"head_quantization": "int8"}, "1 as 8-bit integers in groups of 32"),
+        (out, {"head_quantization": "int4"}, "1 as 6-bit integers in groups of 32"),
+        (checkpoint, {"head_quantization": "int8"}, "1 as 8-bit integers in groups of 32"),
+        (checkpoint, {"quantization": "int8", "head_quantization": "none"}, "2 as bfloat16"),
+    ):
+        del log_lines[:]
+        load(config_for(path, dtype="bfloat16", **settings), CPU)
+        (held,) = [line for line in log_lines if "matrices: " in line]
+        assert said in held or "mixtral" in str(checkpoint), (settings, held)  # routers stay in bfloat16

@@ -246,6 +246,22 @@ def test_scales_of_an_8_bit_cache(name: str, checkpoints: Path, tmp_path: Path, 
     assert error(run(changed(checkpoints / name, tmp_path, tiny), "fp8"), exact) > 3 * error(near, exact)
 
 
+@pytest.mark.parametrize("old", ["kv_scale", "output_scale"])
+def test_scales_of_a_cache_under_old_names(old: str, checkpoints: Path, tmp_path: Path) -> None:
+    copy = changed(checkpoints / "llmcompressor-kvfp8", tmp_path)
+    with safe_open(copy / "model.safetensors", framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    at, wanted = "model.layers.1.self_attn", {}
+    for which in "kv":
+        scale = tensors.pop(f"{at}.{which}_scale")
+        wanted[which] = float(scale)
+        tensors[f"{at}.{which}_proj.output_scale" if old == "output_scale" else f"{at}.kv_scale"] = scale
+    save_file(tensors, copy / "model.safetensors")
+    config = config_for(copy, dtype="float32", attention_backend="torch", kv_cache_dtype="fp8")
+    attention = load(config, CPU).layers[1].attention
+    assert attention.v_scale == wanted["v"] and attention.k_scale == wanted["v" if old == "kv_scale" else "k"]
+
+
 # ---------------------------------------------------------------- what is refused
 
 

@@ -16,7 +16,9 @@ from kvasir.config.args import EngineArgs
 from kvasir.config.resolve import resolve
 from kvasir.errors import ModelError
 from kvasir.layers.mesh import Mesh
+from kvasir.models import loader
 from kvasir.models.loader import load, load_model
+from kvasir.quantization.coded_linear import CodedMethods
 from tests.format_writers import compress, pack_bits
 from tests.model_builders import PagedModel, make_hf_model
 from tests.native_builders import SETS, require_library
@@ -117,14 +119,14 @@ def quantized_copy(name: str, form: str, place: Path) -> Path:
     model = make_hf_model(name, **SMALL[name])
     for copy in ("plain", "quantized"):
         model.save_pretrained(place / copy)
-    tensors, values = load_file(place / "plain" / "model.safetensors"), {}
+    tensors, coded, values = load_file(place / "plain" / "model.safetensors"), {}, {}
     for key in [key for key in tensors if key.endswith(".weight") and tensors[key].dim() == 2]:
         module = key.removesuffix(".weight")
         if not module.endswith(("gate", "lm_head", "embed_tokens")):  # routers
             parts, values[key] = written(form, tensors.pop(key))
-            tensors |= {f"{module}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+            coded |= {f"{module}.{part}": tensor.contiguous() for part, tensor in parts.items()}
     assert any(".experts.1." in key for key in values), "experts are quantized"
-    save_file(tensors, place / "quantized" / "model.safetensors", {"format": "pt"})
+    save_file({**tensors, **coded}, place / "quantized" / "model.safetensors", {"format": "pt"})
     save_file({**tensors, **values}, place / "plain" / "model.safetensors", {"format": "pt"})
     write_config(place / "quantized", config_of(form))
     return place
@@ -224,6 +226,32 @@ def test_gpt_oss_in_the_library(gpt_oss: tuple[Path, torch.Tensor], log_lines: l
     got = paged.step({"text": TEXT})["text"]
     near = sorted(error(one, other) for one, other in zip(got, wanted, strict=True))
     assert near[len(near) // 2] < 0.05  # of the tokens: where two experts are nearly as good, one may go to either
+
+
+@pytest.fixture
+def coded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The methods of a GPU, on a CPU by their reference."""
+    monkeypatch.setattr(loader, "ExpandedMethods", CodedMethods)
+
+
+def test_gpt_oss_by_the_methods_of_a_gpu(gpt_oss: tuple[Path, torch.Tensor], coded: None, log_lines: list[str]) -> None:
+    path, wanted = gpt_oss
+    torch.testing.assert_close(our_logits(path, **EXACT), wanted, rtol=1e-4, atol=1e-4)
+    assert any("8 as e2m1 in groups of 32" in line for line in log_lines)
+    assert not any("expanded" in line for line in log_lines)
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_experts_one_by_one_by_the_methods_of_a_gpu(
+    name: str, form: str, coded: None, tmp_path: Path, log_lines: list[str]
+) -> None:
+    place = quantized_copy(name, form, tmp_path)
+    wanted = our_logits(place / "plain", **EXACT)
+    got = our_logits(place / "quantized", **EXACT)
+    expanded = [line for line in log_lines if "expanded" in line]
+    assert all("latent_up is expanded: its layer computes with values" in line for line in expanded)
+    # Minima and scales of groups of 32 are rounded to float16.
+    assert error(got, wanted) < (5e-3 if form in ("gptq", "awq", "pack-quantized") else 1e-5)
 
 
 def test_gpt_oss_damaged(gpt_oss: tuple[Path, torch.Tensor], tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-MODELS = ["qwen3", "gemma3", "deepseek_v3"]
+MODELS = ["qwen3", "gemma3", "deepseek_v3", "gpt_oss"]
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,13 @@ NAMES = (
     *("llama_tied_biases_llama3", "llama_linear_gelu_one_head", "qwen3"),  # biases; one key head for two ranks; norms
     *("deepseek_v3", "deepseek_v2_lite", "gpt_oss"),  # a latent cache; sinks and biases of experts
 )
-SPREAD = ("deepseek_v3", "gpt_oss")  # also with whole experts on each rank
+# Also with whole experts on each rank: groups of experts, biases, a gated shared one, inputs that are weighed, norms
+# over all heads.
+SPREAD = (
+    *("deepseek_v3", "gpt_oss", "qwen2_moe", "granitemoeshared", "llama4"),
+    *("dbrx", "minimax_m2", "glm4_moe", "olmoe"),
+)
+EVEN = {"granitemoeshared": {"num_local_experts": 6}}  # as many for either rank
 EXPERTS, LIBRARY = "mixtral", {"backend": "cpu", "dtype": "bfloat16"}  # computed by the CPU library
 STEPS = [{"a": list(range(9)), "b": [5]}, {"a": [3], "b": [1, 2, 3]}]
 
@@ -59,7 +65,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two processes have computed all models, and left their logits here."""
     path = tmp_path_factory.mktemp("ranks")
     for name in {*NAMES, *SPREAD, EXPERTS}:
-        save(make_hf_model(name), path / name)
+        save(make_hf_model(name, **EVEN.get(name, {})), path / name)
     multiprocessing.spawn(run_rank, (path,), nprocs=2)  # type: ignore[no-untyped-call]
     return path
 

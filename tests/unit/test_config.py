@@ -118,6 +118,7 @@ CASES = {
     ),
     "convert": Case("none", shows=lambda c, w: c.model.convert == "none"),
     "quantization": Case("int8", shows=lambda c, w: c.model.quantization == "int8"),
+    "head_quantization": Case("int8", shows=lambda c, w: c.model.head_quantization == "int8"),
     "enable_lora": Case(True, shows=lambda c, w: c.adapters.enable_lora),
     "max_loras": Case(3, shows=lambda c, w: (c.adapters.max_loras, c.adapters.max_cpu_loras) == (3, 12)),
     "max_lora_rank": Case(64, shows=lambda c, w: c.adapters.max_lora_rank == 64),

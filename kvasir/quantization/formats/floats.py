@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvasir.quantization.coded import Coded, Coding, RandomCoding, by_block, whole_numbers
+from kvasir.quantization.coded import Coded, Coding, RandomCoding, by_block, power_of_two, whole_numbers
 from kvasir.quantization.formats.base import (
     Config,
     Scheme,
@@ -191,12 +191,6 @@ class MXFP4(WeightFormat):
         return MXFP4Experts() if ".experts." in module and not is_listed(module, self._plain) else None
 
 
-def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """2 ** (byte - 127). The byte 255 means no number; it becomes infinity, which is refused as well."""
-    bits = torch.where(exponents == 0, 1 << 22, exponents.int() << 23)  # those of a float32; the least is subnormal
-    return bits.view(torch.float32)
-
-
 def _shape(module: str, shapes: Shapes, weight: str, group: int) -> tuple[int, int]:
     outputs, width = check_matrix(module, weight, shapes)
     check_shape(module, "weight_scale", shapes["weight_scale"], (outputs, width * 2 // group))
@@ -258,7 +252,9 @@ class ModelOpt(WeightFormat):
         self._plain = (*(config.get("exclude_modules") or ()), *(config.get("ignore") or ()))
         algorithm = str(config.get("quant_algo"))
         self._of_module: dict[str, Scheme] | None = None
-        if algorithm == "MIXED_PRECISION":
+        if config.get("quant_algo") is None and config.get("kv_cache_quant_algo") is not None:
+            self._of_module = {}  # only the cache is quantized
+        elif algorithm == "MIXED_PRECISION":
             layers = config.get("quantized_layers") or {}
             self._of_module = {name: _scheme(str(of.get("quant_algo")), of) for name, of in layers.items()}
         else:
