@@ -83,6 +83,7 @@ class WeightLayer(nn.Module):
     """A layer that a checkpoint's tensors go into. By default each parameter is one tensor, whole on every rank."""
 
     takes_packed_rows = False  # whether `load` takes matrices packed as in a GGUF file
+    takes_integers = False  # whether what it holds is no weights but numbers of something, such as of tokens
 
     def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
         """The tensors a checkpoint must have for this layer, with their shapes there."""

@@ -56,6 +56,8 @@ class DraftVocabulary(WeightLayer):
     """Which of the model's tokens the head's tokens are: those of a table, whose entries EAGLE-3 counts from the head's
     own numbers."""
 
+    takes_integers = True
+
     def __init__(self, build: Build, size: int, *, counts_from_own: bool = True) -> None:
         super().__init__()
         self.size, self.counts_from_own = size, counts_from_own

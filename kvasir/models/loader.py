@@ -302,6 +302,10 @@ class Place:
         return self._num_entries * shape[0], *shape[1:]
 
     @property
+    def takes_integers(self) -> bool:
+        return all(target.layer.takes_integers for target in self.all_targets())
+
+    @property
     def _has_entries(self) -> bool:
         """Whether a stack has a dimension for its entries. One of biases always does."""
         is_bias = len(self.targets[self.layout.targets[0]][0].shape) == 1
@@ -457,12 +461,18 @@ def _fill(
         total=len(places), desc="Loading weights", unit="tensor", disable=not show_progress, dynamic_ncols=True
     ) as progress:
         for name, tensor in checkpoint.read(places):
-            if isinstance(tensor, torch.Tensor) and (tensor.itemsize < 2 or not tensor.is_floating_point()):
+            place = places[name]
+            if isinstance(tensor, torch.Tensor) and not (_is_float(tensor) or place.takes_integers):
                 raise _no_floats(checkpoint, name, tensor)
             if dtype is not None and not _fits(tensor, dtype):
                 raise _not_finite(checkpoint, name)
-            places[name].load(tensor)
+            place.load(tensor)
             progress.update()
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    """Whether its values are weights as they stand; those of eight bits are codes."""
+    return tensor.itemsize > 1 and tensor.is_floating_point()
 
 
 # ---------------------------------------------------------------- weights that are not numbers
