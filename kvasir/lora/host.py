@@ -102,7 +102,9 @@ class AdapterPlan:
     num_virtual_tokens: int = 0
     task: int = 0  # of a multitask prompt
 
-    def to_text(self) -> str:
+    @cached_property
+    def text(self) -> str:
+        """The plan for the worker. Every request of the adapter carries it, so it is written once."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -129,7 +131,7 @@ class Adapter:
 
     @cached_property
     def resource(self) -> Resource:
-        return Resource(self.digest, self.plan.to_text())
+        return Resource(self.digest, self.plan.text)
 
     @cached_property
     def changes_head(self) -> bool:

@@ -58,7 +58,7 @@ def test_scales_follow_patterns_and_rank_stabilisation(tmp_path: Path) -> None:
     assert (modules[Q].scale, modules[Q].rank, modules[K].scale, modules[K].rank) == (5.0, 2, 1.0, 4)
     assert read(tmp_path, tensors, {**config, "use_rslora": True}).modules[K].scale == 2.0
     plan = read(tmp_path, tensors, config)
-    assert AdapterPlan.from_text(plan.to_text()) == plan
+    assert AdapterPlan.from_text(plan.text) == plan
 
 
 def test_adapters_of_all_experts_are_told_apart_by_shape(tmp_path: Path) -> None:
