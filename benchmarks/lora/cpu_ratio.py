@@ -3,7 +3,7 @@
     python -m benchmarks.lora.cpu_ratio [MODEL]
 
 Runs with and without adapters take turns, and the best of each counts, so that other work on the machine matters less.
-CPU time matters less still where others work; with several threads it includes what they wait, so set OMP_NUM_THREADS=1.
+CPU time depends still less on others; with several threads it includes their waiting, so set OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations

@@ -167,9 +167,23 @@ def read_adapter(name: str, directory: Path, path: str, targets: AdapterTargets,
         raise AdapterNotFoundError(f"adapter {name!r}: {path} has no {WEIGHTS}{more}.", "lora_path")
     reader = _Reader(name, targets, _read_config(name, config_file), _read_header(name, weights_file), str(directory))
     plan = reader.plan(task_id)
-    return Adapter(
-        name, path, _digest(reader.config, weights_file, plan.task), plan, reader.config.get("base_model_name_or_path")
-    )
+    digest = _Digest(reader.config, plan.task)
+    with weights_file.open("rb") as opened:
+        while block := opened.read(1 << 20):
+            digest.add(block)
+    return Adapter(name, path, digest.value, plan, reader.config.get("base_model_name_or_path"))
+
+
+def read_weights(plan: AdapterPlan, digest: bytes) -> bytes:
+    """The content of the adapter's file, if it is still that of the digest. It is read whole: tensors that were mapped
+    would change, or end the process, when the file is overwritten."""
+    directory = Path(plan.directory)
+    content = (directory / WEIGHTS).read_bytes()
+    found = _Digest(_read_config(directory.name, directory / CONFIG), plan.task)
+    found.add(content)
+    if found.value != digest:
+        raise AdapterError(f"{plan.directory} has changed since the request came; send it again.", "lora_path")
+    return content
 
 
 def _read_config(name: str, file: Path) -> dict[str, Any]:
@@ -203,13 +217,18 @@ def _read_header(name: str, file: Path) -> dict[str, TensorHeader]:
     return found
 
 
-def _digest(config: Mapping[str, Any], weights: Path, task: int) -> bytes:
-    """sha256 of the tensors and of what the config says about them."""
-    found = sha256(json.dumps(config, sort_keys=True).encode() + b"\0%d\0" % task)
-    with weights.open("rb") as opened:
-        while block := opened.read(1 << 20):
-            found.update(block)
-    return found.digest()
+class _Digest:
+    """sha256 of the file of tensors and of what the config says about them."""
+
+    def __init__(self, config: Mapping[str, Any], task: int) -> None:
+        self._found = sha256(json.dumps(config, sort_keys=True).encode() + b"\0%d\0" % task)
+
+    def add(self, content: bytes) -> None:
+        self._found.update(content)
+
+    @property
+    def value(self) -> bytes:
+        return self._found.digest()
 
 
 _LORA = re.compile(

@@ -136,6 +136,53 @@ def test_penalties_do_not_see_the_ids_of_a_soft_prompt(llm: LLM, model: Any, tmp
     assert token == int(logits.argmax()) and abs(found - float(logits.log_softmax(-1)[token])) < 1e-4
 
 
+def write_head(model: Any, path: Path, seed: int) -> Any:
+    """Write an adapter that brings a head of its own (modules_to_save), and return a copy of the model with it."""
+    merged = deepcopy(model)
+    merged.lm_head.weight.data = torch.randn(merged.lm_head.weight.shape, generator=torch.Generator().manual_seed(seed))
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "modules_to_save": ["lm_head"]}
+    made = write_files(path.with_name("made"), {"base_model.model.lm_head.weight": merged.lm_head.weight.data}, config)
+    path.mkdir(exist_ok=True)
+    for file in made.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())  # in place, as `cp` does
+    return merged
+
+
+def test_a_file_that_is_overwritten_changes_nothing_that_runs(llm: LLM, model: Any, tmp_path: Path) -> None:
+    path, engine = tmp_path / "head", llm.llm_engine
+    first = write_head(model, path, 1)
+    prompt = {"prompt_token_ids": PROMPTS[0]}
+    engine.add_request("runs", prompt, GREEDY, lora_request=asked([str(path)])[0])
+    outputs = {}
+    while not outputs:
+        outputs = {each.request_id: each for each in engine.step() if each.outputs[0].token_ids}
+    second = write_head(model, path, 2)
+    while engine.has_unfinished_requests():
+        outputs |= {each.request_id: each for each in engine.step()}
+    check(first, outputs["runs"])
+    (output,) = llm.generate(prompt, GREEDY, lora_request=asked([str(path)])[0], use_tqdm=False)
+    check(second, output)
+
+
+def test_an_adapter_that_changes_before_it_is_loaded_is_not_taken_for_the_old_one(
+    llm: LLM, model: Any, tmp_path: Path
+) -> None:
+    """A request that came before the change ends with an error. Otherwise the new weights would be known by the hash of
+    the old ones, with cached blocks and in host memory."""
+    path, engine = tmp_path / "early", llm.llm_engine
+    old = write_head(model, path, 3)
+    prompt = {"prompt_token_ids": PROMPTS[1]}
+    engine.add_request("early", prompt, GREEDY, lora_request=asked([str(path)])[0])
+    write_head(model, path, 4)
+    ended: list[Any] = []
+    while engine.has_unfinished_requests():
+        ended += [each for each in engine.step() if each.finished]
+    assert [each.outputs[0].finish_reason for each in ended] == ["error"]
+    write_head(model, path, 3)
+    (output,) = llm.generate(prompt, GREEDY, lora_request=asked([str(path)])[0], use_tqdm=False)
+    check(old, output)
+
+
 @pytest.mark.slow
 def test_two_ranks_equal_one(model: Any, merged: dict[str, Any]) -> None:
     names = [*merged, *merged]

@@ -1,5 +1,5 @@
-"""Adapters in the CPU library: the two products against plain operations, by every instruction set, and with the same bits
-whatever tokens stand beside a token."""
+"""Adapters in the CPU library: the two products against plain operations, by every instruction set, and with the same
+bits whatever tokens stand beside a token."""
 
 from __future__ import annotations
 
