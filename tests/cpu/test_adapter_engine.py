@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir import LLM, LoRARequest, SamplingParams
+from kvasir import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from kvasir.models import native
 from tests.adapter_builders import GREEDY, TINY_ENGINE, check, write_files, write_lora
+from tests.engine_builders import metric
 from tests.gguf_builders import write_model
+from tests.grammars import small_tokenizer
 from tests.model_builders import make_hf_model, save
 from tests.native_builders import require_library
 
@@ -181,6 +183,61 @@ def test_an_adapter_that_changes_before_it_is_loaded_is_not_taken_for_the_old_on
     write_head(model, path, 3)
     (output,) = llm.generate(prompt, GREEDY, lora_request=asked([str(path)])[0], use_tqdm=False)
     check(old, output)
+
+
+DRAFTERS = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False},
+}
+
+
+@pytest.mark.parametrize("method", ["ngram", pytest.param("suffix", marks=pytest.mark.slow)])
+def test_drafts_and_adapters(method: str, model: Any, merged: dict[str, Any]) -> None:
+    """Texts with drafts are those of each adapter, over more adapters than slots and with chunked prompts."""
+    names = list(merged)
+    settings = {**TINY_ENGINE, "max_loras": 2, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    prompts = [{"prompt_token_ids": [5, 6, 7 + i % 3] * 4} for i in range(len(names))]
+    params = GREEDY.clone()
+    params.max_tokens = 24
+    with LLM(str(model.path), **settings, speculative_config=DRAFTERS[method]) as llm:
+        outputs = llm.generate(prompts, params, lora_request=asked(names), use_tqdm=False)
+        assert metric(llm, "spec_decode_num_accepted_tokens") > 0
+    for name, output in zip(names, outputs, strict=True):
+        check(merged[name], output)
+
+
+@pytest.mark.slow
+def test_constraints_and_drafts_and_adapters(tmp_path: Path) -> None:
+    """Constrained texts are those of the merged model under the same constraint, with drafts and without."""
+    model = make_hf_model("llama", vocab_size=512)
+    models = {"": model, "lora": write_lora(model, tmp_path / "lora", 3)}
+    for name, each in models.items():
+        small_tokenizer().save(str(save(each, tmp_path / f"model{name}") / "tokenizer.json"))
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=30, structured_outputs=StructuredOutputsParams(regex=regex))
+        for regex in ("[a-c]{12,24}", "([0-9]{2}-){8}", "(yes|no|maybe)+!")
+    ]
+    texts = {}
+    settings = {**TINY_ENGINE, "skip_tokenizer_init": False, "kv_cache_memory_bytes": 1 << 23}
+    for name in models:
+        with LLM(str(tmp_path / f"model{name}"), **{**settings, "enable_lora": False}) as alone:
+            texts[name] = [each.outputs[0].text for each in alone.generate(["ab"] * 3, params, use_tqdm=False)]
+    assert texts[""] != texts["lora"]
+    request = asked([str(tmp_path / "lora")])[0]
+    for drafts in ({}, {"speculative_config": DRAFTERS["ngram"]}):
+        with LLM(str(tmp_path / "model"), **settings, **drafts) as llm:
+            both = llm.generate(["ab"] * 6, params * 2, lora_request=[request] * 3 + [None] * 3, use_tqdm=False)
+        assert [each.outputs[0].text for each in both] == texts["lora"] + texts[""]
+
+
+def test_the_largest_rank_beside_a_small_one(model: Any, tmp_path: Path) -> None:
+    ranks = {"wide": 512, "narrow": 3, "odd": 257}
+    models = {name: write_lora(model, tmp_path / name, rank, rank, alpha=3.0) for name, rank in ranks.items()}
+    names = [str(tmp_path / name) for name in ranks]
+    with LLM(str(model.path), **{**TINY_ENGINE, "max_lora_rank": 512}) as llm:
+        outputs = llm.generate(prompts_for(names), GREEDY, lora_request=asked(names), use_tqdm=False)
+    for name, output in zip(ranks, outputs, strict=True):
+        check(models[name], output, tolerance=2e-3)
 
 
 @pytest.mark.slow
