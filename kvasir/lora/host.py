@@ -29,8 +29,8 @@ NOT_SUPPORTED = (
     *("layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens", "trainable_token_indices"),
     *("kasa_config", "arrow_config", "monteclora_config"),
 )
-# What init_lora_weights may begin with if the adapter was trained beside changed weights of the model. PEFT changes them
-# again whenever it loads such an adapter.
+# What init_lora_weights may begin with if the adapter was trained beside changed weights of the model. PEFT changes
+# them again whenever it loads such an adapter.
 CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _HEADER_BYTES = 100 << 20  # safetensors allows no longer header
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -268,8 +268,8 @@ class _Reader:
         start = self.config.get("init_lora_weights")
         if isinstance(start, str) and start.lower().startswith(CHANGE_THE_MODEL):
             raise AdapterError(
-                f"adapter {self.name!r}: init_lora_weights={start!r} in {CONFIG} changes the model's own weights. Save it "
-                "with PEFT's path_initial_model_for_weight_conversion, which makes a plain LoRA of it, or merge it there.",
+                f"adapter {self.name!r}: init_lora_weights={start!r} in {CONFIG} changes the model's own weights. "
+                "Merge it with PEFT, or save it there with path_initial_model_for_weight_conversion.",
                 "lora_path",
             )
         found: dict[str, dict[str, Any]] = {}
