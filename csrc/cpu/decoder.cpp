@@ -69,7 +69,9 @@ States take_memory(const kv_decoder &decoder, int tokens) {
 class Forward {
  public:
   Forward(const kv_decoder &decoder, const kv_step &step)
-      : decoder_(decoder), step_(step), set_(kernels()), s_(take_memory(decoder, step.tokens)) {}
+      : decoder_(decoder), step_(step), set_(kernels()), s_(take_memory(decoder, step.tokens)) {
+    if (step.adapters) groups_ = group_tokens(step.adapters, step.tokens);
+  }
 
   void run(uint16_t *out) {
     embed();
@@ -142,7 +144,7 @@ class Forward {
         memmove(states + to * hidden, states + from * hidden, 2 * hidden);
       if (step_.adapters) last_adapters_.push_back(step_.adapters[from]);
     }
-    if (step_.adapters) step_.adapters = last_adapters_.data();
+    if (step_.adapters) groups_ = group_tokens(last_adapters_.data(), step_.sequences);
     starts_.resize(size_t(step_.sequences) + 1);
     std::iota(starts_.begin(), starts_.end(), 0);
     step_.query_start = starts_.data();
@@ -174,7 +176,7 @@ class Forward {
   }
 
   void change(const Adapters &adapters, const uint16_t *x, size_t stride, uint16_t *y, size_t y_stride) {
-    if (step_.adapters && adapters.shrink) adapt(adapters, x, stride, step_.adapters, step_.tokens, y, y_stride);
+    if (step_.adapters && adapters.shrink) adapt(adapters, groups_, x, stride, y, y_stride);
   }
 
   // What attention or feed-forward adds to the residual, with the model's post norm and scale.
@@ -208,6 +210,7 @@ class Forward {
   States s_;
   int top_ = 0;  // the running layer
   std::vector<int32_t> starts_, last_adapters_;
+  TokenGroups groups_;  // tokens that use adapters
   bool has_residual_ = false;
 };
 

@@ -75,6 +75,14 @@ struct Adapters {
   const int32_t *uses;  // [slots][2]: rank in use, whether gain and shift are
 };
 
+struct AdapterGroup {
+  int32_t slot, tokens;  // at most ADAPTER_TOKENS
+  const uint16_t *x[ADAPTER_TOKENS];
+  uint16_t *y[ADAPTER_TOKENS];
+  float *low;  // [tokens][parts * rank]: the first product
+  const uint16_t *next_shrink, *next_expand;  // the factors that the thread reads next; null: unknown
+};
+
 struct Norm {
   int32_t kind;  // 0: none, 1: root mean square, 2: the same with a float32 gain, 3: mean and variance
   float eps;
@@ -147,9 +155,9 @@ struct Kernels {
   void (*pack_bf16)(const uint16_t *x, size_t stride, int32_t inputs, const Rows *, int32_t tile);
   void (*pack_quant)(const uint16_t *x, size_t stride, int32_t inputs, const Rows *, int32_t tile);
   void (*product)(const Product *, int32_t block_begin, int32_t block_end);
-  // up to ADAPTER_TOKENS tokens of one slot
-  void (*adapt_rows)(const Adapters *, int32_t slot, int32_t count, const uint16_t *const *x, uint16_t *const *y,
-                     float *low);
+  // x shrink^T to `low`, for a span of the rows in use of all parts; what follows to y, for a span of outputs
+  void (*adapter_shrink)(const Adapters *, const AdapterGroup *, int32_t row_begin, int32_t row_end);
+  void (*adapter_expand)(const Adapters *, const AdapterGroup *, int32_t begin, int32_t end);
   void (*norm)(const Norm *, const uint16_t *x, uint16_t *residual, int32_t has_residual, uint16_t *out, int32_t size);
   void (*normalise)(const Norm *, const uint16_t *x, uint16_t *out, int32_t size);
   void (*scaled)(uint16_t *x, float scale, int32_t size);

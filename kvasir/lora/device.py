@@ -14,12 +14,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from kvasir.config.engine import EngineConfig
@@ -39,7 +38,7 @@ from kvasir.layers.mesh import Role
 from kvasir.layers.mlp import Experts
 from kvasir.layers.spec import AttentionSpec
 from kvasir.lora.expert_factors import ExpertPieces
-from kvasir.lora.host import WEIGHTS, AdapterPlan, Factors
+from kvasir.lora.host import AdapterPlan, Factors, read_weights
 from kvasir.messages import AdapterTarget, AdapterTargets, Int32Array, NewRow, Resource, StepPlan
 from kvasir.models import architectures
 from kvasir.models.loader import Place, find_places
@@ -48,6 +47,7 @@ from kvasir.models.transformer import Transformer
 from kvasir.sampling.features import ForwardUse, RowFeature
 
 NO_SLOT = -1
+Tensors = Mapping[str, torch.Tensor]  # of an adapter's file, by name
 
 
 # ---------------------------------------------------------------- the modules of a model
@@ -159,24 +159,25 @@ class AdapterReader:
         self.model, self.modules, self.swaps_halves = model, modules, swaps_halves
         self.dtype = next(m.owner for m in modules.values() if isinstance(m.owner, Linear)).slots.shrink.dtype  # type: ignore[union-attr]
 
-    def read(self, plan: AdapterPlan) -> HostAdapter:
-        with safe_open(Path(plan.directory) / WEIGHTS, framework="pt", device="cpu") as file:
-            if plan.prompt_type:
-                return self._prompt(plan, file)
-            adapter = HostAdapter()
-            pieces = ExpertPieces()
-            for name, factors in plan.modules.items():
-                owner, _, last = name.rpartition(".")  # all experts of a layer are one module of two stacks
-                module = self.modules.get(name) or self.modules[owner]
-                if module.kind == "expert":
-                    self._expert(pieces, module, factors, file)
-                elif module.kind == "experts":
-                    self._all_experts(pieces, module, last, factors, file)
-                elif module.kind == "linear":
-                    self._linear(adapter, module, factors, file)
-                else:
-                    adapter.vocabulary[module.owner] = self._vocabulary(module, factors, file)
-            adapter.experts = pieces.changes(self.dtype)
+    def read(self, resource: Resource) -> HostAdapter:
+        plan = AdapterPlan.from_text(resource.source)
+        tensors = safetensors.torch.load(read_weights(plan, resource.digest))
+        if plan.prompt_type:
+            return self._prompt(plan, tensors)
+        adapter = HostAdapter()
+        pieces = ExpertPieces()
+        for name, factors in plan.modules.items():
+            owner, _, last = name.rpartition(".")  # all experts of a layer are one module of two stacks
+            module = self.modules.get(name) or self.modules[owner]
+            if module.kind == "expert":
+                self._expert(pieces, module, factors, tensors)
+            elif module.kind == "experts":
+                self._all_experts(pieces, module, last, factors, tensors)
+            elif module.kind == "linear":
+                self._linear(adapter, module, factors, tensors)
+            else:
+                adapter.vocabulary[module.owner] = self._vocabulary(module, factors, tensors)
+        adapter.experts = pieces.changes(self.dtype)
         for image in adapter.linears.values():
             if torch.cuda.is_available():
                 for each in ("shrink", "expand", "gain", "shift", "uses"):
@@ -185,15 +186,15 @@ class AdapterReader:
 
     # ------------------------------------------------------------ linear layers
 
-    def _linear(self, adapter: HostAdapter, module: Module, factors: Factors, file: Any) -> None:
+    def _linear(self, adapter: HostAdapter, module: Module, factors: Factors, tensors: Tensors) -> None:
         """Add a module's factors to the images of its layers. Matrices fused in the checkpoint share lora_A."""
-        up = self._parts(module, file.get_tensor(factors.up).float()) if factors.up else None
-        up_bias = self._parts(module, file.get_tensor(factors.up_bias).float()) if factors.up_bias else None
-        bias = self._parts(module, file.get_tensor(factors.bias).float()) if factors.bias else None
-        magnitude = self._parts(module, file.get_tensor(factors.magnitude).float()) if factors.magnitude else None
+        up = self._parts(module, tensors[factors.up].float()) if factors.up else None
+        up_bias = self._parts(module, tensors[factors.up_bias].float()) if factors.up_bias else None
+        bias = self._parts(module, tensors[factors.bias].float()) if factors.bias else None
+        magnitude = self._parts(module, tensors[factors.magnitude].float()) if factors.magnitude else None
         weight = None
         if factors.weight:
-            matrix = file.get_tensor(factors.weight).float()
+            matrix = tensors[factors.weight].float()
             weight = self._parts(module, matrix.T if module.place.layout.transposed else matrix)
         for index, pattern in enumerate(module.place.layout.targets):
             (target,) = module.place.targets[pattern]
@@ -208,7 +209,7 @@ class AdapterReader:
             shift = torch.zeros(part.num_own)
             adds_bias = layer.role is not Role.ROW or layer.mesh.rank == 0
             if up is not None:
-                down = file.get_tensor(factors.down).float()[:, layer.shape.own_inputs]
+                down = tensors[factors.down].float()[:, layer.shape.own_inputs]
                 expand = factors.scale * up[index][part.own]
                 if magnitude is not None:
                     base = layer.method.dense(layer)[rows].float().cpu()
@@ -256,21 +257,23 @@ class AdapterReader:
 
     # ------------------------------------------------------------ experts
 
-    def _expert(self, pieces: ExpertPieces, module: Module, factors: Factors, file: Any) -> None:
+    def _expert(self, pieces: ExpertPieces, module: Module, factors: Factors, tensors: Tensors) -> None:
         """The factors of one matrix of one expert."""
         (target,) = next(iter(module.place.targets.values()))
         assert isinstance(module.owner, Experts), "see find_modules"
-        down, up = file.get_tensor(factors.down).float(), factors.scale * file.get_tensor(factors.up).float()
+        down, up = tensors[factors.down].float(), factors.scale * tensors[factors.up].float()
         pieces.add(module.owner, target.key, down, up)
 
-    def _all_experts(self, pieces: ExpertPieces, module: Module, stack: str, factors: Factors, file: Any) -> None:
+    def _all_experts(
+        self, pieces: ExpertPieces, module: Module, stack: str, factors: Factors, tensors: Tensors
+    ) -> None:
         """The factors of all experts of a layer, as PEFT keeps those of a stack of matrices (target_parameters): the
         rows of lora_A are those of one expert after the other, the columns of lora_B are the experts by turns."""
         experts, layout = module.owner, module.place.layout
         assert isinstance(experts, Experts), "see find_modules"
         count = experts.shape.num_experts
-        first = file.get_tensor(factors.down).float().view(count, factors.rank, -1)
-        last = file.get_tensor(factors.up).float()
+        first = tensors[factors.down].float().view(count, factors.rank, -1)
+        last = tensors[factors.up].float()
         second = last.view(len(last), factors.rank, count).permute(2, 0, 1)  # [experts, outputs, rank]
         if factors.is_turned:
             first, second = second.transpose(1, 2), first.transpose(1, 2)
@@ -282,33 +285,33 @@ class AdapterReader:
 
     # ------------------------------------------------------------ embedding and head
 
-    def _vocabulary(self, module: Module, factors: Factors, file: Any) -> VocabularyChange:
+    def _vocabulary(self, module: Module, factors: Factors, tensors: Tensors) -> VocabularyChange:
         change = VocabularyChange()
         if factors.weight:
-            change.weight = file.get_tensor(factors.weight).to(self.dtype)
+            change.weight = tensors[factors.weight].to(self.dtype)
         own = getattr(module.owner, "bias", None)
         if factors.bias:
-            bias = file.get_tensor(factors.bias).float()
+            bias = tensors[factors.bias].float()
             change.bias = bias.to(self.dtype)
             change.shift = bias if own is None else bias - own.data.float().cpu()
         elif own is not None:
             change.bias = own.data.cpu()
         if factors.up:
-            down = file.get_tensor(factors.down).float()
+            down = tensors[factors.down].float()
             change.down = (down.T if module.kind == "embedding" else down).contiguous().to(self.dtype)
-            change.up = (factors.scale * file.get_tensor(factors.up).float()).to(self.dtype)
+            change.up = (factors.scale * tensors[factors.up].float()).to(self.dtype)
             if factors.up_bias:
-                more = factors.scale * file.get_tensor(factors.up_bias).float()
+                more = factors.scale * tensors[factors.up_bias].float()
                 change.shift = more if change.shift is None else change.shift + more
                 change.bias = more.to(self.dtype) if change.bias is None else change.bias + more.to(self.dtype)
         return change
 
     # ------------------------------------------------------------ soft prompts
 
-    def _prompt(self, plan: AdapterPlan, file: Any) -> HostAdapter:
-        table = file.get_tensor("prompt_embeddings").float()
+    def _prompt(self, plan: AdapterPlan, tensors: Tensors) -> HostAdapter:
+        table = tensors["prompt_embeddings"].float()
         if plan.prompt_type == "MULTITASK_PROMPT_TUNING":
-            columns, rows = (file.get_tensor(f"prefix_task_{each}").float()[plan.task] for each in ("cols", "rows"))
+            columns, rows = (tensors[f"prefix_task_{each}"].float()[plan.task] for each in ("cols", "rows"))
             table = table * (columns @ rows)
         adapter = HostAdapter(num_virtual_tokens=plan.num_virtual_tokens)
         if plan.prompt_type != "PREFIX_TUNING":
@@ -384,7 +387,7 @@ class AdapterStore:
     def _load(self, slot: int, resource: Resource, launched: Any) -> None:
         adapter = self._host.pop(resource.digest, None)
         if adapter is None:
-            adapter = self.reader.read(AdapterPlan.from_text(resource.source))
+            adapter = self.reader.read(resource)
             self.num_read += 1
         self._host[resource.digest] = adapter
         while len(self._host) > self.num_host:

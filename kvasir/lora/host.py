@@ -29,6 +29,9 @@ NOT_SUPPORTED = (
     *("layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens", "trainable_token_indices"),
     *("kasa_config", "arrow_config", "monteclora_config"),
 )
+# What init_lora_weights may begin with if the adapter was trained beside changed weights of the model. PEFT changes
+# them again whenever it loads such an adapter.
+CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _HEADER_BYTES = 100 << 20  # safetensors allows no longer header
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -102,7 +105,9 @@ class AdapterPlan:
     num_virtual_tokens: int = 0
     task: int = 0  # of a multitask prompt
 
-    def to_text(self) -> str:
+    @cached_property
+    def text(self) -> str:
+        """The plan for the worker. Every request of the adapter carries it, so it is written once."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -129,7 +134,7 @@ class Adapter:
 
     @cached_property
     def resource(self) -> Resource:
-        return Resource(self.digest, self.plan.to_text())
+        return Resource(self.digest, self.plan.text)
 
     @cached_property
     def changes_head(self) -> bool:
@@ -165,9 +170,23 @@ def read_adapter(name: str, directory: Path, path: str, targets: AdapterTargets,
         raise AdapterNotFoundError(f"adapter {name!r}: {path} has no {WEIGHTS}{more}.", "lora_path")
     reader = _Reader(name, targets, _read_config(name, config_file), _read_header(name, weights_file), str(directory))
     plan = reader.plan(task_id)
-    return Adapter(
-        name, path, _digest(reader.config, weights_file, plan.task), plan, reader.config.get("base_model_name_or_path")
-    )
+    digest = _Digest(reader.config, plan.task)
+    with weights_file.open("rb") as opened:
+        while block := opened.read(1 << 20):
+            digest.add(block)
+    return Adapter(name, path, digest.value, plan, reader.config.get("base_model_name_or_path"))
+
+
+def read_weights(plan: AdapterPlan, digest: bytes) -> bytes:
+    """The content of the adapter's file, if it is still that of the digest. It is read whole: tensors that were mapped
+    would change, or end the process, when the file is overwritten."""
+    directory = Path(plan.directory)
+    content = (directory / WEIGHTS).read_bytes()
+    found = _Digest(_read_config(directory.name, directory / CONFIG), plan.task)
+    found.add(content)
+    if found.value != digest:
+        raise AdapterError(f"{plan.directory} has changed since the request came; send it again.", "lora_path")
+    return content
 
 
 def _read_config(name: str, file: Path) -> dict[str, Any]:
@@ -201,13 +220,18 @@ def _read_header(name: str, file: Path) -> dict[str, TensorHeader]:
     return found
 
 
-def _digest(config: Mapping[str, Any], weights: Path, task: int) -> bytes:
-    """sha256 of the tensors and of what the config says about them."""
-    found = sha256(json.dumps(config, sort_keys=True).encode() + b"\0%d\0" % task)
-    with weights.open("rb") as opened:
-        while block := opened.read(1 << 20):
-            found.update(block)
-    return found.digest()
+class _Digest:
+    """sha256 of the file of tensors and of what the config says about them."""
+
+    def __init__(self, config: Mapping[str, Any], task: int) -> None:
+        self._found = sha256(json.dumps(config, sort_keys=True).encode() + b"\0%d\0" % task)
+
+    def add(self, content: bytes) -> None:
+        self._found.update(content)
+
+    @property
+    def value(self) -> bytes:
+        return self._found.digest()
 
 
 _LORA = re.compile(
@@ -241,6 +265,13 @@ class _Reader:
         for entry in NOT_SUPPORTED:
             if self.config.get(entry):
                 raise AdapterError(f"adapter {self.name!r}: {entry} in {CONFIG} is not supported.", "lora_path")
+        start = self.config.get("init_lora_weights")
+        if isinstance(start, str) and start.lower().startswith(CHANGE_THE_MODEL):
+            raise AdapterError(
+                f"adapter {self.name!r}: init_lora_weights={start!r} in {CONFIG} changes the model's own weights. "
+                "Merge it with PEFT, or save it there with path_initial_model_for_weight_conversion.",
+                "lora_path",
+            )
         found: dict[str, dict[str, Any]] = {}
         for tensor in self.tensors:
             module, entry = self._place(tensor)

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir import LLM, LoRARequest, SamplingParams
+from kvasir import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from kvasir.models import native
 from tests.adapter_builders import GREEDY, TINY_ENGINE, check, write_files, write_lora
 from tests.engine_builders import metric, tokens
 from tests.gguf_builders import write_model
+from tests.grammars import small_tokenizer
 from tests.model_builders import make_hf_model, save
 from tests.native_builders import require_library
 
@@ -154,6 +155,108 @@ def test_penalties_do_not_see_the_ids_of_a_soft_prompt(llm: LLM, model: Any, tmp
     token = output.outputs[0].token_ids[0]
     found = output.outputs[0].logprobs[0][token].logprob
     assert token == int(logits.argmax()) and abs(found - float(logits.log_softmax(-1)[token])) < 1e-4
+
+
+def write_head(model: Any, path: Path, seed: int) -> Any:
+    """Write an adapter that brings a head of its own (modules_to_save), and return a copy of the model with it."""
+    merged = deepcopy(model)
+    merged.lm_head.weight.data = torch.randn(merged.lm_head.weight.shape, generator=torch.Generator().manual_seed(seed))
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "modules_to_save": ["lm_head"]}
+    made = write_files(path.with_name("made"), {"base_model.model.lm_head.weight": merged.lm_head.weight.data}, config)
+    path.mkdir(exist_ok=True)
+    for file in made.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())  # in place, as `cp` does
+    return merged
+
+
+def test_a_file_that_is_overwritten_changes_nothing_that_runs(llm: LLM, model: Any, tmp_path: Path) -> None:
+    path, engine = tmp_path / "head", llm.llm_engine
+    first = write_head(model, path, 1)
+    prompt = {"prompt_token_ids": PROMPTS[0]}
+    engine.add_request("runs", prompt, GREEDY, lora_request=asked([str(path)])[0])
+    outputs = {}
+    while not outputs:
+        outputs = {each.request_id: each for each in engine.step() if each.outputs[0].token_ids}
+    second = write_head(model, path, 2)
+    while engine.has_unfinished_requests():
+        outputs |= {each.request_id: each for each in engine.step()}
+    check(first, outputs["runs"])
+    (output,) = llm.generate(prompt, GREEDY, lora_request=asked([str(path)])[0], use_tqdm=False)
+    check(second, output)
+
+
+def test_an_adapter_that_changes_before_it_is_loaded_is_not_taken_for_the_old_one(
+    llm: LLM, model: Any, tmp_path: Path
+) -> None:
+    """A request that came before the change ends with an error. Otherwise the new weights would be known by the hash of
+    the old ones, with cached blocks and in host memory."""
+    path, engine = tmp_path / "early", llm.llm_engine
+    old = write_head(model, path, 3)
+    prompt = {"prompt_token_ids": PROMPTS[1]}
+    engine.add_request("early", prompt, GREEDY, lora_request=asked([str(path)])[0])
+    write_head(model, path, 4)
+    ended: list[Any] = []
+    while engine.has_unfinished_requests():
+        ended += [each for each in engine.step() if each.finished]
+    assert [each.outputs[0].finish_reason for each in ended] == ["error"]
+    write_head(model, path, 3)
+    (output,) = llm.generate(prompt, GREEDY, lora_request=asked([str(path)])[0], use_tqdm=False)
+    check(old, output)
+
+
+DRAFTERS = {
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 4, "adaptive": False},
+}
+
+
+@pytest.mark.parametrize("method", ["ngram", pytest.param("suffix", marks=pytest.mark.slow)])
+def test_drafts_and_adapters(method: str, model: Any, merged: dict[str, Any]) -> None:
+    """Texts with drafts are those of each adapter, over more adapters than slots and with chunked prompts."""
+    names = list(merged)
+    settings = {**TINY_ENGINE, "max_loras": 2, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    prompts = [{"prompt_token_ids": [5, 6, 7 + i % 3] * 4} for i in range(len(names))]
+    params = GREEDY.clone()
+    params.max_tokens = 24
+    with LLM(str(model.path), **settings, speculative_config=DRAFTERS[method]) as llm:
+        outputs = llm.generate(prompts, params, lora_request=asked(names), use_tqdm=False)
+        assert metric(llm, "spec_decode_num_accepted_tokens") > 0
+    for name, output in zip(names, outputs, strict=True):
+        check(merged[name], output)
+
+
+@pytest.mark.slow
+def test_constraints_and_drafts_and_adapters(tmp_path: Path) -> None:
+    """Constrained texts are those of the merged model under the same constraint, with drafts and without."""
+    model = make_hf_model("llama", vocab_size=512)
+    models = {"": model, "lora": write_lora(model, tmp_path / "lora", 3)}
+    for name, each in models.items():
+        small_tokenizer().save(str(save(each, tmp_path / f"model{name}") / "tokenizer.json"))
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=30, structured_outputs=StructuredOutputsParams(regex=regex))
+        for regex in ("[a-c]{12,24}", "([0-9]{2}-){8}", "(yes|no|maybe)+!")
+    ]
+    texts = {}
+    settings = {**TINY_ENGINE, "skip_tokenizer_init": False, "kv_cache_memory_bytes": 1 << 23}
+    for name in models:
+        with LLM(str(tmp_path / f"model{name}"), **{**settings, "enable_lora": False}) as alone:
+            texts[name] = [each.outputs[0].text for each in alone.generate(["ab"] * 3, params, use_tqdm=False)]
+    assert texts[""] != texts["lora"]
+    request = asked([str(tmp_path / "lora")])[0]
+    for drafts in ({}, {"speculative_config": DRAFTERS["ngram"]}):
+        with LLM(str(tmp_path / "model"), **settings, **drafts) as llm:
+            both = llm.generate(["ab"] * 6, params * 2, lora_request=[request] * 3 + [None] * 3, use_tqdm=False)
+        assert [each.outputs[0].text for each in both] == texts["lora"] + texts[""]
+
+
+def test_the_largest_rank_beside_a_small_one(model: Any, tmp_path: Path) -> None:
+    ranks = {"wide": 512, "narrow": 3, "odd": 257}
+    models = {name: write_lora(model, tmp_path / name, rank, rank, alpha=3.0) for name, rank in ranks.items()}
+    names = [str(tmp_path / name) for name in ranks]
+    with LLM(str(model.path), **{**TINY_ENGINE, "max_lora_rank": 512}) as llm:
+        outputs = llm.generate(prompts_for(names), GREEDY, lora_request=asked(names), use_tqdm=False)
+    for name, output in zip(ranks, outputs, strict=True):
+        check(models[name], output, tolerance=2e-3)
 
 
 @pytest.mark.slow

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvasir.errors import ConfigError, RequestError
-from kvasir.lora.host import AdapterNotFoundError
+from kvasir.lora.host import CONFIG, WEIGHTS, AdapterNotFoundError
 from kvasir.server.adapters import AdapterModule, ServedAdapters, read_modules
 from kvasir.server.config import ServerConfig
 from kvasir.server.errors import ApiError, as_api_error
@@ -55,9 +57,42 @@ def test_names_are_taken_once_and_given_back() -> None:
     assert as_api_error(caught.value).status == 404
 
 
+def test_the_watched_folder_is_followed(tmp_path: Path) -> None:
+    adapters = served(lora_dir=str(tmp_path))
+    catalog = adapters._catalog = FakeCatalog()  # type: ignore[assignment]
+
+    def seen() -> dict[str, str]:
+        asyncio.run(adapters.look())
+        return {name: adapter.digest for name, adapter in catalog.items()}
+
+    def write(name: str, content: str) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / WEIGHTS).write_text(content)
+        (tmp_path / name / CONFIG).write_text("")
+
+    asyncio.run(adapters.load("given", "elsewhere"))
+    for name in ("one", "model", "given", ".hidden"):  # the model's name and one that is taken stay as they are
+        write(name, "1")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / CONFIG).write_text("")
+    assert seen() == {"given": "elsewhere", "one": "1"}
+    write("one", "2")
+    write("two", "wrong")  # one that cannot be used is not served ...
+    assert seen() == {"given": "elsewhere", "one": "2"}
+    write("one", "wrong")  # ... and does not replace one that can
+    assert seen() == {"given": "elsewhere", "one": "2"}
+    write("two", "3")
+    shutil.rmtree(tmp_path / "one")
+    assert seen() == {"given": "elsewhere", "two": "3"}
+
+
 class FakeCatalog(dict[str, Any]):
     def read(self, name: str, path: str, task_id: int | None = None) -> Any:
-        return SimpleNamespace(name=name)
+        file = Path(path) / WEIGHTS
+        digest = file.read_text() if file.is_file() else path
+        if digest == "wrong":
+            raise RequestError("it fits no module")
+        return SimpleNamespace(name=name, digest=digest)
 
     def add(self, adapter: Any) -> None:
         self[adapter.name] = adapter
