@@ -52,8 +52,7 @@ class EngineCore:
         self.admission = Admission(queue_limits or QueueLimits(), scheduler)
         self.deadlines = DeadlineMonitor(scheduler, self.groups)
         self.step_size = StepSize(scheduler)
-        self.graphs = GraphCounter()
-        self.experts = ExpertCounter()
+        self.graphs, self.experts = GraphCounter(), ExpertCounter()
         self.observers: list[StepObserver] = [StepTimer(scheduler), self.graphs, self.experts]
         self.pacing: StepPacing | None = None  # of a device whose step times are known
         if lookahead and scheduler.step_budget is not None:
@@ -221,7 +220,7 @@ class EngineCore:
         self.scheduler.stats, self.scheduler.cache.stats = SchedulerStats(), CacheStats()
         self.scheduler.resources.stats = ResourceStats()
         self.scheduler.guides.stats = GuideStats()
-        self.experts.forget()
+        self.experts.total = None
 
     def stats(self) -> EngineStats:
         """Gauges, and the counters of all parts of the core, which have the names of EngineStats."""

@@ -7,6 +7,7 @@ The core calls every observer at three moments. A new one is a class here or in 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -70,31 +71,23 @@ class GraphCounter:
 class ExpertCounter:
     """Adds up what the worker counts of tokens by expert."""
 
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        self._last: ExpertTokens | None = None
-        self._sums: NDArray[np.int64] | None = None
+    total: ExpertTokens | None = None  # None: nothing was counted
 
     def planned(self, plan: StepPlan) -> None:
         pass
 
     def finished(self, result: StepResult) -> None:
-        found = result.experts
-        if found is not None:
-            self._last = found
-            self._sums = found.counts.copy() if self._sums is None else self._sums + found.counts
+        if (new := result.experts) is not None:
+            self.total = new if self.total is None else replace(new, counts=self.total.counts + new.counts)
 
     def restarted(self) -> None:
         pass
 
     def tokens(self) -> dict[int, dict[str, int]]:
         """By layer and range of experts."""
-        if self._last is None or self._sums is None:
-            return {}
-        rows = zip(self._last.layers, self._sums.tolist(), strict=True)
-        return {layer: dict(zip(self._last.ranges, row, strict=True)) for layer, row in rows}
+        total = self.total or ExpertTokens((), (), np.zeros((0, 0), np.int64))
+        rows = [dict(zip(total.ranges, row, strict=True)) for row in total.counts.tolist()]
+        return dict(zip(total.layers, rows, strict=True))
 
 
 # ------------------------------------------------------------ service rate
