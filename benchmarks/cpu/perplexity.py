@@ -2,7 +2,8 @@
 
     python benchmarks/cpu/perplexity.py MODEL [--text LICENSE] [--tokens 4096] [--ways bf16 int4]
 
-The text is cut into pieces of 512 tokens; every token but a piece's first counts.
+The text is cut into pieces of 512 tokens; every token but a piece's first counts. The second figure is the largest
+difference of one token's log-probability from the first way's.
 """
 
 from __future__ import annotations
@@ -28,18 +29,17 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def perplexity(llm: LLM, text: str, limit: int) -> float:
+def log_probabilities(llm: LLM, text: str, limit: int) -> list[float]:
     ids = llm.get_tokenizer().encode(text)[:limit]
     pieces = [ids[at : at + LENGTH] for at in range(0, len(ids), LENGTH) if len(ids) - at > 1]
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-    total = count = 0.0
+    found = []
     for piece, output in zip(pieces, llm.generate([{"prompt_token_ids": p} for p in pieces], params), strict=True):
         assert output.prompt_logprobs is not None
         for token, scores in zip(piece[1:], output.prompt_logprobs[1:], strict=True):
             assert scores is not None
-            total += scores[token].logprob
-            count += 1
-    return math.exp(-total / count)
+            found.append(scores[token].logprob)
+    return found
 
 
 def main() -> None:
@@ -51,6 +51,7 @@ def main() -> None:
     arguments = parser.parse_args()
     text = arguments.text.read_text(encoding="utf-8")
     is_gguf = arguments.model.endswith(".gguf")
+    first: list[float] | None = None
     for name in arguments.ways:
         settings = WAYS[name]
         if settings["quantization"] == "gguf" and not is_gguf:
@@ -58,7 +59,11 @@ def main() -> None:
         with LLM(
             arguments.model, dtype="bfloat16", max_model_len=LENGTH + 8, use_tqdm_on_load=False, **settings
         ) as llm:
-            print(f"{name:26s} {perplexity(llm, text, arguments.tokens):8.3f}", flush=True)
+            found = log_probabilities(llm, text, arguments.tokens)
+        first = first or found
+        perplexity = math.exp(-sum(found) / len(found))
+        largest = max(abs(new - old) for new, old in zip(found, first, strict=True))
+        print(f"{name:26s} {perplexity:8.3f} {largest:6.2f}", flush=True)
 
 
 if __name__ == "__main__":

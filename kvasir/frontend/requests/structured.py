@@ -39,8 +39,8 @@ _MAX_CHECKED_CHARACTERS = 1 << 26  # ... while their texts are no longer togethe
 _ADVICE = "or set structured_outputs.lenient to skip what cannot be enforced"
 _WITH_STRICT = ("response_format", "text", "output_config", "output_format", "tools")  # they have `strict` instead
 _SCHEMA, _REGEX = "JSON schema", "regular expression"
-_REGEX_IN_LARK = " (in regex): "  # likewise
-_SCHEMA_IN_LARK = "failed to compile JSON schema: "  # then why, and after that lines of the grammar
+# Then why, and after that lines of the grammar.
+_SCHEMA_IN_LARK, _REGEX_IN_LARK = "failed to compile JSON schema: ", " (in regex): "
 _LINE_OF_LARK = re.compile(r"\n +\d+ \| ")
 
 
