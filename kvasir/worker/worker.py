@@ -230,7 +230,8 @@ class Worker:
         with startup.phase(startup.KERNELS):
             if kernels.compile_listed(self._kernel_list()):
                 return
-        with startup.phase(startup.KERNELS), kernels.precompile():
+        # The search ends before the context of `precompile` does, which compiles what was found.
+        with startup.phase(startup.KERNELS), kernels.precompile(), startup.phase(startup.VARIANTS):
             runner = self._make_runner(num_blocks=1)
             runner.model = few_layers
             scheduler = self.config.scheduler

@@ -35,8 +35,8 @@ class Warm:
         began = time.perf_counter()
         engine = LLMEngine.from_engine_args(args)
         engine.close()
-        kernels = startup.seconds.get(startup.KERNELS)
-        done = "nothing is compiled on this device" if kernels is None else f"kernels took {kernels:.1f} s"
+        kernels = [startup.seconds[name] for name in (startup.VARIANTS, startup.KERNELS) if name in startup.seconds]
+        done = f"kernels took {sum(kernels):.1f} s" if kernels else "nothing is compiled on this device"
         print(f"ready after {time.perf_counter() - began:.1f} s; {done}")
         return 0
 
