@@ -472,7 +472,7 @@ class ParallelConfig(_Checked):
     expert_load_metrics: bool = setting(
         None,
         "Count which experts tokens are sent to (kvasir:expert_tokens_total). Padding of CUDA graphs counts, too.",
-        auto="on; off on a GPU, where each layer with experts takes two more launches",
+        auto="on; off on a GPU, where each layer with experts takes a few more launches",
     )
     distributed_executor_backend: str = setting(
         None,

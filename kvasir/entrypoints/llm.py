@@ -152,6 +152,8 @@ class LLM(MissingVllmMethods):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
         """Search for the likeliest completions of one prompt or many. Returns outputs in the order of the prompts."""
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params must be BeamSearchParams, not {type(params).__name__}.", "params")
         sampling = params.to_sampling_params()
         outputs = self.generate(prompts, sampling, use_tqdm=use_tqdm, lora_request=lora_request)
         return [BeamSearchOutput([self._sequence(each, text, params) for text in each.outputs]) for each in outputs]

@@ -185,7 +185,8 @@ def read_weights(plan: AdapterPlan, digest: bytes) -> bytes:
     found = _Digest(_read_config(directory.name, directory / CONFIG), plan.task)
     found.add(content)
     if found.value != digest:
-        raise AdapterError(f"{plan.directory} has changed since the request came; send it again.", "lora_path")
+        message = f"{plan.directory} has changed since it was read; load the adapter again under its name."
+        raise AdapterError(message, "lora_path")
     return content
 
 

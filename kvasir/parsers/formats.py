@@ -234,13 +234,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {row.name: row for row in _RE
 TOOL_ALIASES: Mapping[str, str] = {
     **{"qwen2.5": "hermes", "qwen3": "hermes", "granite4": "hermes", "ernie45": "hermes"},
     **{"qwen3_xml": "qwen3_coder", "mimo": "qwen3_coder", "step3p5": "qwen3_coder"},
-    **{
-        "glm47": "glm45",
-        "poolside_v1": "glm45",
-        "llama4_json": "llama3_json",
-        "llama": "llama3_json",
-        "hunyuan_a13b": "jamba",
-    },
+    **{"glm47": "glm45", "poolside_v1": "glm45", "llama4_json": "llama3_json", "llama": "llama3_json"},
     **{"hunyuan": "jamba", "hunyuan_a13b": "jamba"},
     **{"gemma": "functiongemma", "cohere": "cohere_command3", "command_r": "cohere_command3"},
     **{"minimax": "minimax_m2", "gpt_oss": "openai", "harmony": "openai", "mistral_old": "mistral_v1"},

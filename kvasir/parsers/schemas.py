@@ -5,7 +5,7 @@ The scanner and the grammar ask here, so that what a grammar lets a model write 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvasir.frontend.text.grammar import FORMATS
@@ -18,6 +18,22 @@ _DATE, _TIME = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])", r"([01][0-9
 _ZONED = rf"{_TIME}(\.[0-9]{{1,9}})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _LABEL = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+_NUMBER = "[0-9]{1,9}"
+_DAYS = rf"({_NUMBER}Y({_NUMBER}M({_NUMBER}D)?)?|{_NUMBER}M({_NUMBER}D)?|{_NUMBER}D)"
+_HOURS = rf"({_NUMBER}H({_NUMBER}M({_NUMBER}S)?)?|{_NUMBER}M({_NUMBER}S)?|{_NUMBER}S)"
+
+
+def _ipv6() -> Iterator[str]:
+    """All eight groups, or `::` in place of one or more of them."""
+    group = "[0-9a-fA-F]{1,4}"
+    yield f"({group}:){{7}}{group}"
+    yield f"::({group}(:{group}){{0,6}})?"
+    for before in range(1, 8):
+        rest = 7 - before
+        after = f"({group}(:{group}){{0,{rest - 1}}})?" if rest else ""
+        yield f"{group}(:{group}){{{before - 1}}}::{after}"
+
+
 # Formats of strings as regular expressions.
 _FORMATS = {
     "date": _DATE,
@@ -25,6 +41,8 @@ _FORMATS = {
     "date-time": f"{_DATE}T{_ZONED}",
     "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
     "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    "ipv6": "|".join(_ipv6()),
+    "duration": rf"P({_NUMBER}W|{_DAYS}(T{_HOURS})?|T{_HOURS})",
     "hostname": rf"{_LABEL}(\.{_LABEL}){{0,8}}",
     "email": rf"[a-zA-Z0-9_+-]+(\.[a-zA-Z0-9_+-]+)*@{_LABEL}(\.{_LABEL}){{0,8}}",
 }
@@ -122,7 +140,7 @@ def text_rules(schema: Schema) -> list[str] | None:
     """Regular expressions which a string of this schema matches as a whole; None if its format has none."""
     rules = []
     least, most = schema.get("minLength"), schema.get("maxLength")
-    if isinstance(least, int) or isinstance(most, int):
+    if type(least) is int or type(most) is int:
         rules.append(f"(?s:.){{{least or 0},{'' if most is None else most}}}")
     if isinstance(schema.get("pattern"), str):
         rules.append(anchored(schema["pattern"]))

@@ -320,7 +320,9 @@ class ServerBatch:
 
     def _take(self, result: LineResult) -> None:
         response = result.response
-        if response is not None and response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+        engine, phase = self.state.engine_or_none, self.state.phase
+        takes_requests = engine is not None and not engine.errored and phase.is_ready
+        if response is not None and response.status_code == HTTPStatus.SERVICE_UNAVAILABLE and not takes_requests:
             raise _Stopped  # the server drains, or its engine has died: other lines would fail alike
         counts = self.record.request_counts
         counts.completed += result.ok

@@ -72,6 +72,12 @@ class ServerConfig:
         "Bytes of all bodies that an API process holds at a time, and of all replies; beyond it requests get 503.",
         minimum=1,
     )
+    max_logprob_memory: int | None = setting(
+        None,
+        "Bytes of the log-probabilities of unfinished answers that an API process keeps, 250 for each; beyond it the "
+        "request with the most gets 503. Unset: a quarter of the memory that the process may use.",
+        minimum=1,
+    )
     max_url_bytes: int = setting(8192, "Maximum length of a URL; longer ones get 414.", minimum=1)
     max_header_count: int = setting(100, "Maximum number of headers of a request; more get 431.", minimum=1)
     max_header_line_bytes: int = setting(8192, "Maximum length of one header; longer ones get 431.", minimum=1)

@@ -6,8 +6,11 @@ A short request may ask for a reply of gigabytes, or for a large one again and a
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 from starlette.types import Message, Send
@@ -15,7 +18,9 @@ from starlette.types import Message, Send
 from kvasir.config.engine import ModelConfig
 from kvasir.errors import RequestError
 from kvasir.outputs import RequestOutput
+from kvasir.platforms.limits import memory_limit
 from kvasir.sampling_params import SamplingParams
+from kvasir.server.config import ServerConfig
 from kvasir.server.errors import ApiError
 from kvasir.server.limits import SMALL_BODY, BodyMemory
 from kvasir.server.schema.base import encode
@@ -56,8 +61,8 @@ def check_copies(
             raise RequestError(message, name)
 
 
-MAX_REPEATED_BYTES = 1 << 21  # of parameters as JSON, in all completions together: each entry takes far more
-MAX_REPEATED_GRAMMARS = 1 << 22  # a grammar is compiled once, but each completion follows it
+MAX_REPEATED_BYTES = 1 << 24  # of parameters as JSON, in all completions together: each entry takes far more
+MAX_REPEATED_GRAMMARS = 1 << 25  # a grammar is compiled once, but each completion follows it
 _LISTS = ("logit_bias", "allowed_token_ids", "stop", "bad_words", "stop_token_ids", "logprob_token_ids", "extra_args")
 
 
@@ -65,7 +70,7 @@ def check_repeated(params: SamplingParams, num_completions: int) -> None:
     """Bound the parameters that every completion has for itself, in this process and in the engine."""
     sizes = {name: len(encode(value)) for name in _LISTS if (value := getattr(params, name))}
     grammar = params.structured_outputs
-    grammars = {} if grammar is None else {grammar.source: len(encode(grammar))}
+    grammars = {} if grammar is None else {grammar.source: len(encode(replace(grammar, parts=())))}
     for found, most in ((sizes, MAX_REPEATED_BYTES), (grammars, MAX_REPEATED_GRAMMARS)):
         if sum(found.values()) * num_completions > most:
             name = max(found, key=lambda name: found[name])
@@ -76,9 +81,9 @@ def check_repeated(params: SamplingParams, num_completions: int) -> None:
 
 # ---------------------------------------------------------------- log-probabilities
 
-MAX_LOGPROBS = 1 << 18  # of all tokens together, beyond the 20 per token that OpenAI allows: each takes 250 bytes
+MAX_LOGPROBS = 1 << 18  # of all tokens together, beyond the 20 per token that OpenAI allows
 _PLAIN_LOGPROBS = 20
-MAX_HELD_LOGPROBS = 1 << 20  # of all answers that are being made
+_LOGPROB_BYTES = 250  # that one takes in this process
 _MANY_LOGPROBS = 20_000  # that take a tenth of a second to write
 
 
@@ -115,14 +120,15 @@ async def bound_logprobs(state: ServerState) -> None:
     if engine is None:
         return
     held = {request: count for request in state.requests if (count := _held_logprobs(request))}
-    total, most = sum(held.values()), _most_held(engine.config.model)
+    total, most = sum(held.values()), _most_held(state.config, engine.config.model)
     for request, count in sorted(held.items(), key=lambda item: -item[1]):
         if total <= most:
             return
         total -= count
         if request.refusal is None:
-            message = f"The log-probabilities of all running requests are more than the {most} that this server keeps, "
-            message += "and this request has the most: ask for fewer of each token, for fewer tokens or completions."
+            message = f"The log-probabilities of all running requests are more than the {most} that this server keeps "
+            message += "(--max-logprob-memory), and this request has the most: ask for fewer of each token, for fewer "
+            message += "tokens or completions."
             request.refusal = ApiError(503, message, "overloaded", "logprobs", retry_after=1.0)
             await request.abort()
 
@@ -136,14 +142,25 @@ def _held_logprobs(request: ApiRequest) -> int:
     return request.num_done_logprobs + sum(each.num_values for each in kept)
 
 
-def _most_held(model: ModelConfig) -> int:
+def _most_held(config: ServerConfig, model: ModelConfig) -> int:
     """Those of one context with OpenAI's most are always possible."""
-    return max(MAX_HELD_LOGPROBS, (1 + _PLAIN_LOGPROBS) * model.max_model_len)
+    memory = config.max_logprob_memory or _quarter_of_memory()
+    return max(memory // _LOGPROB_BYTES, (1 + _PLAIN_LOGPROBS) * model.max_model_len)
+
+
+@cache
+def _quarter_of_memory() -> int:
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(whole, memory_limit() or whole) // 4
 
 
 async def write_reply(request: ApiRequest, outputs: Sequence[RequestOutput], work: Callable[[], T]) -> T:
     """Make the reply of these outputs, in a thread if they have many log-probabilities."""
-    size = sum(num_logprobs(output, request.params) * len(output.outputs) for output in outputs)
+    copied = 1 + (request.params.prompt_logprobs or 0)  # of each prompt token, once for each further completion
+    size = sum(
+        num_logprobs(output, request.params) + (len(output.outputs) - 1) * len(output.prompt_logprobs or ()) * copied
+        for output in outputs
+    )
     return work() if size < _MANY_LOGPROBS else await off_loop(work)
 
 
@@ -168,7 +185,8 @@ class LargeReply:
         """Send a part of the body; True if the caller may send it as it is."""
         body = message.get("body", b"")
         is_whole = len(body) > SMALL_BODY and not message.get("more_body", False)
-        if is_whole and not self._memory.take(len(body)):
+        # One alone is always sent: it could never be, however often its client asked again.
+        if is_whole and not self._memory.take(len(body), even_alone=True):
             self.refused = ApiError(503, "The server has no memory left for replies.", "overloaded", retry_after=1)
             return False
         if self._start is not None:

@@ -170,10 +170,11 @@ class BodyMemory:
         self.held = 0
         self._most = 0  # since memory was given back to the system
 
-    def take(self, count: int, small: bool = False) -> bool:
+    def take(self, count: int, small: bool = False, even_alone: bool = False) -> bool:
         """Whether there was room for `count` bytes more, which are then held. A `small` body may use a reserve, so that
-        few large ones do not keep all others out."""
-        if self.held + count > self.limit + (self.limit // 4 if small else 0):
+        few large ones do not keep all others out. `even_alone`: a body that is held alone may have any size."""
+        room = self.limit + (self.limit // 4 if small else 0) - self.held
+        if count > room and not (even_alone and self.held == 0):
             return False
         self.held += count
         self._most = max(self._most, self.held)

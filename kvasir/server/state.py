@@ -110,7 +110,7 @@ class ServerState:
         self.idle.set()
         self.responses = ResponseStore(config.max_stored_responses)
         self.completions = CompletionStore(config.max_stored_responses)
-        self.looks, self.look_turn = 0, asyncio.Lock()  # clients that wait for a look at the engine, one at a time
+        self.num_lookers, self.look_lock = 0, asyncio.Lock()  # clients that wait for a look at the engine
         self.batches: dict[str, asyncio.Task[None]] = {}  # that run in this process, by id
         if config.files_dir is not None:
             _ = self.files  # a folder that cannot be used is an error now

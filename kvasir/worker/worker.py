@@ -256,7 +256,8 @@ class Worker:
         cache = (config.cache.block_size, config.cache.kv_dtype, config.cache.has_host_tier)
         shape = (config.model.dtype, config.model.logprobs_mode, self._num_ranks, self._uses_graphs())
         adapters = (config.adapters.enable_lora, config.adapters.max_loras, config.adapters.max_lora_rank)
-        return f"{model.compile_key()} {sizes} {cache} {shape} {adapters} {self._drafter_key()}"
+        weights = (config.model.quantization, config.model.head_quantization)
+        return f"{model.compile_key()} {weights} {sizes} {cache} {shape} {adapters} {self._drafter_key()}"
 
     def _drafter_key(self) -> str:
         return "" if self.drafter is None else f"{self.config.model.speculative_config} {self.drafter.compile_key()}"

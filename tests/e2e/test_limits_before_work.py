@@ -29,7 +29,8 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def server(starter_model: Path) -> Iterator[LiveServer]:
-    with LiveServer.fake(starter_model, executor="tests.scoring_echo:scoring_echo") as found:
+    settings = {"max_logprob_memory": 256 * MIB}
+    with LiveServer.fake(starter_model, executor="tests.scoring_echo:scoring_echo", server=settings) as found:
         found.wait_until_ready()
         assert web.post(f"{found.url}/v1/chat/completions", json=CHAT).status_code == 200
         yield found
@@ -160,7 +161,7 @@ def test_work_is_refused_before_it_is_done(server: LiveServer, name: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_running_requests_are_bounded(server: LiveServer, stream: bool) -> None:
-    """A server keeps a million of them. Nobody knows before how many a request will have."""
+    """This server keeps a million of them. Nobody knows before how many a request will have."""
     body = {"prompt": [5] * 10, "logprobs": 20, "max_tokens": 1000, "ignore_eos": True, "stream": stream}
     peak = Peak(server)
     reply = web.post(f"{server.url}/v1/completions", json={**body, "n": 128, "temperature": 1})

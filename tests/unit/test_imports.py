@@ -38,7 +38,10 @@ ORDER = {
     "entrypoints.cli": Line(("entrypoints", "frontend", "models.hub"), by_name=("anything",)),
     "bench": Line(("entrypoints", "frontend", "models.hub")),
     "server": Line(
-        ("entrypoints.async_llm", "parsers", "frontend", "engine.transport", "engine.stats", "models.hub", "host")
+        (
+            *("entrypoints.async_llm", "parsers", "frontend", "engine.transport", "engine.stats", "models.hub", "host"),
+            "platforms.limits",  # how much memory a process may use
+        )
     ),
     "server.routes": Line(
         ("server", "entrypoints.async_llm", "parsers", "frontend", "engine.transport", "engine.stats", "host")

@@ -150,7 +150,8 @@ def _check(reply: httpx.Response) -> None:
     if reply.is_success:
         return
     if reply.status_code == httpx.codes.UNAUTHORIZED:
-        raise ConfigError("The server needs an API key; set --api-key or KVASIR_API_KEY.")
+        was = "refuses this API key" if "authorization" in reply.request.headers else "needs an API key"
+        raise ConfigError(f"The server {was}; set --api-key or KVASIR_API_KEY.")
     try:
         message = _message(reply.json())
     except (ValueError, LookupError, TypeError):

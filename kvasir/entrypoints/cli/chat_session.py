@@ -150,8 +150,10 @@ class Session:
         starts = [found.start() for found in re.finditer(r"(?<!\S)\w+=", text)]  # a value may contain spaces
         if text and (not starts or starts[0]):
             name = text.split("=")[0].split()[0]
+            if name in PARAMETERS:
+                return f"Set {name} as {name}=VALUE; it is {self.params.get(name, 'the default')} now.", None
             return f"{name} is not a parameter.{did_you_mean(name, PARAMETERS)} Set parameters as NAME=VALUE.", None
-        for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
+        for start, end in zip(starts, [*starts, len(text)][1:], strict=True):
             name, _, value = text[start:end].strip().partition("=")
             if name not in PARAMETERS:
                 return f"{name} is not a parameter.{did_you_mean(name, PARAMETERS)} Set parameters as NAME=VALUE.", None

@@ -45,6 +45,12 @@ class LogprobLists:
     def __len__(self) -> int:
         return len(self.entries)
 
+    def take(self) -> list[dict[int, Logprob]] | FlatLogprobs:
+        """The entries, which are not kept any longer."""
+        taken = self.entries
+        self.entries = FlatLogprobs() if isinstance(taken, FlatLogprobs) else []
+        return taken
+
     @property
     def num_values(self) -> int:
         """Number of log-probabilities that are kept, about."""

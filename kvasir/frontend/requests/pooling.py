@@ -65,6 +65,11 @@ class PoolingProcessor:
         prefix = prompts.get(name or self.config.default_prompt or "", "")
         return [_prefixed(prefix, text) for text in texts] if prefix else list(texts)
 
+    @property
+    def writes_pairs(self) -> bool:
+        """Whether a template writes both texts of a pair into one prompt."""
+        return "classify" in self.poolers and bool(self.config.chat_template)
+
     def scoring(
         self, first: Sequence[PromptType], second: Sequence[PromptType], chat_template: str | None = None
     ) -> Scoring:

@@ -139,11 +139,11 @@ class RequestState:
     def completion(self, index: int, ending: Ending | None) -> CompletionOutput:
         """The completion's part of an output."""
         text, token_ids, logprobs, total = "".join(self.pieces), self.token_ids, None, self.cumulative_logprob
+        is_delta = self.kind is RequestOutputKind.DELTA
         if self.logprobs is not None:
-            logprobs, total = self.logprobs.entries, total or 0.0
-        if self.kind is RequestOutputKind.DELTA:
+            logprobs, total = self.logprobs.take() if is_delta else self.logprobs.entries, total or 0.0
+        if is_delta:
             token_ids = token_ids[self.num_emitted :]
-            logprobs = None if logprobs is None else logprobs[self.num_emitted :]
             self.pieces = []
         else:
             self.pieces = [text]

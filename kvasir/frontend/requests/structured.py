@@ -44,6 +44,10 @@ _SCHEMA_IN_LARK, _REGEX_IN_LARK = "failed to compile JSON schema: ", " (in regex
 _LINE_OF_LARK = re.compile(r"\n +\d+ \| ")
 
 
+class _TooSlow(RequestError):
+    """A grammar took too long to compile."""
+
+
 class StructuredOutputs:
     """Turns StructuredOutputsParams into the arguments of guides."""
 
@@ -85,14 +89,15 @@ class StructuredOutputs:
         try:
             return self._check(params)
         except RequestError as error:
-            source, said = self._where(params, str(error))
+            source, said = self._where(params, str(error), isinstance(error, _TooSlow))
             if source in _WITH_STRICT:
                 said = said.replace("structured_outputs.lenient", "strict to false")
             raise RequestError(said if source in said else f"{source}: {said}", source) from error
 
-    def _where(self, params: StructuredOutputsParams, said: str) -> tuple[str, str]:
-        """The field that is wrong, and what is wrong with it: with its first wrong part, if it was made of several."""
-        for name, part in params.parts:
+    def _where(self, params: StructuredOutputsParams, said: str, slow: bool) -> tuple[str, str]:
+        """The field that is wrong, and what is wrong with it: with its first wrong part, if it was made of several and
+        compiling them again is not `slow`."""
+        for name, part in () if slow else params.parts:
             try:
                 self._check(part)
             except RequestError as error:
@@ -145,7 +150,7 @@ class StructuredOutputs:
             compiled = self.compiled.submit(text).result(COMPILE_SECONDS)
         except FutureTimeoutError as error:
             message = f"The grammar was not compiled within {COMPILE_SECONDS:g} s; make it simpler."
-            raise RequestError(message, PARAMETER) from error
+            raise _TooSlow(message, PARAMETER) from error
         except RequestError as error:
             kind = _SCHEMA if '"json_schema"' in text else kind
             raise RequestError(_explained(str(error), kind), PARAMETER) from error

@@ -176,6 +176,9 @@ class CohereEmbedRequest(PoolingBody):
         refuse_several(self, *names, *(("truncate",) if self.truncate == "NONE" else ()))
         return self
 
+    def may_cut(self) -> bool:
+        return self.truncate != "NONE"
+
 
 class CohereEmbedReply(Reply, kw_only=True):
     id: str

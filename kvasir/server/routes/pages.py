@@ -143,18 +143,16 @@ async def _look(state: ServerState, since: int, engine: int) -> dict[str, Any]:
             "not_found",
             "engine",
         )
-    state.looks += 1
+    state.num_lookers += 1
     try:
-        async with state.look_turn:
+        async with state.look_lock:
             began = time.monotonic()
             snapshot = await state.call("snapshot", since, engine=engine)
             seen = engine_state(snapshot, state.model_names[0], distributions(state.metrics.collect()))
-            if (
-                state.looks > 1
-            ):  # a look at thousands of requests takes long: requests have three times as long between two
+            if state.num_lookers > 1:  # requests get their turn: the pause is three times as long as this look
                 await asyncio.sleep(min(_MAX_PAUSE, 3 * (time.monotonic() - began)))
     finally:
-        state.looks -= 1
+        state.num_lookers -= 1
     return {**seen, "engine": engine, "engines": number}
 
 

@@ -28,6 +28,7 @@ from kvasir.sampling_params import PoolingParams, RequestOutputKind, SamplingPar
 from kvasir.server.api_request import ApiRequest, check_length, within
 from kvasir.server.errors import ApiError, answers, timed_out, too_large
 from kvasir.server.http import Call, StrictRoute, TheCall, reply, unless_gone
+from kvasir.server.large_bodies import check_copies
 from kvasir.server.schema.base import MAX_TOKEN_IDS, Body, Reply, Usage, example, invalid, one_complaint, refused
 from kvasir.server.schema.sampling import PromptIds
 from kvasir.server.state import ServerState, State
@@ -66,9 +67,13 @@ class PoolingBody(Body):
 
     @model_validator(mode="after")
     def _side_of_something(self) -> Self:
-        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+        if self.truncation_side is not None and not self.may_cut():
             raise invalid("truncation_side", "truncation_side needs truncate_prompt_tokens: set both or none.")
         return self
+
+    def may_cut(self) -> bool:
+        """Whether texts may lose tokens."""
+        return self.truncate_prompt_tokens is not None
 
     def params(self, task: str | None, **others: Any) -> PoolingParams:
         """The parameters of each text. `others`: further fields of PoolingParams."""
@@ -83,7 +88,7 @@ class PoolingBody(Body):
 
 def refuse_several(body: PoolingBody, *names: str) -> None:
     """Refuse several fields that say the same, such as how long a text may be: only one of them could count."""
-    given = [name for name in names if getattr(body, name)]
+    given = [name for name in names if (value := getattr(body, name)) is not None and value is not False]
     if len(given) > 1:
         raise invalid(given[1], f"{' and '.join(given)} say the same thing: give one of them.")
 
@@ -206,7 +211,7 @@ class ScoreRequest(PoolingBody):
         return self
 
     def sides(self) -> tuple[list[str], list[str]]:
-        first, second = ((name, newer)[getattr(self, name) is None] for name, newer in _NEWER_NAMES.items())
+        first, second = (newer if getattr(self, name) is None else name for name, newer in _NEWER_NAMES.items())
         return inputs_of(getattr(self, first), first), inputs_of(getattr(self, second), second)
 
 
@@ -257,6 +262,9 @@ class RerankRequest(PoolingBody):
                 raise invalid("documents", "A document is a text, or an object with a text.")
         refuse_several(self, "max_tokens_per_doc", "truncate_prompt_tokens", "truncate")
         return self
+
+    def may_cut(self) -> bool:
+        return super().may_cut() or self.max_tokens_per_doc is not None or bool(self.truncate)
 
 
 class RerankDocument(Reply, kw_only=True):
@@ -485,7 +493,12 @@ async def _scoring(
     state: ServerState, call: Call, body: PoolingBody, first: list[str], second: list[str], activate: bool | None
 ) -> tuple[PoolingRequest, Scoring, str]:
     state.check_model(body.model, "pooling")
-    scoring = state.engine.input_processor.pooling.scoring(first, second)
+    pooling = state.engine.input_processor.pooling
+    if len(first) == 1 and pooling.writes_pairs:
+        check_copies("query", len(second), num_characters=len(first[0]))
+    scoring = await state.engine.text_pool.run(
+        sum(map(len, first)) + sum(map(len, second)), lambda: pooling.scoring(first, second)
+    )
     params = body.params(scoring.task)
     if scoring.task == "classify":
         params.use_activation = activate

@@ -110,6 +110,10 @@ def test_params(session: Session) -> None:
     assert session.params == {"temperature": 0.5, "stop": ["a b", "c"], "seed": 3, "top_p": 0.5}
     shown, _ = session.command("/params top_p=7")
     assert "top_p" in shown and session.params["top_p"] == 0.5, "a value that no question could be asked with"
+    shown, _ = session.command("/params")
+    assert "temperature         0.5" in shown
+    shown, _ = session.command("/params top_p 0.7")
+    assert shown == "Set top_p as top_p=VALUE; it is 0.5 now." and session.params["top_p"] == 0.5
     shown, _ = session.command("/params hot")
     assert shown.startswith("hot is not a parameter.")
     shown, _ = session.command("/params temprature=1")

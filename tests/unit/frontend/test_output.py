@@ -112,6 +112,16 @@ def test_deltas_hold_what_is_new(frontend: Frontend) -> None:
     assert [o.outputs[0].token_ids for o in outputs] == [[WORD["he"]], [WORD["lo"], WORD["."]], [WORD["h"]]]
 
 
+def test_log_probabilities_that_were_streamed_are_not_kept(frontend: Frontend) -> None:
+    frontend.add(0, output_kind=DELTA, logprobs=0)
+    for word in ("he", "lo"):
+        scores = _logprobs([0], [[WORD[word]]], [[-1]], [1])
+        [output], _ = frontend.step({0: [WORD[word]]}, logprobs=scores)
+        assert [list(each) for each in output.outputs[0].logprobs or ()] == [[WORD[word]]]
+        [state] = frontend.output.states_of("r0")
+        assert state.logprobs is not None and state.logprobs.num_values == 0
+
+
 def test_final_only_comes_once(frontend: Frontend) -> None:
     frontend.add(output_kind=FINAL_ONLY)
     assert frontend.streams[0] is False

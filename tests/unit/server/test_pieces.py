@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,8 @@ from kvasir.outputs import CompletionOutput, Logprob, RequestOutput
 from kvasir.parsers.base import Content, OutputParser, OutputPart, PartReader, PlainTextParser
 from kvasir.sampling_params import SamplingParams, StructuredOutputsParams
 from kvasir.server.answers import PLAIN_ANSWER
-from kvasir.server.api_keys import ApiKey, KeyRing
+from kvasir.server.api_keys import ANYBODY, ApiKey, KeyRing
+from kvasir.server.batch import LineResponse, LineResult, ServerBatch, _Stopped
 from kvasir.server.config import ServerConfig, add_flags, from_namespace, server_settings
 from kvasir.server.engine_metrics import CpuProbe, visible_devices
 from kvasir.server.errors import ApiError, as_api_error, error_response
@@ -46,6 +48,7 @@ from kvasir.server.routes.stored import page
 from kvasir.server.schema.base import Usage, encode
 from kvasir.server.schema.chat import ChatChunk, ChatCompletion, ChatRequest, ChunkChoice, Delta, Message
 from kvasir.server.schema.responses import ResponseReply, ResponsesRequest
+from kvasir.server.schema.stored import RequestCounts
 
 # ---------------------------------------------------------------- settings
 
@@ -336,6 +339,8 @@ def test_parameters_that_every_completion_has_are_bounded(given: dict[str, Any])
         check_repeated(SamplingParams(**given, n=1024), 1024)
     assert caught.value.parameter == name
     check_repeated(SamplingParams(stop=["\n\n", "User:"], logit_bias={5: -100.0}, n=4096), 4096)
+    check_repeated(SamplingParams(logit_bias=dict.fromkeys(range(300), 1.0), n=512), 512)  # OpenAI's most
+    check_repeated(SamplingParams(allowed_token_ids=list(range(40_000)), n=16), 16)
 
 
 def test_grammars_of_many_completions_are_bounded() -> None:
@@ -343,6 +348,10 @@ def test_grammars_of_many_completions_are_bounded() -> None:
     check_repeated(SamplingParams(structured_outputs=short, n=4096), 4096)
     with pytest.raises(RequestError, match="4096 completions"):
         check_repeated(SamplingParams(structured_outputs=long, n=4096), 4096)
+    schema = StructuredOutputsParams(json={"enum": ["x" * 5000]})
+    check_repeated(SamplingParams(structured_outputs=schema), 1000)  # of a batch of prompts
+    tools = replace(short, parts=(("a tool", long),))  # what errors are looked for in
+    check_repeated(SamplingParams(structured_outputs=tools, n=4096), 4096)
 
 
 def test_copies_of_a_prompt_are_bounded() -> None:
@@ -355,12 +364,31 @@ def test_copies_of_a_prompt_are_bounded() -> None:
         assert caught.value.parameter == "echo"
 
 
+@pytest.mark.parametrize("errored", [False, True])
+def test_a_batch_stops_where_the_server_does(tmp_path: Path, errored: bool) -> None:
+    """A line that gets a 503 while others are answered fails alone."""
+    state: Any = SimpleNamespace(
+        engine_or_none=SimpleNamespace(errored=errored),
+        phase=SimpleNamespace(is_ready=True),
+        files=SimpleNamespace(content_path=lambda key, name: tmp_path / name, save_batch=lambda key, record: None),
+    )
+    counts = RequestCounts(total=2)
+    batch = ServerBatch(state, ANYBODY, SimpleNamespace(request_counts=counts, id="b"))  # type: ignore[arg-type]
+    busy = LineResult("1", "a", LineResponse(503, "r", {"error": {"message": "too many log-probabilities"}}))
+    if errored:
+        with pytest.raises(_Stopped):
+            batch._take(busy)
+    else:
+        batch._take(busy)
+        assert (counts.completed, counts.failed) == (0, 1)
+
+
 # ---------------------------------------------------------------- large replies
 
 
 def reply_of(body: bytes, memory: BodyMemory, pieces: int = 1) -> tuple[list[int], list[bytes], int]:
     """The statuses that are sent, the pieces of the body, and the bytes that are accounted for at most."""
-    statuses, sent, most = list[int](), list[bytes](), 0
+    statuses, sent, most, before = list[int](), list[bytes](), 0, memory.held
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         headers = [(b"content-length", str(len(body)).encode())]
@@ -381,7 +409,7 @@ def reply_of(body: bytes, memory: BodyMemory, pieces: int = 1) -> tuple[list[int
     gate = Gate(answer, KeyRing([]), 1000, BodyMemory(1000), memory, lambda *ended: None, lambda cause: None)
     scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
     asyncio.run(gate(scope, lambda: None, send))  # type: ignore[arg-type, return-value]
-    assert memory.held == 0
+    assert memory.held == before
     return statuses, sent, most
 
 
@@ -393,8 +421,16 @@ def test_a_large_reply_is_sent_in_pieces_and_accounted_for() -> None:
 
 
 def test_a_reply_for_which_there_is_no_memory_is_refused() -> None:
-    statuses, sent, most = reply_of(bytes(100_000), BodyMemory(99_999))
-    assert statuses == [503] and b"no memory left for replies" in b"".join(sent) and most == 0
+    memory = BodyMemory(100_000)
+    assert memory.take(1)
+    statuses, sent, most = reply_of(bytes(100_000), memory)
+    assert statuses == [503] and b"no memory left for replies" in b"".join(sent) and most == 1
+
+
+def test_a_reply_larger_than_all_memory_is_sent_alone() -> None:
+    """Asking again would never help."""
+    statuses, sent, most = reply_of(bytes(100_000), BodyMemory(10))
+    assert statuses == [200] and len(b"".join(sent)) == most == 100_000
 
 
 def test_small_replies_and_files_need_no_memory() -> None:
@@ -444,16 +480,16 @@ def test_clients_that_look_at_the_engine_take_turns(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pages, "distributions", lambda metrics: {})
     config = SimpleNamespace(parallel=SimpleNamespace(data_parallel_size=1))
     state: Any = SimpleNamespace(engine=SimpleNamespace(config=config), call=snapshot, model_names=["m"])
-    state.metrics, state.looks = SimpleNamespace(collect=list), 0
+    state.metrics, state.num_lookers = SimpleNamespace(collect=list), 0
 
     async def go() -> None:
-        state.look_turn = asyncio.Lock()
+        state.look_lock = asyncio.Lock()
         await asyncio.wait([asyncio.create_task(pages._look(state, 0, 0)) for _ in range(100)], timeout=0.8)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
 
     asyncio.run(go())
-    assert most == 1 and 2 <= number <= 12 and state.looks == 0
+    assert most == 1 and 2 <= number <= 12 and state.num_lookers == 0
 
 
 # ---------------------------------------------------------------- what errors repeat

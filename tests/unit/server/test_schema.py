@@ -14,7 +14,7 @@ from kvasir.sampling_params import PoolingParams, SamplingParams, StructuredOutp
 from kvasir.server.routes.completions import CompletionRequest
 from kvasir.server.routes.messages import MessagesRequest
 from kvasir.server.routes.other_embeddings import CohereEmbedRequest
-from kvasir.server.routes.pooling import RerankRequest
+from kvasir.server.routes.pooling import RerankRequest, ScoreRequest
 from kvasir.server.routes.tokens import GenerateRequest, TokenizeRequest
 from kvasir.server.schema import structured
 from kvasir.server.schema.base import Body, BoundedModel, Refusal
@@ -82,6 +82,23 @@ def test_what_sampling_takes_reaches_it_or_is_refused() -> None:
     for name, field in SamplingBody.model_fields.items():
         refused = any(isinstance(note, Refusal) for note in field.metadata)
         assert (name in SAMPLING_FIELDS) + (name in elsewhere) + refused == 1, name
+
+
+def test_a_side_goes_with_every_way_to_cut_texts() -> None:
+    rerank = {"query": "a", "documents": ["b"], "truncation_side": "left"}
+    for cut in ({"truncate_prompt_tokens": 5}, {"max_tokens_per_doc": 5}, {"truncate": True}):
+        RerankRequest(**rerank, **cut)
+    cohere = {"texts": ["a"], "truncation_side": "left"}
+    for cut in ({}, {"max_tokens": 5}, {"truncate": "END"}):
+        CohereEmbedRequest(**cohere, **cut)
+    for body, given in ((RerankRequest, rerank), (CohereEmbedRequest, {**cohere, "truncate": "NONE"})):
+        with pytest.raises((ValidationError, RequestError), match="truncation_side"):
+            body(**given)
+
+
+def test_an_empty_text_is_still_one_of_two_names() -> None:
+    with pytest.raises((ValidationError, RequestError), match="text_1 and queries say the same"):
+        ScoreRequest(text_1="", queries="a", text_2="b")
 
 
 def refusals(body: type[Body]) -> dict[str, Refusal]:
