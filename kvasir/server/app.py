@@ -131,6 +131,9 @@ def no_route(request: Request, status: int, routes: Iterable[BaseRoute], shows_d
     if status == HTTPStatus.METHOD_NOT_ALLOWED and methods:
         message = f"{path} does not take {request.method}, only {' and '.join(methods)}{more}"
         return ApiError(status, message, "invalid_request", allow=methods)
+    meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"  # a base URL with or without it
+    if any(getattr(route, "path", None) == meant for route in routes):
+        return not_found(f"Nothing is served at {path}. Did you mean {meant}?")
     return not_found(f"Nothing is served at {path}{more}")
 
 

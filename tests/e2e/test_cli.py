@@ -93,6 +93,7 @@ def test_a_key_is_sent(
     assert "The server needs an API key" in capsys.readouterr().err
     assert main(["complete", *url, "--api-key", "sesame"]) == 0
     assert main(["complete", *url, "--api-key", "wrong"]) == 2
+    assert "The server refuses this API key" in capsys.readouterr().err
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     assert main(["complete", *url]) == 0
 

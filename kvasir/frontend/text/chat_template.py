@@ -87,10 +87,13 @@ class ChatTemplate(CompiledTemplate):
 
     def _check_role(self, role: str) -> None:
         """Refuse misspelt roles, which many templates would print unchanged."""
-        if role in ROLES or role in self._source:
+        is_word = role.isprintable() and bool(role.strip())
+        if role in ROLES or (is_word and role in self._source):
             return
-        if near := did_you_mean(role, ROLES):
-            raise RequestError(f"{role!r} is not a role.{near}", "messages")
+        near = did_you_mean(role, ROLES)
+        if near or not is_word:
+            known = f" Known ones are {', '.join(sorted(ROLES))}."
+            raise RequestError(f"{role!r} is not a role.{near or known}", "messages")
 
     def _with_supported_content(self, message: Message) -> Message:
         """Convert content parts to text, or text to parts, if the template supports only the other form."""

@@ -319,6 +319,9 @@ def test_a_message_without_content_is_refused(message: dict[str, Any]) -> None:
 
 def test_a_misspelt_role_is_found_and_an_unusual_one_is_not() -> None:
     template = compile_template("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}{# ipython #}")
+    for role in ("", "  ", "friend\nINFO"):
+        with pytest.raises(RequestError, match=r"is not a role. Known ones are assistant, "):
+            template.render([{"role": role, "content": "x"}])
     with pytest.raises(RequestError, match=r"'usr' is not a role. Did you mean user\?"):
         template.render([{"role": "usr", "content": "Hi"}])
     for role in ("ipython", "critic", "tool"):

@@ -49,6 +49,13 @@ def test_documentation_that_is_off_is_not_pointed_to() -> None:
     assert said == "/v1/messages does not take GET, only POST."
 
 
+def test_a_base_url_with_or_without_its_version_is_seen() -> None:
+    for path, meant in (("/chat/completions", "/v1/chat/completions"), ("/v1/v1/models", "/v1/models")):
+        reply = ask("POST", path)
+        assert reply.status_code == 404
+        assert reply.json()["error"]["message"] == f"Nothing is served at {path}. Did you mean {meant}?"
+
+
 def test_behind_a_proxy_that_adds_a_path() -> None:
     reply = ask("GET", "/llm/v1/completions", root_path="/llm")
     assert reply.status_code == 405 and reply.headers["allow"] == "POST"
