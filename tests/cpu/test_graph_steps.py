@@ -5,9 +5,7 @@ What only a GPU can show is left to tests/gpu: that nothing waits, and that what
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -276,6 +274,7 @@ def test_steps_whose_graphs_find_no_memory_run_without(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_precompiling_changes_nothing(
     path: Path, plain: list[list[int]], graphs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,33 +292,17 @@ def test_precompiling_changes_nothing(
     monkeypatch.setattr(step_graphs.kernels, "compile_listed", lambda name: False)
     monkeypatch.setattr(step_graphs.kernels, "keep_list", lambda name: None)
     monkeypatch.setattr(step_graphs.StepGraphs, "_forward", seen)
-    with at_most(seconds=240):
-        found, taken = answers_of(path, 16)
+    found, taken = answers_of(path, 16)
     assert found == plain
     assert len(compiled) > 4 and set(compiled) == set(taken.forwards)
 
 
-@contextmanager
-def at_most(seconds: int) -> Iterator[None]:
-    """Whoever waits for ever, fails."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"not done in {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
+@pytest.mark.timeout(30)
 def test_precompile_within_precompile_is_refused() -> None:
     precompile, refused = step_graphs.kernels.precompile, pytest.raises(AssertionError, match="would wait for itself")
-    with at_most(seconds=10), precompile(), refused, precompile():
+    with precompile(), refused, precompile():
         pass
-    with at_most(seconds=10), precompile():
+    with precompile():
         pass  # the end of the first left everything as it was
 
 
