@@ -168,6 +168,10 @@ class Started:
     num_cached_tokens: int  # prompt tokens found in the prefix cache
 
 
+# How the error of a request begins whose own rules contradict each other.
+LEFT_GRAMMAR = "the output can no longer be held to its grammar"
+
+
 @dataclass(slots=True)
 class Finished:
     """A request ended. `token_ids` is None if its tokens were streamed."""

@@ -18,7 +18,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from kvasir.engine.guides import TokenGuide
 from kvasir.errors import RequestError
-from kvasir.messages import Int32Array
+from kvasir.messages import LEFT_GRAMMAR, Int32Array
 
 GRAMMAR_GUIDE = "grammar"
 _MAX_CACHED = 256  # compiled grammars; each holds some hundred kilobytes
@@ -74,7 +74,11 @@ def _compile(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     matcher.compute_bitmask()  # what a first mask needs is built here
     begun = matcher.deep_copy()  # limits are often reached by what must come first, or right after it
-    if begun.try_consume_tokens(begun.compute_ff_tokens()[:_TRIED]) and not begun.is_stopped():
+    first = begun.compute_ff_tokens()[:_TRIED]
+    if begun.try_consume_tokens(first) < len(first) and not begun.is_error():
+        # The library leaves out bytes of forced text for which the vocabulary has no token.
+        raise RequestError("the output must begin with text that the model's tokens cannot write", "structured_outputs")
+    if first and not begun.is_stopped():
         begun.compute_bitmask()
     for tried in (matcher, begun):
         if tried.is_error():
@@ -251,8 +255,11 @@ class GrammarGuide(TokenGuide):
     def _fail(self) -> None:
         why = _error_of(self.matcher)[:300]
         if not why or "doesn't satisfy the grammar" in why:
-            why = "a token came that it forbids; do allowed_token_ids, bad_words or others leave none that it allows?"
-        self.error = f"the output can no longer be held to its grammar: {why}"
+            why = (
+                "a token came that it forbids; do allowed_token_ids, bad_words or others leave none that it allows, or "
+                "does it need text that the model's tokens cannot write?"
+            )
+        self.error = f"{LEFT_GRAMMAR}: {why}"
 
     def jump(self, least: int, most: int, stops: Collection[int], completes: bool = True) -> list[int]:
         if not (self._jumps and self.holds and most >= least):

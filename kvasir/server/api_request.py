@@ -18,6 +18,7 @@ from kvasir.entrypoints.async_llm import AsyncLLM, Stream
 from kvasir.errors import PromptTooLongError, RequestError
 from kvasir.frontend.requests.prompts import PromptProcessor, PromptType, TextPrompt, TokenizedPrompt, TokensPrompt
 from kvasir.log import get_logger
+from kvasir.messages import LEFT_GRAMMAR
 from kvasir.outputs import RequestOutput
 from kvasir.parsers.base import PartReader, ReasoningReader
 from kvasir.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
@@ -163,7 +164,10 @@ class ApiRequest:
             raise self.refusal
         for each in output.outputs:
             if each.finish_reason == "error":
-                raise ApiError(500, str(each.stop_reason or "The request failed."), "engine", code="request_failed")
+                said = str(each.stop_reason or "The request failed.")
+                if said.startswith(LEFT_GRAMMAR):
+                    raise ApiError(400, said, "invalid_request", "structured_outputs")
+                raise ApiError(500, said, "engine", code="request_failed")
             if each.finish_reason == "timeout" and self.tokens.num_generated == 0:
                 raise timed_out(self.timeout, str(each.stop_reason or ""))
             if each.finish_reason == "abort" and not self.cancelled:

@@ -215,6 +215,19 @@ def test_what_is_wrong_is_a_400_that_names_it(
     assert reply.status_code == 400 and error["param"] == param and words in error["message"], reply.text
 
 
+@pytest.mark.parametrize(
+    ("choices", "words"),
+    [(["\U00099aca"], "cannot write"), (["a\U00099aca", "b\U000577a1"], "no longer be held to its grammar")],
+)
+def test_text_that_the_models_tokens_cannot_write_is_the_requests_fault(
+    fake_server: LiveServer, choices: list[str], words: str
+) -> None:
+    """The starter model has no tokens for some bytes, of characters that nobody uses. llguidance leaves them out."""
+    reply = web.post(f"{fake_server.url}/v1/chat/completions", json={**CHAT, "guided_choice": choices})
+    assert reply.status_code == 400 and words in reply.json()["error"]["message"], reply.text
+    assert text_of(chat(fake_server, guided_choice=["red"])) == "red"
+
+
 def test_a_schema_that_is_not_strict_is_enforced_as_far_as_possible(fake_server: LiveServer) -> None:
     schema = {**SCHEMA, "not": {"type": "string"}}
     shape = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": False}}
