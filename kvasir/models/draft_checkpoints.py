@@ -25,9 +25,8 @@ from kvasir.models.config_reader import (
     read_gated_mlp,
     read_rms_norm,
 )
-from kvasir.models.draft_head import DraftHead, DraftHeadSpec, DraftVocabulary
+from kvasir.models.draft_head import DraftHead, DraftHeadSpec, DraftVocabulary, MedusaHeads, MedusaSpec
 from kvasir.models.loader import load_part, make_build, open_source
-from kvasir.models.medusa import MedusaHeads, MedusaSpec
 from kvasir.models.native import LibraryModel
 from kvasir.models.spec import Config, DecoderSpec, LayerSpec, Names, TensorLayout
 from kvasir.models.transformer import Transformer
@@ -37,7 +36,7 @@ from kvasir.quantization.formats import find_format
 def load_draft_head(
     config: EngineConfig, method: str, device: torch.device, target: Transformer | LibraryModel
 ) -> DraftHead | MedusaHeads:
-    """The head for this model. `config.model` describes the head: its directory and its config.json."""
+    """Load the head for this model. `config.model` describes the head: its directory and its config.json."""
     decoder = target.model if isinstance(target, LibraryModel) else target
     hf, path = _flattened(config.model.hf), Path(config.model.path)
     form = find_format(hf, path)
@@ -64,12 +63,14 @@ Reading = tuple[DraftHeadSpec, Names, tuple[str, ...]]  # a head, names as in Ar
 
 
 def _flattened(hf: Config) -> Config:
-    """The entries of the layer beside all others, as in config.json of models: `speculators` writes them apart."""
+    """Move the entries of the layer to the others, as config.json of models has them. `speculators` writes them
+    apart."""
     return {**hf, **mapping(hf, "transformer_layer_config"), "architectures": hf.get("architectures")}
 
 
 def _name(entries: Entries, *names: str) -> str:
-    """The first of these names, bare or after "model.", that the checkpoint has; the first of all if it has none."""
+    """Return the first of these names, bare or after "model.", that the checkpoint has; the first of all if it has
+    none."""
     for name in (*names, *(f"model.{name}" for name in names)):
         if entries is not None and any(entry == name or entry.startswith(f"{name}.") for entry in entries):
             return name
@@ -240,7 +241,7 @@ def read_mtp(hf: Config, target: DecoderSpec, entries: Entries) -> Reading:
 
 
 def _others(target: DecoderSpec, hf: Config) -> list[int]:
-    """The layers of the checkpoint that are not the first one past the model's."""
+    """Return the layers of the checkpoint except the first one past the model's."""
     count = len(target.layers)
     return [*range(count), *range(count + 1, count + integer(hf, "num_nextn_predict_layers"))]
 

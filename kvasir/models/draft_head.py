@@ -1,8 +1,8 @@
-"""Heads that draft: one decoder layer on top of a model, which reads the model's own hidden states. EAGLE-3 reads those
-of three layers, EAGLE-1 and MTP the last ones. Worker process.
+"""Heads that draft on top of a model, from the model's own hidden states: EAGLE's, MTP's and Medusa's. Worker process.
 
-Position p of a head stands for the token p + 1 and the model's states at p, from which it predicts the token p + 2.
-Where the model's states are not known yet, those that the head computed itself take their place.
+EAGLE and MTP are one decoder layer: EAGLE-3 reads the states of three layers, EAGLE-1 and MTP the last ones. Position p
+of such a head stands for the token p + 1 and the model's states at p, from which it predicts the token p + 2. Where the
+model's states are not known yet, the head's own take their place.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from kvasir.attention.base import AttentionBackend, AttentionBatch
@@ -30,7 +31,7 @@ from kvasir.quantization.base import parameter
 
 @dataclass(frozen=True)
 class DraftHeadSpec:
-    """What a head is made of. Sizes are those of the head, unless said otherwise."""
+    """The parts of a head. Sizes are those of the head, unless said otherwise."""
 
     layer: LayerSpec  # its attention_norm reads the result of `joins`, or where nothing joins, the token's embedding
     hidden_size: int
@@ -53,8 +54,7 @@ class DraftHeadSpec:
 
 
 class DraftVocabulary(WeightLayer):
-    """Which of the model's tokens the head's tokens are: those of a table, whose entries EAGLE-3 counts from the head's
-    own numbers."""
+    """Maps the head's tokens to the model's, by a table whose entries EAGLE-3 counts from the head's own numbers."""
 
     takes_integers = True
 
@@ -68,7 +68,7 @@ class DraftVocabulary(WeightLayer):
 
 
 class DraftLayer(nn.Module):
-    """The attention and the feed-forward network of a head, and what stands between."""
+    """The one layer of a head: norms, attention and the feed-forward network."""
 
     def __init__(self, build: DecoderBuild, spec: LayerSpec) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class DraftHead(nn.Module):
     # ------------------------------------------------------------ a step
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
-        """The model's states of `spec.features`, side by side, as the head reads them: [tokens, hidden]."""
+        """Return the model's states of `spec.features`, side by side, as the head reads them: [tokens, hidden]."""
         if len(self.each_norm):
             parts = states.chunk(len(self.each_norm), dim=-1)
             states = torch.cat([norm(part) for norm, part in zip(self.each_norm, parts, strict=True)], dim=-1)
@@ -146,7 +146,7 @@ class DraftHead(nn.Module):
         return tokens, normed if self.spec.passes_normed else stream
 
     def _enter(self, ids: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention reads, and the residual."""
+        """Return the input of attention, and the residual."""
         embedding = self._target[0].embedding if self.embedding is None else self.embedding
         embedded, layer = embedding(ids), self.layer
         if self.spec.joins:
@@ -174,6 +174,54 @@ class DraftHead(nn.Module):
 
     def compile_key(self) -> str:
         return f"{self.spec} {type(self.backend).__name__}"
+
+    def weight_bytes(self) -> int:
+        return weight_bytes(self)
+
+
+# ---------------------------------------------------------------- Medusa
+
+
+@dataclass(frozen=True)
+class MedusaSpec:
+    """Sizes of Medusa's heads: for each draft a stack of blocks, and a matrix to the vocabulary."""
+
+    num_heads: int
+    num_layers: int  # of each head
+    hidden_size: int
+    features: tuple[int, ...]  # see DraftHeadSpec: the model's last states
+    vocab_size: int  # that they draft from
+    bias: bool = False  # of the blocks
+    has_map: bool = False  # the vocabulary is a part of the model's, by a table; without one it is its first tokens
+
+
+class MedusaHeads(nn.Module):
+    """Medusa's heads: head number n drafts the n-th token after the model's next one."""
+
+    def __init__(self, build: Build, spec: MedusaSpec) -> None:
+        super().__init__()
+        self.spec, self.dtype, size = spec, build.dtype, spec.hidden_size
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(
+                replicated_linear(build, f"blocks.{head}.{layer}", size, size, bias=spec.bias)
+                for layer in range(spec.num_layers)
+            )
+            for head in range(spec.num_heads)
+        )
+        self.heads = nn.ModuleList(Head(build, spec.vocab_size, size) for _ in range(spec.num_heads))
+        self.offsets = DraftVocabulary(build, spec.vocab_size, counts_from_own=False) if spec.has_map else None
+
+    def forward(self, states: torch.Tensor, number: int) -> torch.Tensor:
+        """The tokens [rows] int64 of one head, from the model's last states [rows, hidden]."""
+        blocks = self.blocks[number]
+        assert isinstance(blocks, nn.ModuleList), "each head has blocks"
+        for block in blocks:
+            states = states + F.silu(block(states))
+        tokens: torch.Tensor = self.heads[number](states).argmax(dim=-1)
+        return tokens if self.offsets is None else self.offsets(tokens)
+
+    def compile_key(self) -> str:
+        return str(self.spec)
 
     def weight_bytes(self) -> int:
         return weight_bytes(self)

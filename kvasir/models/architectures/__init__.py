@@ -69,8 +69,8 @@ _ARCHITECTURES: dict[str, str | Architecture] = {
     "GteNewModel": "kvasir.models.architectures.bert:NEW",
     "JinaEmbeddingsV3Model": "kvasir.models.architectures.bert:JINA",
     "LlamaBidirectionalModel": "kvasir.models.architectures.llama:LLAMA_BIDIRECTIONAL",
-    "T5EncoderModel": "kvasir.models.architectures.t5:T5",
-    "MT5EncoderModel": "kvasir.models.architectures.t5:T5",
+    "T5EncoderModel": "kvasir.models.architectures.bert:T5",
+    "MT5EncoderModel": "kvasir.models.architectures.bert:T5",
 }
 
 # How an architecture's name ends when it is no model that generates text -> what it does, see config.pooling. Without

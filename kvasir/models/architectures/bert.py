@@ -1,5 +1,5 @@
 """BERT and other encoders. Some are built as it is: norms after the sums, learned positions, a feed-forward network
-without a gate. ModernBERT, NomicBERT, GTE and Jina v3 rotate positions.
+without a gate. ModernBERT, NomicBERT, GTE and Jina v3 rotate positions; T5 adds a bias by distance.
 """
 
 from __future__ import annotations
@@ -9,7 +9,15 @@ from dataclasses import replace
 
 from kvasir.config.pooling import DenseSpec, num_labels
 from kvasir.errors import ModelError
-from kvasir.layers.spec import EncoderAttentionSpec, GatedMLPSpec, LayerNormSpec, MLPSpec, RelativeBiasSpec, RopeSpec
+from kvasir.layers.spec import (
+    EncoderAttentionSpec,
+    GatedMLPSpec,
+    LayerNormSpec,
+    MLPSpec,
+    RelativeBiasSpec,
+    RMSNormSpec,
+    RopeSpec,
+)
 from kvasir.models.config_reader import (
     flag,
     head_dim_of,
@@ -29,6 +37,7 @@ from kvasir.models.spec import (
     Architecture,
     Config,
     DecoderSpec,
+    Names,
     PostNormLayerSpec,
     TensorLayout,
     halves,
@@ -387,3 +396,59 @@ NEW = Architecture(read_new, _prefixed("new.", GTE_NAMES), prefix="new.", poolin
 JINA = Architecture(
     read_jina, _prefixed("roberta.", JINA_NAMES), prefix="roberta.", pooling="mean", heads=roberta_heads
 )
+
+
+# ---------------------------------------------------------------- T5
+
+_T5_ATTENTION = "encoder.block.*.layer.0.SelfAttention"
+_T5_MLP = "encoder.block.*.layer.1.DenseReluDense"
+_T5_NAMES = {
+    "shared": "embedding",
+    "encoder.block.0.layer.0.SelfAttention.relative_attention_bias": "biases.*",
+    "encoder.block.*.layer.0.layer_norm": "layers.*.attention_norm",
+    f"{_T5_ATTENTION}.q": "layers.*.attention.qkv:q",
+    f"{_T5_ATTENTION}.k": "layers.*.attention.qkv:k",
+    f"{_T5_ATTENTION}.v": "layers.*.attention.qkv:v",
+    f"{_T5_ATTENTION}.o": "layers.*.attention.o",
+    "encoder.block.*.layer.1.layer_norm": "layers.*.mlp_norm",
+    f"{_T5_MLP}.wo": "layers.*.mlp.down",
+    "encoder.final_layer_norm": "norm",
+}
+
+
+def _t5_feed_forward(config: Config) -> tuple[bool, str]:
+    """Read whether the feed-forward network has a gate, and its activation."""
+    kind = config.get("feed_forward_proj") or "relu"
+    if not isinstance(kind, str):
+        raise ModelError(f"config.json: feed_forward_proj must be a text, but is {kind!r}.")
+    gated, _, name = kind.rpartition("-")
+    name = "gelu_new" if kind == "gated-gelu" else name  # as transformers reads it
+    return gated == "gated", read_activation({"activation": name}, "activation")
+
+
+def _t5_names(config: Config) -> Names:
+    if _t5_feed_forward(config)[0]:
+        return {
+            **_T5_NAMES,
+            f"{_T5_MLP}.wi_0": "layers.*.mlp.gate_up:gate",
+            f"{_T5_MLP}.wi_1": "layers.*.mlp.gate_up:up",
+        }
+    return {**_T5_NAMES, f"{_T5_MLP}.wi": "layers.*.mlp.up:up"}
+
+
+def read_t5(config: Config) -> DecoderSpec:
+    """T5's encoder (sentence-T5, GTR): RMS norms before, scores that are not scaled, with a bias by distance."""
+    names = {"d_model": "hidden_size", "num_heads": "num_attention_heads", "num_layers": "num_hidden_layers"}
+    config = renamed(config, names)
+    heads, inner = integer(config, "num_attention_heads"), integer(config, "d_ff")
+    buckets = integer(config, "relative_attention_num_buckets", 32)
+    bias = RelativeBiasSpec(buckets, integer(config, "relative_attention_max_distance", 128))
+    attention = EncoderAttentionSpec(heads, heads, integer(config, "d_kv"), scale=1.0, relative_bias=bias)
+    norm = RMSNormSpec(real(config, "layer_norm_epsilon", 1e-6))
+    gated, activation = _t5_feed_forward(config)
+    mlp = GatedMLPSpec(inner, activation) if gated else MLPSpec(inner, activation)
+    return read_decoder(config, pre_norm(norm, attention, mlp), norm, tie_embeddings=False, has_head=False)
+
+
+# All names but the embedding's begin with the prefix, so none is put before them.
+T5 = Architecture(read_t5, _t5_names, ignored=("encoder.embed_tokens.weight",), prefix="encoder.", pooling="mean")

@@ -34,7 +34,7 @@ class RowLines:
 
 @dataclass(slots=True)
 class Verified:
-    """What the host gets of a step with drafts."""
+    """Results of a step with drafts that go to the host."""
 
     tokens: torch.Tensor  # [n, 1 + drafts] int32
     counts: torch.Tensor  # [n] int32: tokens of each row that count
@@ -45,12 +45,12 @@ class Verified:
         return [self.tokens, self.counts, self.drafts]
 
     def first(self, count: int) -> Verified:
-        """Those of the first rows; the others are padding."""
+        """Return the results of the first `count` rows; the others are padding."""
         return Verified(self.tokens[:count], self.counts[:count], self.drafts[:count], self.rows[:count])
 
 
 class RowState(Protocol):
-    """What is corrected when drafts are wrong."""
+    """The state of rows that is corrected when drafts are rejected."""
 
     num_computed: torch.Tensor  # [rows] int32
     next_token: torch.Tensor  # [rows] int32
@@ -132,7 +132,7 @@ class Speculation:
         return replace(verified, drafts=drafts.counts[rows])
 
     def _set_bounds(self, taken: TokensTaken, plan: StepPlan | None) -> None:
-        """Add what the host knows; a graph has no plan."""
+        """Add the bounds that the host knows; a graph has no plan."""
         if plan is not None:
             taken.bounds = plan.bounds[plan.samples] + 1
             taken.wanted = 0 if plan.ahead is None else min(int(plan.ahead.max()), self.drafter.num_drafts)

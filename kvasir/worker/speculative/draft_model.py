@@ -12,12 +12,12 @@ import torch
 from kvasir.attention.base import AttentionBatch
 from kvasir.kernels.layout import upload
 from kvasir.messages import Int32Array, NewRow, StepPlan
-from kvasir.worker.speculative.draft_pool import DraftPool
 from kvasir.worker.speculative.drafter import (
     DRAFTERS,
     CacheLayout,
     Drafter,
     DrafterSettings,
+    DraftPool,
     DraftRows,
     ModelInputs,
     TokensTaken,

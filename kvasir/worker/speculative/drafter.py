@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from kvasir import kernels
 from kvasir.attention.base import AttentionBatch
 from kvasir.config.speculative import SpeculativeConfig
 from kvasir.errors import ConfigError
@@ -50,7 +51,7 @@ def make_draft_rows(max_rows: int, num_drafts: int, device: torch.device) -> Dra
 
 @dataclass(slots=True)
 class TokensTaken:
-    """What a step's rows took: the accepted drafts and one token more."""
+    """Tokens that a step's rows took: the accepted drafts and one token more."""
 
     rows: torch.Tensor  # [n] int64
     tokens: torch.Tensor  # [n, 1 + drafts] int32; [n, 1] in a step that verified none
@@ -85,7 +86,7 @@ class CacheLayout(Protocol):
 
 
 class ModelInputs(Protocol):
-    """What the model's forward pass of a step got."""
+    """Inputs of the model's forward pass of a step."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor
@@ -106,11 +107,11 @@ class Drafter(ABC):
         self.num_drafts = settings.config.num_speculative_tokens  # most drafts of a row
 
     def allocate(self, num_blocks: int, layout: CacheLayout) -> None:
-        """Take memory for what it keeps in blocks. Called before the first step."""
+        """Take memory for what the drafter keeps in blocks. It is called before the first step."""
         return None
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
-        """Copy what it keeps in blocks (from, to)."""
+        """Copy what the drafter keeps in blocks; `pairs` are (from, to)."""
         return None
 
     def weight_bytes(self) -> int:
@@ -127,7 +128,7 @@ class Drafter(ABC):
         return None
 
     def open(self, new_rows: Sequence[NewRow], rows: torch.Tensor) -> None:
-        """New requests take these rows, [n] int64 on the device. `NewRow.token_ids` are their texts."""
+        """Take in new requests in these rows, [n] int64 on the device. `NewRow.token_ids` are their texts."""
         return None
 
     @abstractmethod
@@ -166,6 +167,37 @@ class PassDrafter(Drafter):
             self.draft(taken.rows, drafts, taken.bounds + np.int32(number), number)
 
 
+class DraftPool:
+    """The memory of a drafter for keys and values, in the blocks of the model's first group of layers.
+
+    Block tables, cached prefixes and preemption are the model's.
+    """
+
+    def __init__(self, model: Any, settings: DrafterSettings) -> None:
+        """`model`: what drafts, with the methods of a model that concern its cache."""
+        self.model, self.dtype = model, settings.kv_dtype
+        self.spec = model.kv_spec(settings.block_size, settings.kv_dtype)
+        if len(self.spec.windows) > 1 or settings.windows[0] is not None:
+            whose = "the draft model's" if len(self.spec.windows) > 1 else "the model's"
+            raise ConfigError(
+                f"speculative_config: method={settings.config.method!r} does not support sliding windows, which "
+                f"{whose} layers have; use method='suffix', or a model without them."
+            )
+        self.page_shape = model.page_shape(settings.block_size, settings.kv_dtype)
+        self.block_bytes: int = self.spec.block_bytes
+
+    def allocate(self, num_blocks: int, device: torch.device) -> None:
+        shape = (self.spec.num_layers, num_blocks, self.spec.page_bytes)
+        if device.type == "cpu":
+            self.pages = torch.from_numpy(np.zeros(shape, np.uint8))  # takes memory when it is first used
+        else:
+            self.pages = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self.model.bind_kv([layer.view(self.dtype).view(num_blocks, *self.page_shape) for layer in self.pages])
+
+    def copy_blocks(self, pairs: torch.Tensor) -> None:
+        kernels.copy_blocks(self.pages, self.pages, pairs[:, 0], pairs[:, 1])
+
+
 class DrafterRegistry:
     def __init__(self) -> None:
         self._known: dict[str, type[Drafter]] = {}
@@ -178,7 +210,7 @@ class DrafterRegistry:
         return add
 
     def find(self, method: str) -> type[Drafter]:
-        """The drafter of this name, or of this 'module:Class'."""
+        """Find the drafter of this name, or of this 'module:Class'."""
         if method in self._known:
             return self._known[method]
         module, _, name = method.partition(":")

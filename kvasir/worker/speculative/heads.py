@@ -16,11 +16,11 @@ import torch
 from kvasir.attention.base import UNBOUNDED, AttentionBatch
 from kvasir.errors import ConfigError
 from kvasir.messages import Int32Array, NewRow, StepPlan
-from kvasir.worker.speculative.draft_pool import DraftPool
 from kvasir.worker.speculative.drafter import (
     DRAFTERS,
     CacheLayout,
     DrafterSettings,
+    DraftPool,
     DraftRows,
     ModelInputs,
     PassDrafter,
@@ -35,11 +35,11 @@ class LastStates:
         self.states = torch.zeros(max_rows, kept, size, dtype=dtype, device=device)
 
     def at(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[n, size]"""
+        """Return the states of these rows at these positions, [n, size]."""
         return self.states[rows, positions % self.kept]
 
     def keep(self, rows: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
-        """Of the tokens of a step, whose rows stand side by side, keep the last ones of each row."""
+        """Keep the last tokens of each row. The tokens of a row stand side by side."""
         is_last = torch.ones_like(rows, dtype=torch.bool)
         is_last[: -self.kept] = rows[self.kept :] != rows[: -self.kept]
         self.states[torch.where(is_last, rows, self.padding), positions % self.kept] = states
