@@ -21,7 +21,7 @@ _EXPORTS = {
     "BeamSearchParams": "kvasir.sampling_params",
     "LoRARequest": "kvasir.lora.host",
     "StructuredOutputsParams": "kvasir.sampling_params",
-    "PoolingParams": "kvasir.sampling_params",
+    "PoolingParams": "kvasir.frontend.requests.pooling",
     "PoolingOutput": "kvasir.outputs",
     "PoolingRequestOutput": "kvasir.outputs",
     "EmbeddingOutput": "kvasir.outputs",
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvasir.entrypoints.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from kvasir.entrypoints.llm import LLM as LLM
     from kvasir.entrypoints.llm_engine import LLMEngine as LLMEngine
+    from kvasir.frontend.requests.pooling import PoolingParams as PoolingParams
     from kvasir.frontend.requests.prompts import PromptType as PromptType
     from kvasir.frontend.requests.prompts import TextPrompt as TextPrompt
     from kvasir.frontend.requests.prompts import TokensPrompt as TokensPrompt
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
     from kvasir.outputs import ScoringOutput as ScoringOutput
     from kvasir.outputs import ScoringRequestOutput as ScoringRequestOutput
     from kvasir.sampling_params import BeamSearchParams as BeamSearchParams
-    from kvasir.sampling_params import PoolingParams as PoolingParams
     from kvasir.sampling_params import SamplingParams as SamplingParams
     from kvasir.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 

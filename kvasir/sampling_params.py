@@ -1,5 +1,5 @@
-"""The parameters of a request: SamplingParams, StructuredOutputsParams, BeamSearchParams and PoolingParams, with vLLM's
-names, order and defaults. Any process.
+"""The parameters of a request: SamplingParams, StructuredOutputsParams and BeamSearchParams, with vLLM's names, order
+and defaults. Any process.
 
 They check their values but know nothing of models and tokenizers. frontend/requests/input.py checks values that depend
 on those, such as token ids and lengths.
@@ -115,9 +115,9 @@ class StructuredOutputsParams:
             raise RequestError("structured_outputs.json is the schema false, which no value fits.", _STRUCTURED)
         for name in ("json_object", "lenient"):
             if getattr(self, name) is not None:
-                _flag(f"structured_outputs.{name}", getattr(self, name))
+                check_flag(f"structured_outputs.{name}", getattr(self, name))
         for name in ("disable_any_whitespace", "disable_additional_properties"):
-            _flag(f"structured_outputs.{name}", getattr(self, name))
+            check_flag(f"structured_outputs.{name}", getattr(self, name))
         if self.whitespace not in (None, *WHITESPACE_STYLES):
             styles = ", ".join(WHITESPACE_STYLES)
             message = f"structured_outputs.whitespace must be one of {styles}, not {reprlib.repr(self.whitespace)}."
@@ -230,25 +230,25 @@ class SamplingParams:
         self.repetition_detection = _repetition_detection(self.repetition_detection)
 
     def _verify_distribution(self) -> None:
-        self.presence_penalty = _number("presence_penalty", self.presence_penalty, -2, 2)
-        self.frequency_penalty = _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        self.repetition_penalty = _number("repetition_penalty", self.repetition_penalty, 0, _LARGEST, above=True)
-        self.temperature = _number("temperature", self.temperature, 0.0, _LARGEST)
-        self.top_p = _number("top_p", self.top_p, 0.0, 1.0, above=True)
-        self.min_p = _number("min_p", self.min_p, 0.0, 1.0)
-        self.top_k = _whole("top_k", self.top_k, -1)
-        self.top_ema_p = _number("top_ema_p", self.top_ema_p, 0.0, 1.0)
-        self.top_ema_d = _whole("top_ema_d", self.top_ema_d, 0)
+        self.presence_penalty = check_number("presence_penalty", self.presence_penalty, -2, 2)
+        self.frequency_penalty = check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        self.repetition_penalty = check_number("repetition_penalty", self.repetition_penalty, 0, _LARGEST, above=True)
+        self.temperature = check_number("temperature", self.temperature, 0.0, _LARGEST)
+        self.top_p = check_number("top_p", self.top_p, 0.0, 1.0, above=True)
+        self.min_p = check_number("min_p", self.min_p, 0.0, 1.0)
+        self.top_k = check_whole("top_k", self.top_k, -1)
+        self.top_ema_p = check_number("top_ema_p", self.top_ema_p, 0.0, 1.0)
+        self.top_ema_d = check_whole("top_ema_d", self.top_ema_d, 0)
         if bool(self.top_ema_p) != bool(self.top_ema_d):  # each is off without the other
             given, missing = ("top_ema_p", "top_ema_d") if self.top_ema_p else ("top_ema_d", "top_ema_p")
             raise RequestError(f"{given} has no effect without {missing}; set both or neither.", given)
         if self.seed is not None:
-            self.seed = _whole("seed", self.seed, -(2**63), 2**64 - 1)
+            self.seed = check_whole("seed", self.seed, -(2**63), 2**64 - 1)
 
     def _verify_completions(self) -> None:
-        self.n = _whole("n", self.n, 1, MAX_COMPLETIONS)
+        self.n = check_whole("n", self.n, 1, MAX_COMPLETIONS)
         if self.best_of is not None:
-            self.best_of = _whole("best_of", self.best_of, 1, MAX_COMPLETIONS)
+            self.best_of = check_whole("best_of", self.best_of, 1, MAX_COMPLETIONS)
             if self.best_of < self.n:
                 message = f"best_of={self.best_of} is less than n={self.n}; it must be at least n."
                 raise RequestError(message, "best_of")
@@ -261,10 +261,10 @@ class SamplingParams:
     def _verify_search(self) -> None:
         if all(getattr(self, name) is _DEFAULTS[name] for name in _SEARCH):
             return
-        _flag("use_beam_search", self.use_beam_search)
-        self.length_penalty = _number("length_penalty", self.length_penalty, -_LARGEST, _LARGEST)
-        self.num_beam_groups = _whole("num_beam_groups", self.num_beam_groups, 1)
-        self.diversity_penalty = _number("diversity_penalty", self.diversity_penalty, 0, _LARGEST)
+        check_flag("use_beam_search", self.use_beam_search)
+        self.length_penalty = check_number("length_penalty", self.length_penalty, -_LARGEST, _LARGEST)
+        self.num_beam_groups = check_whole("num_beam_groups", self.num_beam_groups, 1)
+        self.diversity_penalty = check_number("diversity_penalty", self.diversity_penalty, 0, _LARGEST)
         if self.early_stopping not in (True, False, "never"):
             message = f"early_stopping must be True, False or 'never', not {self.early_stopping!r}."
             raise RequestError(message, "early_stopping")
@@ -282,7 +282,7 @@ class SamplingParams:
             self.logit_bias = _logit_bias(self.logit_bias)
         for name in ("allowed_token_ids", "forbidden_token_ids", "logprob_token_ids"):
             if (value := getattr(self, name)) is not None:
-                setattr(self, name, _token_ids(name, value))
+                setattr(self, name, check_token_ids(name, value))
         if self.allowed_token_ids == []:
             raise RequestError("allowed_token_ids is empty; it must have at least one token.", "allowed_token_ids")
         if self.bad_words is not None:
@@ -294,16 +294,16 @@ class SamplingParams:
 
     def _verify_outputs(self) -> None:
         for name in _FLAGS:
-            _flag(name, getattr(self, name))
+            check_flag(name, getattr(self, name))
         if self.skip_reading_prefix_cache is not None:
-            _flag("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
+            check_flag("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}.", "output_kind")
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
-                setattr(self, name, _whole(name, value, -1))
+                setattr(self, name, check_whole(name, value, -1))
         if self.stream_interval is not None:
-            self.stream_interval = _whole("stream_interval", self.stream_interval, 1)
+            self.stream_interval = check_whole("stream_interval", self.stream_interval, 1)
         kept = self.keep_special_tokens
         if kept is not None and not (isinstance(kept, list | tuple) and all(isinstance(each, str) for each in kept)):
             message = f"keep_special_tokens must be a list of strings, not {reprlib.repr(kept)}."
@@ -313,7 +313,7 @@ class SamplingParams:
     def _verify_budget(self) -> None:
         if self.thinking_token_budget is None:
             return
-        self.thinking_token_budget = _whole("thinking_token_budget", self.thinking_token_budget, 0)
+        self.thinking_token_budget = check_whole("thinking_token_budget", self.thinking_token_budget, 0)
         if self.reasoning_tokens is None:
             message = (
                 "thinking_token_budget needs reasoning_tokens, the tokens around the model's reasoning. The server "
@@ -328,10 +328,10 @@ class SamplingParams:
             raise RequestError(f"{name} cannot be used with beam search; sample with n or best_of instead.", name)
 
     def _verify_lengths(self) -> None:
-        self.min_tokens = _whole("min_tokens", self.min_tokens, 0)
+        self.min_tokens = check_whole("min_tokens", self.min_tokens, 0)
         if self.max_tokens is None:
             return
-        self.max_tokens = _whole("max_tokens", self.max_tokens, 1)
+        self.max_tokens = check_whole("max_tokens", self.max_tokens, 1)
         if self.min_tokens > self.max_tokens:
             message = f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; change one of them."
             raise RequestError(message, "min_tokens")
@@ -349,7 +349,7 @@ class SamplingParams:
         if self.stop and self.detokenize is False:
             raise RequestError("stop needs text; set detokenize=True or use stop_token_ids.", "stop")
         ids = [] if self.stop_token_ids is None else self.stop_token_ids
-        self.stop_token_ids = _token_ids("stop_token_ids", ids)
+        self.stop_token_ids = check_token_ids("stop_token_ids", ids)
 
     def clone(self) -> SamplingParams:
         """A copy that shares no list or dict with this one."""
@@ -388,7 +388,7 @@ class BeamSearchParams:
 
     def to_sampling_params(self) -> SamplingParams:
         """Convert to SamplingParams, which check the values."""
-        _whole("beam_width", self.beam_width, 1)
+        check_whole("beam_width", self.beam_width, 1)
         return SamplingParams(
             n=self.beam_width,
             use_beam_search=True,
@@ -404,54 +404,6 @@ class BeamSearchParams:
         )
 
 
-@dataclass(kw_only=True)
-class PoolingParams:
-    """The parameters of a request to a pooling model: what is made of its hidden states."""
-
-    truncate_prompt_tokens: int | None = None  # keep so many tokens of a prompt; -1: as many as the model takes
-    truncation_side: str | None = None  # where the others are removed: right (None) or left
-    add_special_tokens: bool = True  # such as [CLS] and [SEP], to texts
-    dimensions: int | None = None  # of an embedding, for models that allow shorter ones
-    use_activation: bool | None = None  # normalise an embedding, make probabilities of classes; None: as the model says
-    normalize: bool | None = None  # an older name of use_activation, for embeddings
-    task: str | None = None  # embed, classify, token_embed, token_classify; None: the model's main one
-    step_tag_id: int | None = None  # of step pooling: the token whose vectors are returned
-    returned_token_ids: list[int] | None = None  # of step pooling: the entries of a vector that are returned
-    skip_reading_prefix_cache: bool | None = None
-    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
-
-    def __post_init__(self) -> None:
-        self.verify()
-
-    def verify(self) -> None:
-        """Raise RequestError for values that no model takes."""
-        for name in ("use_activation", "normalize", "skip_reading_prefix_cache"):
-            if getattr(self, name) is not None:
-                _flag(name, getattr(self, name))
-        self.add_special_tokens = _flag("add_special_tokens", self.add_special_tokens)
-        if self.truncation_side not in (None, "left", "right"):
-            raise RequestError(
-                f"truncation_side must be left or right, not {self.truncation_side!r}", "truncation_side"
-            )
-        if None not in (self.use_activation, self.normalize) and self.use_activation != self.normalize:
-            raise RequestError("normalize is an older name of use_activation: give one of them", "normalize")
-        if self.truncate_prompt_tokens is not None:
-            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
-        if self.dimensions is not None:
-            _whole("dimensions", self.dimensions, 1)
-        if self.step_tag_id is not None:
-            _whole("step_tag_id", self.step_tag_id, 0)
-        if self.returned_token_ids is not None:
-            self.returned_token_ids = _token_ids("returned_token_ids", self.returned_token_ids)
-        if self.task is not None and not isinstance(self.task, str):
-            raise RequestError(f"task must be a text, not {self.task!r}", "task")
-        if self.output_kind is not RequestOutputKind.FINAL_ONLY:
-            raise RequestError("the output of a pooling request comes once, at its end", "output_kind")
-
-    def clone(self) -> PoolingParams:
-        return copy.copy(self)
-
-
 @dataclass(slots=True)
 class RepetitionDetectionParams:
     """End a request once its output ends with min_count repetitions of a pattern of min_pattern_size to
@@ -463,9 +415,9 @@ class RepetitionDetectionParams:
 
     def __post_init__(self) -> None:
         name = "repetition_detection"
-        self.max_pattern_size = _whole(f"{name}.max_pattern_size", self.max_pattern_size, 0)
-        self.min_pattern_size = max(1, _whole(f"{name}.min_pattern_size", self.min_pattern_size, 0))
-        self.min_count = _whole(f"{name}.min_count", self.min_count, 2)
+        self.max_pattern_size = check_whole(f"{name}.max_pattern_size", self.max_pattern_size, 0)
+        self.min_pattern_size = max(1, check_whole(f"{name}.min_pattern_size", self.min_pattern_size, 0))
+        self.min_count = check_whole(f"{name}.min_count", self.min_count, 2)
         if self.max_pattern_size and self.min_pattern_size > self.max_pattern_size:
             raise RequestError(f"{name}: min_pattern_size must not be more than max_pattern_size.", name)
 
@@ -513,7 +465,7 @@ def _repetition_detection(value: object) -> RepetitionDetectionParams | None:
     raise RequestError(f"{name} must be RepetitionDetectionParams or a dict, not {reprlib.repr(value)}.", name)
 
 
-def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
+def check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
     """Check for a float within [low, high], or (low, high] if `above`. NaN is always refused."""
     # the exact type first: the check for an abstract one takes longer than all the rest
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
@@ -526,7 +478,7 @@ def _number(name: str, value: object, low: float, high: float, *, above: bool = 
     return found
 
 
-def _whole(name: str, value: object, low: int, high: int | None = None) -> int:
+def check_whole(name: str, value: object, low: int, high: int | None = None) -> int:
     """Check for an int within [low, high]."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
         raise RequestError(f"{name} must be an integer, not {reprlib.repr(value)}.", name)
@@ -537,16 +489,16 @@ def _whole(name: str, value: object, low: int, high: int | None = None) -> int:
     return found
 
 
-def _flag(name: str, value: object) -> bool:
+def check_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise RequestError(f"{name} must be True or False, not {value!r}.", name)
     return value
 
 
-def _token_ids(name: str, value: object) -> list[int]:
+def check_token_ids(name: str, value: object) -> list[int]:
     if not isinstance(value, list | tuple | set | frozenset):
         raise RequestError(f"{name} must be a list of token ids, not {value!r}.", name)
-    return [_whole(name, token, 0) for token in value]
+    return [check_whole(name, token, 0) for token in value]
 
 
 def _texts(name: str, value: object) -> list[str]:
@@ -569,7 +521,7 @@ def _logit_bias(value: object) -> dict[int, float]:
         key = int(token) if is_number else token
         if isinstance(key, bool) or not isinstance(key, Integral) or key < 0:
             raise RequestError(f"{name} must have token ids as keys, not {reprlib.repr(token)}.", name)
-        limited = _number(name, bias, -_LARGEST, _LARGEST)
+        limited = check_number(name, bias, -_LARGEST, _LARGEST)
         found[int(key)] = min(_BIAS_LIMIT, max(-_BIAS_LIMIT, limited))
     return found
 

@@ -13,9 +13,9 @@ from kvasir.engine.observers import ExpertCounter, GraphCounter, StepObserver, S
 from kvasir.engine.queue import Admission, DeadlineMonitor, QueueLimits
 from kvasir.engine.request_groups import RequestGroups
 from kvasir.engine.resources import ResourceStats
-from kvasir.engine.scheduler import Scheduler, SchedulerStats
+from kvasir.engine.scheduler import Scheduler
 from kvasir.engine.snapshot import take_snapshot
-from kvasir.engine.stats import EngineStats, Snapshot
+from kvasir.engine.stats import EngineStats, SchedulerStats, Snapshot
 from kvasir.engine.step_budget import StepPacing, StepSize
 from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError, RequestError
 from kvasir.executor import Executor
@@ -162,7 +162,7 @@ class EngineCore:
             raise
 
     def seconds_to_wait(self) -> float:
-        """How long the next step need not be planned yet, so that requests which come meanwhile are part of it."""
+        """Seconds that planning the next step can wait, so that requests which arrive meanwhile are part of it."""
         if self.pacing is None or len(self.scheduler.waiting) or not self.scheduler.rows.num_free:
             return 0.0
         return self.pacing.seconds()
@@ -212,11 +212,11 @@ class EngineCore:
         return self.scheduler.cache.reset()
 
     def resource_targets(self) -> AdapterTargets | None:
-        """What resources must fit; None if the engine takes none."""
+        """Return what resources such as adapters must fit; None if the engine takes none."""
         return self.targets
 
     def start_counting(self) -> None:
-        """Forget what was counted so far. A server asks for it after the token that shows that the model works."""
+        """Forget what was counted so far. A server calls this after the warm-up token."""
         self.scheduler.stats, self.scheduler.cache.stats = SchedulerStats(), CacheStats()
         self.scheduler.resources.stats = ResourceStats()
         self.scheduler.guides.stats = GuideStats()

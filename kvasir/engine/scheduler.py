@@ -28,7 +28,7 @@ from kvasir.engine.queue import Queue
 from kvasir.engine.request import Request
 from kvasir.engine.resources import ResourceSlots
 from kvasir.engine.rows import Rows
-from kvasir.engine.stats import STEP_SIZES, no_step_sizes
+from kvasir.engine.stats import STEP_SIZES, SchedulerStats
 from kvasir.engine.step_budget import StepBudget
 from kvasir.engine.tenant_shares import TenantShares
 from kvasir.errors import RequestError
@@ -51,28 +51,6 @@ from kvasir.messages import (
 
 
 @dataclass(slots=True)
-class SchedulerStats:
-    """Counters since the start, under the names of EngineStats."""
-
-    steps: int = 0
-    scheduled_tokens: int = 0
-    step_tokens: int = 0  # prompt tokens computed and tokens generated
-    step_sizes: list[int] = field(default_factory=no_step_sizes)  # steps by their step_tokens, per bucket of STEP_SIZES
-    preemptions: int = 0
-    partial_prefills: int = 0  # times a prompt was scheduled with fewer tokens than it still needed
-    dropped_tokens: int = 0  # tokens sampled for a request that had ended, was preempted or got external tokens
-    held_back: int = 0  # steps in which the watermark kept a request waiting
-    timeouts_waiting: int = 0  # requests that timed out before they ran or while they were preempted ...
-    timeouts_running: int = 0  # ... and while they ran
-    drafts: int = 0  # times that a row verified drafts
-    draft_tokens: int = 0  # drafts that were verified ...
-    accepted_tokens: int = 0  # ... and accepted
-    accepted_by_position: list[int] = field(default_factory=list)  # accepted first drafts, second drafts, ...
-    rows_without_drafts: int = 0  # times that a row sampled and had no draft
-    rows_paused: int = 0  # of those, times because drafts would not have paid
-
-
-@dataclass(slots=True)
 class _InFlight:
     """A planned step whose result has not been read yet."""
 
@@ -85,7 +63,7 @@ class _InFlight:
 
 @dataclass(slots=True)
 class MemberResults:
-    """What steps yielded for members of request groups, such as beams. Their keys are negative and private to the core,
+    """Results of steps for members of request groups, such as beams. Their keys are negative and private to the core,
     so they are collected here and never in an EngineOutput."""
 
     keys: list[int] = field(default_factory=list)
@@ -313,7 +291,7 @@ class Scheduler:
         return rows, grants, budget
 
     def _with_lookahead(self, rows: IntArray, grants: Int32Array) -> Int32Array:
-        """The tokens of a step, and those that a drafter may compute after it."""
+        """Return the tokens of a step, with those that a drafter may compute after it."""
         ahead = self.limits.num_lookahead_tokens
         if not ahead:
             return grants
@@ -322,7 +300,7 @@ class Scheduler:
         return planned
 
     def _token_budget(self, rows: IntArray, want: Int32Array) -> int:
-        """The tokens of the next step, if running requests want so many."""
+        """Return the token budget of the next step, given what running requests want."""
         most = self.limits.max_num_batched_tokens
         if self.step_budget is None or not self.limits.chunked_prefill:
             return most

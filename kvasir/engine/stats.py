@@ -101,6 +101,28 @@ class EngineStats:
 
 
 @dataclass(slots=True)
+class SchedulerStats:
+    """What the scheduler counts since the start, under the names of EngineStats."""
+
+    steps: int = 0
+    scheduled_tokens: int = 0
+    step_tokens: int = 0  # prompt tokens computed and tokens generated
+    step_sizes: list[int] = field(default_factory=no_step_sizes)  # steps by their step_tokens, per bucket of STEP_SIZES
+    preemptions: int = 0
+    partial_prefills: int = 0  # times a prompt was scheduled with fewer tokens than it still needed
+    dropped_tokens: int = 0  # tokens sampled for a request that had ended, was preempted or got external tokens
+    held_back: int = 0  # steps in which the watermark kept a request waiting
+    timeouts_waiting: int = 0  # requests that timed out before they ran or while they were preempted ...
+    timeouts_running: int = 0  # ... and while they ran
+    drafts: int = 0  # times that a row verified drafts
+    draft_tokens: int = 0  # drafts that were verified ...
+    accepted_tokens: int = 0  # ... and accepted
+    accepted_by_position: list[int] = field(default_factory=list)  # accepted first drafts, second drafts, ...
+    rows_without_drafts: int = 0  # times that a row sampled and had no draft
+    rows_paused: int = 0  # of those, times because drafts would not have paid
+
+
+@dataclass(slots=True)
 class RequestSnapshot:
     """Progress of one request, in tokens."""
 

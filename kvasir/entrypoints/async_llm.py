@@ -27,6 +27,7 @@ from kvasir.frontend.requests.choices import BeamState
 from kvasir.frontend.requests.input import InputProcessor, default_sampling_params, make_terms, process_all
 from kvasir.frontend.requests.metrics import Metric, read_metrics, sum_stats
 from kvasir.frontend.requests.output import OutputProcessor
+from kvasir.frontend.requests.pooling import PoolingParams
 from kvasir.frontend.requests.prompts import PromptType, TextPool
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.frontend.text.tokenizer_files import tokenizer_of
@@ -34,7 +35,7 @@ from kvasir.log import get_logger
 from kvasir.lora.host import Adapter, AdapterCatalog, LoRARequest
 from kvasir.messages import EngineOutput, FinishReason, Terms
 from kvasir.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
-from kvasir.sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+from kvasir.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 logger = get_logger(__name__)
 Params = SamplingParams | BeamSearchParams | PoolingParams | None
@@ -312,7 +313,7 @@ class AsyncLLM(MissingVllmMethods):
         self.ping()
 
     def check_stall(self, limit: float, setting: str) -> None:
-        """The same with another limit in place of stall_timeout; `setting` is its name."""
+        """Raise as `check_health` does, with `limit` in place of stall_timeout; `setting` is the limit's name."""
         self._client.check_death()
         self._client.check_alive()
         self._client.check_progress(limit, setting)
@@ -323,7 +324,7 @@ class AsyncLLM(MissingVllmMethods):
 
     @property
     def seconds_unanswered(self) -> float:
-        """How long an engine has owed the answer to a ping."""
+        """Seconds for which an engine has owed the answer to a ping."""
         return self._client.seconds_unanswered
 
     async def call(self, name: str, *args: Any, engine: int = 0) -> Any:
@@ -433,7 +434,7 @@ class Stream:
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """The reader gets the outputs that came before, then the error."""
+        """End the stream with an error. Its reader first gets the outputs that came before."""
         if not self.finished:
             self._error, self.finished = error, True
             self._wake()

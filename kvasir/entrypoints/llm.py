@@ -25,6 +25,7 @@ from kvasir.entrypoints.llm_engine import LLMEngine
 from kvasir.errors import EngineError, OverloadedError, RequestError
 from kvasir.frontend.requests.input import default_sampling_params
 from kvasir.frontend.requests.metrics import Metric
+from kvasir.frontend.requests.pooling import PoolingParams
 from kvasir.frontend.requests.prompts import PromptType, TextPrompt, TokenizedPrompt
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.lora.host import LoRARequest
@@ -38,7 +39,7 @@ from kvasir.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from kvasir.sampling_params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
+from kvasir.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 ProgressBar: TypeAlias = bool | Callable[..., Any]  # False shows none; a callable replaces tqdm
@@ -182,9 +183,11 @@ class LLM(MissingVllmMethods):
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """What the model's pooler makes of one prompt or many: a vector of each, or of each token. `pooling_task` is
-        the task of requests whose parameters name none. `tokenization_kwargs` say how texts are read:
-        truncate_prompt_tokens, truncation_side (right or left) and add_special_tokens."""
+        """Apply the model's pooler to one prompt or many. Returns a vector for each prompt, or for each token.
+
+        `pooling_task` is the task of requests whose parameters name none. `tokenization_kwargs` say how texts are read:
+        truncate_prompt_tokens, truncation_side (right or left) and add_special_tokens.
+        """
         _refuse(lora_request=lora_request)
         batch = [cast(PromptType, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[PromptType], prompts))
         reading = _reading(truncate_prompt_tokens, tokenization_kwargs)
@@ -237,7 +240,7 @@ class LLM(MissingVllmMethods):
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """What a reward model says of each token of one prompt or many."""
+        """Return what a reward model says of each token of one prompt or many."""
         return self.encode(
             prompts,
             pooling_params,
@@ -436,7 +439,7 @@ _READING = ("truncate_prompt_tokens", "truncation_side", "add_special_tokens")
 
 
 def _reading(truncate: int | None, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """How texts are read, as a call says: values for the fields of PoolingParams in _READING."""
+    """Return how texts are read, as a call says: values for the fields of PoolingParams in _READING."""
     found = dict(given or {})
     if unknown := [name for name in found if name not in _READING]:
         message = f"tokenization_kwargs takes {', '.join(_READING)}, not {unknown[0]!r}"
@@ -449,7 +452,7 @@ def _reads_alike(one: PoolingParams, other: PoolingParams) -> bool:
 
 
 def _with_task(params: PoolingParams, task: str | None, reading: Mapping[str, Any]) -> PoolingParams:
-    """The parameters of one request, with what the call says where they say nothing."""
+    """Return the parameters of one request, completed by those of the call."""
     if not isinstance(params, PoolingParams):
         raise RequestError(f"pooling_params must be PoolingParams, not {type(params).__name__}", "pooling_params")
     settled = params.clone()

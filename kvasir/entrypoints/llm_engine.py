@@ -21,12 +21,13 @@ from kvasir.frontend.requests.choices import BeamState
 from kvasir.frontend.requests.input import InputProcessor, make_terms, process_all
 from kvasir.frontend.requests.metrics import Metric, read_metrics
 from kvasir.frontend.requests.output import BrokenRequest, OutputProcessor
+from kvasir.frontend.requests.pooling import PoolingParams
 from kvasir.frontend.requests.prompts import PromptType
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.frontend.text.tokenizer_files import tokenizer_of
 from kvasir.lora.host import AdapterCatalog, LoRARequest
 from kvasir.outputs import RequestOutput
-from kvasir.sampling_params import PoolingParams, SamplingParams
+from kvasir.sampling_params import SamplingParams
 
 
 class LLMEngine(MissingVllmMethods):

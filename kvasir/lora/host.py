@@ -16,10 +16,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvasir.config.engine import EngineConfig
-from kvasir.errors import ModelError, RequestError
-from kvasir.messages import AdapterTarget, AdapterTargets, Resource
+from kvasir.errors import ModelError, PromptTooLongError, RequestError
+from kvasir.messages import AdapterTarget, AdapterTargets, EngineRequest, Resource
 from kvasir.models.hub import find_adapter
+from kvasir.sampling_params import SamplingParams
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PROMPT_TYPES = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "MULTITASK_PROMPT_TUNING")
@@ -32,6 +35,7 @@ NOT_SUPPORTED = (
 # What init_lora_weights may begin with if the adapter was trained beside changed weights of the model. PEFT changes
 # them again whenever it loads such an adapter.
 CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
+VIRTUAL_TOKEN = 0  # id in the places of a soft prompt, where no id is read; one for all, so that blocks are shared
 _HEADER_BYTES = 100 << 20  # safetensors allows no longer header
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -149,6 +153,35 @@ class Adapter:
         return b"\xff" + self.digest + salt
 
 
+def with_adapter(request: EngineRequest, adapter: Adapter, params: SamplingParams, max_model_len: int) -> EngineRequest:
+    """Return the request with an adapter. Only requests with the same adapter share its cached blocks.
+
+    The virtual tokens of a soft prompt stand before the prompt; their ids mean nothing.
+    """
+    if params.prompt_logprobs is not None and adapter.changes_head:
+        message = f"prompt_logprobs cannot be had with adapter {adapter.name!r}, which changes the head or the prompt."
+        raise RequestError(message, "prompt_logprobs")
+    request = replace(request, resource=adapter.resource, cache_salt=adapter.salted(request.cache_salt))
+    count = adapter.num_virtual_tokens
+    if not count:
+        return request
+    length = count + len(request.prompt_token_ids)
+    if length >= max_model_len:
+        message = f"With the {count} virtual tokens of adapter {adapter.name!r} the prompt has {length} tokens, but "
+        raise PromptTooLongError(f"{message}max_model_len={max_model_len}; shorten it.", "prompt", length)
+    sampling, extras = request.sampling, request.sampling.extras
+    if extras is not None:
+        extras = replace(extras, num_prompt_tokens=length, num_virtual_tokens=count)
+    until = sampling.banned_until + count if sampling.banned_until else 0
+    virtual = np.full(count, VIRTUAL_TOKEN, np.int32)
+    return replace(
+        request,
+        prompt_token_ids=np.concatenate([virtual, request.prompt_token_ids]),
+        max_tokens=min(request.max_tokens, max_model_len - length),
+        sampling=replace(sampling, banned_until=until, extras=extras),
+    )
+
+
 # ---------------------------------------------------------------- reading a directory
 
 
@@ -178,8 +211,8 @@ def read_adapter(name: str, directory: Path, path: str, targets: AdapterTargets,
 
 
 def read_weights(plan: AdapterPlan, digest: bytes) -> bytes:
-    """The content of the adapter's file, if it is still that of the digest. It is read whole: tensors that were mapped
-    would change, or end the process, when the file is overwritten."""
+    """Read the adapter's file, if it still has the digest. It is read whole: mapped tensors would change, or end the
+    process, when the file is overwritten."""
     directory = Path(plan.directory)
     content = (directory / WEIGHTS).read_bytes()
     found = _Digest(_read_config(directory.name, directory / CONFIG), plan.task)
@@ -204,7 +237,7 @@ def _read_config(name: str, file: Path) -> dict[str, Any]:
 
 
 def _read_header(name: str, file: Path) -> dict[str, TensorHeader]:
-    """Names, types and shapes of a safetensors file."""
+    """Read the names, types and shapes of a safetensors file."""
     try:
         with file.open("rb") as opened:
             (size,) = struct.unpack("<Q", opened.read(8))
@@ -293,7 +326,7 @@ class _Reader:
         return AdapterError(f"adapter {self.name!r}: {tensor} {what}.", "lora_path")
 
     def _place(self, tensor: str) -> tuple[str, str]:
-        """The module that a tensor changes, and the field of Factors that it is."""
+        """Return the module that a tensor changes, and the tensor's field of Factors."""
         match = _LORA.fullmatch(tensor)
         if match is not None:
             which, rest = match["which"], match["rest"]
@@ -317,7 +350,7 @@ class _Reader:
         return self._module(tensor, module), last
 
     def _module(self, tensor: str, path: str) -> str:
-        """The model's name of a module."""
+        """Return the model's name of a module."""
         name, prefix, modules = path.removeprefix(_PREFIX), self.targets.prefix, self.targets.modules
         for candidate in (name, prefix + name):
             if candidate in modules:
@@ -374,7 +407,7 @@ class _Reader:
         return Factors(scale=scale, rank=rank, **given)
 
     def _scale(self, module: str, down: str, rank: int) -> float:
-        """What the product of the factors is multiplied by, after a check of their rank."""
+        """Check the rank of the factors, and return the number that their product is multiplied by."""
         if not 1 <= rank <= self.targets.max_rank:
             raise self._wrong(down, f"has rank {rank}, but max_lora_rank={self.targets.max_rank} allows no more")
         expected = _pattern(self.config.get("rank_pattern"), module, self.config.get("r"))
@@ -390,8 +423,8 @@ class _Reader:
             raise self._wrong(given[entry], "is of an expert, where only lora_A and lora_B are supported")
 
     def _of_experts(self, target: AdapterTarget, module: str, given: dict[str, Any]) -> tuple[str, Factors]:
-        """All experts of a layer at once (PEFT's target_parameters): the stack and its factors. Only the shapes say
-        whether that is their gate and up, or their down."""
+        """Read the factors of all experts of a layer (PEFT's target_parameters), and return them with their stack. Only
+        the shapes say whether that is gate and up, or down."""
         self._only_low_rank(given)
         for entry, word in (("down", "lora_A"), ("up", "lora_B")):
             if entry not in given:
@@ -470,7 +503,7 @@ class _Reader:
 
 
 def _pattern(patterns: Any, module: str, default: Any) -> Any:
-    """The value of the first pattern that the module's name ends with, as PEFT finds it."""
+    """Return the value of the first pattern that the module's name ends with, as PEFT finds it."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
@@ -503,14 +536,14 @@ class AdapterCatalog:
         return self._by_name.get(name)
 
     def add(self, adapter: Adapter) -> None:
-        """Requests that come from now on get this adapter under its name; those that run keep theirs."""
+        """Serve an adapter under its name from now on. Running requests keep the adapter that they have."""
         self._by_name[adapter.name] = adapter
 
     def remove(self, name: str) -> bool:
         return self._by_name.pop(name, None) is not None
 
     def find(self, asked: object) -> Adapter:
-        """The adapter of a LoRARequest, as its files are now."""
+        """Return the adapter of a LoRARequest, as its files are now."""
         if not isinstance(asked, LoRARequest):
             raise RequestError(f"lora_request must be a LoRARequest, not {type(asked).__name__}.", "lora_request")
         self.used_ids.add(asked.lora_int_id)
@@ -536,7 +569,7 @@ _MOST_READ = 4096  # adapters of which the checks and digests are kept
 
 
 def _stamp(file: Path) -> tuple[int, int, int]:
-    """Changes with a file's content."""
+    """Return a value that changes when a file's content does."""
     try:
         found = file.stat()
     except OSError:

@@ -16,12 +16,13 @@ from typing import Any, Protocol
 
 from kvasir.entrypoints.async_llm import AsyncLLM, Stream
 from kvasir.errors import PromptTooLongError, RequestError
+from kvasir.frontend.requests.pooling import PoolingParams
 from kvasir.frontend.requests.prompts import PromptProcessor, PromptType, TextPrompt, TokenizedPrompt, TokensPrompt
 from kvasir.log import get_logger
 from kvasir.messages import LEFT_GRAMMAR
 from kvasir.outputs import RequestOutput
 from kvasir.parsers.base import PartReader, ReasoningReader
-from kvasir.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
+from kvasir.sampling_params import RequestOutputKind, SamplingParams
 from kvasir.server.answers import PLAIN_ANSWER, ChatAnswer, RequestTools
 from kvasir.server.body_limits import exceeded_by_texts
 from kvasir.server.constraints import constrain
@@ -368,7 +369,8 @@ async def read_chat(
         message = "This server takes no chat_template in requests; --trust-request-chat-template allows it."
         raise RequestError(message, "chat_template")
     given = [message.model_dump(exclude_unset=True) for message in body.messages]
-    if problem := exceeded_by_texts(_arguments(given)):
+    arguments = list(_arguments(given))
+    if arguments and (problem := exceeded_by_texts(arguments)):
         raise RequestError(f"The arguments of all tool calls: this JSON {problem}", "messages")
     messages, shown = state.formats.messages(given, tools, body.chat_template)
     size = num_characters([messages, shown, body.documents, body.chat_template_kwargs])

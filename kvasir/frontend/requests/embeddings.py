@@ -1,4 +1,4 @@
-"""Prompts that are embeddings instead of tokens: tensors from callers and clients, checked. API process, without torch.
+"""Prompts that are embeddings instead of tokens: reads and checks the tensors. API process, without torch.
 
 Clients send files as torch.save or safetensors write them. A file of torch is a pickle in a zip archive; a pickle may
 run any code, so this reader knows the three names that a plain tensor needs, as data, and refuses every other.
@@ -7,19 +7,25 @@ run any code, so this reader knows the three names that a plain tensor needs, as
 from __future__ import annotations
 
 import binascii
+import hashlib
 import io
 import json
 import math
 import pickle
 import zipfile
 from base64 import b64decode
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvasir.config.engine import ModelConfig
 from kvasir.errors import RequestError
-from kvasir.messages import FloatArray
+from kvasir.lora.host import Adapter
+from kvasir.messages import EngineRequest, FloatArray
+from kvasir.sampling_params import SamplingParams
 
 PARAMETER = "prompt_embeds"
 _STORAGES = {"FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
@@ -30,6 +36,39 @@ _NUM_DIMS = 2
 
 def wrong(message: str) -> RequestError:
     return RequestError(f"{PARAMETER}: {message}", PARAMETER)
+
+
+def read(given: Mapping[str, Any], truncate: int | None, config: ModelConfig) -> tuple[FloatArray, bytes]:
+    """Return the vectors [tokens, hidden] of an EmbedsPrompt, and the beginning of its cache salt.
+
+    The prompt's cached blocks are found by that beginning, a hash of the vectors, because its ids mean nothing.
+    """
+    if not config.enable_prompt_embeds:
+        message = "prompt_embeds is off: start the engine with enable_prompt_embeds (--enable-prompt-embeds)."
+        raise RequestError(message, PARAMETER)
+    if others := given.keys() - {PARAMETER, "cache_salt"}:
+        raise RequestError(f"A prompt of prompt_embeds has no {', '.join(sorted(map(str, others)))}.", "prompt")
+    if truncate is not None:
+        name = "truncate_prompt_tokens"
+        raise RequestError(f"{name} is for tokens: shorten the tensor.", name)
+    sizes = (config.hf[name] for name in ("hidden_size", "n_embd", "d_model") if isinstance(config.hf.get(name), int))
+    rows = checked(given[PARAMETER], next(sizes, 0))
+    return rows, b"\xfe" + hashlib.sha256(rows.tobytes()).digest()  # no user's salt begins so, as those are UTF-8
+
+
+def with_embeddings(
+    request: EngineRequest, rows: FloatArray, adapter: Adapter | None, params: SamplingParams
+) -> EngineRequest:
+    """Return the request with these vectors in place of its prompt's ids, which no rule counts."""
+    if params.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs is not possible: prompt_embeds has no tokens.", "prompt_logprobs")
+    if adapter is not None and adapter.num_virtual_tokens:
+        message = f"prompt_embeds is not possible with adapter {adapter.name!r}, which is a soft prompt itself."
+        raise RequestError(message, PARAMETER)
+    sampling, extras = request.sampling, request.sampling.extras
+    if extras is not None:
+        extras = replace(extras, num_virtual_tokens=len(rows))
+    return replace(request, embeddings=rows, sampling=replace(sampling, extras=extras))
 
 
 def checked(given: Any, hidden_size: int) -> FloatArray:

@@ -12,26 +12,24 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from kvasir.config.engine import EngineConfig
 from kvasir.config.speculative import read_speculative
 from kvasir.engine.guides import BUDGET_GUIDE, budget_argument
-from kvasir.errors import ConfigError, ModelError, PromptTooLongError, RequestError
+from kvasir.errors import ConfigError, ModelError, RequestError
 from kvasir.frontend.requests.choices import BeamState, as_beam_search, fork
+from kvasir.frontend.requests.embeddings import with_embeddings
 from kvasir.frontend.requests.extras import UNSET, ExtrasBuilder
-from kvasir.frontend.requests.pooling import PoolingProcessor
+from kvasir.frontend.requests.pooling import PoolingParams, PoolingProcessor
 from kvasir.frontend.requests.prompts import PromptProcessor, PromptType
 from kvasir.frontend.requests.state import RequestState
 from kvasir.frontend.requests.structured import StructuredOutputs, find_eos_token_ids
 from kvasir.frontend.text.stop import Repetitions, StopStrings
 from kvasir.frontend.text.tokenizer import Tokenizer
-from kvasir.lora.host import Adapter
-from kvasir.messages import EngineRequest, FloatArray, RowSampling, Terms
+from kvasir.lora.host import Adapter, with_adapter
+from kvasir.messages import EngineRequest, RowSampling, Terms
 from kvasir.outputs import RequestMetrics
-from kvasir.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
+from kvasir.sampling_params import RequestOutputKind, SamplingParams
 
-VIRTUAL_TOKEN = 0  # id in the places of a soft prompt, where no id is read; one for all, so that blocks are shared
 _GREEDY_BELOW = 1e-5  # smaller temperatures select the likeliest token, and could overflow
 # Sampling parameters in a generation config, with our names.
 _GENERATION_NAMES = {
@@ -108,59 +106,13 @@ class InputProcessor:
             num_drafts=self.num_drafts,
         )
         if tokenized.embeddings is not None:
-            request = self._with_embeddings(request, tokenized.embeddings, adapter, params)
+            request = with_embeddings(request, tokenized.embeddings, adapter, params)
         if adapter is not None:
-            request = self._with_adapter(request, adapter, params)
+            request = with_adapter(request, adapter, params, self.config.max_model_len)
         state = self.state(key, request_id, tokenized.text, ids, params, arrival_time)
         if adapter is not None:
             state.lora_request, state.num_virtual = adapter.request, adapter.num_virtual_tokens
         return request, state
-
-    def _with_embeddings(
-        self, request: EngineRequest, rows: FloatArray, adapter: Adapter | None, params: SamplingParams
-    ) -> EngineRequest:
-        """The same request, whose prompt's ids mean nothing: no rule counts them."""
-        if params.prompt_logprobs is not None:
-            raise RequestError("prompt_logprobs is not possible: prompt_embeds has no tokens.", "prompt_logprobs")
-        if adapter is not None and adapter.num_virtual_tokens:
-            message = f"prompt_embeds is not possible with adapter {adapter.name!r}, which is a soft prompt itself."
-            raise RequestError(message, "prompt_embeds")
-        sampling, extras = request.sampling, request.sampling.extras
-        if extras is not None:
-            extras = replace(extras, num_virtual_tokens=len(rows))
-        return replace(request, embeddings=rows, sampling=replace(sampling, extras=extras))
-
-    def _with_adapter(self, request: EngineRequest, adapter: Adapter, params: SamplingParams) -> EngineRequest:
-        """The same request with an adapter. Its cached blocks are those of the adapter's content alone; a soft prompt
-        takes the place of tokens before the prompt, whose ids mean nothing."""
-        if params.prompt_logprobs is not None and adapter.changes_head:
-            message = (
-                f"prompt_logprobs cannot be had with adapter {adapter.name!r}, which changes the head or the prompt."
-            )
-            raise RequestError(message, "prompt_logprobs")
-        request = replace(request, resource=adapter.resource, cache_salt=adapter.salted(request.cache_salt))
-        count = adapter.num_virtual_tokens
-        if not count:
-            return request
-        length = count + len(request.prompt_token_ids)
-        sampling, extras = request.sampling, request.sampling.extras
-        if length >= self.config.max_model_len:
-            message = (
-                f"With the {count} virtual tokens of adapter {adapter.name!r} the prompt has {length} tokens, but "
-            )
-            raise PromptTooLongError(
-                f"{message}max_model_len={self.config.max_model_len}; shorten it.", "prompt", length
-            )
-        if extras is not None:
-            extras = replace(extras, num_prompt_tokens=length, num_virtual_tokens=count)
-        until = sampling.banned_until + count if sampling.banned_until else 0
-        virtual = np.full(count, VIRTUAL_TOKEN, np.int32)
-        return replace(
-            request,
-            prompt_token_ids=np.concatenate([virtual, request.prompt_token_ids]),
-            max_tokens=min(request.max_tokens, self.config.max_model_len - length),
-            sampling=replace(sampling, banned_until=until, extras=extras),
-        )
 
     def state(
         self, key: int, request_id: str, text: str | None, ids: list[int], params: SamplingParams, arrival_time: float
@@ -192,7 +144,7 @@ class InputProcessor:
         )
 
     def _guide(self, params: SamplingParams, sampling: RowSampling) -> tuple[str, Any] | None:
-        """The rule for the request's tokens: its grammar, and around it the budget of its reasoning."""
+        """Return the guide for the request's tokens: its grammar, within the budget of its reasoning."""
         structured, budget, marks = params.structured_outputs, params.thinking_token_budget, params.reasoning_tokens
         inner = None if structured is None else self.structured.guide(structured, sampling)
         if budget is None or marks is None:
@@ -271,7 +223,7 @@ def default_sampling_params(config: EngineConfig) -> SamplingParams:
 
 
 def _sampling_of(generation: dict[str, Any]) -> SamplingParams:
-    """The parameters that a generation config sets."""
+    """Return the parameters that a generation config sets."""
     given = {ours: generation.get(theirs) for theirs, ours in _GENERATION_NAMES.items()}
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 

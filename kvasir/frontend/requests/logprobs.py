@@ -46,14 +46,14 @@ class LogprobLists:
         return len(self.entries)
 
     def take(self) -> list[dict[int, Logprob]] | FlatLogprobs:
-        """The entries, which are not kept any longer."""
+        """Return the entries, and keep them no longer."""
         taken = self.entries
         self.entries = FlatLogprobs() if isinstance(taken, FlatLogprobs) else []
         return taken
 
     @property
     def num_values(self) -> int:
-        """Number of log-probabilities that are kept, about."""
+        """Approximate number of log-probabilities that are kept."""
         return len(self.entries) * (1 + self.count)
 
     def add_nothing(self) -> None:

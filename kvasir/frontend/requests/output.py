@@ -34,7 +34,7 @@ class StopAbort:
 
 @dataclass(slots=True, frozen=True)
 class BrokenRequest:
-    """An output of this request could not be handled: the core must abort its keys, and the caller gets the error."""
+    """A request whose output could not be handled. The core must abort its keys, and the caller gets the error."""
 
     request_id: str
     keys: list[int]

@@ -1,10 +1,12 @@
 """Requests to a pooling model: texts and pairs of texts in, vectors out. API process.
 
-PoolingProcessor checks what callers ask for and makes EngineRequests; PooledState collects what steps return.
+PoolingParams are what callers ask for, with vLLM's names. PoolingProcessor checks them and makes EngineRequests, and
+PooledState collects what steps return.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
@@ -27,11 +29,59 @@ from kvasir.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from kvasir.sampling_params import PoolingParams, RequestOutputKind
+from kvasir.sampling_params import RequestOutputKind, check_flag, check_token_ids, check_whole
 
 Pair: TypeAlias = tuple[str, str]
 # Names of tasks that callers use -> ours; "score" is what a cross-encoder's one class says.
 _TASKS = {"score": "classify", "encode": "token_embed", "reward": "token_classify"}
+
+
+@dataclass(kw_only=True)
+class PoolingParams:
+    """Parameters of a request to a pooling model: which vectors are made of its hidden states."""
+
+    truncate_prompt_tokens: int | None = None  # keep so many tokens of a prompt; -1: as many as the model takes
+    truncation_side: str | None = None  # where the others are removed: right (None) or left
+    add_special_tokens: bool = True  # such as [CLS] and [SEP], to texts
+    dimensions: int | None = None  # of an embedding, for models that allow shorter ones
+    use_activation: bool | None = None  # normalise an embedding, make probabilities of classes; None: as the model says
+    normalize: bool | None = None  # an older name of use_activation, for embeddings
+    task: str | None = None  # embed, classify, token_embed, token_classify; None: the model's main one
+    step_tag_id: int | None = None  # of step pooling: the token whose vectors are returned
+    returned_token_ids: list[int] | None = None  # of step pooling: the entries of a vector that are returned
+    skip_reading_prefix_cache: bool | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+
+    def __post_init__(self) -> None:
+        self.verify()
+
+    def verify(self) -> None:
+        """Raise RequestError for values that no model takes."""
+        for name in ("use_activation", "normalize", "skip_reading_prefix_cache"):
+            if getattr(self, name) is not None:
+                check_flag(name, getattr(self, name))
+        self.add_special_tokens = check_flag("add_special_tokens", self.add_special_tokens)
+        if self.truncation_side not in (None, "left", "right"):
+            raise RequestError(
+                f"truncation_side must be left or right, not {self.truncation_side!r}", "truncation_side"
+            )
+        if None not in (self.use_activation, self.normalize) and self.use_activation != self.normalize:
+            raise RequestError("normalize is an older name of use_activation: give one of them", "normalize")
+        if self.truncate_prompt_tokens is not None:
+            check_whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
+        if self.dimensions is not None:
+            check_whole("dimensions", self.dimensions, 1)
+        if self.step_tag_id is not None:
+            check_whole("step_tag_id", self.step_tag_id, 0)
+        if self.returned_token_ids is not None:
+            self.returned_token_ids = check_token_ids("returned_token_ids", self.returned_token_ids)
+        if self.task is not None and not isinstance(self.task, str):
+            raise RequestError(f"task must be a text, not {self.task!r}", "task")
+        if self.output_kind is not RequestOutputKind.FINAL_ONLY:
+            raise RequestError("the output of a pooling request comes once, at its end", "output_kind")
+
+    def clone(self) -> PoolingParams:
+        return copy.copy(self)
 
 
 class PoolingProcessor:
@@ -73,8 +123,8 @@ class PoolingProcessor:
     def scoring(
         self, first: Sequence[PromptType], second: Sequence[PromptType], chat_template: str | None = None
     ) -> Scoring:
-        """How pairs of texts are scored: each of `first` with the one of `second` in its place, or one with all. A
-        template, here or among the settings, writes the prompt of a pair for a cross-encoder."""
+        """Make the requests that score pairs of texts: each of `first` with the one of `second` in its place, or one
+        with all. A template, here or among the settings, writes the prompt of a pair for a cross-encoder."""
         if not first or not second:
             raise RequestError("there is nothing to score: both sides need at least one text", "text_1")
         if len(first) == 1:
@@ -113,7 +163,7 @@ class PoolingProcessor:
         return Scoring(task, texts, list(zip(where[: len(first)], where[len(first) :], strict=True)))
 
     def _written(self, query: str, document: str, template: str) -> str:
-        """The prompt of a pair, whose texts are messages of the roles query and document, as in vLLM."""
+        """Write the prompt of a pair, whose texts are messages of the roles query and document, as in vLLM."""
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         return self.prompts.render(messages, chat_template=template, add_generation_prompt=False)
 
@@ -218,7 +268,7 @@ class PoolingProcessor:
 
 
 def _prefixed(prefix: str, prompt: Any) -> Any:
-    """The prompt with `prefix` before its text; token ids stay as they are."""
+    """Return the prompt with `prefix` before its text; token ids stay as they are."""
     text = text_of(prompt)
     if text is None:
         return prompt
@@ -226,7 +276,8 @@ def _prefixed(prefix: str, prompt: Any) -> Any:
 
 
 def _text_or_pair(prompt: PromptType | Pair) -> str | Pair | None:
-    """What has still to be tokenized. A prompt with unknown entries has nothing: reading it refuses them."""
+    """Return the text or pair that must still be tokenized. A prompt with unknown entries has none: `read` refuses
+    it."""
     if _is_pair(prompt):
         return cast(Pair, prompt)
     given = cast(PromptType, prompt)
@@ -298,7 +349,7 @@ class PooledState(RequestState):
 
 
 def by_key(part: Part) -> dict[int, tuple[NDArray[np.float32], NDArray[np.int32] | None]]:
-    """The vectors of a step by their lines of the output, with the positions of those of single tokens."""
+    """Return the vectors of a step by their lines of the output, with the positions of single tokens."""
     values, positions = part.floats["values"], part.ints.get("positions")
     if positions is None:
         return {line: (values[i : i + 1], None) for i, line in enumerate(part.index.tolist())}

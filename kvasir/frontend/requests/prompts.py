@@ -6,7 +6,6 @@ LLM, AsyncLLM and the server share it. It knows the model's tokenizer and limits
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import reprlib
 from collections import deque
@@ -179,7 +178,10 @@ class PromptProcessor:
         else:
             given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         if "prompt_embeds" in given:
-            return self._read_embeddings(given, truncate)
+            rows, content = embeddings.read(given, truncate, self.config)
+            ids = self._fit([0] * len(rows), None, "left")
+            salt = content + _salt(given.get("cache_salt", ""))
+            return TokenizedPrompt(ids, np.zeros(len(ids), np.int32), None, salt, rows)
         unknown = given.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
         if unknown:
             names = ", ".join(sorted(map(str, unknown)))
@@ -193,23 +195,6 @@ class PromptProcessor:
         kept = self._fit(plain, truncate, side)
         first = 0 if side == "right" else len(plain) - len(kept)
         return TokenizedPrompt(kept, array[first : first + len(kept)], text, salt)
-
-    def _read_embeddings(self, given: dict[str, Any], truncate: int | None) -> TokenizedPrompt:
-        """A prompt of embeddings. Its cached blocks are found by its content: ids in their places mean nothing."""
-        if not self.config.enable_prompt_embeds:
-            message = "prompt_embeds is off: start the engine with enable_prompt_embeds (--enable-prompt-embeds)."
-            raise RequestError(message, "prompt_embeds")
-        if others := given.keys() - {"prompt_embeds", "cache_salt"}:
-            raise RequestError(f"A prompt of prompt_embeds has no {', '.join(sorted(map(str, others)))}.", "prompt")
-        if truncate is not None:
-            raise RequestError(f"{_TRUNCATE} is for tokens: shorten the tensor.", _TRUNCATE)
-        hf = self.config.hf
-        size = next((hf[name] for name in ("hidden_size", "n_embd", "d_model") if isinstance(hf.get(name), int)), 0)
-        rows = embeddings.checked(given["prompt_embeds"], size)
-        ids = self._fit([0] * len(rows), None, "left")
-        content = hashlib.sha256(rows.tobytes()).digest()
-        salt = b"\xfe" + content + _salt(given.get("cache_salt", ""))  # no user's begins so, as those are UTF-8
-        return TokenizedPrompt(ids, np.zeros(len(ids), np.int32), None, salt, rows)
 
     def _encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         return self.tokenizer.encode_batch(texts, add_special_tokens)
@@ -229,7 +214,8 @@ class PromptProcessor:
         return longest is not None and len(text) > self.max_tokens * longest
 
     def cut(self, text: str, truncate: int | None, side: str = "left") -> str:
-        """The end of a text that truncation would leave most of untokenized; its last tokens are those of the text.
+        """Cut off the beginning of a text, most of which truncation would remove. The last tokens of the rest are those
+        of the text.
 
         The text stays whole if its tokenizer has no place where it can be cut, or if it has no such place itself.
         """
@@ -312,7 +298,7 @@ class TextPool:
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "text")
 
     async def run(self, num_characters: int, work: Callable[[], T]) -> T:
-        """Do `work` on so much text."""
+        """Run `work`, which handles `num_characters` of text, in a thread if they are many."""
         if num_characters < _LONG_TEXT:
             return work()
         size = min(num_characters, self.max_characters)
@@ -356,7 +342,7 @@ class TextPool:
         self._most = max(self._most, self.num_characters)
 
     def take_peak(self) -> int:
-        """Number of bytes that were needed at most since the last call; 0 while they are."""
+        """Most bytes that were needed at once since the last call; 0 while any are in use."""
         if self.num_characters:
             return 0
         peak, self._most = self._most * _BYTES_PER_CHARACTER, 0
@@ -364,7 +350,7 @@ class TextPool:
 
 
 def _batches(texts: Collection[str]) -> Iterator[list[str]]:
-    """The texts in lists of at most _BATCH characters; a longer text is alone."""
+    """Yield the texts in lists of at most _BATCH characters; a longer text is alone."""
     some: list[str] = []
     size = 0
     for text in texts:

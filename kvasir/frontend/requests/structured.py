@@ -74,13 +74,13 @@ class StructuredOutputs:
 
     @cached_property
     def markers(self) -> Markers:
-        """Texts that are one token each which no other text spells."""
+        """Added tokens by their text. No other tokens spell such a text."""
         assert self._tokenizer is not None, "markers are tokens of a tokenizer"
         added, known = self._tokenizer.added_tokens(skip_special_tokens=False), self.compiled.tokenizer
         return {text: token for token, text in added.items() if known.is_special_token(token)}
 
     def guide(self, params: StructuredOutputsParams, sampling: RowSampling) -> tuple[str, dict[str, Any]]:
-        """The guide of a request, or a RequestError that says what is wrong with its grammar."""
+        """Return the guide of a request, or raise a RequestError that says what is wrong with its grammar."""
         argument = self.check(params)
         return GRAMMAR_GUIDE, {**argument, "jumps": self.may_jump and jumps_are_exact(sampling)}
 
@@ -95,8 +95,8 @@ class StructuredOutputs:
             raise RequestError(said if source in said else f"{source}: {said}", source) from error
 
     def _where(self, params: StructuredOutputsParams, said: str, slow: bool) -> tuple[str, str]:
-        """The field that is wrong, and what is wrong with it: with its first wrong part, if it was made of several and
-        compiling them again is not `slow`."""
+        """Return the field that is wrong, and what is wrong with it. For a constraint made of several parts that is the
+        first wrong part, unless compiling the parts again is `slow`."""
         for name, part in () if slow else params.parts:
             try:
                 self._check(part)
@@ -131,8 +131,8 @@ class StructuredOutputs:
         return argument
 
     def _argument(self, grammar: Grammar) -> dict[str, Any]:
-        """Where the grammar begins at a marker, the guide waits for that token and needs no masks before. Other texts
-        may be spelled in many ways, so they become part of the grammar."""
+        """Return the guide's argument. A grammar that begins at a marker waits for that token and needs no masks
+        before. Other texts may be spelled in many ways, so they become part of the grammar."""
         markers, after = self.markers, grammar.starts_after
         is_gated = not after or after in markers
         if is_gated:
@@ -172,8 +172,8 @@ def _explained(error: str, kind: str) -> str:
 
 
 def jumps_are_exact(sampling: RowSampling) -> bool:
-    """Whether tokens that must follow may be appended without sampling them: nothing else is asked about each token,
-    and nothing else could forbid one."""
+    """Whether forced tokens may be appended without sampling them: nothing else is asked about each token, and nothing
+    else could forbid one."""
     extras = sampling.extras
     if sampling.logprobs is not None or sampling.banned_until:
         return False
@@ -211,7 +211,7 @@ def grammar_tokenizer(config: ModelConfig, tokenizer: Tokenizer | None = None) -
 
 
 def grammar_guides(config: ModelConfig) -> GrammarGuides | None:
-    """The core's half; None if there is no tokenizer, or no text to hold to a grammar."""
+    """Make the core's half; None if there is no tokenizer, or no text to hold to a grammar."""
     if config.skip_tokenizer_init or config.poolers:
         return None
     return GrammarGuides(lambda: grammar_tokenizer(config), config.vocab_size, usable_cpus())

@@ -53,7 +53,7 @@ router = APIRouter(route_class=StrictRoute, tags=["OpenAI"])
     responses=answers(ChatCompletion, description="A reply; with `stream`, events of chunks.", stream=EVENTS),
 )
 async def create_chat_completion(body: ChatRequest, request: Request, state: State, call: TheCall) -> Response:
-    """ChatAnswer a conversation."""
+    """Answer a conversation."""
     chat = await unless_gone(request, ChatJob.make(state, call, body))
     if body.stream:
         return EventStream(chat.request, OpenAIEvents(chat.chunks()))

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from kvasir.sampling_params import PoolingParams
+from kvasir.frontend.requests.pooling import PoolingParams
 from kvasir.server.errors import answers
 from kvasir.server.http import Call, StrictRoute, TheCall, reply, unless_gone
 from kvasir.server.routes.pooling import (

@@ -21,10 +21,10 @@ from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from kvasir.errors import PromptTooLongError, RequestError
-from kvasir.frontend.requests.pooling import Scoring
+from kvasir.frontend.requests.pooling import PoolingParams, Scoring
 from kvasir.frontend.requests.prompts import TokenizedPrompt
 from kvasir.outputs import PoolingRequestOutput, RequestOutput
-from kvasir.sampling_params import PoolingParams, RequestOutputKind, SamplingParams
+from kvasir.sampling_params import RequestOutputKind, SamplingParams
 from kvasir.server.api_request import ApiRequest, check_length, within
 from kvasir.server.errors import ApiError, answers, timed_out, too_large
 from kvasir.server.http import Call, StrictRoute, TheCall, reply, unless_gone

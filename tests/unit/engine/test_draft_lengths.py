@@ -10,7 +10,7 @@ import pytest
 
 from kvasir.engine.draft_lengths import DraftLengths, StepTimes
 from kvasir.engine.rows import Rows
-from kvasir.engine.scheduler import SchedulerStats
+from kvasir.engine.stats import SchedulerStats
 from kvasir.messages import StepPlan, StepResult
 
 MOST = 6

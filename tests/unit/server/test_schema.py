@@ -10,7 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from kvasir.errors import RequestError
-from kvasir.sampling_params import PoolingParams, SamplingParams, StructuredOutputsParams
+from kvasir.frontend.requests.pooling import PoolingParams
+from kvasir.sampling_params import SamplingParams, StructuredOutputsParams
 from kvasir.server.routes.completions import CompletionRequest
 from kvasir.server.routes.messages import MessagesRequest
 from kvasir.server.routes.other_embeddings import CohereEmbedRequest
