@@ -95,7 +95,7 @@ class RowSampling:
 
 @dataclass(slots=True, frozen=True)
 class RowPooling:
-    """What a request that samples nothing gets of its hidden states, as the worker needs it."""
+    """How the vectors of a pooling request are made of its hidden states, as the worker needs it."""
 
     task: str  # of POOLING_TASKS
     num_tokens: int  # of its prompt
@@ -398,7 +398,7 @@ class AdapterTarget:
 
 @dataclass(slots=True, frozen=True)
 class AdapterTargets:
-    """What an adapter must fit, for the API process, which reads and checks adapters."""
+    """Modules and sizes that an adapter must fit, for the API process, which reads and checks adapters."""
 
     modules: dict[str, AdapterTarget]  # by the names that the model's checkpoints use
     prefix: str  # of the names of modules; adapters of a bare model lack it
@@ -420,7 +420,7 @@ class StepCosts:
 
 @dataclass(slots=True, frozen=True)
 class GraphUse:
-    """CUDA graphs that exist now, and what was prepared too late: while requests waited."""
+    """CUDA graphs that exist now, and counts of what was prepared too late, while requests waited."""
 
     num_graphs: int = 0
     graph_bytes: int = 0  # memory of all devices together, measured at the captures
@@ -430,7 +430,7 @@ class GraphUse:
 
 @dataclass(slots=True, frozen=True)
 class ExpertTokens:
-    """How many tokens were sent to each range of neighbouring experts since the result before."""
+    """Numbers of tokens that were sent to each range of neighbouring experts since the last result."""
 
     layers: tuple[int, ...]
     ranges: tuple[str, ...]  # "0-15"

@@ -168,7 +168,7 @@ _BACKENDS: dict[str, Callable[[torch.device], AttentionBackend]] = {
 
 
 def select(name: str, device: torch.device) -> AttentionBackend:
-    """The backend of this name, for one device."""
+    """Return the backend of this name for one device."""
     if name not in _BACKENDS:
         raise ConfigError(f"attention_backend={name!r} is not known; there is {', '.join(_BACKENDS)}.")
     return _BACKENDS[name](device)

@@ -78,7 +78,8 @@ class CpuAttention:
 
 
 class LatentHeads:
-    """A layer's `up` in the library's order: what queries are multiplied with before attention, and results after."""
+    """A layer's `up` matrices in the library's order. Queries are multiplied by them before attention, results after
+    it."""
 
     def __init__(self, up: torch.Tensor, plain: int) -> None:
         self.queries = _stack(up[:, :plain].transpose(1, 2))

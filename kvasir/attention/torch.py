@@ -336,7 +336,7 @@ def _groups(batch: AttentionBatch, cache: torch.Tensor) -> list[DecodeGroup]:
 
 
 def _gather_vectors(cache: torch.Tensor, pages: torch.Tensor, n: int, dtype: torch.dtype, unit: float) -> torch.Tensor:
-    """What n rows' blocks hold, [n, keys, width]."""
+    """Return the cached vectors of n rows, [n, keys, width]."""
     if cache.itemsize == 1:  # torch gathers bytes anywhere, 8-bit floats only on some devices
         found = cache.view(torch.uint8).index_select(0, pages).view(cache.dtype).to(dtype)
     else:

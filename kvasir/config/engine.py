@@ -424,7 +424,7 @@ class SchedulerConfig(_Checked):
     )
 
     def with_queue_limits(self, max_requests: int, max_tokens: int) -> SchedulerConfig:
-        """These settings, with limits of the queue where none was chosen."""
+        """Return these settings, with default limits of the queue where none was chosen."""
         requests = max_requests if self.max_queued_requests is None else self.max_queued_requests
         tokens = max_tokens if self.max_queued_tokens is None else self.max_queued_tokens
         return replace(self, max_queued_requests=requests, max_queued_tokens=tokens)

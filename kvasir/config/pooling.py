@@ -59,7 +59,7 @@ class DenseSpec:
 
 @dataclass(frozen=True)
 class PoolerSpec:
-    """How one task's vectors are made."""
+    """How the vectors of one task are made."""
 
     task: str  # of messages.POOLING_TASKS
     pooling: str  # of POOLINGS; "all" and "step" for tasks on single tokens
@@ -161,7 +161,7 @@ def _module_kind(module: Any) -> str:
 def _read_modules(
     modules: list[Any], path: Path, whole: PoolerSpec, tokens: PoolerSpec
 ) -> tuple[PoolerSpec, PoolerSpec]:
-    """The poolers of sentence-transformers' modules: those before Pooling work on single tokens."""
+    """Read the poolers from sentence-transformers' modules. Modules before Pooling work on single tokens."""
     has_pooling = False
     size = whole.size
     for module in modules[1:]:
@@ -231,7 +231,7 @@ def read_prompts(path: Path) -> tuple[dict[str, str], str | None]:
 
 
 def max_seq_length(path: Path) -> int | None:
-    """The length at which sentence-transformers cuts texts for this model; None: it does not say."""
+    """Length at which sentence-transformers cuts texts for this model; None if its files do not say."""
     if not (path / _MODULES).is_file():
         return None
     for name, key in _LENGTHS:  # newer versions write it into the tokenizer's file
@@ -250,7 +250,8 @@ def _classifier(hf: Mapping[str, Any], pooling: str, layers: tuple[DenseSpec, ..
 
 
 def _class_function(hf: Mapping[str, Any], count: int) -> str:
-    """What turns a classifier's outputs into scores: as a cross-encoder's file says, or as the problem asks for."""
+    """Name the function that turns a classifier's outputs into scores: the one that a cross-encoder's file names, or
+    else the one for its kind of problem."""
     own = hf.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, Mapping) else hf.get("sbert_ce_default_activation_function")
     if isinstance(named, str):

@@ -169,7 +169,8 @@ def _draft_model(config: EngineConfig, model: ModelConfig, platform: platforms.P
 
 
 def _draft_head(config: EngineConfig, model: ModelConfig, drafting: SpeculativeConfig) -> ModelConfig:
-    """The head that drafts. It knows texts of the model's own length, whatever its config.json says."""
+    """Return the configuration of the head that drafts. It handles texts as long as the model's, whatever its
+    config.json says."""
     if model.model_impl != "kvasir":
         raise ConfigError(
             f"speculative_config: method={drafting.method!r} reads the model's hidden states, which a model that runs "
@@ -220,7 +221,7 @@ def _resolve_pooling(asked: ModelConfig, hf: dict[str, Any], path: Path, kind: s
 
 
 def _with_longest(hf: dict[str, Any], path: Path, runner: str) -> dict[str, Any]:
-    """config.json with the length that a pooling model's positions, and sentence-transformers' files, allow."""
+    """Return config.json with the length that a pooling model's positions, and sentence-transformers' files, allow."""
     if runner != "pooling":
         return hf
     from kvasir.models import architectures
@@ -402,7 +403,7 @@ def _resolve_parallel(asked: ParallelConfig, platform: platforms.Platform) -> Pa
 
 
 def _without_chunks(asked: SchedulerConfig, model: ModelConfig) -> SchedulerConfig:
-    """An encoder's prompts are not split over steps."""
+    """Turn chunked prefill off for an encoder, which computes a prompt in one step."""
     if not model.is_encoder:
         return asked
     if asked.long_prefill_token_threshold:
@@ -414,7 +415,7 @@ def _without_chunks(asked: SchedulerConfig, model: ModelConfig) -> SchedulerConf
 
 
 def _without_prefixes(asked: CacheConfig, model: ModelConfig) -> CacheConfig:
-    """An encoder has no KV cache."""
+    """Turn prefix caching off for an encoder, which has no KV cache."""
     if not model.is_encoder:
         return asked
     for name in ("swap_space", "kv_offloading_size", "kv_cache_memory_bytes", "num_gpu_blocks_override"):
@@ -533,7 +534,7 @@ def _resolve_package(backend: str, model: ModelConfig, platform: platforms.Platf
             f"attention_backend={backend!r} supports only 16-bit types, but dtype is {model.dtype}. Set dtype to "
             f"{' or '.join(attention_packages.DTYPES)}, or leave attention_backend at auto."
         )
-    if what := _only_ours(model):
+    if what := _unsupported_by_packages(model):
         raise ConfigError(
             f"attention_backend={backend!r}: the model has {what}, which {package.title} does not compute here. Leave "
             f"attention_backend at auto."
@@ -547,13 +548,14 @@ def _resolve_package(backend: str, model: ModelConfig, platform: platforms.Platf
     return package
 
 
-def _only_ours(model: ModelConfig) -> str | None:
-    """What of the model's attention only Kvasir's own backends compute; None: nothing, as far as is known."""
+def _unsupported_by_packages(model: ModelConfig) -> str | None:
+    """Name what in the model's attention other packages do not compute; None if they compute all of it, as far as is
+    known."""
     from kvasir.models import architectures
 
     if model.model_impl != "kvasir":
         return None
-    return architectures.find(model.hf).read_spec(model.hf).only_ours
+    return architectures.find(model.hf).read_spec(model.hf).unsupported_by_packages
 
 
 def _head_dims(model: ModelConfig) -> frozenset[int]:
@@ -603,7 +605,7 @@ def _check_cpu_library_settings(asked: EngineConfig, model: ModelConfig, device:
 
 
 def _check_batch_invariant(config: EngineConfig, model: ModelConfig, device: DeviceConfig) -> None:
-    """Refuse what rounds by the size of the batch, and what is not compared bit by bit in tests."""
+    """Refuse settings whose rounding depends on the size of the batch, and those that no test compares bit by bit."""
     if model.model_impl == "transformers" or device.attention_backend != "cpu":
         where = "through transformers" if model.model_impl == "transformers" else f"on {device.device}"
         raise ConfigError(
@@ -632,7 +634,7 @@ _EXACT_LENGTHS = ("torch", "flashinfer")  # attention backends that read a chunk
 
 
 def _check_drafts_fit(config: EngineConfig, model: ModelConfig, device: DeviceConfig) -> None:
-    """Refuse what does not go together with speculative decoding."""
+    """Refuse settings that cannot be combined with speculative decoding."""
     if model.speculative_config is None:
         return
     backend = device.attention_backend

@@ -55,7 +55,7 @@ class SpeculativeConfig:
 
 
 def read_speculative(entries: Mapping[str, Any] | None) -> SpeculativeConfig | None:
-    """Check the entries of `speculative_config`; None: nothing is drafted."""
+    """Check the entries of `speculative_config`; None if nothing is drafted."""
     if entries is None:
         return None
     known = [field.name for field in fields(SpeculativeConfig)] + ["suffix_decoding_max_tree_depth"]

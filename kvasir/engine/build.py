@@ -48,7 +48,7 @@ def build_core(config: EngineConfig, executor: Executor | None = None) -> Engine
 
 
 def _step_budget(config: EngineConfig, executor: Executor) -> StepBudget | None:
-    """None: every step has up to max_num_batched_tokens."""
+    """Measure steps and return their token budget; None if every step has up to max_num_batched_tokens."""
     target = config.scheduler.target_step_ms
     is_off = target == 0 or (target is None and config.device.device == "cpu")
     if is_off or not config.scheduler.enable_chunked_prefill:

@@ -41,7 +41,7 @@ class _Planned:
 
 
 class StepTimes:
-    """Recent times of steps by their numbers of tokens: those of the fastest, because others were disturbed."""
+    """Recent times of steps by their numbers of tokens. The fastest times are kept, because others were disturbed."""
 
     def __init__(self) -> None:
         self._times: dict[int, float] = {}
@@ -51,7 +51,7 @@ class StepTimes:
         self._times[size] = min(seconds, GROWTH * self._times.get(size, seconds))
 
     def share(self, num_tokens: int, num_rows: int) -> float | None:
-        """Time of a step of so many tokens, in steps of single tokens; None if it is not known."""
+        """Time of a step of `num_tokens`, relative to a step of single tokens; None if it is not known."""
         base = self._times.get(_bucket(num_rows))
         known = sorted(size for size in self._times if size >= num_rows)
         if base is None or len(known) < 2:
@@ -64,7 +64,7 @@ class StepTimes:
 
 
 def _bucket(num_tokens: int) -> int:
-    """Exact up to 16, then in steps of an eighth."""
+    """Return the bucket of a number of tokens: exact up to 16, then in steps of an eighth."""
     if num_tokens <= 16:
         return num_tokens
     unit = 1 << (num_tokens.bit_length() - 4)
@@ -155,8 +155,8 @@ class DraftLengths:
         self._chance_of_all = share * self._chance_of_all + (1 - share) * float(right.sum() / trials.sum())
 
     def _best_lengths(self, chance: NDArray[np.float64], num_rows: int) -> Int32Array:
-        """For each chance the number of drafts with most tokens in a step's time, if all rows had so many; 0 unless
-        they are at least MARGIN faster than none."""
+        """Return for each chance the number of drafts that yields most tokens per second, if all rows had as many. It
+        is 0 unless it is at least MARGIN faster than none."""
         drafts, cost = np.arange(self._most + 1), self._costs(num_rows)
         chance = np.clip(chance, 0.0, 0.999)[:, None]
         tokens = (1 - chance ** (drafts + 1)) / (1 - chance)  # expected of a row, with one that is always right
@@ -166,7 +166,7 @@ class DraftLengths:
         return best
 
     def _costs(self, num_rows: int) -> NDArray[np.float64]:
-        """Times of steps in which every row has 0, 1, ... drafts, in steps without any."""
+        """Times of steps in which every row has 0, 1, ... drafts, relative to a step without drafts."""
         age, known = self._known_costs.get(num_rows, (-REFRESH, None))
         if known is None or self._num_steps - age >= REFRESH:
             shares = [self.times.share(num_rows * (1 + k), num_rows) for k in range(self._most + 1)]

@@ -30,7 +30,7 @@ _FEW = 2  # so many masks are computed without the threads
 
 
 def parser_limits() -> LLParserLimits:
-    """Bounds of compiling a grammar and of computing a mask, in steps of the library; they amount to milliseconds."""
+    """Return llguidance's limits for compiling a grammar and for computing a mask. They amount to milliseconds."""
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
@@ -43,7 +43,7 @@ def parser_limits() -> LLParserLimits:
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher in its first state, or a RequestError that says what is wrong with the grammar."""
+    """Compile a grammar and return its matcher, or raise a RequestError that says what is wrong with the grammar."""
     return _on_a_deep_stack(lambda: _compile(tokenizer, grammar))
 
 
@@ -87,7 +87,7 @@ def _compile(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def _error_of(matcher: LLMatcher) -> str:
-    """What is wrong, without the library's own traces."""
+    """Return what is wrong, without the library's own traces."""
     said = str(matcher.get_error()).split("<backtrace>")[0].replace("<non-verbose/>", "").strip()
     if said.startswith("panic:"):
         return "it is too large or too complex"
@@ -113,7 +113,7 @@ class CompiledGrammars:
             return self._make_tokenizer() if made is None else made
 
     def submit(self, grammar: str) -> Future[LLMatcher]:
-        """The compiled grammar; a thread makes it unless it is known."""
+        """Return a future of the compiled grammar. A thread compiles it unless it is known."""
         with self._lock:
             found = self._found.get(grammar)
             if found is not None:
@@ -176,9 +176,9 @@ def guide_argument(
     jumps: bool = True,
     lenient: bool = False,
 ) -> dict[str, Any]:
-    """What a request sends. `gate`: a token up to which the output is free. `tags`: tokens after which the output is
-    held to a grammar until that is complete, instead of one `grammar` for the whole output. `lenient`: the grammar
-    leaves out something that was asked for, which is counted."""
+    """Return the argument of a grammar guide, as a request sends it. `gate`: a token up to which the output is free.
+    `tags`: tokens after which the output is held to a grammar until that is complete, instead of one `grammar` for the
+    whole output. `lenient`: the grammar leaves out something that was asked for, which is counted."""
     own_tags = [list(tag) for tag in tags]
     return {"grammar": grammar, "gate": gate, "tags": own_tags, "jumps": jumps, "lenient": lenient}
 
@@ -188,7 +188,7 @@ def _grammars(argument: Mapping[str, Any]) -> list[str]:
 
 
 def _all(futures: Sequence[Future[Any]]) -> Future[Any]:
-    """A future that is done when all are."""
+    """Return a future that is done when all of these are."""
     done: Future[Any] = Future()
     left = len(futures)
     lock = threading.Lock()
@@ -208,7 +208,7 @@ def _all(futures: Sequence[Future[Any]]) -> Future[Any]:
 
 
 class GrammarGuide(TokenGuide):
-    """One request's way through its grammar."""
+    """Follows the grammar of one request."""
 
     def __init__(
         self, whole: LLMatcher | None, gate: int | None, tags: Mapping[int, LLMatcher], jumps: bool = True
@@ -248,7 +248,7 @@ class GrammarGuide(TokenGuide):
         self.matcher, self.holds = None, False  # after a tag the output is free again
 
     def check(self) -> None:
-        """Note an error of the matcher: a limit was reached, or a token came that the grammar does not allow."""
+        """Note an error of the matcher: it has reached a limit, or a token came that the grammar does not allow."""
         if self.holds and self.matcher.is_error() and self.error is None:
             self._fail()
 

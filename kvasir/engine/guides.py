@@ -39,7 +39,7 @@ BUDGET_GUIDE = "thinking_budget"
 
 
 class TokenGuide:
-    """The rule of one request. It sees every output token once, in order."""
+    """Restricts the tokens of one request. It sees every output token once, in order."""
 
     holds = True  # whether the next token is restricted; only `accept` and `jump` change it
     is_complete = False  # the output is complete: the request ends without another token
@@ -50,12 +50,12 @@ class TokenGuide:
         """Take in output tokens."""
 
     def jump(self, least: int, most: int, stops: Collection[int], completes: bool = True) -> list[int]:
-        """Return tokens that must come next, and take them in: `least` to `most` tokens or none at all, none of them of
-        `stops`; unless `completes`, not the token that would complete the output."""
+        """Return tokens that must come next, and take them in: at least `least` and at most `most` of them, or none. No
+        token of `stops` is among them and, unless `completes`, not the token that would complete the output."""
         return []
 
     def next_token(self) -> Answer:
-        """What may come next. Asked only while it holds."""
+        """Return the tokens that may come next. It is called only while the guide holds."""
         return None
 
 
@@ -63,12 +63,13 @@ class GuideKind(Protocol):
     """Makes guides of one kind, and asks many of them at once."""
 
     def prepare(self, argument: Any) -> Future[Any] | None:
-        """Begin what `make` needs and takes time; None if nothing does. The future's error refuses the request."""
+        """Begin the slow part of `make`, such as compiling; None if there is none. An error of the future refuses the
+        request."""
 
     def make(self, argument: Any) -> TokenGuide: ...
 
     def answers(self, guides: Sequence[Any]) -> Int32Array | list[Answer]:
-        """What may come next for each guide: one array if all are masks."""
+        """Return the tokens that may come next for each guide, as one array if all are masks."""
 
 
 @dataclass(slots=True)
@@ -97,7 +98,7 @@ class Guides:
         return self.kinds[name]
 
     def make(self, name: str, argument: Any) -> TokenGuide:
-        """The guide that a request asks for."""
+        """Make the guide that a request asks for."""
         guide = self.kind(name).make(argument)
         self.stats.lenient_guides += guide.is_lenient
         return guide
@@ -143,8 +144,8 @@ class Guides:
     def _continue(
         self, r: Rows, row: int, request: Request, guide: TokenGuide, waits: bool, changed: list[int]
     ) -> list[int]:
-        """Append the tokens that must follow. They save a pass each, but if the step in flight computes the last token
-        already, what it samples is lost: then one token is not worth it."""
+        """Append the tokens that must follow. Each saves a forward pass. If the step in flight computes the last token
+        already, its sample is lost, and then a single token is not worth it."""
         known, sampling = int(r.num_known[row]), request.spec.sampling
         in_flight = bool(r.num_computed[row] >= known)
         least = 2 if in_flight and waits else 1
@@ -161,8 +162,8 @@ class Guides:
         return more
 
     def sample_inputs(self, guided: Iterable[tuple[int, Request]], dropped: list[int]) -> SampleInputs:
-        """What the guides of a step's lines say, now that all results before it are known. `dropped`: lines whose token
-        is not wanted."""
+        """Return the masks and forced tokens of a step's guided lines. All results before the step must be known.
+        `dropped`: lines whose token is discarded."""
         start = time.perf_counter()
         lines: dict[str, list[tuple[int, TokenGuide]]] = {}
         for line, request in guided:
@@ -197,7 +198,8 @@ class Guides:
         return inputs
 
     def _answers(self, kind: GuideKind, guides: list[TokenGuide]) -> Int32Array | list[Answer]:
-        """What the guides say. One that fails says nothing and ends its own request alone."""
+        """Ask all guides for the tokens that may come next. A guide that fails gives no answer and ends its own request
+        alone."""
         try:
             return kind.answers(guides)
         except Exception:
@@ -240,7 +242,7 @@ class PendingGuides:
         self.requests: dict[int, _Pending] = {}  # by key
 
     def hold(self, request: EngineRequest) -> bool:
-        """Keep a request until its guide is prepared. False if it need not wait."""
+        """Keep a request until its guide is prepared. Returns False if it need not wait."""
         assert request.guide is not None, "only requests with guides wait for them"
         name, argument = request.guide
         ready = self._guides.kind(name).prepare(argument)
@@ -253,7 +255,7 @@ class PendingGuides:
         return True
 
     def abort(self, key: int) -> bool:
-        """Remove a request, or one of its forks. False if it does not wait here."""
+        """Remove a request, or one of its forks. Returns False if it does not wait here."""
         if self.requests.pop(key, None) is not None:
             return True
         for pending in self.requests.values():
@@ -264,7 +266,8 @@ class PendingGuides:
         return False
 
     def take_ready(self, seconds: float) -> list[tuple[EngineRequest, str | None]]:
-        """Requests whose guide is prepared, or cannot be, with the reason. Waits up to `seconds` for the first."""
+        """Return requests whose guide is prepared, and those whose guide failed, with the reason. Waits up to `seconds`
+        for the first."""
         if seconds:
             wait([pending.ready for pending in self.requests.values()], seconds, FIRST_COMPLETED)
         done = [key for key, pending in self.requests.items() if pending.ready.done()]
@@ -279,8 +282,8 @@ def _why(error: BaseException | None) -> str | None:
 def budget_argument(
     budget: int, opening: int, closing: int, begun: bool, inner: tuple[str, Any] | None
 ) -> dict[str, Any]:
-    """What a request sends. `opening` and `closing`: the tokens around reasoning. `begun`: the prompt has opened it.
-    `inner`: another guide, as EngineRequest.guide."""
+    """Return the argument of a budget guide, as a request sends it. `opening` and `closing`: the tokens around
+    reasoning. `begun`: the prompt has opened it. `inner`: another guide, as EngineRequest.guide."""
     return {"budget": budget, "opening": opening, "closing": closing, "begun": begun, "inner": inner}
 
 
@@ -314,7 +317,7 @@ class BudgetGuides:
 
 
 class BudgetGuide(TokenGuide):
-    """Counts the reasoning of one request."""
+    """Counts the reasoning tokens of one request, and ends the reasoning when the budget is spent."""
 
     def __init__(
         self,
@@ -336,7 +339,7 @@ class BudgetGuide(TokenGuide):
 
     @property
     def is_spent(self) -> bool:
-        """The next token must end the reasoning."""
+        """Whether the next token must end the reasoning."""
         return self._left == 0
 
     def accept(self, token_ids: Sequence[int]) -> None:

@@ -84,7 +84,7 @@ class ExpertCounter:
         pass
 
     def tokens(self) -> dict[int, dict[str, int]]:
-        """By layer and range of experts."""
+        """Return the counts by layer and range of experts."""
         total = self.total or ExpertTokens((), (), np.zeros((0, 0), np.int64))
         rows = [dict(zip(total.ranges, row, strict=True)) for row in total.counts.tolist()]
         return dict(zip(total.layers, rows, strict=True))

@@ -34,7 +34,8 @@ class Request:
 
     @classmethod
     def new(cls, spec: EngineRequest, arrival: float = 0.0, seq: int = 0, guide: TokenGuide | None = None) -> Request:
-        """A request that has not run. If its guide knows how the output begins, that is computed with the prompt."""
+        """Make a request that has not run. If its guide knows how the output begins, that is computed with the
+        prompt."""
         tokens = np.ascontiguousarray(spec.prompt_token_ids, np.int32)
         first = []
         if guide is not None:  # at least one token is sampled, so that the request ends by a step like others

@@ -64,7 +64,8 @@ class RequestGroups:
         return self.beams.update(output, members)
 
     def owner(self, request: EngineRequest) -> EngineRequest | None:
-        """The request that clients know: a beam's search, or the request itself. None if the search has ended."""
+        """Return the request that clients know: a beam's search, or the request itself. None if the search has
+        ended."""
         return request if request.key >= 0 else self.beams.owner(request.key)
 
     def abort(self, key: int) -> bool:
@@ -221,7 +222,8 @@ class BeamGroups:
             self._scheduler.add(replace(search.beam, key=key))
 
     def _next(self) -> SearchGroup:
-        """The oldest search; under a policy that shares, the oldest of the tenant that runs the fewest beams."""
+        """Return the search to start next: the oldest or, under a policy that shares, the oldest of the tenant that
+        runs the fewest beams."""
         if self._scheduler.waiting.sharing is None or len(self.waiting) == 1:
             return self.waiting[0]
         beams: Counter[str] = Counter()

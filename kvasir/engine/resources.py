@@ -69,7 +69,7 @@ class ResourceSlots:
     # ------------------------------------------------------------ requests
 
     def claim(self, request: Request) -> bool:
-        """Take the slot of the request's resource. False if the request waits here for it."""
+        """Take the slot of the request's resource. Returns False if the request waits here for it."""
         if not self.num_slots:
             raise RequestError("this engine takes no adapters: start it with enable_lora=True", "lora_request")
         must_wait = self._unplaced and self._num_overtaking >= MOST_OVERTAKING
@@ -80,7 +80,7 @@ class ResourceSlots:
         return False
 
     def attach(self, request: Request) -> None:
-        """Hold a slot that another request of the same kind holds now."""
+        """Hold the slot that another request with the same resource holds now."""
         assert request.spec.resource is not None, "a request without a resource needs no slot"
         held = self._held[request.spec.resource.digest]
         assert held.is_ready and held.num_holders, "a running request holds its resource"
@@ -110,19 +110,19 @@ class ResourceSlots:
         return here or request.key in self._unplaced or any(each is request for each in self._ready)
 
     def take_ready(self) -> list[Request]:
-        """Requests whose resources have become ready since the last call."""
+        """Return the requests whose resources have become ready since the last call."""
         ready, self._ready = self._ready, []
         return ready
 
     # ------------------------------------------------------------ loads
 
     def take_loads(self) -> list[tuple[int, Resource]]:
-        """Loads to start now: slots and what they shall hold."""
+        """Return the loads to start now, as slots with their resources."""
         loads, self._loads = self._loads, []
         return loads
 
     def loaded(self, slot: int, failed: bool) -> list[Request]:
-        """A load is done. Returns the requests that cannot run because it failed; the caller ends them."""
+        """Record that a load is done. Returns the requests that cannot run because it failed; the caller ends them."""
         (held,) = (each for each in self._held.values() if each.slot == slot)
         waiting, held.waiting = list(held.waiting.values()), {}
         self._num_waiting -= len(waiting)
@@ -142,7 +142,7 @@ class ResourceSlots:
     # ------------------------------------------------------------ slots
 
     def _place(self, request: Request) -> bool:
-        """Give the request its slot, if it is there or there is room for it."""
+        """Give the request the slot of its resource, or a slot for it. Returns False if no slot is free."""
         assert request.spec.resource is not None, "only requests with resources come here"
         resource = request.spec.resource
         held = self._held.get(resource.digest)
@@ -182,7 +182,8 @@ class ResourceSlots:
         self._place_more()
 
     def _place_more(self) -> None:
-        """Place requests that wait for a slot, first come first; others overtake only so far."""
+        """Place requests that wait for a slot, in order of arrival. At most MOST_OVERTAKING others overtake the
+        first."""
         is_first = True
         for key, request in list(self._unplaced.items()):
             if not is_first and self._num_overtaking >= MOST_OVERTAKING:

@@ -131,7 +131,7 @@ class Rows:
         self.epoch[row] += 1
 
     def compute_last_token_again(self, row: int) -> None:
-        """Let the next step compute the row's last known token once more, because another token must follow it than was
+        """Let the next step compute the row's last known token once more, because a token must follow it that was not
         sampled. Tokens that steps in flight sample for this row are discarded."""
         known = int(self.num_known[row])
         self.num_computed[row] = known - 1
@@ -150,7 +150,7 @@ class Rows:
         return want
 
     def without_drafts(self, rows: RowNumbers, want: Int32Array) -> Int32Array:
-        """The wanted tokens, one for each row that would verify drafts."""
+        """Return the wanted tokens, with one for each row that would verify drafts."""
         if not self.any_drafts:
             return want
         return np.where(self.num_tokens[rows] - self.num_computed[rows] == 1, np.minimum(want, 1), want)
@@ -190,7 +190,7 @@ class Rows:
         return np.flatnonzero(self.num_computed[rows] < self.fed_from[rows])
 
     def prompt_tokens(self, rows: RowNumbers, grants: Int32Array) -> int:
-        """How many of the tokens that these rows compute in the next step are of their prompts."""
+        """Number of prompt tokens among those that these rows compute in the next step."""
         return int(np.clip(self.num_prompt[rows] - self.num_computed[rows], 0, grants).sum())
 
     def input_tokens(self, rows: RowNumbers, grants: Int32Array, fed: RowNumbers) -> Int32Array:

@@ -54,12 +54,13 @@ class StepBudget:
         self._times = sorted(times)
 
     def least_seconds(self, num_tokens: int) -> float:
-        """A lower bound of the time of such a step: measured on rows without keys, and for no more tokens."""
+        """Lower bound of the time of a step with `num_tokens`: measured on rows without keys, and for no more
+        tokens."""
         place = bisect_right(self._times, (num_tokens, float("inf")))
         return self._times[max(place - 1, 0)][1]
 
     def tokens(self, num_decodes: int, num_prompt_tokens: int) -> int:
-        """The tokens of a step beside `num_decodes` running requests, if so many prompt tokens wait."""
+        """Return the token budget of a step with `num_decodes` running requests, while `num_prompt_tokens` wait."""
         if not num_decodes:
             return self.alone
         size = self.small if num_prompt_tokens <= _DRAINING * self.small else self.large
@@ -71,8 +72,11 @@ class StepBudget:
 
 
 class StepPacing:
-    """An observer of steps: says how long the next one need not be planned yet. The device runs one step while the next
-    is planned; planned at once, it would leave out every request that comes before the device is done."""
+    """An observer that says how long planning the next step can wait.
+
+    The device runs one step while the next is planned. A step that is planned at once leaves out every request that
+    arrives before the device is done.
+    """
 
     def __init__(self, budget: StepBudget, clock: Callable[[], float]) -> None:
         self._budget = budget
@@ -81,7 +85,7 @@ class StepPacing:
         self._began = 0.0  # when the device began the first of them
 
     def seconds(self) -> float:
-        """The time until the next step should be planned; not positive: now."""
+        """Seconds until the next step should be planned; 0 or less means now."""
         if len(self._in_flight) != 1:
             return 0.0
         least = self._budget.least_seconds(self._in_flight[0])
@@ -114,7 +118,7 @@ class StepSize:
         self._needed_steps = _GOOD_STEPS
 
     def failed(self, num_tokens: int) -> bool:
-        """A step of `num_tokens` did not fit. False if there is nothing left to try."""
+        """Record that a step of `num_tokens` did not fit. Returns False if there is nothing left to try."""
         self.is_normal = False
         self._failures += 1
         self._good_steps = 0
@@ -133,7 +137,7 @@ class StepSize:
         return self._failures < _TRIES
 
     def fitted(self) -> None:
-        """A step was successful, at less than the full size or soon after a failure."""
+        """Record that a step was successful, at less than the full size or soon after a failure."""
         self._good_steps += 1
         if self._good_steps >= self._needed_steps:
             self._good_steps = self._failures = 0

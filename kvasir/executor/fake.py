@@ -135,7 +135,7 @@ class EchoExecutor:
             at += count
 
     def _shift(self, row: int) -> int:
-        """What the resource of a row does to its keys: a stale or missing one changes the output."""
+        """Return what the resource of a row adds to its keys. A stale or missing resource changes the output."""
         slot = int(self.slot_of[row])
         return 0 if slot < 0 else echo_shift(self.loaded[slot])
 

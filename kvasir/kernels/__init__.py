@@ -112,14 +112,14 @@ def keep_list(list_name: str) -> None:
 
 
 def expect_compilations() -> None:
-    """An engine starts: kernels that are compiled until `watch_compilations` are not late."""
+    """Note that an engine starts: kernels that are compiled before `watch_compilations` do not count as late."""
     launch = sys.modules.get("kvasir.kernels.triton.launch")
     if launch is not None:
         launch.expect_compilations()
 
 
 def watch_compilations(device: torch.device) -> None:
-    """From now on kernels that are compiled while requests wait are counted and logged."""
+    """Count and log kernels that are compiled from now on, while requests wait."""
     if are_compiled(device):
         from kvasir.kernels.triton.launch import watch_compilations
 
@@ -127,7 +127,7 @@ def watch_compilations(device: torch.device) -> None:
 
 
 def late_compilations() -> int:
-    """Kernels that were compiled or loaded after the start."""
+    """Number of kernels that were compiled or loaded after the start."""
     launch = sys.modules.get("kvasir.kernels.triton.launch")
     return 0 if launch is None else int(launch.late_compilations())
 

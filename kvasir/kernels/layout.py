@@ -96,8 +96,8 @@ def find_tiles(num_tokens: torch.Tensor, seq_lens: torch.Tensor, size: int) -> T
 
 @dataclass(slots=True)
 class AdapterMatrices:
-    """One layer's factors. A token in slot s has y * gain[s] + shift[s] + (x shrink[s]^T) expand[s], where each part
-    of the outputs reads its own `rank` columns of the first product."""
+    """The factors of one layer. A token in slot s has y * gain[s] + shift[s] + (x shrink[s]^T) expand[s], where each
+    part of the outputs reads its own `rank` columns of the first product."""
 
     shrink: torch.Tensor  # [slots, parts * rank, inputs]
     expand: torch.Tensor  # [slots, rank, outputs]
@@ -143,12 +143,12 @@ class TokenSlots:
 
 
 def max_tiles(tokens: int, slots: int) -> int:
-    """Number of tiles that so many tokens can need: each slot may have one that is not full."""
+    """Most tiles that this many tokens can need: each slot may have one that is not full."""
     return min(tokens, -(-tokens // TILE) + slots)
 
 
 def upload(arrays: Sequence[NDArray[np.int32]], device: torch.device) -> list[torch.Tensor]:
-    """The arrays on the device, flat, as views of one buffer that travels in one copy."""
+    """Upload the arrays in one copy, and return them flat, as views of one buffer on the device."""
     if device.type == "cpu":
         # copies, because the caller may reuse its arrays
         return [torch.from_numpy(array.reshape(-1).astype(np.int32)) for array in arrays]

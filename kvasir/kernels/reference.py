@@ -166,8 +166,9 @@ def latent_store(
     interleaved: bool = False,
     unit: float = 1.0,  # see store_kv
 ) -> torch.Tensor:
-    """All between the projections and attention over a latent cache. Returns the queries, with their last part rotated;
-    it may take query's memory. The normalised vector and the rotated key are in the cache afterwards."""
+    """Compute everything between the projections and attention over a latent cache. Returns the queries, with their
+    last part rotated; it may take query's memory. Afterwards the normalised vector and the rotated key are in the
+    cache."""
     (latent,), rotated = gain.shape, table.shape[1]
     plain = query.shape[2] - rotated
     vector = rms_norm(cached[:, :latent], gain, eps)
@@ -413,8 +414,8 @@ def route(
     normalise: bool = False,  # weights are divided by their sum
     scale: float = 1.0,  # of the weights
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chosen experts' weights in float32 and their numbers, each [tokens, top_k], the best first. Of experts that
-    are equally good any may be taken."""
+    """Return the chosen experts' weights in float32 and their numbers, each [tokens, top_k], the best first. Among
+    equally good experts any may be taken."""
     wide = logits.float()
     scores = torch.softmax(wide, dim=-1) if scoring == "softmax" else torch.sigmoid(wide)
     choice = scores if correction is None else scores + correction
@@ -443,8 +444,9 @@ def experts(
     leave_parts: bool = False,  # the outputs of each of a token's experts may be left to `add_rms_norm` to sum
     is_apart: bool = False,  # whether some experts are nobody
 ) -> torch.Tensor:
-    """The weighted sum of the outputs of each token's experts. Summed in float32 and in the router's order, so that the
-    rest of the batch changes nothing. This version waits for the device, which knows who goes where."""
+    """Return the weighted sum of the outputs of each token's experts. It is summed in float32 and in the router's
+    order, so that the rest of the batch changes nothing. This version waits for the device, which knows the rows of
+    each expert."""
     (tokens, top_k), count = chosen.shape, len(gate_up)
     order = torch.argsort(chosen.reshape(-1), stable=True)
     numbers = chosen.reshape(-1)[order]
@@ -492,7 +494,7 @@ def fused_experts(
     shared: tuple[torch.Tensor, torch.Tensor] | None = None,  # gate and up, and down, of an expert that all go to
     product: Callable[..., torch.Tensor] = linear,
 ) -> torch.Tensor:
-    """x plus what `experts` and the shared expert give for its norm."""
+    """Return x plus the outputs of `experts` and of the shared expert for the norm of x."""
     normed = rms_norm(x, gain, eps)
     y = x + experts(normed, weights, chosen, gate_up, down, activation, gate_up_bias, down_bias)
     if shared is None:
@@ -537,8 +539,8 @@ def lookup_drafts(
     longest: int,  # ... and the most that are compared
     latest: bool,  # of equally long matches the latest counts, and a text that repeats itself goes on doing so
 ) -> None:
-    """Draft what followed the text's last tokens where they occurred before; of all places that with the longest match,
-    and the earliest of those unless `latest`."""
+    """Draft the tokens that followed the text's last tokens where they occurred before. The place with the longest
+    match is taken, and of several the earliest unless `latest`."""
     size, width = drafts.shape[1], int(lengths.max())
     text, end = history[rows, :width], lengths.long()
     final = text.gather(1, end[:, None] - 1)

@@ -56,7 +56,7 @@ class StepAdapters:
         return self.prompts is not None or bool(self.wide)
 
     def of(self, x: torch.Tensor) -> TokenSlots:
-        """The slots of the lines of x: all tokens of the step, or the last of each sequence."""
+        """Return the slots of the lines of x: all tokens of the step, or the last token of each sequence."""
         assert self.tokens is not None, "the step has adapters"
         if len(x) == len(self.tokens.slots):
             return self.tokens
@@ -101,7 +101,7 @@ class LinearSlots(nn.Module):
         return AdapterMatrices(self.shrink, self.expand, self.gain, self.shift, self.uses, parts)
 
     def apply_to(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """y [tokens, outputs], the layer's own product with x, as each token's adapter changes it."""
+        """Change y [tokens, outputs], the layer's own product with x, by each token's adapter."""
         slots = self.step.of(x)
         y = kernels.adapt(x, y, self.matrices(), slots)
         for slot in self.step.wide:
@@ -128,7 +128,7 @@ class WholeMatrix:
 
 @dataclass(slots=True)
 class VocabularyChange:
-    """What an adapter does to an embedding or a head, whole on every rank."""
+    """Change that an adapter makes to an embedding or a head, whole on every rank."""
 
     weight: torch.Tensor | None = None  # [vocabulary, hidden], in place of the model's
     bias: torch.Tensor | None = None  # [vocabulary] of a head, in place of the model's
@@ -139,8 +139,8 @@ class VocabularyChange:
 
 @dataclass(slots=True)
 class ExpertsChange:
-    """What an adapter adds to the matrices of a layer's experts: for each of this rank's experts the factors of its
-    gate and up, and those of its down. None: nothing."""
+    """Change that an adapter makes to a layer's experts: for each of this rank's experts the factors of its gate and
+    up, and those of its down. None: it changes nothing."""
 
     # [experts, rank, inputs] and, scaled, [experts, outputs, rank]
     gate_up: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -168,7 +168,7 @@ class VocabularySlots:
         self.changes: dict[int, VocabularyChange] = {}
 
     def lookup(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The vectors of tokens, as their adapters change them."""
+        """Return the vectors of tokens, changed by their adapters."""
         for change, lines in self._changed(self.step.tokens, rows):
             own = rows[lines] if change.weight is None else nn.functional.embedding(ids[lines], change.weight)
             if change.down is not None and change.up is not None:
@@ -177,7 +177,7 @@ class VocabularySlots:
         return rows
 
     def multiply(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of lines, as their adapters change them."""
+        """Return the logits of lines, changed by their adapters."""
         for change, lines in self._changed(self.step.lines, logits):
             states, own = hidden[lines], logits[lines]
             if change.weight is not None:

@@ -40,7 +40,7 @@ class AttentionLayer(nn.Module, ABC):
         """The result for all tokens, or for `last` only; all tokens' keys and values are stored."""
 
     def store(self, x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Store the keys and values of these tokens, and attend to nothing. Heads that draft ask for it."""
+        """Store the keys and values of these tokens without attending. Heads that draft call this."""
         raise AssertionError(f"{type(self).__name__} does not store without attending")
 
     def scale_heads(self, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
@@ -154,7 +154,7 @@ class Attention(AttentionLayer):
         self._rotate_and_store(self.qkv(x), positions, slots)
 
     def _rotate_and_store(self, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """The queries; keys and values are in the cache afterwards."""
+        """Rotate queries and keys, store keys and values in the cache, and return the queries."""
         if isinstance(self.q_norm, SplitRMSNorm):
             qkv = self._normalise_projections(qkv)
         if self.clip is not None:
@@ -211,7 +211,7 @@ class Attention(AttentionLayer):
 
 
 def _with_scale(vectors: torch.Tensor) -> torch.Tensor:
-    """Vectors [..., size] as the CPU library keeps them: 8-bit integers, followed by their scale, as bytes."""
+    """Return vectors [..., size] as the CPU library keeps them: 8-bit integers, followed by their scale, as bytes."""
     x = vectors.float()
     scale = x.abs().amax(-1, keepdim=True) / 127.0
     numbers = torch.where(scale > 0, x / scale, 0.0).round().to(torch.int8)
@@ -219,7 +219,7 @@ def _with_scale(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def layer_number(prefix: str) -> int:
-    """ "layers.3.attention" -> 3"""
+    """Return the number of a layer in a path: 3 for "layers.3.attention"."""
     return next((int(word) for word in prefix.split(".") if word.isdigit()), 0)
 
 
@@ -282,7 +282,7 @@ class EncoderAttention(Attention):
 
 
 class RelativeBias(WeightLayer):
-    """What is added to the scores of each head by the distance from query to key; layers share one."""
+    """The bias of each head's scores by the distance from query to key; layers share one."""
 
     table: torch.Tensor  # [heads, 2 * max_positions - 1], in the order of key - query
 
@@ -310,7 +310,7 @@ class RelativeBias(WeightLayer):
 
 
 def relative_bias_for(build: DecoderBuild, spec: RelativeBiasSpec, heads: int) -> RelativeBias:
-    """The encoder's biases for this spec, made on first use."""
+    """Return the encoder's biases for this spec, and make them on first use."""
     if spec not in build.biases:
         build.biases[spec] = RelativeBias(build, spec, heads)
     found = build.biases[spec]

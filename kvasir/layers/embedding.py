@@ -203,7 +203,7 @@ class StepOverlay:
         self.num_steps += 1
 
     def lay(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The embeddings of all tokens [tokens, hidden], with those that are overlaid."""
+        """Return the embeddings of all tokens [tokens, hidden], with the overlaid ones in their places."""
         if self.tokens is None or self.embeddings is None:
             return hidden
         return hidden.index_copy(0, self.tokens, self.embeddings.to(hidden.dtype))

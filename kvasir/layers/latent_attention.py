@@ -84,7 +84,7 @@ class LatentAttention(AttentionLayer):
         return query, cached
 
     def _split(self, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries, or what they are computed from; and vectors with their keys."""
+        """Split the first projection into queries (or the input of their projection), and vectors with their keys."""
         query, cached = both.split([part.num_own for part in self.down.shape.parts], dim=-1)
         return query, cached
 
@@ -96,7 +96,7 @@ class LatentAttention(AttentionLayer):
         batch: AttentionBatch,
         last: LastTokens | None = None,
     ) -> torch.Tensor:
-        """Everything between the projections."""
+        """Compute everything between the projections."""
         spec, batch = self.spec, batch.of_group(self.group)
         query = self._rotate_and_store(query, cached, positions, batch.slots)
         if last is not None:
@@ -112,7 +112,7 @@ class LatentAttention(AttentionLayer):
     def _rotate_and_store(
         self, query: torch.Tensor, cached: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
-        """The queries; vectors and rotated keys are in the cache afterwards."""
+        """Rotate queries and keys, store vectors and keys in the cache, and return the queries."""
         assert self.rotary is not None
         return kernels.latent_store(
             query.unflatten(-1, (self.heads, -1)),

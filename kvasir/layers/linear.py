@@ -47,7 +47,7 @@ class Linear(WeightLayer):
         return self.mesh.size == 1 and self.method.fuses_one_row(self)
 
     def fused(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
-        """The layer for one row, with what stands before and after it: see kernels.fused_linear."""
+        """Compute the layer for one row, with the operations before and after it; see kernels.fused_linear."""
         return self.method.apply_fused(self, x, **how)
 
     def tensors(self) -> Mapping[TensorKey, tuple[int, ...]]:
@@ -93,5 +93,5 @@ def qkv_linear(
 
 
 def heads_part(name: str, heads: int, own: slice, head_dim: int) -> MatrixPart:
-    """The outputs of some heads."""
+    """Return the part of a matrix that makes the outputs of some heads."""
     return MatrixPart(name, heads * head_dim, slice(own.start * head_dim, own.stop * head_dim))

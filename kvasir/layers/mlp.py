@@ -147,8 +147,8 @@ class Experts(WeightLayer):
         return self.mesh.all_reduce(self._adapted(x, weights, chosen, slots))
 
     def _adapted(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, slots: TokenSlots) -> torch.Tensor:
-        """The same with adapters. Lines whose adapter changes experts are computed again, expert by expert, because
-        what it adds to gate and up goes through the activation."""
+        """Compute `forward` with adapters. Lines whose adapter changes experts are computed again, expert by expert,
+        because the change of gate and up goes through the activation."""
         assert self.slots is not None, "a model that takes adapters has slots"
         leaves_parts, self.leaves_parts = self.leaves_parts, False
         y = self.method.apply(self, x, weights, chosen, self.activation)
@@ -160,7 +160,7 @@ class Experts(WeightLayer):
     def _changed(
         self, change: ExpertsChange, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
-        """[lines, hidden] float32, for lines that have one adapter."""
+        """Compute the experts' outputs, [lines, hidden] float32, for lines that have one adapter."""
         y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in torch.unique(chosen).tolist():
             if expert >= self.shape.num_own_experts:
@@ -181,7 +181,7 @@ class Experts(WeightLayer):
     def fused(
         self, stream: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, norm: Norm, shared: GatedMLP | None
     ) -> torch.Tensor:
-        """stream + the outputs for norm(stream) of experts, and of the shared one, for one row."""
+        """Return stream plus the outputs of the experts, and of the shared one, for norm(stream), of one row."""
         options = norm.fused_options
         assert options is not None, "the norm can be fused"
         matrices = None if shared is None else (shared.gate_up.weight, shared.down.weight)
@@ -191,7 +191,7 @@ class Experts(WeightLayer):
         )  # fmt: skip
 
     def can_join(self, shared: GatedMLP) -> bool:
-        """Whether `fused` takes this shared expert: one that could be several of these."""
+        """Whether `fused` takes this shared expert: its size must be a multiple of the others'."""
         plain = all(isinstance(part.method, UnquantizedLinear) for part in (shared.gate_up, shared.down))
         bare = shared.gate_up.bias is None and shared.down.bias is None
         multiple = shared.down.shape.inputs % self.shape.inner_size == 0
@@ -323,8 +323,8 @@ class MoE(FeedForward):
                 self.shared_gate = replicated_linear(build, f"{prefix}.shared_gate", hidden, 1, bias=False)
 
     def route_evenly(self) -> None:
-        """Give a router of random weights rows of equal length: no expert is then better than others on average, and a
-        step reads as many experts as with weights that were trained to spread."""
+        """Give a router of random weights rows of equal length. Then no expert is better than others on average, and a
+        step reads as many experts as with trained weights, which spread tokens."""
         weight = self.router.weight.data
         if weight.is_floating_point():  # the CPU library has packed it otherwise
             weight.mul_(0.02 * weight.shape[1] ** 0.5 / weight.float().norm(dim=1, keepdim=True).to(weight.dtype))

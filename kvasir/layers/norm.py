@@ -29,7 +29,7 @@ class Norm(WeightLayer, ABC):
 
     @abstractmethod
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The norm of x, over its last dimension."""
+        """Return the norm of x, over its last dimension."""
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm of x + residual, and the sum, which is the next residual."""

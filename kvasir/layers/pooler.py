@@ -81,7 +81,7 @@ class Pooler(nn.Module):
         return done if activate is None else torch.where(activate[:, None], done, x)
 
     def names(self, path: str) -> dict[str, str]:
-        """Names of tensors in the checkpoint -> paths of the layers below `path`. Tensors of a file beside the
+        """Map names of tensors in the checkpoint to paths of the layers below `path`. Tensors of a file beside the
         checkpoint are named after it."""
         found = {}
         for place, layer in enumerate(self.spec.layers):

@@ -240,7 +240,7 @@ class AdapterReader:
         return LinearImage(shrink, expand, gain.fill_(1.0), shift, uses)
 
     def _parts(self, module: Module, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """A tensor with one line for each output, cut into the parts of the model's layers."""
+        """Cut a tensor with one line for each output into the parts of the model's layers."""
         parts = list(module.place.layout.split(tensor, module.place.layer))
         if self.swaps_halves:
             for index, pattern in enumerate(module.place.layout.targets):
@@ -251,14 +251,14 @@ class AdapterReader:
 
     @staticmethod
     def _reordered(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
-        """Each head's two halves by turns, as the file of the model has them."""
+        """Interleave the two halves of each head, as the file of the model does."""
         heads = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
         return heads.transpose(1, 2).reshape(tensor.shape)
 
     # ------------------------------------------------------------ experts
 
     def _expert(self, pieces: ExpertPieces, module: Module, factors: Factors, tensors: Tensors) -> None:
-        """The factors of one matrix of one expert."""
+        """Collect the factors of one matrix of one expert."""
         (target,) = next(iter(module.place.targets.values()))
         assert isinstance(module.owner, Experts), "see find_modules"
         down, up = tensors[factors.down].float(), factors.scale * tensors[factors.up].float()
@@ -267,8 +267,9 @@ class AdapterReader:
     def _all_experts(
         self, pieces: ExpertPieces, module: Module, stack: str, factors: Factors, tensors: Tensors
     ) -> None:
-        """The factors of all experts of a layer, as PEFT keeps those of a stack of matrices (target_parameters): the
-        rows of lora_A are those of one expert after the other, the columns of lora_B are the experts by turns."""
+        """Collect the factors of all experts of a layer, as PEFT keeps those of a stack of matrices
+        (target_parameters): the rows of lora_A belong to one expert after the other, the columns of lora_B to the
+        experts in turn."""
         experts, layout = module.owner, module.place.layout
         assert isinstance(experts, Experts), "see find_modules"
         count = experts.shape.num_experts
@@ -358,7 +359,8 @@ class AdapterStore:
         self._jobs.put((slot, resource, launched))
 
     def finished(self, seconds: float) -> list[tuple[int, str | None]]:
-        """Slots whose loads are done, each with an error or None, after waiting up to `seconds` for the first."""
+        """Return the slots whose loads are done, each with an error or None, after waiting up to `seconds` for the
+        first."""
         found = []
         try:
             found.append(self._done.get(timeout=seconds) if seconds > 0 else self._done.get_nowait())

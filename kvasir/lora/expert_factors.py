@@ -40,7 +40,8 @@ class ExpertPieces:
         found: dict[int, list[tuple[torch.Tensor, int, torch.Tensor]]],
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The factors of all experts, padded to one rank: gate and up have ranks of their own, one after the other."""
+        """Stack the factors of all experts, padded to one rank. Gate and up have ranks of their own, one after the
+        other."""
         inputs, outputs = shape.hidden_size, 2 * shape.num_own
         if name == "down":
             inputs, outputs = shape.num_own, shape.hidden_size

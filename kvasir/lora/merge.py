@@ -55,7 +55,7 @@ def merge(base: Path, adapter: Path, out: Path) -> int:
 
 
 def _targets(checkpoint: Safetensors, names: Names, prefix: str) -> AdapterTargets:
-    """The modules of a checkpoint: every matrix that a layer of the decoder is made of."""
+    """Return the modules of a checkpoint: every matrix that a layer of the decoder is made of."""
     modules: dict[str, AdapterTarget] = {}
     for name, entry in checkpoint.entries.items():
         module, _, last = name.rpartition(".")
@@ -79,7 +79,7 @@ class _Merger:
         self.num_changed = 0
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor of the checkpoint, changed by the adapter where it changes it."""
+        """Return a tensor of the checkpoint, changed by the adapter if it changes this one."""
         value = _read(self.checkpoint.entries[name])
         module, _, last = name.rpartition(".")
         factors = self.plan.modules.get(module)
@@ -90,7 +90,7 @@ class _Merger:
         return changed.to(value.dtype).contiguous()
 
     def further(self, out: Path) -> dict[str, torch.Tensor]:
-        """Tensors that only the merged checkpoint has: a head that was tied, and biases."""
+        """Return tensors that only the merged checkpoint has: a head that was tied, and biases."""
         found: dict[str, torch.Tensor] = {}
         for module, factors in self.plan.modules.items():
             target, has = self.targets.modules[module], self.checkpoint.entries

@@ -137,7 +137,7 @@ def _read_index(directory: Path) -> list[Path]:
 
 
 def _find_beside(directory: Path) -> list[Path]:
-    """The files of a small module, such as those of sentence-transformers and heads that draft."""
+    """Find the files of a small module, such as those of sentence-transformers and heads that draft."""
     if not (directory / _SINGLE).is_file():
         for name in ("pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt"):
             if (directory / name).is_file():
@@ -146,7 +146,7 @@ def _find_beside(directory: Path) -> list[Path]:
 
 
 def _read_torch(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a small file in torch's format; only tensors are read from it, no code."""
+    """Read the tensors of a small file in torch's format; no code is read from it."""
     try:
         held = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:

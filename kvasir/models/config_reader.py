@@ -64,7 +64,7 @@ def integer(config: Config, key: str, default: int | None = None, *, least: int 
 
 
 def choice(config: Config, key: str, known: Sequence[str], default: str | None = None) -> str:
-    """One of some words. Without a default the entry is required."""
+    """Read one of several words. Without a default the entry is required."""
     value = _value(config, key, default)
     if value not in known:
         raise ModelError(f"config.json: {key} {_shown(value)} is not supported; supported are {', '.join(known)}.")
@@ -183,7 +183,8 @@ def read_decoder(
 
 
 def both_directions(layer: LayerSpec, share: int = 1) -> LayerSpec:
-    """The same layer whose tokens see later ones too: 1/share of a window on either side, where it has one."""
+    """Return the layer with attention to later tokens too. If it has a window, tokens see 1/share of it on either
+    side."""
     attention = layer.attention
     if not isinstance(attention, AttentionSpec):
         raise ModelError("config.json: is_causal=false is not supported for attention with a latent cache.")
@@ -240,7 +241,7 @@ def read_attention(config: Config, *, head_dim: int | None = None, **options: An
 
 
 def head_dim_of(config: Config, default: int | None = None) -> int:
-    """The size of a head. `default` None stands for hidden_size / num_attention_heads."""
+    """Read the size of a head. `default` None stands for hidden_size / num_attention_heads."""
     if config.get("head_dim") is None and default is None:
         hidden_size, num_heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
         if hidden_size % num_heads:
@@ -253,7 +254,7 @@ def head_dim_of(config: Config, default: int | None = None) -> int:
 
 
 def yarn_score_scale(rope: RopeSpec, config: Config) -> float:
-    """What DeepSeek's models multiply scores by where yarn stretches the text: the square of its growth."""
+    """Return the factor of scores in DeepSeek's models where yarn stretches the text: the square of its growth."""
     weight = optional_real({**mapping(config, "rope_scaling"), **mapping(config, "rope_parameters")}, "mscale_all_dim")
     if not isinstance(rope.scaling, YarnScaling) or weight is None:
         return 1.0
@@ -350,7 +351,7 @@ def _llama3(given: Config, config: Config) -> Llama3Scaling:
 
 
 def yarn_growth(factor: float, weight: float) -> float:
-    """How much larger yarn makes queries and keys of a text that it stretches by `factor`."""
+    """Return the factor by which yarn enlarges queries and keys of a text that it stretches by `factor`."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -188,7 +188,7 @@ def _qwen_moe(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _glm4_moe(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Layers that predict several tokens at once are counted with the others."""
+    """Read GLM-4.5's entries. Its files count layers that predict several tokens at once with the others."""
     extra = file.get("nextn_predict_layers") or 0
     rotated = file.get("rope.dimension_count") or config["head_dim"] // 2
     for name, value, least in (("nextn_predict_layers", extra, 0), ("rope.dimension_count", rotated, 1)):
@@ -240,7 +240,7 @@ def _deepseek2(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _routing(file: GGUFFile) -> dict[str, Any]:
-    """What the files of DeepSeek and its like say of experts."""
+    """Read how experts are chosen, from the files of DeepSeek and its like."""
     names = {
         "expert_count": "n_routed_experts",
         "expert_shared_count": "n_shared_experts",

@@ -119,9 +119,9 @@ def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = N
                 _check_on_device(model, source.checkpoint, places)
             _process(model)
             save_packed(model, cached)
-            return _told(model)
+            return _finish(model)
     _process(model)
-    return _told(model)
+    return _finish(model)
 
 
 def _process(model: nn.Module) -> None:
@@ -129,8 +129,8 @@ def _process(model: nn.Module) -> None:
         layer.process()
 
 
-def _told(model: Transformer) -> Transformer:
-    """Log how the weights are held, so that nobody has to guess."""
+def _finish(model: Transformer) -> Transformer:
+    """Log how the weights are held, and return the model ready for inference."""
     logger.info("matrices: %s", describe_weights(model))
     return model.eval()
 
@@ -174,7 +174,7 @@ class Source:
 
 
 def _with_poolers(source: Source, model: Transformer, config: ModelConfig) -> Source:
-    """The same checkpoint with the tensors of the poolers' heads. What only generation needs is ignored."""
+    """Return the checkpoint with the tensors of the poolers' heads. Tensors that only generation needs are ignored."""
     if not isinstance(source.checkpoint, Safetensors):
         raise ModelError("Quantized checkpoints of pooling models are not supported; use unquantized weights.")
     layers = [layer for pooler in config.poolers for layer in pooler.layers]
@@ -192,7 +192,7 @@ def _with_poolers(source: Source, model: Transformer, config: ModelConfig) -> So
 
 
 def _rows_of_tokens(source: Source, layer: DenseSpec, config: ModelConfig) -> torch.Tensor:
-    """A classifier made of the LM head: the row of the last token, less that of the first if there are two."""
+    """Make a classifier of the LM head: the row of the last token, minus that of the first if there are two."""
     names = {ours: theirs for theirs, ours in source.names.items() if isinstance(ours, str)}
     name = next(
         (
@@ -456,7 +456,7 @@ def _fill(
     dtype: torch.dtype | None,
     show_progress: bool,
 ) -> None:
-    """Load every tensor; with `dtype`, those are refused that it cannot hold."""
+    """Load every tensor. With `dtype`, tensors with values that it cannot hold are refused."""
     with tqdm(
         total=len(places), desc="Loading weights", unit="tensor", disable=not show_progress, dynamic_ncols=True
     ) as progress:
@@ -471,7 +471,7 @@ def _fill(
 
 
 def _is_float(tensor: torch.Tensor) -> bool:
-    """Whether its values are weights as they stand; those of eight bits are codes."""
+    """Whether the tensor's values are weights as they stand; 8-bit values are codes."""
     return tensor.itemsize > 1 and tensor.is_floating_point()
 
 
@@ -555,7 +555,7 @@ def _fill_dummy(model: nn.Module, generator: torch.Generator, form: WeightFormat
 
 
 def _is_loaded(layer: WeightLayer) -> bool:
-    """Whether a layer's memory is no plain matrix, so that it is filled through its `load`."""
+    """Whether a layer fills its memory in its own `load`, because that is no plain matrix."""
     method = getattr(layer, "method", None)
     if isinstance(method, UnquantizedLinear) or type(method) is UnquantizedExperts:
         return False

@@ -183,7 +183,7 @@ def run_in_library(model: Transformer) -> LibraryModel:
 
 
 def batch_dependent_layer(model: Transformer) -> str | None:
-    """A part of the model whose rounding may depend on the batch; None: there is none."""
+    """Name a part of the model whose rounding may depend on the batch; None if there is none."""
     for number, layer in enumerate(model.layers):
         attention: Any = layer.attention
         if type(layer) not in _ARRANGEMENTS or type(attention) not in (Attention, LatentAttention):
@@ -288,7 +288,7 @@ PACKED_VERSION = 5  # of the layouts in csrc/cpu/kernels.h, and of which layer h
 
 
 def packed_weights_file(config: EngineConfig, mesh: Mesh) -> Path | None:
-    """The file of this model's packed weights, whether it exists or not; None if packed_weights_dir is unset."""
+    """Return the file of this model's packed weights, whether it exists or not; None if packed_weights_dir is unset."""
     if config.load.packed_weights_dir is None:
         return None
     files = [
@@ -303,7 +303,7 @@ def packed_weights_file(config: EngineConfig, mesh: Mesh) -> Path | None:
 
 
 def restore_packed(model: nn.Module, file: Path | None) -> bool:
-    """Fill the model from the file. False: there is no file, or it cannot be used."""
+    """Fill the model from the file. Returns False if there is no file, or it cannot be used."""
     if file is None or not file.is_file():
         return False
     try:
@@ -340,7 +340,7 @@ def save_packed(model: nn.Module, file: Path | None) -> None:
 
 
 def _packed_tensors(model: nn.Module) -> Iterator[tuple[str, WeightLayer, str, torch.Tensor]]:
-    """All tensors of the file: name, layer, name within the layer, and memory. An embedding is one matrix."""
+    """Yield all tensors of the file: name, layer, name within the layer, and memory. An embedding is one matrix."""
     for path, layer in model.named_modules():
         if not isinstance(layer, WeightLayer):
             continue

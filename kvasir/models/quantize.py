@@ -89,7 +89,7 @@ def quantize_checkpoint(model: ModelConfig, out: Path, to: str, device: str) -> 
 
 
 def _is_matrix(name: str, names: Names) -> bool:
-    """Whether a tensor is a matrix that a linear layer or an expert multiplies; a router is none that is quantized."""
+    """Whether a tensor is a matrix of a linear layer or an expert. Routers are not quantized."""
     module = name.removesuffix(".weight")
     for pattern, ours in names.items():
         if module != name and fnmatchcase(module, pattern):
@@ -111,7 +111,7 @@ def _holds_experts(name: str, names: Names) -> bool:
 
 
 def _stored(module: str, weight: torch.Tensor, to: str) -> dict[str, torch.Tensor]:
-    """The tensors of a matrix, as compressed-tensors names them."""
+    """Return the tensors of a matrix, as compressed-tensors names them."""
     if to == "int4":
         coded = int4(weight, whole_zeros=True)
         assert coded.minimum is not None and coded.coding.group == GROUP, "groups were checked before"
@@ -130,7 +130,7 @@ def _stored(module: str, weight: torch.Tensor, to: str) -> dict[str, torch.Tenso
 
 
 def _words(numbers: torch.Tensor) -> torch.Tensor:
-    """4-bit numbers, eight to a word, lowest first."""
+    """Pack 4-bit numbers, eight to a word, lowest first."""
     rows = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % 8)).view(len(numbers), -1, 8).long()
     words = (rows << torch.arange(0, 32, 4, device=rows.device)).sum(2)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

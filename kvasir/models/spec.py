@@ -120,8 +120,8 @@ class DecoderSpec:
         return tuple(layer.attention.window for layer in self.layers)
 
     @property
-    def only_ours(self) -> str | None:
-        """What of its attention packages do not compute; None: nothing."""
+    def unsupported_by_packages(self) -> str | None:
+        """Name what in its attention other packages do not compute; None if they compute all of it."""
         kinds = [layer.attention for layer in self.layers]
         if any(isinstance(attention, LatentAttentionSpec) for attention in kinds):
             return "a latent cache"
@@ -150,7 +150,7 @@ Split = Callable[[Any, LayerSpec | None], Sequence[Any]]
 
 
 def whole(tensor: Any, layer: LayerSpec | None) -> Sequence[Any]:
-    """One target gets all of it."""
+    """Give all of a tensor to its one target."""
     return (tensor,)
 
 

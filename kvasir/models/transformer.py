@@ -78,13 +78,13 @@ class DecoderLayer(nn.Module):
     # ------------------------------------------------------------ fusing
 
     def _one_row(self, stream: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch) -> torch.Tensor:
-        """The layer in fewer launches: norms, activation and residual inside the products."""
+        """Compute the layer for one row in fewer launches: norms, activation and residual are inside the products."""
         stream = self.attention.one_row(stream, self.attention_norm, positions, batch)
         return self.mlp.one_row(stream, self.mlp_norm)
 
     @cached_property
     def fuses(self) -> bool:
-        """Whether `_one_row` computes this layer; asked once the weights are loaded."""
+        """Whether `_one_row` computes this layer. It is asked once the weights are loaded."""
         norms_fuse = self.attention_norm.fused_options is not None and self.mlp_norm.fused_options is not None
         return norms_fuse and self._adds_directly and self.attention.fuses_one_row and self.mlp.fuses_one_row
 
@@ -161,7 +161,8 @@ class StateRecorder:
         return cls(places, len(layers))
 
     def within(self, num_layers: int, fewer: int) -> StateRecorder:
-        """The recorder of a copy with fewer layers, at least two: as many states, those of layers at the second one."""
+        """Return the recorder of a copy with fewer layers, at least two: it records as many states, those of other
+        layers at the second one."""
         inner = [at for layer, places in self.places.items() if layer < num_layers for at in places]
         ends = {1: inner, fewer: self.places.get(num_layers, [])}
         return StateRecorder({layer: places for layer, places in ends.items() if places}, self.count)
@@ -266,7 +267,7 @@ class Transformer(nn.Module):
 
     @property
     def recorded(self) -> torch.Tensor | None:
-        """What the last `forward` recorded, [tokens, layers * hidden]; None: nothing."""
+        """States that the last `forward` recorded, [tokens, layers * hidden]; None if nothing is recorded."""
         return self._recorder.states
 
     @property
@@ -308,8 +309,8 @@ class Transformer(nn.Module):
         return f"{self.spec} {self.max_positions} {type(self.backend).__name__}"
 
     def compile_copy(self) -> Transformer:
-        """A copy with few layers, which launches every kernel variant that all the layers launch: one of each kind, and
-        the last one, which may run for fewer tokens than the others."""
+        """Make a copy with few layers that launches every kernel variant of the model: one layer of each kind, and the
+        last one, which may run for fewer tokens than the others."""
         layers = list(self._decoder_layers())
         kinds = {layer.spec: layer for layer in layers}
         short = copy(self)

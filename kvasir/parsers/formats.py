@@ -1,8 +1,8 @@
 """How models write tool calls and reasoning: one row for each format, with vLLM's names. API process.
 
-A row is read twice: by the scanner (scanner.py) and by the grammar (grammar.py). Markers stand with the whitespace that
-models write. The scanner takes any whitespace between the words of a marker and around it; the grammar writes it as it
-stands here.
+A row is read three times: by the scanner (scanner.py), by the grammar (grammar.py), and by the writer of calls of
+earlier turns (templates.py). Markers stand with the whitespace that models write. The scanner takes any whitespace
+between the words of a marker and around it; the grammar writes it as it stands here.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ REASONING_NAMES = tuple(sorted({*REASONING_FORMATS, *REASONING_ALIASES}))
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """What the answers of one model look like. None: the model writes no calls, or no reasoning, of a known form."""
+    """Format of one model's answers. None: the model writes no calls, or no reasoning, of a known form."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -301,7 +301,7 @@ class AnswerFormat:
 
 
 def tool_format(name: str) -> ToolFormat:
-    """The row of this name, which may be one of vLLM's."""
+    """Return the row of this name, which may be one of vLLM's."""
     return _find("tool_call_parser", name, TOOL_FORMATS, TOOL_ALIASES)
 
 

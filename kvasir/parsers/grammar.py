@@ -47,8 +47,8 @@ class GrammarWriter:
         reasoning: tuple[str, str] | None = None,
         otherwise: str = "",
     ) -> str:
-        """The answer is calls of these tools, at least one. `reasoning`: the markers of reasoning that may be first.
-        `otherwise`: an expression of what the answer may be instead."""
+        """Write the grammar of an answer that is calls of these tools, at least one. `reasoning`: the markers of
+        reasoning that may be first. `otherwise`: an expression of what the answer may be instead."""
         form = self.form
         if form.arguments == "harmony":
             return self._rules.text(self._harmony(tools, parallel, otherwise))
@@ -69,13 +69,13 @@ class GrammarWriter:
         return self._rules.text(body)
 
     def answer(self, expression: str, reasoning: tuple[str, str], is_harmony: bool) -> str:
-        """The answer is of an expression, and reasoning may come first."""
+        """Write the grammar of an answer that matches `expression`, and that reasoning may precede."""
         if is_harmony:
             return self._rules.text(joined(self._harmony_thought(), self._harmony_final(expression)))
         return self._rules.text(joined(self._thought(*reasoning), expression))
 
     def tags(self, tools: Sequence[CallableTool], parallel: bool) -> tuple[GrammarTag, ...]:
-        """What follows the beginning of calls, once the model has written it."""
+        """Write the grammar of calls from their beginning on, which the model has chosen to write."""
         form = self.form
         if form.arguments == "harmony":
             return (self._harmony_tag(tools),)
@@ -95,7 +95,7 @@ class GrammarWriter:
         return (GrammarTag(trigger, self._rules.text(body)),)
 
     def _bare_tags(self, tools: Sequence[CallableTool], parallel: bool) -> tuple[GrammarTag, ...]:
-        """Without markers a call is known by its first characters."""
+        """Write the tags of a format without markers, whose calls are known by their first characters."""
         form, found = self.form, []
         for tool in tools:
             self._rules = Rules()
@@ -196,7 +196,7 @@ class GrammarWriter:
         return joined(flag, self.text_until(end))
 
     def _tagged_value(self, schema: Any, tool: CallableTool) -> str:
-        """A value and its closing tag. Strings stand as they are, other values as JSON."""
+        """Write a value and its closing tag. Strings stand as they are, other values as JSON."""
         form, root = self.form, tool.arguments
         found = resolved(schema, root)
         if says_nothing(found):
@@ -257,7 +257,7 @@ class GrammarWriter:
         return alternatives(found)
 
     def _harmony_tag(self, tools: Sequence[CallableTool]) -> GrammarTag:
-        """Calls are messages to a function, so the tag begins at the recipient."""
+        """Write the tag of harmony's calls, which are messages to a function: it begins at the recipient."""
         found = []
         for tool in tools:
             head = joined(quote(tool.name), '" "?', self.literal("<|constrain|>json<|message|>"))

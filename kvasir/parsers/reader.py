@@ -309,7 +309,7 @@ class Finder:
         self._first = re.compile("[" + re.escape("".join({word[0] for word in words})) + "]")
 
     def begun(self, text: str, at: int) -> int:
-        """How many characters at the end of a text, from `at` on, may be the beginning of a word."""
+        """Number of characters at the end of a text, from `at` on, that may be the beginning of a word."""
         start = max(at, len(text) - self._longest)
         while (match := self._first.search(text, start)) is not None:
             start = match.start()

@@ -180,7 +180,7 @@ class Scanner(PythonValues, GemmaValues, TextReader):
             yield from self._more()
 
     def _read_bare(self) -> Steps:
-        """Calls without markers: the answer itself is one."""
+        """Read calls without markers: the answer itself is one."""
         self._held = []
         yield from self._skip_spaces()
         character = yield from self._peek()
@@ -272,7 +272,7 @@ class Scanner(PythonValues, GemmaValues, TextReader):
             yield from self._try_marker(form.call[1])
 
     def _start(self, name: str, call_id: str | None = None) -> Callable[[str], None]:
-        """A call begins: what was held back is a call. Returns where its arguments go."""
+        """Begin a call: the text that was held back belongs to it. Returns where its arguments go."""
         form = self._tools
         is_bare = form is not None and form.is_bare
         if name not in self._schemas and (is_bare or len(name) > MAX_NAME or not _NAME.fullmatch(name)):
@@ -284,7 +284,7 @@ class Scanner(PythonValues, GemmaValues, TextReader):
         return lambda text: self._add_arguments(index, text)
 
     def _json_call(self, form: ToolFormat) -> Steps:
-        """An object with the name and the arguments."""
+        """Read an object with the name and the arguments."""
         emit: Callable[[str], object] | None = None
         early: list[str] | None = None  # arguments before the name
         has_arguments = False
@@ -321,7 +321,7 @@ class Scanner(PythonValues, GemmaValues, TextReader):
             emit("{}")
 
     def _json_arguments(self, emit: Callable[[str], object]) -> Steps:
-        """The arguments: an object, or the text of one in a string, or null for none."""
+        """Read the arguments: an object, or the text of one in a string, or null for none."""
         character = yield from self._peek()
         if character == "{":
             yield from self._copy_json(emit)
@@ -335,7 +335,7 @@ class Scanner(PythonValues, GemmaValues, TextReader):
             emit("{}" if text in ("null", "") else text)
 
     def _named_call(self, form: ToolFormat) -> Steps:
-        """The name up to a marker, then the arguments."""
+        """Read the name up to a marker, then the arguments."""
         call_id = None
         (end,) = marker_words(form.name_end)
         name, _ = yield from self._short_until(end)
@@ -394,8 +394,8 @@ class Scanner(PythonValues, GemmaValues, TextReader):
         yield from self._try_marker(form.call[1])
 
     def _tagged_name(self, form: ToolFormat, key_word: str, close_word: str) -> Generator[None, None, str]:
-        """The name up to its end marker. Where that is only a line break, a key or the end of the call may follow at
-        once."""
+        """Read the name up to its end marker. Where that is only a line break, a key or the end of the call may follow
+        at once."""
         if form.name_end.strip():
             name, _ = yield from self._short_until(marker_words(form.name_end)[0])
             return name.strip()
@@ -462,7 +462,7 @@ class HarmonyReader(TextReader):
                 self._add(Content, "".join(self._held))
 
     def _header(self, text: str) -> Generator[None, None, str]:
-        """The text up to <|message|>. A text that is too long, or ends before, is content."""
+        """Read the text up to <|message|>. A text that is too long, or ends before, is content."""
         found = [text]
         size = 0
         while True:

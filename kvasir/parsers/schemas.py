@@ -49,7 +49,8 @@ _FORMATS = {
 
 
 def resolved(schema: object, root: Schema) -> Schema:
-    """A schema with its reference and its parts (`allOf`) written into it. What cannot be found says nothing."""
+    """Return a schema with its reference and its parts (`allOf`) merged into it. A reference that is not found limits
+    nothing."""
     for _ in range(_MAX_HOPS):
         if not isinstance(schema, Mapping):
             return {}
@@ -72,7 +73,8 @@ def _find(reference: object, root: Schema) -> Schema:
 
 
 def branches(schema: Schema) -> list[Schema]:
-    """The alternatives of a schema, each with what holds for all of them; only itself if it has none."""
+    """Return the alternatives of a schema, each with what holds for all of them; only the schema itself if it has
+    none."""
     for name in ("anyOf", "oneOf"):
         found = schema.get(name)
         if isinstance(found, list) and found:
@@ -85,12 +87,12 @@ def branches(schema: Schema) -> list[Schema]:
 
 
 def kinds_of(schema: object, root: Schema) -> set[str]:
-    """The JSON types that a schema allows; empty if it does not say."""
+    """Return the JSON types that a schema allows; none if it does not limit them."""
     return _kinds(schema, root, {}) or set()
 
 
 def _kinds(schema: object, root: Schema, known: dict[str, set[str] | None]) -> set[str] | None:
-    """`known`: those of each reference, which is followed once; None: not yet, and others say what it may be."""
+    """Return the types, or None inside a reference that is being followed. `known`: the types of each reference."""
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if isinstance(reference, str):
         if reference in known:

@@ -128,8 +128,8 @@ def _render(source: str, messages: list[Mapping[str, Any]], **variables: Any) ->
 
 
 def _left(row: ToolFormat, text: str) -> int:
-    """How many characters of a shown call a format leaves as content: the fewer, the better it fits. -1: it does not
-    read the call."""
+    """Number of characters of a shown call that a format leaves as content: the fewer, the better it fits. -1 if it
+    does not read the call."""
     parser = make_parser(AnswerFormat(row), {_NAME: _TOOL["function"]["parameters"]})  # type: ignore[index]
     parts = [*parser.feed(text.lstrip()), *parser.finish()]
     calls = calls_of(parts)
@@ -164,7 +164,7 @@ Call = tuple[str, Mapping[str, Any]]  # name, arguments
 
 
 def write_calls(form: ToolFormat, calls: Sequence[Call]) -> str:
-    """Calls as the model writes them."""
+    """Write calls as the model writes them."""
     if form.arguments == "harmony":
         return "".join(
             f"<|start|>assistant<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_json(given)}"

@@ -45,7 +45,7 @@ class CallableTool:
 
     @property
     def style(self) -> JsonStyle:
-        """Calls have only the arguments that the schema names, unless it says otherwise."""
+        """How JSON is written: objects have only the properties that the schema names, unless it says otherwise."""
         return JsonStyle(lenient=self.lenient, closed=True)
 
     @property
@@ -212,7 +212,7 @@ class ValueWriter:
                 self._cannot(name)
 
     def _cannot(self, what: str) -> None:
-        """Refuse what the grammar leaves out, unless that is allowed."""
+        """Refuse a keyword that the grammar leaves out, unless the tool is lenient."""
         if not self._tool.lenient:
             raise self._refusal(
                 f"has {what} in its schema, which cannot be enforced in the way that this model writes calls. Remove "

@@ -89,10 +89,11 @@ class LinearMethod(Protocol):
         """x [rows, own inputs] -> [rows, own outputs], bias added."""
 
     def apply_parts(self, layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
-        """The same for a layer without bias; or [parts, rows, own outputs] that kernels.add_rms_norm still sums."""
+        """Return the result of `apply` for a layer without bias, or [parts, rows, own outputs] that
+        kernels.add_rms_norm still sums."""
 
     def apply_fused(self, layer: LinearLayer, x: torch.Tensor, **how: Any) -> torch.Tensor:
-        """The same for one row, with what stands before and after it in a layer: see kernels.fused_linear."""
+        """Compute `apply` for one row, with the operations before and after it in a layer; see kernels.fused_linear."""
 
     def dense(self, layer: LinearLayer) -> torch.Tensor:
         """The matrix [own outputs, own inputs] that `apply` multiplies with, as floats."""

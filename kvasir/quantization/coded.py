@@ -99,7 +99,7 @@ class Coded:
         return replace(self, **moved)
 
     def cut(self, rows: slice) -> Coded:
-        """Some rows."""
+        """Return some rows."""
         by_row = {name: getattr(self, name) for name in ("codes", "scale", "minimum", "row")}
         return replace(self, **{name: value[rows] for name, value in by_row.items() if value is not None})
 
@@ -112,12 +112,13 @@ class Coded:
         return self.split([self.shape[0] // count] * count)
 
     def take(self, rows: torch.Tensor) -> Coded:
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         by_row = {name: getattr(self, name) for name in ("codes", "scale", "minimum", "row")}
         return replace(self, **{name: value[rows] for name, value in by_row.items() if value is not None})
 
     def cut_columns(self, columns: slice) -> Coded | None:
-        """Some columns; None if the cut would go through a group or a tile, or columns are in an order of their own."""
+        """Return some columns; None if the cut would go through a group or a tile, or columns are in an order of their
+        own."""
         inputs = self.shape[1]
         if (columns.start, columns.stop) == (0, inputs):
             return self
@@ -219,7 +220,7 @@ class Coded:
 
 @dataclass(frozen=True)
 class RandomCoding:
-    """Of a matrix of random weights."""
+    """Coding of a matrix of random weights."""
 
     coding: Coding
     has_minimum: bool = False
@@ -244,7 +245,7 @@ class RandomCoding:
 
 
 def levels_of(coding: Coding, codes: torch.Tensor) -> torch.Tensor:
-    """What some codes of a coding stand for."""
+    """Return the numbers that some codes of a coding stand for."""
     return Coded(codes, torch.ones(len(codes), 1, device=codes.device), replace(coding, group=codes.shape[1])).levels()
 
 
@@ -259,7 +260,7 @@ def _narrow(values: torch.Tensor, lossy: bool) -> torch.Tensor:
 
 
 def stacked(parts: Sequence[Coded]) -> Coded | None:
-    """Matrices with the same inputs as one; None if their codings or orders differ."""
+    """Stack matrices with the same inputs into one; None if their codings or orders differ."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -338,7 +339,8 @@ def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def column_order(groups: torch.Tensor, group: int, what: str) -> torch.Tensor | None:
-    """The order that brings each group's columns together, given every column's group; None: they are already."""
+    """Return the order that brings each group's columns together, given every column's group; None if they are
+    together."""
     groups = groups.long()
     inputs = len(groups)
     straight = torch.arange(inputs, device=groups.device) // group

@@ -42,7 +42,7 @@ def on_device(matrix: FileMatrix, device: torch.device) -> Coded | None:
 
 
 def own_share(layer: LinearLayer, name: str | None, tensor: FileMatrix | torch.Tensor) -> FileMatrix | torch.Tensor:
-    """This rank's share of a part, quantized if it can be cut so."""
+    """Return this rank's share of a part, quantized if it can be cut so."""
     part, _ = layer.shape.place(name)
     columns = layer.shape.own_inputs
     if isinstance(tensor, torch.Tensor):

@@ -180,7 +180,8 @@ def _is_quantized(part: FileMatrix | torch.Tensor) -> bool:
 
 
 def _source(part: FileMatrix | torch.Tensor) -> LibrarySource | None:
-    """None: the part is not quantized, or the library has no format that holds it."""
+    """Return the part's numbers in the library's terms; None if it is not quantized, or the library has no format for
+    it."""
     if isinstance(part, torch.Tensor):
         return None
     if isinstance(part, Coded):
@@ -193,7 +194,7 @@ def _source(part: FileMatrix | torch.Tensor) -> LibrarySource | None:
 
 
 def _joined(sources: Sequence[LibrarySource | None]) -> tuple[Format, Arrangement] | None:
-    """A format that holds the numbers of all, and their common arrangement; None: there is none."""
+    """Return a format that holds the numbers of all parts, and their common arrangement; None if there is none."""
     found = [source for source in sources if source is not None]
     if len(found) < len(sources):
         return None

@@ -71,7 +71,7 @@ class PackedRows:
             yield blocks[:, place : place + 2].contiguous().view(torch.float16)
 
     def coded(self) -> Coded | None:
-        """The same matrix as codes, with scales in float32; None: its type is not made of codes and scales."""
+        """Return the matrix as codes, with scales in float32; None if its type is not made of codes and scales."""
         return CODES[self.kind](self.data.contiguous()) if self.kind in CODES and len(self.shape) == 2 else None
 
     def expand(self) -> torch.Tensor:
@@ -142,7 +142,7 @@ EXPANDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"Q4_0": _q4_0, "
 def _made(
     rows: torch.Tensor, numbers: torch.Tensor, coding: Coding, scale: torch.Tensor, minimum: torch.Tensor | None = None
 ) -> Coded:
-    """A matrix from the numbers, scales and minima of its blocks."""
+    """Make a matrix from the numbers, scales and minima of its blocks."""
     count = len(rows)
     lowest = None if minimum is None else minimum.reshape(count, -1)
     return Coded(numbers.reshape(count, -1), scale.reshape(count, -1), coding, minimum=lowest)

@@ -98,7 +98,7 @@ class PooledRows(RowFeature):
 
 
 def _flags(pieces: list[PromptPiece], device: torch.device) -> torch.Tensor | None:
-    """[pieces] whether each wants the pooler's last function; None: all do."""
+    """Return whether each piece wants the pooler's last function, [pieces]; None if all do."""
     wanted = [piece.asked.activate for piece in pieces]
     if all(wanted):
         return None
@@ -145,7 +145,7 @@ class PooledPromptReader(HiddenReader):
     def _reduce(
         self, hidden: torch.Tensor, first: Int32Array, counts: Int32Array, lengths: torch.Tensor, pooling: str
     ) -> torch.Tensor:
-        """The sums, or the largest values, of the tokens of each piece."""
+        """Return the sums, or the largest values, of the tokens of each piece."""
         if int(counts.sum()) != len(hidden):  # other rows of the step ask for something else
             own = np.concatenate([np.arange(f, f + c) for f, c in zip(first.tolist(), counts.tolist(), strict=True)])
             hidden = hidden[upload([own.astype(np.int32)], self.rows.device)[0].long()]

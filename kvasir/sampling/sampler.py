@@ -25,7 +25,7 @@ from kvasir.sampling.stages import FORBIDDEN, Stage, Stages, room_for
 
 @dataclass(slots=True, frozen=True)
 class SamplingKey:
-    """What the rows of a step ask for beyond temperature and seed."""
+    """Which rules the rows of a step ask for beyond temperature and seed."""
 
     filters: bool = False  # min-p, top-k or top-p
     bans: bool = False  # stop tokens that must not come yet
@@ -115,7 +115,8 @@ class SamplingParameters(RowFeature):
         self.stop_ids = _widened(self.stop_ids, STOP_IDS)
 
     def graph_keys(self, size: int) -> tuple[SamplingKey, ...]:
-        """Filters alone, and everything: what no row asks for costs next to nothing."""
+        """Return two keys: filters alone, and everything. In the second, rules that no row asks for cost next to
+        nothing."""
         return SamplingKey(filters=True), SamplingKey(filters=True, bans=True, stages=self.stages.in_graphs())
 
     def graph_key(self, key: SamplingKey, size: int) -> SamplingKey:
@@ -131,7 +132,7 @@ class SamplingParameters(RowFeature):
 
 
 def _widened(stop_ids: torch.Tensor, width: int) -> torch.Tensor:
-    """Padded with each line's first."""
+    """Pad each line to `width` with its first entry."""
     return torch.cat([stop_ids, stop_ids[:, :1].expand(-1, width - stop_ids.shape[1])], dim=1)
 
 

@@ -35,7 +35,7 @@ class ExpertLoad:
             module.tally = ExpertTally(counts, width)
 
     def take(self) -> torch.Tensor:
-        """What was counted since the last call, [layers, ranges]. Nothing waits for the device."""
+        """Return the counts since the last call, [layers, ranges]. Nothing waits for the device."""
         taken = self._counts.clone()
         self._counts.zero_()
         return taken
@@ -45,7 +45,7 @@ class ExpertLoad:
 
 
 def expert_load_of(model: nn.Module, device: torch.device) -> ExpertLoad | None:
-    """None: the model has no experts of ours."""
+    """Return the counts of the model's experts; None if it has none that Kvasir's own layers compute."""
     found = ExpertLoad(model, device)
     return found if found.layers else None
 

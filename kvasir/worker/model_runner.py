@@ -46,7 +46,7 @@ FeatureUses = list[tuple[RowFeature, FeatureUse]]  # the features that the rows 
 
 
 class Model(Protocol):
-    """All that the worker asks of a model, whether Kvasir, the CPU library or transformers runs its layers."""
+    """The interface of a model for the worker, whether Kvasir, the CPU library or transformers runs its layers."""
 
     vocab_size: int
     poolers: Any  # PoolingHeads by task, with the methods of a dict; empty: the model generates text
@@ -70,7 +70,7 @@ class Model(Protocol):
 
     @property
     def recorded(self) -> torch.Tensor | None:
-        """What the last `forward` recorded, [tokens, layers * hidden]; None: nothing."""
+        """States that the last `forward` recorded, [tokens, layers * hidden]; None if nothing is recorded."""
 
     def record(self, layers: Sequence[int]) -> None:
         """From now on `forward` records the residual stream that enters each of these layers, and for one more than
@@ -80,7 +80,7 @@ class Model(Protocol):
         """[rows, hidden] -> [rows, vocabulary]."""
 
     def kv_spec(self, block_size: int, dtype: torch.dtype) -> KVSpec:
-        """What this rank needs of the KV cache."""
+        """Return the shape of the KV cache that this rank needs."""
 
     def page_shape(self, block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
         """Shape of one block of one layer of this rank's cache."""
@@ -156,7 +156,7 @@ class StepOutputs:
         self.tensors += tensors
 
     def add_experts(self, load: ExpertLoad) -> None:
-        """Add what was counted; called last."""
+        """Add the counts of experts. It is called last."""
         self._experts = load
         self.tensors.append(load.take())
 
@@ -213,7 +213,7 @@ class StepOutputs:
 
 
 def _of_taken(part: Part, counts: Int32Array) -> Part:
-    """The part without the entries of drafts that were wrong. Entries of a line stand side by side."""
+    """Return the part without the entries of rejected drafts. Entries of a line stand side by side."""
     number = np.arange(len(part.index)) - np.searchsorted(part.index, part.index)
     own = np.flatnonzero(number < counts[part.index])
     ints = {name: values[own] for name, values in part.ints.items()}
@@ -221,7 +221,7 @@ def _of_taken(part: Part, counts: Int32Array) -> Part:
 
 
 def _without(parts: dict[str, Part], dropped: Int32Array) -> dict[str, Part]:
-    """The parts without the entries of these lines of the plan."""
+    """Return the parts without the entries of these lines of the plan."""
     kept = {name: (part, np.flatnonzero(~np.isin(part.index, dropped))) for name, part in parts.items()}
     return {
         name: Part(
@@ -450,7 +450,7 @@ class ModelRunner:
     def _sampling_lines(
         self, running: Running, sampled: SampledLines
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Hidden states, rows and lengths of the lines that sample."""
+        """Return the hidden states, rows and lengths of the lines that sample."""
         lines = sampled.lines
         if self.graphs is not None and running.key is not None:
             return self.graphs.left(running.key, lines)

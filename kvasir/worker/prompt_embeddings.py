@@ -21,7 +21,8 @@ from kvasir.sampling.features import NO_COLUMNS, ForwardUse, RowFeature
 
 
 def overlay_of(model: object, hf: Mapping[str, Any]) -> StepOverlay:
-    """Where a model takes embeddings as transformers does: after its embedding layer, with nothing in between."""
+    """Return the overlay of a model that takes embeddings as transformers does: after its embedding layer, with nothing
+    in between."""
     reason = None
     if not isinstance(model, Transformer):
         reason = "transformers runs this model"
@@ -51,7 +52,7 @@ class PromptEmbeddings(RowFeature):
         return NO_COLUMNS
 
     def _overlaid(self, plan: StepPlan) -> list[tuple[int, int, int]]:
-        """Lines with overlaid tokens in this step: the line, the first position and their number."""
+        """Return the lines with overlaid tokens in this step: the line, the first position and their number."""
         found = []
         for line in np.flatnonzero(np.isin(plan.rows, list(self._rows))).tolist() if self._rows else ():
             row, first = int(plan.rows[line]), int(plan.bounds[line] - plan.num_tokens[line])

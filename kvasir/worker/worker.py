@@ -82,8 +82,8 @@ def use_threads(config: EngineConfig, mesh: Mesh) -> Callable[[], None]:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """For steps that the library computes. torch has little to do in them, and its other threads would spin for a while
-    afterwards and slow down the library's."""
+    """Give torch one thread during steps that the library computes. torch has little to do in them, and its other
+    threads would spin for a while afterwards and slow down the library's."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -249,7 +249,7 @@ class Worker:
         self.platform.release_memory()
 
     def _kernel_list(self) -> str:
-        """What the launched kernels depend on beside the code and the device."""
+        """Name all that the launched kernels depend on beside the code and the device."""
         config, model = self.config, self.model
         assert model is not None, "the worker is closed"
         sizes = (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens, config.model.max_model_len)
@@ -263,7 +263,7 @@ class Worker:
         return "" if self.drafter is None else f"{self.config.model.speculative_config} {self.drafter.compile_key()}"
 
     def _run_largest_step(self) -> ModelRunner:
-        """Runs kernel by kernel, even if the step is small enough for a graph: there are none yet."""
+        """Run the largest step kernel by kernel, even if it is small enough for a graph: there are none yet."""
         step = self._largest_step()
         what = f"The largest step, of {int(step.num_tokens.sum())} tokens for {len(step.rows)} requests,"
         with self._must_fit(what, "max_num_batched_tokens or max_num_seqs"):
@@ -278,7 +278,7 @@ class Worker:
         return largest_step(*sizes, next(iter(self._tasks()), None), self._num_drafts)
 
     def _tasks(self) -> tuple[str, ...]:
-        """The tasks of a pooling model; none: it generates text."""
+        """The tasks of a pooling model; none if it generates text."""
         return () if self.model is None else tuple(self.model.poolers)
 
     def allocate_kv(self, num_blocks: int, num_host_blocks: int = 0) -> None:
@@ -371,7 +371,7 @@ class Worker:
         return found
 
     def _make_drafter(self, mesh: Mesh | None) -> Drafter | None:
-        """The drafter that the settings ask for. One serves all runners of this worker."""
+        """Make the drafter that the settings ask for. One serves all runners of this worker."""
         config, settings = read_speculative(self.config.model.speculative_config), self.config
         if config is None:
             return None

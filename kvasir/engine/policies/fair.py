@@ -118,7 +118,7 @@ class FairShare(Policy):
             tenant.blocks = float(blocks[tenant.account]) if tenant.account < len(blocks) else 0.0
 
     def _share(self, tenant: TenantShare, rows: int = 0, blocks: float = 0.0) -> float:
-        """What a tenant holds, with so many rows and blocks more."""
+        """Share that a tenant holds, or would hold with this many more rows and blocks."""
         rows += tenant.rows + tenant.claimed_rows
         blocks += tenant.blocks + tenant.claimed_blocks
         return max(rows / self.num_rows, blocks / self.num_blocks) / tenant.weight
@@ -129,14 +129,14 @@ class FairShare(Policy):
         return (0, 0) if tenant is None else (len(tenant.waiting), tenant.num_waiting_tokens)
 
     def num_tenants_with(self, name: str) -> int:
-        """Number of tenants that have requests, once the named one has."""
+        """Number of tenants that have requests, the named one included."""
         return len(self._tenants) + (name not in self._tenants)
 
     def account(self, request: Request) -> int:
         return self._tenant(request).account
 
     def holds_nothing(self, request: Request) -> bool:
-        """Whether no request of this one's tenant runs."""
+        """Whether the tenant of this request has no running request."""
         return self._tenant(request).rows == 0
 
     # ------------------------------------------------------------ room for the next request

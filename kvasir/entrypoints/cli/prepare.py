@@ -95,7 +95,7 @@ class MergeLora:
 
 @contextmanager
 def _named(**arguments: str) -> Iterator[None]:
-    """Errors begin with the command's argument in place of Python's."""
+    """Name the command's argument in errors, in place of Python's parameter."""
     try:
         yield
     except ConfigError as error:

@@ -45,7 +45,7 @@ class RouterStats:
 
 
 class Router:
-    """Used with two engines or more."""
+    """Chooses the engine of each request by load and cached prefixes. Used with two engines or more."""
 
     def __init__(self, num_engines: int, block_size: int) -> None:
         self.stats = RouterStats([0] * num_engines)

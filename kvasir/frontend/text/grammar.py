@@ -90,8 +90,8 @@ class Grammar:
 def build_grammar(
     params: StructuredOutputsParams, default: JsonStyle = SPACED, markers: Markers = NO_MARKERS
 ) -> Grammar:
-    """The grammar of these parameters. It need not be valid: only llguidance can tell. `default` is for parameters
-    that do not say how to write JSON."""
+    """Build the grammar of these parameters. It need not be valid: only llguidance can tell. `default` is for
+    parameters that do not say how to write JSON."""
     style = _style(params, default)
     tags = params.tags
     if params.structural_tag is not None:
@@ -183,7 +183,8 @@ def _from_gbnf(grammar: str) -> str:
 
 
 def _choice(texts: Sequence[str]) -> str:
-    """The texts are one terminal, which is compiled in a tenth of the time of a rule. A terminal is never empty."""
+    """Write the texts as one terminal, which is compiled in a tenth of the time of a rule. A terminal is never
+    empty."""
     written = " | ".join(quote(text) for text in dict.fromkeys(texts) if text)
     if not written:
         return 'start: ""'
@@ -210,8 +211,8 @@ def _schema(schema: Any, style: JsonStyle) -> Any:
 
 
 def _check_optional_properties(schema: dict[str, Any]) -> None:
-    """Refuse a schema that would take seconds to compile: that takes time by the square of an object's optional
-    properties, because each may follow any before it."""
+    """Refuse a schema that would take seconds to compile. The time grows with the square of the number of an object's
+    optional properties, because each may follow any before it."""
     pairs, most, todo = 0, 0, [schema]
     while todo:
         each = todo.pop()
@@ -346,7 +347,7 @@ _HELD = ("at_least_one", "stop_after_first", "excludes")  # options that also ho
 
 
 def _older(tag: Mapping[str, Any]) -> dict[str, Any]:
-    """The older form as a format of the newer one."""
+    """Convert the older form to a format of the newer one."""
     tags = []
     for structure in _member(tag, "structures", Sequence):
         if not isinstance(structure, Mapping):
@@ -402,7 +403,7 @@ class _Writer:
         return name
 
     def tags_after(self, tags: _Tags) -> str:
-        """Any of these tags, of which only the given rest of the beginning is left to write."""
+        """Expression for any of these tags, of whose beginning only the given rest is still to be written."""
         return " | ".join(self.rule(self._tag(tag, begin)) for begin, tag in tags)
 
     def expression(self, found: Any) -> str:

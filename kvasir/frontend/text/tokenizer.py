@@ -57,7 +57,7 @@ _SEPARATORS = (
 
 
 def end_texts(texts: Iterable[str]) -> frozenset[str]:
-    """Those of a vocabulary's texts that end a generated text."""
+    """Return the texts of a vocabulary that end a generated text."""
     found = END_TEXTS.intersection(texts)
     return found - {text for text, others in _SEPARATORS if others <= found}
 
@@ -112,7 +112,7 @@ class Tokenizer:
         return [(encoding.ids, encoding.type_ids) for encoding in encodings]
 
     def _cutting_backend(self, max_length: int | None, side: str) -> tokenizers.Tokenizer:
-        """A copy of the tokenizer for each length that texts are cut to; the few newest are kept."""
+        """Return a copy of the tokenizer that cuts texts to this length. Few copies are kept, the newest ones."""
         if max_length is None:
             return self._backend
         key = max_length, side
@@ -177,7 +177,8 @@ class Tokenizer:
 
     @cached_property
     def end_token_ids(self) -> frozenset[int]:
-        """The eos token, and hidden tokens that are known to end a text: users would not see why it goes on."""
+        """The eos token, and hidden tokens that are known to end a text: if they did not, users would not see why it
+        goes on."""
         ends = {self.skipped_tokens[text] for text in end_texts(self.skipped_tokens)}
         return frozenset(ends if self.eos_token_id is None else ends | {self.eos_token_id})
 
@@ -267,7 +268,8 @@ class Tokenizer:
         return True
 
     def prepare_limits(self) -> None:
-        """Compute the next two properties, which look at the whole vocabulary, before they are needed."""
+        """Compute `characters_per_token` and `splits_at_words` before they are needed: they look at the whole
+        vocabulary."""
         _ = self.characters_per_token, self.splits_at_words
 
     @cached_property

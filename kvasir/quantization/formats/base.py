@@ -38,7 +38,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def coding(self, inputs: int) -> RandomCoding:
-        """How a matrix of so many inputs is coded, for random weights."""
+        """Return the coding of a matrix with this many inputs, for random weights."""
 
 
 class WeightFormat(ABC):
@@ -51,7 +51,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def scheme(self, module: str) -> Scheme | None:
-        """How this module's matrix is stored; None: it is not quantized."""
+        """Return how this module's matrix is stored; None if it is not quantized."""
 
 
 # ---------------------------------------------------------------- reading configs
@@ -66,7 +66,7 @@ def damaged(module: str, what: str) -> ModelError:
 
 
 def whole(config: Config, *names: str, default: int | None = None) -> int:
-    """An entry under its first name that there is."""
+    """Return an entry of the config under the first of its names that it has."""
     for name in names:
         value = config.get(name)
         if isinstance(value, int) and not isinstance(value, bool):
@@ -79,7 +79,7 @@ def whole(config: Config, *names: str, default: int | None = None) -> int:
 
 
 def group_of(module: str, size: int, inputs: int) -> int:
-    """A group size of the config as a number of inputs; it must divide the matrix."""
+    """Return a group size of the config as a number of inputs; it must divide the matrix."""
     if size in (-1, 0, inputs):
         return inputs
     if size < 0 or inputs % size:
@@ -128,5 +128,5 @@ def check_type(module: str, name: str, tensor: torch.Tensor, *wanted: torch.dtyp
 
 
 def nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Bytes with two codes each, low half first -> bytes with one."""
+    """Unpack bytes with two codes each, low half first, into bytes with one."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)

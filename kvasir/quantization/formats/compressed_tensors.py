@@ -71,7 +71,8 @@ class PackedIntegers(Scheme):
         return whole_numbers(numbers, scale, zero, self.bits, order)
 
     def _zero_points(self, module: str, stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Like scale. Those of groups and channels are packed along the outputs, one for the whole matrix is not."""
+        """Read the zero points. Those of groups and channels are packed along the outputs; one for the whole matrix is
+        not."""
         if self.is_tensor and stored.numel() == 1 and stored.dtype == torch.int8:
             return (stored.int() + (1 << (self.bits - 1))).reshape(1, 1).expand(scale.shape)
         outputs, groups = scale.shape
@@ -88,7 +89,7 @@ class PackedIntegers(Scheme):
 
 
 def _widths(bits: int, count: int) -> tuple[int, int]:
-    """How many words hold so many numbers, if numbers cross words and if they do not."""
+    """Numbers of words that hold this many numbers, if numbers cross words and if they do not."""
     return -(-count * bits // 32), -(-count // (32 // bits))
 
 
