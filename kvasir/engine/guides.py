@@ -151,7 +151,7 @@ class Guides:
         least = 2 if in_flight and waits else 1
         more = guide.jump(least, int(r.limit[row]) - known, sampling.stop_token_ids)
         if more:
-            r.extend_from_outside(row, more)
+            r.append_from_host(row, more)
             self.stats.jumps += 1
             self.stats.jumped_tokens += len(more)
             if sampling.extras is not None:  # the worker has a history of tokens

@@ -1,7 +1,7 @@
 """The numbers of the running requests as arrays, one entry per row, so that a step costs no Python per request.
 
 A request holds one row from admission until it finishes or is preempted. `epoch` changes whenever the results of steps
-in flight stop being valid for a row: it has a new request, or its tokens were changed from outside.
+in flight stop being valid for a row: it has a new request, or the host has changed its tokens.
 
 `num_computed` and `num_tokens` are upper bounds while results are in flight: a step may yield fewer tokens than were
 planned. `settle` corrects them when the result comes. The device holds the true lengths.
@@ -40,7 +40,7 @@ class Rows:
         self.num_prompt = ints()
         self.limit = ints()
         self.num_computable = ints()  # tokens after which nothing is left to compute
-        self.max_new = ints()  # tokens that a step can add: 0 if they come from outside, 1 + drafts otherwise
+        self.max_new = ints()  # tokens that a step can add: 0 if its tokens are external, 1 + drafts otherwise
         self.most_drafts = ints()  # drafts of a step that the request allows
         self.num_drafts = ints()  # drafts that the device has for the next step (upper bound)
         self.epoch = ints()
@@ -122,7 +122,7 @@ class Rows:
     def known_tokens(self, row: int) -> Int32Array:
         return self.tokens[row, : self.num_known[row]]
 
-    def extend_from_outside(self, row: int, tokens: Sequence[int]) -> None:
+    def append_from_host(self, row: int, tokens: Sequence[int]) -> None:
         """Append tokens that the host decides on. Tokens that steps in flight sample for this row are discarded."""
         known = int(self.num_known[row])
         assert self.num_computed[row] <= known, "the device has computed tokens that these would replace"
@@ -186,7 +186,7 @@ class Rows:
         return self.num_unsettled[rows] if self.any_drafts else None
 
     def fed_by_host(self, rows: RowNumbers) -> RowNumbers:
-        """Places of the rows whose next input tokens the host knows: prompts, and tokens that come from outside."""
+        """Places of the rows whose next input tokens the host knows: prompts, and tokens that the host appended."""
         return np.flatnonzero(self.num_computed[rows] < self.fed_from[rows])
 
     def prompt_tokens(self, rows: RowNumbers, grants: Int32Array) -> int:

@@ -184,7 +184,7 @@ class Scheduler:
         if request.row is None:
             request.token_ids = np.append(request.token_ids, np.array(tokens, np.int32))
         else:
-            self.rows.extend_from_outside(request.row, tokens)
+            self.rows.append_from_host(request.row, tokens)
 
     def num_computed(self, key: int) -> int:
         """Number of tokens of a request whose KV is computed or planned; 0 unless it runs."""
@@ -440,7 +440,7 @@ class Scheduler:
         return row
 
     def _describe(self, request: Request, row: int, token_ids: Int32Array) -> None:
-        """Let the next plan describe a row to the worker: a new one, or one whose tokens were changed from outside."""
+        """Let the next plan describe a row to the worker: a new one, or one whose tokens the host has changed."""
         sampling = request.spec.sampling
         tokens = None if sampling.extras is None and self.rows.max_new[row] <= 1 else token_ids
         computed, pooling, embeddings = int(self.rows.num_computed[row]), request.spec.pooling, request.spec.embeddings
