@@ -78,7 +78,7 @@ class ServedAdapters:
     # ------------------------------------------------------------ the start, and the watched folder
 
     async def start(self, engine: AsyncLLM) -> None:
-        """Read the adapters that the settings name; one that cannot be used is an error."""
+        """Read the adapters that the settings name. An adapter that cannot be used is an error."""
         if not engine.config.adapters.enable_lora:
             if self.is_asked_for:
                 raise ConfigError("--lora-modules and --lora-dir need --enable-lora.")
@@ -99,7 +99,7 @@ class ServedAdapters:
             await self.look()
 
     async def look(self) -> None:
-        """Take over what the watched folder holds now: each of its directories is an adapter of that name."""
+        """Serve what the watched folder holds now: each of its directories is an adapter of that name."""
         if self._folder is None or self._catalog is None:
             return
         present = await asyncio.to_thread(_directories, self._folder)
@@ -126,7 +126,7 @@ class ServedAdapters:
     # ------------------------------------------------------------ while the server runs
 
     def check_admin(self, presented: str | None) -> None:
-        """Raise unless the key of those who may load adapters is presented."""
+        """Raise unless the admin key, which allows loading adapters, is presented."""
         if self._admin_key is None:
             raise ApiError(
                 403, "Adapters are not loaded by request here: set --lora-admin-key.", "auth", code="forbidden"
@@ -166,7 +166,7 @@ class ServedAdapters:
 
 
 def _directories(folder: Path) -> dict[str, Path]:
-    """The adapters in a folder that are complete. One that is being written has no config yet."""
+    """List the complete adapters in a folder. One that is being written has no config yet."""
     if not folder.is_dir():
         return {}
     return {

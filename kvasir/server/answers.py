@@ -38,7 +38,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema of its arguments, as the model sees it."""
+        """Schema of the arguments, as the model sees it."""
         if not self.is_custom:
             return {"type": "object", "properties": {}} if self.parameters is None else dict(self.parameters)
         text: dict[str, Any] = {"type": "string"}
@@ -54,7 +54,7 @@ class Tool:
 
 @dataclass(slots=True, frozen=True)
 class RequestTools:
-    """The tools of a request, and which of them the model may or must call."""
+    """Tools of a request, and which of them the model may or must call."""
 
     tools: tuple[Tool, ...] = ()
     choice: Choice = "none"
@@ -103,7 +103,7 @@ class AnswerFormats:
                 find(setting)  # a name that is not known is an error now
 
     def source(self, chat_template: str | None = None, with_tools: bool = False) -> str | None:
-        """The template of a request; None if there is none."""
+        """Return the template of a request; None if there is none."""
         if self._tokenizer is None:
             return None
         asked = self._template if chat_template is None else chat_template
@@ -113,7 +113,7 @@ class AnswerFormats:
             return None
 
     def of(self, chat_template: str | None = None, with_tools: bool = False) -> AnswerFormat:
-        """The format of a request's template."""
+        """Return the format of a request's template."""
         if chat_template is not None:
             return self._find(chat_template, with_tools)
         if with_tools not in self._found:
@@ -133,7 +133,7 @@ class AnswerFormats:
         return AnswerFormat(tools, reasoning)
 
     def log(self) -> None:
-        """Say which formats were chosen, and why."""
+        """Log which formats were chosen, and why."""
         source, found = self.source(with_tools=True), self.of(with_tools=True)
         if source is None:
             return
@@ -148,7 +148,8 @@ class AnswerFormats:
     def messages(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None, chat_template: str | None
     ) -> tuple[list[dict[str, Any]], Sequence[Mapping[str, Any]] | None]:
-        """The messages and tools to render. Where the template does not read tools, messages have them as text."""
+        """Return the messages and tools to render. Where the template does not read tools, the messages have them as
+        text."""
         if not tools and not any(each.get("tool_calls") or each.get("role") == "tool" for each in messages):
             return messages, tools
         source = self.source(chat_template, tools is not None)
@@ -225,8 +226,8 @@ PLAIN_ANSWER = ChatAnswer(AnswerFormat())
 
 
 def _marks(form: ReasoningFormat, text: str, anywhere: bool) -> tuple[bool, bool]:
-    """Whether a prompt has opened the reasoning, and whether it has closed it: at its end, or anywhere in a message
-    that is continued."""
+    """Return whether a prompt has opened the reasoning, and whether it has closed it: at its end, or anywhere in a
+    message that is continued."""
     opens, closes = (tuple(each.strip() for each in texts) for texts in (form.open, form.close))
     if not anywhere:
         return text.endswith(opens), text.endswith(closes)

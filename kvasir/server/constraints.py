@@ -1,4 +1,4 @@
-"""What the engine must keep to in a chat request's answer: the grammar of its calls, kept tokens, tokens of reasoning.
+"""Constraints of a chat request's answer: the grammar of its calls, kept tokens, tokens of reasoning.
 
 `constrain` sets these in the request's SamplingParams. A plain answer, without reasoning and tools, needs none of them.
 """
@@ -72,7 +72,7 @@ class AnswerGrammar:
         return StructuredOutputsParams(grammar=grammar, source="tools", parts=self._parts())
 
     def calls_or(self, asked: StructuredOutputsParams) -> StructuredOutputsParams:
-        """Calls, or an answer of the form that the request asks for."""
+        """Constrain the answer to calls, or to the form that the request asks for."""
         writer = self._writer()
         grammar = writer.whole(
             self._callable(),
@@ -87,7 +87,7 @@ class AnswerGrammar:
         return StructuredOutputsParams(tags=tags, source="tools", parts=self._parts())
 
     def after_reasoning(self, asked: StructuredOutputsParams) -> StructuredOutputsParams:
-        """The form holds for the answer, which begins where the reasoning ends."""
+        """Constrain the answer to the form, beginning where the reasoning ends."""
         form = self._answer.form.reasoning
         assert form is not None, "only formats with reasoning are asked"
         if (
@@ -116,7 +116,7 @@ class AnswerGrammar:
         return form.open[0], form.close[0]
 
     def _parts(self) -> tuple[tuple[str, StructuredOutputsParams], ...]:
-        """What each tool asks for, by its name."""
+        """Return the constraint of each tool, by its name."""
         return tuple((f"The tool {tool.name!r}", _alone(tool)) for tool in self._callable())
 
     def _callable(self) -> list[CallableTool]:
@@ -143,12 +143,12 @@ def _reasoning_tokens(answer: ChatAnswer, tokenizer: Tokenizer) -> ReasoningToke
 def replace_grammar(
     asked: StructuredOutputsParams, grammar: str, parts: tuple[tuple[str, StructuredOutputsParams], ...] = ()
 ) -> StructuredOutputsParams:
-    """The grammar in place of what was asked, under the name of its field."""
+    """Return the constraint with a grammar in place of what was asked, under the name of its field."""
     return StructuredOutputsParams(grammar=grammar, source=asked.source, parts=parts)
 
 
 def _alone(tool: CallableTool) -> StructuredOutputsParams:
-    """What a tool's arguments must be, without the format around them."""
+    """Return the constraint of a tool's arguments, without the format around them."""
     if tool.regex is not None:
         return StructuredOutputsParams(regex=tool.regex, source="tools")
     if tool.lark is not None:
@@ -166,7 +166,7 @@ def _callable(tool: Tool, required: bool) -> CallableTool:
 
 
 def _expression(asked: StructuredOutputsParams, name: str, style: JsonStyle) -> str:
-    """A Lark expression of what an answer must look like."""
+    """Return a Lark expression for the form of an answer."""
     found = expression(asked, style)
     if found is None:
         kind = " and ".join(asked.constraints)

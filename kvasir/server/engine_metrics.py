@@ -35,7 +35,7 @@ Probe = Callable[[], list[DeviceUse]]
 
 
 def probe_for(device: str) -> Probe:
-    """The probe of the device that the engine runs on; `device` is its resolved setting."""
+    """Return the probe of the device that the engine runs on; `device` is its resolved setting."""
     if device.startswith("cuda"):
         try:
             return NvmlProbe(visible_devices(device, os.environ.get("CUDA_VISIBLE_DEVICES")))
@@ -47,7 +47,7 @@ def probe_for(device: str) -> Probe:
 
 
 def visible_devices(device: str, variable: str | None) -> list[str] | None:
-    """Numbers or UUIDs of the GPUs that the engine may use; None: all."""
+    """Return numbers or UUIDs of the GPUs that the engine may use; None if it may use all."""
     names = None if variable is None else [name.strip() for name in variable.split(",") if name.strip()]
     _, _, number = device.partition(":")
     if not number:
@@ -56,7 +56,7 @@ def visible_devices(device: str, variable: str | None) -> list[str] | None:
 
 
 class CpuProbe:
-    """The whole machine: share of CPU time since the last call, memory that is not available."""
+    """Probe of the whole machine: share of CPU time since the last call, memory that is not available."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
@@ -89,7 +89,7 @@ class _Memory(ctypes.Structure):
 
 
 class NvmlProbe:
-    """Raises OSError if the library is missing or does not start."""
+    """Probe of NVIDIA GPUs. Raises OSError if the library is missing or does not start."""
 
     def __init__(self, devices: list[str] | None) -> None:
         self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -249,7 +249,7 @@ _ABSENT = {
 
 
 def cache_metric(config: EngineConfig, stats: Sequence[EngineStats]) -> Metric:
-    """A metric of value 1 for each engine whose labels are the settings and the size of its KV cache."""
+    """Make a metric of value 1 for each engine whose labels are the settings and the size of its KV cache."""
     every = []
     for engine, each in enumerate(stats):
         num_tokens = each.num_blocks * config.cache.block_size

@@ -56,14 +56,14 @@ class FileStore:
         return self.register(key, file_id, filename, purpose)
 
     def register(self, key: ApiKey, file_id: str, filename: str, purpose: str) -> FileReply:
-        """Make a file whose content is written visible."""
+        """Make the written content visible as a file."""
         size = self.content_path(key, file_id).stat().st_size
         made = FileReply(id=file_id, bytes=size, created_at=int(time.time()), filename=filename, purpose=purpose)
         self._write(key, made)
         return made
 
     def check_room(self, key: ApiKey, num_bytes: int = 1) -> None:
-        """Raise unless this key may have another record, and everybody together so many bytes more."""
+        """Raise unless this key may have another record, and all keys together this many bytes more."""
         if sum(1 for _ in self._of(key).glob("*.json")) >= _MAX_RECORDS:
             raise too_large(f"A key may have {_MAX_RECORDS} files and batches: delete some files.", "file")
         used = sum(file.stat().st_size for file in self.folder.glob("*/*") if file.is_file())
@@ -84,7 +84,7 @@ class FileStore:
         self.content_path(key, file_id).unlink(missing_ok=True)
 
     def files(self, key: ApiKey) -> list[FileReply]:
-        """The oldest first."""
+        """List a key's files, the oldest first."""
         return self._all(key, "file-", FileReply)
 
     # ------------------------------------------------------------ batches
@@ -96,12 +96,12 @@ class FileStore:
         return self._read(key, batch_id, "batch_", BatchReply)
 
     def batches(self, key: ApiKey) -> list[BatchReply]:
-        """The oldest first."""
+        """List a key's batches, the oldest first."""
         return self._all(key, "batch_", BatchReply)
 
     @contextmanager
     def running(self, key: ApiKey, batch_id: str) -> Iterator[bool]:
-        """Hold a batch while it runs; False if another process holds it. A process that ends lets go of all."""
+        """Hold a batch while it runs; False if another process holds it. A process that ends releases all."""
         with open(self._of(key) / f"{batch_id}.lock", "ab") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -75,7 +75,7 @@ def attach(scope: Scope, call: Call) -> None:
 
 
 def route_path(scope: Scope) -> str:
-    """The path without --root-path, whether a proxy has left the prefix in it or not."""
+    """Return the path without --root-path, whether or not a proxy has left the prefix in it."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     under = root and (path == root or path.startswith(f"{root}/"))
@@ -114,7 +114,7 @@ def decode_json(data: bytes | str, what: str, kind: type[Body] = Body) -> Any:
 
 
 async def read_json(data: bytes | str, what: str, kind: type[Body] = Body) -> Any:
-    """`decode_json`, in a thread if the data is large."""
+    """Run `decode_json`, in a thread if the data is large."""
     if len(data) < LARGE_BODY:
         return decode_json(data, what, kind)
     return await off_loop(lambda: decode_json(data, what, kind))
@@ -136,8 +136,8 @@ def json_problem(error: Exception) -> str:
 
 
 def without_unknown_fields(given: Any, kind: type[Body], policy: str, request_id: str) -> tuple[Any, tuple[str, ...]]:
-    """Remove top-level fields that the body has not, and return their names. Under `refuse` they stay: validation
-    refuses them by name."""
+    """Remove top-level fields that the body's type does not have, and return their names. Under `refuse` they stay:
+    validation refuses them by name."""
     if policy == "refuse" or not isinstance(given, dict) or given.keys() <= kind.model_fields.keys():
         return given, ()
     names = name_unknown_fields([name for name in given if name not in kind.model_fields], request_id, policy == "warn")
@@ -168,7 +168,7 @@ class StrictRequest(Request):
         return self._json
 
     def known_fields(self, kind: type[Body]) -> Any:
-        """The decoded body for a route that chooses its type, without fields that this type has not."""
+        """Return the decoded body for a route that chooses its type, without fields that this type does not have."""
         kept, self.unknown = without_unknown_fields(self._json, kind, _policy(self), call_of(self).id)
         return kept
 
@@ -194,7 +194,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def validated(kind: type[Model], given: Any) -> Model:
-    """A body that a route chooses itself, with the errors of one that FastAPI validates."""
+    """Validate a body whose type a route chooses itself, with the errors of one that FastAPI validates."""
     try:
         return kind.model_validate(given)
     except ValidationError as error:

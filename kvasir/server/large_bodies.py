@@ -107,7 +107,7 @@ def check_logprobs(params: SamplingParams, num_prompts: int, num_prompt_tokens: 
 
 
 def num_logprobs(output: RequestOutput, params: SamplingParams) -> int:
-    """Number of log-probabilities in an output, about."""
+    """Approximate number of log-probabilities in an output."""
     width = max(params.logprobs or 0, len(params.logprob_token_ids or ()))
     count = sum(len(each.logprobs or ()) for each in output.outputs) * (1 + width)
     return count + len(output.prompt_logprobs or ()) * (1 + (params.prompt_logprobs or 0))
@@ -143,7 +143,7 @@ def _held_logprobs(request: ApiRequest) -> int:
 
 
 def _most_held(config: ServerConfig, model: ModelConfig) -> int:
-    """Those of one context with OpenAI's most are always possible."""
+    """Most log-probabilities that may be held. One context with OpenAI's most per token is always possible."""
     memory = config.max_logprob_memory or _quarter_of_memory()
     return max(memory // _LOGPROB_BYTES, (1 + _PLAIN_LOGPROBS) * model.max_model_len)
 
@@ -182,7 +182,7 @@ class LargeReply:
         self._num_bytes = 0
 
     async def send(self, message: Message) -> bool:
-        """Send a part of the body; True if the caller may send it as it is."""
+        """Send a part of the body. Returns True if the caller may send the part unchanged."""
         body = message.get("body", b"")
         is_whole = len(body) > SMALL_BODY and not message.get("more_body", False)
         # One alone is always sent: it could never be, however often its client asked again.

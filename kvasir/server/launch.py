@@ -330,7 +330,7 @@ class _ApiProcesses:
                 engines.close()
 
     def _wait(self, engines: EngineClient, limit: float) -> int:
-        """Wait until all have ended after a signal, or one ends without."""
+        """Wait until all processes have ended after a signal, or until one ends without a signal."""
         until = None
         while True:
             codes = [child.process.poll() for child in self.children]
@@ -366,7 +366,7 @@ class _ApiProcesses:
             child.send(word, value)
 
     def kill(self) -> None:
-        """End those that still run, by SIGTERM and then by SIGKILL."""
+        """End the processes that still run, by SIGTERM and then by SIGKILL."""
         for child in self.children:
             if child.process.poll() is None:
                 child.process.terminate()

@@ -101,7 +101,7 @@ class TextOffsets:
             self._detokenizer = make_detokenizer(tokenizer, prompt_ids, skip_special_tokens, spaces_between)
 
     def of(self, token_ids: Iterable[int]) -> list[int]:
-        """The offsets of the next tokens."""
+        """Return the offsets of the next tokens."""
         found = []
         for token in token_ids:
             found.append(self._at)
@@ -109,7 +109,7 @@ class TextOffsets:
         return found
 
     def in_text(self, token_ids: Iterable[int], text: str) -> list[int]:
-        """The offsets of a text's tokens, some of which the tokenizer may have added to it."""
+        """Return the offsets of a text's tokens, some of which the tokenizer may have added to it."""
         found = []
         for token in token_ids:
             found.append(self._at)

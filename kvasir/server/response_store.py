@@ -75,10 +75,8 @@ class EventLog:
         self._changed = asyncio.Event()
 
     async def follow(self, number: int) -> AsyncIterator[bytes]:
-        """The events from this sequence number on: those that are there, then each as it comes.
-
-        They come in pieces, so that a client that does not read holds no copy of all of them.
-        """
+        """Yield the events from this sequence number on: first those that exist, then each new one. They come in
+        pieces, so that a client that does not read holds no copy of all of them."""
         while True:
             changed = self._changed
             if new := self._piece(number):
@@ -183,7 +181,7 @@ class CompletionStore:
             self._drop(next(iter(self._stored)))
 
     def find(self, completion_id: str, key: ApiKey) -> StoredCompletion:
-        """The completion; a 404 if it is not stored, or belongs to another key."""
+        """Return the completion. It is a 404 if it is not stored, or belongs to another key."""
         found = self._stored.get((key.name, completion_id))
         if found is None:
             name = f"The chat completion {completion_id!r}"
@@ -195,7 +193,7 @@ class CompletionStore:
         self._drop((key.name, completion_id))
 
     def of(self, key: ApiKey) -> list[StoredCompletion]:
-        """All completions of a key, the oldest first."""
+        """List all completions of a key, the oldest first."""
         return [each for each in self._stored.values() if each.owner == key.name]
 
     def _drop(self, place: tuple[str, str]) -> None:
@@ -204,8 +202,8 @@ class CompletionStore:
 
 
 def size_in_memory(value: Any) -> int:
-    """Bytes that an object takes with all that it holds. Short parts count for much: a list of them takes more than
-    their text."""
+    """Bytes that an object takes with all that it holds. In a list of short parts the objects take more than their
+    text."""
     total, todo = 0, [value]
     while todo:
         each = todo.pop()
@@ -275,7 +273,7 @@ def add_text(call: ReplyCall, text: str) -> None:
 
 
 def _joined_calls(known: list[ReplyCall], pieces: list[ReplyCall]) -> list[ReplyCall]:
-    """Calls with further pieces of them, which come in their order."""
+    """Add further pieces to calls, in the order in which they come."""
     for piece in pieces:
         if piece.id is not UNSET:
             known.append(ReplyCall(id=piece.id, type=piece.type, function=piece.function, custom=piece.custom))

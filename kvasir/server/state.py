@@ -212,12 +212,12 @@ class ServerState:
         return FileStore(self.config.files_dir, self.config.max_files_bytes)
 
     def writes_token_ids(self, asked: bool | None) -> bool:
-        """Whether log-probabilities show token ids in place of texts: as the request says, or else the setting."""
+        """Whether log-probabilities show token ids in place of texts. The request decides, or else the setting."""
         return self.config.return_tokens_as_token_ids if asked is None else asked
 
     def check_model(self, name: str | None, runner: str | None = "generate") -> str:
-        """The name that replies use; a 404 for a model that is not served, a 400 for one that is run for something else
-        than this endpoint (`runner` None: anything)."""
+        """Return the name for replies. A model that is not served is a 404; one that does not run as `runner` (None:
+        anything) is a 400."""
         if name is not None and name not in self.model_names and self.adapters.get(name) is None:
             raise unknown_model(name, [*self.model_names, *(each.name for each in self.adapters.all()[:_MOST_NAMED])])
         if runner is not None and (runner == "pooling") != bool(self.engine.config.model.poolers):

@@ -1,4 +1,4 @@
-"""The tools of a request and its choice among them, read from the words of each interface.
+"""Reads the tools of a request and its choice among them from the words of each interface.
 
 OpenAI's chat nests what a tool is under its type, its responses write it flat, and Anthropic's messages have another
 schema field and other words for the choice.
@@ -21,13 +21,13 @@ _MAX_TOOLS = 1024
 
 
 def chat_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: bool | None) -> RequestTools:
-    """The tools of /v1/chat/completions."""
+    """Read the tools of /v1/chat/completions."""
     found = [_openai_tool(tool, nested=True) for tool in tools or ()]
     return _chosen(found, choice, parallel, nested=True)
 
 
 def responses_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: bool | None) -> RequestTools:
-    """The tools of /v1/responses."""
+    """Read the tools of /v1/responses."""
     found = [_openai_tool(tool, nested=False) for tool in tools or ()]
     return _chosen(found, choice, parallel, nested=False)
 
@@ -50,7 +50,7 @@ def _openai_tool(given: Mapping[str, Any], nested: bool) -> Tool:
 
 
 def _grammar(given: Any) -> tuple[str | None, str | None]:
-    """The grammar of a custom tool, as (regex, lark)."""
+    """Read the grammar of a custom tool, as (regex, lark)."""
     if given is None:
         return None, None
     if not isinstance(given, Mapping) or given.get("type") not in ("text", "grammar"):
@@ -125,7 +125,7 @@ _ANTHROPIC_CHOICES: Mapping[str, Choice] = {"auto": "auto", "any": "required", "
 
 
 def anthropic_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Mapping[str, Any] | None) -> RequestTools:
-    """The tools of /v1/messages."""
+    """Read the tools of /v1/messages."""
     found = [_anthropic_tool(tool) for tool in tools or ()]
     known = _unique(found)
     said = choice or {"type": "auto"}

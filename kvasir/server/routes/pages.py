@@ -54,7 +54,7 @@ docs_router = APIRouter(include_in_schema=False)  # left out by --disable-fastap
 
 @router.api_route("/", methods=_METHODS)
 async def playground(request: Request, state: State) -> Response:
-    """The page of what the model does; while it is being loaded, that of a model that generates text."""
+    """Serve the playground of the model's task; while the model is being loaded, that of text generation."""
     engine = state.engine_or_none
     return _file("embed.html" if engine is not None and engine.config.model.poolers else "index.html", request)
 
@@ -212,13 +212,14 @@ def _request(picture: RequestSnapshot, state: str, blocks: list[BlockRange]) -> 
 
 
 def request_name(key: int) -> str:
-    """A short name. Clients' own ids may be secret, and one of them may stand for several requests of the engine."""
+    """Return a short name. Clients' own ids may be secret, and one of them may stand for several requests of the
+    engine."""
     client, number = divmod(key, 1 << KEYS_PER_CLIENT)
     return f"request {number}" if client == 0 else f"request {client}.{number}"
 
 
 def block_ranges(blocks: Int32Array) -> list[BlockRange]:
-    """Blocks, in order, as ranges of consecutive ones: [4, 5, 6, 9] -> [(4, 3), (9, 1)]."""
+    """Return blocks, in order, as ranges of consecutive ones: [4, 5, 6, 9] -> [(4, 3), (9, 1)]."""
     if not len(blocks):
         return []
     starts = np.flatnonzero(np.diff(blocks, prepend=blocks[0] - 2) != 1)
@@ -227,7 +228,7 @@ def block_ranges(blocks: Int32Array) -> list[BlockRange]:
 
 
 def distributions(metrics: Iterable[Metric]) -> dict[str, Any]:
-    """The histograms of LATENCIES: upper bounds in seconds, and counts; the last count has no bound."""
+    """Return the histograms of LATENCIES: upper bounds in seconds, and counts; the last count has no bound."""
     found: dict[str, Any] = {name: {"bounds": [], "counts": []} for name in LATENCIES}
     for metric in metrics:
         for name, family in LATENCIES.items():

@@ -76,7 +76,7 @@ class PoolingBody(Body):
         return self.truncate_prompt_tokens is not None
 
     def params(self, task: str | None, **others: Any) -> PoolingParams:
-        """The parameters of each text. `others`: further fields of PoolingParams."""
+        """Return the parameters of each text. `others`: further fields of PoolingParams."""
         return PoolingParams(
             task=task,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
@@ -556,12 +556,12 @@ def inputs_of(given: str | Sequence[Any], field: str = "input") -> list[Any]:
 
 
 def at_most(state: ServerState, num_tokens: int) -> int:
-    """truncate_prompt_tokens for clients whose limit may be more than the model takes."""
+    """Return truncate_prompt_tokens for clients whose limit may be more than the model takes."""
     return min(num_tokens, state.engine.input_processor.pooling.prompts.num_kept(-1))
 
 
 def written(vector: NDArray[np.float32], how: str | None) -> Any:
-    """A vector in one of ENCODINGS."""
+    """Encode a vector in one of ENCODINGS."""
     if how == "base64":
         return base64.b64encode(np.ascontiguousarray(vector, np.float32).tobytes()).decode()
     if how in ("int8", "uint8"):

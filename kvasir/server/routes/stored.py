@@ -101,7 +101,8 @@ async def list_messages(
 def page(
     entries: Sequence[T], id_of: Callable[[T], str], limit: int, order: str, after: str | None
 ) -> tuple[list[T], bool]:
-    """One page of a list that is given oldest first, and whether more follow. Large entries make a page shorter."""
+    """Return one page of a list that is given oldest first, and whether more follow. Large entries make a page
+    shorter."""
     found = list(entries) if order == "asc" else list(reversed(entries))
     if after is not None:
         place = next((place for place, entry in enumerate(found) if id_of(entry) == after), None)
@@ -230,7 +231,7 @@ async def cancel(batch_id: str, state: State, call: TheCall) -> Response:
 
 
 def read_form(content_type: str, body: bytes) -> dict[str, tuple[str | None, bytes]]:
-    """The fields of multipart/form-data by name: file names and contents."""
+    """Read the fields of multipart/form-data by name: file names and contents."""
     header = _header("Content-Type", content_type)
     boundary = header.get_param("boundary", header="Content-Type")
     if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):

@@ -47,7 +47,7 @@ _PLAIN = ("str", "int", "float", "bool")
 
 
 def _kind(schema: Any) -> str | None:
-    """The type of a list's entries, without what wraps it."""
+    """Return the type of a list's entries, without what wraps it."""
     while isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
         schema = schema["schema"]
     return schema.get("type") if isinstance(schema, dict) else None

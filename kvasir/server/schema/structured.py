@@ -37,7 +37,7 @@ BACKENDS = ("auto", "guidance", "llguidance")  # values of guided_decoding_backe
 
 
 def structured_outputs(body: Any) -> StructuredOutputsParams | None:
-    """The form that a body asks for; None if it asks for none. Bodies need not have all of the fields."""
+    """Return the form that a body asks for; None if it asks for none. Bodies need not have all of the fields."""
     found = [*_from_vllm(body), *_from_older(body), *_from_formats(body)]
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
