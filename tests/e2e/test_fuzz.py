@@ -39,6 +39,7 @@ GOOD: dict[str, Any] = {
     "/generative_scoring": {"query": "Hi", "items": ["x"], "label_token_ids": [1]},
     "/v1/chat/completions/batch": {"messages": [[{"role": "user", "content": "Hi"}]], "max_tokens": 2},
 }
+PROFILE = os.environ.get("KVASIR_HYPOTHESIS_PROFILE")
 DEEP = 100_000
 CLIENT = httpx.Client(timeout=web.PATIENCE)
 BROKEN = {
@@ -188,7 +189,7 @@ NOT_CHECKED = [schemathesis.checks.positive_data_acceptance]
 def test_schemathesis_finds_nothing_in_any_phase(server: LiveServer, tmp_path: Path) -> None:
     command = [Path(sys.executable).parent / "schemathesis", "run", f"{server.url}/openapi.json"]
     command += ["--max-examples=50", "--no-color"]
-    if os.environ.get("KVASIR_HYPOTHESIS_PROFILE") != "soak":
+    if PROFILE != "soak":
         command.append("--seed=1")  # the same examples in every run, as in all tests
     command += ["--exclude-checks=" + ",".join(check.__name__ for check in NOT_CHECKED)]
     hooks = {**os.environ, "SCHEMATHESIS_HOOKS": "tests.e2e.test_fuzz", "PYTHONPATH": str(ROOT)}
@@ -196,20 +197,21 @@ def test_schemathesis_finds_nothing_in_any_phase(server: LiveServer, tmp_path: P
     assert done.returncode == 0, done.stdout[-10_000:]
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(300, marks=pytest.mark.slow)])
-def test_every_route_answers_as_described(server: LiveServer, number: int) -> None:
+def operations(server: LiveServer) -> list[Any]:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    return [found.ok() for found in schema.get_all_operations()]
+
+
+def try_operations(server: LiveServer, found: list[Any], num_examples: int) -> None:
     examples = settings(
-        max_examples=number,
+        max_examples=num_examples,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.generate],
         database=None,
-        derandomize=True,
+        derandomize=PROFILE != "soak",
     )
-    tried = 0
-    for found in schema.get_all_operations():
-        operation = found.ok()
+    for operation in found:
 
         @given(case=operation.as_strategy())
         @examples
@@ -218,6 +220,19 @@ def test_every_route_answers_as_described(server: LiveServer, number: int) -> No
             case.validate_response(reply, excluded_checks=NOT_CHECKED)
 
         try_it()
-        tried += 1
-    assert tried > 15
     assert web.get(f"{server.url}/ready").status_code == 200
+
+
+def test_every_route_answers_as_described(server: LiveServer) -> None:
+    found = operations(server)
+    assert len(found) > 15
+    try_operations(server, found, num_examples=2)
+
+
+PARTS = 10  # of all routes: each part is a test of its own, so that none takes long and several run at once
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_route_answers_many_requests_as_described(server: LiveServer, part: int) -> None:
+    try_operations(server, operations(server)[part::PARTS], num_examples=2000 if PROFILE == "soak" else 100)
