@@ -20,6 +20,8 @@ from kvasir.messages import FinishReason, Int32Array
 RowNumbers = NDArray[np.int64]
 NO_TOKEN = -1
 NO_DRAFTS: Int32Array = np.zeros(0, np.int32)
+# numpy is several times as fast with these as with members of an enum.
+_GOES_ON, _STOP, _LENGTH = int(FinishReason.NONE), int(FinishReason.STOP), int(FinishReason.LENGTH)
 
 
 class Rows:
@@ -187,15 +189,15 @@ class Rows:
 
     def fed_by_host(self, rows: RowNumbers) -> RowNumbers:
         """Places of the rows whose next input tokens the host knows: prompts, and tokens that the host appended."""
-        return np.flatnonzero(self.num_computed[rows] < self.fed_from[rows])
+        return (self.num_computed[rows] < self.fed_from[rows]).nonzero()[0]
 
     def prompt_tokens(self, rows: RowNumbers, grants: Int32Array) -> int:
         """Number of prompt tokens among those that these rows compute in the next step."""
         return int(np.clip(self.num_prompt[rows] - self.num_computed[rows], 0, grants).sum())
 
-    def input_tokens(self, rows: RowNumbers, grants: Int32Array, fed: RowNumbers) -> Int32Array:
-        """Input ids of a step; those that only the device knows are NO_TOKEN."""
-        token_ids = np.full(int(grants.sum()), NO_TOKEN, np.int32)
+    def input_tokens(self, rows: RowNumbers, grants: Int32Array, fed: RowNumbers, total: int) -> Int32Array:
+        """Input ids of a step of `total` tokens; those that only the device knows are NO_TOKEN."""
+        token_ids = np.full(total, NO_TOKEN, np.int32)
         if len(fed):
             start = self.num_computed[rows]
             offsets = np.cumsum(grants) - grants
@@ -210,8 +212,7 @@ class Rows:
         reasons: Int32Array = np.zeros(len(rows), np.int32)
         kept: Int32Array = np.zeros(len(rows), np.int32)
         for column in range(tokens.shape[1]):  # one column unless tokens were drafted
-            goes_on = (reasons == FinishReason.NONE) & (counts > column)
-            line = np.flatnonzero(goes_on)
+            line = ((reasons == _GOES_ON) & (counts > column)).nonzero()[0]
             at, new = rows[line], tokens[line, column]
             known = self.num_known[at]
             self.tokens[at, known] = new
@@ -221,7 +222,7 @@ class Rows:
             for other in range(1, self.stop_ids.shape[1]):
                 stopped |= new == self.stop_ids[at, other]
             full = known + 1 >= self.limit[at]
-            reasons[line] = np.where(stopped, FinishReason.STOP, np.where(full, FinishReason.LENGTH, 0))
+            reasons[line] = np.where(stopped, _STOP, np.where(full, _LENGTH, _GOES_ON))
         return reasons, kept
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:

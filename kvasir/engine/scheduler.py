@@ -278,11 +278,9 @@ class Scheduler:
         rows = r.order
         want = r.wanted(rows)
         budget = self._token_budget(rows, want)
-        if int(want.sum()) > budget:  # every row that generates gets its token first
-            want = r.without_drafts(rows, want)
         grants = self._split_budget(rows, want, budget)
-        runs = grants > 0
-        if not runs.all():
+        runs = (grants > 0).nonzero()[0]
+        if len(runs) < len(rows):
             rows, grants = rows[runs], grants[runs]
         while not self.cache.prepare(rows, r.num_computed[rows], self._with_lookahead(rows, grants), r.unsettled(rows)):
             preempted = self._preempt()
@@ -312,10 +310,15 @@ class Scheduler:
     def _split_budget(self, rows: IntArray, want: Int32Array, budget: int) -> Int32Array:
         """Split the token budget over requests, first admitted first. Without chunked prefill, a request gets all the
         tokens that it wants or none."""
+        total = int(want.sum())
+        if self.rows.any_drafts and total > budget:  # every row that generates gets its token first
+            want = self.rows.without_drafts(rows, want)
+            total = int(want.sum())
         if self.limits.long_prefill_token_threshold:
             want = np.minimum(want, self.limits.long_prefill_token_threshold)
+            total = int(want.sum())
         shares = self.shares
-        if int(want.sum()) <= budget and (shares is None or not len(self.waiting)):
+        if total <= budget and (shares is None or not len(self.waiting)):
             return want
         if shares is not None and self.limits.chunked_prefill:
             grants = shares.split_budget(rows, want, budget)
@@ -471,13 +474,13 @@ class Scheduler:
 
     def _plan(self, rows: IntArray, grants: Int32Array) -> StepPlan:
         r = self.rows
-        num_decodes = len(rows)
-        if grants.max() > 1:  # single tokens first, chunks after them
+        num_decodes, total = len(rows), int(grants.sum())
+        if total > num_decodes:  # single tokens first, chunks after them
             order = np.argsort(grants > 1, kind="stable")
             rows, grants = rows[order], grants[order]
-            num_decodes = int((grants == 1).sum())
+            num_decodes = int(np.count_nonzero(grants == 1))
         fed = r.fed_by_host(rows)
-        token_ids = r.input_tokens(rows, grants, fed)
+        token_ids = r.input_tokens(rows, grants, fed, total)
         self._register_planned(rows, grants, fed)
         prompt_tokens = r.prompt_tokens(rows[fed], grants[fed]) if len(fed) else 0
         lengths, samples, drafts, ahead = r.advance(rows, grants)
@@ -488,13 +491,13 @@ class Scheduler:
         reached = samples
         if r.any_without_sampling:
             samples = samples & r.samples[rows]
-        waits = r.any_guided and bool((samples & r.restricted[rows]).any())
+        waits = r.any_guided and bool(np.count_nonzero(samples & r.restricted[rows]))
         self._in_flight.append(_InFlight(rows, r.epoch[rows], reached, drafts, waits))
         if r.any_guided:
-            self.guides.stats.guided_passes += int((samples & r.guided[rows]).sum())
+            self.guides.stats.guided_passes += int(np.count_nonzero(samples & r.guided[rows]))
         self.stats.steps += 1
-        self.stats.scheduled_tokens += len(token_ids)
-        step_tokens = prompt_tokens + int(samples.sum())
+        self.stats.scheduled_tokens += total
+        step_tokens = prompt_tokens + int(np.count_nonzero(samples))
         self.stats.step_tokens += step_tokens
         self.stats.step_sizes[bisect_left(STEP_SIZES, step_tokens)] += 1
         return StepPlan(
@@ -510,11 +513,11 @@ class Scheduler:
             copies=copies,
             to_host=to_host,
             from_host=from_host,
-            wants_logprobs=bool((samples & r.logprobs[rows]).any()),
+            wants_logprobs=bool(np.count_nonzero(samples & r.logprobs[rows])),
             waits_for_host=waits,
             shared=self._shared_prefixes(rows[:num_decodes]),
-            drafts=drafts if drafts.any() else None,
-            ahead=ahead if ahead.any() else None,
+            drafts=drafts if len(drafts) and drafts.any() else None,
+            ahead=ahead if len(ahead) and ahead.any() else None,
             step=self.stats.steps,
         )
 
@@ -556,8 +559,9 @@ class Scheduler:
         if result.failures:
             result.counts[list(result.failures)] = 0
         current = step.samples & (r.epoch[step.rows] == step.epochs)
-        self.stats.dropped_tokens += int(result.counts[step.samples & ~current].sum())
-        lines = np.flatnonzero(current)
+        lines = current.nonzero()[0]
+        if len(lines) < np.count_nonzero(step.samples):
+            self.stats.dropped_tokens += int(result.counts[step.samples & ~current].sum())
         rows, tokens = step.rows[lines], result.token_ids[lines]
         counts = result.counts[lines]
         if len(step.drafts):
@@ -575,9 +579,9 @@ class Scheduler:
             reasons[done] = FinishReason.STOP
         if self._no_token_yet:
             self._record_first_tokens()
-        streamed = np.flatnonzero(r.stream[rows])
+        streamed = r.stream[rows].nonzero()[0]
         output = self._output(step, result, lines[streamed], counts[streamed])
-        ended = np.flatnonzero(reasons)
+        ended = reasons.nonzero()[0]
         if len(ended):
             self._finish(rows[ended].tolist(), reasons[ended].tolist(), output)
         for line, said in failures.items():

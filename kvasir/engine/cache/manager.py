@@ -327,7 +327,7 @@ class KVCacheManager:
         # Keep what a token after the last full block attends to: another request may hit the prefix up to there.
         resumes_at = num_computed - num_computed % self.block_size
         first = np.maximum(resumes_at - window + 1, 0) // self.block_size
-        for i in np.flatnonzero(first > self.num_freed[lines]).tolist():
+        for i in (first > self.num_freed[lines]).nonzero()[0].tolist():
             line, begin, end = int(lines[i]), int(self.num_freed[lines[i]]), int(first[i])
             self.pool.release(self.tables[line, begin:end].tolist())
             self.tables[line, begin:end] = NULL_BLOCK
@@ -336,7 +336,7 @@ class KVCacheManager:
 
     def _grow(self, rows: IntArray, have: Int32Array, extra: Int32Array, total: int) -> None:
         blocks = np.array(self.pool.allocate(total * self.num_groups))
-        growing = np.flatnonzero(extra)
+        growing = extra.nonzero()[0]
         rows, have, extra = rows[growing], have[growing], extra[growing]
         if total > len(growing):  # some row needs several blocks, in consecutive columns
             starts = np.repeat(np.cumsum(extra) - extra, extra)
