@@ -146,6 +146,13 @@ def test_custom_tools_take_text(server: LiveServer) -> None:
     custom = [{"type": "custom", "custom": {"name": "run", "description": "Runs code."}}]
     (call,) = ask(server, told(said), tools=custom)["message"]["tool_calls"]
     assert call["type"] == "custom" and call["custom"] == {"name": "run", "input": 'print("é")\n'}
+    history = [{"role": "user", "content": "Run it."}, {"role": "assistant", "tool_calls": [call]}]
+    history += [{"role": "tool", "tool_call_id": call["id"], "content": "é"}]
+    tokens = web.post(f"{server.url}/tokenize", json={"messages": history}).json()["tokens"]
+    prompt = web.post(f"{server.url}/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert said.splitlines()[1] in prompt.replace("\\u00e9", "é")
+    wrong = ask(server, [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "run"}}]}])
+    assert wrong["error"]["param"] == "messages" and "needs custom" in wrong["error"]["message"]
 
 
 def test_reasoning_can_be_left_out(server: LiveServer) -> None:

@@ -16,7 +16,7 @@ from kvasir.frontend.text.compiled_template import ROLES, CompiledTemplate, Mess
 # Added to the message to be continued before rendering, so that the text behind it can be cut off. Its trailing space
 # shows whether the template trims messages.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# Fields for the reasoning of a message. Templates read the first; gpt-oss reads the second.
+# Names of the reasoning of a message. Clients send any of them, and every template reads one of them.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 # Fields of messages that templates need not read: names and ids, and what servers add to their replies. Reasoning
@@ -80,7 +80,9 @@ class ChatTemplate(CompiledTemplate):
     def _adapt(self, message: Message) -> Message:
         """Convert a message from the form of OpenAI's API to the form that the template reads."""
         self._check_role(message["role"])
-        message = _with_parsed_arguments(_with_reasoning_names(self._with_supported_content(message)))
+        message = _with_parsed_arguments(self._with_supported_content(message))
+        if not message.keys().isdisjoint(_REASONING_FIELDS):
+            message = self._with_reasoning(message)
         if message["role"] == "developer" and not self._knows_developer:
             return {**message, "role": "system"}  # the older name of this role
         return message
@@ -94,6 +96,21 @@ class ChatTemplate(CompiledTemplate):
         if near or not is_word:
             known = f" Known ones are {', '.join(sorted(ROLES))}."
             raise RequestError(f"{role!r} is not a role.{near or known}", "messages")
+
+    def _with_reasoning(self, message: Message) -> Message:
+        """Give the message its reasoning under every name, in a form that the template takes."""
+        given = {name: message[name] for name in _REASONING_FIELDS if name in message}
+        for name, value in given.items():
+            if not isinstance(value, str):
+                raise RequestError(f"{name} of a message must be a string.", "messages")
+        reasoning = next(filter(None, given.values()), "")
+        if not reasoning:
+            return message
+        content = message.get("content")
+        has_both = isinstance(content, str) and content != "" and bool(message.get("tool_calls"))
+        if has_both and not self._takes_reasoning_beside_text:
+            reasoning, message = f"{reasoning}\n\n{content}", {**message, "content": ""}
+        return {**message, **dict.fromkeys(_REASONING_FIELDS, reasoning)}
 
     def _with_supported_content(self, message: Message) -> Message:
         """Convert content parts to text, or text to parts, if the template supports only the other form."""
@@ -183,7 +200,13 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
             raise RequestError("A message's content must be a string or a list of content parts.", "messages")
         if message["role"] in ("system", "developer", "user") and message.get("content") is None:
             raise RequestError(f"A message with role {message['role']!r} must have content.", "messages")
-    return [_plain(message) for message in messages]
+    return [_plain(_without_nulls(message)) for message in messages]
+
+
+def _without_nulls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leave out what says nothing: clients send back replies with all their fields, and templates look for names."""
+    empty = [name for name, value in message.items() if value is None or (name == "tool_calls" and not value)]
+    return {name: value for name, value in message.items() if name == "content" or name not in empty}
 
 
 def _part_text(part: object) -> str:
@@ -217,11 +240,6 @@ def _tag_end(message: Message) -> str:
 def _nothing_to_continue() -> RequestError:
     message = "continue_final_message is set, but the final message has no text."
     return RequestError(message, "continue_final_message")
-
-
-def _with_reasoning_names(message: Message) -> Message:
-    reasoning = next((message[name] for name in _REASONING_FIELDS if message.get(name) is not None), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _with_parsed_arguments(message: Message) -> Message:

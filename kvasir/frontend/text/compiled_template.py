@@ -122,6 +122,14 @@ class CompiledTemplate:
         call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
         return self._shows_null({"role": "assistant", "tool_calls": [call]})
 
+    @cached_property
+    def _takes_reasoning_beside_text(self) -> bool:
+        """Whether a message with tool calls may have both reasoning and content. gpt-oss's template refuses that."""
+        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
+        message = {"role": "assistant", "content": "", "tool_calls": [call], "thinking": _PROBE}
+        both = {**message, "content": _FIELD_PROBE}
+        return self._try(_user(_PROBE), both) != "" or self._try(_user(_PROBE), message) == ""
+
     def _shows_null(self, message: Message) -> bool:
         empty, text = (self._try(_user(_PROBE), {**message, "content": content}) for content in ("", None))
         return text != "" and text.count("None") <= empty.count("None")

@@ -264,9 +264,33 @@ def test_what_templates_may_use() -> None:
 
 
 def test_reasoning_goes_by_any_of_its_names() -> None:
-    template = ChatTemplate("{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}")
-    for name in ("reasoning_content", "reasoning", "thinking"):
-        assert template.render([{"role": "assistant", "content": "x", name: "hm"}]) == "hm|hm"
+    names = ("reasoning_content", "reasoning", "thinking")
+    for read in names:
+        template = ChatTemplate(f"{{{{ messages[0].{read} }}}}")
+        for name in names:
+            message = {"role": "assistant", "content": "x", **dict.fromkeys(names), name: "hm"}
+            assert template.render([message]) == "hm", (read, name)
+            assert template.render([{**message, **dict.fromkeys(names, ""), name: "hm"}]) == "hm", (read, name)
+    with pytest.raises(RequestError, match="thinking of a message must be a string"):
+        template.render([{"role": "assistant", "content": "x", "thinking": ["hm"]}])
+
+
+def test_what_a_message_leaves_empty_is_not_there(source: str) -> None:
+    """Clients send back replies with all their fields. Some templates fail on those that are null."""
+    names = ("tool_calls", "reasoning", "reasoning_content", "thinking", "function_call", "audio", "refusal")
+
+    def render(reply: dict[str, Any]) -> str:
+        return compile_template(source).render([USER, reply, USER], tools=TOOLS, add_generation_prompt=True, **SPECIAL)
+
+    for empty in (dict.fromkeys(names), {"tool_calls": []}):
+        assert render({**ANSWER, **empty}) == render(ANSWER)
+
+
+def test_reasoning_beside_text_and_calls_reaches_templates_that_refuse_both(test_data: Path) -> None:
+    template = compile_template((test_data / "chat_templates" / "openai-gpt-oss-120b.jinja").read_text("utf-8"))
+    said = {"role": "assistant", "content": "I look.", "reasoning": "Which one?", "tool_calls": [CALL]}
+    text = template.render([USER, said, {"role": "tool", "content": "Sunny"}], **SPECIAL)
+    assert "analysis<|message|>Which one?\n\nI look.<|end|>" in text and "get_weather" in text
 
 
 def test_continuing_is_not_confused_by_what_users_write() -> None:
