@@ -36,6 +36,8 @@ MAX_COMPLETIONS = 16384
 WHITESPACE_STYLES = ("spaced", "compact", "flexible")  # of constrained JSON
 _STRUCTURED = "structured_outputs"
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_OF_WHITESPACE = ("whitespace", "disable_any_whitespace", "whitespace_pattern")
+_OF_JSON = (*_OF_WHITESPACE, "disable_additional_properties", "lenient")
 _LARGEST = sys.float_info.max
 _MAX_DIGITS = 20  # of a token id in a string
 _BIAS_LIMIT = 100.0  # larger biases are cut to it, as in vLLM; it forces or bans a token already
@@ -133,6 +135,19 @@ class StructuredOutputsParams:
             known = "json, regex, choice, grammar, json_object, structural_tag"
             message = f"structured_outputs needs exactly one of {known}, but {given} given."
             raise RequestError(message, _STRUCTURED)
+        self._verify_style()
+
+    def _verify_style(self) -> None:
+        """Refuse options about JSON that would be ignored: beside a constraint that is not JSON, or beside another."""
+        asked = [name for name in _OF_JSON if getattr(self, name) not in (None, False)]
+        (kind,) = self.constraints
+        if asked and kind in ("regex", "choice", "grammar"):
+            message = f"structured_outputs.{asked[0]} is for JSON, but the output is held to a {kind}; leave it out."
+            raise RequestError(message, _STRUCTURED)
+        spaces = [name for name in asked if name in _OF_WHITESPACE]
+        if len(spaces) > 1 and not (self.whitespace == "compact" and self.whitespace_pattern is None):
+            names = " and ".join(f"structured_outputs.{name}" for name in spaces)
+            raise RequestError(f"{names} both say how JSON is spaced; give one of them.", _STRUCTURED)
 
     @property
     def constraints(self) -> list[str]:

@@ -202,6 +202,8 @@ def test_over_a_websocket(fake_server: LiveServer) -> None:
         ({"guided_json": {}, "response_format": JSON_SCHEMA}, "response_format", "guided_json"),
         ({"guided_json": {}, "guided_decoding_backend": "outlines"}, "guided_decoding_backend", "outlines"),
         ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
+        ({"guided_whitespace_pattern": " ", "guided_regex": "a"}, "guided_whitespace_pattern", "guided_regex"),
+        ({"structured_outputs": {"whitespace": "compact", "regex": "a"}}, "structured_outputs", "is for JSON"),
         ({"guided_json": {}, "use_beam_search": True, "n": 2}, "guided_json", "beam search"),
         ({"structural_tag": {"type": "structural_tag", "format": {"type": "odd"}}}, "structural_tag", "odd"),
     ],

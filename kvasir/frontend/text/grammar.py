@@ -33,8 +33,10 @@ ASCII_DIGITS = "d"  # \\d in a regular expression means 0 to 9, as in other engi
 MAX_GRAMMAR_CHARACTERS = 1 << 20
 _MAX_GBNF_CHARACTERS = 1 << 17  # converting GBNF takes a tenth of a second for so many, or time by their square
 _MAX_OPTIONAL = 2000  # properties of one object, which take most of a second to compile
-# As llguidance tells Lark from GBNF, but in linear time for a text of many empty lines.
-_IS_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|start\s*:)", re.MULTILINE)
+# Lark has a rule called start, perhaps with modifiers (?start, !start) and attributes; GBNF's rules have ::=. llguidance
+# asks for less. This takes linear time for a text of many empty lines, too.
+_IS_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|[!?]*start(?:\.-?\d+)?\s*(?:\[[^\]\n]*\]\s*)?:(?!:=))", re.MULTILINE)
+_GBNF_WORD = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[A-Za-z0-9_-]+', re.DOTALL)
 # Keywords of a schema that hold values, and those that hold schemas by names of the caller's own.
 _VALUES = frozenset({"enum", "const", "default", "examples"})
 _SCHEMAS_BY_NAME = frozenset(
@@ -177,9 +179,19 @@ def _from_gbnf(grammar: str) -> str:
         )
         raise RequestError(f"{message}. Grammars in Lark may have {MAX_GRAMMAR_CHARACTERS}.", PARAMETER)
     try:
-        return str(gbnf_to_lark(grammar))
+        return str(gbnf_to_lark(_without_start(grammar)))
     except Exception as error:  # the converter has several kinds
-        raise RequestError(f"{PARAMETER}.grammar cannot be read: {excerpt(str(error))}", PARAMETER) from error
+        hint = "" if "::=" in grammar else " A grammar in Lark needs a rule called start."
+        said = f"{PARAMETER}.grammar cannot be read: {excerpt(str(error))}"
+        raise RequestError(said + (f".{hint}" if hint else ""), PARAMETER) from error
+
+
+def _without_start(grammar: str) -> str:
+    """Rename a rule of GBNF called start, because the converter gives that name to root."""
+    name = "start-rule"
+    while name in grammar:
+        name += "-"
+    return _GBNF_WORD.sub(lambda found: name if found.group() == "start" else found.group(), grammar)
 
 
 def _choice(texts: Sequence[str]) -> str:

@@ -31,6 +31,7 @@ FIELDS = frozenset(
     }
 )
 _JSON_TEXTS = ("json", "structural_tag")  # which may be objects or texts
+_NOT_JSON = ("regex", "choice", "grammar")  # constraints that no option about JSON concerns
 _SCHEMA_WORDS = frozenset({"type", "properties", "anyOf", "enum", "$ref", "$defs"})  # of a schema in the wrong place
 _INTERNAL = ("tags", "starts_after", "source", "parts")  # fields that no body sets
 BACKENDS = ("auto", "guidance", "llguidance")  # values of guided_decoding_backend that ask for nothing else
@@ -83,6 +84,10 @@ def _from_older(body: Any) -> Found:
             found.append((name, {newer: value} if pattern is None else {newer: value, "whitespace_pattern": pattern}))
     if pattern is not None and not found:
         message = "guided_whitespace_pattern needs guided_json; give both or leave it out."
+        raise RequestError(message, "guided_whitespace_pattern")
+    other = next((name for name, _ in found if _OLDER[name] in _NOT_JSON), None)
+    if pattern is not None and other is not None:
+        message = f"guided_whitespace_pattern is for guided_json, but the output is held to {other}; leave it out."
         raise RequestError(message, "guided_whitespace_pattern")
     return found
 

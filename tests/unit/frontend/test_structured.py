@@ -55,7 +55,11 @@ def grammar_of(style: JsonStyle | None = None, **given: Any) -> str:
         ({"choice": ["x", "x y", ""]}, "x y", "x z"),
         ({"choice": [""]}, "", "y"),
         ({"grammar": 'start: "a" B\nB: /[0-9]+/'}, "a12", "a"),
+        ({"grammar": '?start: "a" B | c\nB: /[0-9]+/\n?c: "c"'}, "a12", "a"),
+        ({"grammar": '  !start : "a" B\nB: /[0-9]+/'}, "a1", "1"),
+        ({"grammar": 'start[max_tokens=5]: /a[0-9]/'}, "a1", "1"),
         ({"grammar": 'root ::= "a" [0-9]+ | x\nx ::= "x"'}, "x", "ax"),
+        ({"grammar": 'root ::= "start" start # start\nstart ::= [start] start-up\nstart-up ::= "x"'}, "startax", "ax"),
         ({"structural_tag": {"format": {"type": "tag", **TAG}}}, '<f=x>{"a": 1}</f>', '{"a": 1}'),
         (
             {"structural_tag": {"format": {"type": "sequence", "elements": [
@@ -108,6 +112,12 @@ def test_gbnf_is_bounded_because_converting_it_takes_time_by_its_square() -> Non
 )
 def test_lark_is_known_as_llguidance_knows_it(text: str) -> None:
     assert (_IS_LARK.search(text) is not None) == is_lark_syntax(text)
+
+
+@pytest.mark.parametrize(("text", "words"), [('a: "b"', "a rule called start"), ('a ::= "b"', "No 'root' rule")])
+def test_a_grammar_without_its_first_rule_is_refused(text: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        grammar_of(grammar=text)
 
 
 def test_as_many_optional_properties_as_are_allowed_can_be_written() -> None:
@@ -280,6 +290,13 @@ def test_a_limit_that_forced_tokens_reach_ends_the_request_alone() -> None:
         ({"choice": [1]}, "choice"),
         ({"json": THING, "whitespace": "tabs"}, "spaced, compact, flexible"),
         ({"json_object": "yes"}, "True or False"),
+        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern is for JSON, but the output is held to a regex"),
+        ({"choice": ["a"], "disable_any_whitespace": True}, "disable_any_whitespace is for JSON"),
+        ({"grammar": "start: /a/", "whitespace": "compact"}, "whitespace is for JSON"),
+        ({"regex": "a", "disable_additional_properties": True}, "disable_additional_properties is for JSON"),
+        ({"regex": "a", "lenient": True}, "lenient is for JSON"),
+        ({"json": {}, "whitespace": "spaced", "disable_any_whitespace": True}, "both say how JSON is spaced"),
+        ({"json": {}, "whitespace": "spaced", "whitespace_pattern": ""}, "both say how JSON is spaced"),
     ],
 )
 def test_wrong_parameters_are_refused_by_name(given: dict[str, Any], words: str) -> None:
