@@ -155,6 +155,24 @@ def test_custom_tools_take_text(server: LiveServer) -> None:
     assert wrong["error"]["param"] == "messages" and "needs custom" in wrong["error"]["message"]
 
 
+def test_custom_calls_reach_the_next_turn(server: LiveServer, client: openai.OpenAI) -> None:
+    """By chat and by responses, with the same text."""
+    call = {"id": "c1", "type": "custom", "custom": {"name": "run", "input": "print(7)"}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [*told(SECOND, "Seven."), answer, {"role": "tool", "tool_call_id": "c1", "content": "7"}]
+    items: list[Any] = [
+        *told(SECOND, "Seven."),
+        {"type": "custom_tool_call", "call_id": "c1", "name": "run", "input": "print(7)"},
+        {"type": "custom_tool_call_output", "call_id": "c1", "output": "7"},
+    ]
+    ids = web.post(f"{server.url}/tokenize", json={"messages": messages}).json()["tokens"]
+    text = web.post(f"{server.url}/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert '{"name": "run", "arguments": {"input": "print(7)"}}' in text
+    after = client.responses.create(model=_model(client), input=items)
+    assert after.output_text == "Seven." and after.usage is not None and after.usage.input_tokens == len(ids)
+    assert ask(server, messages)["message"]["content"] == "Seven."
+
+
 def test_reasoning_can_be_left_out(server: LiveServer) -> None:
     message = ask(server, told(f"{THOUGHT}Yes."), include_reasoning=False)["message"]
     assert message == {"role": "assistant", "content": "Yes.", "refusal": None}
@@ -170,6 +188,8 @@ def test_reasoning_can_be_left_out(server: LiveServer) -> None:
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools"),
         ({"tools": BLOCKS}, "tools"),
         ({"messages": [{"role": "assistant", "tool_calls": "clock"}, {"role": "user", "content": "?"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}, *told("a")]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "custom"}]}, *told("a")]}, "messages"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nope"}}}, "tool_choice"),

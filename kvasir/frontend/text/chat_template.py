@@ -11,7 +11,13 @@ from functools import lru_cache
 from typing import Any
 
 from kvasir.errors import RequestError, did_you_mean
-from kvasir.frontend.text.compiled_template import ROLES, CompiledTemplate, Message, parse_arguments
+from kvasir.frontend.text.compiled_template import (
+    ROLES,
+    CompiledTemplate,
+    Message,
+    parse_arguments,
+    with_function_calls,
+)
 
 # Added to the message to be continued before rendering, so that the text behind it can be cut off. Its trailing space
 # shows whether the template trims messages.
@@ -161,7 +167,10 @@ def check_reads(
     for name, value in given.items():
         if value and not template.reads(name):
             raise _unread(name, name)
-    return [_check_message(template, message) if isinstance(message, Mapping) else message for message in messages]
+    return [
+        _check_message(template, with_function_calls(message)) if isinstance(message, Mapping) else message
+        for message in messages
+    ]
 
 
 def _check_message(template: ChatTemplate, message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ supports are found by rendering probes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import Any
@@ -167,6 +167,28 @@ def _as_python(name: str, arguments: Any) -> str:
 
 def _user(content: object) -> Message:
     return {"role": "user", "content": content}
+
+
+def with_function_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the message with its calls of custom tools as calls of functions of `input`, as models see such tools."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not any(_is_custom(call) for call in calls):
+        return message
+    return {**message, "tool_calls": [_function_call(call) if _is_custom(call) else call for call in calls]}
+
+
+def _is_custom(call: object) -> bool:
+    return isinstance(call, Mapping) and call.get("type") == "custom"
+
+
+def _function_call(call: Mapping[str, Any]) -> Message:
+    said = call.get("custom")
+    name, text = (said.get("name"), said.get("input")) if isinstance(said, Mapping) else (None, None)
+    if not isinstance(name, str) or not isinstance(text, str):
+        message = "A tool call of the type 'custom' needs custom, an object with name and input, both of them texts."
+        raise RequestError(message, "messages")
+    rest = {key: value for key, value in call.items() if key != "custom"}
+    return {**rest, "type": "function", "function": {"name": name, "arguments": {"input": text}}}
 
 
 def parse_arguments(call: Any) -> Any:

@@ -12,6 +12,7 @@ from kvasir.server.schema.field_docs import FIELD_DOCS
 from kvasir.server.schema.sampling import SamplingBody, StreamOptions, TemplateVariables
 
 _MAX_MESSAGE_ENTRIES = 64
+_CALLED = frozenset({"function", "custom", "name"})  # what says which tool was called; templates may read name
 
 
 class Message(BoundedModel):
@@ -30,6 +31,8 @@ class Message(BoundedModel):
         calls = given.get("tool_calls") if isinstance(given, dict) else None
         if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
             raise invalid("messages", "tool_calls of a message must be a list of objects.")
+        if any(_CALLED.isdisjoint(call) for call in calls or ()):  # some templates would leave them out
+            raise invalid("messages", "A tool call of a message needs function, or custom for a custom tool.")
         return given
 
 

@@ -385,6 +385,28 @@ def test_every_real_template_gets_the_calls_or_refuses_them(source: str) -> None
     assert "get_weather" in text[:last] and "Sunny" in text[last:]
 
 
+def test_calls_of_custom_tools_are_shown_as_calls_of_functions(source: str) -> None:
+    said = {"id": "abcdefghi", "type": "custom", "custom": {"name": "get_weather", "input": "of Oslo"}}
+    call = {**CALL, "function": {"name": "get_weather", "arguments": '{"input": "of Oslo"}'}}
+    shown = []
+    for each in (said, call):
+        messages = [USER, {"role": "assistant", "content": "", "tool_calls": [each]}]
+        try:
+            messages = check_reads(source, messages, {})
+            shown.append(compile_template(source).render(messages, tools=TOOLS, **SPECIAL))
+        except RequestError as error:
+            assert "its chat template does not read it" in str(error)
+            shown.append("")
+    assert shown[0] == shown[1] and ("of Oslo" in shown[0]) == bool(shown[0])
+
+
+@pytest.mark.parametrize("custom", [None, {"name": "f"}, {"name": "f", "input": {}}])
+def test_a_wrong_call_of_a_custom_tool_is_refused(custom: object) -> None:
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "custom", "custom": custom}]}
+    with pytest.raises(RequestError, match="needs custom, an object with name and input"):
+        check_reads("{{ messages }} {{ tool_calls }}", [answer], {})
+
+
 @pytest.mark.parametrize(
     ("text", "written"),
     [
