@@ -33,8 +33,8 @@ ASCII_DIGITS = "d"  # \\d in a regular expression means 0 to 9, as in other engi
 MAX_GRAMMAR_CHARACTERS = 1 << 20
 _MAX_GBNF_CHARACTERS = 1 << 17  # converting GBNF takes a tenth of a second for so many, or time by their square
 _MAX_OPTIONAL = 2000  # properties of one object, which take most of a second to compile
-# Lark has a rule called start, perhaps with modifiers (?start, !start) and attributes; GBNF's rules have ::=. llguidance
-# asks for less. This takes linear time for a text of many empty lines, too.
+# Lark has a rule called start, perhaps with modifiers (?start, !start) and attributes; rules of GBNF have ::=.
+# llguidance asks for less. This takes linear time for a text of many empty lines, too.
 _IS_LARK = re.compile(r"^[^\S\n]*(%llguidance\b|[!?]*start(?:\.-?\d+)?\s*(?:\[[^\]\n]*\]\s*)?:(?!:=))", re.MULTILINE)
 _GBNF_WORD = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[A-Za-z0-9_-]+', re.DOTALL)
 # Keywords of a schema that hold values, and those that hold schemas by names of the caller's own.

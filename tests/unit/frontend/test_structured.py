@@ -290,7 +290,7 @@ def test_a_limit_that_forced_tokens_reach_ends_the_request_alone() -> None:
         ({"choice": [1]}, "choice"),
         ({"json": THING, "whitespace": "tabs"}, "spaced, compact, flexible"),
         ({"json_object": "yes"}, "True or False"),
-        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern is for JSON, but the output is held to a regex"),
+        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern is for JSON, but the output is held"),
         ({"choice": ["a"], "disable_any_whitespace": True}, "disable_any_whitespace is for JSON"),
         ({"grammar": "start: /a/", "whitespace": "compact"}, "whitespace is for JSON"),
         ({"regex": "a", "disable_additional_properties": True}, "disable_additional_properties is for JSON"),
