@@ -16,6 +16,7 @@ from typing import Any
 
 from kvasir.errors import RequestError
 from kvasir.frontend.text.chat_template import compile_template
+from kvasir.frontend.text.compiled_template import with_function_calls
 from kvasir.parsers.base import calls_of, content_of
 from kvasir.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat, ReasoningFormat, ToolFormat
 from kvasir.parsers.scanner import make_parser
@@ -240,7 +241,7 @@ def with_tools(
             _add_result(made, _text(message.get("content")))
         elif message.get("tool_calls"):
             text = _text(message.get("content"))
-            written = write_calls(form, [_read(call) for call in message["tool_calls"]])
+            written = write_calls(form, [_read(call) for call in with_function_calls(message)["tool_calls"]])
             rest = {name: value for name, value in message.items() if name != "tool_calls"}
             made.append({**rest, "content": f"{text}\n{written}" if text else written})
         else:

@@ -18,7 +18,6 @@ from kvasir.entrypoints.async_llm import AsyncLLM, Stream
 from kvasir.errors import PromptTooLongError, RequestError
 from kvasir.frontend.requests.pooling import PoolingParams
 from kvasir.frontend.requests.prompts import PromptProcessor, PromptType, TextPrompt, TokenizedPrompt, TokensPrompt
-from kvasir.frontend.text.compiled_template import with_function_calls
 from kvasir.log import get_logger
 from kvasir.messages import LEFT_GRAMMAR
 from kvasir.outputs import RequestOutput
@@ -369,7 +368,7 @@ async def read_chat(
     if body.chat_template is not None and not state.config.trust_request_chat_template:
         message = "This server takes no chat_template in requests; --trust-request-chat-template allows it."
         raise RequestError(message, "chat_template")
-    given = [with_function_calls(message.model_dump(exclude_unset=True)) for message in body.messages]
+    given = [message.model_dump(exclude_unset=True) for message in body.messages]
     arguments = list(_arguments(given))
     if arguments and (problem := exceeded_by_texts(arguments)):
         raise RequestError(f"The arguments of all tool calls: this JSON {problem}", "messages")

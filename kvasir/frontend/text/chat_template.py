@@ -167,14 +167,14 @@ def check_reads(
     for name, value in given.items():
         if value and not template.reads(name):
             raise _unread(name, name)
-    return [
-        _check_message(template, with_function_calls(message)) if isinstance(message, Mapping) else message
-        for message in messages
-    ]
+    return [_check_message(template, message) if isinstance(message, Mapping) else message for message in messages]
 
 
 def _check_message(template: ChatTemplate, message: Mapping[str, Any]) -> Mapping[str, Any]:
     role, calls = message.get("role"), message.get("tool_calls")
+    if calls:
+        message = with_function_calls(message)
+        calls = message["tool_calls"]
     if message.get("refusal") and not message.get("content"):
         message = {**message, "content": message["refusal"], "refusal": None}
     if isinstance(role, str) and role not in ("user", "assistant") and not template.shows_role(role):
