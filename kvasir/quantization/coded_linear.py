@@ -219,6 +219,14 @@ class CodedExperts(UnquantizedExperts):
         # Summed in float32 and in the router's order, so that the rest of the batch changes nothing.
         return (y.view(tokens, top_k, -1) * weights[:, :, None]).sum(1).to(x.dtype)
 
+    def dense(self, layer: ExpertsLayer, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        stacks: dict[str, Coded] = layer.__dict__["stacks"]
+        if not stacks:
+            return super().dense(layer, expert)
+        count = layer.shape.num_own_experts
+        gate_up, down = (stacks[name].chunk(count)[expert].expand(layer.gate_up.dtype) for name in ("gate_up", "down"))
+        return gate_up, down
+
     def _product(
         self, layer: ExpertsLayer, name: str, x: torch.Tensor, starts: torch.Tensor, own: torch.Tensor
     ) -> torch.Tensor:

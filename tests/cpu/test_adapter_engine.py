@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from kvasir import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
-from kvasir.models import native
+from kvasir.models import loader, native
+from kvasir.quantization.coded import int8
+from kvasir.quantization.coded_linear import CodedMethods, Quantizer
 from tests.adapter_builders import GREEDY, TINY_ENGINE, check, write_files, write_lora
 from tests.engine_builders import metric, tokens
 from tests.gguf_builders import write_model
@@ -92,6 +94,23 @@ def test_adapters_of_packed_experts(mixture: dict[str, Any], quantization: str |
     base, name = mixture
     settings = {**TINY_ENGINE, "dtype": "bfloat16", "attention_backend": "cpu", "block_size": 16}
     with LLM(str(mixture[""].path), **settings, quantization=quantization) as llm:
+        outputs = llm.generate(prompts_for([base, name]), GREEDY, lora_request=asked([base, name]), use_tqdm=False)
+    check(mixture[name], outputs[1], tolerance)
+    with pytest.raises(AssertionError, match="likeliest|logprob"):
+        check(mixture[base], outputs[1], tolerance)
+
+
+@pytest.mark.parametrize(("quantize", "tolerance"), [(int8, 0.5), (None, 2e-4)])
+def test_adapters_of_experts_by_the_methods_of_a_gpu(
+    quantize: Quantizer | None, tolerance: float, mixture: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that are codes, and such as are expanded, because the checkpoint does not quantize them."""
+    monkeypatch.setattr(loader, "Unquantized", lambda: CodedMethods(quantize))
+    base, name = mixture
+    with LLM(str(mixture[""].path), **TINY_ENGINE) as llm:
+        core: Any = llm.llm_engine.client.core  # type: ignore[attr-defined]
+        experts = core.executor.model.layers[0].mlp.experts
+        assert bool(experts.stacks) == (quantize is not None)
         outputs = llm.generate(prompts_for([base, name]), GREEDY, lora_request=asked([base, name]), use_tqdm=False)
     check(mixture[name], outputs[1], tolerance)
     with pytest.raises(AssertionError, match="likeliest|logprob"):
