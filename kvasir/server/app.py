@@ -58,7 +58,7 @@ _ABOUT = (
     "again and again. Booleans and numbers in bodies may also be written as strings."
 )
 _NO_ROUTE = (404, 405)
-_HANDLED = (ApiError, KvasirError, RequestValidationError, HTTPException, ClientGone, Exception)
+_HANDLED = (ApiError, KvasirError, RequestValidationError, HTTPException, ClientGone)  # the gate answers others
 
 
 def make_app(state: ServerState) -> FastAPI:

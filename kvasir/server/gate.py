@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvasir.server.api_keys import ANYBODY, ApiKey, KeyRing
-from kvasir.server.errors import ApiError, error_response, too_large
+from kvasir.server.errors import ApiError, as_api_error, error_response, too_large
 from kvasir.server.http import GOOD_ID, Call, attach, is_good_id, new_id, route_path
 from kvasir.server.large_bodies import LargeReply
 from kvasir.server.limits import SMALL_BODY, BodyMemory
@@ -70,11 +70,11 @@ class Gate:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, headers, status = time.perf_counter(), Headers(scope=scope), 500
         call, body = self._call(scope, headers), _Body(receive, self.max_bytes, self.memory)
-
         large: LargeReply | None = None
+        sent: Message | None = None  # the last part of the reply that was sent
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status, large
+            nonlocal status, large, sent
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if self.echo_ids:
@@ -89,20 +89,31 @@ class Gate:
                 error, large = large.refused, None
                 self.failed(error.cause)
                 await error_response(error, call.path, call.id)(scope, receive, send_with_id)
+            sent = message
 
         try:
             self._admit(scope, headers, call)
-        except ApiError as error:
-            self.failed(error.cause)
-            await error_response(error, call.path, call.id)(scope, receive, send_with_id)
-        else:
             await self.app(scope, body.receive, send_with_id)
+        except Exception as raised:  # by `_admit`, or one that no handler expects
+            if (error := self._error_of(raised, sent)) is not None:
+                large = None  # it waits for a body that does not come
+                await error_response(error, call.path, call.id)(scope, receive, send_with_id)
         finally:
             body.give_back()
             if large is not None:
                 large.give_back(self.memory)
-            route = getattr(scope.get("route"), "path", "other")
-            self.count(scope["method"], route, status, time.perf_counter() - started)
+            route, took = getattr(scope.get("route"), "path", "other"), time.perf_counter() - started
+            self.count(scope["method"], route, status, took)
+
+    def _error_of(self, raised: Exception, sent: Message | None) -> ApiError | None:
+        """Count an exception and return the error to send, if no reply was sent. It is raised again if only a part was
+        sent: uvicorn then logs it and closes the connection, so that the client knows."""
+        if sent is not None and (sent["type"] != "http.response.body" or sent.get("more_body", False)):
+            self.failed("internal")
+            raise raised
+        error = as_api_error(raised)
+        self.failed(error.cause)
+        return error if sent is None else None
 
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)

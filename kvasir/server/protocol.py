@@ -561,8 +561,8 @@ class HttpProtocol(TimedConnection, HttpToolsProtocol):
             self.pool.upgrade(self, protocol)
             if not protocol.handshake_initiated:  # the library has not understood it, and says nothing
                 self.transport.close()
-            if rest and not self.transport.is_closing():
-                protocol.data_received(rest)
+            if not self.transport.is_closing():
+                protocol.wait_for_handshake(rest)
 
 
 # ---------------------------------------------------------------- WebSocket
@@ -574,6 +574,7 @@ class WebSocketProtocol(TimedConnection, WebSocketsSansIOProtocol):
     def __init__(self, *args: Any, pool: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.pool = pool
+        self._early: bytes | None = None  # what came behind a handshake that is not complete
         self._frames_left = _MAX_FRAMES
         self._counted_at = time.monotonic()
         self._after_close = 0  # bytes
@@ -589,6 +590,22 @@ class WebSocketProtocol(TimedConnection, WebSocketsSansIOProtocol):
 
     def time_ran_out(self) -> None:
         self._fail(1008, "The message took too long to arrive.")
+
+    def wait_for_handshake(self, rest: bytes) -> None:
+        """Read no frames, nor the `rest` that came with the handshake, until the application has accepted it."""
+        self._early = rest
+        self.transport.pause_reading()
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if self._early is not None and self.handshake_complete:
+            early, self._early = self._early, None
+            self.loop.call_soon(self._begin_frames, early)  # a refused client's close frame comes first
+
+    def _begin_frames(self, early: bytes) -> None:
+        self.data_received(early)
+        if not self.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
         for start in range(0, len(data), _PIECE):
