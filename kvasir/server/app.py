@@ -109,7 +109,7 @@ def _add_layers(app: FastAPI, state: ServerState) -> None:
         echo_ids=config.enable_request_id_headers,
         public=pages.PUBLIC,
         guards={path: lambda key: state.adapters.check_admin(key) for path in models.GUARDED},
-        root_path=f"/{config.root_path.strip('/')}".rstrip("/"),
+        root_path=config.path_prefix,
     )
     if config.allowed_origins:
         app.add_middleware(

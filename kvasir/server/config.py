@@ -181,6 +181,11 @@ class ServerConfig:
         if self.port == 0 and self.api_server_count > 1:
             raise ConfigError("api_server_count above 1 needs a fixed port: set port.")
 
+    @property
+    def path_prefix(self) -> str:
+        """root_path as it stands before a path: empty, or with a slash at its beginning alone."""
+        return f"/{self.root_path.strip('/')}".rstrip("/")
+
 
 @cache
 def server_settings() -> dict[str, SettingField]:

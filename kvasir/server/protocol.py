@@ -31,7 +31,8 @@ from kvasir.log import get_logger
 from kvasir.server.config import ServerConfig
 from kvasir.server.errors import ApiError, openai_body
 from kvasir.server.gate import PROBES
-from kvasir.server.limits import BodyMemory
+from kvasir.server.http import route_path
+from kvasir.server.limits import SMALL_BODY, BodyMemory
 from kvasir.server.schema.base import encode
 
 try:
@@ -475,7 +476,8 @@ class HttpProtocol(TimedConnection, HttpToolsProtocol):
         self.scope["http_version"] = version
         parsed = httptools.parse_url(self.url)
         path = urllib.parse.unquote(parsed.path.decode("ascii"))
-        if self._is_spare and (path not in _ANSWERED_WHEN_FULL or self.parser.should_upgrade()):
+        asked = route_path({"path": path, "root_path": self.limits.path_prefix})
+        if self._is_spare and (asked not in _ANSWERED_WHEN_FULL or self.parser.should_upgrade()):
             self._fail(ApiError(503, "The server has too many connections.", "overloaded", retry_after=1))
         if self.parser.should_upgrade() and self._should_upgrade():
             self._check_handshake()
@@ -645,7 +647,7 @@ class WebSocketProtocol(TimedConnection, WebSocketsSansIOProtocol):
         memory = self.pool.memory
         memory.give_back(self._held)
         self._held, before = 0, self._held
-        if not memory.take(num_bytes):
+        if not memory.take(num_bytes, num_bytes <= SMALL_BODY):
             self._fail(1013, "The server has no memory left for messages: try again later.")
             return
         if num_bytes == 0:

@@ -22,8 +22,9 @@ SLOW = {"make": "kvasir.executor.fake:delayed", "delay": 0.01, "token": 42}
 
 @pytest.fixture(scope="module")
 def slow_server(starter_model: Path) -> Iterator[LiveServer]:
-    """Where a long request runs for many seconds."""
-    with LiveServer.fake(starter_model, executor={**SLOW, "delay": 0.05}) as server:
+    """Where a long request runs for many seconds, and bodies have little memory."""
+    limits = {"max_request_bytes": 1 << 20, "max_body_memory": 1 << 20}
+    with LiveServer.fake(starter_model, executor={**SLOW, "delay": 0.05}, server=limits) as server:
         yield server.wait_until_ready()
 
 
@@ -67,6 +68,27 @@ def test_a_request_sent_early_waits_for_its_turn(socket: ClientConnection) -> No
     socket.send(json.dumps({"type": "cancel"}))  # too late: nothing runs
     socket.send(json.dumps(BODY))
     assert text_of(answer(socket)) == text_of(first)
+
+
+def test_messages_count_as_bodies_until_they_are_answered(slow_server: LiveServer) -> None:
+    large = json.dumps({**BODY, "max_tokens": 1900, "padding": "x" * 600_000})
+    with web.connect(slow_server.ws_url) as first:
+        first.send(large)
+        first.recv(web.PATIENCE)
+        with web.connect(slow_server.ws_url) as second:
+            second.send(large)
+            assert "no memory left for messages" in json.loads(second.recv(web.PATIENCE))["error"]["message"]
+            with pytest.raises(ConnectionClosed) as closed:
+                second.recv(web.PATIENCE)
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 1013
+        with web.connect(slow_server.ws_url) as third:
+            third.send(json.dumps(BODY))
+            assert answer(third)[-1]["choices"][0]["finish_reason"] == "length", "small messages have a reserve"
+        first.send(json.dumps({"type": "cancel"}))
+        answer(first)
+        with web.connect(slow_server.ws_url) as fourth:
+            fourth.send(json.dumps({**BODY, "padding": "x" * 600_000}))
+            answer(fourth)
 
 
 def test_cancel(slow_socket: ClientConnection, slow_server: LiveServer) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import time
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, WebSocket
 from starlette.websockets import WebSocketDisconnect
@@ -19,12 +19,14 @@ from starlette.websockets import WebSocketDisconnect
 from kvasir.server.errors import ApiError, as_api_error, openai_body
 from kvasir.server.gate import WS_ERROR, may_connect
 from kvasir.server.http import call_of, new_id, read_json, validated, without_unknown_fields
+from kvasir.server.limits import SMALL_BODY
 from kvasir.server.routes.chat import ChatJob
 from kvasir.server.schema.base import encode
 from kvasir.server.schema.chat import ChatRequest
 from kvasir.server.state import state_of
 
 router = APIRouter()
+_TRY_LATER = 1013  # RFC 6455's registry: there is no room now
 
 
 @router.websocket("/v1/chat/completions")
@@ -37,6 +39,11 @@ async def chat(socket: WebSocket) -> None:
         await Conversation(socket).run()
 
 
+class _Message(NamedTuple):
+    body: Any
+    num_bytes: int  # held until it is answered
+
+
 class Conversation:
     """One connection, which runs one request at a time."""
 
@@ -44,14 +51,13 @@ class Conversation:
         self.socket = socket
         self.state = state_of(socket)
         self.call = call_of(socket)
-        self._next: asyncio.Task[Any] | None = None  # the next message, being read
+        self._next: asyncio.Task[_Message] | None = None  # the next message, being read
+        self._held = 0  # bytes of messages that are not answered yet
 
     async def run(self) -> None:
         try:
             while True:
-                message = await self._next_request()
-                if not _is_cancel(message):  # a cancel that comes too late ends nothing
-                    await self._answer(message)
+                await self._answer_next()
         except WebSocketDisconnect:
             raise
         except Exception as error:
@@ -60,52 +66,74 @@ class Conversation:
                 self.state.metrics.failed(found.cause)
             if found.cause != "disconnect":
                 await self._say(encode(openai_body(found)))
-                await self.socket.close(WS_ERROR, _reason(found.message))
+                code = _TRY_LATER if found.cause == "overloaded" else WS_ERROR
+                await self.socket.close(code, _reason(found.message))
         finally:
             if self._next is not None:
                 await _end(self._next)
+            self._give_back(self._held)
 
-    def _listen(self) -> asyncio.Task[Any]:
+    async def _answer_next(self) -> None:
+        message = await self._next_request()
+        try:
+            if not _is_cancel(message.body):  # a cancel that comes too late ends nothing
+                await self._answer(message.body)
+        finally:
+            self._give_back(message.num_bytes)
+
+    def _give_back(self, num_bytes: int) -> None:
+        self._held -= num_bytes
+        self.state.body_memory.give_back(num_bytes)
+
+    def _listen(self) -> asyncio.Task[_Message]:
         if self._next is None:
             self._next = asyncio.create_task(self._read())
         return self._next
 
-    async def _receive(self) -> Any:
+    async def _receive(self) -> _Message:
         message = await self._listen()
         self._next = None
         return message
 
-    async def _next_request(self) -> Any:
+    async def _next_request(self) -> _Message:
         seconds = self.state.config.websocket_idle_timeout
         await asyncio.wait([self._listen()], timeout=seconds)
         if not self._listen().done():
             raise ApiError(408, f"No request came in {seconds:g} s.", "timeout")
         return await self._receive()
 
-    async def _read(self) -> Any:
+    async def _read(self) -> _Message:
         frame = await self.socket.receive()
         if frame["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(frame.get("code", 1000))
+        data = frame.pop("bytes", None) or frame.pop("text", "").encode()
+        size = len(data)
+        if not self.state.body_memory.take(size, size <= SMALL_BODY):
+            message = "The server has no memory left for messages: try again later."
+            raise ApiError(503, message, "overloaded", retry_after=1)
+        self._held += size
         try:
-            return await read_json(frame.get("text") or frame.get("bytes") or b"", "The message", ChatRequest)
+            return _Message(await read_json(data, "The message", ChatRequest), size)
         except ValueError as error:
             raise ApiError(400, str(error), "invalid_request") from error
 
-    async def _answer(self, message: Any) -> None:
-        if not isinstance(message, dict):
+    async def _answer(self, given: Any) -> None:
+        if not isinstance(given, dict):
             raise ApiError(400, "The message must be a JSON object, the body of a chat request.", "invalid_request")
-        if message.get("stream") is not None and message["stream"] is not True:
+        if given.get("stream") is not None and given["stream"] is not True:
             raise ApiError(400, "A WebSocket always streams: leave stream out.", "invalid_request", "stream")
         call = replace(self.call, id=new_id(), arrived=time.time())
-        message, _ = without_unknown_fields(message, ChatRequest, self.state.config.unknown_fields, call.id)
-        body = validated(ChatRequest, {**message, "stream": True})
+        known, _ = without_unknown_fields(given, ChatRequest, self.state.config.unknown_fields, call.id)
+        body = validated(ChatRequest, {**known, "stream": True})
         job = await ChatJob.make(self.state, call, body)
         sending = asyncio.create_task(self._send(job))
         try:
             while not sending.done():
                 await asyncio.wait([sending, self._listen()], return_when=asyncio.FIRST_COMPLETED)
                 if self._listen().done() and not sending.done():
-                    await self._interrupt(job, await self._receive())
+                    message = await self._receive()
+                    self._give_back(message.num_bytes)
+                    await self._interrupt(job, message.body)
             sending.result()
         finally:
             await _end(sending)
