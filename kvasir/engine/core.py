@@ -243,7 +243,7 @@ class EngineCore:
             resource_slots=scheduler.resources.num_slots,
             resource_slots_used=scheduler.resources.num_used,
             num_waiting_tokens=scheduler.waiting.num_prompt_tokens,
-            num_blocks=cache.pool.usable,
+            num_blocks=cache.pool.usable if cache.num_groups else 0,  # without a cache, a pool still has one
             num_used_blocks=cache.pool.num_used,
             num_cached_blocks=cache.pool.num_cached,
             evictions=cache.pool.evictions,

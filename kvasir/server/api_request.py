@@ -286,9 +286,10 @@ class MergedStream:
 
 def _log_arrival(request: ApiRequest) -> None:
     metrics, params, call = request.state.metrics, request.params, request.call
-    metrics.params_n.observe(params.n)
-    if params.max_tokens is not None:
-        metrics.params_max_tokens.observe(min(params.max_tokens, request.engine.config.model.max_model_len))
+    if request.asked is params:  # requests to pooling models have no such parameters
+        metrics.params_n.observe(params.n)
+        if params.max_tokens is not None:
+            metrics.params_max_tokens.observe(min(params.max_tokens, request.engine.config.model.max_model_len))
     fields = {
         "request_id": call.id,
         "path": call.path,

@@ -165,23 +165,13 @@ class Metrics:
 
     def ended(self, times: RequestMetrics | None, num_prompt: int, num_cached: int, num_generated: int) -> None:
         """Observe a request of the engine that has finished."""
-        self.prompt_tokens.inc(num_prompt)
-        self.prompt_tokens_cached.inc(num_cached)
-        self._by_source["local_compute"].inc(num_prompt - num_cached)
-        self._by_source["local_cache_hit"].inc(num_cached)
-        self.request_prompt.observe(num_prompt)
+        self._read(times, num_prompt, num_cached)
         self.request_generation.observe(num_generated)
         if times is None:
             return
         self.request_longest.observe(times.max_num_generation_tokens)
-        if times.first_scheduled_time is not None:
-            self.request_computed.observe(num_prompt - num_cached)
-        if times.latency is not None:
-            self.latency.observe(times.latency)
         if times.time_to_first_token is not None:
             self.first_token.observe(times.time_to_first_token)
-        if times.time_in_queue is not None:
-            self.queue_time.observe(times.time_in_queue)
         if times.first_token_time is not None and times.last_token_time is not None:
             if times.first_scheduled_time is not None:
                 self.prefill_time.observe(times.first_token_time - times.first_scheduled_time)
@@ -190,6 +180,25 @@ class Metrics:
             self.decode_time.observe(decoding)
             if num_generated > 1:
                 self.per_token.observe(decoding / (num_generated - 1))
+
+    def pooled(self, times: RequestMetrics | None, num_prompt: int, num_cached: int) -> None:
+        """Observe a request to a pooling model that has finished: it generates nothing, all of it is one prefill."""
+        self._read(times, num_prompt, num_cached)
+        if times is not None and times.first_scheduled_time is not None and times.finished_time is not None:
+            self.prefill_time.observe(times.finished_time - times.first_scheduled_time)
+            self.inference_time.observe(times.finished_time - times.first_scheduled_time)
+
+    def _read(self, times: RequestMetrics | None, num_prompt: int, num_cached: int) -> None:
+        self.prompt_tokens.inc(num_prompt)
+        self.prompt_tokens_cached.inc(num_cached)
+        self._by_source["local_compute"].inc(num_prompt - num_cached)
+        self._by_source["local_cache_hit"].inc(num_cached)
+        self.request_prompt.observe(num_prompt)
+        if times is not None and times.first_scheduled_time is not None:
+            self.request_computed.observe(num_prompt - num_cached)
+            self.queue_time.observe(times.first_scheduled_time - times.arrival_time)
+        if times is not None and times.latency is not None:
+            self.latency.observe(times.latency)
 
     def finished(self, reason: str) -> None:
         self.success.labels(**self.labels, finished_reason=reason).inc()

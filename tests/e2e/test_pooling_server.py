@@ -6,6 +6,7 @@ import base64
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 import torch
 
 from kvasir.entrypoints.cli.main import main
+from tests import web
 from tests.pooling_builders import save_bert, save_sentence_bert, set_entries
-from tests.server_process import LiveServer
+from tests.server_process import LiveServer, metric_in
 
 pytestmark = pytest.mark.slow  # two servers, and sentence-transformers takes seconds to import
 TEXTS = ["the cat sat on the mat", "what is the moon made of?", "grass"]
@@ -266,6 +268,25 @@ def test_a_chat_in_the_terminal_says_that_the_model_pools(
 def test_bad_input(embedder: tuple[LiveServer, Any, Path], path: str, body: dict[str, Any], says: str) -> None:
     server, _, _ = embedder
     assert says in str(post(server, path, body, status=400)["error"]), "the error says what to do"
+
+
+def test_what_operators_see_of_an_idle_server_and_of_requests(reranker: tuple[LiveServer, Any]) -> None:
+    server, _ = reranker
+    assert web.get(f"{server.url}/load").json() == {"server_load": 0, "running": 0, "waiting": 0}
+    state = web.get(f"{server.url}/engine/state").json()
+    assert state["blocks"]["total"] == state["blocks"]["used"] == 0 and state["requests"] == []
+    before = partial(metric_in, server.metrics())
+    assert before("kvasir:kv_cache_blocks") == before("kvasir:kv_cache_usage_perc") == 0, "it has no KV cache"
+    post(server, "/score", {"text_1": "what is a cat", "text_2": TEXTS})
+    after = partial(metric_in, server.metrics())
+    tokens = after("kvasir:prompt_tokens_total") - before("kvasir:prompt_tokens_total")
+    assert after("kvasir:iteration_tokens_total_sum") - before("kvasir:iteration_tokens_total_sum") == tokens > 0
+    for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_inference_time"):
+        assert after(f"kvasir:{name}_seconds_count") - before(f"kvasir:{name}_seconds_count") == len(TEXTS), name
+    for name in ("time_to_first_token_seconds", "request_params_max_tokens", "request_params_n"):
+        assert after(f"kvasir:{name}_count") == 0, f"{name} is of generation"
+    assert after("kvasir:request_generation_tokens_count") == after("kvasir:generation_tokens_total") == 0
+    assert after("kvasir:num_requests_running") == after("kvasir:api_requests_in_flight") == 0
 
 
 def test_rerank_by_cohere_and_others(reranker: tuple[LiveServer, Any]) -> None:

@@ -106,8 +106,8 @@ class KVCacheManager:
 
     @property
     def sliding_window(self) -> int | None:
-        """Number of last tokens that every layer attends to; None if some attend to all."""
-        return None if None in self.windows else max(window for _, window in self._windowed)
+        """Number of last tokens that every layer attends to; None if some attend to all, or if there is no cache."""
+        return None if None in self.windows else max((window for _, window in self._windowed), default=None)
 
     def _first_visible_column(self, position: int, window: int | None) -> int:
         """First column that a token at `position` attends to."""

@@ -118,8 +118,10 @@ function figures(blocks, totals, holders) {
     "prompt-rate": rounded(rate("prompt_tokens")),
     running: totals.num_running,
     waiting: `${totals.num_waiting} waiting`,
-    "cache-use": `${rounded((100 * blocks.used) / blocks.total)} %`,
-    "cache-blocks": `${blocks.used.toLocaleString("en")} of ${blocks.total.toLocaleString("en")} blocks`,
+    "cache-use": blocks.total ? `${rounded((100 * blocks.used) / blocks.total)} %` : "–",
+    "cache-blocks": blocks.total
+      ? `${blocks.used.toLocaleString("en")} of ${blocks.total.toLocaleString("en")} blocks`
+      : "this model has no KV cache",
     shared: shared.length,
     saved: saved ? `save ${saved} blocks` : "stored once for several requests",
     "hit-rate": totals.prefix_cache_queries ? `${rounded((100 * totals.prefix_cache_hits) / totals.prefix_cache_queries)} %` : "–",

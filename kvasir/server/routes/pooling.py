@@ -335,7 +335,7 @@ class PoolingRequest(ApiRequest):
         if output.num_cached_tokens:
             self.tokens.cached[output.request_id] = output.num_cached_tokens
         metrics, reason = self.state.metrics, cast(Any, output).finish_reason
-        metrics.ended(output.metrics, len(output.prompt_token_ids), output.num_cached_tokens or 0, 0)
+        metrics.pooled(output.metrics, len(output.prompt_token_ids), output.num_cached_tokens or 0)
         self.reasons.append(reason)
         metrics.finished(reason)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -51,6 +52,16 @@ def test_every_block_is_used_cached_or_empty(windows: tuple[int | None, ...]) ->
         assert not set(seen.held.tolist()) & set(seen.cached.tolist())
         assert 0 not in seen.held and 0 not in seen.cached
         assert len(seen.running) == seen.stats.num_running and len(seen.waiting) == seen.stats.num_waiting
+
+
+def test_a_model_without_a_cache_has_figures_and_no_blocks() -> None:
+    core = make_core(windows=(), num_blocks=2, caching=False)
+    assert core.stats().sliding_window is None and core.stats().num_blocks == 0
+    core.add(replace(request(1, PROMPT, 1), max_tokens=0))
+    core.scheduler.schedule()
+    seen = core.snapshot()
+    assert seen.stats.num_running == 1 and seen.stats.num_used_blocks == 0
+    assert len(seen.held) == 0 and seen.num_held.tolist() == [0] and len(seen.cached) == 0
 
 
 def test_progress_of_running_and_waiting_requests() -> None:
