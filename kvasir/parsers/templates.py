@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from kvasir.errors import RequestError
-from kvasir.frontend.text.chat_template import compile_template
+from kvasir.frontend.text.chat_template import compile_template, part_text
 from kvasir.frontend.text.compiled_template import with_function_calls
 from kvasir.parsers.base import calls_of, content_of
 from kvasir.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormat, ReasoningFormat, ToolFormat
@@ -269,19 +269,19 @@ def _add_result(made: list[dict[str, Any]], text: str) -> None:
 
 def _read(call: Any) -> Call:
     function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        return "", {}
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError("A tool call of a message needs function, an object with its name.", "messages")
     given = function.get("arguments")
     if isinstance(given, str):
         try:
             given = json.loads(given or "{}")
         except (ValueError, RecursionError):
             given = {"arguments": given}
-    return str(function.get("name", "")), given if isinstance(given, Mapping) else {}
+    return function["name"], given if isinstance(given, Mapping) else {"arguments": given} if given else {}
 
 
 def _text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
-    return "\n".join(part if isinstance(part, str) else str(part.get("text", "")) for part in parts)
+    return "\n".join(map(part_text, parts))

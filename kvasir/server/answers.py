@@ -152,7 +152,6 @@ class AnswerFormats:
         text."""
         if not tools and not any(each.get("tool_calls") or each.get("role") == "tool" for each in messages):
             return messages, tools
-        messages = [_with_custom_calls(message) for message in messages]
         source = self.source(chat_template, tools is not None)
         form = self.of(chat_template, tools is not None).tools
         if source is None or form is None or reads_tools(source):
@@ -160,23 +159,6 @@ class AnswerFormats:
         template = compile_template(source)
         shows_calls = template.reads_field("tool_calls") and template.shows_role("tool")
         return with_tools(messages, tools or (), form, rewrites=not shows_calls), None
-
-
-def _with_custom_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """Write earlier calls of custom tools as the model has written them: as calls of functions of `input`."""
-    calls = message.get("tool_calls") or ()
-    if all(call.get("type") != "custom" for call in calls):
-        return message
-    return {**message, "tool_calls": [_as_function(call) if call.get("type") == "custom" else call for call in calls]}
-
-
-def _as_function(call: Mapping[str, Any]) -> dict[str, Any]:
-    said = call.get("custom")
-    if not isinstance(said, Mapping) or not all(isinstance(said.get(name), str) for name in ("name", "input")):
-        message = "A tool call of the type 'custom' needs custom, an object with name and input, two strings."
-        raise RequestError(message, "messages")
-    function = {"name": said["name"], "arguments": {"input": said["input"]}}
-    return {"id": call.get("id"), "type": "function", "function": function}
 
 
 @dataclass(slots=True, frozen=True)

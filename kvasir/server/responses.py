@@ -484,19 +484,26 @@ def messages_of(items: list[dict[str, Any]]) -> list[Message]:
     for item in items:
         kind = item.get("type", "message")
         if kind == "reasoning":
-            thought += _thought(item)
+            thought = _joined(thought, _thought(item))
             continue
         message = _message(item, str(kind))
         if message["role"] == "assistant":
             last = made[-1] if made and made[-1]["role"] == "assistant" else None
             if last is not None and message.get("tool_calls"):
                 last.setdefault("tool_calls", []).extend(message["tool_calls"])  # there may be thousands in a row
+                if thought:  # between the text and the call
+                    last["reasoning_content"] = _joined(last.get("reasoning_content", ""), thought)
+                    thought = ""
                 continue
             if thought:
                 message["reasoning_content"] = thought
         thought = ""
         made.append(message)
     return [Message.model_validate(message) for message in made]
+
+
+def _joined(*texts: str) -> str:
+    return "\n".join(filter(None, texts))
 
 
 def as_listed(item: dict[str, Any]) -> dict[str, Any]:

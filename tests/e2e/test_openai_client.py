@@ -253,6 +253,8 @@ def test_echo_and_scoring(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     assert reply.choices[0].text == "Once" + echoed(tokenizer, tokenizer.encode("Once"), 3)
     reply = client.completions.create(model="fake", prompt="Once upon", max_tokens=0, echo=True)
     assert (reply.choices[0].text, reply.choices[0].finish_reason) == ("Once upon", "length")
+    assert reply.usage is not None and reply.usage.completion_tokens == 0
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens == 2
 
 
 def test_stop_strings_do_not_leak(client: openai.OpenAI, tokenizer: Tokenizer) -> None:

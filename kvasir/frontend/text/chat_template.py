@@ -31,6 +31,8 @@ _MESSAGE_FIELDS = (
     *("role", "content", "name", "tool_calls", "tool_call_id", *_REASONING_FIELDS),
     *("annotations", "reasoning_details", "provider_specific_fields", "cache_control", "id", "type", "status"),
 )
+# The same for content parts.
+_PART_FIELDS = ("type", "text", "refusal", "annotations", "logprobs", "cache_control", "id", "index")
 
 
 class ChatTemplate(CompiledTemplate):
@@ -122,7 +124,7 @@ class ChatTemplate(CompiledTemplate):
         """Convert content parts to text, or text to parts, if the template supports only the other form."""
         content = message.get("content")
         if isinstance(content, list):
-            texts = [_part_text(part) for part in content]
+            texts = [part_text(part) for part in content]
             if not self._shows_parts:
                 return {**message, "content": "\n".join(texts)}
             return {**message, "content": [{"type": "text", "text": text} for text in texts]}
@@ -180,8 +182,7 @@ def _check_message(template: ChatTemplate, message: Mapping[str, Any]) -> Mappin
     if isinstance(role, str) and role not in ("user", "assistant") and not template.shows_role(role):
         raise _unread(f"The role {role!r}", "messages")
     for name, value in message.items():
-        asks_something = value is not False and value not in (None, "", [], {})
-        if asks_something and name not in _MESSAGE_FIELDS and not template.reads_field(str(name)):
+        if _asks_something(value) and name not in _MESSAGE_FIELDS and not template.reads_field(str(name)):
             raise _unread(f"{name!r} in a message", "messages", did_you_mean(name, _MESSAGE_FIELDS))
     if not calls or template.reads_field("tool_calls"):
         return message
@@ -191,6 +192,10 @@ def _check_message(template: ChatTemplate, message: Mapping[str, Any]) -> Mappin
     if isinstance(content, str):
         return {**message, "content": content + written, "tool_calls": None}
     return {**message, "content": [*content, written], "tool_calls": None}
+
+
+def _asks_something(value: object) -> bool:
+    return value is not False and value not in (None, "", [], {})
 
 
 def _unread(what: str, parameter: str, hint: str = "") -> RequestError:
@@ -218,7 +223,8 @@ def _without_nulls(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: value for name, value in message.items() if name == "content" or name not in empty}
 
 
-def _part_text(part: object) -> str:
+def part_text(part: object) -> str:
+    """The text of a content part. Other kinds of parts are refused."""
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
@@ -230,6 +236,10 @@ def _part_text(part: object) -> str:
     text = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(text, str):
         raise RequestError(f"The content part {part!r} has no text.", "messages")
+    for name, value in part.items():
+        if name not in _PART_FIELDS and _asks_something(value):
+            hint = did_you_mean(name, _PART_FIELDS)
+            raise RequestError(f"{name!r} in a content part is not supported: only its text is read.{hint}", "messages")
     return text
 
 

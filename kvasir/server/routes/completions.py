@@ -245,8 +245,14 @@ class CompletionJob:
             model=self.model,
             system_fingerprint=FINGERPRINT,
             choices=choices,
-            usage=self.request.usage() if final else UNSET,
+            usage=self._usage() if final else UNSET,
         )
+
+    def _usage(self) -> Usage:
+        usage = self.request.usage()
+        if self.scores_only:
+            usage.total_tokens, usage.completion_tokens = usage.prompt_tokens, 0
+        return usage
 
     def _choice(self, output: RequestOutput, each: CompletionOutput, first: bool) -> CompletionChoice:
         """`first`: the choice begins here, so an echo of the prompt comes before its text."""

@@ -293,6 +293,14 @@ def test_reasoning_beside_text_and_calls_reaches_templates_that_refuse_both(test
     assert "analysis<|message|>Which one?\n\nI look.<|end|>" in text and "get_weather" in text
 
 
+def test_entries_of_content_parts_are_not_dropped() -> None:
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}, "annotations": [], "mood": None}
+    assert ChatTemplate(STRINGS_ONLY).render([{"role": "user", "content": [part]}]) == "user: x\n"
+    for name, message in (("mood", "'mood' in a content part is not supported"), ("refusl", "Did you mean refusal")):
+        with pytest.raises(RequestError, match=message):
+            ChatTemplate(STRINGS_ONLY).render([{"role": "user", "content": [{**part, name: "good"}]}])
+
+
 def test_continuing_is_not_confused_by_what_users_write() -> None:
     messages = [{"role": "user", "content": "CONTINUE_FINAL_MESSAGE_TAG "}, {"role": "assistant", "content": "So"}]
     text = ChatTemplate(STRINGS_ONLY).render(messages, continue_final_message=True)

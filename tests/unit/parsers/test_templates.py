@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvasir.errors import RequestError
 from kvasir.parsers.base import calls_of
 from kvasir.parsers.formats import TOOL_FORMATS, AnswerFormat
 from kvasir.parsers.scanner import make_parser
@@ -97,3 +99,20 @@ def test_tools_as_messages() -> None:
     assert with_tools(messages[1:2], tools, form)[0]["role"] == "system"
     kept = with_tools(messages, tools, form, rewrites=False)
     assert kept[2]["tool_calls"] == [call] and kept[3]["role"] == "tool"
+
+
+def test_nothing_of_earlier_turns_is_dropped_where_they_become_text() -> None:
+    form = TOOL_FORMATS["hermes"]
+
+    def written(message: dict[str, Any]) -> str:
+        return str(with_tools([{"role": "assistant", "content": "", **message}], [], form)[0]["content"])
+
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[1, 2]"}}
+    assert "[1, 2]" in written({"tool_calls": [call]})
+    assert "two" in written({"role": "tool", "content": [{"type": "text", "text": "two"}]})
+    image = {"type": "image_url", "image_url": {"url": "https://example.org/x.png"}}
+    with pytest.raises(RequestError, match="parts of type 'image_url' are not supported"):
+        written({"role": "tool", "content": [image]})
+    for broken in ({"id": "1"}, {"id": "1", "function": {"arguments": "{}"}}):
+        with pytest.raises(RequestError, match="needs function, an object with its name"):
+            written({"tool_calls": [broken]})

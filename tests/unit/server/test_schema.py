@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from kvasir.errors import RequestError
 from kvasir.frontend.requests.pooling import PoolingParams
 from kvasir.sampling_params import SamplingParams, StructuredOutputsParams
+from kvasir.server.responses import messages_of
 from kvasir.server.routes.completions import CompletionRequest
 from kvasir.server.routes.messages import MessagesRequest
 from kvasir.server.routes.other_embeddings import CohereEmbedRequest
@@ -300,3 +301,16 @@ def test_two_names_of_one_parameter_agree() -> None:
     PoolingParams(use_activation=True, normalize=True)
     with pytest.raises(RequestError, match="older name of use_activation"):
         PoolingParams(use_activation=False, normalize=True)
+
+
+def test_reasoning_between_a_text_and_its_calls_is_kept() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    said = {"type": "message", "role": "assistant", "content": "I look."}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    (message,) = messages_of([thought("One."), thought("Two."), said, thought("Three."), call])
+    found = message.model_dump(exclude_unset=True)
+    assert found["reasoning_content"] == "One.\nTwo.\nThree." and len(found["tool_calls"]) == 1
+    (message,) = messages_of([said, thought("Three."), call])
+    assert message.model_dump(exclude_unset=True)["reasoning_content"] == "Three."
