@@ -4,7 +4,8 @@ KVASIR_LOG_LEVEL sets the level and KVASIR_LOG_FORMAT the format. Callers add en
 `extra={"fields": {...}}`. Importing this never fails: `env.validate()` reports a wrong level.
 
 Processes of a server call `write_in_background`: lines are then written by a thread, so that a reader of the log that
-stands still stops nothing else. Lines beyond a number are dropped and counted. Long lines and fields are cut.
+stands still stops nothing else. Lines beyond a number are dropped and counted. Long lines and fields are cut. Whatever
+other packages log, warn of or print to standard error goes the same way and has the same format.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 import time
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TextIO
 
 from kvasir.config import env
 from kvasir.errors import ConfigError
@@ -50,6 +51,7 @@ class _BackgroundWriter:
     """Writes lines in a thread. `put` never waits; it may be called in signal handlers, which a SimpleQueue allows."""
 
     def __init__(self) -> None:
+        self._stream = sys.stderr
         self._waiting: SimpleQueue[str | threading.Event] = SimpleQueue()
         self._num_dropped = 0
         threading.Thread(target=self._run, daemon=True, name="log").start()
@@ -78,34 +80,85 @@ class _BackgroundWriter:
                 item.set()
                 continue
             with suppress(OSError, ValueError):  # there is nobody to tell
-                _write(item)
+                _write(self._stream, item)
 
 
-def _write(text: str) -> None:
+def _write(stream: TextIO, text: str) -> None:
     try:
-        descriptor = sys.stderr.fileno()
+        descriptor = stream.fileno()
         ready = select.poll()
     except (AttributeError, OSError, ValueError):  # it is no file, or this is Windows
-        sys.stderr.write(text)
+        stream.write(text)
         return
     ready.register(descriptor, select.POLLOUT)
     data = text.encode("utf-8", "backslashreplace")
     while data:
-        # Waiting here and not in `write` holds no lock of sys.stderr, which the process needs in order to end.
+        # Waiting here and not in `write` holds no lock of the stream, which the process needs in order to end.
         ready.poll()
         with suppress(BlockingIOError):
             data = data[os.write(descriptor, data[:_PIECE]) :]
+
+
+class _Printed:
+    """Stands in for sys.stderr: what is printed becomes log lines, as it is or as JSON."""
+
+    def __init__(self, stream: TextIO, writer: _BackgroundWriter, handler: logging.Handler) -> None:
+        self._stream = stream
+        self._writer = writer
+        self._handler = handler
+        self._rest = ""  # a line without its end
+        self._lock = threading.RLock()  # a signal handler may print, too
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            *lines, self._rest = (self._rest + text).splitlines(keepends=True) or [""]
+            if self._rest.endswith(("\n", "\r")) or len(self._rest) > MAX_LINE:
+                lines, self._rest = [*lines, self._rest], ""
+            for line in lines:
+                self._put(line)
+        return len(text)
+
+    def flush(self) -> None:
+        """Show the beginning of a line, such as a progress bar; a line of JSON is written when it is whole."""
+        with self._lock:
+            if self._rest and not isinstance(self._handler.formatter, _Json):
+                self._put(self._rest)
+                self._rest = ""
+
+    def _put(self, line: str) -> None:
+        if not isinstance(self._handler.formatter, _Json):
+            self._writer.put(line, self._handler)
+        elif line.strip():
+            record = logging.LogRecord("stderr", logging.WARNING, "", 0, "%s", (line.rstrip(),), None)
+            self._writer.put(self._handler.format(record) + "\n", self._handler)
 
 
 _writer: _BackgroundWriter | None = None
 
 
 def write_in_background() -> None:
-    """From now on, let a thread of this process write log lines."""
+    """From now on, let a thread of this process write log lines, those of other packages too."""
     global _writer
     if _writer is None:
         _writer = _BackgroundWriter()
         atexit.register(flush)
+        _take_over(_writer)
+
+
+def _take_over(writer: _BackgroundWriter) -> None:
+    ours, root, console = handler(), logging.getLogger(), (sys.stderr, sys.__stderr__)
+    sys.stderr = _Printed(sys.stderr, writer, ours)  # type: ignore[assignment]
+    known = (each for each in logging.Logger.manager.loggerDict.values() if isinstance(each, logging.Logger))
+    for logger in (root, *known):
+        for old in list(logger.handlers):
+            if isinstance(old, logging.StreamHandler) and old.stream in console:
+                logger.removeHandler(old)
+                logger.propagate = True
+    root.addHandler(ours)
+    logging.captureWarnings(True)
 
 
 def flush(seconds: float = _EXIT_SECONDS) -> None:

@@ -239,10 +239,7 @@ def set_up_logging(config: ServerConfig) -> None:
         os.environ[LOG_FORMAT.name] = config.log_format.upper()  # the engine's process reads it too
         log.configure()
     log.write_in_background()
-    web = logging.getLogger("uvicorn")
-    web.handlers = [log.handler()]
-    web.setLevel(config.uvicorn_log_level.upper())
-    web.propagate = False
+    logging.getLogger("uvicorn").setLevel(config.uvicorn_log_level.upper())
 
 
 # ------------------------------------------------------------ several API processes
