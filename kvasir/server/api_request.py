@@ -362,10 +362,11 @@ async def read_chat(
     salt: str | None = None,
     side: str | None = None,
     tools: list[dict[str, Any]] | None = None,
+    for_counting: bool = False,
     **variables: Any,
 ) -> TokenizedPrompt:
     """Render a conversation and tokenize it. `tools` are given as templates read them. `variables` are for the chat
-    template, which must read them."""
+    template, which must read them. `for_counting`: it may be longer than the model's context."""
     if body.chat_template is not None and not state.config.trust_request_chat_template:
         message = "This server takes no chat_template in requests; --trust-request-chat-template allows it."
         raise RequestError(message, "chat_template")
@@ -391,7 +392,8 @@ async def read_chat(
         ),
     )
     try:
-        (prompt,) = await read_prompts(state, [text], bool(body.add_special_tokens), truncate, salt, side)
+        special = bool(body.add_special_tokens)
+        (prompt,) = await read_prompts(state, [text], special, truncate, salt, side, for_counting)
     except PromptTooLongError as error:
         error.parameter = "messages"  # as in OpenAI's error
         raise
@@ -463,10 +465,14 @@ async def read_prompts(
     truncate: int | None = None,
     salt: str | None = None,
     side: str | None = None,
+    for_counting: bool = False,
 ) -> list[TokenizedPrompt]:
-    """Tokenize and check prompts, each a text or token ids. `side`: where `truncate` removes tokens."""
+    """Tokenize and check prompts, each a text or token ids. `side`: where `truncate` removes tokens. `for_counting`:
+    they may be longer than the model's context."""
     processor, pool = state.engine.input_processor.prompts, state.engine.text_pool
     side = side or "left"
+    if for_counting:
+        processor = processor.for_counting()
     sizes = list(_sizes(state, processor, given, truncate, side, pool.max_characters))
     prompts: list[PromptType] = []
     for each in given:
@@ -479,7 +485,7 @@ async def read_prompts(
     except PromptTooLongError as error:
         check_length(state, error.num_tokens or 0)
         raise
-    for read in found:
+    for read in found if not for_counting else ():
         check_length(state, len(read.token_ids))
     return found
 

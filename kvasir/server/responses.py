@@ -161,7 +161,12 @@ class ResponseJob:
 
 
 async def read_prompt(
-    state: ServerState, body: PromptFields, items: list[dict[str, Any]], tools: RequestTools, salt: str | None = None
+    state: ServerState,
+    body: PromptFields,
+    items: list[dict[str, Any]],
+    tools: RequestTools,
+    salt: str | None = None,
+    for_counting: bool = False,
 ) -> tuple[TokenizedPrompt, ChatTemplateFields]:
     messages = messages_of(items)
     effort = None if body.reasoning is None else body.reasoning.effort
@@ -170,7 +175,8 @@ async def read_prompt(
     fields = ChatTemplateFields(messages=shown, chat_template_kwargs=body.chat_template_kwargs)
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     try:
-        prompt = await read_chat(state, fields, salt=salt, tools=None if excluded else tools.shown(), **variables)
+        given = None if excluded else tools.shown()
+        prompt = await read_chat(state, fields, salt=salt, tools=given, for_counting=for_counting, **variables)
         return prompt, fields
     except RequestError as error:
         raise as_api_error(error, _FIELD_NAMES) from error

@@ -163,3 +163,26 @@ def test_generative_scoring(server: LiveServer, tokenizer: Tokenizer) -> None:
     for wrong in ({"label_token_ids": []}, {"label_token_ids": [10**6]}, {"items": []}, {"items": ["x"] * 5000}):
         body = {"query": query, "items": items, "label_token_ids": labels, **wrong}
         assert post(server, "/generative_scoring", **body).status_code == 400, wrong
+
+
+# ---------------------------------------------------------------- counting
+
+
+def test_texts_longer_than_the_context_are_counted(fake_server: LiveServer, tokenizer: Tokenizer) -> None:
+    """That is what clients count for: to find out whether a text fits."""
+    text = "over the hills and far away " * 5000
+    messages = [{"role": "user", "content": text}]
+    rendered = tokenizer.render_chat(messages, add_generation_prompt=True)
+    count = len(tokenizer.encode(rendered, add_special_tokens=False))
+    plain = tokenizer.encode(text)
+    assert len(plain) > 10 * 2048
+    model = web.get(f"{fake_server.url}/v1/models").json()["data"][0]["id"]
+    found = post(fake_server, "/v1/messages/count_tokens", model=model, messages=messages)
+    assert found.json() == {"input_tokens": count}
+    assert post(fake_server, "/v1/responses/input_tokens", model=model, input=text).json()["input_tokens"] == count
+    assert post(fake_server, "/tokenize", messages=messages).json()["count"] == count
+    found = post(fake_server, "/tokenize", prompt=text, return_token_strs=True)
+    assert found.json()["tokens"] == plain and len(found.json()["token_strs"]) == len(plain)
+    assert post(fake_server, "/v1/completions", prompt=text).status_code == 400, "nothing else takes it"
+    too_much = post(fake_server, "/tokenize", prompt="a b " * (1 << 19))
+    assert too_much.status_code == 413 and "--max-tokenizing-characters" in too_much.text

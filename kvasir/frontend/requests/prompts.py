@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from numbers import Integral
 from typing import Any, NotRequired, TypeAlias, TypedDict, TypeVar
@@ -32,6 +32,7 @@ _BYTES_PER_CHARACTER = 400  # that tokenizing needs at most
 _BATCH = 1 << 18  # characters that are tokenized in one call
 _LEAST_CHARACTERS = 1 << 20  # of TextPool
 _CHARACTERS_PER_TOKEN = 8  # in TextPool's default; texts have about 4
+_ANY_LENGTH = 1 << 40
 _TRUNCATE = "truncate_prompt_tokens"
 
 
@@ -77,6 +78,10 @@ class PromptProcessor:
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
         self.config = config
         self._tokenizer = tokenizer
+
+    def for_counting(self) -> PromptProcessor:
+        """One that refuses no prompt for its length: its tokens are counted, and the model does not see them."""
+        return PromptProcessor(replace(self.config, max_model_len=_ANY_LENGTH), self._tokenizer)
 
     @property
     def tokenizer(self) -> Tokenizer:

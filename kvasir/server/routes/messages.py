@@ -155,7 +155,8 @@ async def create_message(body: MessagesRequest, request: Request, state: State, 
 @router.post("/v1/messages/count_tokens", responses=answers(CountTokensReply, errors="MessagesErrorReply"))
 async def count_tokens(body: CountTokensRequest, request: Request, state: State) -> Response:
     """Count the tokens of a conversation with the chat template applied."""
-    prompt, _ = await unless_gone(request, _prompt(state, body, anthropic_tools(body.tools, body.tool_choice)))
+    tools = anthropic_tools(body.tools, body.tool_choice)
+    prompt, _ = await unless_gone(request, _prompt(state, body, tools, for_counting=True))
     return reply(CountTokensReply(input_tokens=len(prompt.token_ids)))
 
 
@@ -331,7 +332,7 @@ def _stop(each: CompletionOutput, called: bool) -> tuple[str, str | None]:
 
 
 async def _prompt(
-    state: ServerState, body: CountTokensRequest, tools: RequestTools
+    state: ServerState, body: CountTokensRequest, tools: RequestTools, for_counting: bool = False
 ) -> tuple[TokenizedPrompt, ChatTemplateFields]:
     state.check_model(body.model)
     messages, continues = conversation(body)
@@ -344,8 +345,10 @@ async def _prompt(
     shown = None if excluded else tools.shown()
     effort = _effort(body.output_config)
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    salt = getattr(body, "cache_salt", None)
     try:
-        return await read_chat(state, fields, salt=getattr(body, "cache_salt", None), tools=shown, **variables), fields
+        prompt = await read_chat(state, fields, salt=salt, tools=shown, for_counting=for_counting, **variables)
+        return prompt, fields
     except PromptTooLongError as error:
         raise PromptTooLongError(_too_long(state, error), "messages", error.num_tokens) from error
     except RequestError as error:

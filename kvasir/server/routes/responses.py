@@ -51,7 +51,7 @@ async def count_input_tokens(body: InputTokensRequest, request: Request, state: 
     state.check_model(body.model)
     items = conversation(state, body, call.key)
     tools = responses_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-    prompt, _ = await unless_gone(request, read_prompt(state, body, items, tools))
+    prompt, _ = await unless_gone(request, read_prompt(state, body, items, tools, for_counting=True))
     return reply(InputTokensReply(input_tokens=len(prompt.token_ids)))
 
 

@@ -146,16 +146,18 @@ router = APIRouter(route_class=StrictRoute, tags=["text and tokens"])
 
 @router.post("/tokenize", responses=answers(TokenizeReply))
 async def tokenize(body: TokenizeRequest, request: Request, state: State) -> Response:
-    """Tokenize a prompt, or a conversation with the chat template applied."""
+    """Tokenize a prompt, or a conversation with the chat template applied, however long it is."""
     state.check_model(body.model, None)
     if body.prompt is not None:
-        (made,) = await read_prompts(state, [body.prompt], body.add_special_tokens is not False)
+        (made,) = await read_prompts(state, [body.prompt], body.add_special_tokens is not False, for_counting=True)
     else:
         tools = chat_tools(body.tools, None, None)
-        made = await read_chat(state, body, tools=tools.shown())
+        made = await read_chat(state, body, tools=tools.shown(), for_counting=True)
     ids, engine = made.token_ids, state.engine
-    tokenizer = engine.input_processor.prompts.tokenizer
-    names = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+    names = None
+    if body.return_token_strs:
+        tokenizer = engine.input_processor.prompts.tokenizer
+        names = await engine.text_pool.run(len(ids), lambda: tokenizer.convert_ids_to_tokens(ids))
     most = engine.config.model.max_model_len
     return reply(TokenizeReply(count=len(ids), max_model_len=most, tokens=ids, token_strs=names))
 
