@@ -89,7 +89,8 @@ class EngineCore:
         is_idle = not (self.results or len(scheduler.rows) or len(scheduler.waiting))
         ended: list[Finished] = []
         for slot, error in self.executor.finished_loads(_LOAD_SECONDS if is_idle else 0.0):
-            ended += scheduler.resource_loaded(slot, error)
+            for failed in scheduler.resource_loaded(slot, error):
+                ended += [failed, *self.groups.end_forks(failed)]
         members = None if self.results else scheduler.take_member_results()
         if members is not None:
             ended += self.groups.update(EngineOutput.empty(), members).finished

@@ -68,6 +68,10 @@ class RequestGroups:
         ended."""
         return request if request.key >= 0 else self.beams.owner(request.key)
 
+    def end_forks(self, parent: Finished) -> list[Finished]:
+        """End the forks that wait for a request which has failed, in the same way."""
+        return [replace(parent, key=fork.key) for fork in self.forks.take(parent.key)]
+
     def abort(self, key: int) -> bool:
         """Abort a request that is known here. False if only the scheduler knows it."""
         return self.forks.abort(key) or self.beams.abort(key)
@@ -95,12 +99,12 @@ class PendingForks:
         """Start forks whose parent's prompt is planned: the device computes it before the forks' first step."""
         ready = [key for key, forks in self._waiting.items() if self._scheduler.num_computed(key) >= _length(forks)]
         for key in ready:
-            for fork in self._take(key):
+            for fork in self.take(key):
                 self._scheduler.fork(key, fork)
 
     def abort(self, key: int) -> bool:
         """Remove a fork that has not started. Forks of an aborted parent are queued as requests of their own."""
-        for fork in self._take(key):
+        for fork in self.take(key):
             self._scheduler.add(fork)
         parent = self._parents.pop(key, None)
         if parent is None:
@@ -111,8 +115,8 @@ class PendingForks:
             del self._waiting[parent]
         return True
 
-    def _take(self, parent: int) -> list[EngineRequest]:
-        """Remove and return the forks of a parent."""
+    def take(self, parent: int) -> list[EngineRequest]:
+        """Remove and return the forks that wait for a parent."""
         forks = self._waiting.pop(parent, [])
         for fork in forks:
             del self._parents[fork.key]

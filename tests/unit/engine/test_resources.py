@@ -156,6 +156,22 @@ def test_a_load_that_fails_ends_its_requests_alone() -> None:
     assert collector.tokens[0] == expected([7], 3) and collector.tokens[3] == expected([5, 6], 4, (), resource(1))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_load_that_fails_ends_forks_too(stream: bool) -> None:
+    """They wait for the prompt of their parent, which is never computed."""
+    core = core_with(1, load_steps=2)
+    fields = {"resource": Resource(b"bad", FAILS), "cache_salt": b"bad", "stream": stream}
+    forks = tuple(request(key, [1, 2], 4, **fields) for key in (2, 3))
+    core.add(request(1, [1, 2], 4, forks=forks, **fields))
+    core.add(asking(4, 1, [5, 6], 4))
+    collector = run(core)
+    for key in (1, 2, 3):
+        assert collector.reasons[key] == FinishReason.ERROR and collector.errors[key] == "it fails"
+        assert collector.tokens.get(key, []) == []
+    assert collector.tokens[4] == expected([5, 6], 4, (), resource(1))
+    assert not core.groups.keys and not core.scheduler.resources.num_used
+
+
 @pytest.mark.parametrize("when", [0, 1, 3])
 def test_an_abort_gives_the_slot_to_the_next(when: int) -> None:
     core = core_with(1, load_steps=2)
