@@ -209,7 +209,7 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes. False while requests run."""
         while self.results and not len(self.scheduler):
-            self.scheduler.update(self.results.popleft().result())
+            self._update()
         return self.scheduler.cache.reset()
 
     def resource_targets(self) -> AdapterTargets | None:

@@ -7,7 +7,7 @@ import pytest
 from kvasir.engine.core import EngineCore
 from kvasir.errors import DeviceMemoryError, EngineDeadError, EngineError
 from kvasir.executor.fake import DelayExecutor
-from kvasir.messages import BeamSpec, GraphUse, SampleInputs, StepFuture, StepPlan
+from kvasir.messages import BeamSpec, GraphUse, SampleInputs, StepFuture, StepPlan, StepResult
 from tests.builders import Collector, ScoringExecutor, expected, make_core, request, run
 
 
@@ -211,6 +211,30 @@ def test_beams_share_their_prompt_again_after_starting_over(budget: int, thresho
     core.scheduler.start_over()
     run(core, max_steps=100)
     assert core.stats().num_used_blocks == 0
+
+
+def test_forgetting_prefixes_tells_the_observers_of_the_last_step() -> None:
+    """Otherwise they would take each later result for that of the step before."""
+    core = make_core(1)
+    seen: list[str] = []
+
+    class Watch:
+        def planned(self, plan: StepPlan) -> None:
+            seen.append("planned")
+
+        def finished(self, result: StepResult) -> None:
+            seen.append("finished")
+
+        def restarted(self) -> None:
+            pass
+
+    core.observers.append(Watch())
+    core.add(request(0, [1, 2, 3], 9))
+    for _ in range(4):
+        core.run_step()
+    core.abort(0)
+    assert core.results and core.reset_prefix_cache() and not core.results
+    assert seen.count("planned") == seen.count("finished") > 0
 
 
 def test_results_report_the_memory_of_graphs() -> None:
