@@ -569,7 +569,7 @@ class Scheduler:
         if result.drafts is not None and not self._in_flight:
             r.num_drafts[rows] = np.minimum(r.num_drafts[rows], result.drafts[lines])
         if r.any_external:
-            counts = np.minimum(counts, r.max_new[rows])
+            counts = np.where(r.max_new[rows] > 0, counts, 0)  # external rows get theirs by `append`
         reasons, counts = r.extend(rows, tokens, counts)
         failures = dict(result.failures or {})
         if r.any_guided:

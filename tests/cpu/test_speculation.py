@@ -16,6 +16,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from kvasir import LLM, SamplingParams
 from kvasir.config.speculative import SpeculativeConfig
+from kvasir.engine.draft_lengths import DraftLengths
 from kvasir.kernels import reference
 from kvasir.outputs import RequestOutput
 from kvasir.sampling.features import SampledRows
@@ -190,6 +191,26 @@ def test_drafts_of_changing_numbers_leave_the_text_as_it_is(model: Model, engine
     llm = model.llm(**TIGHT, speculative_config={**SUFFIX, "adaptive": True}, async_scheduling=True)
     prompts, params = repetitive(11), mixed(11, 8)
     assert_same(generate(llm, prompts, params), generate(engines(), prompts, params))
+
+
+def test_fewer_drafts_for_the_next_step_lose_no_token_of_this_one(
+    model: Model, engines: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of drafts changes before the tokens of the step are taken in, also in an engine with beam searches."""
+    rng = np.random.default_rng(0)
+
+    def choose(self: DraftLengths, rows: np.ndarray[Any, Any], tried: np.ndarray[Any, Any]) -> None:
+        state = self._scheduler.rows
+        rows = rows[state.most_drafts[rows] > 0]
+        state.max_new[rows] = 1 + rng.integers(0, 3, len(rows))
+        state.num_drafts[rows] = np.minimum(state.num_drafts[rows], state.max_new[rows] - 1)
+
+    monkeypatch.setattr(DraftLengths, "_choose", choose)
+    llm = model.llm(**TIGHT, speculative_config={**SUFFIX, "adaptive": True})
+    generate(llm, [[5, 6]], SamplingParams(use_beam_search=True, n=2, temperature=0, max_tokens=2, ignore_eos=True))
+    prompts, params = repetitive(3), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    assert_same(generate(llm, prompts, params), generate(engines(), prompts, params))
+    assert metric(llm, "spec_decode_num_accepted_tokens") > 0
 
 
 @pytest.mark.slow
