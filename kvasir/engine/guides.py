@@ -280,11 +280,20 @@ def _why(error: BaseException | None) -> str | None:
 
 
 def budget_argument(
-    budget: int, opening: int, closing: int, begun: bool, inner: tuple[str, Any] | None
+    budget: int, opening: int, closing: int, begun: bool, inner: tuple[str, Any] | None, *, jumps: bool = True
 ) -> dict[str, Any]:
     """Return the argument of a budget guide, as a request sends it. `opening` and `closing`: the tokens around
-    reasoning. `begun`: the prompt has opened it. `inner`: another guide, as EngineRequest.guide."""
-    return {"budget": budget, "opening": opening, "closing": closing, "begun": begun, "inner": inner}
+    reasoning. `begun`: the prompt has opened it. `inner`: another guide, as EngineRequest.guide. `jumps`: the closing
+    token may be appended without a pass; if not, it is sampled, and has log-probabilities."""
+    return {"budget": budget, "opening": opening, "closing": closing, "begun": begun, "inner": inner, "jumps": jumps}
+
+
+def without_jumps(guide: tuple[str, Any]) -> tuple[str, Any]:
+    """Return the same guide of EngineRequest.guide, with every token sampled, so that each has log-probabilities."""
+    name, argument = guide
+    inner = argument.get("inner")
+    nested = {} if inner is None else {"inner": without_jumps(inner)}
+    return name, {**argument, "jumps": False, **nested}
 
 
 class BudgetGuides:
@@ -301,7 +310,8 @@ class BudgetGuides:
         inner = argument["inner"]
         made = None if inner is None else self._guides.kind(inner[0]).make(inner[1])
         name = "" if inner is None else inner[0]
-        return BudgetGuide(argument["budget"], argument["opening"], argument["closing"], argument["begun"], made, name)
+        numbers = (argument["budget"], argument["opening"], argument["closing"], argument["begun"])
+        return BudgetGuide(*numbers, made, name, argument["jumps"])
 
     def answers(self, guides: Sequence[BudgetGuide]) -> list[Answer]:
         found: list[Answer] = [guide.closing if guide.is_spent else None for guide in guides]
@@ -327,7 +337,9 @@ class BudgetGuide(TokenGuide):
         begun: bool,
         inner: TokenGuide | None = None,
         inner_kind: str = "",
+        jumps: bool = True,
     ) -> None:
+        self._jumps = jumps
         self.inner = inner
         self.inner_kind = inner_kind
         self.closing = closing
@@ -350,7 +362,7 @@ class BudgetGuide(TokenGuide):
 
     def jump(self, least: int, most: int, stops: Collection[int], completes: bool = True) -> list[int]:
         if self.is_spent:
-            if not (least <= 1 <= most) or self.closing in stops:
+            if not self._jumps or not (least <= 1 <= most) or self.closing in stops:
                 return []
             self.accept([self.closing])
             return [self.closing]

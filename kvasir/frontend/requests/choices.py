@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
+from kvasir.engine.guides import without_jumps
 from kvasir.errors import RequestError
 from kvasir.frontend.requests.state import Ending, RequestState
 from kvasir.frontend.text.detokenizer import decode_finished
@@ -67,7 +68,8 @@ def _ranked(processor: InputProcessor, request: EngineRequest, params: SamplingP
         raise RequestError(message, "best_of")
     _need_logprobs(processor, "best_of")
     sampling = replace(request.sampling, logprobs=request.sampling.logprobs or 0)
-    return replace(request, sampling=sampling, stream=True)
+    guide = None if request.guide is None else without_jumps(request.guide)
+    return replace(request, sampling=sampling, stream=True, guide=guide)
 
 
 def as_beam_search(processor: InputProcessor, request: EngineRequest, params: SamplingParams) -> EngineRequest:

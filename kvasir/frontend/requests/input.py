@@ -22,7 +22,7 @@ from kvasir.frontend.requests.extras import UNSET, ExtrasBuilder
 from kvasir.frontend.requests.pooling import PoolingParams, PoolingProcessor
 from kvasir.frontend.requests.prompts import PromptProcessor, PromptType
 from kvasir.frontend.requests.state import RequestState
-from kvasir.frontend.requests.structured import StructuredOutputs, find_eos_token_ids
+from kvasir.frontend.requests.structured import StructuredOutputs, find_eos_token_ids, jumps_are_exact
 from kvasir.frontend.text.stop import Repetitions, StopStrings
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.lora.host import Adapter, with_adapter
@@ -149,7 +149,8 @@ class InputProcessor:
         inner = None if structured is None else self.structured.guide(structured, sampling)
         if budget is None or marks is None:
             return inner
-        return BUDGET_GUIDE, budget_argument(budget, marks.opening, marks.closing, marks.begun, inner)
+        jumps = self.structured.may_jump and jumps_are_exact(sampling)
+        return BUDGET_GUIDE, budget_argument(budget, marks.opening, marks.closing, marks.begun, inner, jumps=jumps)
 
     # ------------------------------------------------------------ parameters
 

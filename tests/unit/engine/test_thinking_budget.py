@@ -10,7 +10,7 @@ import pytest
 
 from kvasir.engine.core import EngineCore
 from kvasir.engine.grammar_guide import GRAMMAR_GUIDE, guide_argument
-from kvasir.engine.guides import BUDGET_GUIDE, BudgetGuide, BudgetGuides, budget_argument
+from kvasir.engine.guides import BUDGET_GUIDE, BudgetGuide, BudgetGuides, budget_argument, without_jumps
 from kvasir.executor.fake import EchoExecutor
 from kvasir.frontend.text.grammar import build_grammar
 from kvasir.messages import EngineRequest, RowSampling
@@ -58,6 +58,19 @@ def test_a_grammar_begins_where_the_budget_ends(jumps: bool) -> None:
     tokens = run(core).tokens[0]
     end = tokens.index(CLOSE)
     assert end <= 4 and json.loads(decode(tokens[end + 1 :])) == {"a": "x"}
+
+
+def test_without_jumps_the_closing_token_is_sampled() -> None:
+    """So that it has log-probabilities like others."""
+    grammar = guide_argument("start: /x/")
+    argument = budget_argument(2, OPEN, CLOSE, True, (GRAMMAR_GUIDE, grammar))
+    name, plain = without_jumps((BUDGET_GUIDE, argument))
+    assert name == BUDGET_GUIDE and not plain["jumps"] and not plain["inner"][1]["jumps"]
+    assert argument["jumps"] and grammar["jumps"], "the request's own guide is left as it is"
+    guide = BudgetGuide(1, OPEN, CLOSE, begun=True, jumps=False)
+    guide.accept([11])
+    assert guide.is_spent and guide.jump(1, 10, ()) == []
+    assert BudgetGuides(make_core(0).scheduler.guides).answers([guide]) == [CLOSE]
 
 
 def test_the_guide_counts_from_the_opening_token() -> None:
