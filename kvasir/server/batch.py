@@ -35,16 +35,10 @@ from kvasir.server.http import (
 from kvasir.server.large_bodies import off_loop
 from kvasir.server.routes.chat import ChatJob
 from kvasir.server.routes.completions import CompletionJob, CompletionRequest
-from kvasir.server.routes.pooling import (
-    EmbeddingJob,
-    EmbeddingRequest,
-    RerankJob,
-    RerankRequest,
-    ScoreJob,
-    ScoreRequest,
-)
+from kvasir.server.routes.pooling import EmbeddingJob, RerankJob, ScoreJob
 from kvasir.server.schema.base import MAX_TOKEN_IDS, encode
 from kvasir.server.schema.chat import ChatRequest
+from kvasir.server.schema.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from kvasir.server.schema.stored import BatchError, BatchErrors, BatchReply, BatchRequest, RequestCounts
 from kvasir.server.state import READY, ServerState
 

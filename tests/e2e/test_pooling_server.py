@@ -17,7 +17,8 @@ import torch
 
 from kvasir.entrypoints.cli.main import main
 from tests import web
-from tests.pooling_builders import save_bert, save_sentence_bert, set_entries
+from tests.model_builders import make_hf_model, save
+from tests.pooling_builders import save_bert, save_sentence_bert, save_tokenizer, set_entries
 from tests.server_process import LiveServer, metric_in
 
 pytestmark = pytest.mark.slow  # two servers, and sentence-transformers takes seconds to import
@@ -124,6 +125,10 @@ def test_vllms_names_of_fields(embedder: tuple[LiveServer, Any, Path]) -> None:
     np.testing.assert_allclose(bare["data"][0]["embedding"], by_ids["data"][0]["embedding"], atol=1e-6)
     given = post(server, "/score", {"text_1": TEXTS[0], "text_2": TEXTS})["data"]
     assert post(server, "/score", {"queries": TEXTS[0], "documents": TEXTS})["data"] == given
+    half = {"input": TEXTS[0], "encoding_format": "base64", "embed_dtype": "float16", "endianness": "big"}
+    for path, name in (("/v1/embeddings", "embedding"), ("/pooling", "data")):
+        found = np.frombuffer(base64.b64decode(post(server, path, half)["data"][0][name]), ">f2")
+        np.testing.assert_allclose(found.astype(np.float32), reference.encode(TEXTS[0]), atol=1e-3)
 
 
 def test_other_servers_interfaces(embedder: tuple[LiveServer, Any, Path]) -> None:
@@ -263,6 +268,11 @@ def test_a_chat_in_the_terminal_says_that_the_model_pools(
         ("/v2/embed", {"texts": ["a"], "images": ["data:,"]}, "images"),
         ("/v2/embed", {"texts": ["a"], "input_type": "image"}, "input_type"),
         ("/api/embeddings", {"prompt": ""}, "prompt is empty"),
+        ("/embed", {"inputs": "cat " * 100}, "set truncate to true"),
+        ("/api/embed", {"input": "cat " * 100, "truncate": False}, "set truncate to true"),
+        ("/v2/embed", {"texts": ["cat " * 100], "truncate": "NONE"}, "set truncate to END"),
+        ("/v1/embeddings", {"input": "cat", "embed_dtype": "float16"}, "set encoding_format to base64"),
+        ("/v1/embeddings", {"input": "cat", "padding": "max_length"}, "padding is not available"),
     ],
 )
 def test_bad_input(embedder: tuple[LiveServer, Any, Path], path: str, body: dict[str, Any], says: str) -> None:
@@ -289,6 +299,17 @@ def test_what_operators_see_of_an_idle_server_and_of_requests(reranker: tuple[Li
     assert after("kvasir:num_requests_running") == after("kvasir:api_requests_in_flight") == 0
 
 
+def test_cached_prefixes_are_shared_within_a_salt(tmp_path: Path) -> None:
+    save(make_hf_model("llama", vocab_size=200), tmp_path)
+    save_tokenizer(tmp_path)
+    with LiveServer.real(tmp_path, "--runner", "pooling", "--dtype", "float32", "--block-size", "4") as server:
+        server.wait_until_ready()
+        ids = [*range(5, 30)]
+        for salt, hit in (("a", False), ("a", True), ("b", False), (None, False), (None, True)):
+            usage = post(server, "/v1/embeddings", {"input": ids, "cache_salt": salt})["usage"]
+            assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) == hit, salt
+
+
 def test_rerank_by_cohere_and_others(reranker: tuple[LiveServer, Any]) -> None:
     import cohere
 
@@ -300,11 +321,16 @@ def test_rerank_by_cohere_and_others(reranker: tuple[LiveServer, Any]) -> None:
     made = client.rerank(model="tiny", query="what is a cat", documents=documents, top_n=2)
     assert [each.index for each in made.results] == order[:2]
     np.testing.assert_allclose([each.relevance_score for each in made.results], expected[order[:2]], atol=1e-5)
-    jina = post(server, "/v1/rerank", {"query": "what is a cat", "documents": documents, "return_documents": True})
-    assert [each["document"]["text"] for each in jina["results"]] == [documents[i] for i in order]
+    ranked = {"query": "what is a cat", "documents": documents, "top_n": 0}
+    jina = post(server, "/v1/rerank", ranked)
+    assert [each["document"]["text"] for each in jina["results"]] == [documents[i] for i in order], "0 is all"
+    assert "document" not in post(server, "/v1/rerank", {**ranked, "return_documents": False})["results"][0]
     tei = post(server, "/rerank", {"query": "what is a cat", "texts": documents, "raw_scores": True})
     logits = reference.predict([("what is a cat", each) for each in documents], activation_fn=torch.nn.Identity())
     np.testing.assert_allclose([each["score"] for each in tei], logits[order], atol=1e-5)
+    assert "text" not in tei[0]
+    raw = post(server, "/rerank", {**ranked, "use_activation": False})["results"]
+    np.testing.assert_allclose([each["relevance_score"] for each in raw], logits[order], atol=1e-5)
     scores = post(server, "/score", {"text_1": "what is a cat", "text_2": documents})["data"]
     np.testing.assert_allclose([each["score"] for each in scores], expected, atol=1e-5)
     classes = post(server, "/classify", {"input": documents[0]})["data"][0]

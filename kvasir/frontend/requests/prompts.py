@@ -185,13 +185,13 @@ class PromptProcessor:
         if "prompt_embeds" in given:
             rows, content = embeddings.read(given, truncate, self.config)
             ids = self._fit([0] * len(rows), None, "left")
-            salt = content + _salt(given.get("cache_salt", ""))
+            salt = content + salt_bytes(given.get("cache_salt", ""))
             return TokenizedPrompt(ids, np.zeros(len(ids), np.int32), None, salt, rows)
         unknown = given.keys() - {"prompt", "prompt_token_ids", "cache_salt"}
         if unknown:
             names = ", ".join(sorted(map(str, unknown)))
             raise RequestError(f"A prompt takes prompt, prompt_token_ids and cache_salt, not {names}.", "prompt")
-        text, salt = given.get("prompt"), _salt(given.get("cache_salt", ""))
+        text, salt = given.get("prompt"), salt_bytes(given.get("cache_salt", ""))
         if not isinstance(text, str | None):
             raise RequestError(f"A prompt's text must be a string, not {reprlib.repr(text)}.", "prompt")
         ids = given["prompt_token_ids"] if "prompt_token_ids" in given else self._encode(text, truncate, side)
@@ -395,7 +395,7 @@ def text_of(prompt: PromptType) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
-def _salt(given: object) -> bytes:
+def salt_bytes(given: object) -> bytes:
     try:
         return str.encode(given)  # type: ignore[arg-type]  # raises what is caught
     except (TypeError, UnicodeError):

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
+from kvasir.errors import PromptTooLongError
 from kvasir.frontend.requests.pooling import PoolingParams
 from kvasir.server.errors import answers
 from kvasir.server.http import Call, StrictRoute, TheCall, reply, unless_gone
-from kvasir.server.routes.pooling import (
-    INPUT_KINDS,
-    PoolingBody,
-    TeiSide,
-    at_most,
-    inputs_of,
-    make_job,
-    refuse_several,
-    side_of,
-    written,
-)
+from kvasir.server.routes.pooling import at_most, make_job, params_of, written
 from kvasir.server.schema.base import MAX_TOKEN_IDS, Body, Reply, example, one_complaint, refused
+from kvasir.server.schema.pooling import INPUT_KINDS, PoolingBody, TeiSide, inputs_of, refuse_several, side_of
 from kvasir.server.schema.sampling import PromptIds
 from kvasir.server.state import ServerState, State
 
 router = APIRouter(route_class=StrictRoute, tags=["embeddings, scores and classes"])
+
+
+@contextmanager
+def _named(field: str, value: str) -> Iterator[None]:
+    """Let the error about a text that is too long name this interface's fields: its texts, and the value of `truncate`
+    that cuts them."""
+    try:
+        yield
+    except PromptTooLongError as error:
+        said = (
+            f"{str(error).partition(' Please shorten it')[0]} Please shorten it, or set truncate to {value} to cut it."
+        )
+        raise PromptTooLongError(said, field, error.num_tokens) from error
 
 
 # ---------------------------------------------------------------- Text Embeddings Inference
@@ -60,7 +66,8 @@ async def embed_as_tei(body: TeiEmbedRequest, request: Request, state: State, ca
         truncation_side=None if body.truncation_direction is None else side_of(body.truncation_direction),
     )
     texts = state.engine.input_processor.pooling.with_prompt(inputs_of(body.inputs, "inputs"), body.prompt_name)
-    job, _ = await make_job(state, call, PoolingBody(), texts, params)
+    with _named("inputs", "true"):
+        job, _ = await make_job(state, call, PoolingBody(), texts, params)
     vectors = await unless_gone(request, job.vectors())
     return reply([written(each.outputs.data, body.encoding_format) for each in vectors])
 
@@ -135,7 +142,8 @@ async def _ollama(
 ) -> tuple[list[list[float]], int, str]:
     """The vectors, the number of tokens, and the model's name. Ollama's clients add a tag to names."""
     name = None if model is None or model in state.model_names else model.removesuffix(":latest")
-    job, found = await make_job(state, call, PoolingBody(model=name), texts, params)
+    with _named("input", "true"):
+        job, found = await make_job(state, call, PoolingBody(model=name), texts, params)
     vectors = [each.outputs.data.tolist() for each in await unless_gone(request, job.vectors())]
     return vectors, job.tokens.num_prompt, found
 
@@ -199,9 +207,10 @@ async def embed_as_cohere(body: CohereEmbedRequest, request: Request, state: Sta
         cut = at_most(state, body.max_tokens)
     side = "left" if body.truncate == "START" else body.truncation_side
     body = body.model_copy(update={"truncate_prompt_tokens": cut, "truncation_side": side})
-    params = body.params("embed", dimensions=body.output_dimension)
+    params = params_of(body, "embed", dimensions=body.output_dimension)
     texts = processor.with_prompt(inputs_of(body.texts, "texts"), prompt)
-    job, _ = await make_job(state, call, body, texts, params)
+    with _named("texts", "END"):
+        job, _ = await make_job(state, call, body, texts, params)
     vectors = await unless_gone(request, job.vectors())
     kinds: Sequence[str] = body.embedding_types or ["float"]
     made = CohereEmbedReply(

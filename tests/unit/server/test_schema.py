@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -16,11 +18,18 @@ from kvasir.server.responses import messages_of
 from kvasir.server.routes.completions import CompletionRequest
 from kvasir.server.routes.messages import MessagesRequest
 from kvasir.server.routes.other_embeddings import CohereEmbedRequest
-from kvasir.server.routes.pooling import RerankRequest, ScoreRequest
+from kvasir.server.routes.pooling import written
 from kvasir.server.routes.tokens import GenerateRequest, TokenizeRequest
 from kvasir.server.schema import structured
 from kvasir.server.schema.base import Body, BoundedModel, Refusal
 from kvasir.server.schema.chat import ChatRequest
+from kvasir.server.schema.pooling import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    PoolingBodyRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from kvasir.server.schema.responses import ResponsesRequest
 from kvasir.server.schema.sampling import SAMPLING_FIELDS, SamplingBody, sampling_params
 
@@ -101,6 +110,53 @@ def test_a_side_goes_with_every_way_to_cut_texts() -> None:
 def test_an_empty_text_is_still_one_of_two_names() -> None:
     with pytest.raises((ValidationError, RequestError), match="text_1 and queries say the same"):
         ScoreRequest(text_1="", queries="a", text_2="b")
+
+
+def test_sides_of_scores_have_all_of_vllms_names() -> None:
+    for names in (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")):
+        given: Any = dict(zip(names, ("a", ["b", "c"]), strict=True))
+        assert ScoreRequest(**given).sides() == (["a"], ["b", "c"])
+    with pytest.raises((ValidationError, RequestError), match="items and data_2 say the same"):
+        ScoreRequest(queries="a", items="b", data_2="b")
+
+
+@pytest.mark.parametrize("kind", [ScoreRequest, RerankRequest, ClassifyRequest])
+def test_older_names_of_use_activation(kind: Any) -> None:
+    texts = {"text_1": "a", "text_2": "b", "query": "a", "documents": ["b"], "input": "a"}
+    given = {name: text for name, text in texts.items() if name in kind.model_fields}
+    if kind is ScoreRequest:
+        del given["documents"]
+    assert kind(**given).activates is None
+    for name in ("use_activation", "activation", "softmax"):
+        assert kind(**given, **{name: False}).activates is False
+    with pytest.raises((ValidationError, RequestError), match="say the same thing"):
+        kind(**given, softmax=True, activation=False)
+
+
+def test_raw_scores_are_scores_without_activation() -> None:
+    with pytest.raises((ValidationError, RequestError), match="raw_scores and use_activation"):
+        RerankRequest(query="a", texts=["b"], raw_scores=True, use_activation=True)
+
+
+@pytest.mark.parametrize("kind", [EmbeddingRequest, PoolingBodyRequest])
+def test_the_type_of_numbers_is_for_base64(kind: Any) -> None:
+    kind(input="a", encoding_format="base64", embed_dtype="bfloat16", endianness="big")
+    kind(input="a", embed_dtype="float32", endianness="native")
+    for given in ({"embed_dtype": "float16"}, {"endianness": "big", "encoding_format": "float"}):
+        with pytest.raises((ValidationError, RequestError), match="set encoding_format to base64"):
+            kind(input="a", **given)
+
+
+@pytest.mark.parametrize("endianness", ["native", "little", "big"])
+def test_numbers_in_base64(endianness: str) -> None:
+    vector = np.random.default_rng(3).standard_normal(64).astype(np.float32)
+    order = {"native": "=", "little": "<", "big": ">"}[endianness]
+    for kind, code in (("float32", "f4"), ("float16", "f2"), ("bfloat16", "u2")):
+        found = np.frombuffer(base64.b64decode(written(vector, "base64", kind, endianness)), order + code)
+        if kind == "bfloat16":
+            found = (found.astype(np.uint32) << 16).view(np.float32)
+        allowed = {"float32": 0, "float16": 2**-11, "bfloat16": 2**-8}[kind]  # of the nearest number
+        assert (np.abs(found.astype(np.float32) - vector) <= allowed * np.abs(vector)).all(), kind
 
 
 def refusals(body: type[Body]) -> dict[str, Refusal]:
