@@ -321,7 +321,9 @@ class ServerBatch:
         counts = self.record.request_counts
         counts.completed += result.ok
         counts.failed += not result.ok
-        self._output(result.ok).write(write_line(result))
+        line = write_line(result)
+        self.state.files.grow(len(line))
+        self._output(result.ok).write(line)
         self._save()
 
     def _output(self, is_ok: bool) -> BinaryIO:

@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
@@ -28,6 +28,7 @@ from kvasir.server.schema.stored import BatchReply, FileReply
 
 T = TypeVar("T", FileReply, BatchReply)
 _MAX_RECORDS = 10_000  # of a key: a list of them reads them all
+_MEASURED = 64 << 20  # bytes that batches write between two looks at the size of all files
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 
 
@@ -35,6 +36,7 @@ class FileStore:
     def __init__(self, folder: str, max_bytes: int) -> None:
         self.folder = Path(folder)
         self.max_bytes = max_bytes
+        self._unmeasured = 0  # bytes that batches have written since
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -66,7 +68,17 @@ class FileStore:
         """Raise unless this key may have another record, and all keys together this many bytes more."""
         if sum(1 for _ in self._of(key).glob("*.json")) >= _MAX_RECORDS:
             raise too_large(f"A key may have {_MAX_RECORDS} files and batches: delete some files.", "file")
-        used = sum(file.stat().st_size for file in self.folder.glob("*/*") if file.is_file())
+        self._check_bytes(num_bytes)
+
+    def grow(self, num_bytes: int) -> None:
+        """Count bytes that a batch writes. Now and then, raise if all files together are too large."""
+        self._unmeasured += num_bytes
+        if self._unmeasured >= min(_MEASURED, self.max_bytes // 8):
+            self._unmeasured = 0
+            self._check_bytes(num_bytes)
+
+    def _check_bytes(self, num_bytes: int) -> None:
+        used = sum(map(_size, self.folder.glob("*/*")))
         if used + num_bytes > self.max_bytes:
             allowed = f"{self.max_bytes} bytes (--max-files-bytes)"
             raise too_large(f"This server keeps {allowed} of files, and {used} are used: delete some.", "file")
@@ -134,5 +146,15 @@ class FileStore:
             raise not_found(f"The {what} {record_id[:100]!r} does not exist here.") from None
 
     def _all(self, key: ApiKey, prefix: str, kind: type[T]) -> list[T]:
-        found = [msgspec.json.decode(place.read_bytes(), type=kind) for place in self._of(key).glob(f"{prefix}*.json")]
+        found = []
+        for place in self._of(key).glob(f"{prefix}*.json"):
+            with suppress(FileNotFoundError):  # it was deleted just now
+                found.append(msgspec.json.decode(place.read_bytes(), type=kind))
         return sorted(found, key=lambda each: (each.created_at, each.id))
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # it was deleted or replaced just now
+        return 0

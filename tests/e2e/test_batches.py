@@ -251,3 +251,15 @@ def test_a_form_is_bounded_before_it_is_read(body: bytes) -> None:
         assert tracemalloc.get_traced_memory()[1] < 3 * len(body), "copies of the body, and nothing for each line"
     finally:
         tracemalloc.stop()
+
+
+def test_results_count_in_the_size_of_all_files(server: LiveServer) -> None:
+    client = client_of(server)
+    wordy = {"max_tokens": 100, "ignore_eos": True, "n": 32, "temperature": 1}
+    done = finished(
+        client, start(client, upload(client, *(line(str(i), prompt=f"Say {i}", **wordy) for i in range(12))))
+    )
+    assert done.status == "failed" and done.errors is not None and done.errors.data is not None
+    assert "--max-files-bytes" in str(done.errors.data[0].message)
+    assert done.output_file_id is not None, "what was done until then is kept"
+    client.files.delete(done.output_file_id)
