@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvasir import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from kvasir import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, kernels
 from kvasir.models import loader, native
 from kvasir.quantization.coded import int8
 from kvasir.quantization.coded_linear import CodedMethods, Quantizer
@@ -112,9 +112,16 @@ def test_adapters_of_experts_by_the_methods_of_a_gpu(
         experts = core.executor.model.layers[0].mlp.experts
         assert bool(experts.stacks) == (quantize is not None)
         outputs = llm.generate(prompts_for([base, name]), GREEDY, lora_request=asked([base, name]), use_tqdm=False)
+        (change,) = experts.slots.changes.values()
     check(mixture[name], outputs[1], tolerance)
     with pytest.raises(AssertionError, match="likeliest|logprob"):
         check(mixture[base], outputs[1], tolerance)
+    # Where the model's own experts are computed by other kernels, one for adapters would first be compiled here.
+    monkeypatch.setattr(kernels, "_version_for", lambda x: pytest.fail("a kernel is launched"))
+    chosen = torch.tensor([[0, 1], [2, 0]])
+    with torch.inference_mode():
+        changed = experts._changed(change, torch.randn(2, experts.shape.hidden_size), torch.ones(2, 2), chosen)
+    assert changed.isfinite().all()
 
 
 @pytest.fixture(scope="module")
