@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -165,7 +166,7 @@ class Coded:
         if kind == "i8":
             return numbers.contiguous().view(torch.int8).float()
         if kind in LEVELS:
-            return torch.tensor(LEVELS[kind], dtype=torch.float32, device=numbers.device)[numbers.int()]
+            return _levels(kind, numbers.device)[numbers.int()]
         return numbers.float().sub_(self.coding.offset)
 
     def full_scale(self) -> torch.Tensor:
@@ -242,6 +243,12 @@ class RandomCoding:
         minimum = torch.full(shape, -scale * (middle - coding.offset), device=device) if self.has_minimum else None
         row = torch.ones(outputs, device=device) if self.has_row else None
         return Coded(codes, scales, coding, minimum=minimum, row=row)
+
+
+@cache
+def _levels(kind: str, device: torch.device) -> torch.Tensor:
+    """Made once: a CUDA graph, which may look up embeddings, cannot be captured while the host copies to the device."""
+    return torch.tensor(LEVELS[kind], dtype=torch.float32, device=device)
 
 
 def levels_of(coding: Coding, codes: torch.Tensor) -> torch.Tensor:
