@@ -8,12 +8,16 @@ A refused request has a response with its status and error body; a line that is 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from http import HTTPStatus
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -22,6 +26,7 @@ from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import RequestError
 from kvasir.server.api_keys import ANYBODY, ApiKey
 from kvasir.server.errors import ApiError, as_api_error, openai_body
+from kvasir.server.file_store import FINAL, result_id
 from kvasir.server.http import (
     JSON_ERRORS,
     LARGE_BODY,
@@ -212,7 +217,6 @@ def write_line(result: LineResult) -> bytes:
 
 # ---------------------------------------------------------------- batches of a server
 
-FINAL = ("failed", "completed", "expired", "cancelled")
 _WINDOW = 24 * 3600  # seconds
 _MAX_ERRORS = 100  # of a file that are reported
 _MAX_RUNNING = 32  # batches of a key; each has open files, tasks and lines in memory
@@ -225,7 +229,8 @@ class ServerBatch:
         self.state = state
         self.key = key
         self.record = record
-        self._outputs: dict[bool, tuple[str, BinaryIO]] = {}  # id and content of the output and error files
+        self._held = ExitStack()  # while it runs
+        self._outputs: dict[bool, tuple[str, FileIO]] = {}  # id and content of the output and error files
 
     @classmethod
     def create(cls, state: ServerState, key: ApiKey, body: BatchRequest) -> ServerBatch:
@@ -250,26 +255,27 @@ class ServerBatch:
             metadata=body.metadata,
         )
         made = cls(state, key, record)
-        made._save()
+        with ExitStack() as held:
+            held.enter_context(state.files.running(key, record.id))  # first: others would see that nobody runs it
+            made._save()
+            made._held = held.pop_all()
         task = state.batches[record.id] = asyncio.create_task(made.run(), name=key.name)
         task.add_done_callback(lambda done: state.batches.pop(record.id, None))
         return made
 
     async def run(self) -> None:
         """Run to the end; whatever happens is in the record."""
-        try:
-            with self.state.files.running(self.key, self.record.id):
+        with self._held:
+            try:
                 async with asyncio.timeout(_WINDOW):
                     await self._run()
-        except TimeoutError:
-            self._enter("expired")
-        except (Exception, asyncio.CancelledError) as error:
-            found = next(iter(getattr(error, "exceptions", [error])))  # of several that a task group raises
-            stopped = isinstance(found, asyncio.CancelledError | _Stopped)
-            message = "The server was stopped." if stopped else as_api_error(found).message
-            self._fail([BatchError(code="server_error", message=message)])
-        finally:
-            self._close_outputs()
+            except TimeoutError:
+                self._end("expired")
+            except (Exception, asyncio.CancelledError) as error:
+                found = next(iter(getattr(error, "exceptions", [error])))  # of several that a task group raises
+                stopped = isinstance(found, asyncio.CancelledError | _Stopped)
+                message = "The server was stopped." if stopped else as_api_error(found).message
+                self._fail([BatchError(code="server_error", message=message)])
 
     async def _run(self) -> None:
         runner, counts = BatchRunner(self.state, self.key), self.record.request_counts
@@ -284,8 +290,7 @@ class ServerBatch:
             await runner.run(self._until_cancelled(file), self._take, self.state.config.batch_concurrency)
         is_whole = counts.completed + counts.failed == counts.total
         self._enter("finalizing" if is_whole else "cancelling")
-        self._close_outputs()
-        self._enter("completed" if is_whole else "cancelled")
+        self._end("completed" if is_whole else "cancelled")
 
     def _check(self, runner: BatchRunner, path: Path) -> tuple[int, list[BatchError]]:
         """The number of requests in a file, and what is wrong with its lines."""
@@ -318,20 +323,24 @@ class ServerBatch:
         takes_requests = engine is not None and not engine.errored and phase.is_ready
         if response is not None and response.status_code == HTTPStatus.SERVICE_UNAVAILABLE and not takes_requests:
             raise _Stopped  # the server drains, or its engine has died: other lines would fail alike
+        self._write_result(result.ok, write_line(result))
         counts = self.record.request_counts
         counts.completed += result.ok
         counts.failed += not result.ok
-        line = write_line(result)
-        self.state.files.grow(len(line))
-        self._output(result.ok).write(line)
         self._save()
 
-    def _output(self, is_ok: bool) -> BinaryIO:
+    def _write_result(self, is_ok: bool, line: bytes) -> None:
+        """Write a line at once, so that it is there if the server is killed."""
+        self.state.files.take_room(len(line))
         if is_ok not in self._outputs:
-            file_id = f"file-{new_id()}"
+            file_id = result_id(self.record.id, "output" if is_ok else "error")
             path = self.state.files.content_path(self.key, file_id)
-            self._outputs[is_ok] = file_id, path.open("wb")
-        return self._outputs[is_ok][1]
+            self._outputs[is_ok] = file_id, path.open("wb", buffering=0)
+        _, file = self._outputs[is_ok]
+        before = file.tell()
+        if file.write(line) != len(line):
+            file.truncate(before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
 
     def _close_outputs(self) -> None:
         """Make the results visible, those of a batch that was ended early too."""
@@ -343,12 +352,15 @@ class ServerBatch:
                 self.record.output_file_id = file_id
             else:
                 self.record.error_file_id = file_id
-            self._save()
         self._outputs = {}
 
     def _fail(self, errors: list[BatchError]) -> None:
         self.record.errors = BatchErrors(data=errors)
-        self._enter("failed")
+        self._end("failed")
+
+    def _end(self, status: str) -> None:
+        self._close_outputs()
+        self._enter(status)
 
     def _enter(self, status: str) -> None:
         self.record.status = status
@@ -380,10 +392,10 @@ def _current(state: ServerState, key: ApiKey, record: BatchReply) -> BatchReply:
     if record.status in FINAL:
         return record
     with state.files.running(key, record.id) as is_free:
-        if is_free and record.id not in state.batches:
-            record.status, record.failed_at = "failed", int(time.time())
-            record.errors = BatchErrors(data=[BatchError(code="server_error", message="The server was stopped.")])
-            state.files.save_batch(key, record)
+        if is_free:
+            record = state.files.find_batch(key, record.id)  # its process may have ended it meanwhile
+            if record.status not in FINAL:
+                state.files.settle(key, record)
             return record
     if state.files.is_to_cancel(key, record.id):
         record.status, record.cancelling_at = "cancelling", record.cancelling_at or int(time.time())

@@ -20,11 +20,14 @@ from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.server import file_store
 from kvasir.server.api_keys import ApiKey
 from kvasir.server.errors import ApiError
-from kvasir.server.file_store import FileStore
+from kvasir.server.file_store import FileStore, result_id
+from kvasir.server.http import new_id
 from kvasir.server.routes.stored import read_form
+from kvasir.server.schema.stored import BatchReply, RequestCounts
 from tests import web
 from tests.server_process import LiveServer, echoed, until
 
+KEY = ApiKey("a")
 SLOW = {"make": "kvasir.executor.fake:delayed", "delay": 0.02, "token": 42}
 
 
@@ -192,6 +195,9 @@ def test_batches_end_early_and_servers_too(starter_model: Path, tmp_path: Path) 
         assert 0 < len(kept) == ended.request_counts.completed < 200
         killed = start(client, upload(client, *many))
         until(lambda: begun(client, killed), "the first result", first)
+        counts = client.batches.retrieve(killed).request_counts
+        assert counts is not None
+        seen = counts.completed
         os.kill(first.process.pid, signal.SIGKILL)
         first.wait()
     with LiveServer.fake(starter_model, server=options, executor=SLOW) as second:
@@ -199,6 +205,9 @@ def test_batches_end_early_and_servers_too(starter_model: Path, tmp_path: Path) 
         found = client.batches.retrieve(killed)
         assert found.status == "failed" and found.errors and found.errors.data
         assert found.errors.data[0].message == "The server was stopped."
+        assert found.output_file_id and found.request_counts
+        results = [json.loads(each) for each in client.files.content(found.output_file_id).text.splitlines()]
+        assert seen <= len(results) == found.request_counts.completed < 200
         assert client.batches.retrieve(batch) == ended
         drained = start(client, upload(client, *many))
         until(lambda: begun(client, drained), "the first result", second)
@@ -206,6 +215,76 @@ def test_batches_end_early_and_servers_too(starter_model: Path, tmp_path: Path) 
         assert second.wait() == 0
     record = json.loads(next(tmp_path.glob(f"*/{drained}.json")).read_text())
     assert record["status"] == "failed" and record["output_file_id"]
+    assert not [*tmp_path.glob("*/*.lock"), *tmp_path.glob("*/*.cancel")], "left-over files"
+
+
+# ---------------------------------------------------------------- what a killed server has left
+
+
+def left_batch(store: FileStore, status: str, total: int) -> BatchReply:
+    batch = BatchReply(
+        id=f"batch_{new_id()}",
+        endpoint="/v1/completions",
+        input_file_id=f"file-{new_id()}",
+        completion_window="24h",
+        status=status,
+        created_at=1,
+        expires_at=2,
+        request_counts=RequestCounts(total=total, completed=1),
+    )
+    store.save_batch(KEY, batch)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "cancelled", "status", "counts"),
+    [
+        (b"", b"", False, "failed", (0, 0)),
+        (b"one\ntwo\nthr", b"", False, "failed", (2, 0)),
+        (b"one\ntwo\n", b"bad\n", False, "completed", (2, 1)),
+        (b"one\n", b"", True, "cancelled", (1, 0)),
+        (b"on", b"bad\n", True, "cancelled", (0, 1)),
+    ],
+)
+def test_batches_of_a_killed_server_end_as_far_as_they_came(
+    output: bytes, error: bytes, cancelled: bool, status: str, counts: tuple[int, int], tmp_path: Path
+) -> None:
+    store = FileStore(str(tmp_path), 1 << 20)
+    batch = left_batch(store, "in_progress", 3)
+    for kind, content in (("output", output), ("error", error)):
+        if content:
+            store.content_path(KEY, result_id(batch.id, kind)).write_bytes(content)
+    if cancelled:
+        store.ask_to_cancel(KEY, batch.id)
+    os.close(store._lock)  # as when its process ends
+    again = FileStore(str(tmp_path), 1 << 20)
+    found = again.find_batch(KEY, batch.id)
+    assert (found.status, (found.request_counts.completed, found.request_counts.failed)) == (status, counts)
+    for file_id, content in ((found.output_file_id, output), (found.error_file_id, error)):
+        whole = b"".join(each for each in content.splitlines(keepends=True) if each.endswith(b"\n"))
+        assert (file_id is not None) == bool(whole)
+        if file_id is not None:
+            assert again.find_file(KEY, file_id).bytes == len(whole)
+            assert again.content_path(KEY, file_id).read_bytes() == whole
+    os.close(again._lock)
+
+
+def test_what_belongs_to_nothing_is_removed_at_the_start(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path), 1 << 20)
+    kept, batch = store.add_file(KEY, "x", "batch", b"x"), left_batch(store, "completed", 1)
+    place = store.content_path(KEY, kept.id)
+    left = [place.with_name(f"file-{new_id()}"), place.with_suffix(f".{new_id()}")]  # a content, half a record
+    left += [place.with_name(f"{batch.id}.lock"), place.with_name(f"{batch.id}.cancel")]
+    for each in left:
+        each.write_bytes(b"x")
+    others = FileStore(str(tmp_path), 1 << 20)
+    assert all(each.exists() for each in left), "another process of the server may be using them"
+    os.close(store._lock)
+    os.close(others._lock)
+    os.close(FileStore(str(tmp_path), 1 << 20)._lock)
+    assert sorted(file.name for file in place.parent.iterdir()) == sorted(
+        [kept.id, f"{kept.id}.json", f"{batch.id}.json"]
+    )
 
 
 # ---------------------------------------------------------------- forms

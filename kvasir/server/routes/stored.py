@@ -11,8 +11,9 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import FileResponse, Response
 
 from kvasir.errors import RequestError
-from kvasir.server.batch import FINAL, ServerBatch, cancel_batch, find_batch
+from kvasir.server.batch import ServerBatch, cancel_batch, find_batch
 from kvasir.server.errors import answers, not_found
+from kvasir.server.file_store import FINAL
 from kvasir.server.http import StrictRoute, TheCall, reply
 from kvasir.server.response_store import StoredCompletion
 from kvasir.server.schema.base import DeletedReply, encode
