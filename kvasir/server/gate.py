@@ -55,6 +55,7 @@ class Gate:
         self.count = count
         self.failed = failed
         self.echo_ids = echo_ids
+        self.pages = public
         self.public = PROBES | public
         self.guards = guards or {}
         self.root_path = root_path
@@ -132,7 +133,11 @@ class Gate:
         scope["root_path"] = self.root_path
         given = headers.get("x-request-id", "")
         good = given if is_good_id(given) else new_id()
-        call = Call(good, route_path(scope), traceparent=headers.get("traceparent"))
+        path = route_path(scope)
+        if path.endswith("/") and path.strip("/") and path[:-1] not in self.pages:
+            # A redirect would lead out of a proxy's prefix or TLS. Pages need theirs: their links are relative.
+            scope["path"], path = scope["path"][:-1], path[:-1]
+        call = Call(good, path, traceparent=headers.get("traceparent"))
         attach(scope, call)
         return call
 
@@ -142,7 +147,7 @@ class Gate:
             raise ApiError(400, f"X-Request-Id {GOOD_ID}", "invalid_request", "X-Request-Id")
         if call.path in self.guards and scope.get("method") == "POST":
             self.guards[call.path](_presented(headers))
-        elif call.path not in self.public:
+        elif call.path not in self.public and call.path.removesuffix("/") not in self.pages:
             call.key = self._key(headers)
         coding = headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("", "identity"):

@@ -477,7 +477,7 @@ class HttpProtocol(TimedConnection, HttpToolsProtocol):
         parsed = httptools.parse_url(self.url)
         path = urllib.parse.unquote(parsed.path.decode("ascii"))
         asked = route_path({"path": path, "root_path": self.limits.path_prefix})
-        if self._is_spare and (asked not in _ANSWERED_WHEN_FULL or self.parser.should_upgrade()):
+        if self._is_spare and (asked.rstrip("/") not in _ANSWERED_WHEN_FULL or self.parser.should_upgrade()):
             self._fail(ApiError(503, "The server has too many connections.", "overloaded", retry_after=1))
         if self.parser.should_upgrade() and self._should_upgrade():
             self._check_handshake()

@@ -70,7 +70,6 @@ router = APIRouter(tags=["OpenAI"])
 Version = Annotated[str | None, Header(alias="anthropic-version")]
 
 
-@router.get("/v1/models/", include_in_schema=False)  # otherwise the next route would look for a model without a name
 @router.get("/v1/models", responses=answers(ModelList, MessagesModelList))
 async def list_models(state: State, version: Version = None) -> Response:
     names = [*state.model_names, *(adapter.name for adapter in state.adapters.all())]

@@ -61,6 +61,17 @@ def test_behind_a_proxy_that_adds_a_path() -> None:
     assert reply.status_code == 405 and reply.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_a_slash_at_the_end_changes_nothing(prefix: str) -> None:
+    """A redirect would lead out of the prefix of a proxy that takes it away, and from https to http."""
+    settings: dict[str, Any] = {"root_path": "/llm", "api_key": ["sesame"]}
+    assert ask("GET", f"{prefix}/health/", **settings).status_code == 200
+    assert ask("POST", f"{prefix}/v1/completions/", **settings).status_code == 401
+    reply = ask("GET", f"{prefix}/v1/completions/", root_path="/llm")
+    assert reply.status_code == 405 and reply.headers["allow"] == "POST"
+    assert ask("GET", f"{prefix}/docs/", **settings).status_code == 307, "links of pages are relative"
+
+
 @pytest.mark.parametrize("written", ["/llm", "/llm/", "llm"])
 @pytest.mark.parametrize("prefix", ["", "/llm"])
 def test_a_proxys_path_changes_neither_keys_nor_messages(prefix: str, written: str) -> None:
