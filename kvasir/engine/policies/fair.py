@@ -199,7 +199,8 @@ class FairShare(Policy):
 
     def split(self, demand: NDArray[Any], budget: float) -> NDArray[np.float64]:
         """Split a budget over accounts by weight; no account gets more than it asks for, and what one leaves goes to
-        the others."""
+        the others. Each that asks gets one token at least, as far as the budget goes, or a small weight would get
+        none for as long as others ask for all."""
         weights: NDArray[np.float64] = np.array(
             [0.0 if tenant is None else tenant.weight for tenant in self._accounts]
         )[: len(demand)]
@@ -210,8 +211,7 @@ class FairShare(Policy):
             portion *= budget / portion.sum()
             full = open_ & (demand - grants <= portion)
             if not full.any():
-                grants += np.floor(portion)
-                return grants
+                return grants + _whole(portion, budget)
             budget -= float((demand - grants)[full].sum())
             grants[full] = demand[full]
             open_ &= ~full
@@ -233,3 +233,19 @@ class FairShare(Policy):
         if not (tenant.waiting or tenant.rows or tenant.claimed_rows):
             del self._tenants[tenant.name]
             self._accounts[tenant.account] = None
+
+
+def _whole(portion: NDArray[np.float64], budget: float) -> NDArray[np.float64]:
+    """Round portions of a budget down, but not to 0: what is missing then is taken from the largest."""
+    whole: NDArray[np.float64] = np.floor(portion)
+    left = int(budget - whole.sum())
+    for place in np.flatnonzero((portion > 0) & (whole == 0)).tolist():
+        if left:
+            left -= 1
+        else:
+            largest = int(whole.argmax())
+            if whole[largest] <= 1:
+                break
+            whole[largest] -= 1
+        whole[place] = 1
+    return whole

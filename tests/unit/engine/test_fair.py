@@ -171,6 +171,17 @@ def test_long_prompts_of_one_tenant_do_not_take_every_step() -> None:
     assert len(load.ended) == 102
 
 
+def test_a_small_weight_gets_tokens_while_others_ask_for_all() -> None:
+    load = Load(budget=64)
+    load.add("heavy", 40, prompt=1500, max_tokens=2, weight=1000.0)
+    load.step()
+    (key,) = load.add("light", 1, prompt=20, max_tokens=10, weight=0.001)
+    load.step(60)
+    assert key in load.ended, "one token a step is its least"
+    assert len(load.core.scheduler) > 20, "the others still ask for all"
+    load.finish()
+
+
 @pytest.mark.parametrize("every", [5, 50])
 def test_throughput_stays_within_five_percent(every: int) -> None:
     """A tenant with single requests beside a flood, against the same requests in order of arrival."""
