@@ -99,7 +99,12 @@ def read_poolers(
         found = (_classifier(hf, pooling, heads(hf, kind)),)
     else:
         found = (_token_classifier(hf, kind, heads(hf, kind)),)
-    return tuple(_with_settings(each, asked or {}) for each in found)
+    made = tuple(_with_settings(each, asked or {}) for each in found)
+    if not any(each.pooling == "step" for each in made):
+        for name in ("step_tag_id", "returned_token_ids"):
+            if (asked or {}).get(name) is not None:
+                raise ConfigError(f"pooler_config: {name} is for pooling_type=step; set that, or leave {name} out.")
+    return made
 
 
 def num_labels(hf: Mapping[str, Any]) -> int:
@@ -301,13 +306,23 @@ def _with_settings(pooler: PoolerSpec, asked: Mapping[str, Any]) -> PoolerSpec:
             raise ConfigError(f"pooler_config: {name} must be true or false, but is {value!r}.")
         kept = pooler.function if pooler.function != "none" else default
         pooler = replace(pooler, function=kept if value else "none")
-    if pooler.pooling == "step":
-        pooler = replace(
-            pooler,
-            step_tag_id=asked.get("step_tag_id", pooler.step_tag_id),
-            returned_token_ids=tuple(asked.get("returned_token_ids") or pooler.returned_token_ids),
+    return _with_steps(pooler, asked) if pooler.pooling == "step" else pooler
+
+
+def _with_steps(pooler: PoolerSpec, asked: Mapping[str, Any]) -> PoolerSpec:
+    tag, entries = asked.get("step_tag_id"), asked.get("returned_token_ids")
+    if tag is not None and (type(tag) is not int or tag < 0):
+        raise ConfigError(f"pooler_config: step_tag_id must be the id of a token, but is {tag!r}.")
+    if entries is None:
+        entries = pooler.returned_token_ids
+    if not isinstance(entries, list | tuple) or not all(
+        type(each) is int and 0 <= each < pooler.size for each in entries
+    ):
+        raise ConfigError(
+            f"pooler_config: returned_token_ids must be whole numbers from 0 to {pooler.size - 1}, the entries "
+            f"of this model's vectors, but is {entries!r:.80}."
         )
-    return pooler
+    return replace(pooler, step_tag_id=pooler.step_tag_id if tag is None else tag, returned_token_ids=tuple(entries))
 
 
 def _read_object(file: Path) -> Mapping[str, Any]:

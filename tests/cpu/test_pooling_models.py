@@ -291,6 +291,9 @@ def test_settings_that_do_not_fit(tmp_path: Path) -> None:
         ({"max_num_batched_tokens": 16, "max_num_seqs": 4}, "one step"),
         ({"pooler_config": {"pooling": "mean"}}, "pooling_type"),
         ({"pooler_config": {"pooling_type": "median"}}, "median"),
+        ({"pooler_config": {"step_tag_id": 5}}, "step_tag_id is for pooling_type=step"),
+        ({"pooler_config": {"tok_pooling_type": "step", "step_tag_id": "a"}}, "step_tag_id must be the id of a token"),
+        ({"pooler_config": {"tok_pooling_type": "step", "returned_token_ids": [32]}}, "whole numbers from 0 to 31"),
     ):
         with pytest.raises(ConfigError, match=says):
             load(tmp_path, **settings)
@@ -342,6 +345,9 @@ def test_reward_models(ending: str, tmp_path: Path) -> None:
     settings = {"pooler_config": steps} if "Process" in ending else {}
     with load(tmp_path, **settings) as llm:
         found = [each.outputs.data for each in llm.reward(TEXTS, use_tqdm=False)]
+        if settings:
+            with pytest.raises(RequestError, match="must be from 0 to 1, .* but has 2"):
+                llm.reward(TEXTS, pooling_params=PoolingParams(returned_token_ids=[0, 2]), use_tqdm=False)
     for text, values in zip(TEXTS, found, strict=True):
         states = reference(hf.model, text).last_hidden_state[0]
         inner = torch.relu(states @ head["score.0.weight"].T + head["score.0.bias"])

@@ -265,6 +265,12 @@ class PoolingProcessor:
                 )
         if (params.step_tag_id is not None or params.returned_token_ids) and pooler.pooling != "step":
             raise RequestError("step_tag_id and returned_token_ids are for models with step pooling", "step_tag_id")
+        if max(params.returned_token_ids or (), default=0) >= pooler.size:
+            raise RequestError(
+                f"returned_token_ids must be from 0 to {pooler.size - 1}, the entries of this model's vectors, but has "
+                f"{max(params.returned_token_ids or ())}",
+                "returned_token_ids",
+            )
 
 
 def _prefixed(prefix: str, prompt: Any) -> Any:
