@@ -186,6 +186,7 @@ _TOOLS = (
     ToolFormat("phi4_mini_json", section=("functools", ""), array=True),
     ToolFormat("xlam", array=True, also=("[TOOL_CALLS]", "<tool_call>")),
     ToolFormat("jamba", section=("<tool_calls>", "</tool_calls>"), array=True),
+    ToolFormat("minimax", section=("<tool_calls>\n", "\n</tool_calls>"), separator="\n"),
     ToolFormat(
         "internlm",
         call=("<|action_start|><|plugin|>\n", "<|action_end|>"),
@@ -237,7 +238,7 @@ TOOL_ALIASES: Mapping[str, str] = {
     **{"glm47": "glm45", "poolside_v1": "glm45", "llama4_json": "llama3_json", "llama": "llama3_json"},
     **{"hunyuan": "jamba", "hunyuan_a13b": "jamba"},
     **{"gemma": "functiongemma", "cohere": "cohere_command3", "command_r": "cohere_command3"},
-    **{"minimax": "minimax_m2", "gpt_oss": "openai", "harmony": "openai", "mistral_old": "mistral_v1"},
+    **{"gpt_oss": "openai", "harmony": "openai", "mistral_old": "mistral_v1"},
     **{"deepseek_r1": "deepseek_v3", "gpt-oss": "openai", "command-r": "cohere_command3"},
 }
 REASONING_ALIASES: Mapping[str, str] = {

@@ -109,6 +109,7 @@ CALLS = {
     "xlam": f'[{{"name": "f", "arguments": {F}}}, {{"name": "g", "arguments": {{}}}}]',
     "jamba": f'<tool_calls>[\n    {{"name": "f", "arguments": {F}}},\n'
     '    {"name": "g", "arguments": {}}\n]</tool_calls>',
+    "minimax": f'<tool_calls>\n{{"name": "f", "arguments": {F}}}\n{{"name": "g", "arguments": {{}}}}\n</tool_calls>',
     "internlm": f'<|action_start|><|plugin|>\n{{"name": "f", "parameters": {F}}}<|action_end|>\n'
     '<|action_start|><|plugin|>\n{"name": "g", "parameters": {}}<|action_end|>',
     "cohere_command3": f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "f", "parameters": {F}}},\n'
