@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvasir.kernels.triton import hopper_coded
-from kvasir.kernels.triton.coded import coded_gemv, coded_linear, coded_linear_parts, float_parts
-from kvasir.quantization.coded import Coded, Coding
+from kvasir.kernels.triton.coded import coded_gemv, coded_linear, coded_linear_parts, float_parts, grouped_coded_linear
+from kvasir.quantization.coded import Coded, Coding, stacked
 from tests.cpu.test_coded_kernels import KINDS, exact, make
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +52,21 @@ def test_rows(kind: str, group: int, inputs: int) -> None:
 def test_one_output(rows: int) -> None:
     matrix, x = scaled("u4", 128, 1, 1024), torch.randn(rows, 1024, device="cuda", dtype=BF16)
     close(coded_linear(x, matrix), exact(x, matrix))
+
+
+@pytest.mark.parametrize("rows", [20, 400])
+@pytest.mark.parametrize(
+    ("kind", "group", "inputs"),
+    [("u4", 128, 2048), ("u4 min", 128, 2048), ("e2m1", 32, 2880), ("e2m1", 16, 2048), ("e4m3", 0, 2048)],
+)
+def test_experts(kind: str, group: int, inputs: int, rows: int) -> None:
+    """In the sizes of gpt-oss, which 64 divides and 128 does not, too; some experts get no rows."""
+    experts = [scaled(kind, group, 128, inputs) for _ in range(5)]
+    matrices, x = stacked(experts), torch.randn(rows, inputs, device="cuda", dtype=BF16)
+    assert matrices is not None
+    starts = torch.tensor([0, 3, 3, rows // 2, rows // 2 + 1, rows], dtype=torch.int32, device="cuda")
+    wanted = [exact(x[a:b], one) for one, a, b in zip(experts, starts, starts[1:], strict=False)]
+    close(grouped_coded_linear(x, matrices, starts), torch.cat(wanted))
 
 
 def test_which_matrices_it_takes() -> None:
