@@ -89,7 +89,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "sliding_window": 6}),
     "gemma3": (
         "gemma3_text",
-        {**GEMMA, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {
+            **{**GEMMA, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            "attn_logit_softcapping": 3.0,  # without effect
+        },
     ),
     "phi3": ("phi3", {"pad_token_id": 0, "sliding_window": 9}),
     "phi3_longrope_partial": (
@@ -116,6 +119,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         {**GPT2, "scale_attn_weights": False, "tie_word_embeddings": False, "n_inner": 40},
     ),
     "gptj": ("gptj", {**GPT2, "rotary_dim": 4}),
+    "gptj_tied": ("gptj", {**GPT2, "rotary_dim": 4, "tie_word_embeddings": True}),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox_sequential": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
@@ -148,7 +152,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm2": ("llama", {}),
     "mixtral": ("mixtral", {"num_local_experts": 5}),
     "qwen2_moe": ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]}),
+    "qwen2_moe_windows": (
+        "qwen2_moe",
+        {**MOE, "shared_expert_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 9},
+    ),
     "qwen3_moe": ("qwen3_moe", {**MOE, "head_dim": 12, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "qwen3_moe_windows": ("qwen3_moe", {**MOE, "use_sliding_window": True, "sliding_window": 9}),
     "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": 0, "clip_qkv": 0.8}),
     "phimoe": ("phimoe", {"num_local_experts": 5, "router_jitter_noise": 0.4, "lm_head_bias": True}),
     "granitemoe": ("granitemoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 3}),

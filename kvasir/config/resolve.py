@@ -238,6 +238,8 @@ def read_hf_config(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
         if path.is_file()
         else _read_json(path / "config.json", f"The model directory {path} holds no config.json.")
     )
+    if "rope_scaling" in overrides and overrides["rope_scaling"] is None:
+        overrides = {**overrides, "rope_scaling": {"rope_type": "default"}}
     hf = _merge(_with_rope_parameters(hf), _with_rope_parameters(overrides))
     if isinstance(hf.get("text_config"), dict):
         outer = {key: hf[key] for key in ("architectures", "dtype", "torch_dtype") if key in hf}
@@ -264,7 +266,8 @@ def _with_rope_parameters(entries: dict[str, Any]) -> dict[str, Any]:
     if "rope_scaling" in entries:
         scaling = entries["rope_scaling"] or {}
         rope |= {key: value for key, value in scaling.items() if key != "type"}
-        rope.setdefault("rope_type", scaling.get("type", "default"))
+        if "type" in scaling:
+            rope.setdefault("rope_type", scaling["type"])
     if not rope:
         return entries
     rest = {key: value for key, value in entries.items() if key not in ("rope_theta", "rope_scaling")}

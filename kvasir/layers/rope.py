@@ -92,7 +92,7 @@ def _yarn(rope: RopeSpec, scaling: YarnScaling) -> torch.Tensor:
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    slowed = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    slowed = ((torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)).clamp(0, 1)
     wavelengths = _wavelengths(rope.theta, dim)
     return slowed / (scaling.factor * wavelengths) + (1 - slowed) / wavelengths
 

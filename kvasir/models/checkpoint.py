@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from kvasir.errors import ModelError
 from kvasir.layers.attention import AttentionLayer
 from kvasir.log import get_logger
+from kvasir.models.spec import DecoderSpec, Names
 from kvasir.quantization.coded import Coded
 from kvasir.quantization.formats.base import Scheme, WeightFormat
 
@@ -31,6 +32,7 @@ logger = get_logger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_ROWS = 4096  # of a matrix that are compared at a time
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,20 @@ class Safetensors:
         """Add a tensor that was computed from others."""
         self.made[name] = tensor
         self.entries[name] = TensorEntry(self.directory, name, tuple(tensor.shape))
+
+    def use_for(self, name: str, other: str) -> None:
+        """Give a tensor a second name."""
+        self.entries[other] = self.entries[name]
+
+    def holds_same(self, name: str, other: str) -> bool:
+        """Whether two tensors are equal."""
+        first, second = self.entries[name], self.entries[other]
+        if first.shape != second.shape:
+            return False
+        with safe_open(first.file, "pt", "cpu") as one, safe_open(second.file, "pt", "cpu") as two:
+            left, right = one.get_slice(first.name), two.get_slice(second.name)
+            starts = range(0, first.shape[0], _ROWS)
+            return all(torch.equal(left[at : at + _ROWS], right[at : at + _ROWS]) for at in starts)
 
     def add_beside(self, name: str) -> None:
         """Add the tensors of a directory or file beside the checkpoint, named after it: `directory/tensor` and
@@ -179,6 +195,29 @@ def is_finite(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> bool:
         return True
     extremes = torch.stack(torch.aminmax(tensor if tensor.itemsize > 1 else tensor.float()))  # a NaN is in both
     return bool(extremes.to(dtype).isfinite().all())
+
+
+def settle_head(spec: DecoderSpec, checkpoint: Safetensors, names: Names) -> DecoderSpec:
+    """The decoder with the head that the checkpoint has, where config.json says that the embedding is the head. If the
+    checkpoint has another one, that is used, as transformers does."""
+    if not (spec.has_head and spec.tie_embeddings):
+        return spec
+    theirs = {ours: f"{name}.weight" for name, ours in names.items() if isinstance(ours, str)}
+    head, embedding = theirs["head"], theirs["embedding"]
+    if head in checkpoint.entries and embedding not in checkpoint.entries:
+        checkpoint.use_for(head, embedding)
+    has_both = head in checkpoint.entries and embedding in checkpoint.entries
+    if has_both and not checkpoint.holds_same(head, embedding):
+        logger.warning(
+            "%s differs from %s, though tie_word_embeddings in config.json says that they are one; it is used as it is",
+            head,
+            embedding,
+        )
+        return replace(spec, tie_embeddings=False)
+    if spec.head_bias:  # a tied head has none, so the matrix is loaded twice
+        checkpoint.use_for(embedding, head)
+        return replace(spec, tie_embeddings=False)
+    return spec
 
 
 # ---------------------------------------------------------------- scales of the KV cache

@@ -126,6 +126,13 @@ def flag(config: Config, key: str, default: bool = False) -> bool:
     return value
 
 
+def refuse_others(config: Config, known: Mapping[str, object]) -> None:
+    """Raise for an option that has another value than the one that is implemented."""
+    for key, value in known.items():
+        if config.get(key) not in (None, value):
+            raise ModelError(f"config.json: {key}={_shown(config[key])} is not supported; supported is {value!r}.")
+
+
 def renamed(config: Config, names: Mapping[str, str]) -> dict[str, Any]:
     """The entries, with those in `names` under their second name as well."""
     return {**config, **{ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None}}
@@ -165,6 +172,9 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_python": "gelu",
+    "gelu_python_tanh": "gelu_tanh",
     "relu": "relu",
 }
 MLPKind = TypeVar("MLPKind", GatedMLPSpec, MLPSpec)
@@ -269,7 +279,7 @@ def read_window(config: Config, default: int | None = None) -> int | None:
 
 def read_layer_windows(config: Config) -> tuple[int | None, ...]:
     """Windows as Qwen writes them: if at all, for layers marked in `layer_types`, or from `max_window_layers` on."""
-    window = integer(config, "sliding_window", 4096) if flag(config, "use_sliding_window") else None
+    window = read_window(config, 4096) if flag(config, "use_sliding_window") else None
     if config.get("layer_types") is None:
         first = integer(config, "max_window_layers", 28, least=0)
         return tuple(window if layer >= first else None for layer in range(integer(config, "num_hidden_layers")))
@@ -311,6 +321,13 @@ def read_rope(
     if isinstance(scaling, LongRopeScaling):
         _check_count(scaling, rotary_dim // 2)
     return RopeSpec(rotary_dim, theta, scaling, interleaved)
+
+
+def rope_entries(config: Config, kind: str) -> Config:
+    """The entries of RoPE for one layer type, where rope_parameters has some for each; what stands beside them, or in
+    the old spelling, is for all."""
+    given = {**mapping(config, "rope_scaling"), **mapping(config, "rope_parameters")}
+    return {**{key: value for key, value in given.items() if not isinstance(value, Mapping)}, **mapping(given, kind)}
 
 
 def _check_count(scaling: LongRopeScaling, pairs: int) -> None:

@@ -221,6 +221,7 @@ def _deepseek2(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
             raise damaged(file, f"deepseek2: {name} {fault}")
     is_third = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
     found = {
+        "first_k_dense_replace": 0,
         **_routing(file),
         **sizes,
         "num_key_value_heads": config["num_attention_heads"],
@@ -250,7 +251,8 @@ def _routing(file: GGUFFile) -> dict[str, Any]:
         "expert_group_count": "n_group",
         "expert_group_used_count": "topk_group",
     }
-    return {ours: file.get(theirs) for theirs, ours in names.items() if file.get(theirs) is not None}
+    found = {ours: file.get(theirs) for theirs, ours in names.items() if file.get(theirs) is not None}
+    return {"n_shared_experts": 0, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, **found}
 
 
 def _gpt_oss(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -258,7 +260,7 @@ def _gpt_oss(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
     return {
         "intermediate_size": config.get("moe_intermediate_size", config.get("intermediate_size")),
         "num_local_experts": config.get("num_experts"),
-        "rope_scaling": None if scaling is None else {**scaling, "truncate": False},
+        "rope_scaling": {"rope_type": "default"} if scaling is None else {**scaling, "truncate": False},
     }
 
 

@@ -28,7 +28,15 @@ from kvasir.layers.mesh import Mesh
 from kvasir.layers.mlp import Experts, MoE
 from kvasir.log import get_logger, warn_once
 from kvasir.models import architectures, gguf
-from kvasir.models.checkpoint import KV_SCALES, QuantizedSafetensors, Safetensors, is_finite, load_kv_scales, some
+from kvasir.models.checkpoint import (
+    KV_SCALES,
+    QuantizedSafetensors,
+    Safetensors,
+    is_finite,
+    load_kv_scales,
+    settle_head,
+    some,
+)
 from kvasir.models.fallback import TransformersModel, load_fallback
 from kvasir.models.gguf import GGUFCheckpoint
 from kvasir.models.native import (
@@ -93,8 +101,9 @@ def load_model(config: EngineConfig, device: torch.device, mesh: Mesh | None = N
         source = Source(GGUFCheckpoint(file), gguf.names_for(file), gguf.ignored(file, hf))
         spec = gguf.adapt(spec, file)
     elif config.load.load_format != "dummy":
-        prefix = "model." if poolers and not architecture.prefix else ""  # checkpoints of bare decoders lack it
-        source = _open_safetensors(Path(config.model.path), architecture, hf, prefix, form, device)
+        source = _open_safetensors(Path(config.model.path), architecture, hf, form, device)
+        if form is None:
+            spec = settle_head(spec, source.plain, source.names)
     if poolers and config.load.load_format == "gguf":
         raise ModelError("GGUF files of pooling models are not supported; use the model's safetensors checkpoint.")
     backend = select_attention(config.device.attention_backend, device)
@@ -225,12 +234,13 @@ def _open_safetensors(
     path: Path,
     architecture: Architecture,
     hf: Mapping[str, Any],
-    prefix: str = "",
     form: WeightFormat | None = None,
     device: torch.device | None = None,
 ) -> Source:
-    plain = Safetensors(path, prefix or architecture.prefix)
-    return open_source(plain, architecture.names_for(hf), architecture.ignored_for(hf), form, device)
+    names = architecture.names_for(hf)
+    embedding = next(theirs for theirs, ours in names.items() if ours == "embedding")
+    plain = Safetensors(path, architecture.prefix or embedding[: embedding.index(".") + 1])
+    return open_source(plain, names, architecture.ignored_for(hf), form, device)
 
 
 def open_source(

@@ -64,6 +64,38 @@ def test_shards_without_index(tmp_path: Path) -> None:
     assert torch.equal(logits(load_model(make_config(sharded), CPU)), before)
 
 
+def test_a_decoder_saved_without_its_head(tmp_path: Path) -> None:
+    """Its tensors' names lack the first part."""
+    for name in ("llama_tied_biases_llama3", "gpt2"):
+        hf = make_hf_model(name)
+        whole = logits(load_model(make_config(save(hf, tmp_path / name)), CPU))
+        hf.base_model.save_pretrained(tmp_path / f"{name}_bare")
+        (tmp_path / name / "model.safetensors").write_bytes(
+            (tmp_path / f"{name}_bare" / "model.safetensors").read_bytes()
+        )
+        assert torch.equal(logits(load_model(make_config(tmp_path / name), CPU)), whole)
+
+
+def test_a_head_that_differs_is_used_whatever_config_says(tmp_path: Path, log_lines: list[str]) -> None:
+    checkpoint = save(make_hf_model("llama"), tmp_path)
+    untied = logits(load_model(make_config(checkpoint), CPU))
+    settings = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": True}))
+    assert torch.equal(logits(load_model(make_config(checkpoint), CPU)), untied)
+    assert any("lm_head.weight differs from model.embed_tokens.weight" in line for line in log_lines)
+
+
+def test_a_tied_matrix_may_be_under_either_name_or_both(tmp_path: Path, log_lines: list[str]) -> None:
+    checkpoint = save(make_hf_model("llama_tied_biases_llama3"), tmp_path)
+    found = [logits(load_model(make_config(checkpoint), CPU))]
+    matrix = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"].clone()
+    for there in ({"model__embed_tokens__weight": matrix}, {"model__embed_tokens__weight": None}):
+        edit(checkpoint, lm_head__weight=matrix.clone(), **there)
+        found.append(logits(load_model(make_config(checkpoint), CPU)))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert not any("differs from" in line for line in log_lines)
+
+
 def test_weights_are_cast(checkpoint: Path) -> None:
     model = load_model(make_config(checkpoint, dtype="bfloat16"), CPU)
     assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
@@ -79,7 +111,7 @@ def test_no_parameter_wants_a_gradient(checkpoint: Path) -> None:
 def test_old_leftovers_are_ignored(tmp_path: Path) -> None:
     path = save(make_hf_model("qwen2"), tmp_path)  # tied
     before = logits(load_model(make_config(path), CPU))
-    edit(path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4), lm_head__weight=torch.ones(96, 32))
+    edit(path, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))
     assert torch.equal(logits(load_model(make_config(path), CPU)), before)
 
 

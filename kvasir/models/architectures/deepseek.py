@@ -29,6 +29,10 @@ from kvasir.models.spec import Architecture, Config, DecoderSpec, Names, TensorL
 
 NORM = RMSNormSpec(1e-6)  # of the short vectors, whatever config.json says of the other norms
 
+# What transformers takes where a file has no such entry.
+DEFAULTS3: dict[str, object] = {"n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4}
+DEFAULTS3 |= {"routed_scaling_factor": 2.5}
+
 SHARED_EXPERTS = {
     "model.layers.*.mlp.shared_experts.gate_proj": "layers.*.mlp.shared.gate_up:gate",
     "model.layers.*.mlp.shared_experts.up_proj": "layers.*.mlp.shared.gate_up:up",
@@ -40,7 +44,7 @@ CORRECTION = {
 
 
 def names(config: Config) -> Names:
-    query = "q_proj" if config.get("q_lora_rank") is None else "q_a_proj"
+    query = "q_proj" if _query_dim(config) is None else "q_a_proj"
     return {
         **{name: ours for name, ours in llama.NAMES.items() if ".qkv:" not in ours},
         **qwen.EXPERTS,
@@ -55,6 +59,12 @@ def names(config: Config) -> Names:
     }
 
 
+def _query_dim(config: Config) -> int | None:
+    """The size of the short vector of queries. A null means that there is none."""
+    rank = config.get("q_lora_rank", 1536)
+    return None if rank is None else integer({"q_lora_rank": rank}, "q_lora_rank")
+
+
 def ignored(config: Config) -> tuple[str, ...]:
     """Layers past the last one predict several tokens at once, which is not done here."""
     first, extra = integer(config, "num_hidden_layers"), config.get("num_nextn_predict_layers") or 0
@@ -65,6 +75,8 @@ def read_deepseek2(config: Config) -> DecoderSpec:
     """DeepSeek-V2 and V2-Lite: attention over a latent cache, experts chosen by softmax, beside shared ones."""
     if flag(config, "norm_topk_prob"):
         raise ModelError("config.json: norm_topk_prob is not supported for this model; no published one has it.")
+    choice(config, "scoring_func", ("softmax",), "softmax")
+    config = {"n_shared_experts": 2, **config}
     grouped = choice(config, "topk_method", ("greedy", "group_limited_greedy"), "greedy") != "greedy"
     routing = TopKRoutingSpec(
         integer(config, "num_experts_per_tok"),
@@ -77,11 +89,14 @@ def read_deepseek2(config: Config) -> DecoderSpec:
 def read_deepseek3(config: Config) -> DecoderSpec:
     """DeepSeek-V3, V3.1 and R1, Kimi-K2: DeepSeek-V2 with experts chosen in groups, by sigmoid and a learned
     correction."""
+    config = {**DEFAULTS3, **config}
     return _read(config, read_corrected_routing(config), flag(config, "rope_interleave", True))
 
 
 def read_corrected_routing(config: Config) -> TopKRoutingSpec:
     """Experts chosen by sigmoid and correction, in groups that are as good as their best two experts."""
+    choice(config, "scoring_func", ("sigmoid",), "sigmoid")
+    choice(config, "topk_method", ("noaux_tc",), "noaux_tc")
     groups = ExpertGroups(integer(config, "n_group", 1), integer(config, "topk_group", 1), "best two")
     return TopKRoutingSpec(
         integer(config, "num_experts_per_tok", 8),
@@ -118,7 +133,7 @@ def _read(config: Config, routing: TopKRoutingSpec, interleaved: bool) -> Decode
         rope=rope,
         scale=(plain + rotated) ** -0.5 * yarn_score_scale(rope, config),
         norm=NORM,
-        query_dim=None if config.get("q_lora_rank") is None else integer(config, "q_lora_rank"),
+        query_dim=_query_dim(config),
         bias=bias,
     )
     dense = pre_norm(norm, attention, read_gated_mlp(config, bias=flag(config, "mlp_bias")))

@@ -4,7 +4,7 @@ without a gate. ModernBERT, NomicBERT, GTE and Jina v3 rotate positions; T5 adds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from kvasir.config.pooling import DenseSpec, num_labels
@@ -28,7 +28,9 @@ from kvasir.models.config_reader import (
     read_layer_norm,
     read_rope,
     real,
+    refuse_others,
     renamed,
+    rope_entries,
     windows_by_type,
 )
 from kvasir.models.spec import (
@@ -212,13 +214,15 @@ def read_modernbert(config: Config) -> DecoderSpec:
 
 def _ropes(config: Config, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
     """The rotations of layers that see all tokens and of the others: two entries in new files, two thetas in old."""
-    given = mapping(config, "rope_parameters")
-    if any(isinstance(value, Mapping) for value in given.values()):
-        far = {**config, "rope_parameters": given.get("full_attention")}
-        near = {**config, "rope_parameters": given.get("sliding_attention")}
-        return read_rope(far, head_dim, theta=160000.0), read_rope(near, head_dim)
-    far_theta, near_theta = real(config, "global_rope_theta", 160000.0), real(config, "local_rope_theta", 10000.0)
-    return RopeSpec(head_dim, far_theta), RopeSpec(head_dim, near_theta)
+    ropes = []
+    for kind, key, theta in (
+        ("full_attention", "global_rope_theta", 160000.0),
+        ("sliding_attention", "local_rope_theta", 10000.0),
+    ):
+        own = mapping(mapping(config, "rope_parameters"), kind)
+        entries = {**rope_entries(config, kind), "rope_theta": own.get("rope_theta") or real(config, key, theta)}
+        ropes.append(read_rope({**config, "rope_scaling": None, "rope_parameters": entries}, head_dim))
+    return ropes[0], ropes[1]
 
 
 def modernbert_heads(config: Config, kind: str) -> tuple[DenseSpec, ...]:
@@ -316,17 +320,10 @@ _NOMIC_OTHERS: dict[str, object] = {  # options of that code -> the one value th
 }
 
 
-def _refuse_others(config: Config, known: Mapping[str, object]) -> None:
-    """Raise for an option that has another value than the one that is implemented."""
-    for key, value in known.items():
-        if config.get(key) not in (None, value):
-            raise ModelError(f"config.json: {key}={config[key]!r} is not supported; supported is {value!r}.")
-
-
 def read_nomic_bert(config: Config) -> DecoderSpec:
     """NomicBERT: BERT with rotated positions, a gated feed-forward network and no biases."""
     if config.get("n_embd") is not None:
-        _refuse_others(config, _NOMIC_OTHERS)
+        refuse_others(config, _NOMIC_OTHERS)
         config = renamed(config, _NOMIC_KEYS)
     mlp = GatedMLPSpec(integer(config, "intermediate_size"), read_activation(config))
     return _read_rotary(config, mlp, 1000.0, bias=False)
@@ -349,7 +346,7 @@ _NEW_OTHERS: dict[str, object] = {
 
 def read_new(config: Config) -> DecoderSpec:
     """GTE v1.5 and its multilingual successors in their first files, whose rotation may be stretched by NTK."""
-    _refuse_others(config, _NEW_OTHERS)
+    refuse_others(config, _NEW_OTHERS)
     rope = {**mapping(config, "rope_scaling"), **mapping(config, "rope_parameters")}
     if "ntk" in (rope.get("rope_type"), rope.get("type")):
         if rope.get("mixed_b") is not None:

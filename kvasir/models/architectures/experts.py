@@ -36,6 +36,7 @@ from kvasir.models.config_reader import (
     read_rope,
     read_window,
     real,
+    refuse_others,
     renamed,
     windows_by_type,
 )
@@ -164,7 +165,7 @@ def read_dbrx(config: Config) -> DecoderSpec:
     """DBRX: many small experts behind LayerNorm without a bias; queries, keys and values are clipped."""
     config, attend, feed = renamed(config, _DBRX_ENTRIES), mapping(config, "attn_config"), mapping(config, "ffn_config")
     config["num_key_value_heads"] = integer(attend, "kv_n_heads", 1)
-    order = optional_real(feed, "moe_normalize_expert_weights")
+    order = optional_real({"moe_normalize_expert_weights": 1.0, **feed}, "moe_normalize_expert_weights")
     if order not in (None, 1.0):
         raise ModelError(f"config.json: moe_normalize_expert_weights {order:g} is not supported; 1 and null are.")
     norm = read_layer_norm(config, bias=False)
@@ -195,6 +196,7 @@ def read_glm4_moe(config: Config) -> DecoderSpec:
     qk_norm = norm if flag(config, "use_qk_norm") else None
     attention = read_attention(config, rope=rope, qkv_bias=bias, qk_norm=qk_norm)
     dense = pre_norm(norm, attention, read_gated_mlp(config))
+    config = {"n_shared_experts": 1, **config}
     sparse = pre_norm(norm, attention, deepseek.read_experts(config, deepseek.read_corrected_routing(config)))
     first, count = integer(config, "first_k_dense_replace", 1, least=0), integer(config, "num_hidden_layers")
     return read_decoder(config, [dense if index < first else sparse for index in range(count)], norm)
@@ -211,9 +213,19 @@ MINIMAX_M2_NAMES: dict[str, str | TensorLayout] = {
 }
 
 
+_MINIMAX_M2_OTHERS: dict[str, object] = {  # options of the code that came with the first checkpoints
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+}
+
+
 def read_minimax_m2(config: Config) -> DecoderSpec:
     """MiniMax-M2: experts chosen by sigmoid and a learned correction, norms over all queries and all keys, part of each
     head rotated."""
+    refuse_others(config, _MINIMAX_M2_OTHERS)
     norm, head_dim = read_rms_norm(config), head_dim_of(config, 128)
     share = integer(config, "rotary_dim", head_dim) / head_dim
     rope = read_rope(config, head_dim, theta=5e6, share=share)
@@ -249,9 +261,9 @@ def read_llama4(config: Config) -> DecoderSpec:
     """Llama 4, the text model: experts whose inputs are weighed, beside a shared one; layers that rotate positions
     attend within a chunk (`max_model_len` up to one chunk), the others sharpen attention over long texts."""
     bias, norm, activation = flag(config, "attention_bias"), read_rms_norm(config, 1e-5), read_activation(config)
-    rope = read_rope(config, head_dim_of(config), theta=5e5, interleaved=True)
-    attention = read_attention(config, rope=rope, qkv_bias=bias, o_bias=bias)
-    dense = GatedMLPSpec(integer(config, "intermediate_size_mlp", config.get("intermediate_size")), activation)
+    rope = read_rope(config, head_dim_of(config, 128), theta=5e5, interleaved=True)
+    attention = read_attention(config, head_dim=128, rope=rope, qkv_bias=bias, o_bias=bias)
+    dense = GatedMLPSpec(integer(config, "intermediate_size_mlp", 16384), activation)
     experts = MoESpec(
         integer(config, "num_local_experts", 16),
         integer(config, "intermediate_size"),
@@ -327,8 +339,9 @@ def read_gpt_oss(config: Config) -> DecoderSpec:
     """gpt-oss, in MXFP4 or unquantized: attention sinks, a sliding window on every other layer, experts with biases and
     a clamped gate."""
     bias, norm = flag(config, "attention_bias", True), read_rms_norm(config, 1e-5)
-    if not mapping(config, "rope_parameters") and not mapping(config, "rope_scaling"):
-        config = {**config, "rope_parameters": _GPT_OSS_ROPE}
+    given = {**mapping(config, "rope_scaling"), **mapping(config, "rope_parameters")}
+    if not ("rope_type" in given or "type" in given):
+        config = {**config, "rope_parameters": {**_GPT_OSS_ROPE, **given}}
     rope = read_rope(config, head_dim_of(config, 64), theta=150000.0)
     attention = read_attention(config, head_dim=64, rope=rope, qkv_bias=bias, o_bias=bias, sinks=True)
     experts = MoESpec(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from kvasir.layers.spec import AttentionSpec, GatedMLPSpec, RMSNormSpec, RopeSpec
 from kvasir.models.architectures import llama
 from kvasir.models.config_reader import (
@@ -20,6 +18,8 @@ from kvasir.models.config_reader import (
     read_rms_norm,
     read_rope,
     real,
+    refuse_others,
+    rope_entries,
     windows_by_type,
 )
 from kvasir.models.spec import (
@@ -48,13 +48,17 @@ NAMES3 = {
 
 def read_gemma(config: Config) -> DecoderSpec:
     """Gemma 1: Llama with scaled embeddings, norm gains stored minus one, and GELU in the gate."""
-    attention, mlp, norm = _parts(config)
+    refuse_others(config, {"use_bidirectional_attention": False})
+    # The first files say "gelu" and mean the approximation by tanh.
+    named = config.get("hidden_act") or config.get("hidden_activation")
+    attention, mlp, norm = _parts({**config, "hidden_activation": None if named == "gelu" else named})
     return _decoder(config, pre_norm(norm, attention, mlp), norm)
 
 
 def read_gemma2(config: Config) -> DecoderSpec:
     """Gemma 2: norms before and after attention and feed-forward, a sliding window on every other layer, soft caps on
     scores and logits."""
+    refuse_others(config, {"use_bidirectional_attention": False})
     capped = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **config}  # a null means none
     attention, mlp, norm = _parts(config)
     layer = sandwich_norm(norm, attention, mlp).with_attention(
@@ -74,8 +78,7 @@ def read_gemma3(config: Config) -> DecoderSpec:
     layer = sandwich_norm(norm, attention, mlp).with_attention(
         qk_norm=norm,
         scale=real(config, "query_pre_attn_scalar", 256) ** -0.5,
-        softcap=optional_real(config, "attn_logit_softcapping"),
-    )
+    )  # the scores have no soft cap, whatever attn_logit_softcapping says: transformers reads it and computes without
     window, pattern = integer(config, "sliding_window", 4096), integer(config, "sliding_window_pattern", 6)
     windows = windows_by_type(config, window, pattern)
     layers = vary_attention(layer, window=windows, rope=[far if window is None else near for window in windows])
@@ -85,10 +88,7 @@ def read_gemma3(config: Config) -> DecoderSpec:
 
 
 def _parts(config: Config, **options: RopeSpec) -> tuple[AttentionSpec, GatedMLPSpec, RMSNormSpec]:
-    bias = flag(config, "attention_bias")
-    named = config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh"
-    # The first files say "gelu" and mean the approximation by tanh.
-    activation = read_activation({"hidden_act": "gelu_pytorch_tanh" if named == "gelu" else named})
+    bias, activation = flag(config, "attention_bias"), read_activation(config, "hidden_activation", "gelu_pytorch_tanh")
     return (
         read_attention(config, head_dim=256, qkv_bias=bias, o_bias=bias, **options),
         read_gated_mlp(config, activation=activation),
@@ -111,14 +111,14 @@ def _decoder(
 
 def _ropes(config: Config) -> tuple[RopeSpec, RopeSpec]:
     """The rotations of layers with a window and of those without: two entries in new files, two thetas in old ones."""
-    given = mapping(config, "rope_parameters")
-    head_dim = head_dim_of(config, 256)
-    if any(isinstance(value, Mapping) for value in given.values()):
-        near = {**config, "rope_parameters": given.get("sliding_attention")}
-        far = {**config, "rope_parameters": given.get("full_attention")}
-        return read_rope(near, head_dim), read_rope(far, head_dim, theta=1e6)
-    near_theta = real(config, "rope_local_base_freq", 10000.0)
-    return RopeSpec(head_dim, near_theta), read_rope(config, head_dim, theta=1e6)
+    head_dim, near_theta = head_dim_of(config, 256), real(config, "rope_local_base_freq", 10000.0)
+    near = {"rope_parameters": mapping(config, "rope_parameters").get("sliding_attention")}
+    far = {"rope_parameters": rope_entries(config, "full_attention")}
+    old = {"rope_scaling": None, "rope_theta": None}  # entries for layers without a window, which `far` has
+    return (
+        read_rope({**config, **old, **near}, head_dim, theta=near_theta),
+        read_rope({**config, **old, **far}, head_dim, theta=real(config, "rope_theta", 1e6)),
+    )
 
 
 GEMMA = Architecture(read_gemma, NAMES)

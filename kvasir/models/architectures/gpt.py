@@ -93,8 +93,7 @@ def read_gptj(config: Config) -> DecoderSpec:
         read_layer_norm(config, "layer_norm_epsilon"),
         RopeSpec(integer(config, "rotary_dim", 64), interleaved=True),
     )
-    layer, tied = parallel(norm, read_attention(config, rope=rope), mlp), flag(config, "tie_word_embeddings")
-    return read_decoder(config, layer, norm, tie_embeddings=tied, head_bias=not tied)
+    return read_decoder(config, parallel(norm, read_attention(config, rope=rope), mlp), norm, head_bias=True)
 
 
 GPT_NEOX_NAMES: dict[str, str | TensorLayout] = {
@@ -151,6 +150,8 @@ def opt_names(config: Config) -> dict[str, str]:
 
 def read_opt(config: Config) -> DecoderSpec:
     """OPT: learned positions that begin at the third entry, LayerNorm, and one size whose norms follow the sums."""
+    if not flag(config, "layer_norm_elementwise_affine", True):
+        raise ModelError("config.json: layer_norm_elementwise_affine=false is not supported; norms must have gains.")
     config = {**renamed(config, {"ffn_dim": "intermediate_size"}), "num_key_value_heads": None}
     bias, before = flag(config, "enable_bias", True), flag(config, "do_layer_norm_before", True)
     norm, attention = LayerNormSpec(1e-5), read_attention(config, rope=None, qkv_bias=bias, o_bias=bias)

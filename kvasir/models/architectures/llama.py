@@ -12,6 +12,7 @@ from kvasir.models.config_reader import (
     head_dim_of,
     integer,
     listed,
+    mapping,
     read_activation,
     read_attention,
     read_decoder,
@@ -100,8 +101,10 @@ def read_smollm3(config: Config) -> DecoderSpec:
     rotates = listed(config, "no_rope_layers", int) or [(layer + 1) % interval != 0 for layer in range(num_layers)]
     check_length("no_rope_layers", len(rotates), num_layers)
     rope, norm = read_rope(config, head_dim_of(config), theta=2e6), read_rms_norm(config)
-    window = integer(config, "sliding_window", 4096) if flag(config, "use_sliding_window") else None
-    types = listed(config, "layer_types", str) or ["full_attention" if on else "sliding_attention" for on in rotates]
+    window, types = read_window(config), listed(config, "layer_types", str)
+    if types is None:  # where the file lists them, transformers asks nothing else
+        slides = flag(config, "use_sliding_window") and window is not None
+        types = ["sliding_attention" if slides and not on else "full_attention" for on in rotates]
     windows = windows_by_type({**config, "layer_types": types}, window)
     attention = read_attention(config, rope=rope, qkv_bias=bias, o_bias=bias)
     layer = pre_norm(norm, attention, read_gated_mlp(config, bias=flag(config, "mlp_bias")))
@@ -139,6 +142,11 @@ PHI3_NAMES: dict[str, str | TensorLayout] = {
 
 def read_phi3(config: Config) -> DecoderSpec:
     """Phi-3, Phi-3.5 and Phi-4: Llama with fused matrices in the checkpoint, LongRoPE, partial rotation in some."""
+    rope = {**mapping(config, "rope_scaling"), **mapping(config, "rope_parameters")}
+    if "short_factor" in rope:  # the first files call LongRoPE "su" or "yarn"
+        config = {**config, "rope_scaling": None, "rope_parameters": {**rope, "rope_type": "longrope"}}
+        if "original_max_position_embeddings" not in rope:
+            config = {"original_max_position_embeddings": 4096, **config}
     norm, attention = read_rms_norm(config, 1e-5), read_attention(config, window=read_window(config))
     return read_decoder(config, pre_norm(norm, attention, read_gated_mlp(config)), norm)
 

@@ -53,16 +53,27 @@ def read_qwen3(config: Config) -> DecoderSpec:
     return read_decoder(config, vary_attention(layer, window=read_layer_windows(config)), norm)
 
 
+def _with_types(config: Config) -> Config:
+    """Add the layer types of Qwen2-MoE. Unlike in Qwen2, every other one of the *lower* layers has the window."""
+    if config.get("layer_types") is not None:
+        return config
+    first, slides = integer(config, "max_window_layers", 28, least=0), flag(config, "use_sliding_window")
+    near = [slides and layer % 2 == 0 and layer < first for layer in range(integer(config, "num_hidden_layers"))]
+    return {**config, "layer_types": ["sliding_attention" if each else "full_attention" for each in near]}
+
+
 def read_qwen2_moe(config: Config) -> DecoderSpec:
     """Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts on most layers, beside a shared expert."""
     mlp = GatedMLPSpec(integer(config, "shared_expert_intermediate_size"), read_activation(config))
     shared = SharedExpertSpec(mlp, gated=True)
-    return _with_experts(config, read_qwen2(config, flag(config, "qkv_bias", True)), top_k=4, shared=shared)
+    dense = read_qwen2(_with_types(config), flag(config, "qkv_bias", True))
+    return _with_experts(config, dense, top_k=4, shared=shared)
 
 
 def read_qwen3_moe(config: Config) -> DecoderSpec:
     """Qwen3-MoE: Qwen3 with experts on most layers."""
-    config = {**config, "head_dim": head_dim_of(config)}  # the default is not Qwen3's 128
+    # The default of the heads' size is not Qwen3's 128, and if there is a window, every layer has it.
+    config = {**config, "head_dim": head_dim_of(config), "layer_types": None, "max_window_layers": 0}
     return _with_experts(config, read_qwen3(config), top_k=8)
 
 
