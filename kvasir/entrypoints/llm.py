@@ -124,6 +124,7 @@ class LLM(MissingVllmMethods):
         """Answer one conversation or many, each a list of {"role": ..., "content": ...}."""
         if not messages:
             raise RequestError("messages is empty; give at least one message", "messages")
+        self.llm_engine.input_processor.check_generates()
         is_one = isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], [messages] if is_one else messages)
         prompts: list[PromptType] = []
@@ -284,7 +285,8 @@ class LLM(MissingVllmMethods):
         use_tqdm: ProgressBar,
         task: str | None,
     ) -> list[PoolingRequestOutput]:
-        params = [given or PoolingParams()] * len(batch) if given is None or isinstance(given, PoolingParams) else given
+        is_one = given is None or isinstance(given, PoolingParams | Mapping)  # a mapping is refused below
+        params = [given or PoolingParams()] * len(batch) if is_one else cast(Sequence[PoolingParams], given)
         if len(params) != len(batch):
             raise RequestError(
                 f"there are {len(batch)} prompts but {len(params)} pooling_params; give one, or one for each",

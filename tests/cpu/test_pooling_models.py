@@ -248,6 +248,10 @@ def test_texts_as_long_as_the_model_takes(tmp_path: Path) -> None:
         np.testing.assert_allclose(cut, llm.embed(text, use_tqdm=False)[0].outputs.embedding, atol=1e-6)
         with pytest.raises(RequestError, match="does not generate text"):
             llm.generate(text, use_tqdm=False)
+        with pytest.raises(RequestError, match="does not generate text"):
+            llm.chat([{"role": "user", "content": "cat"}], use_tqdm=False)
+        with pytest.raises(RequestError, match="must be PoolingParams, not dict"):
+            llm.embed(text, pooling_params={"dimensions": 8}, use_tqdm=False)  # type: ignore[arg-type]
         with pytest.raises(RequestError, match="cannot be shortened"):
             llm.embed(text, pooling_params=PoolingParams(dimensions=8), use_tqdm=False)
 

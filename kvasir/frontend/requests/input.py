@@ -62,6 +62,15 @@ class InputProcessor:
         except RequestError as error:
             raise ConfigError(f"override_generation_config has a wrong value: {error}") from error
 
+    def check_generates(self) -> None:
+        """Raise RequestError for a model that pools."""
+        if self.config.poolers:
+            tasks = ", ".join(pooler.task for pooler in self.config.poolers)
+            raise RequestError(
+                f"this model does not generate text: it is a pooling model ({tasks}). Use its embeddings, scores or "
+                f"classes, or another model."
+            )
+
     def process(
         self,
         request_id: str,
@@ -74,12 +83,7 @@ class InputProcessor:
         """The request for the core, and its state for OutputProcessor."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"Sampling parameters must be SamplingParams, not {type(params).__name__}.")
-        if self.config.poolers:
-            tasks = ", ".join(pooler.task for pooler in self.config.poolers)
-            raise RequestError(
-                f"this model does not generate text: it is a pooling model ({tasks}). Use its embeddings, scores or "
-                f"classes, or another model."
-            )
+        self.check_generates()
         params.verify()
         tokenized = self.prompts.read(prompt)
         ids = tokenized.token_ids
