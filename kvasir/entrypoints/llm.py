@@ -286,7 +286,7 @@ class LLM(MissingVllmMethods):
         task: str | None,
     ) -> list[PoolingRequestOutput]:
         is_one = given is None or isinstance(given, PoolingParams | Mapping)  # a mapping is refused below
-        params = [given or PoolingParams()] * len(batch) if is_one else cast(Sequence[PoolingParams], given)
+        params = cast(Sequence[PoolingParams], [given or PoolingParams()] * len(batch) if is_one else given)
         if len(params) != len(batch):
             raise RequestError(
                 f"there are {len(batch)} prompts but {len(params)} pooling_params; give one, or one for each",

@@ -115,6 +115,17 @@ def test_errors_have_anthropics_shape(client: anthropic.Anthropic, fake_server: 
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "txet": "b"}]}]}, "txet"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "is_error": "x"}]}]}, "is_error"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "x": 1}]}]}, "x"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1"}]}]}, "must have name"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]}]}, "must have id"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": "x"}]}
+                ]
+            },
+            "input of a tool_use must be an object",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "r"}]}]}, "have tool_use_id"),
         ({"system": [{"type": "text", "text": "a", "citations": [1]}]}, "citations"),
     ):
         body = {"model": "fake", "max_tokens": 3, "messages": HELLO, **wrong}

@@ -434,14 +434,24 @@ def _result(part: dict[str, Any]) -> Message:
         raise RequestError("is_error of a tool_result must be true or false.", "messages")
     if failed:
         text = f"Error: {text}"  # templates have no place for the flag, so the text shows it
-    made = {"role": "tool", "content": text, "tool_call_id": str(part.get("tool_use_id", ""))}
+    made = {"role": "tool", "content": text, "tool_call_id": _given_text(part, "tool_use_id")}
     return Message.model_validate(made)
 
 
 def _call(part: dict[str, Any]) -> dict[str, Any]:
     _check_keys(part, "messages")
-    function = {"name": str(part.get("name", "")), "arguments": json.dumps(part.get("input", {}))}
-    return {"id": str(part.get("id", "")), "type": "function", "function": function}
+    given = part.get("input", {})
+    if not isinstance(given, dict):
+        raise RequestError("input of a tool_use must be an object, the tool's arguments.", "messages")
+    function = {"name": _given_text(part, "name"), "arguments": json.dumps(given)}
+    return {"id": _given_text(part, "id"), "type": "function", "function": function}
+
+
+def _given_text(part: dict[str, Any], name: str) -> str:
+    value = part.get(name)
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"A content block of type {part['type']!r} must have {name}, a text.", "messages")
+    return value
 
 
 def _text(content: object, where: str) -> str:
