@@ -1,7 +1,7 @@
 """Loads the tokenizer of a model directory. API process; needs no torch.
 
 tokenizer.json defines tokenization, including bos and eos (as in transformers 5, add_bos_token is ignored), except for
-the normalizer that the classes of some models bring;
+what the classes of some models bring, which is in tokenizer_classes.py;
 tokenizer_config.json and special_tokens_map.json name the special tokens. Without a tokenizer.json, transformers makes
 a tokenizer from the files that exist.
 """
@@ -21,6 +21,7 @@ from kvasir.config.engine import ModelConfig
 from kvasir.errors import ConfigError, ModelError, RequestError
 from kvasir.frontend.text.chat_template import compile_template
 from kvasir.frontend.text.tokenizer import TokenBytes, Tokenizer
+from kvasir.frontend.text.tokenizer_classes import follow_class
 from kvasir.frontend.text.tokenizer_gguf import load_gguf_tokenizer
 from kvasir.log import get_logger
 from kvasir.quantization.gguf_file import read_gguf
@@ -82,8 +83,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 
 def _configured(backend: tokenizers.Tokenizer, config: Mapping[str, Any], directory: Path) -> Tokenizer:
-    if _composes(config, _read_json(directory / "config.json"), backend):
-        backend.normalizer = normalizers.NFC()
+    follow_class(backend, config, _read_json(directory / "config.json"))
     if _read_json(directory / "sentence_bert_config.json").get("do_lower_case") is True:  # sentence-transformers
         own = [] if backend.normalizer is None else [backend.normalizer]
         backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
@@ -92,35 +92,6 @@ def _configured(backend: tokenizers.Tokenizer, config: Mapping[str, Any], direct
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     names = {name: token.content for name, token in named.items()}
     return Tokenizer(backend, names, [token.content for token in extra], _chat_template(directory, config))
-
-
-# Tokenizer classes of transformers that normalize to NFC whatever tokenizer.json says, and types of models (model_type
-# in config.json) that have such a class unless tokenizer_config.json names another.
-_COMPOSING = ("Qwen2Tokenizer", "Qwen3_5Tokenizer", "CohereTokenizer", "GPTNeoXTokenizer")
-_COMPOSING_TYPES = (
-    *("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"),
-    *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "internvl", "aya_vision", "cohere", "cohere2"),
-    *("gpt_neox", "mpt", "olmo", "olmoe"),
-)
-# Types for which transformers ignores the named class: it has the right one, or uses tokenizer.json as it is.
-_OVERRULING_TYPES = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
-_PLAIN_TYPES = (
-    *("arctic", "ernie4_5", "ernie4_5_moe", "flex_olmo", "glm", "glm4", "glm4_moe", "gpt_bigcode", "granite"),
-    *("granitemoe", "granitemoehybrid", "granitemoeshared", "internlm2", "jamba", "kimi_linear", "mimo_v2_flash"),
-    *("minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mistral3", "mixtral", "nemotron", "olmo2"),
-    *("olmo3", "olmo_hybrid", "persimmon", "phi3", "phimoe", "smolvlm", "stablelm"),
-)
-
-
-def _composes(config: Mapping[str, Any], model: Mapping[str, Any], backend: tokenizers.Tokenizer) -> bool:
-    """Whether the class that transformers would choose normalizes text to NFC."""
-    kind = model.get("model_type")
-    named = str(config.get("tokenizer_class") or model.get("tokenizer_class") or "").removesuffix("Fast")
-    if named == "LlamaTokenizer" and type(backend.decoder).__name__ == "ByteLevel":  # tokenizer.json is used as it is
-        return False
-    if not named or kind in _OVERRULING_TYPES:
-        return kind in _COMPOSING_TYPES
-    return named in _COMPOSING and kind not in _PLAIN_TYPES
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from kvasir.config.engine import ModelConfig
 from kvasir.errors import ConfigError, ModelError, RequestError
+from kvasir.frontend.text import tokenizer_classes
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.frontend.text.tokenizer_files import TransformersTokenizer, load_tokenizer, tokenizer_of
 from tests.unit.frontend.conftest import RealTokenizers
@@ -319,6 +321,64 @@ def test_normalizers_are_those_of_the_class(tmp_path: Path, name: str | None) ->
             if type(theirs).__name__ in ("GPT2Tokenizer", "LlamaTokenizer"):
                 continue  # their other steps differ from those of this tokenizer.json
             assert load_tokenizer(tmp_path).encode(COMPOSED) == theirs.encode(COMPOSED), (name, kind, normalizer)
+
+
+WORDS = [*"abcdefghijklmnopqrstuvwxyzHWÉéö日本", *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyzéö日本")]
+BERT_CLASSES = ["BertTokenizer", "DistilBertTokenizerFast", "MPNetTokenizerFast", "PreTrainedTokenizerFast", None]
+
+
+@pytest.mark.parametrize("name", BERT_CLASSES)
+def test_berts_normalizer_is_that_of_the_class(tmp_path: Path, name: str | None) -> None:
+    """tokenizer_config.json says what is lowercased, not tokenizer.json."""
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+    from transformers import AutoTokenizer
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<s>", "</s>", "<pad>", "<mask>", *WORDS]
+    backend = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    said: list[dict[str, Any]] = [{}, {"do_lower_case": False}, {"tokenize_chinese_chars": False}]
+    for lowercase, entries in itertools.product(
+        (True, False), [*said, {"do_lower_case": False, "strip_accents": True}]
+    ):
+        backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+        for kind in ("bert", "distilbert", "mpnet", "nomic_bert"):
+            backend.save(str(tmp_path / "tokenizer.json"))
+            named = {"tokenizer_class": name} if name else {}
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(named | entries))
+            (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+            theirs = AutoTokenizer.from_pretrained(tmp_path).encode("Hello Éa wörld 日本ab", add_special_tokens=False)
+            ours = load_tokenizer(tmp_path).encode("Hello Éa wörld 日本ab", add_special_tokens=False)
+            assert ours == theirs, (name, kind, lowercase, entries)
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "CodeGenTokenizer", "RobertaTokenizerFast", "GPTNeoXTokenizerFast"])
+def test_a_space_before_texts_is_that_of_the_class(tmp_path: Path, name: str) -> None:
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import AutoTokenizer
+
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = tokenizers.Tokenizer(models.BPE(letters, []))
+    backend.decoder = decoders.ByteLevel()
+    for before, asked in itertools.product((True, False), (True, False, None)):
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=before)
+        backend.save(str(tmp_path / "tokenizer.json"))
+        entries = {"tokenizer_class": name} | ({} if asked is None else {"add_prefix_space": asked})
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(entries))
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        ours = load_tokenizer(tmp_path)
+        assert ours.encode("hi", add_special_tokens=False) == theirs.encode("hi", add_special_tokens=False)
+        assert len(ours.encode("hi", add_special_tokens=False)) == 2 + bool(asked)
+
+
+def test_classes_of_types_are_those_of_transformers() -> None:
+    from transformers.models.auto import tokenization_auto
+
+    theirs = tokenization_auto.TOKENIZER_MAPPING_NAMES
+    for kind, name in tokenizer_classes._CLASSES.items():
+        assert theirs[kind] == name, kind
+    plain = {"TokenizersBackend", "MistralCommonBackend"}
+    assert {theirs[kind] for kind in tokenizer_classes._PLAIN_TYPES} <= plain
+    assert set(tokenizer_classes._OVERRULING_TYPES) <= tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
 
 
 def test_a_real_tokenizer_without_its_normalizer(real: RealTokenizers, tmp_path: Path) -> None:
