@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httptools
 import httpx
@@ -162,15 +162,20 @@ def _message(error: Any) -> str:
 _now = time.perf_counter
 
 
+def _parts(url: str) -> SplitResult:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{url} is not a URL such as http://localhost:8000.")
+    return parts
+
+
 class Target:
     """The URL and headers of requests."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url} is not a URL such as http://localhost:8000.")
+        parts = _parts(url)
         self.url = url
-        self.host = parts.hostname
+        self.host = str(parts.hostname)
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._path = parts.path or "/"
@@ -326,6 +331,7 @@ class Endpoint:
 
     def served(self, patience: float) -> list[ServedModel]:
         """The models in /v1/models, as soon as the server is ready, at the latest after `patience` seconds."""
+        _parts(self.base_url)  # waiting would not help
         end, logged = time.monotonic() + patience, False
         while True:
             try:

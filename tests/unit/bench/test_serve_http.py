@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvasir.bench.serve.client import LoadClient, Target, TimedAnswer
+from kvasir.bench.serve.client import Endpoint, LoadClient, Target, TimedAnswer
 from kvasir.errors import ConfigError
 
 EVENTS = b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n'
@@ -82,3 +82,5 @@ def test_nobody_listens() -> None:
     assert asyncio.run(run()).error.startswith("no connection: ")
     with pytest.raises(ConfigError, match="is not a URL"):
         Target("localhost:8000", {})
+    with pytest.raises(ConfigError, match="localhost:8000 is not a URL"):
+        Endpoint("localhost:8000", "/v1/completions", is_chat=False).served(patience=600)
