@@ -150,7 +150,7 @@ def write_in_background() -> None:
 
 def _take_over(writer: _BackgroundWriter) -> None:
     ours, root, console = handler(), logging.getLogger(), (sys.stderr, sys.__stderr__)
-    sys.stderr = _Printed(sys.stderr, writer, ours)  # type: ignore[assignment]
+    sys.stderr = _Printed(sys.stderr, writer, ours)
     known = (each for each in logging.Logger.manager.loggerDict.values() if isinstance(each, logging.Logger))
     for logger in (root, *known):
         for old in list(logger.handlers):

@@ -215,7 +215,7 @@ def _call(answer: ChatAnswer, call_id: str, name: str, arguments: str) -> ReplyC
 
 
 async def _prompt(state: ServerState, body: ChatRequest, tools: RequestTools) -> TokenizedPrompt:
-    variables = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    variables: dict[str, Any] = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     excluded = not tools.is_active and state.config.exclude_tools_when_tool_choice_none
     truncate, side = body.truncate_prompt_tokens, body.truncation_side
     shown = None if excluded else tools.shown()
