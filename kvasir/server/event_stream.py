@@ -79,6 +79,8 @@ class EventStream(Response):
             if not first.done():
                 first.cancel()
                 await asyncio.wait([first])
+            elif not first.cancelled():
+                first.exception()  # marks it as retrieved: the client may have left before it was looked at
         request, write = self.request, self.writer.write
         take, next_output = request.take, request.stream.next
         await send({"type": "http.response.body", "body": frame, "more_body": True})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import gc
 import json
 import logging
 import sys
@@ -34,6 +36,7 @@ from kvasir.server.config import ServerConfig, add_flags, from_namespace, server
 from kvasir.server.engine_metrics import CpuProbe, visible_devices
 from kvasir.server.errors import ApiError, as_api_error, error_response
 from kvasir.server.event_stream import EventStream, PayloadWriter
+from kvasir.server.file_store import FileStore
 from kvasir.server.gate import Gate
 from kvasir.server.http import ClientGone, unless_disconnected
 from kvasir.server.large_bodies import check_copies, check_logprobs, check_repeated
@@ -48,7 +51,7 @@ from kvasir.server.routes.stored import page
 from kvasir.server.schema.base import Usage, encode
 from kvasir.server.schema.chat import ChatChunk, ChatCompletion, ChatRequest, ChunkChoice, Delta, Message
 from kvasir.server.schema.responses import ResponseReply, ResponsesRequest
-from kvasir.server.schema.stored import RequestCounts
+from kvasir.server.schema.stored import BatchReply, RequestCounts
 
 # ---------------------------------------------------------------- settings
 
@@ -370,10 +373,20 @@ def test_a_batch_stops_where_the_server_does(tmp_path: Path, errored: bool) -> N
     state: Any = SimpleNamespace(
         engine_or_none=SimpleNamespace(errored=errored),
         phase=SimpleNamespace(is_ready=True),
-        files=SimpleNamespace(content_path=lambda key, name: tmp_path / name, save_batch=lambda key, record: None),
+        files=FileStore(str(tmp_path), 1 << 20),
     )
     counts = RequestCounts(total=2)
-    batch = ServerBatch(state, ANYBODY, SimpleNamespace(request_counts=counts, id="b"))  # type: ignore[arg-type]
+    record = BatchReply(
+        id=f"batch_{'0' * 32}",
+        endpoint="/v1/completions",
+        input_file_id="",
+        completion_window="24h",
+        status="in_progress",
+        created_at=1,
+        expires_at=2,
+        request_counts=counts,
+    )
+    batch = ServerBatch(state, ANYBODY, record)
     busy = LineResult("1", "a", LineResponse(503, "r", {"error": {"message": "too many log-probabilities"}}))
     if errored:
         with pytest.raises(_Stopped):
@@ -680,6 +693,38 @@ def test_errors_before_and_after_the_first_frame(early: bool) -> None:
         asyncio.run(stream({"type": "http"}, never, send))
         assert [message.get("body") for message in sent] == [None, b"one", b"wrong"]
     assert request.ended
+
+
+def test_a_failure_that_nobody_waits_for_any_more_is_no_news() -> None:
+    """The client leaves in the moment in which its request fails: asyncio would log the failure with a traceback."""
+    said: list[Any] = []
+
+    async def leave_together() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: said.append(context["message"]))
+        failed = asyncio.Event()
+        request = FailingRequest(early=True)
+        fail = request.start
+
+        async def start() -> None:
+            failed.set()
+            await fail()
+
+        async def leave() -> AsgiMessage:
+            await failed.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            raise AssertionError("there is nobody to send to")
+
+        request.start = start  # type: ignore[method-assign]
+        stream = EventStream(request, CountingWriter())  # type: ignore[arg-type]
+        with contextlib.suppress(ClientGone, RequestError):
+            await stream({"type": "http"}, leave, send)
+        assert request.ended
+
+    asyncio.run(leave_together())
+    gc.collect()
+    assert not said
 
 
 # ---------------------------------------------------------------- errors
