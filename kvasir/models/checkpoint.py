@@ -220,6 +220,31 @@ def settle_head(spec: DecoderSpec, checkpoint: Safetensors, names: Names) -> Dec
     return spec
 
 
+# ---------------------------------------------------------------- experts under other names
+# Tools that quantize a mixture store its experts one by one, under the names that they have in transformers 5, also
+# where the model's own checkpoint has other names or all experts in one tensor.
+
+_BY_EXPERT = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+
+
+def names_of_experts(names: Names, entries: Collection[str]) -> Names:
+    """Return the names of an architecture as a checkpoint with these tensors has them: experts one by one, beside the
+    architecture's own ones or in `mlp.experts`."""
+    ours = {theirs: (own,) if isinstance(own, str) else own.targets for theirs, own in names.items()}
+    stored = [theirs for theirs, targets in ours.items() if all(".mlp.experts:" in target for target in targets)]
+    for theirs in stored[:1]:
+        within = (theirs.rpartition(".experts") if ".experts" in theirs else theirs.rpartition("."))[0]
+        for place in (within, f"{within.rpartition('.')[0]}.mlp"):
+            pattern = re.compile(re.escape(f"{place}.experts.*.gate_proj.").replace(r"\*", r"\d+"))
+            if not any(map(pattern.match, entries)):
+                continue
+            prefix = ours[theirs][0].split(":")[0]
+            others = {name: own for name, own in names.items() if name not in stored}
+            moved = {re.sub(rf"^{re.escape(within)}\.", f"{place}.", name): own for name, own in others.items()}
+            return {**moved, **{f"{place}.experts.*.{end}": f"{prefix}:{part}.*" for end, part in _BY_EXPERT.items()}}
+    return names
+
+
 # ---------------------------------------------------------------- scales of the KV cache
 # A checkpoint may have a scale for a layer's keys and one for its values, by which they are divided before they are
 # stored as 8-bit floats. The names are those that vLLM reads. Old ones are `kv_scale`, for both, and the output's scale

@@ -34,6 +34,7 @@ from kvasir.models.checkpoint import (
     Safetensors,
     is_finite,
     load_kv_scales,
+    names_of_experts,
     settle_head,
     some,
 )
@@ -251,7 +252,7 @@ def open_source(
     device: torch.device | None = None,
 ) -> Source:
     checkpoint = plain if form is None else QuantizedSafetensors(plain, form, device or torch.device("cpu"))
-    return Source(checkpoint, names, (*ignored, *KV_SCALES))
+    return Source(checkpoint, names_of_experts(names, checkpoint.entries), (*ignored, *KV_SCALES))
 
 
 def load_part(

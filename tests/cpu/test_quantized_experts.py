@@ -152,6 +152,47 @@ def test_experts_one_by_one(name: str, form: str, tmp_path: Path, log_lines: lis
         assert near[len(near) // 2] < 0.1
 
 
+@pytest.mark.parametrize("block", ["block_sparse_moe", "mlp"])
+def test_mixtral_under_the_names_of_transformers_5(block: str, tmp_path: Path) -> None:
+    """As llm-compressor and GPTQModel write its experts now."""
+    place = quantized_copy("mixtral", "gptq", tmp_path)
+    wanted = our_logits(place / "quantized", **EXACT)
+    renames = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj.", "block_sparse_moe": block}
+    tensors = {}
+    for name, tensor in load_file(place / "quantized" / "model.safetensors").items():
+        for old, new in renames.items():
+            name = name.replace(old, new)
+        tensors[name] = tensor
+    save_file(tensors, place / "quantized" / "model.safetensors", {"format": "pt"})
+    assert torch.equal(our_logits(place / "quantized", **EXACT), wanted)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "granitemoe"])
+def test_stacked_experts_one_by_one(name: str, tmp_path: Path) -> None:
+    """Tools that quantize take apart what the model's own checkpoint has in one tensor."""
+    make_hf_model(name, **WIDE).save_pretrained(tmp_path)
+    wanted, tensors = our_logits(tmp_path, **EXACT), load_file(tmp_path / "model.safetensors")
+    for both, down in [(key, key.replace("gate_up_proj", "down_proj")) for key in tensors if "gate_up_proj" in key] + [
+        (key, key.replace("input", "output")) for key in tensors if "input_linear" in key
+    ]:
+        stacks = tensors.pop(both), tensors.pop(down)
+        if name == "gpt_oss":  # a row of the gate, then one of up; inputs come first
+            at, end = both.split(".gate_up_proj")[0], "bias" if both.endswith("bias") else "weight"
+            parts = (stacks[0][..., ::2], stacks[0][..., 1::2], stacks[1])
+            parts = parts if end == "bias" else tuple(part.transpose(1, 2) for part in parts)
+        else:
+            at, end, parts = (
+                both.replace("input_linear.weight", "experts"),
+                "weight",
+                (*stacks[0].chunk(2, 1), stacks[1]),
+            )
+        for part, of_experts in zip(("gate_proj", "up_proj", "down_proj"), parts, strict=True):
+            for expert, tensor in enumerate(of_experts):
+                tensors[f"{at}.{expert}.{part}.{end}"] = tensor.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert torch.equal(our_logits(tmp_path, **EXACT), wanted)
+
+
 # ---------------------------------------------------------------- gpt-oss
 
 
