@@ -27,6 +27,7 @@ from kvasir.config.engine import (
     ParallelConfig,
     SchedulerConfig,
 )
+from kvasir.config.quantized import quantization_of
 from kvasir.config.speculative import SpeculativeConfig, read_speculative
 from kvasir.errors import ConfigError, ModelError
 from kvasir.log import get_logger
@@ -242,7 +243,8 @@ def read_hf_config(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
         overrides = {**overrides, "rope_scaling": {"rope_type": "default"}}
     hf = _merge(_with_rope_parameters(hf), _with_rope_parameters(overrides))
     if isinstance(hf.get("text_config"), dict):
-        outer = {key: hf[key] for key in ("architectures", "dtype", "torch_dtype") if key in hf}
+        kept = ("architectures", "dtype", "torch_dtype", "quantization_config", "compression_config")
+        outer = {key: hf[key] for key in kept if key in hf}
         hf = _with_rope_parameters(outer | hf["text_config"])
     return hf
 
@@ -693,11 +695,8 @@ def _quantization(asked: str | None, model: ModelConfig, load: LoadConfig, devic
 
 def _checkpoint_quantization(model: ModelConfig) -> str | None:
     """The name of the format that a checkpoint says it has. The worker reads the rest of its config."""
-    config = model.hf.get("quantization_config") or model.hf.get("compression_config")
-    if isinstance(config, dict):
-        name = str(config.get("quant_method") or ("modelopt" if config.get("quant_algo") else "unknown")).lower()
-        return {"intel/auto-round": "auto-round", "modelopt_fp4": "modelopt"}.get(name, name)
-    return "modelopt" if (Path(model.path) / "hf_quant_config.json").is_file() else None
+    config = quantization_of(model.hf, Path(model.path))
+    return None if config is None else str(config["quant_method"])
 
 
 def _log_choice(name: str, value: object, why: str) -> None:

@@ -325,8 +325,12 @@ class QuantizedSafetensors:
         self._matrices[name] = (module, scheme, there)
         self.entries[name] = TensorEntry(next(iter(there.values())).file, name, tuple(shape))
 
-    def is_quantized(self, name: str) -> bool:
-        return name in self._matrices
+    def is_empty_bias(self, name: str) -> bool:
+        """Whether a tensor is a bias of zeros, which some tools give to every matrix that they quantize."""
+        module = name.removesuffix(".bias")
+        if module == name or module + self.form.matrix not in self._matrices:
+            return False
+        return not bool(_one(self.inner.entries[name]).any())
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor | Coded]]:
         """These tensors; each is valid until the next one is read, unless it is Coded."""

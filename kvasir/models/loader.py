@@ -411,7 +411,10 @@ def _check(source: Source, places: Mapping[str, Place], spec: DecoderSpec) -> No
     if missing := [name for name in places if name not in checkpoint.entries]:
         raise ModelError(f"{where}: {len(missing)} of {len(places)} tensors are missing ({some(missing)}).")
     unknown = [name for name in checkpoint.entries if name not in places]
-    if unexpected := [name for name in unknown if not any(fnmatchcase(name, pattern) for pattern in ignored)]:
+    unexpected = [name for name in unknown if not any(fnmatchcase(name, pattern) for pattern in ignored)]
+    if isinstance(checkpoint, QuantizedSafetensors):
+        unexpected = [name for name in unexpected if not checkpoint.is_empty_bias(name)]
+    if unexpected:
         raise ModelError(f"{where}: {len(unexpected)} tensors have no place in the model ({some(unexpected)}).")
     for name, place in places.items():
         entry = checkpoint.entries[name]

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 from kvasir.config.engine import ModelConfig
+from kvasir.config.quantized import quantization_of
 from kvasir.errors import ModelError
 from kvasir.log import get_logger
 from kvasir.models import architectures
 from kvasir.models.checkpoint import Safetensors, some
 from kvasir.models.spec import Names, TensorLayout
 from kvasir.quantization.coded import GROUP, fp8, int4, int8
-from kvasir.quantization.formats import config_of
 
 logger = get_logger(__name__)
 _LINEAR = (".qkv", ".o", ".gate_up", ".up", ".down", ".experts")  # ends of the decoder's paths, parts cut off
@@ -51,7 +51,7 @@ def quantize_checkpoint(model: ModelConfig, out: Path, to: str, device: str) -> 
     source, hf = Path(model.path), model.hf
     if not source.is_dir():
         raise ModelError(f"{source} is no directory of safetensors; only such checkpoints can be quantized.")
-    if config_of(hf, source) is not None:
+    if quantization_of(hf, source) is not None:
         raise ModelError(f"The checkpoint in {source} is quantized already; name an unquantized one.")
     architecture = architectures.find(hf)
     checkpoint = Safetensors(source, architecture.prefix)

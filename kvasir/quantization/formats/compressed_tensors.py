@@ -24,7 +24,7 @@ from kvasir.quantization.formats.base import (
     refuse,
     whole,
 )
-from kvasir.quantization.formats.floats import FloatScheme, MXFP4Scheme, NVFP4Scheme, spread
+from kvasir.quantization.formats.floats import FloatScheme, MXFP4Scheme, MXFP8Scheme, NVFP4Scheme, spread
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ class CompressedTensors(WeightFormat):
     def scheme(self, module: str) -> Scheme | None:
         if any(_names(target, module) for target in self._ignored):
             return None
-        # A module's own name counts more than its class. All matrices of a decoder are of the class Linear.
+        # A module's own name counts more than its class. All matrices of a decoder but its embedding are
+        # of the class Linear.
         for wanted in (_names, _is_class):
             for targets, scheme in self._groups:
                 if any(wanted(target, module) for target in targets):
@@ -173,6 +174,8 @@ def _names(target: str, module: str) -> bool:
 
 
 def _is_class(target: str, module: str) -> bool:
+    if "embed" in module.rpartition(".")[2]:
+        return target == "Embedding"
     return target in ("Linear", "ParallelLMHead") or target.endswith(("Experts", "Linear"))
 
 
@@ -192,6 +195,8 @@ def _scheme(name: str, weights: Config, form: str | None, *, activations: bool) 
         return FloatScheme(block=size, inputs="e4m3" if activations else "")
     if form == "nvfp4-pack-quantized":
         return NVFP4Scheme("weight_packed", "weight_global_scale", divides=True)
+    if form == "mxfp8-quantized":
+        return MXFP8Scheme()
     if form == "mxfp4-pack-quantized":
         return MXFP4Scheme()
     raise refuse(f"compressed-tensors {form!r} with {bits}-bit {kind} weights (config_groups.{name})")

@@ -1,16 +1,16 @@
-"""Formats of small floats: FP8 as DeepSeek and Qwen ship it, NVFP4, MXFP4, also of gpt-oss, and NVIDIA ModelOpt's.
+"""Formats of small floats: FP8 as DeepSeek, Qwen and Meta ship it, NVFP4, MXFP8 and MXFP4, also of gpt-oss.
 
-compressed-tensors and AutoRound use the schemes of this file, too.
+compressed-tensors, ModelOpt and AutoRound use the schemes of this file, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from kvasir.quantization.coded import Coded, Coding, RandomCoding, by_block, power_of_two, whole_numbers
+from kvasir.quantization.coded import Coded, Coding, RandomCoding, by_block, power_of_two
 from kvasir.quantization.formats.base import (
     Config,
     Scheme,
@@ -26,7 +26,6 @@ from kvasir.quantization.formats.base import (
     is_listed,
     nibbles,
     refuse,
-    whole,
 )
 
 
@@ -34,6 +33,8 @@ def spread(module: str, scale: torch.Tensor, shape: tuple[int, int], block: tupl
     """Scales of a matrix, a channel, a group or a block as [outputs, groups]."""
     outputs, inputs = shape
     if block is not None:
+        if scale.dim() == 4 and scale.shape[1] == scale.shape[3] == 1:  # ModelOpt's
+            scale = scale[:, 0, :, 0]
         if inputs % block[1]:
             raise refuse(f"{module} has {inputs} inputs, which blocks of {block[1]} do not divide")
         return by_block(scale, shape, block, f"{module}'s scale").contiguous()
@@ -54,7 +55,7 @@ class FloatScheme(Scheme):
     block: tuple[int, int] | None = None
     inputs: str = ""  # e4m3: activations are rounded, too
     needs = ("weight",)
-    unused = ("input_scale", "input_zero_point", "output_scale", "activation_scale")
+    unused = ("input_scale", "input_scale_ub", "input_zero_point", "output_scale", "activation_scale")
 
     @property
     def may_have(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -134,22 +135,48 @@ class NVFP4Scheme(Scheme):
 
 @dataclass(frozen=True)
 class MXFP4Scheme(Scheme):
-    """4-bit floats; 32 inputs share a power of two. compressed-tensors stores them."""
+    """4-bit floats; 32 inputs share a power of two. compressed-tensors and ModelOpt store them."""
 
-    needs = ("weight_packed", "weight_scale")
-    unused = ("input_global_scale",)
+    weight: str = "weight_packed"
+    unused = ("input_scale", "input_global_scale")
+
+    @property
+    def needs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self.weight, "weight_scale")
 
     def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
-        return _shape(module, shapes, "weight_packed", 32)
+        return _shape(module, shapes, self.weight, 32)
 
     def decode(self, module: str, tensors: Tensors) -> Coded:
-        packed, scale = tensors["weight_packed"], tensors["weight_scale"]
+        packed, scale = (tensors[name] for name in self.needs)
         for name in self.needs:
             check_type(module, name, tensors[name], torch.uint8)
         return Coded(nibbles(packed), power_of_two(scale), Coding("e2m1", 32))
 
     def coding(self, inputs: int) -> RandomCoding:
         return RandomCoding(Coding("e2m1", 32))
+
+
+@dataclass(frozen=True)
+class MXFP8Scheme(Scheme):
+    """8-bit floats; 32 inputs share a power of two."""
+
+    needs = ("weight", "weight_scale")
+    unused = ("input_scale",)
+
+    def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
+        outputs, inputs = check_matrix(module, "weight", shapes)
+        check_shape(module, "weight_scale", shapes["weight_scale"], (outputs, inputs // group_of(module, 32, inputs)))
+        return outputs, inputs
+
+    def decode(self, module: str, tensors: Tensors) -> Coded:
+        weight, scale = tensors["weight"], tensors["weight_scale"]
+        check_type(module, "weight", weight, torch.float8_e4m3fn)
+        check_type(module, "weight_scale", scale, torch.uint8)
+        return Coded(weight.view(torch.uint8), power_of_two(scale), Coding("e4m3", 32))
+
+    def coding(self, inputs: int) -> RandomCoding:
+        return RandomCoding(Coding("e4m3", 32))
 
 
 @dataclass(frozen=True)
@@ -195,72 +222,3 @@ def _shape(module: str, shapes: Shapes, weight: str, group: int) -> tuple[int, i
     outputs, width = check_matrix(module, weight, shapes)
     check_shape(module, "weight_scale", shapes["weight_scale"], (outputs, width * 2 // group))
     return outputs, width * 2
-
-
-@dataclass(frozen=True)
-class ModelOptAWQ(Scheme):
-    """4-bit numbers of two's complement. A byte has two outputs, and inputs may have to be multiplied first."""
-
-    group_size: int
-    needs = ("weight", "weight_scale")
-    may_have = ("pre_quant_scale",)
-    unused = ("input_scale",)
-
-    def shape(self, module: str, shapes: Shapes, read: Callable[[str], torch.Tensor]) -> tuple[int, ...]:
-        half, inputs = check_matrix(module, "weight", shapes)
-        groups = inputs // group_of(module, self.group_size, inputs)
-        check_shape(module, "weight_scale", shapes["weight_scale"], (half * 2, groups))
-        if "pre_quant_scale" in shapes:
-            check_shape(module, "pre_quant_scale", shapes["pre_quant_scale"], (inputs,))
-        return half * 2, inputs
-
-    def decode(self, module: str, tensors: Tensors) -> Coded:
-        packed = tensors["weight"]
-        check_type(module, "weight", packed, torch.uint8)
-        check_floating(module, "weight_scale", tensors["weight_scale"])
-        numbers = torch.stack((packed & 15, packed >> 4), dim=1).flatten(0, 1) ^ 8
-        scale = spread(module, tensors["weight_scale"], (numbers.shape[0], numbers.shape[1]), None)
-        coded = whole_numbers(numbers, scale, 8, 4)
-        column = tensors.get("pre_quant_scale")
-        return coded if column is None else replace(coded, column=column.clone())
-
-    def coding(self, inputs: int) -> RandomCoding:
-        return RandomCoding(Coding("u4", self.group_size, 8))
-
-
-def _scheme(algorithm: str, config: Config) -> Scheme:
-    if algorithm in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
-        return FloatScheme(inputs="e4m3")
-    if algorithm in ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ"):
-        if whole(config, "group_size", default=16) != 16:
-            raise refuse(f"ModelOpt NVFP4 in groups of {config['group_size']} (there is 16)")
-        return NVFP4Scheme("weight", "weight_scale_2", divides=False)
-    if algorithm == "W4A16_AWQ":
-        return ModelOptAWQ(whole(config, "group_size", default=128))
-    raise refuse(f"ModelOpt with quant_algo {algorithm!r}")
-
-
-class ModelOpt(WeightFormat):
-    """FP8, NVFP4 and 4-bit AWQ, one for the whole model or one for each module."""
-
-    name = "modelopt"
-    marks = ("weight_scale",)
-
-    def __init__(self, config: Config) -> None:
-        inner = config.get("quantization")
-        config = {**config, **inner} if isinstance(inner, Mapping) else config
-        self._plain = (*(config.get("exclude_modules") or ()), *(config.get("ignore") or ()))
-        algorithm = str(config.get("quant_algo"))
-        self._of_module: dict[str, Scheme] | None = None
-        if config.get("quant_algo") is None and config.get("kv_cache_quant_algo") is not None:
-            self._of_module = {}  # only the cache is quantized
-        elif algorithm == "MIXED_PRECISION":
-            layers = config.get("quantized_layers") or {}
-            self._of_module = {name: _scheme(str(of.get("quant_algo")), of) for name, of in layers.items()}
-        else:
-            self._scheme = _scheme(algorithm, config)
-
-    def scheme(self, module: str) -> Scheme | None:
-        if self._of_module is not None:
-            return self._of_module.get(module)
-        return None if is_listed(module, self._plain) else self._scheme
