@@ -524,7 +524,8 @@ def small(starter_model: Path) -> Iterator[LiveServer]:
         "websocket_idle_timeout": 3.0,
     }
     timeouts = dict.fromkeys(SHORT, 1.0)
-    with LiveServer.fake(starter_model, server={"api_key": [KEY], **limits, **timeouts}) as server:
+    settings, executor = {"api_key": [KEY], **limits, **timeouts}, "tests.scoring_echo:scoring_echo"
+    with LiveServer.fake(starter_model, server=settings, executor=executor) as server:
         yield server.wait_until_ready()
 
 
@@ -667,6 +668,7 @@ def test_a_client_that_reads_nothing_is_disconnected(small: LiveServer) -> None:
         peers = psutil.Process(small.process.pid)
         port = sock.getsockname()[1]
         until(lambda: all(each.raddr.port != port for each in peers.net_connections() if each.raddr), "it is cut off")
+    assert "failed inside the server" not in small.log, "it had no large answer to read"
 
 
 def test_beyond_the_cap_only_probes_are_answered(small: LiveServer) -> None:
@@ -845,7 +847,7 @@ def test_a_websocket_has_limits(small: LiveServer, frames: bytes, code: int) -> 
         with contextlib.suppress(OSError):
             sock.sendall(frames)
         assert close_code(sock) == code
-    assert "Traceback" not in small.log
+    assert "Traceback" not in small.log, small.log.partition("Traceback")[2][:4000]
 
 
 @pytest.mark.parametrize("origin", ["http://[", "http://a]b", "//[::1", "null", ""])
