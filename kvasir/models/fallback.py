@@ -45,6 +45,7 @@ class StepContext:
     layers: dict[nn.Module, CachedLayer] = field(default_factory=dict)
     caches: Sequence[torch.Tensor] = ()
     batch: AttentionBatch | None = None  # None: the model is being inspected
+    found_all: bool = False  # whether all layers are known
 
 
 class TransformersModel(nn.Module):
@@ -99,6 +100,24 @@ class TransformersModel(nn.Module):
             self.logits(self.forward(one, one, None))
         if len({(layer.kv_heads, layer.head_dim) for layer in self.step.layers.values()}) != 1:
             raise ModelError("its layers do not all attend, with keys of one shape, through transformers' interface")
+        self.step.found_all = True
+        self._check_tokens_apart(device)
+
+    def _check_tokens_apart(self, device: torch.device) -> None:
+        """Raise if tokens depend on each other otherwise than by attention, which is left out here: a convolution or a
+        recurrence would take what stands beside them in a step for their own past."""
+        random = torch.Generator().manual_seed(0)
+        positions = torch.arange(32, device=device)
+        tokens = torch.randint(self.vocab_size, (32,), generator=random).to(device)
+        others = tokens.clone()
+        others[::2] = (tokens[::2] + 1) % self.vocab_size
+        with torch.inference_mode():
+            one, two = (self.forward(each, positions, None)[1::2] for each in (tokens, others))
+        most = max(1e-4, 2 * torch.finfo(one.dtype).eps)
+        # The median, because other neighbours may round an expert's weight to the other side.
+        difference = (one - two).float().norm(dim=-1) / one.float().norm(dim=-1).clamp(min=1e-9)
+        if float(difference.median()) > most:
+            raise ModelError("its layers carry a state from token to token, besides keys and values")
 
     def compile_key(self) -> str:
         return ""  # nothing is compiled
@@ -132,7 +151,11 @@ class GivenStates(nn.Module):
     def forward(self, *_: Any, **__: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
-        return BaseModelOutputWithPast(last_hidden_state=self.hidden)
+        class Output(BaseModelOutputWithPast):
+            def __getattr__(self, name: str) -> None:
+                """What some decoders return besides: the scores of routers, weights of attention."""
+
+        return Output(last_hidden_state=self.hidden)
 
 
 def _attend(
@@ -150,7 +173,8 @@ def _attend(
     """An attention function of transformers. Returns [1, tokens, heads, head_dim]."""
     step: StepContext = module.kvasir_step
     if step.batch is None:
-        _inspect_layer(module, step, key, value, others)
+        if not step.found_all:
+            _inspect_layer(module, step, key, value, others)
         return query.transpose(1, 2).contiguous(), None
     cache = step.caches[step.layers[module].index]
     kernels.store_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, step.batch.slots)
@@ -177,6 +201,28 @@ def _inspect_layer(
     step.layers[module] = CachedLayer(len(step.layers), key.shape[1], key.shape[3])
 
 
+def _settle_rotary(causal: Any, longest: int) -> None:
+    """Fix the angles of rotations that depend on the text's length. transformers takes the longest text of a step, so
+    that keys in the cache would not fit to later ones; here the engine's longest decides, as in our own models."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in causal.modules():
+        kind = getattr(module, "rope_type", None)
+        kinds = list(kind.values()) if isinstance(kind, dict) else [kind]
+        if "dynamic" in kinds and longest > module.config.max_position_embeddings:
+            raise ModelError(
+                f"its RoPE scaling is 'dynamic', which changes keys that are cached; set max_model_len to "
+                f"{module.config.max_position_embeddings} or less"
+            )
+        if "longrope" not in kinds:
+            continue
+        if kind != "longrope":
+            raise ModelError("its RoPE scaling is 'longrope' for some of the layers")
+        frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, module.inv_freq.device, seq_len=longest)
+        module.register_buffer("inv_freq", frequencies, persistent=False)
+        module.rope_type = "default"
+
+
 def load_fallback(config: EngineConfig, device: torch.device, backend: AttentionBackend) -> TransformersModel:
     """The model as transformers implements it, ready to run, or a ModelError that says why it cannot run."""
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
@@ -194,6 +240,7 @@ def load_fallback(config: EngineConfig, device: torch.device, backend: Attention
             causal = AutoModelForCausalLM.from_pretrained(asked.path, config=hf, **options)
         if not getattr(causal, "_supports_attention_backend", False):
             raise ModelError("its code does not use transformers' attention interface")
+        _settle_rotary(causal, asked.max_model_len)
         for name, value in causal.named_parameters():
             if not is_finite(value.data):
                 raise ModelError(f"{name} has values that are not finite (NaN or infinity)")

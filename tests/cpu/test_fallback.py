@@ -19,7 +19,7 @@ from kvasir.models.fallback import TransformersModel
 from kvasir.models.transformer import Transformer
 from tests.conftest import ROOT
 from tests.cpu.test_engine import TIGHT, Model, check_logprobs, generate, metric
-from tests.model_builders import TINY
+from tests.model_builders import SIZES, TINY
 from tests.pairwise import few
 
 WITHOUT_A_SPEC: dict[str, tuple[str, dict[str, Any]]] = {
@@ -27,7 +27,9 @@ WITHOUT_A_SPEC: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo": ("olmo", {"pad_token_id": 0, "clip_qkv": 1.5}),
     "glm": ("glm", {"pad_token_id": 0, "head_dim": 8}),
     "nemotron": ("nemotron", {"pad_token_id": 0, "head_dim": 8}),
+    "flex_olmo": ("flex_olmo", {"pad_token_id": 0, "num_experts": 4, "num_experts_per_tok": 2}),
 }
+SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=20)
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=20)
 
 
@@ -68,6 +70,14 @@ def test_without_a_spec_it_runs_through_transformers(
     assert any("runs through transformers" in line for line in log_lines)
 
 
+def test_experts_run_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their heads ask the decoder for the scores of routers."""
+    model = make("flex_olmo", tmp_path, monkeypatch)
+    with model.llm(**TIGHT) as llm:
+        assert isinstance(runs(llm), TransformersModel)
+        check_logprobs(model, generate(llm, model.prompts[:3], SHORT))
+
+
 # windows, soft caps, scaled logits
 @pytest.mark.parametrize("name", few(["qwen3", "mistral_window", "gemma2", "cohere"], fast=["gemma2"]))
 def test_on_request_others_do_as_well(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +97,39 @@ def test_what_cannot_run_says_why(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="MambaForCausalLM is no architecture of Kvasir's own, and cannot run through"):
         LLM(str(tmp_path), skip_tokenizer_init=True, max_model_len=64)
+
+
+def cannot_run(kind: str, path: Path, sizes: dict[str, Any], **settings: Any) -> str:
+    """Why it cannot, in the words of the error."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).save_pretrained(path)
+    with pytest.raises(ModelError) as caught:
+        LLM(str(path), skip_tokenizer_init=True, **{"max_model_len": 64, **settings})
+    return str(caught.value)
+
+
+def test_layers_with_a_state_of_their_own_are_refused(tmp_path: Path) -> None:
+    """Their other layers attend as they should, and the text would be wrong without an error."""
+    sizes = {**SIZES, "pad_token_id": 0, "num_hidden_layers": 2}
+    for kind, own in (
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+        ("recurrent_gemma", {"head_dim": 8, "lru_width": 32, "num_hidden_layers": 3}),
+    ):
+        assert "carry a state from token to token" in cannot_run(kind, tmp_path / kind, {**sizes, **own})
+
+
+def test_angles_that_depend_on_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LongRoPE's are those of the engine's longest text. Dynamic ones would change from step to step."""
+    rope = {**TINY["phi3_longrope_partial"][1]["rope_parameters"], "original_max_position_embeddings": 16}
+    changes = {"rope_parameters": rope, "original_max_position_embeddings": 16}
+    model = Model("phi3_longrope_partial", tmp_path / "long", num_hidden_layers=2, **changes)
+    prompts = [prompt for prompt in model.prompts if len(prompt) > 16][:4]
+    with model.llm(**TIGHT, model_impl="transformers") as llm:  # a prompt's first chunk is shorter than 16 tokens
+        check_logprobs(model, generate(llm, prompts, SHORT))
+    scaling = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}
+    said = cannot_run("phi", tmp_path / "dynamic", {**SIZES, **scaling, "pad_token_id": 0}, max_model_len=200)
+    assert "set max_model_len to 128 or less" in said
 
 
 # ---------------------------------------------------------------- models of users

@@ -175,7 +175,7 @@ def stablelm_names(config: Config) -> Names:
 def read_stablelm(config: Config) -> DecoderSpec:
     """StableLM: Llama with LayerNorm and a part of each head rotated."""
     if flag(config, "qk_layernorm"):
-        raise ModelError("config.json: qk_layernorm is not supported for this model; set model_impl='transformers'.")
+        raise ModelError("config.json: qk_layernorm is not supported for this model; it must be false.")
     norm, rope = read_layer_norm(config), read_rope(config, head_dim_of(config), share=0.25)
     attention = read_attention(config, rope=rope, qkv_bias=flag(config, "use_qkv_bias"))
     arrange = parallel if flag(config, "use_parallel_residual") else pre_norm
