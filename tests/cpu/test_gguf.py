@@ -283,6 +283,26 @@ def test_tokenizers_equal_the_real_ones(name: str, test_data: Path, tmp_path: Pa
         assert ours.decode(ids) == real.decode(ids)
 
 
+def test_composed_texts(tmp_path: Path) -> None:
+    """The tokenizers of these models normalize to NFC, which their files do not say."""
+    import gguf
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    tokens = [*sorted(ByteLevel.alphabet()), "ab"]
+    for pre, composes in {"gpt-2": False, "qwen2": True, "olmo": True, "mpt": True, "command-r": True}.items():
+        writer = gguf.GGUFWriter(tmp_path / f"{pre}.gguf", "llama")
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(tokens)
+        writer.add_token_types([1] * len(tokens))
+        writer.add_token_merges(["a b"])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        tokenizer = load_tokenizer(tmp_path / f"{pre}.gguf")
+        assert (tokenizer.encode("caf\u0065\u0301") == tokenizer.encode("caf\u00e9")) == composes, pre
+
+
 def test_sentencepiece(tmp_path: Path) -> None:
     """Merges by score, bytes for what is unknown, and the space before the first word."""
     import gguf

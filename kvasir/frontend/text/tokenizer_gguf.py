@@ -58,8 +58,10 @@ class PreTokenizer:
 
 
 PRE_TOKENIZERS = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2", "jina-es", "jina-de", "olmo", "mpt"), PreTokenizer()),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), PreTokenizer(digits=True)),
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "jina-es", "jina-de"), PreTokenizer()),
+    **dict.fromkeys(("olmo", "mpt"), PreTokenizer(compose=True)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "exaone"), PreTokenizer(digits=True)),
+    "command-r": PreTokenizer(digits=True, compose=True),
     **dict.fromkeys(
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), PreTokenizer((LLAMA3,), whole_words=True, bos=True)
     ),
