@@ -25,7 +25,15 @@ logger = get_logger(__name__)
 _LINEAR = (".qkv", ".o", ".gate_up", ".up", ".down", ".experts")  # ends of the decoder's paths, parts cut off
 _COMMON = {"dynamic": False, "symmetric": True, "observer": "minmax"}
 _BY_TOKEN = {**_COMMON, "num_bits": 8, "strategy": "token", "dynamic": True}
-# The part of the config that says how matrices are stored.
+# The parts of the config that say how matrices are stored. Of experts transformers and vLLM read integers only if they
+# are packed and symmetric.
+_PACKED = {**_COMMON, "type": "int"}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "int4": {
+        "format": "pack-quantized", "weights": {**_PACKED, "num_bits": 4, "strategy": "group", "group_size": GROUP},
+    },
+    "int8": {"format": "pack-quantized", "weights": {**_PACKED, "num_bits": 8, "strategy": "channel"}},
+}  # fmt: skip
 SCHEMES: dict[str, dict[str, Any]] = {
     "int4": {
         "format": "pack-quantized",
@@ -78,13 +86,17 @@ def quantize_checkpoint(model: ModelConfig, out: Path, to: str, device: str) -> 
         for name, tensor in checkpoint.read([n for n, entry in checkpoint.entries.items() if entry.file == file]):
             before += tensor.nbytes
             if name in matrices:
-                tensors |= _stored(name.removesuffix(".weight"), tensor.to(device), to)
+                stored = _expert_stored if to in EXPERTS and _holds_experts(name, known) else _stored
+                tensors |= stored(name.removesuffix(".weight"), tensor.to(device), to)
             else:
                 tensors[name] = tensor.clone()
         after += sum(tensor.nbytes for tensor in tensors.values())
         save_file(tensors, out / file.name, {"format": "pt"})
         placed |= dict.fromkeys(tensors, file.name)
-    _write_config(source, out, to, placed, _plain_modules(checkpoint, matrices), after)
+    groups = [{"targets": ["Linear"], "input_activations": None, **SCHEMES[to]}]
+    if to in EXPERTS and any(_holds_experts(name, known) for name in matrices):
+        groups.append({"targets": [r"re:.*\.experts\..*"], "input_activations": None, **EXPERTS[to]})
+    _write_config(source, out, groups, placed, _plain_modules(checkpoint, matrices), after)
     return before, after
 
 
@@ -113,7 +125,7 @@ def _holds_experts(name: str, names: Names) -> bool:
 def _stored(module: str, weight: torch.Tensor, to: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a matrix, as compressed-tensors names them."""
     if to == "int4":
-        coded = int4(weight, whole_zeros=True)
+        coded = int4(weight, zeros="own")
         assert coded.minimum is not None and coded.coding.group == GROUP, "groups were checked before"
         zeros = torch.round(-coded.minimum / coded.scale).to(torch.uint8)
         found = {
@@ -129,10 +141,22 @@ def _stored(module: str, weight: torch.Tensor, to: str) -> dict[str, torch.Tenso
     return {f"{module}.{name}": tensor.cpu().contiguous() for name, tensor in found.items()}
 
 
-def _words(numbers: torch.Tensor) -> torch.Tensor:
-    """Pack 4-bit numbers, eight to a word, lowest first."""
-    rows = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % 8)).view(len(numbers), -1, 8).long()
-    words = (rows << torch.arange(0, 32, 4, device=rows.device)).sum(2)
+def _expert_stored(module: str, weight: torch.Tensor, to: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of an expert's matrix, packed and symmetric."""
+    coded = int4(weight, zeros="8") if to == "int4" else int8(weight, torch.bfloat16)
+    found = {
+        "weight_packed": _words(coded.codes) if to == "int4" else _words(coded.codes ^ 128, 8),
+        "weight_scale": coded.scale.to(torch.bfloat16),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return {f"{module}.{name}": tensor.cpu().contiguous() for name, tensor in found.items()}
+
+
+def _words(numbers: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """Pack numbers into words, lowest first."""
+    each = 32 // bits
+    rows = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % each)).view(len(numbers), -1, each).long()
+    words = (rows << torch.arange(0, 32, bits, device=rows.device)).sum(2)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
@@ -142,14 +166,16 @@ def _plain_modules(checkpoint: Safetensors, matrices: Mapping[str, object]) -> l
     return sorted({"lm_head", *(name.removesuffix(".weight") for name in others if "embed" not in name)})
 
 
-def _write_config(source: Path, out: Path, to: str, placed: dict[str, str], plain: list[str], size: int) -> None:
+def _write_config(
+    source: Path, out: Path, groups: list[dict[str, Any]], placed: dict[str, str], plain: list[str], size: int
+) -> None:
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    scheme = SCHEMES[to]
+    formats = {group["format"] for group in groups}
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
-        "format": scheme["format"],
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, **scheme}},
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
         "ignore": plain,
     }
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

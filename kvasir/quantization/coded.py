@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,6 +28,7 @@ MOST_FLOAT = 448.0  # of e4m3
 GROUP = 128  # inputs that share a scale in int4
 BLOCK = 128  # outputs and inputs that share one in fp8_block
 _SHRINKS = (1.0, 0.97, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.76, 0.72)  # of a group's range, which are tried
+Zeros = Literal["any", "own", "8"]
 _AT_ONCE = 1 << 25  # numbers that the search holds in float32 at a time
 
 
@@ -397,33 +398,38 @@ def int8(weight: torch.Tensor, scale_type: torch.dtype = torch.float32) -> Coded
     return Coded(codes, scale, Coding("i8", weight.shape[1]))
 
 
-def int4(weight: torch.Tensor, group: int = GROUP, *, whole_zeros: bool = False) -> Coded:
+def int4(weight: torch.Tensor, group: int = GROUP, *, zeros: Zeros = "any") -> Coded:
     """Groups of 128 inputs, or of the largest power of two below that divides them. Each has the scale and minimum of
     least squared error among those that were tried: ranges shrunk step by step, each fitted to the codes it gives.
-    `whole_zeros`: the minimum is a whole number of steps, as checkpoints store it, and scales are bfloat16."""
+    `zeros` other than any are for checkpoints, with scales in bfloat16: a code stands for zero, of each group's own or
+    always 8."""
     inputs = weight.shape[1]
     while inputs % group:
         group //= 2
     rows = max(1, _AT_ONCE // inputs)
-    parts = [_search(part.float().reshape(-1, group), whole_zeros) for part in torch.split(weight, rows)]
+    parts = [_search(part.float().reshape(-1, group), zeros) for part in torch.split(weight, rows)]
     codes, scale, minimum = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     count = weight.shape[0]
     return Coded(codes.view(count, inputs), scale.view(count, -1), Coding("u4", group), minimum=minimum.view(count, -1))
 
 
-def _search(groups: torch.Tensor, whole_zeros: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _search(groups: torch.Tensor, zeros: Zeros) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """groups [count, size] -> codes, scales and minima."""
     low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
-    if whole_zeros:
+    if zeros == "own":
         low, high = low.clamp_max(0), high.clamp_min(0)
+    elif zeros == "8":
+        high = torch.maximum(high, -low)
+        low = -high
     best: tuple[torch.Tensor, ...] | None = None
     for shrink in _SHRINKS:
         middle = (low + high) / 2
         scale = ((high - low) * shrink / 15).clamp_min(1e-10)
         start = middle - scale * 7.5
-        scale, start = _fitted(groups, scale, start, whole_zeros)
+        if zeros != "any":
+            scale, start = _fitted(scale, start, zeros)
         codes = torch.round((groups - start) / scale).clamp_(0, 15)
-        if not whole_zeros:
+        if zeros == "any":
             scale, start = _least_squares(groups, codes, scale, start)
             codes = torch.round((groups - start) / scale).clamp_(0, 15)
         error = (codes * scale + start - groups).square().sum(1, keepdim=True)
@@ -437,13 +443,9 @@ def _search(groups: torch.Tensor, whole_zeros: bool) -> tuple[torch.Tensor, torc
     return best[1].to(torch.uint8), best[2], best[3]
 
 
-def _fitted(
-    groups: torch.Tensor, scale: torch.Tensor, start: torch.Tensor, whole_zeros: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if not whole_zeros:
-        return scale, start
+def _fitted(scale: torch.Tensor, start: torch.Tensor, zeros: Zeros) -> tuple[torch.Tensor, torch.Tensor]:
     scale = scale.to(torch.bfloat16).float()
-    zero = torch.round(-start / scale).clamp_(0, 15)
+    zero = torch.round(-start / scale).clamp_(0, 15) if zeros == "own" else torch.full_like(scale, 8)
     return scale, -zero * scale
 
 
