@@ -16,6 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 
@@ -58,7 +59,8 @@ _ABOUT = (
     "again and again. Booleans and numbers in bodies may also be written as strings."
 )
 _NO_ROUTE = (404, 405)
-_HANDLED = (ApiError, KvasirError, RequestValidationError, HTTPException, ClientGone)  # the gate answers others
+_HANDLED = (ApiError, KvasirError, RequestValidationError, HTTPException, ClientGone, ClientDisconnect)
+# The gate answers others.
 
 
 def make_app(state: ServerState) -> FastAPI:
@@ -82,7 +84,7 @@ def make_app(state: ServerState) -> FastAPI:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientGone):
+    if isinstance(error, ClientGone | ClientDisconnect):  # the second one while its body is read
         return Response(status_code=499)  # the client has disconnected
     call = call_of(request)
     if isinstance(error, HTTPException) and error.status_code in _NO_ROUTE:

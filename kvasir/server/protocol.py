@@ -549,6 +549,9 @@ class HttpProtocol(TimedConnection, HttpToolsProtocol):
         names = {name for name, _ in self.headers}
         if b"transfer-encoding" in names or dict(self.headers).get(b"content-length", b"0") != b"0":
             self._fail(ApiError(400, "A WebSocket handshake has no body.", "invalid_request"))
+        if self._is_answering():  # its reply would stand among the frames
+            message = "A WebSocket handshake must wait for the reply to the request before it."
+            self._fail(ApiError(400, message, "invalid_request"))
         longest = max((len(name) + len(value) + 4 for name, value in self.headers), default=0)
         if len(self.url) + 32 > MAX_LINE_LENGTH:
             self._fail(ApiError(414, "The URL is too long for a WebSocket.", "too_large"))

@@ -65,9 +65,10 @@ class Conversation:
             if not found.counted:
                 self.state.metrics.failed(found.cause)
             if found.cause != "disconnect":
-                await self._say(encode(openai_body(found)))
                 code = _TRY_LATER if found.cause == "overloaded" else WS_ERROR
-                await self.socket.close(code, _reason(found.message))
+                with suppress(ApiError, WebSocketDisconnect, RuntimeError):  # the connection has ended meanwhile
+                    await self._say(encode(openai_body(found)))
+                    await self.socket.close(code, _reason(found.message))
         finally:
             if self._next is not None:
                 await _end(self._next)

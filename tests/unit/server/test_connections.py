@@ -7,13 +7,14 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from fastapi import FastAPI, Request, WebSocket
 from starlette.responses import Response, StreamingResponse
 
 from kvasir.server.config import ServerConfig
-from kvasir.server.launch import Server, _uvicorn_config
+from kvasir.server.launch import Server, _loop_factory, _uvicorn_config
 from kvasir.server.protocol import Connections, WebSocketProtocol
 from kvasir.server.state import ServerState
 
@@ -49,7 +50,8 @@ async def running(change: Callable[[FastAPI], None] = lambda app: None, **settin
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 20))  # type: ignore[arg-type]
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:  # the server's own
+        runner.run(asyncio.wait_for(test(), 20))  # type: ignore[arg-type]
 
 
 async def reply(reader: asyncio.StreamReader) -> tuple[str, bytes]:
@@ -108,6 +110,21 @@ def test_a_reply_that_breaks_off_ends_its_connection() -> None:
             writer.close()
 
     run(test)
+
+
+def test_a_client_that_leaves_during_its_upload_is_no_failure(tmp_path: Path, log_lines: list[str]) -> None:
+    async def test() -> None:
+        async with running(files_dir=str(tmp_path)) as server:
+            head = "POST /v1/files HTTP/1.1", "Content-Type: multipart/form-data; boundary=x", "Content-Length: 100"
+            _, writer = await server.ask(*head, body=b"--x\r\n")
+            await asyncio.sleep(0.1)
+            writer.close()
+            await asyncio.sleep(0.1)
+            metrics = server.state.metrics
+            assert metrics.errors.labels(**metrics.labels, cause="internal")._value.get() == 0
+
+    run(test)
+    assert not [line for line in log_lines if line.startswith("ERROR")]
 
 
 # ---------------------------------------------------------------- WebSocket handshakes
@@ -169,3 +186,54 @@ def test_frames_of_a_client_without_a_key_are_not_read(monkeypatch: pytest.Monke
 
     run(test)
     assert all(read), "only after the close frame was sent, where they are dropped"
+
+
+def test_a_handshake_waits_for_the_reply_to_the_request_before_it(
+    caplog: pytest.LogCaptureFixture, log_lines: list[str]
+) -> None:
+    """The end of a chunked body and the handshake may come in one piece. The reply must not stand among frames."""
+    answered = asyncio.Event()
+
+    def slow(app: FastAPI) -> None:
+        async def route(request: Request) -> Response:
+            await request.body()
+            await answered.wait()
+            return Response(b"reply")
+
+        app.add_route("/slow", route, methods=["POST"])
+
+    async def test() -> None:
+        async with running(slow) as server:
+            handshake = "\r\n".join(["GET /v1/chat/completions HTTP/1.1", "Host: a", *HANDSHAKE, "", ""])
+            chunked = b"1\r\nx\r\n0\r\n\r\n" + handshake.encode()
+            reader, writer = await server.ask("POST /slow HTTP/1.1", "Transfer-Encoding: chunked", body=chunked)
+            head, body = await reply(reader)
+            assert head.startswith("http/1.1 400 ") and b"handshake must wait" in body
+            answered.set()
+            assert await reader.read() == b""
+            writer.close()
+
+    run(test)
+    assert not [line for line in log_lines if line.startswith("ERROR")]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_an_error_that_nobody_can_be_told_any_more_is_no_failure(
+    caplog: pytest.LogCaptureFixture, log_lines: list[str]
+) -> None:
+    """The server ends the connection for its small frames before the application has looked at the message."""
+
+    def ping(size: int) -> bytes:
+        return bytes([0x89, 0x80 | size]) + bytes(4 + size)
+
+    async def test() -> None:
+        async with running() as server:
+            frames = text_frame(b"{x") + ping(34) * 102 + ping(0) * 300
+            reader, writer = await server.ask("GET /v1/chat/completions HTTP/1.1", *HANDSHAKE, body=frames)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
+            assert b"too many small frames" in await reader.read()
+            writer.close()
+
+    run(test)
+    assert not [line for line in log_lines if line.startswith("ERROR")]
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
