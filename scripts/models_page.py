@@ -77,8 +77,9 @@ A new kind is a frozen dataclass and a module registered for it: `@ATTENTIONS.re
 
 Any other model that transformers has as `AutoModelForCausalLM`, and whose code uses its attention interface, runs
 through transformers' own code with Kvasir's paged attention, scheduling and sampling (`model_impl`, on one device;
-proof: `tests/cpu/test_fallback.py`). Settings of the CPU library (`quantization`, `packed_weights_dir`,
-`kv_cache_dtype=int8`) are refused for them.
+proof: `tests/cpu/test_fallback.py`). Models whose layers carry another state from token to token (Mamba, convolutions)
+or make attention masks other than a window are refused, as are settings of the CPU library (`quantization`,
+`packed_weights_dir`, `kv_cache_dtype=int8`) for all of these models.
 An installed package can register architectures from an entry point of the group `kvasir.plugins`.
 
 ## GGUF

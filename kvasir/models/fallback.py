@@ -6,7 +6,8 @@ step's keys and values and calls our backend. Scheduling, caching and sampling a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -30,11 +31,12 @@ _EXTRAS = ("position_bias", "head_mask", "alibi")
 
 @dataclass(slots=True)
 class CachedLayer:
-    """One attention layer: its index in the cache, and the shape of a token's keys."""
+    """One attention layer: its index in the cache, the shape of a token's keys, and the window."""
 
     index: int
     kv_heads: int
     head_dim: int
+    window: int | None
 
 
 @dataclass
@@ -96,8 +98,13 @@ class TransformersModel(nn.Module):
         """Run one token without a cache, to find the attention layers and the shape of their keys."""
         device = next(self.base.parameters()).device
         one = torch.zeros(1, dtype=torch.int64, device=device)
-        with torch.inference_mode():
-            self.logits(self.forward(one, one, None))
+        with torch.inference_mode(), _shown_masks():
+            try:
+                self.logits(self.forward(one, one, None))
+            except ModelError:
+                raise
+            except Exception as error:  # its code may raise anything
+                raise ModelError(f"its code does not do with a mask that only attention reads ({error})") from error
         if len({(layer.kv_heads, layer.head_dim) for layer in self.step.layers.values()}) != 1:
             raise ModelError("its layers do not all attend, with keys of one shape, through transformers' interface")
         self.step.found_all = True
@@ -111,7 +118,7 @@ class TransformersModel(nn.Module):
         tokens = torch.randint(self.vocab_size, (32,), generator=random).to(device)
         others = tokens.clone()
         others[::2] = (tokens[::2] + 1) % self.vocab_size
-        with torch.inference_mode():
+        with torch.inference_mode(), _shown_masks():
             one, two = (self.forward(each, positions, None)[1::2] for each in (tokens, others))
         most = max(1e-4, 2 * torch.finfo(one.dtype).eps)
         # The median, because other neighbours may round an expert's weight to the other side.
@@ -151,7 +158,7 @@ class GivenStates(nn.Module):
     def forward(self, *_: Any, **__: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
-        class Output(BaseModelOutputWithPast):
+        class Output(BaseModelOutputWithPast):  # type: ignore[misc]
             def __getattr__(self, name: str) -> None:
                 """What some decoders return besides: the scores of routers, weights of attention."""
 
@@ -175,15 +182,17 @@ def _attend(
     if step.batch is None:
         if not step.found_all:
             _inspect_layer(module, step, key, value, others)
+            step.layers[module].window = _window(attention_mask, sliding_window)
+        if key.shape[2] != query.shape[2]:
+            raise ModelError("its attention has other keys than one for each token")
         return query.transpose(1, 2).contiguous(), None
-    cache = step.caches[step.layers[module].index]
+    layer = step.layers[module]
+    cache = step.caches[layer.index]
     kernels.store_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), cache, step.batch.slots)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows = query[0].transpose(0, 1).contiguous()
     sinks = None if s_aux is None else s_aux.float()
-    seen = step.backend.forward(
-        rows, cache, step.batch, scale=scale, window=sliding_window, softcap=softcap, sinks=sinks
-    )
+    seen = step.backend.forward(rows, cache, step.batch, scale=scale, window=layer.window, softcap=softcap, sinks=sinks)
     return seen[None], None
 
 
@@ -198,7 +207,41 @@ def _inspect_layer(
         raise ModelError("its keys and values differ in size")
     if module in step.layers:
         raise ModelError("a layer attends more than once")
-    step.layers[module] = CachedLayer(len(step.layers), key.shape[1], key.shape[3])
+    step.layers[module] = CachedLayer(len(step.layers), key.shape[1], key.shape[3], None)
+
+
+@contextmanager
+def _shown_masks() -> Iterator[None]:
+    """Within it, transformers makes masks for our attention. Some models have a window in their masks only."""
+    from transformers import AttentionMaskInterface
+
+    AttentionMaskInterface.register(NAME, _show_mask)
+    try:
+        yield
+    finally:
+        del AttentionMaskInterface._global_mapping[NAME]  # no step needs one
+
+
+def _show_mask(*, mask_function: Any, device: torch.device, local_size: int | None = None, **_: Any) -> torch.Tensor:
+    """A mask function of transformers: whether the query at `far` sees the keys up to `last`; then `far`, and the
+    size of its window or chunk, or else a zero."""
+    far = local_size or 64
+    keys = torch.arange(far + 2, device=device)
+    seen = mask_function(0, 0, torch.tensor(far, device=device), keys)
+    return torch.cat([seen.long(), torch.tensor([far, local_size or 0], device=device)])
+
+
+def _window(mask: torch.Tensor | None, argument: int | None) -> int | None:
+    """The window of a layer, by its mask if it has one."""
+    if mask is None:
+        return argument
+    if mask.dim() != 1:
+        raise ModelError("its attention has a mask of its own")
+    far, size = mask[-2:].tolist()
+    keys = torch.arange(far + 2, device=mask.device)
+    if not torch.equal(mask[:-2].bool(), (keys <= far) & (keys > far - (size or far + 1))):
+        raise ModelError("its attention is neither causal nor has a sliding window")
+    return size or None
 
 
 def _settle_rotary(causal: Any, longest: int) -> None:

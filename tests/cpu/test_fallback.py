@@ -11,10 +11,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from transformers.masking_utils import chunked_causal_mask_function
 
 from kvasir import LLM, ModelRegistry, SamplingParams
 from kvasir.errors import ConfigError, ModelError
-from kvasir.models import architectures
+from kvasir.models import architectures, fallback
 from kvasir.models.fallback import TransformersModel
 from kvasir.models.transformer import Transformer
 from tests.conftest import ROOT
@@ -117,6 +119,26 @@ def test_layers_with_a_state_of_their_own_are_refused(tmp_path: Path) -> None:
         ("recurrent_gemma", {"head_dim": 8, "lru_width": 32, "num_hidden_layers": 3}),
     ):
         assert "carry a state from token to token" in cannot_run(kind, tmp_path / kind, {**sizes, **own})
+
+
+def test_windows_that_only_masks_have(tmp_path: Path) -> None:
+    """Phi-3.5-MoE does not hand its window to attention functions."""
+    model = Model("phimoe", tmp_path, sliding_window=6, num_hidden_layers=2)
+    with model.llm(**TIGHT, model_impl="transformers") as llm:
+        check_logprobs(model, generate(llm, model.prompts[:2], SHORT))
+
+
+def test_masks_that_are_no_windows_are_refused(tmp_path: Path) -> None:
+    said = cannot_run("doge", tmp_path / "doge", {**SIZES, "pad_token_id": 0, "num_hidden_layers": 2})
+    assert "does not do with a mask that only attention reads" in said
+    for chunk in (8, 4096):
+        mask = fallback._show_mask(
+            mask_function=chunked_causal_mask_function(chunk, torch.zeros(1, dtype=torch.long)),
+            device=torch.device("cpu"),
+            local_size=chunk,
+        )
+        with pytest.raises(ModelError, match="neither causal nor has a sliding window"):
+            fallback._window(mask, None)
 
 
 def test_angles_that_depend_on_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
