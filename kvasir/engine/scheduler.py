@@ -558,7 +558,8 @@ class Scheduler:
         step = self._in_flight.popleft()
         if result.failures:
             result.counts[list(result.failures)] = 0
-        current = step.samples & (r.epoch[step.rows] == step.epochs)
+        valid = r.epoch[step.rows] == step.epochs  # guides may end this below, but only for later results
+        current = step.samples & valid
         lines = current.nonzero()[0]
         if len(lines) < np.count_nonzero(step.samples):
             self.stats.dropped_tokens += int(result.counts[step.samples & ~current].sum())
@@ -580,12 +581,12 @@ class Scheduler:
         if self._no_token_yet:
             self._record_first_tokens()
         streamed = r.stream[rows].nonzero()[0]
-        output = self._output(step, result, lines[streamed], counts[streamed])
+        output = self._output(step, result, valid, lines[streamed], counts[streamed])
         ended = reasons.nonzero()[0]
         if len(ended):
             self._finish(rows[ended].tolist(), reasons[ended].tolist(), output)
         for line, said in failures.items():
-            if self._is_current(step, line):
+            if valid[line]:
                 self._finish([int(step.rows[line])], [FinishReason.ERROR], output, said)
         return output
 
@@ -617,11 +618,14 @@ class Scheduler:
             counts[i] = len(tokens)
         return counts
 
-    def _output(self, step: _InFlight, result: StepResult, lines: IntArray, counts: Int32Array) -> EngineOutput:
-        """Return the output of a step: tokens of `lines`, and all parts of requests that still hold their rows."""
+    def _output(
+        self, step: _InFlight, result: StepResult, valid: NDArray[np.bool_], lines: IntArray, counts: Int32Array
+    ) -> EngineOutput:
+        """Return the output of a step: tokens of `lines`, and all parts of `valid` lines, whose requests still hold
+        their rows."""
         if result.parts:
             named = np.unique(np.concatenate([part.index for part in result.parts.values()]))
-            others = np.setdiff1d(named[self.rows.epoch[step.rows[named]] == step.epochs[named]], lines)
+            others = np.setdiff1d(named[valid[named]], lines)
             lines, counts = np.concatenate([lines, others]), np.append(counts, np.zeros(len(others), np.int32))
         if self.rows.any_external:
             private = self.rows.key[step.rows[lines]] < 0
@@ -645,10 +649,6 @@ class Scheduler:
             return None
         self._members = MemberResults()
         return found
-
-    def _is_current(self, step: _InFlight, line: int) -> bool:
-        """Whether the line's result is still valid for its row."""
-        return bool(self.rows.epoch[step.rows[line]] == step.epochs[line])
 
     def _record_first_tokens(self) -> None:
         """Keep the time of the first token for requests that do not stream; their Finished message has it."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from kvasir.engine.grammar_guide import GRAMMAR_GUIDE, guide_argument
 from kvasir.engine.guides import BUDGET_GUIDE, BudgetGuide, BudgetGuides, budget_argument, without_jumps
 from kvasir.executor.fake import EchoExecutor
 from kvasir.frontend.text.grammar import build_grammar
-from kvasir.messages import EngineRequest, RowSampling
+from kvasir.messages import PROMPT_LOGPROBS, EngineRequest, Part, RowSampling, SampleInputs, StepFuture
 from kvasir.sampling_params import StructuredOutputsParams
 from tests.builders import make_scheduler, run
 from tests.grammars import EOS, THINK_END, decode, small_guides, token_id, vocab_size
@@ -71,6 +73,41 @@ def test_without_jumps_the_closing_token_is_sampled() -> None:
     guide.accept([11])
     assert guide.is_spent and guide.jump(1, 10, ()) == []
     assert BudgetGuides(make_core(0).scheduler.guides).answers([guide]) == [CLOSE]
+
+
+@pytest.mark.parametrize("jumps", [False, True])
+def test_what_comes_with_a_token_is_kept_when_the_guide_adds_others(jumps: bool) -> None:
+    """The first token brings the log-probabilities of the prompt. After it the guide takes over, which makes the sample
+    of the step in flight invalid, and nothing else. The request does not stream its tokens."""
+    core = make_core(1)
+    sample, number = core.executor.sample, count()
+
+    def with_scores(inputs: SampleInputs | None = None) -> StepFuture:
+        future = sample(inputs)
+        if next(number) == 0:
+            future.result().parts[PROMPT_LOGPROBS] = Part(np.zeros(1, np.int32))
+        return future
+
+    core.executor.sample = with_scores  # type: ignore[method-assign]
+    guide = BUDGET_GUIDE, budget_argument(1, OPEN, CLOSE, True, None, jumps=jumps)
+    core.add(replace(request(1), guide=guide, stream=False, max_tokens=5))
+    outputs = [core.run_step() for _ in range(3)]
+    assert [output.keys.tolist() for output in outputs if PROMPT_LOGPROBS in output.parts] == [[0]]
+    assert run(core).tokens[0][1] == CLOSE
+
+
+def test_a_guide_that_fails_when_it_takes_over_ends_the_request_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with a token more, which nothing would hold to its rules."""
+
+    def fail(self: BudgetGuide, *given: Any, **more: Any) -> list[int]:
+        self.error = "it cannot go on" if self.is_spent else None
+        return []
+
+    monkeypatch.setattr(BudgetGuide, "jump", fail)
+    core = make_core(1)
+    core.add(request(2))
+    found = run(core)
+    assert found.errors[0] == "it cannot go on" and len(found.tokens[0]) == 2
 
 
 def test_the_guide_counts_from_the_opening_token() -> None:
