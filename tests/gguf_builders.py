@@ -85,11 +85,16 @@ def random_iq_blocks(shape: tuple[int, ...], kind: Kind, rng: np.random.Generato
 
 
 def write_model(
-    path: Path, model: Any, arch: str, kind: Kind = Kind.F32, change: Callable[..., None] | None = None
+    path: Path,
+    model: Any,
+    arch: str,
+    kind: Kind = Kind.F32,
+    change: Callable[..., None] | None = None,
+    tensors_in_a_file: int = 0,
 ) -> None:
-    """The model's file; its own weights become what the file says once it is expanded again."""
+    """The model's file, or several; its own weights become what the file says once it is expanded again."""
     config, rng = model.config, np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_in_a_file)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)

@@ -421,19 +421,20 @@ def adapt(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
 
 
 class GGUFCheckpoint:
-    """The tensors of a GGUF file, by name, as the loader reads a checkpoint. The file is mapped: a tensor is read when
-    it is used."""
+    """The tensors of a GGUF file, or of several, by name, as the loader reads a checkpoint. Files are mapped: a tensor
+    is read when it is used."""
 
     described_by = "the file's own description"
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.directory = file, file.path
-        self.entries = {name: TensorEntry(file.path, name, self._shape(name)) for name in file.tensors}
+        self.entries = {name: TensorEntry(place.file, name, self._shape(name)) for name, place in file.tensors.items()}
         self._halves = {name for name in file.tensors if name.endswith(".attn_k_b.weight")}
         for name in self._halves:
             self._join_heads(name)
         # Copy-on-write, because torch takes no array that cannot be written to.
-        self.data = np.memmap(file.path, np.uint8, mode="c")
+        paths = {tensor.file for tensor in file.tensors.values()}
+        self.data = {path: np.memmap(path, np.uint8, mode="c") for path in paths}
 
     def _shape(self, name: str) -> tuple[int, ...]:
         shape = self.file.tensors[name].shape
@@ -443,7 +444,7 @@ class GGUFCheckpoint:
     def packed(self, name: str) -> PackedRows:
         tensor = self.file.tensors[name]
         end = tensor.offset + tensor.num_rows * tensor.row_bytes
-        rows = self.data[tensor.offset : end].reshape(tensor.num_rows, tensor.row_bytes)
+        rows = self.data[tensor.file][tensor.offset : end].reshape(tensor.num_rows, tensor.row_bytes)
         return PackedRows(torch.from_numpy(rows), tensor.kind, self._shape(name))
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, PackedRows | torch.Tensor]]:

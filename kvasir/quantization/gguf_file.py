@@ -1,4 +1,5 @@
-"""Reads a GGUF file's header: metadata and the places of tensors. Any process; no torch, no numpy.
+"""Reads a GGUF file's header: metadata and the places of tensors, also of a model split into several files. Any
+process; no torch, no numpy.
 
 Reading the header of a file with 50,000 tokens takes some hundredths of a second; tensors are not touched.
 """
@@ -6,6 +7,7 @@ Reading the header of a file with 50,000 tokens takes some hundredths of a secon
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -45,12 +47,14 @@ TENSOR_TYPES = {
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LARGEST_ALIGNMENT = 1 << 30
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor's place in the file. `shape` begins with the outermost dimension, as in torch."""
+    """A tensor's place in its file. `shape` begins with the outermost dimension, as in torch."""
 
+    file: Path
     kind: str  # a name of TENSOR_TYPES
     shape: tuple[int, ...]
     offset: int  # from the file's beginning
@@ -85,23 +89,62 @@ class GGUFFile:
         tensor = self.tensors[name]
         if tensor.kind != "F32" or len(tensor.shape) != 1:
             raise ModelError(f"{self.path}: {name} is {tensor.kind} {list(tensor.shape)}, but should be a row of F32.")
-        with self.path.open("rb") as file:
+        with tensor.file.open("rb") as file:
             file.seek(tensor.offset)
             return list(struct.unpack(f"<{tensor.shape[-1]}f", file.read(tensor.row_bytes)))
 
 
 def read_gguf(path: str | Path) -> GGUFFile:
-    """The file's header, which is read once and cached."""
+    """The file's header, which is read once and cached. The first of several files has those of the others, too."""
     path = Path(path)
     try:
         changed = path.stat().st_mtime_ns
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror}).") from error
-    return _read(path, changed)
+    return _read_all(path, changed)
 
 
 @lru_cache(maxsize=4)
-def _read(path: Path, changed: int) -> GGUFFile:
+def _read_all(path: Path, changed: int) -> GGUFFile:
+    found = _read(path)
+    count = found.metadata.get("split.count", 1)
+    if not isinstance(count, int):
+        raise ModelError(f"{path} is damaged: split.count is {count!r:.80}; download it again.")
+    return _with_others(found, count) if count > 1 else found
+
+
+def _with_others(first: GGUFFile, count: int) -> GGUFFile:
+    """The model of which a file is a part, as llama.cpp splits and names them."""
+    name = _PART.fullmatch(first.path.name)
+    if name is None or int(name[3]) != count:
+        raise ModelError(
+            f"{first.path} is one of {count} files of a model, so its name should end in -00001-of-{count:05}.gguf, "
+            f"and the others should be named alike; give them their names back."
+        )
+    paths = [first.path.with_name(f"{name[1]}-{number:05}-of-{name[3]}.gguf") for number in range(1, count + 1)]
+    if first.path != paths[0]:
+        raise ModelError(f"{first.path} is a part of a model in {count} files; name the first one, {paths[0].name}.")
+    if missing := [path.name for path in paths if not path.is_file()]:
+        raise ModelError(
+            f"{first.path.parent} lacks {len(missing)} of the {count} files of this model "
+            f"({', '.join(missing[:3])}); download them, too."
+        )
+    whole = GGUFFile(first.path, first.metadata)
+    for number, path in enumerate(paths):
+        part = _read(path) if number else first
+        if part.metadata.get("split.no") != number or part.metadata.get("split.count") != count:
+            raise ModelError(f"{path} is not part {number + 1} of {count} of a model; download it again.")
+        whole.tensors.update(part.tensors)
+    wanted = first.metadata.get("split.tensors.count", len(whole.tensors))
+    if wanted != len(whole.tensors):
+        raise ModelError(
+            f"The {count} files of {first.path} have {len(whole.tensors)} tensors, but should have {wanted!r:.20}; "
+            f"download them again."
+        )
+    return whole
+
+
+def _read(path: Path) -> GGUFFile:
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ModelError(f"{path} is not a GGUF file: it does not begin with GGUF.")
@@ -153,7 +196,7 @@ class _Reader:
         kind, block, size = TENSOR_TYPES[number]
         if not shape or shape[-1] % block:
             raise ModelError(f"{path}: {name} is {list(shape)}, which cannot be {kind}.")
-        tensor = GGUFTensor(kind, shape, offset, shape[-1] // block * size)
+        tensor = GGUFTensor(path, kind, shape, offset, shape[-1] // block * size)
         if offset + tensor.num_rows * tensor.row_bytes > len(self.data):
             raise ModelError(f"{path} is truncated: it ends before the end of {name}; download it again.")
         return tensor
