@@ -6,7 +6,7 @@ Worker process. Every tensor goes straight from its file to its place, and is fu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -409,19 +409,34 @@ def _check(source: Source, places: Mapping[str, Place], spec: DecoderSpec) -> No
         ignored = (*ignored, *(f"{theirs}.*" for theirs, ours in source.names.items() if ours == "head"))
     where = f"The weights in {checkpoint.directory} do not match {checkpoint.described_by}"
     if missing := [name for name in places if name not in checkpoint.entries]:
-        raise ModelError(f"{where}: {len(missing)} of {len(places)} tensors are missing ({some(missing)}).")
+        raise ModelError(
+            f"{where}: {len(missing)} of {len(places)} tensors are missing ({some(missing)}). "
+            f"{_what_to_do(checkpoint, missing)}"
+        )
     unknown = [name for name in checkpoint.entries if name not in places]
     unexpected = [name for name in unknown if not any(fnmatchcase(name, pattern) for pattern in ignored)]
     if isinstance(checkpoint, QuantizedSafetensors):
         unexpected = [name for name in unexpected if not checkpoint.is_empty_bias(name)]
     if unexpected:
-        raise ModelError(f"{where}: {len(unexpected)} tensors have no place in the model ({some(unexpected)}).")
+        raise ModelError(
+            f"{where}: {len(unexpected)} tensors have no place in the model ({some(unexpected)}). "
+            f"{_what_to_do(checkpoint, unexpected)}"
+        )
     for name, place in places.items():
         entry = checkpoint.entries[name]
         if entry.shape != place.shape:
             raise ModelError(
-                f"{where}: {name} in {entry.file.name} is {list(entry.shape)}, but should be {list(place.shape)}."
+                f"{where}: {name} in {entry.file.name} is {list(entry.shape)}, but should be {list(place.shape)}. "
+                f"{_what_to_do(checkpoint, [name])}"
             )
+
+
+def _what_to_do(checkpoint: Safetensors | QuantizedSafetensors | GGUFCheckpoint, names: Sequence[str]) -> str:
+    modules = {name.removesuffix(".weight") for name in names}
+    codes = [f"{module}.{part}" for module in modules for part in ("qweight", "weight_packed", "weight.absmax")]
+    if isinstance(checkpoint, Safetensors) and any(name in checkpoint.entries for name in codes):
+        return "Weights are quantized, but config.json has no quantization_config; download it again."
+    return "Download the checkpoint again, all of its files."
 
 
 # ---------------------------------------------------------------- filling

@@ -360,15 +360,6 @@ def column_order(groups: torch.Tensor, group: int, what: str) -> torch.Tensor | 
     return order
 
 
-def by_block(scale: torch.Tensor, shape: tuple[int, int], block: tuple[int, int], what: str) -> torch.Tensor:
-    """Scales of blocks of a matrix, written out for each row: [rows, blocks along the inputs]."""
-    outputs, inputs = shape
-    wanted = (-(-outputs // block[0]), -(-inputs // block[1]))
-    if tuple(scale.shape) != wanted:
-        raise ModelError(f"{what} is {list(scale.shape)}, but blocks of {block[0]}x{block[1]} need {list(wanted)}.")
-    return scale.repeat_interleave(block[0], 0)[:outputs]
-
-
 def fp8(weight: torch.Tensor, scale_type: torch.dtype = torch.float32) -> Coded:
     """A scale for each row; kernels may round inputs to 8-bit floats too."""
     wide = weight.float()

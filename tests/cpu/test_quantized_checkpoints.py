@@ -358,6 +358,30 @@ FAULTS: dict[str, tuple[str, dict[str, Any] | None, dict[str, Any] | None, str]]
         r"nested_absmax is \[2\]",
     ),
     "levels": ("bitsandbytes-nf4", {f"{Q}.weight.nested_quant_map": lambda t: t[:9]}, None, r"quant_map is \[9\]"),
+    "quantized twice": (
+        "bitsandbytes-nf4",
+        {f"{Q}.weight.absmax": lambda t: t.float()},
+        None,
+        "weight.absmax is float32, but should be uint8",
+    ),
+    "factor": (
+        "llmcompressor-nvfp4a16",
+        {f"{Q}.weight_global_scale": lambda t: t * float("inf")},
+        None,
+        "weight_global_scale is inf, but should be positive and finite",
+    ),
+    "half of the blocks": (
+        "llmcompressor-fp8block",
+        {f"{Q}.weight_scale": lambda t: t[:1]},
+        None,
+        r"its scales are \[1, 2\], but blocks of 128x128 need \[2, 2\]",
+    ),
+    "half of a matrix": (
+        "llmcompressor-w8a8",
+        {f"{Q}.weight": lambda t: t[:, :128]},
+        None,
+        r"is \[256, 128\], but should",
+    ),
     "awq groups": ("modelopt-int4awq", {f"{Q}.weight_scale": lambda t: t[:, :1]}, None, r"weight_scale is \[256, 1\]"),
     "not listed": ("llmcompressor-w8a8", None, {"ignore": ["lm_head", "re:.*q_proj"]}, "says that it is not quantized"),
     "state": (
@@ -376,6 +400,15 @@ def test_faults_are_named(fault: str, checkpoints: Path, tmp_path: Path) -> None
     with pytest.raises(ModelError, match=message) as raised:
         load(config_for(path, dtype="bfloat16"), CPU)
     assert any(hint in str(raised.value) for hint in ("Use ", "ownload", "Quantize", "repair")), "it says what to do"
+
+
+def test_a_lost_config_is_named(checkpoints: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(checkpoints / "gptqmodel-g4", tmp_path / "copy", ignore=lambda *_: ["quantize_config.json"])
+    config = json.loads((copy / "config.json").read_text())
+    del config["quantization_config"]
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="quantized, but config.json has no quantization_config; download it again"):
+        load(config_for(copy, dtype="bfloat16"), CPU)
 
 
 def test_quantizing_twice_is_refused(checkpoints: Path) -> None:

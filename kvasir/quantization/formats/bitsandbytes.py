@@ -78,7 +78,7 @@ def _state(module: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 def _absmax(module: str, tensors: Tensors, state: dict[str, Any]) -> torch.Tensor:
     absmax = tensors["weight.absmax"]
-    if absmax.dtype == torch.float32:
+    if absmax.dtype == torch.float32 and "weight.nested_absmax" not in tensors:
         return absmax
     check_type(module, "weight.absmax", absmax, torch.uint8)
     if "weight.nested_absmax" not in tensors or "weight.nested_quant_map" not in tensors:

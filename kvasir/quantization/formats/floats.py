@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvasir.quantization.coded import Coded, Coding, RandomCoding, by_block, power_of_two
+from kvasir.quantization.coded import Coded, Coding, RandomCoding, power_of_two
 from kvasir.quantization.formats.base import (
     Config,
     Scheme,
@@ -37,7 +37,12 @@ def spread(module: str, scale: torch.Tensor, shape: tuple[int, int], block: tupl
             scale = scale[:, 0, :, 0]
         if inputs % block[1]:
             raise refuse(f"{module} has {inputs} inputs, which blocks of {block[1]} do not divide")
-        return by_block(scale, shape, block, f"{module}'s scale").contiguous()
+        blocks = (-(-outputs // block[0]), inputs // block[1])
+        if tuple(scale.shape) != blocks:
+            raise damaged(
+                module, f"its scales are {list(scale.shape)}, but blocks of {block[0]}x{block[1]} need {list(blocks)}"
+            )
+        return scale.repeat_interleave(block[0], 0)[:outputs].contiguous()
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(outputs, 1).contiguous()
     if scale.numel() == outputs and scale.shape[0] == outputs:
@@ -125,6 +130,9 @@ class NVFP4Scheme(Scheme):
         check_floating(module, self.factor, factor)
         if factor.numel() != 1:
             raise damaged(module, f"{self.factor} is {list(factor.shape)}, but should be one number")
+        number = float(factor)
+        if not 0 <= number < float("inf") or (self.divides and not number):  # 0 times a matrix of zeros is possible
+            raise damaged(module, f"{self.factor} is {number}, but should be positive and finite")
         row = factor.double().reshape(1)
         row = (1 / row if self.divides else row).expand(len(packed)).contiguous()
         return Coded(nibbles(packed), scale, Coding("e2m1", 16), row=row)
