@@ -183,6 +183,22 @@ def test_mxfp8_and_embeddings_of_compressed_tensors() -> None:
     assert embedding is not None and "weight_packed" in embedding.needs
 
 
+@pytest.mark.parametrize("inputs", [96, 160, 64])
+def test_last_blocks_with_fewer_inputs(inputs: int) -> None:
+    """The scales of 128x128 blocks are rounded up, as DeepSeek's own code does."""
+    codes, count = codes_of((OUTPUTS, inputs), 127), -(-inputs // 128)
+    scales = RNG.uniform(0.5, 1, (1, count)).astype(np.float32)
+    tensors = {"weight": e4m3(codes), "weight_scale_inv": torch.from_numpy(scales)}
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    scheme = scheme_for(config)
+    assert scheme is not None
+    coded = scheme.decode(MODULE, tensors)
+    assert np.array_equal(coded.expand().numpy(), E4M3[codes] * np.repeat(scales, 128, 1)[:, :inputs])
+    assert coded.coding.group == {96: 32, 160: 32, 64: 64}[inputs]
+    with pytest.raises(ModelError, match="has 72 inputs, which blocks of 128 do not divide"):
+        scheme.decode(MODULE, {**tensors, "weight": e4m3(codes_of((OUTPUTS, 72), 127))})
+
+
 # ---------------------------------------------------------------- where configs are
 
 

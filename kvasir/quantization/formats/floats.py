@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 
@@ -28,6 +29,8 @@ from kvasir.quantization.formats.base import (
     refuse,
 )
 
+_LEAST_GROUP = 32  # inputs that share a scale
+
 
 def spread(module: str, scale: torch.Tensor, shape: tuple[int, int], block: tuple[int, int] | None) -> torch.Tensor:
     """Scales of a matrix, a channel, a group or a block as [outputs, groups]."""
@@ -35,14 +38,16 @@ def spread(module: str, scale: torch.Tensor, shape: tuple[int, int], block: tupl
     if block is not None:
         if scale.dim() == 4 and scale.shape[1] == scale.shape[3] == 1:  # ModelOpt's
             scale = scale[:, 0, :, 0]
-        if inputs % block[1]:
+        group = gcd(inputs, block[1])  # less than a block where the last one has fewer inputs
+        if group < min(_LEAST_GROUP, block[1]):
             raise refuse(f"{module} has {inputs} inputs, which blocks of {block[1]} do not divide")
-        blocks = (-(-outputs // block[0]), inputs // block[1])
+        blocks = (-(-outputs // block[0]), -(-inputs // block[1]))
         if tuple(scale.shape) != blocks:
             raise damaged(
                 module, f"its scales are {list(scale.shape)}, but blocks of {block[0]}x{block[1]} need {list(blocks)}"
             )
-        return scale.repeat_interleave(block[0], 0)[:outputs].contiguous()
+        scale = scale.repeat_interleave(block[0], 0)[:outputs]
+        return scale.repeat_interleave(block[1] // group, 1)[:, : inputs // group].contiguous()
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(outputs, 1).contiguous()
     if scale.numel() == outputs and scale.shape[0] == outputs:
