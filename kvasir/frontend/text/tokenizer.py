@@ -260,6 +260,13 @@ class Tokenizer:
         """Without added tokens."""
         return self._backend.get_vocab_size(with_added_tokens=False)
 
+    @property
+    def num_ordinary_tokens(self) -> int:
+        """How many tokens stand for text: neither special nor added."""
+        added = {token.content for token in self._backend.get_added_tokens_decoder().values()}
+        own = self._backend.get_vocab(with_added_tokens=False).keys()
+        return len(own - added - set(self.all_special_tokens))
+
     def __len__(self) -> int:
         """With added tokens."""
         return self._backend.get_vocab_size(with_added_tokens=True)

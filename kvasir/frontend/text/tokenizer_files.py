@@ -29,6 +29,10 @@ from kvasir.quantization.gguf_file import read_gguf
 logger = get_logger(__name__)
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# A tokenizer without a vocabulary has at most this many tokens that are not special: T5's has the space alone.
+_FEW_TOKENS = 1
+_FAR_SMALLER = 10  # times fewer tokens than the model's vocabulary: a part of the vocabulary at best
+_VOCABULARIES = ("*vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "*.bpe")  # files that may hold one
 _ADVICE = "Set tokenizer=... to another tokenizer, or set skip_tokenizer_init=True and send token ids."
 
 
@@ -91,7 +95,15 @@ def _configured(backend: tokenizers.Tokenizer, config: Mapping[str, Any], direct
     _add_tokens(backend, config.get("added_tokens_decoder", {}), [*named.values(), *extra])
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     names = {name: token.content for name, token in named.items()}
-    return Tokenizer(backend, names, [token.content for token in extra], _chat_template(directory, config))
+    made = Tokenizer(backend, names, [token.content for token in extra], _chat_template(directory, config))
+    num_added = len(made.all_special_tokens) + len(backend.get_added_tokens_decoder())
+    # As transformers saves a tokenizer that it made without a vocabulary. Counting a large vocabulary would take long.
+    if made.vocab_size <= num_added and not made.num_ordinary_tokens:
+        raise ModelError(
+            f"{directory / 'tokenizer.json'} has no token that stands for text, only special ones. Get the original "
+            f"file from the model's source. {_ADVICE}"
+        )
+    return made
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -166,15 +178,64 @@ def _through_transformers(directory: Path) -> Tokenizer:
     try:
         other = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # its classes raise all kinds of errors
+        if said := _absent_files(directory):
+            raise ModelError(said) from error
         why = " ".join(str(error).split()).rstrip(".")  # of several lines
         message = f"{directory} has no tokenizer.json, and transformers cannot load its tokenizer without ({why})."
         raise ModelError(f"{message} {_ADVICE}") from error
     named = other.special_tokens_map
     extra = [token for token in other.all_special_tokens if token not in named.values()]
     template = _chat_template(directory, {"chat_template": other.chat_template})
-    if other.is_fast:
-        return Tokenizer(other.backend_tokenizer, named, extra, template)
-    return TransformersTokenizer(other, named, extra, template)
+    kind, backend = (Tokenizer, other.backend_tokenizer) if other.is_fast else (TransformersTokenizer, other)
+    made = kind(backend, named, extra, template)
+    _check_vocabulary(made, directory, other.vocab_files_names)
+    return made
+
+
+def _check_vocabulary(made: Tokenizer, directory: Path, known: Mapping[str, str]) -> None:
+    """Raise if transformers has made a tokenizer without its vocabulary, which it does silently for many classes: all
+    texts would become the same few tokens. `known`: the files of its class."""
+    if not known:
+        return  # bytes or code points are its tokens
+    found = made.num_ordinary_tokens
+    hf = _read_json(directory / "config.json")
+    inner = hf.get("text_config")
+    size = (inner if isinstance(inner, dict) else hf).get("vocab_size")
+    least = size // _FAR_SMALLER if isinstance(size, int) else 0
+    if found > max(_FEW_TOKENS, least):
+        return
+    own = [name for key, name in known.items() if key.endswith(("vocab_file", "merges_file"))]
+    missing = [name for name in own if not (directory / name).is_file()]
+    if not own or missing:
+        raise ModelError(_without_vocabulary(directory, missing))
+    of = f", and the model's vocabulary has {size}" if isinstance(size, int) else ""
+    raise ModelError(
+        f"{' and '.join(own)} in {directory} give the tokenizer only {found} tokens that stand for text{of}. Is the "
+        f"download complete? Get these files again, or tokenizer.json. {_ADVICE}"
+    )
+
+
+def _absent_files(directory: Path) -> str:
+    """A message about files that no tokenizer can be made without; empty if transformers' own says more."""
+    pair = ("vocab.json", "merges.txt")
+    absent = [name for name in pair if not (directory / name).is_file()]
+    if len(absent) == 1 and not any(directory.glob("*.model")):
+        return _without_vocabulary(directory, absent)
+    if any(True for pattern in _VOCABULARIES for _ in directory.glob(pattern)):
+        return ""
+    return _without_vocabulary(directory, [])
+
+
+def _without_vocabulary(directory: Path, missing: Sequence[str]) -> str:
+    """`missing`: files that can stand in for tokenizer.json."""
+    instead = f" (or {' and '.join(missing)}, from which it can be made)" if missing else ""
+    beside = (
+        "" if (directory / "tokenizer_config.json").is_file() else " So is tokenizer_config.json, which may matter."
+    )
+    return (
+        f"{directory} holds no complete vocabulary for its tokenizer: tokenizer.json{instead} is missing.{beside} Is "
+        f"the download complete? Get the missing files from the model's source. {_ADVICE}"
+    )
 
 
 class TransformersTokenizer(Tokenizer):
@@ -211,6 +272,10 @@ class TransformersTokenizer(Tokenizer):
     @property
     def vocab_size(self) -> int:
         return int(self._backend.vocab_size)
+
+    @property
+    def num_ordinary_tokens(self) -> int:
+        return len(self.get_vocab().keys() - self._backend.get_added_vocab().keys() - set(self.all_special_tokens))
 
     def __len__(self) -> int:
         return len(self._backend)

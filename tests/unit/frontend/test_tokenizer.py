@@ -269,6 +269,62 @@ def test_vocabulary_and_merges_alone_go_through_transformers(tmp_path: Path, log
     assert tokenizer.token_bytes(True) is not None
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        ("bert", None, "tokenizer.json (or vocab.txt, from which it can be made) is missing"),
+        ("bert", "BertTokenizer", "tokenizer.json (or vocab.txt, from which it can be made) is missing"),
+        ("qwen2", "Qwen2Tokenizer", "tokenizer.json (or vocab.json and merges.txt, from which"),
+        ("t5", "T5Tokenizer", "tokenizer.json (or spiece.model, from which"),
+        ("deberta-v2", "DebertaV2Tokenizer", "tokenizer.json (or spm.model, from which"),
+        ("gemma", "GemmaTokenizer", "tokenizer.json is missing"),
+        ("llama", "LlamaTokenizer", "is missing"),
+        ("splinter", "SplinterTokenizer", "tokenizer.json (or vocab.txt, from which"),
+    ],
+)
+def test_a_tokenizer_without_its_vocabulary_is_refused(kind: str, name: str | None, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 30522}))
+    if name is not None:
+        own = {"content": "<kept>", "special": False, "lstrip": False, "rstrip": False, "normalized": False}
+        config = {"tokenizer_class": name, "added_tokens_decoder": {"30000": {**own, "single_word": False}}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(tmp_path)
+    assert said in str(caught.value) and str(tmp_path) in str(caught.value) and "download" in str(caught.value)
+    assert ("tokenizer_config.json" in str(caught.value)) is (name is None)
+
+
+def test_a_cut_vocabulary_is_refused(tmp_path: Path) -> None:
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "vocab_size": 100}))
+    for num_words, loads in ((11, True), (10, False), (0, False)):
+        words = "".join(f"{token}\n" for token in [*special, *(f"w{i}" for i in range(num_words))])
+        (tmp_path / "vocab.txt").write_text(words)
+        if loads:
+            assert load_tokenizer(tmp_path).encode("w3") == [2, 8, 3]
+            continue
+        with pytest.raises(ModelError, match=f"vocab.txt in .* only {num_words} tokens .* vocabulary has 100"):
+            load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(("lost", "kept"), [("merges.txt", "vocab.json"), ("vocab.json", "merges.txt")])
+def test_half_of_a_vocabulary_is_refused(lost: str, kept: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (tmp_path / kept).write_text(json.dumps({"a": 0, "b": 1}) if kept == "vocab.json" else "#version: 0.2\na b\n")
+    with pytest.raises(ModelError, match=f"tokenizer.json .or {lost}, from which it can be made. is missing"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_saved_tokenizer_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    from transformers import BertTokenizer
+
+    BertTokenizer().save_pretrained(tmp_path)
+    assert (tmp_path / "tokenizer.json").is_file()
+    with pytest.raises(ModelError, match=r"tokenizer.json has no token that stands for text, only special ones"):
+        load_tokenizer(tmp_path)
+
+
 def test_python_tokenizers_have_the_same_surface(tmp_path: Path) -> None:
     from transformers import ByT5Tokenizer
 
