@@ -77,7 +77,7 @@ clean:
 	$(PYTHON) -m venv .venv
 
 .venv/runtime: pyproject.toml constraints.txt setup.py $(wildcard csrc/cpu/*) | .venv/bin/python
-	@echo "Installing what Kvasir needs, torch among it, and building its CPU library: this takes a minute or more, once."
+	@echo "Installing what Kvasir needs, torch among it, and building its CPU library, once: one to five minutes."
 	$(PIP) -e .
 	@touch $@
 

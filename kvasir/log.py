@@ -192,11 +192,18 @@ def _cut_field(value: Any) -> Any:
     return _cut(str(value), MAX_FIELD)
 
 
+_CONTROL = {number: ascii(chr(number))[1:-1] for number in (*range(9), *range(10, 32), 127, 0x85, 0x2028, 0x2029)}
+
+
 class _Text(logging.Formatter):
     """Formats a record as one line, and a traceback below it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = _cut(record.message, MAX_LINE)
+        if (
+            record.name.partition(".")[0] == "kvasir"
+        ):  # it may repeat a client's text, which could look like other lines
+            record.message = record.message.translate(_CONTROL)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import select
 import subprocess
 import sys
 
 import pytest
+
+from kvasir import log
 
 # Says something in every way that packages have, after a reader that stands still has let the pipe fill.
 SPEAKER = """
@@ -74,3 +77,12 @@ def test_nobody_waits_for_a_reader_that_stands_still() -> None:
         process.kill()
         process.communicate()
         os.close(reader)
+
+
+def test_a_message_of_ours_is_one_line() -> None:
+    """An error may repeat a client's text, which must not look like a line of the log, nor move the cursor."""
+    text = "no regular expression: (\n2026-01-01 00:00:00 INFO kvasir: forged\r\x1b[2J\u2028end\ttab"
+    record = logging.LogRecord("kvasir.server", logging.INFO, "", 0, "%s", (text,), None)
+    written = log.handler().format(record)
+    assert len(written.splitlines()) == 1 and "\x1b" not in written
+    assert r"(\n2026-01-01 00:00:00 INFO kvasir: forged\r\x1b[2J\u2028end" in written and written.endswith("end\ttab")
