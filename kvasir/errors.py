@@ -16,10 +16,13 @@ A message says what was asked, what is possible and what to change.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 MAX_ECHO = 200  # characters of a client's input that an error repeats
 _LONGEST_NAME = 100
+_SHORTEST_NAME = 2  # letters of a name that is worth suggesting
+_ALIKE = 0.75  # of two names as a whole
 
 
 def excerpt(text: str) -> str:
@@ -77,9 +80,20 @@ class EngineDeadError(EngineError):
     """The engine failed earlier and accepts no more requests."""
 
 
-def did_you_mean(name: object, possible: Iterable[object]) -> str:
-    """A sentence with the most similar names, or an empty string."""
+def did_you_mean(name: object, possible: Iterable[object], by_words: bool = False) -> str:
+    """A sentence with the most similar names, or an empty string. `by_words` is for names of several words, such as
+    settings and flags: these must be alike as a whole, or share half of their words."""
     if len(str(name)) > _LONGEST_NAME:  # comparing takes time with the square of the length
         return ""
     near = difflib.get_close_matches(str(name), [str(p) for p in possible], n=3, cutoff=0.6)
+    if by_words:
+        near = [each for each in near if _near_by_words(str(name), each)]
     return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+def _near_by_words(name: str, other: str) -> bool:
+    words, others = (re.findall(r"[^-_]+", each) for each in (name, other))
+    if len("".join(others)) < _SHORTEST_NAME or (other.startswith("-") and not other.startswith("--")):
+        return False  # single letters and short flags are like anything
+    alike = difflib.SequenceMatcher(None, "-".join(words), "-".join(others)).ratio() >= _ALIKE
+    return alike or 2 * len(set(words) & set(others)) >= max(len(words), len(others))

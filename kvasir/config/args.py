@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from kvasir.config import env
 from kvasir.config.engine import EngineConfig, SettingField, all_settings
-from kvasir.errors import ConfigError, did_you_mean
+from kvasir.config.vllm_names import asks_for_nothing, unknown_setting
+from kvasir.errors import ConfigError
 from kvasir.log import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -33,6 +35,8 @@ OLD_NAMES = {
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 # vLLM's names of attention backends in lower case, where Kvasir's differ.
 BACKEND_NAMES = {"triton_attn": "triton", "torch_sdpa": "torch", "cpu_attn": "cpu"}
+# Settings that vLLM leaves at None where it chooses for itself.
+NONE_IS_DEFAULT = ("enable_prefix_caching", "enable_chunked_prefill", "kv_offloading_size")
 # As in vLLM, lower-case units are powers of 1000 and upper-case ones powers of 1024.
 SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -62,9 +66,9 @@ class EngineArgs:
         for name, known in all_settings().items():
             value = given.pop(name) if name in given else known.default
             setattr(self, name, from_python(name, known, value))
-        for name in given:
-            wrong = vllm_only(name, "setting") or f"{name} is not a setting.{did_you_mean(name, all_settings())}"
-            raise ConfigError(wrong)
+        for name, value in given.items():
+            if not asks_for_nothing(name, value):
+                raise ConfigError(unknown_setting(name, all_settings()))
         self.create_engine_config()  # checks all values now
 
     def create_engine_config(self) -> EngineConfig:
@@ -148,8 +152,10 @@ def from_python(name: str, known: SettingField, value: Any) -> Any:
         return None
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if value is None and dict in known.types:
+    if value is None and (dict in known.types or name in NONE_IS_DEFAULT):
         return known.default
+    if value is None and name == "seed":
+        return secrets.randbelow(2**31)  # no seed: other numbers in every run
     if isinstance(value, str) and int in known.types and bool not in known.types:
         return parse_size(name, value)
     if name == "dtype":
@@ -256,9 +262,10 @@ class _ConfigFile(argparse.Action):
         actions = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
         for key, value in read_config_file(values).items():
             action = actions.get(key.replace("-", "_"))
+            if action is None and asks_for_nothing(key, value):
+                continue
             if action is None or action is self:
-                wrong = vllm_only(key, "setting") or f"{key} is not a setting.{did_you_mean(key, map(flag, actions))}"
-                raise ConfigError(f"{values}: {wrong}")
+                raise ConfigError(f"{values}: {unknown_setting(key, map(flag, actions))}")
             if getattr(namespace, action.dest, action.default) == action.default:
                 setattr(namespace, action.dest, self._read(action, value))
         setattr(namespace, self.dest, values)
@@ -287,68 +294,3 @@ def read_config_file(path: str, what: str = "config file") -> dict[str, Any]:
     if not isinstance(entries, dict) or not all(isinstance(key, str) for key in entries):
         raise ConfigError(f"The {what} {path} must be a list of `setting: value` lines.")
     return entries
-
-
-# ---------------------------------------------------------------- what only vLLM has
-# Names of its settings that Kvasir lacks, so that they are not reported as misspelt.
-
-_VLLM_NAMES = """
-    allowed_local_media_path allowed_media_domains attention_config code_revision config_format disable_cascade_attn
-    disable_sliding_window enable_return_routed_experts enable_sleep_mode hf_config_path
-    io_processor_plugin mm_tensor_ipc renderer_num_workers tokenizer_mode
-
-    ignore_patterns model_loader_extra_config pt_load_map_location safetensors_load_strategy weight_transfer_config
-
-    logits_processor_pattern reasoning_config reasoning_parser_plugin
-
-    all2all_backend cp_kv_cache_interleave_size data_parallel_address data_parallel_backend
-    data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb data_parallel_rank
-    data_parallel_rpc_port data_parallel_size_local data_parallel_start_rank data_parallel_supervisor_port
-    dbo_decode_token_threshold dbo_prefill_token_threshold dcp_comm_backend decode_context_parallel_size
-    disable_custom_all_reduce disable_nccl_for_dp_synchronization distributed_timeout_seconds enable_dbo
-    enable_elastic_ep enable_ep_weight_filter enable_eplb eplb_config expert_placement_strategy headless master_addr
-    master_port max_parallel_loading_workers nnodes node_rank numa_bind numa_bind_cpus numa_bind_nodes
-    prefill_context_parallel_size ray_workers_use_nsight ubatch_size worker_cls worker_extension_cls
-
-    calculate_kv_scales cpu_offload_params ec_transfer_config kv_cache_dtype_skip_layers kv_cache_metrics
-    kv_cache_metrics_sample kv_events_config kv_offloading_backend kv_sharing_fast_prefill kv_transfer_config
-    mamba_backend mamba_block_size mamba_cache_dtype mamba_cache_mode mamba_ssm_cache_dtype offload_backend
-    offload_group_size offload_num_in_group offload_params offload_prefetch_step prefix_caching_hash_algo
-
-    disable_chunked_mm_input disable_hybrid_kv_cache_manager max_long_partial_prefills max_num_partial_prefills
-    scheduler_cls scheduler_reserve_full_isl
-
-    additional_config compilation_config cudagraph_capture_sizes enable_flashinfer_autotune
-    enable_layerwise_nvtx_tracing kernel_config linear_backend max_cudagraph_capture_size moe_backend
-    optimization_level performance_mode profiler_config quantization_config spec_method spec_model spec_tokens
-
-    default_mm_loras enable_tower_connector_lora fully_sharded_loras lora_dtype lora_target_modules
-    specialize_active_lora
-
-    enable_mm_embeds interleave_mm_strings language_model_only limit_mm_per_prompt media_io_kwargs
-    mm_encoder_attn_backend mm_encoder_only mm_encoder_tp_mode mm_processor_cache_gb mm_processor_cache_type
-    mm_processor_kwargs mm_shm_cache_max_object_size_mb skip_mm_profiling video_pruning_rate
-
-    aggregate_engine_logging collect_detailed_traces cudagraph_metrics disable_frontend_multiprocessing
-    enable_logging_iteration_details enable_mfu_metrics enable_per_request_metrics fail_on_environ_validation
-    show_hidden_metrics_for_version
-
-    chat_template_content_format cohere_format cohere_is_reasoning_model
-    disable_access_log_for_endpoints disable_uvicorn_access_log
-    enable_flash_late_interaction enable_log_deltas enable_log_outputs enable_offline_docs
-    enable_server_load_tracking enable_ssl_refresh fingerprint_mode fingerprint_value
-    grpc h11_max_header_count h11_max_incomplete_event_size log_config_file log_error_stack middleware
-    tokens_only tool_parser_plugin tool_server
-"""
-VLLM_NAMES = frozenset(_VLLM_NAMES.split())
-_VLLM_SHORT_FLAGS = "-O -ac -cc -dcp -dpa -dpb -dph -dpl -dpn -dpp -dpr -ep -n -pcp -r -sc"
-VLLM_SHORT_FLAGS = frozenset(_VLLM_SHORT_FLAGS.split())
-
-
-def vllm_only(name: str, noun: str) -> str | None:
-    """An error message for a setting or flag that only vLLM has; None for an unknown name."""
-    plain = name.removeprefix("--").replace("-", "_").partition(".")[0]  # vLLM: --compilation-config.mode 3
-    short = re.sub(r"^-O\d$", "-O", name)
-    if plain in VLLM_NAMES or plain.removeprefix("no_") in VLLM_NAMES or short in VLLM_SHORT_FLAGS:
-        return f"{name} is a {noun} of vLLM that Kvasir does not have yet."
-    return None

@@ -55,6 +55,7 @@ class _Checked:
 
 
 _STRUCTURED_CHOICES = {"backend": ("auto", "guidance", "llguidance"), "whitespace": ("spaced", "compact", "flexible")}
+_VLLM_STRUCTURED = ("xgrammar", "outlines", "lm-format-enforcer")
 _STRUCTURED_FLAGS = ("disable_any_whitespace", "disable_additional_properties", "lenient", "jump_forward")
 
 
@@ -66,6 +67,11 @@ def _check_structured_outputs(given: dict[str, Any]) -> None:
             raise ConfigError(f"{where} is not known; known are {', '.join(known)}.{did_you_mean(name, known)}")
         if name in _STRUCTURED_FLAGS and not isinstance(value, bool):
             raise ConfigError(f"{where} must be true or false.")
+        if name == "backend" and value in _VLLM_STRUCTURED:
+            raise ConfigError(
+                f"{where} is a backend of vLLM. Leave backend out: Kvasir enforces JSON schemas, regular expressions, "
+                f"choices and grammars with its own, guidance."
+            )
         if name in _STRUCTURED_CHOICES and value not in _STRUCTURED_CHOICES[name]:
             raise ConfigError(f"{where} is not possible. Possible: {', '.join(_STRUCTURED_CHOICES[name])}.")
     if given.get("disable_any_whitespace") and given.get("whitespace", "compact") != "compact":
@@ -96,7 +102,9 @@ class ModelConfig(_Checked):
         secret=True,
     )
     trust_remote_code: bool = setting(
-        False, "Run Python code that comes with the model.", refused="Kvasir does not run such code."
+        False,
+        "Accepted because scripts set it for models that need no such code. Kvasir runs no Python code that comes with "
+        "a model; it warns of this, and refuses a model that has nothing else.",
     )
     dtype: str = setting(
         "auto",
@@ -104,7 +112,11 @@ class ModelConfig(_Checked):
         "GPU.",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
     )
-    seed: int = setting(0, "Random seed for requests without a seed of their own, and for dummy weights.", minimum=0)
+    seed: int = setting(
+        0,
+        "Random seed for requests without a seed of their own, and for dummy weights. None in Python draws one.",
+        minimum=0,
+    )
     max_model_len: int = setting(
         None,
         "Maximum number of tokens in a sequence, prompt and output together.",

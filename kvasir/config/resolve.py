@@ -30,7 +30,7 @@ from kvasir.config.engine import (
 from kvasir.config.quantized import quantization_of
 from kvasir.config.speculative import SpeculativeConfig, read_speculative
 from kvasir.errors import ConfigError, ModelError
-from kvasir.log import get_logger
+from kvasir.log import get_logger, warn_once
 from kvasir.models import hub
 from kvasir.platforms import attention_packages
 from kvasir.platforms.attention_packages import PACKAGES, Package
@@ -119,6 +119,11 @@ def _resolve_model(asked: ModelConfig, path: Path, platform: platforms.Platform)
     if asked.model_impl == "transformers" and path.is_file():
         raise ConfigError("model_impl='transformers' runs no GGUF files. Leave it at auto, or name a checkpoint.")
     implementation = architectures.settle_implementation(hf, asked.model_impl)
+    if asked.trust_remote_code:
+        whose = "transformers'" if implementation == "transformers" else "Kvasir's own"
+        warn_once(
+            logger, f"Kvasir runs no code of models; trust_remote_code changes nothing: {whose} code runs this one."
+        )
     if runner == "pooling":
         asked = _resolve_pooling(asked, hf, path, kind, implementation)
     elif asked.pooler_config is not None:

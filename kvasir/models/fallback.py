@@ -274,12 +274,19 @@ def load_fallback(config: EngineConfig, device: torch.device, backend: Attention
     asked, dtype = config.model, getattr(torch, config.model.dtype)
     named = ", ".join(asked.hf.get("architectures") or ["this model"])
     try:
-        hf = AutoConfig.from_pretrained(asked.path, **asked.hf_overrides)
+        hf = AutoConfig.from_pretrained(asked.path, trust_remote_code=False, **asked.hf_overrides)
         if config.load.load_format == "dummy":
             torch.manual_seed(asked.seed)
-            causal = AutoModelForCausalLM.from_config(hf, attn_implementation=NAME, dtype=dtype)
+            causal = AutoModelForCausalLM.from_config(
+                hf, attn_implementation=NAME, dtype=dtype, trust_remote_code=False
+            )
         else:
-            options = {"attn_implementation": NAME, "dtype": dtype, "local_files_only": True}
+            options = {
+                "attn_implementation": NAME,
+                "dtype": dtype,
+                "local_files_only": True,
+                "trust_remote_code": False,
+            }
             causal = AutoModelForCausalLM.from_pretrained(asked.path, config=hf, **options)
         if not getattr(causal, "_supports_attention_backend", False):
             raise ModelError("its code does not use transformers' attention interface")

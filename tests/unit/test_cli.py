@@ -14,11 +14,11 @@ from types import ModuleType
 import pytest
 
 import kvasir
-from kvasir.config import args
+from kvasir.config import args, vllm_names
 from kvasir.config.args import EngineArgs
 from kvasir.config.engine import SettingField, all_settings
 from kvasir.entrypoints.cli import main as cli
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, did_you_mean
 from kvasir.server.config import server_settings
 
 ROOT = Path(__file__).parent.parent.parent
@@ -110,12 +110,22 @@ def test_a_subcommands_help_shows_every_setting(command: ModuleType, capsys: pyt
         (["trial", "m", "--hf-overrides", "[]"], "takes a mapping"),
         (["trial", "m", "--logits-processors", "x"], '--logits-processors takes JSON, such as \'["a", "b"]\''),
         (["trial", "m", "--dtype", "int3"], "Possible: auto"),
-        (["trial", "m", "--trust-remote-code"], "--trust-remote-code is not available"),
+        (["trial", "m", "--disable-custom-all-reduce"], "--disable-custom-all-reduce is a flag of vLLM"),
+        (["trial", "m", "--tokenizer-mode", "slow"], "--tokenizer-mode is a flag of vLLM"),
+        (["trial", "--task", "embed", "m"], "--task was vLLM's; use --runner='pooling'"),
+        (["trial", "m", "--num-scheduler-steps", "8"], "--num-scheduler-steps was vLLM's; leave it out: "),
+        (["trial", "m", "--use_v2_block_manager"], "--use-v2-block-manager was vLLM's; leave it out"),
+        (["trial", "m", "--worker-use-ray"], "--worker-use-ray was vLLM's; leave it out"),
+        (["trial", "m", "--max-seq-len-to-capture=9"], "--max-seq-len-to-capture was vLLM's; leave it out"),
+        (["trial", "m", "--disable-async-output-proc"], "or set --no-async-scheduling"),
+        (["trial", "m", "--override-pooler-config", "{}"], "--override-pooler-config was vLLM's; use --pooler-config."),
+        (["trial", "m", "--tusk"], "--tusk is not a flag of this command.\n"),
+        (["trial", "m", "--num-plumber-steps"], "--num-plumber-steps is not a flag of this command.\n"),
         (["trial", "m", "other"], "'other' is one too many"),
         (["trial", "m", "--no-such-flag"], "--no-such-flag is not a flag of this command."),
         (["trial", "--modle", "m"], "--modle is not a flag of this command. Did you mean --model"),
         (["trial", "m", "--lora-dtype", "4"], "--lora-dtype is a flag of vLLM that Kvasir does not have yet.\n"),
-        (["trial", "m", "--no_enable_sleep_mode"], "--no-enable-sleep-mode is a flag of vLLM that Kvasir does not"),
+        (["trial", "m", "--no_moe_backend"], "--no-moe-backend is a flag of vLLM that Kvasir does not"),
         (["trial", "m", "--compilation-config.mode=3"], "--compilation-config.mode is a flag of vLLM that Kvasir does"),
         (["bench", "latency", "--num-prompts", "1"], "flag of this command. Did you mean --num-iters"),
         (["bench", "throughput", "--goodput", "ttft:1"], "--goodput is not a flag of this command.\n"),
@@ -257,8 +267,38 @@ def test_only_names_are_put_into_flags() -> None:
 def test_what_kvasir_has_is_not_said_to_be_missing() -> None:
     flags = {flag for name in cli.COMMANDS for flag in cli._flags(cli._parser([name]))}
     names = {flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags if flag.startswith("--")}
-    assert not names & args.VLLM_NAMES and not flags & args.VLLM_SHORT_FLAGS
-    assert not all_settings().keys() & args.VLLM_NAMES
+    assert not names & vllm_names.VLLM_NAMES and not flags & vllm_names.VLLM_SHORT_FLAGS
+    assert not all_settings().keys() & vllm_names.VLLM_NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "possible", "near"),
+    [
+        ("--task", ["-asc", "-t", "--tasks"], " Did you mean --tasks?"),
+        ("--a", ["-a", "-h", "--a"], ""),
+        ("--num-scheduler-steps", ["--max-header-bytes", "--max-num-seqs"], ""),
+        ("--num-prompts", ["--num-iters", "--max-prompt-tokens"], " Did you mean --num-iters?"),
+        ("max_model_length", ["max_model_len", "max_num_seqs"], " Did you mean max_model_len?"),
+        ("--modle", ["--model", "-m"], " Did you mean --model?"),
+    ],
+)
+def test_suggestions_are_near(name: str, possible: list[str], near: str) -> None:
+    assert did_you_mean(name, possible, by_words=True) == near
+
+
+def test_flags_of_vllm_that_ask_for_nothing(command: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    nothing = "--tokenizer_mode auto --no_enable_sleep_mode --compilation-config={} --nnodes 1 --disable-cascade-attn"
+    assert cli.main(["trial", *nothing.split(), "some/model", "--no-trust-remote-code", "--trust-remote-code"]) == 0
+    assert capsys.readouterr().out == "some/model\n"
+    kept = ["--moe-backend", "x", "--nnodes=2", "--enable-eplb", "auto", "--", "--tokenizer-mode", "auto"]
+    assert list(vllm_names.without_empty_flags(kept)) == kept
+
+
+def test_names_of_vllm_stand_in_one_list() -> None:
+    removed = vllm_names.REMOVED.keys()
+    assert not removed & vllm_names.VLLM_NAMES and not removed & (all_settings() | server_settings()).keys()
+    assert server_settings().keys() >= vllm_names.SERVER_NAMES
+    assert vllm_names._DEFAULTS.keys() <= vllm_names.VLLM_NAMES
 
 
 def test_settings_of_vllm_that_are_missing(tmp_path: Path) -> None:

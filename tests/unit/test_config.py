@@ -24,7 +24,7 @@ from kvasir.config.engine import EngineConfig, ModelConfig, all_settings
 from kvasir.config.resolve import resolve
 from kvasir.config.speculative import read_speculative
 from kvasir.entrypoints.cli.main import Parser
-from kvasir.errors import ConfigError
+from kvasir.errors import ConfigError, ModelError
 from kvasir.frontend.requests.structured import StructuredOutputs
 from kvasir.frontend.text.grammar import JsonStyle
 from kvasir.kernels.cpu import library
@@ -92,7 +92,7 @@ CASES = {
         beside=ON_HUB | {"tokenizer": "org/words"},
     ),
     "hf_token": Case("secret", shows=lambda c, w: w.fetched["org/model"]["token"] == "secret", beside=ON_HUB),
-    "trust_remote_code": Case(True, refused="does not run such code"),
+    "trust_remote_code": Case(True, shows=lambda c, w: c.model.trust_remote_code is True),  # it warns: see below
     "dtype": Case("half", shows=lambda c, w: c.model.dtype == "float16"),
     "seed": Case(7, shows=lambda c, w: c.model.seed == 7),
     "max_model_len": Case("1k", shows=lambda c, w: c.model.max_model_len == 1000),
@@ -267,8 +267,8 @@ def from_command_line(argv: list[str]) -> EngineArgs:
 def test_unknown_keyword_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"max_model_length is not a setting. Did you mean max_model_len"):
         EngineArgs("m", max_model_length=10)
-    with pytest.raises(ConfigError, match="disable_log_requests is not a setting"):
-        EngineArgs("m", disable_log_requests=True)
+    with pytest.raises(ConfigError, match="^bogus_switch is not a setting.$"):
+        EngineArgs("m", bogus_switch=True)
 
 
 def test_a_model_is_needed() -> None:
@@ -288,7 +288,7 @@ def test_a_model_is_needed() -> None:
         ("max_model_len", True, "takes a whole number"),
         ("max_model_len", "10x", "is not a whole number"),
         ("max_num_seqs", -1, "at least 1"),
-        ("seed", None, "takes a whole number"),
+        ("seed", 0.5, "takes a whole number"),
         ("block_size", 24, "Possible: 1, 2, 4, 8, 16, 32, 64, 128, 256"),
         ("enable_prefix_caching", "yes", "takes true or false"),
         ("enable_prefix_caching", 1, "takes true or false"),
@@ -385,7 +385,7 @@ def test_the_older_name_of_the_backend_of_structured_outputs() -> None:
     assert EngineArgs("m", guided_decoding_backend="guidance").structured_outputs_config == {"backend": "guidance"}
     found = from_command_line(["m", "--guided-decoding-backend", "auto"])
     assert found.structured_outputs_config == {"backend": "auto"}
-    with pytest.raises(ConfigError, match="backend='xgrammar' is not possible"):
+    with pytest.raises(ConfigError, match="backend='xgrammar' is a backend of vLLM"):
         EngineArgs("m", guided_decoding_backend="xgrammar")
 
 
@@ -542,6 +542,93 @@ def test_short_flags_and_underscores() -> None:
 def test_hf_token_needs_no_value() -> None:
     assert from_command_line(["m", "--hf-token"]).hf_token is True
     assert from_command_line(["m", "--hf-token", "abc"]).hf_token == "abc"
+
+
+# ---------------------------------------------------------------- vLLM's keywords
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"disable_log_stats": True},
+        {"disable_log_stats": False},
+        {"served_model_name": None},
+        {"enable_log_requests": False},
+        {"trust_remote_code": False},
+        {"tokenizer_mode": "auto", "compilation_config": None, "disable_custom_all_reduce": False},
+        {"compilation_config": {}, "limit_mm_per_prompt": {}, "allowed_local_media_path": "", "ignore_patterns": []},
+        {"nnodes": 1, "max_num_partial_prefills": 1, "safetensors_load_strategy": "lazy"},
+        {"disable_cascade_attn": True, "scheduler_reserve_full_isl": True},
+        {"task": "auto", "override_pooler_config": None, "worker_use_ray": False},
+        {"enable_prefix_caching": None, "enable_chunked_prefill": None, "kv_offloading_size": None},
+    ],
+    ids=str,
+)
+def test_vllms_own_defaults_ask_for_nothing(given: dict[str, Any], tmp_path: Path) -> None:
+    assert EngineArgs("m", **given) == EngineArgs("m")
+    (tmp_path / "f").write_text(yaml.safe_dump({name.replace("_", "-"): value for name, value in given.items()}))
+    assert from_command_line(["m", "--config", str(tmp_path / "f")]) == EngineArgs("m")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("served_model_name", "x", "^served_model_name is a flag of `kvasir serve`; leave it out here.$"),
+        ("enable_log_requests", True, "^enable_log_requests is a flag of `kvasir serve`"),
+        ("tokenizer_mode", "slow", "^tokenizer_mode is a setting of vLLM that Kvasir does not have yet.$"),
+        ("disable_custom_all_reduce", True, "^disable_custom_all_reduce is a setting of vLLM"),
+        ("compilation_config", {"mode": 3}, "^compilation_config is a setting of vLLM"),
+        ("scheduler_reserve_full_isl", False, "^scheduler_reserve_full_isl is a setting of vLLM"),
+        ("nnodes", 2, "^nnodes is a setting of vLLM"),
+        ("nnodes", True, "^nnodes is a setting of vLLM"),
+        ("task", "embed", "^task was vLLM's; use runner='pooling' .*leave it out otherwise.$"),
+        ("num_scheduler_steps", 8, "^num_scheduler_steps was vLLM's; leave it out"),
+        ("use_v2_block_manager", True, "^use_v2_block_manager was vLLM's; leave it out"),
+        ("worker_use_ray", True, "^worker_use_ray was vLLM's; leave it out"),
+        ("max_seq_len_to_capture", 8192, "^max_seq_len_to_capture was vLLM's; leave it out"),
+        ("disable_async_output_proc", True, "^disable_async_output_proc was vLLM's; leave it out"),
+        ("override_pooler_config", {"normalize": True}, "^override_pooler_config was vLLM's; use pooler_config.$"),
+        ("disable_log_requests", True, "^disable_log_requests was vLLM's; leave it out"),
+    ],
+)
+def test_what_vllms_keywords_ask_for_is_refused_by_name(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs("m", **{name: value})
+
+
+def test_no_seed_is_another_one_every_time() -> None:
+    seeds = {EngineArgs("m", seed=None).seed for _ in range(8)}
+    assert len(seeds) > 1 and min(seeds) >= 0
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "outlines", "lm-format-enforcer"])
+def test_vllms_backends_of_structured_output_are_to_be_left_out(backend: str) -> None:
+    with pytest.raises(ConfigError, match=f"backend='{backend}' is a backend of vLLM. Leave backend out"):
+        EngineArgs("m", structured_outputs_config={"backend": backend})
+
+
+REMOTE = {"auto_map": {"AutoConfig": "configuration_x.XConfig"}, "model_type": "no_such_type"}
+
+
+@pytest.mark.parametrize("extra", [{}, REMOTE], ids=["plain", "auto_map"])
+def test_trust_in_code_that_is_not_needed_is_a_warning(
+    extra: dict[str, Any], world: World, log_lines: list[str]
+) -> None:
+    (world.path / "config.json").write_text(json.dumps(HF | extra))
+    for _ in range(2):
+        resolve(EngineArgs(str(world.path), trust_remote_code=True))
+    assert len([line for line in log_lines if "Kvasir runs no code of models; trust_remote_code" in line]) == 1
+    log_lines.clear()
+    resolve(EngineArgs(str(world.path)))
+    assert not [line for line in log_lines if "trust_remote_code" in line]
+
+
+@pytest.mark.parametrize("trust", [True, False])
+@pytest.mark.parametrize("implementation", ["auto", "transformers"])
+def test_a_model_that_is_only_code_is_refused(trust: bool, implementation: str, world: World) -> None:
+    (world.path / "config.json").write_text(json.dumps(HF | REMOTE | {"architectures": ["XForCausalLM"]}))
+    with pytest.raises(ModelError, match="XForCausalLM comes only as Python code with the model .*runs no code"):
+        resolve(EngineArgs(str(world.path), trust_remote_code=trust, model_impl=implementation))
 
 
 # ---------------------------------------------------------------- what comes out

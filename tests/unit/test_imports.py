@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parent.parent.parent / "kvasir"
 # Everything may import these; they import only each other.
 BASE = {"kvasir", "errors", "log", "sampling_params", "outputs", "messages"}
 BASE |= {"config.startup", "config.engine", "config.args", "config.env", "config.scratch"}
-BASE |= {"config.speculative", "config.pooling", "config.quantized"}
+BASE |= {"config.speculative", "config.pooling", "config.quantized", "config.vllm_names"}
 
 
 @dataclass(frozen=True)

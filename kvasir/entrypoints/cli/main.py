@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 
 from kvasir import __version__
 from kvasir.config import env
-from kvasir.config.args import vllm_only, with_flags
+from kvasir.config.args import with_flags
+from kvasir.config.vllm_names import vllm_only, without_empty_flags
 from kvasir.errors import ConfigError, KvasirError, did_you_mean
 from kvasir.log import get_logger
 
@@ -62,7 +63,7 @@ class Parser(argparse.ArgumentParser):
             status, text = help_on(self, word)
             (sys.stderr if status else sys.stdout).write(text)
             self.exit(status)
-        return super().parse_known_args(given, namespace)
+        return super().parse_known_args(list(without_empty_flags(given)), namespace)
 
     def _help_word(self, given: Sequence[str]) -> str | None:
         """The word after --help=; None if a subcommand comes before it, which then handles it."""
@@ -87,10 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = _parser(arguments)
         namespace, unknown = parser.parse_known_args(arguments)
         if unknown:
-            name = unknown[0].partition("=")[0]
+            name = next((each for each in unknown if each.startswith("-")), unknown[0]).partition("=")[0]
             if not name.startswith("-"):
                 raise ConfigError(f"The argument {name!r} is one too many; only flags may follow.")
-            near = did_you_mean(name, _flags(_chosen(parser, namespace)))
+            near = did_you_mean(name, _flags(_chosen(parser, namespace)), by_words=True)
             raise ConfigError(vllm_only(name, "flag") or f"{name} is not a flag of this command.{near}")
         return int(_load(COMMANDS[namespace.command][0]).run(namespace))
     except KvasirError as error:

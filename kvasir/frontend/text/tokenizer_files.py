@@ -176,7 +176,7 @@ def _through_transformers(directory: Path) -> Tokenizer:
         raise ModelError(f"{message} {_ADVICE}") from error
     logger.info("%s has no tokenizer.json; loading its tokenizer with transformers.", directory)
     try:
-        other = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        other = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # its classes raise all kinds of errors
         if said := _absent_files(directory):
             raise ModelError(said) from error

@@ -129,6 +129,12 @@ def find(config: Config) -> Architecture:
 def settle_implementation(config: Config, asked: str) -> str:
     """The implementation that runs the model: "kvasir" if the architecture is known here, else "transformers" if it is
     known there."""
+    if asked != "kvasir" and config.get("auto_map") and _find(config) is None and not _transformers_knows_type(config):
+        raise ModelError(
+            f"The architecture {', '.join(listed(config, 'architectures', str) or ['of this model'])} comes only as "
+            f"Python code with the model (auto_map in config.json). Kvasir runs no code of models, with "
+            f"trust_remote_code or without; use a model of an architecture that Kvasir or transformers has."
+        )
     if asked == "transformers":
         return asked
     if asked == "kvasir" or _find(config) is not None or not _transformers_has(config):
@@ -211,6 +217,12 @@ def _transformers_has(config: Config) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
 
     return any(name in MODELS.values() for name in config.get("architectures") or ())
+
+
+def _transformers_knows_type(config: Config) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return _transformers_has(config) or config.get("model_type") in CONFIG_MAPPING_NAMES
 
 
 @cache
