@@ -233,6 +233,12 @@ class ApiRequest:
         """Generated tokens that the key is charged."""
         return self.tokens.num_charged(left_early)
 
+    def knows_generated(self, error: ApiError | None) -> bool:
+        """Whether the number of generated tokens is known. The engine does not say how many it has made for a request
+        that does not stream and is aborted."""
+        is_cut = "abort" in self.reasons or (error is not None and error.cause in ("disconnect", "engine"))
+        return self.tokens.all_reported or not is_cut
+
     def usage(self) -> Usage:
         tokens = self.tokens
         usage = Usage(
@@ -307,10 +313,17 @@ def _log_arrival(request: ApiRequest) -> None:
 def _log_end(request: ApiRequest, error: ApiError | None) -> None:
     now = time.time()
     fields = _fields(request, error, now - request.call.arrived)
+    facts = [f"{request.tokens.num_prompt} tokens in"]
+    if fields["completion_tokens"] is not None:
+        facts.append(f"{fields['completion_tokens']} out")
+    facts.append(f"{fields['seconds']:.3f} s")
+    if (first := fields["time_to_first_token"]) is not None:
+        facts.append(f"first token after {first} s")
+    if (per_token := fields["time_per_token"]) is not None:
+        facts.append(f"{per_token} s per token")
     logger.info(
-        "%s ended: %s, %d tokens in, %d out, %.3f s, first token after %s s, %s s per token, key %s%s",
-        *(request.call.id, fields["finish_reason"], request.tokens.num_prompt, request.tokens.num_generated),
-        *(fields["seconds"], fields["time_to_first_token"] or "-", fields["time_per_token"] or "-", _client(request)),
+        "%s ended: %s, %s, key %s%s",
+        *(request.call.id, fields["finish_reason"], ", ".join(facts), _client(request)),
         "" if error is None else f": {error.message}",
         extra={"fields": fields},
     )
@@ -344,7 +357,7 @@ def _fields(request: ApiRequest, error: ApiError | None, took: float) -> dict[st
         "finish_reason": ",".join(sorted(set(request.reasons))) if error is None else error.cause,
         "prompt_tokens": tokens.num_prompt,
         "cached_tokens": tokens.num_cached,
-        "completion_tokens": tokens.num_generated,
+        "completion_tokens": tokens.num_generated if request.knows_generated(error) else None,
         "seconds": round(took, 4),
         "time_to_first_token": None if first is None else round(first, 4),
         "time_per_token": per_token,

@@ -126,6 +126,12 @@ class TokenAccount:
     def num_returned(self) -> int:
         return self.num_generated - self.num_unreturned
 
+    @property
+    def all_reported(self) -> bool:
+        """Whether `num_generated` has all tokens that the engine has sent or will send. Before its end, a request that
+        does not stream has sent none."""
+        return self._streams or not self._num_running
+
     def close(self, output: RequestOutput) -> None:
         """All completions of a prompt have ended. The tokens of an aborted one are reported only if it streams."""
         if output.metrics is not None:

@@ -58,7 +58,7 @@ def _attributes(request: ApiRequest, now: float, fields: dict[str, Any]) -> dict
         "gen_ai.request.top_p": request.params.top_p,
         "gen_ai.request.n": request.params.n,
         "gen_ai.usage.prompt_tokens": request.tokens.num_prompt,
-        "gen_ai.usage.completion_tokens": request.tokens.num_generated,
+        "gen_ai.usage.completion_tokens": fields["completion_tokens"],
         "gen_ai.latency.time_to_first_token": request.first_token,
         "gen_ai.latency.e2e": now - request.call.arrived,
         "gen_ai.response.finish_reasons": fields["finish_reason"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,6 +159,18 @@ def test_requests_at_once_and_shares_of_processes() -> None:
 
 def account(kind: RequestOutputKind, *prompts: int, interval: int = 1, **params: Any) -> TokenAccount:
     return TokenAccount(SamplingParams(output_kind=kind, **params), list(prompts), max_model_len=100, interval=interval)
+
+
+def test_what_does_not_stream_is_reported_at_its_end() -> None:
+    def output(reason: str) -> Any:
+        return SimpleNamespace(metrics=None, prompt_token_ids=[1], outputs=[SimpleNamespace(finish_reason=reason)])
+
+    assert account(RequestOutputKind.DELTA, 1).all_reported
+    assert not account(RequestOutputKind.DELTA, 1, use_beam_search=True, n=2, temperature=0).all_reported
+    two = account(RequestOutputKind.FINAL_ONLY, 1, 1)
+    for reason, known in (("length", False), ("abort", False), ("stop", True)):
+        two.close(output(reason))
+        assert two.all_reported == known
 
 
 def test_a_client_that_leaves_early_is_charged_what_is_not_reported() -> None:
