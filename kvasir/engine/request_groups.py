@@ -316,6 +316,7 @@ class BeamGroups:
     def _advance(self, search: SearchGroup) -> list[BeamOutput]:
         proposals = [search.proposals[key] for key in search.keys]
         search.proposals.clear()
+        self._scheduler.stats.generated_tokens += search.search.spec.width
         beams = search.search.advance(proposals)
         if search.search.done:
             self._end(search)

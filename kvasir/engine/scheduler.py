@@ -575,6 +575,7 @@ class Scheduler:
         failures = dict(result.failures or {})
         if r.any_guided:
             counts = self._follow_guides(result, lines, rows, counts, reasons, failures)
+        self.stats.generated_tokens += int(counts.sum())
         if r.any_without_sampling:
             done = ~r.samples[rows] & ~np.isin(lines, list(result.failures or ()))
             reasons[done] = FinishReason.STOP

@@ -40,6 +40,7 @@ class EngineStats:
     copied_blocks: int
     shared_blocks: int
     freed_blocks: int  # blocks of running requests that fell out of their layers' attention window
+    generated_tokens: int = 0  # kept for requests; a beam search generates one per beam in each of its steps
     step_tokens: int = 0  # prompt tokens computed and tokens generated
     step_sizes: list[int] = field(default_factory=no_step_sizes)  # steps by their step_tokens, per bucket of STEP_SIZES
     num_waiting_tokens: int = 0  # prompt tokens of waiting requests
@@ -106,6 +107,7 @@ class SchedulerStats:
 
     steps: int = 0
     scheduled_tokens: int = 0
+    generated_tokens: int = 0  # kept for requests
     step_tokens: int = 0  # prompt tokens computed and tokens generated
     step_sizes: list[int] = field(default_factory=no_step_sizes)  # steps by their step_tokens, per bucket of STEP_SIZES
     preemptions: int = 0

@@ -191,14 +191,12 @@ class ApiRequest:
             self.tokens.cached[output.request_id] = output.num_cached_tokens
         if new:
             self.tokens.num_generated += new
-            tally = self.state.metrics.tally
-            tally.generated += new
             if self.params.output_kind is RequestOutputKind.DELTA:
                 now = time.time()
                 if self.first_token is None:
                     self.first_token = now - self.call.arrived
                 elif len(self.prompts) == 1:
-                    tally.gap(now - self._last_token, new)
+                    self.state.metrics.tally.gap(now - self._last_token, new)
                 self._last_token = now
         if output.finished:
             self._take_last(output)
@@ -210,8 +208,6 @@ class ApiRequest:
         self.tokens.close(output)
         if len(self.ids) > 1:  # others go on, and this answer is kept until they are done
             self.num_done_logprobs += num_logprobs(output, self.params)
-        if times is not None:
-            metrics.tally.generated += times.num_unreturned_tokens
         generated = times.num_generation_tokens if times is not None else 0
         metrics.ended(times, len(output.prompt_token_ids), output.num_cached_tokens or 0, generated)
         for each in output.outputs:

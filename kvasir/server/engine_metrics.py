@@ -144,6 +144,8 @@ HELP = {
     "cuda_graphs": "Captured CUDA graphs.",
     "cuda_graph_memory_bytes": "Device memory held by CUDA graphs.",
     "engine_steps": "Steps of the engine.",
+    "generation_tokens": "Generated tokens, counted at every step; with those that no answer has: of completions that "
+    "best_of or a beam search drops, and after a stop string.",
     "iteration_tokens_total": "Prompt tokens computed and tokens generated per step.",
     "num_requests_waiting_by_reason": "Requests in the queue by reason: capacity, or deferred, which no request is.",
     "engine_sleep_state": "1 for the state that the engine is in: always awake, as it has no sleep mode.",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from kvasir.engine.stats import EngineStats
 from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import EngineDeadError, KvasirError
 from kvasir.frontend.requests.prompts import TokensPrompt
@@ -41,7 +42,7 @@ class ServerLifecycle:
         self._start = start
         self._stop = stop
         self._tasks: set[asyncio.Task[None]] = set()
-        self._generated = (time.monotonic(), 0.0)
+        self._rate = TokenRate(time.monotonic())
         self._logged = 0.0
 
     def begin(self) -> None:
@@ -99,24 +100,22 @@ class ServerLifecycle:
 
     async def _flush(self) -> None:
         metrics = self.state.metrics
-        new = metrics.tally.generated
         metrics.flush()
-        now, (then, smoothed) = time.monotonic(), self._generated
-        rate = 0.5 * smoothed + 0.5 * new / (now - then)  # smoothed over a few seconds
-        self._generated = now, rate if rate > 0.01 else 0.0
-        metrics.tokens_per_second.set(self._generated[1])
-        if now - self._logged >= _LOG_SECONDS and not self.state.config.disable_log_stats and self.state.requests:
-            self._logged = now
-            await self._log_stats()
-
-    async def _log_stats(self) -> None:
         stats = await self.state.stats()
         if stats is None:
             return
+        now = time.monotonic()
+        self._rate.update(now, stats.generated_tokens)
+        metrics.tokens_per_second.set(self._rate.value)
+        if now - self._logged >= _LOG_SECONDS and not self.state.config.disable_log_stats and self.state.requests:
+            self._logged = now
+            self._log_stats(stats)
+
+    def _log_stats(self, stats: EngineStats) -> None:
         facts = {
             "running": stats.num_running,
             "waiting": stats.num_waiting,
-            "tokens_per_second": round(self._generated[1], 1),
+            "tokens_per_second": round(self._rate.value, 1),
             "kv_cache_usage": round(stats.num_used_blocks / max(1, stats.num_blocks), 4),
             "prefix_cache_hit_rate": round(stats.prefix_cache_hits / max(1, stats.prefix_cache_queries), 4),
         }
@@ -160,6 +159,21 @@ class ServerLifecycle:
             self.error = error
             self.state.phase.fail(str(error))
         self._stop()
+
+
+class TokenRate:
+    """Tokens per second, smoothed over a few seconds, from a counter that is read now and then."""
+
+    def __init__(self, now: float) -> None:
+        self.value = 0.0
+        self._last = (now, 0)
+
+    def update(self, now: float, count: int) -> None:
+        then, before = self._last
+        new = max(0, count - before)  # another API process that has just started may have reset the counter
+        rate = 0.5 * self.value + 0.5 * new / (now - then)
+        self.value = rate if rate > 0.01 else 0.0
+        self._last = now, count
 
 
 class Peers:

@@ -48,7 +48,6 @@ class Tally:
     """Plain numbers that every token updates."""
 
     def __init__(self) -> None:
-        self.generated = 0
         self.gaps = [0] * (len(GAPS) + 1)  # tokens by the bucket of their inter-token latency
         self.gap_seconds = 0.0
 
@@ -81,7 +80,6 @@ class Metrics:
         self._by_source = {
             source: self.prompt_tokens_by_source.labels(**self.labels, source=source) for source in _SOURCES
         }
-        self.generation_tokens = self._counter("generation_tokens", "Generated tokens.")
         self.success = self._counter("request_success", "Finished requests by finish reason.", ["finished_reason"])
         self.errors = self._counter("request_errors", "Failed requests by cause.", ["cause"])
         self.first_token = self._histogram(
@@ -119,7 +117,9 @@ class Metrics:
             "request_params_max_tokens", "The parameter max_tokens of requests.", tokens
         )
         self.tokens_per_second = self._gauge(
-            "tokens_per_second", "Generated tokens per second, over the last few seconds."
+            "tokens_per_second",
+            "Generated tokens per second, of all engines together, over the last few seconds.",
+            mode="livemax",  # every API process finds the same
         )
         self.live = self._gauge("api_requests_in_flight", "Requests in flight in the API processes.")
         self.startup = self._gauge("startup_seconds", "Seconds that each phase of the start took.", ["phase"], "max")
@@ -155,8 +155,6 @@ class Metrics:
         """Add the tally to the Prometheus objects and start a new one."""
         tally, self.tally = self.tally, Tally()
         self.live.set(self.num_live)
-        if tally.generated:
-            self.generation_tokens.inc(tally.generated)
         if tally.gap_seconds:
             self.gap._sum.inc(tally.gap_seconds)
             for bucket, count in zip(self.gap._buckets, tally.gaps, strict=True):

@@ -101,6 +101,26 @@ def test_the_metrics_count(server: LiveServer) -> None:
     assert metric("vllm:kv_cache_usage_perc") == 0
 
 
+@pytest.mark.slow
+def test_what_is_not_streamed_counts_while_it_runs(starter_model: Path) -> None:
+    async def ask_and_leave(server: LiveServer) -> None:
+        async with httpx.AsyncClient(timeout=web.PATIENCE) as client:
+            task = asyncio.create_task(
+                client.post(f"{server.url}/v1/chat/completions", json={**CHAT, "max_tokens": 1900})
+            )
+            for name in ("generation_tokens_total", "tokens_per_second"):
+                counted = partial(server.metric, f"kvasir:{name}")
+                await asyncio.to_thread(until, lambda counted=counted: counted() > 0, name, server)
+            assert not task.done()
+            task.cancel()
+
+    slow = {"make": "kvasir.executor.fake:delayed", "delay": 0.01, "token": 42}
+    with LiveServer.fake(starter_model, executor=slow) as server:
+        assert server.wait_until_ready().metric("kvasir:generation_tokens_total") == 0, "nobody asked for the first"
+        asyncio.run(ask_and_leave(server))
+        server.wait_for_log(r"ended: disconnect, \d+ tokens in, [\d.]+ s, key -")
+
+
 def test_what_one_request_took(server: LiveServer) -> None:
     def sums() -> dict[str, float]:
         names = ("max_num_generation_tokens", "prefill_kv_computed_tokens", "prompt_tokens")

@@ -80,6 +80,7 @@ def read_metrics(stats: EngineStats, frontend: dict[str, float]) -> list[Metric]
     counters = {
         "engine_steps": stats.steps,
         "iteration_tokens": stats.scheduled_tokens,
+        "generation_tokens": stats.generated_tokens,
         "num_preemptions": stats.preemptions,
         "partial_prefills": stats.partial_prefills,
         "requests_refused": stats.refused_requests,

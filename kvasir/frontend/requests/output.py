@@ -338,7 +338,6 @@ class FrontendMetrics:
 
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
-    generation_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason
     first_token: tuple[int, float] = (0, 0.0)  # number of requests, total seconds
     queue: tuple[int, float] = (0, 0.0)
@@ -348,7 +347,6 @@ class FrontendMetrics:
         """Add a finished request."""
         self.prompt_tokens += num_prompt_tokens
         self.prompt_tokens_cached += num_cached_tokens
-        self.generation_tokens += metrics.num_generation_tokens
         self.finished[reason] += 1
         self.first_token = _plus(self.first_token, metrics.time_to_first_token)
         self.queue = _plus(self.queue, metrics.time_in_queue)
@@ -359,7 +357,6 @@ class FrontendMetrics:
         return {
             "prompt_tokens": self.prompt_tokens,
             "prompt_tokens_cached": self.prompt_tokens_cached,
-            "generation_tokens": self.generation_tokens,
             **counts,
             "time_to_first_token_seconds_count": self.first_token[0],
             "time_to_first_token_seconds_sum": self.first_token[1],

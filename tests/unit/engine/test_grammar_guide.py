@@ -75,7 +75,7 @@ def test_forced_tokens_take_no_pass_of_their_own() -> None:
             assert got.tokens[0] == masked_text([5, 6, 7], grammar, 100)
             assert got.reasons[0] == FinishReason.STOP
             jsonschema.validate(json.loads(decode(got.tokens[0])), PERSON)
-            assert stats.guided_tokens == len(got.tokens[0])
+            assert stats.guided_tokens == stats.generated_tokens == len(got.tokens[0])
             assert (stats.jumps > 0) == (stats.jumped_tokens > 0) == jumps
             counts[lookahead, jumps] = stats.guided_passes
     assert counts[0, False] == len(got.tokens[0]), "without jumps every token has its pass, and the end has none"

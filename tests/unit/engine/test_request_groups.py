@@ -12,7 +12,7 @@ from kvasir.engine.policies import Context, FirstComeFirstServed
 from kvasir.engine.request import Request
 from kvasir.engine.request_groups import BeamGroups
 from kvasir.messages import BeamSpec, EngineOutput, EngineRequest, FinishReason, SampleInputs, StepResult, Terms
-from tests.builders import VOCAB, Clock, Collector, ScoringExecutor, check_blocks, expected, make_core, request
+from tests.builders import VOCAB, Clock, Collector, ScoringExecutor, check_blocks, expected, make_core, request, run
 
 PLAIN = 3
 SEARCH = 100
@@ -140,3 +140,13 @@ def test_a_fault_in_one_search_ends_it_alone(
     assert watch.seen.reasons[SEARCH] is FinishReason.ERROR and "KeyError" in str(watch.seen.errors[SEARCH])
     assert done == [SEARCH + 1]
     assert f"key {SEARCH}" in caplog.text
+
+
+def test_a_search_generates_a_token_per_beam_and_step() -> None:
+    core, _ = make()
+    run(core)
+    before = core.stats().generated_tokens
+    assert before == PLAIN * 40
+    core.add(search(width=4))
+    run(core)
+    assert core.stats().generated_tokens - before == 4 * 30

@@ -45,6 +45,35 @@ def test_steps_are_counted_by_their_tokens() -> None:
     assert list(one.buckets)[-2:] == ["16384.0", "+Inf"]
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_generated_tokens_are_counted_at_every_step(lookahead: int) -> None:
+    core = make_core(lookahead)
+    core.add(request(9, [4, 4], 3))
+    run(core)
+    core.start_counting()  # as a server does after the token of its start
+    core.add(request(0, [1, 2, 3], 20, stream=False))
+    core.add(request(1, [3, 2, 1], 20))
+    outputs = [core.run_step() for _ in range(6)]
+    streamed = sum(int(output.counts.sum()) for output in outputs if output.keys.tolist() == [1])
+    assert streamed == 6 - lookahead and not any(0 in output.keys for output in outputs)
+    assert core.stats().generated_tokens == 2 * streamed, "also those that no output has"
+    run(core)
+    assert core.stats().generated_tokens == 40
+
+
+def test_tokens_that_nobody_gets_are_not_counted() -> None:
+    core = make_core(num_blocks=18)
+    stop = expected([8, 8], 6)[-1]
+    core.add(request(8, [8, 8], 30, (stop,)))
+    for key in range(4):
+        core.add(request(key, [key + 1, 2, 3], 25, stream=key % 2 == 0))
+    got, stats = run(core), core.stats()
+    assert stats.preemptions and stats.dropped_tokens, "tokens are sampled twice, and after the end"
+    assert stats.generated_tokens == sum(map(len, got.tokens.values())) == 4 * 25 + len(expected([8, 8], 30, (stop,)))
+    counters = {each.name: each.value for each in metrics.read_metrics(stats, {})}
+    assert counters["kvasir:generation_tokens"] == stats.generated_tokens
+
+
 @pytest.mark.parametrize(("windows", "shown"), [((None,), None), ((None, 8), None), ((8,), 8), ((8, 16), 16)])
 def test_a_window_of_all_layers_is_shown(windows: tuple[int | None, ...], shown: int | None) -> None:
     stats = make_core(windows=windows).stats()

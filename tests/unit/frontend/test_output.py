@@ -453,7 +453,6 @@ def test_totals(frontend: Frontend) -> None:
     assert frontend.output.metrics.snapshot() == {
         "prompt_tokens": 5,
         "prompt_tokens_cached": 1,
-        "generation_tokens": 3,
         "request_success_abort": 1,
         "request_success_length": 1,
         "request_success_stop": 1,
