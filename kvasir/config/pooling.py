@@ -342,5 +342,9 @@ def _read_list(file: Path) -> list[Any]:
 def _read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except FileNotFoundError:
+        raise ModelError(f"{file} is missing, and {_MODULES} names its directory. Is the download complete?") from None
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read ({error.strerror}).") from None
+    except ValueError as error:
         raise ModelError(f"{file} cannot be read as JSON ({error}). Is the download complete?") from None

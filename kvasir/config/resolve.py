@@ -7,6 +7,7 @@ the device.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -242,7 +243,7 @@ def read_hf_config(path: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     hf = (
         _read_gguf_config(path)
         if path.is_file()
-        else _read_json(path / "config.json", f"The model directory {path} holds no config.json.")
+        else _read_json(path / "config.json", lambda: hub.without_config(path))
     )
     if "rope_scaling" in overrides and overrides["rope_scaling"] is None:
         overrides = {**overrides, "rope_scaling": {"rope_type": "default"}}
@@ -374,12 +375,14 @@ def _tokenizer(asked: ModelConfig, load: LoadConfig, path: Path) -> str:
     return str(hub.find_tokenizer(asked, load))
 
 
-def _read_json(file: Path, missing: str = "") -> dict[str, Any]:
+def _read_json(file: Path, missing: Callable[[], str] | None = None) -> dict[str, Any]:
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(missing or f"{file} is missing.") from None
-    except (OSError, ValueError) as error:
+        raise ModelError(missing() if missing else f"{file} is missing. Is the download complete?") from None
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read ({error.strerror}).") from None
+    except ValueError as error:
         raise ModelError(f"{file} cannot be read as JSON ({error}). Is the download complete?") from None
     if not isinstance(entries, dict):
         raise ModelError(f"{file} must hold a JSON object, not a {type(entries).__name__}.")

@@ -23,11 +23,47 @@ SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 # Subdirectories and consolidated files hold the same weights again, in another layout.
 NOT_NEEDED = ["*/*", "consolidated*"]
 
+_LATER_PART = re.compile(r"-(?!0*1-)\d+-of-\d+\.gguf$")  # of a model in several files; the first one is given
+_MOST_SHOWN = 3  # names of files in a message
+
 
 def find_model(model: ModelConfig, load: LoadConfig) -> Path:
     """The directory or GGUF file of the model, downloaded first if `model` is a name on the Hub."""
     files = SMALL_FILES if load.load_format == "dummy" else [*SMALL_FILES, "*.safetensors"]
     return _find("model", model.model, model.revision, files, model, load)
+
+
+def check_at_once(model: ModelConfig) -> None:
+    """Raise for a path at which there plainly is no model, before anything slow starts. Names on the Hub pass."""
+    path = _find_here("model", model.model, model.revision)
+    if path is None:
+        return
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(without_config(path))
+        return
+    try:
+        is_gguf = _is_gguf(path)
+    except OSError as error:
+        raise ModelError(f"model={model.model!r} cannot be read ({error.strerror}).") from None
+    if not is_gguf:
+        raise ModelError(_not_gguf("model", model.model))
+
+
+def without_config(path: Path) -> str:
+    """Say what a directory without config.json holds instead, and what a model needs."""
+    needed = (
+        "A model needs config.json, its weights (*.safetensors) and the files of its tokenizer; or give a GGUF file."
+    )
+    names = sorted(entry.name for entry in path.iterdir())
+    if not names:
+        return f"The model directory {path} is empty. {needed}"
+    found = [name for name in names if name.endswith(".gguf") and not _LATER_PART.search(name)]
+    if not found:
+        return f"The model directory {path} holds no config.json. Is the download complete? {needed}"
+    shown = ", ".join(found[:_MOST_SHOWN]) + (f" and {len(found) - _MOST_SHOWN} more" * (len(found) > _MOST_SHOWN))
+    give = f"give {path / found[0]}" if len(found) == 1 else f"give one of them, such as {path / found[0]}"
+    return f"The model directory {path} holds no config.json. It holds {shown}; {give}."
 
 
 def find_draft_head(name: str, model: ModelConfig, load: LoadConfig) -> Path:
@@ -49,6 +85,11 @@ def find_adapter(name: str, model: ModelConfig, load: LoadConfig) -> Path:
 
 
 def _find(what: str, name: str, revision: str | None, files: list[str], model: ModelConfig, load: LoadConfig) -> Path:
+    return _find_here(what, name, revision) or _download(what, name, revision, files, model, load)
+
+
+def _find_here(what: str, name: str, revision: str | None) -> Path | None:
+    """The directory or file of this name; None if it may be a name on the Hub."""
     path = Path(name).expanduser()
     if path.is_dir():
         if revision is not None:
@@ -57,14 +98,16 @@ def _find(what: str, name: str, revision: str | None, files: list[str], model: M
     if path.is_file() and (name.endswith(".gguf") or _is_gguf(path)):
         return path.resolve()
     if path.exists():
-        raise ModelError(
-            f"{what}={name!r} is a file, but not a GGUF file. Use one, or a directory with safetensors files."
-        )
+        raise ModelError(_not_gguf(what, name))
     if name.endswith(".gguf"):
         raise ModelError(f"{what}={name!r}: there is no such file.{_neighbours(path)}")
     if not HUB_NAME.fullmatch(name) or name.startswith("."):
         raise ModelError(f"{what}={name!r}: there is no such directory.{_neighbours(path)}")
-    return _download(what, name, revision, files, model, load)
+    return None
+
+
+def _not_gguf(what: str, name: str) -> str:
+    return f"{what}={name!r} is a file, but not a GGUF file. Use one, or a directory with safetensors files."
 
 
 def _is_gguf(path: Path) -> bool:

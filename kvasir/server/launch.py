@@ -36,6 +36,7 @@ from kvasir.entrypoints.async_llm import AsyncLLM
 from kvasir.errors import ConfigError, EngineError
 from kvasir.frontend.clients.engine_client import EngineClient
 from kvasir.log import get_logger
+from kvasir.models import hub
 from kvasir.server.api_keys import load_keys
 from kvasir.server.app import make_app
 from kvasir.server.config import ServerConfig, server_settings
@@ -60,6 +61,8 @@ def serve(asked: EngineConfig, config: ServerConfig, executor: Any = None) -> in
 
     Settings that cannot work raise a ConfigError. `executor` replaces the model's, as in AsyncLLM.
     """
+    if not asked.model.path:  # its settings are not resolved, so nothing has looked for the model
+        hub.check_at_once(asked.model)
     set_up_logging(config)
     raise_descriptor_limit()
     # Half of the cores tokenize long texts; the others stay free for HTTP and the engine.

@@ -73,7 +73,7 @@ def test_standard_input_that_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys:
         (["--url", "localhost"], "is not a URL such as"),
         (["--url", "{url}/v1", "--temperature", "-1"], "temperature"),
         (["--url", "{url}/v1", "--block-size", "16"], "--block-size is a setting of a model loaded here"),
-        (["--url", "{url}/v1", "some/model"], "--url is for a server, and MODEL is loaded here"),
+        (["--url", "{url}/v1", "some/model"], "If 'some/model' is a text to complete, give it with -q."),
     ],
 )
 def test_complete_says_what_is_wrong(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -174,7 +175,7 @@ def test_the_text_part_of_a_larger_config(model: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "holds no config.json"),
+        (None, "is empty. A model needs config.json, its weights"),
         ("{", "cannot be read as JSON"),
         ("", "Is the download complete"),
         ("[]", "must hold a JSON object, not a list"),
@@ -274,6 +275,36 @@ def test_files_are_refused(model: Path) -> None:
         settle(model / "model.gguf")
     with pytest.raises(ModelError, match="is a file, but not a GGUF file"):
         settle(model / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["notes.txt"], "{} holds no config.json. Is the download complete? A model needs config.json"),
+        (["x.gguf"], "{0} holds no config.json. It holds x.gguf; give {0}/x.gguf."),
+        (["a.gguf", "b.gguf"], "It holds a.gguf, b.gguf; give one of them, such as {}/a.gguf."),
+        ([f"{letter}.gguf" for letter in "abcde"], "It holds a.gguf, b.gguf, c.gguf and 2 more; give one of them"),
+        (["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"], "It holds m-00001-of-00002.gguf; give {}/m-00001-of"),
+    ],
+)
+def test_a_directory_without_a_config_says_what_it_holds(files: list[str], message: str, model: Path) -> None:
+    (model / "config.json").unlink()
+    for name in files:
+        (model / name).write_bytes(b"GGUF")
+    with pytest.raises(ModelError, match=re.escape(message.format(model))):
+        settle(model)
+
+
+@pytest.mark.parametrize("folder", ["1_Pooling", "2_Dense"])
+def test_a_missing_file_of_a_module_is_said_to_be_missing(folder: str, model: Path) -> None:
+    modules = [{"type": f"models.{kind}", "path": path} for kind, path in (("Transformer", ""), (folder[2:], folder))]
+    (model / "modules.json").write_text(json.dumps(modules))
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    write(model, {"architectures": ["BertModel"], "vocab_size": 9, "max_position_embeddings": 8, **sizes})
+    with pytest.raises(ModelError) as caught:
+        settle(model)
+    missing = model / folder / "config.json"
+    assert str(caught.value) == f"{missing} is missing, and modules.json names its directory. Is the download complete?"
 
 
 def test_a_directory_has_no_revisions(model: Path) -> None:

@@ -115,7 +115,10 @@ def _open(namespace: argparse.Namespace) -> Backend:
     if hasattr(namespace, "model"):
         for name in ("url", "model_name", "api_key"):
             if getattr(namespace, name) is not None:
-                raise ConfigError(f"{flag(name)} is for a server, and MODEL is loaded here: give one or the other.")
+                raise ConfigError(
+                    f"{flag(name)} is for a server, and MODEL is loaded here: give one or the other. If "
+                    f"{namespace.model!r:.80} is a text to complete, give it with -q."
+                )
         from kvasir.entrypoints.cli.chat_local import LocalModel  # brings the engine
 
         return LocalModel(EngineArgs.from_cli_args(namespace))

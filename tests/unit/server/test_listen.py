@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvasir.errors import ConfigError
+from kvasir.config.args import EngineArgs
+from kvasir.errors import ConfigError, ModelError
 from kvasir.server.config import ServerConfig
-from kvasir.server.launch import listen, print_error
+from kvasir.server.launch import listen, print_error, serve
 
 SOCKET_PATH_LIMIT = 107  # bytes, of Linux
 
@@ -17,6 +18,31 @@ SOCKET_PATH_LIMIT = 107  # bytes, of Linux
 def test_a_name_that_nobody_knows() -> None:
     with pytest.raises(ConfigError, match=r"Cannot listen on no such host:0: the name cannot be resolved\."):
         listen(ServerConfig(host="no such host", port=0))
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("no/such/dir", "there is no such directory"),
+        ("gone.gguf", "there is no such file"),
+        ("empty", "is empty. A model needs config.json"),
+        ("bare", "It holds x.gguf; give"),
+        ("bare/x.gguf", "is a file, but not a GGUF file"),
+        ("bare/text", "is a file, but not a GGUF file"),
+    ],
+)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_model_that_is_not_there_is_said_before_listening(
+    name: str, why: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bare").mkdir()
+    for file in ("x.gguf", "text"):
+        (tmp_path / "bare" / file).write_text("nothing")
+    monkeypatch.setattr("kvasir.server.launch.listen", lambda config: pytest.fail("it listens"))
+    asked = EngineArgs(model=str(tmp_path / name)).create_engine_config()
+    with pytest.raises(ModelError, match=why):
+        serve(asked, ServerConfig(api_server_count=processes))
 
 
 def test_a_port_in_use() -> None:
