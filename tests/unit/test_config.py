@@ -625,8 +625,10 @@ def test_trust_in_code_that_is_not_needed_is_a_warning(
 
 @pytest.mark.parametrize("trust", [True, False])
 @pytest.mark.parametrize("implementation", ["auto", "transformers"])
-def test_a_model_that_is_only_code_is_refused(trust: bool, implementation: str, world: World) -> None:
-    (world.path / "config.json").write_text(json.dumps(HF | REMOTE | {"architectures": ["XForCausalLM"]}))
+@pytest.mark.parametrize("kind", ["no_such_type", None, ["llama"]], ids=str)
+def test_a_model_that_is_only_code_is_refused(trust: bool, implementation: str, kind: Any, world: World) -> None:
+    hf = HF | REMOTE | {"architectures": ["XForCausalLM"], "model_type": kind}
+    (world.path / "config.json").write_text(json.dumps(hf))
     with pytest.raises(ModelError, match="XForCausalLM comes only as Python code with the model .*runs no code"):
         resolve(EngineArgs(str(world.path), trust_remote_code=trust, model_impl=implementation))
 

@@ -222,7 +222,7 @@ def _transformers_has(config: Config) -> bool:
 def _transformers_knows_type(config: Config) -> bool:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    return _transformers_has(config) or config.get("model_type") in CONFIG_MAPPING_NAMES
+    return _transformers_has(config) or str(config.get("model_type")) in CONFIG_MAPPING_NAMES
 
 
 @cache
