@@ -36,7 +36,7 @@ DTYPE_NAMES = {"half": "float16", "float": "float32"}
 # vLLM's names of attention backends in lower case, where Kvasir's differ.
 BACKEND_NAMES = {"triton_attn": "triton", "torch_sdpa": "torch", "cpu_attn": "cpu"}
 # Settings that vLLM leaves at None where it chooses for itself.
-NONE_IS_DEFAULT = ("enable_prefix_caching", "enable_chunked_prefill", "kv_offloading_size")
+NONE_IS_DEFAULT = ("attention_backend", "enable_prefix_caching", "enable_chunked_prefill", "kv_offloading_size")
 # As in vLLM, lower-case units are powers of 1000 and upper-case ones powers of 1024.
 SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 

@@ -79,16 +79,26 @@ VLLM_SHORT_FLAGS = frozenset(_VLLM_SHORT_FLAGS.split())
 
 # vLLM's defaults where they are not None, False, "auto" or empty; several where its versions differ.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "all2all_backend": ("allgather_reducescatter",),
     "cp_kv_cache_interleave_size": (1,),
+    "data_parallel_backend": ("mp",),
+    "data_parallel_rpc_port": (29550,),
+    "dbo_decode_token_threshold": (32,),
+    "dbo_prefill_token_threshold": (512,),
     "decode_context_parallel_size": (1,),
     "disable_cascade_attn": (False, True),
     "enable_log_deltas": (True,),
     "expert_placement_strategy": ("linear",),
     "kv_offloading_backend": ("native",),
     "mamba_cache_mode": ("none",),
+    "master_addr": ("127.0.0.1",),
+    "master_port": (29501,),
     "max_long_partial_prefills": (1,),
     "max_num_partial_prefills": (1,),
     "mm_encoder_tp_mode": ("weights",),
+    "mm_processor_cache_gb": (4, 4.0),
+    "mm_processor_cache_type": ("lru",),
+    "mm_shm_cache_max_object_size_mb": (128,),
     "nnodes": (1,),
     "node_rank": (0,),
     "prefill_context_parallel_size": (1,),
@@ -96,6 +106,7 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "pt_load_map_location": ("cpu",),
     "safetensors_load_strategy": ("lazy",),
     "scheduler_reserve_full_isl": (True,),
+    "ubatch_size": (0,),
 }
 _NOTHING_TEXTS = ("auto", "none", "null", "false", "{}", "[]", "")
 

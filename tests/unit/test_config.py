@@ -561,6 +561,7 @@ def test_hf_token_needs_no_value() -> None:
         {"disable_cascade_attn": True, "scheduler_reserve_full_isl": True},
         {"task": "auto", "override_pooler_config": None, "worker_use_ray": False},
         {"enable_prefix_caching": None, "enable_chunked_prefill": None, "kv_offloading_size": None},
+        {"attention_backend": None, "mm_processor_cache_gb": 4, "data_parallel_backend": "mp", "ubatch_size": 0},
     ],
     ids=str,
 )
