@@ -20,8 +20,10 @@ logger = get_logger(__name__)
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
-# Subdirectories and consolidated files hold the same weights again, in another layout.
-NOT_NEEDED = ["*/*", "consolidated*"]
+WEIGHTS = ["*.safetensors", "*_linear.pt"]  # the latter are heads of bge-m3
+# Subdirectories and consolidated files hold the same weights again, in another layout. Those named like 1_Pooling and
+# 2_Dense are modules of sentence-transformers, parts of the model.
+NOT_NEEDED = ["[!0-9]*/*", "[0-9][!_]*/*", "*/*/*", "consolidated*"]
 
 _LATER_PART = re.compile(r"-(?!0*1-)\d+-of-\d+\.gguf$")  # of a model in several files; the first one is given
 _MOST_SHOWN = 3  # names of files in a message
@@ -29,7 +31,7 @@ _MOST_SHOWN = 3  # names of files in a message
 
 def find_model(model: ModelConfig, load: LoadConfig) -> Path:
     """The directory or GGUF file of the model, downloaded first if `model` is a name on the Hub."""
-    files = SMALL_FILES if load.load_format == "dummy" else [*SMALL_FILES, "*.safetensors"]
+    files = SMALL_FILES if load.load_format == "dummy" else [*SMALL_FILES, *WEIGHTS]
     return _find("model", model.model, model.revision, files, model, load)
 
 

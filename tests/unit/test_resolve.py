@@ -355,7 +355,13 @@ class Hub(BaseHTTPRequestHandler):
         "config.json": json.dumps(LLAMA),
         "model.safetensors": "w",
         "pytorch_model.bin": "x",
+        "sparse_linear.pt": "y",
+        "training_args.pt": "z",
         "a/b.json": "{}",
+        "4bit/config.json": "{}",
+        "onnx/1_Pooling/config.json": "{}",
+        "1_Pooling/config.json": "{}",
+        "2_Dense/model.safetensors": "d",
     }
     tokens: ClassVar[set[str | None]] = set()
 
@@ -416,7 +422,9 @@ def test_a_model_is_fetched_by_name(hub_environment: dict[str, str], tmp_path: P
     model = resolve_elsewhere("org/tiny", hub_environment)["model"]
     path = Path(model["path"])
     assert path.is_relative_to(tmp_path)
-    assert sorted(file.name for file in path.iterdir()) == ["config.json", "model.safetensors"]
+    found = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir())
+    parts = ["1_Pooling/config.json", "2_Dense/model.safetensors"]  # modules of sentence-transformers
+    assert found == [*parts, "config.json", "model.safetensors", "sparse_linear.pt"]
     assert model["vocab_size"] == 1000 and model["tokenizer"] == model["path"]
     assert "Bearer abc" in Hub.tokens
     assert resolve_elsewhere("org/tiny", hub_environment | {"HF_HUB_OFFLINE": "1"})["model"] == model
