@@ -35,6 +35,12 @@ class _Copies(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         assert name not in COPYING, f"{name} copies the host's memory or to it, which a CUDA graph cannot capture"
+        if name == "__setitem__" and not isinstance(args[2], torch.Tensor):
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            by_tensor = any(isinstance(place, torch.Tensor) for place in places)
+            assert not by_tensor, (
+                "a number at a tensor's places is copied, which a CUDA graph cannot capture; index_fill_ can"
+            )
         return func(*args, **(kwargs or {}))
 
 

@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,11 @@ ENGINES: dict[str, dict[str, Any] | None] = {
 
 
 def make(kind: RandomCoding, outputs: int, inputs: int) -> Coded:
-    return kind.make(outputs, inputs, GPU).packed().narrowed(rounds=True)
+    """Random weights, as a layer holds them. Scales differ, or all would be rounded alike in bfloat16."""
+    made = kind.make(outputs, inputs, GPU)
+    factors = torch.rand_like(made.scale) + 0.5
+    minimum = None if made.minimum is None else made.minimum * factors
+    return replace(made, scale=made.scale * factors, minimum=minimum).packed().centered().narrowed(rounds=True)
 
 
 def check(kind: str) -> dict[str, float]:

@@ -204,6 +204,15 @@ class Coded:
         codes = (tiles[:, :, 0] | (tiles[:, :, 1] << 4)).view(self.shape[0], -1)
         return replace(self, codes=codes, coding=replace(self.coding, tile=tile))
 
+    def centered(self) -> Coded:
+        """With numbers that are counted from the middle of their range, where there are minima. Those are then small
+        beside the values, and lose little where kernels round them to bfloat16."""
+        middle = {"u4": 8, "u6": 32}.get(self.coding.kind)
+        if middle is None or self.minimum is None or self.coding.offset == middle:
+            return self
+        minimum = self.minimum.float() + (middle - self.coding.offset) * self.scale.float()
+        return replace(self, coding=replace(self.coding, offset=middle), minimum=minimum)
+
     def narrowed(self, *, rounds: bool = False) -> Coded:
         """With scales and minima in 16 bits, where that changes no value; with `rounds` those of groups below 64 in any
         case, to the nearest float16: a scale for 32 codes would otherwise take as much memory as eight of them."""

@@ -38,7 +38,7 @@ EXPANDED = (
 def on_device(matrix: FileMatrix, device: torch.device) -> Coded | None:
     """A matrix in the form that kernels.coded_linear reads; None: its type has no codes."""
     coded = matrix if isinstance(matrix, Coded) else matrix.coded()
-    return None if coded is None else coded.to(device).packed().narrowed(rounds=True)
+    return None if coded is None else coded.to(device).packed().centered().narrowed(rounds=True)
 
 
 def own_share(layer: LinearLayer, name: str | None, tensor: FileMatrix | torch.Tensor) -> FileMatrix | torch.Tensor:

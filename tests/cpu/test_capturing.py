@@ -26,6 +26,8 @@ X = torch.arange(6.0)
         lambda: torch.equal(X, X),
         lambda: torch.tensor([1.0]) * X,
         lambda: X.cpu().numpy(),
+        lambda: X.clone().__setitem__(torch.arange(2), 1),
+        lambda: X.clone().__setitem__((torch.arange(2),), 1.0),
     ],
 )
 def test_waits_and_copies(run: Callable[[], object]) -> None:
@@ -36,7 +38,9 @@ def test_waits_and_copies(run: Callable[[], object]) -> None:
 def test_what_stays_on_the_device() -> None:
     with capturing():
         y = torch.where(X > 2, X, 0.0)[torch.arange(3)]
-        y[torch.arange(2)] = 1
+        y[torch.arange(2)] = torch.ones(2)
+        y[:2] = 1
+        y.index_fill_(0, torch.arange(2), 1)
         y.index_add_(0, torch.zeros(2, dtype=torch.int64), torch.ones(2))
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from kvasir.kernels.triton.launch import cdiv, next_power_of_2
+from kvasir.kernels.triton.launch import cdiv, padded_dim
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _encoder_attention_kernel(
         from_ = (start + others).to(tl.int64)
         kept = is_key[:, None] & is_dim[None, :]
         keys = tl.load(key + from_[:, None] * key_stride + kv_head * HEAD_DIM + dims[None, :], mask=kept, other=0.0)
-        scores = tl.dot(own, tl.trans(keys)) * scale
+        scores = tl.dot(own, tl.trans(keys), input_precision="ieee") * scale
         if HAS_CAP:
             scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
         distance = others[None, :] - places[:, None]
@@ -67,7 +67,7 @@ def _encoder_attention_kernel(
         values = tl.load(
             value + from_[:, None] * value_stride + kv_head * HEAD_DIM + dims[None, :], mask=kept, other=0.0
         )
-        sums = sums * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
+        sums = sums * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         best = higher
     result = sums / total[:, None]
     tl.store(out + (at[:, None] * HEADS + head) * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=shown)
@@ -100,7 +100,7 @@ def encoder_attention(
         query.stride(0), key.stride(0), value.stride(0),
         0 if bias is None else bias.stride(0), 0 if bias is None else bias.shape[1] // 2,
         scale, softcap or 1.0,
-        GROUP=heads // key.shape[1], HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=max(16, next_power_of_2(head_dim)),
+        GROUP=heads // key.shape[1], HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=padded_dim(head_dim),
         REACH=-1 if reach is None else reach, HAS_BIAS=bias is not None, HAS_CAP=softcap is not None,
         QUERIES=queries, KEYS=keys, num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -158,6 +158,11 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def padded_dim(dim: int) -> int:
+    """Numbers of a head that a tile holds: tensor cores take no less than 16."""
+    return max(16, next_power_of_2(dim))
+
+
 # ------------------------------------------------------------ late compilations
 
 _late: int | None = None  # kernels compiled, or loaded from disk, since `watch_compilations`; None: nobody watches

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kvasir.kernels.layout import SharedPrefixes
-from kvasir.kernels.triton.launch import await_previous, early, next_power_of_2
+from kvasir.kernels.triton.launch import await_previous, early, next_power_of_2, padded_dim
 from kvasir.kernels.triton.shared_prefix import attend_prefixes, choose_tiling
 
 LOG2E = 1.4426950408889634
@@ -317,7 +317,7 @@ def part_shape(
     """The compile-time constants of kernels that call `attend_part`."""
     heads, dim, kv_heads = query.shape[1], query.shape[2], kv_cache.shape[3]
     return dict(
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=next_power_of_2(dim),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=padded_dim(dim),
         TILE=max(16, next_power_of_2(heads // kv_heads)), BLOCK_SIZE=kv_cache.shape[2],
         WINDOW=window or 0, SOFTCAP=softcap or 0.0,
     )  # fmt: skip

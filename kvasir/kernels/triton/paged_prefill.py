@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvasir.kernels.triton.launch import await_previous, cdiv, early, gluon_is_known, next_power_of_2
+from kvasir.kernels.triton.launch import await_previous, cdiv, early, gluon_is_known, next_power_of_2, padded_dim
 from kvasir.kernels.triton.paged_decode import LOG2E, soft_cap
 
 
@@ -187,7 +187,7 @@ class Reading:
 
 def reads_by_descriptor(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
     block_size, dim = kv_cache.shape[2], kv_cache.shape[4]
-    whole = block_size % 64 == 0 and next_power_of_2(dim) == dim and query.element_size() == 2 and query.is_cuda
+    whole = block_size % 64 == 0 and padded_dim(dim) == dim and query.element_size() == 2 and query.is_cuda
     return whole and kv_cache.is_contiguous() and dim * kv_cache.itemsize >= 32  # bytes of a tile's row
 
 
@@ -220,6 +220,6 @@ def paged_prefill(
     _prefill_kernel[(kv_heads, cdiv(most_rows, reading.constants["BLOCK_M"]), len(rows))](
         query, kv_cache, reading.pages, tables, rows, starts, lengths, sinks, out, scale * LOG2E,
         tables.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=next_power_of_2(dim), BLOCK_SIZE=block_size,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=padded_dim(dim), BLOCK_SIZE=block_size,
         WINDOW=window or 0, SOFTCAP=softcap or 0.0, num_warps=4, **reading.constants, **early(query),
     )  # fmt: skip

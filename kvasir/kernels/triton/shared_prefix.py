@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvasir.kernels.layout import SharedPrefixes
-from kvasir.kernels.triton.launch import await_previous, cdiv, early, next_power_of_2
+from kvasir.kernels.triton.launch import await_previous, cdiv, early, next_power_of_2, padded_dim
 
 ENTRY = 8  # numbers of a tile in the list, of which five are used
 MAX_PARTS = 4  # of a prefix
@@ -157,7 +157,7 @@ def attend_prefixes(
     _prefix_kernel[(kv_heads, tiling.parts, len(tiles))](
         query, kv_cache, tables, shared.members, tiles, part, lse, scale * 1.4426950408889634, slots,
         tables.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), kv_cache.stride(3),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=next_power_of_2(dim), BLOCK_SIZE=block_size,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PADDED=padded_dim(dim), BLOCK_SIZE=block_size,
         BLOCK_M=tiling.height, BLOCK_N=block_n, ENTRY=ENTRY, STAGES=3, num_warps=tiling.warps, num_stages=3,
         **early(query),
     )  # fmt: skip

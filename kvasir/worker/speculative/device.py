@@ -111,14 +111,14 @@ class Speculation:
         drafter.learn(taken)
         drafts = state.drafts
         if isinstance(drafter, PassDrafter):
-            drafts.counts[taken.rows] = 0  # see `propose`
+            drafts.counts.index_fill_(0, taken.rows.long(), 0)  # see `propose`
         elif plan is None or plan.ahead is not None:
             self._set_bounds(taken, plan)
             drafter.propose(taken, drafts)
             if drafter.config.synthetic_acceptance_rate is not None:  # a measurement has drafts in every step
-                drafts.counts[taken.rows] = drafter.num_drafts
+                drafts.counts.index_fill_(0, taken.rows.long(), drafter.num_drafts)
         else:
-            drafts.counts[taken.rows] = 0
+            drafts.counts.index_fill_(0, taken.rows.long(), 0)
         return Verified(taken.tokens, taken.counts, drafts.counts[taken.rows], taken.rows)
 
     def propose(self, verified: Verified, plan: StepPlan) -> Verified:
