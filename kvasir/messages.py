@@ -356,7 +356,7 @@ class DeviceMemory:
     weights: int
     kv_cache: int
     largest_step: int | None = None  # peak memory of a step besides weights and KV cache; None: not measured
-    outside: int | None = None  # memory of the driver and of other processes; None: not measured
+    outside: int | None = None  # of the driver, other processes and other engines of this one; None: not measured
     graphs: int = 0  # measured at each capture, so 0 at the start
     graphs_expected: int = 0  # estimate for all graphs
 
@@ -365,7 +365,7 @@ class DeviceMemory:
             "weights": self.weights,
             "the largest step": self.largest_step,
             "KV cache": self.kv_cache,
-            "outside torch": self.outside,
+            "outside the engine": self.outside,
             "graphs": self.graphs,
         }
         words = [f"{_gib(size)} {name}" for name, size in parts.items() if size]

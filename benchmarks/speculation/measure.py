@@ -204,9 +204,10 @@ def main() -> None:
         for batch in args.batch:
             for side in sides:
                 side.start()
-            for at in range(0, len(prompts), batch):
+            asked = prompts[: max(args.count, batch)]
+            for at in range(0, len(asked), batch):
                 for side in sides if at // batch % 2 == 0 else sides[::-1]:
-                    side.run(prompts[at : at + batch], params)
+                    side.run(asked[at : at + batch], params)
             for side in sides:
                 figures = side.figures(sides[0])
                 rows.append({"workload": workload, "batch": batch, "method": side.name, **figures})

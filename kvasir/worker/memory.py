@@ -33,7 +33,7 @@ class Profile:
 
     peak: int  # largest amount that torch held, weights included
     largest_step: int  # the peak without the weights
-    outside: int  # memory of the driver and of other processes
+    outside: int  # memory of the driver, of other processes and of other engines in this one
 
 
 def kv_share(total: int, utilization: float, profile: Profile, graphs: int) -> int:

@@ -104,6 +104,7 @@ class Worker:
         self.kv_dtype = getattr(torch, config.cache.kv_dtype)
         self._give_cpus_back = use_threads(config, mesh or Mesh()) if self.device.type == "cpu" else None
         self.platform.release_memory()  # torch caches memory in pieces; a KV cache needs one large piece
+        self._held_by_others = self.platform.memory_used()  # by other engines of this process
         kernels.expect_compilations()
         started = time.perf_counter()
         self.overlaps = self.device.type != "cpu"
@@ -211,12 +212,13 @@ class Worker:
         with startup.phase(startup.PROFILE):
             self._run_largest_step()
             platform.synchronize()
-        peak = platform.memory_peak()
+        peak = platform.memory_peak() - self._held_by_others
         gc.collect()
         platform.release_memory()
         total, free = platform.memory_bytes(), platform.memory_free()
         assert total is not None and free is not None, f"{platform.device} does not report its memory"
-        others = total - free - platform.memory_used()  # the driver's context, and other processes
+        # the driver's context, other processes, and other engines of this one
+        others = total - free - (platform.memory_used() - self._held_by_others)
         return Profile(peak, max(0, peak - self._weight_bytes), others)
 
     def _precompile(self) -> None:

@@ -164,4 +164,4 @@ class MedusaDrafter(PassDrafter):
     def draft(self, rows: torch.Tensor, drafts: DraftRows, bounds: Int32Array | None, number: int) -> None:
         last = (self.layout.num_computed[rows] - 1).clamp(min=0)
         drafts.tokens[rows, number] = self.heads(self.features.at(rows, last), number).int()
-        drafts.counts[rows] = number + 1
+        drafts.counts.index_fill_(0, rows, number + 1)
