@@ -91,9 +91,11 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--device", default=None)
     parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--most", type=int, default=None, help="adapters; if unset, as many as rows")
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=220)
     args = parser.parse_args()
+    most = args.most or args.rows
     found: dict[str, Any] = {"shape": args.shape, "rank": RANK, "rows": args.rows}
     with tempfile.TemporaryDirectory() as name:
         folder = write_config(Path(name), args.shape)
@@ -102,11 +104,11 @@ def main() -> None:
             found["batch without adapters, tokens/s"] = max(throughput(plain, [None] * args.batch) for _ in range(2))
         with make_llm(folder, args.device, enable_lora=True, max_loras=args.rows, max_lora_rank=RANK) as llm:
             targets = llm.llm_engine.client.call("resource_targets")
-            paths = make_adapters(targets, folder / "adapters", args.rows + 1, RANK)
+            paths = make_adapters(targets, folder / "adapters", most + 1, RANK)
             *own, late = [LoRARequest(path.name, i + 1, str(path)) for i, path in enumerate(paths)]
             for adapter in own:  # all loads before anything is measured
                 llm.generate(prompts(1, 1), SamplingParams(max_tokens=1), lora_request=adapter, use_tqdm=False)
-            for count in (0, 1, 8, args.rows):
+            for count in sorted({0, 1, 8, most}):
                 asked = [own[i % count] if count else None for i in range(args.rows)]
                 found[f"{count} adapters, ms"] = 1e3 * median(step_times(llm, asked, args.tokens))
             for count in (0, 8):

@@ -68,4 +68,4 @@ def test_adapters_read_nothing_old_before_they_wait(tmp_path: Path) -> None:
     """The processor's own cache may hold what an earlier step had there (see launch.py): `.cg` reads past it."""
     before, _, after = run(tmp_path, "-c", EXPAND).partition("griddepcontrol.wait")
     loads = [line for line in before.splitlines() if "ld.global" in line]
-    assert "ld.global" in after and len(loads) > 5 and all("ld.global.cg" in line for line in loads), loads
+    assert "ld.global" in after and len(loads) > 2 and all("ld.global.cg" in line for line in loads), loads

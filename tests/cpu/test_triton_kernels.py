@@ -22,7 +22,7 @@ from kvasir.attention import triton as triton_attention
 from kvasir.attention.base import AttentionBatch
 from kvasir.attention.triton import TritonAttention
 from kvasir.kernels.layout import find_tiles
-from kvasir.kernels.triton import launch, linear, shared_prefix
+from kvasir.kernels.triton import adapters, launch, linear, shared_prefix
 from kvasir.kernels.triton import paged_decode as paged_decode_module
 from kvasir.kernels.triton.adapters import adapt
 from kvasir.kernels.triton.cache_update import decode_inputs, rope_store
@@ -180,12 +180,17 @@ def test_soft_cap(window: int | None, dtype: torch.dtype) -> None:
         close(out[part], attend(query[part], cache, tables[rows[i]], n, window, cap), dtype)
 
 
+@pytest.mark.parametrize("programs", [2, 99])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("parts", "rank", "tokens"), [((64, 32, 32), 8, 40), ((100,), 3, 5), ((48, 48), 80, 33), ((256,), 16, 1)], ids=str
 )
-def test_adapters(parts: tuple[int, ...], rank: int, tokens: int, dtype: torch.dtype) -> None:
-    """Slots with and without factors, gains and shifts; tokens without a slot; a slot with more tokens than a tile."""
+def test_adapters(
+    parts: tuple[int, ...], rank: int, tokens: int, dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots with and without factors, gains and shifts; tokens without a slot; a slot with more tokens than a tile.
+    Programs take several tiles each, or some find none."""
+    monkeypatch.setattr(adapters, "_programs", lambda tiles, others: min(tiles, programs))
     slots, inputs, outputs = 5, 80, sum(parts)
     matrices = AdapterMatrices(
         randn(slots, len(parts) * rank, inputs, dtype=dtype) * 0.1,
