@@ -18,7 +18,10 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from kvasir.engine.guides import TokenGuide
 from kvasir.errors import RequestError
+from kvasir.log import get_logger
 from kvasir.messages import LEFT_GRAMMAR, Int32Array
+
+logger = get_logger(__name__)
 
 GRAMMAR_GUIDE = "grammar"
 _MAX_CACHED = 256  # compiled grammars; each holds some hundred kilobytes
@@ -137,6 +140,7 @@ class GrammarGuides:
 
     @cached_property
     def _executor(self) -> LLExecutor:
+        logger.info("Masks of structured outputs are computed on %d threads", self._num_threads)
         return LLExecutor(self._num_threads)
 
     def prepare(self, argument: Mapping[str, Any]) -> Future[Any]:

@@ -93,7 +93,7 @@ class _GuidesLoader:
         from kvasir.frontend.requests.structured import grammar_guides
 
         try:
-            guides = grammar_guides(config.model)
+            guides = grammar_guides(config)
             if guides is not None:
                 _ = guides.compiled.tokenizer
             self._guides = guides

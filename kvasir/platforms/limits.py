@@ -20,16 +20,19 @@ _MEMORY = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.u
 # ---------------------------------------------------------------- CPUs
 
 
+def allowed_cpus() -> int:
+    """Number of CPUs this process may use by its affinity and its quota."""
+    known = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return known if quota is None else min(known, max(1, round(quota)))
+
+
 def usable_cpus() -> int:
-    """Number of CPUs this process may use by its affinity, its quota, and OMP_NUM_THREADS if set."""
-    known = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
-    known += [max(1, round(limit)) for limit in (cpu_quota(), _openmp_threads()) if limit is not None]
-    return min(known)
-
-
-def _openmp_threads() -> float | None:
+    """Number of CPUs for threads that compute a model or its like: `allowed_cpus`, or OMP_NUM_THREADS if that is
+    less."""
     text = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    return float(text) if text.isdecimal() and int(text) > 0 else None
+    openmp = int(text) if text.isdecimal() else 0
+    return min(allowed_cpus(), openmp) if openmp > 0 else allowed_cpus()
 
 
 def parse_cpus(text: str) -> list[int]:

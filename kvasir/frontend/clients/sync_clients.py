@@ -58,7 +58,7 @@ class InprocClient:
 
     def __init__(self, config: EngineConfig) -> None:
         self.core: EngineCore = build_core(config)
-        if (guides := grammar_guides(config.model)) is not None:
+        if (guides := grammar_guides(config)) is not None:
             self.core.scheduler.guides.kinds[GRAMMAR_GUIDE] = guides
 
     def wait_ready(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from kvasir.config.engine import ModelConfig
+from kvasir.config.engine import EngineConfig, ModelConfig
 from kvasir.engine.grammar_guide import (
     GRAMMAR_GUIDE,
     CompiledGrammars,
@@ -29,7 +29,7 @@ from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.frontend.text.tokenizer_files import tokenizer_of
 from kvasir.frontend.text.tokenizer_gguf import end_token_ids
 from kvasir.messages import Extras, RowSampling
-from kvasir.platforms.limits import usable_cpus
+from kvasir.platforms.limits import allowed_cpus, usable_cpus
 from kvasir.quantization.gguf_file import read_gguf
 from kvasir.sampling_params import StructuredOutputsParams
 
@@ -210,11 +210,22 @@ def grammar_tokenizer(config: ModelConfig, tokenizer: Tokenizer | None = None) -
         return _tokenizers[key]
 
 
-def grammar_guides(config: ModelConfig) -> GrammarGuides | None:
+def grammar_guides(config: EngineConfig) -> GrammarGuides | None:
     """Make the core's half; None if there is no tokenizer, or no text to hold to a grammar."""
-    if config.skip_tokenizer_init or config.poolers:
+    model = config.model
+    if model.skip_tokenizer_init or model.poolers:
         return None
-    return GrammarGuides(lambda: grammar_tokenizer(config), config.vocab_size, usable_cpus())
+    return GrammarGuides(lambda: grammar_tokenizer(model), model.vocab_size, mask_threads(config))
+
+
+def mask_threads(config: EngineConfig) -> int:
+    """How many threads compute masks. On a GPU they hide behind the forward pass, so OMP_NUM_THREADS, which containers
+    often set to 1, does not bound them; one CPU of eight is left to other work. On a CPU the model computes with the
+    same CPUs, and that setting bounds both."""
+    if config.device.device == "cpu":
+        return usable_cpus()
+    own = max(1, allowed_cpus() // config.parallel.data_parallel_size)
+    return own - own // 8
 
 
 def find_eos_token_ids(config: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from pydantic import BaseModel
 from kvasir.config.engine import ModelConfig
 from kvasir.engine.grammar_guide import CompiledGrammars, GrammarGuide, compile_grammar, parser_limits
 from kvasir.errors import RequestError
+from kvasir.executor.fake import fake_config
 from kvasir.frontend.requests import structured
 from kvasir.frontend.requests.structured import StructuredOutputs, jumps_are_exact
 from kvasir.frontend.text.grammar import _IS_LARK, JsonStyle, build_grammar, from_triggers, json_rule, literal
@@ -350,6 +352,18 @@ def test_constraints_that_begin_in_free_text(after: str, trigger: str) -> None:
     if after:
         whole = from_triggers(build_grammar(StructuredOutputsParams(json=THING, starts_after=after)), markers)
         assert accepts(whole, f'{before}{{"a": 1}}') and not accepts(whole, f"{before}oops")
+
+
+def test_threads_of_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvasir.platforms.limits.allowed_cpus", lambda: 16)
+    monkeypatch.setattr(structured, "allowed_cpus", lambda: 16)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = fake_config()
+    assert structured.mask_threads(config) == 1, "the threads that compute the model"
+    config = replace(config, device=replace(config.device, device="cuda"))
+    assert structured.mask_threads(config) == 14
+    config = replace(config, parallel=replace(config.parallel, data_parallel_size=8))
+    assert structured.mask_threads(config) == 2, "each engine has its part of the machine"
 
 
 def test_jumps_are_left_out_where_something_else_is_asked_about_a_token() -> None:

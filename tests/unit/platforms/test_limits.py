@@ -65,6 +65,7 @@ def test_fewer_threads_by_the_environment(write: Write, monkeypatch: pytest.Monk
     for text, threads in (("3", 3), ("100", 8), ("", 8), ("many", 8), ("2,1", 2)):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
         assert limits.usable_cpus() == threads
+        assert limits.allowed_cpus() == 8, "the variable bounds threads that compute a model, not all threads"
 
 
 def test_lists_of_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
