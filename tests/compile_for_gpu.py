@@ -279,7 +279,13 @@ def run_others() -> None:
 
 
 def run_encoders() -> None:
-    """Attention in both directions: short and long texts, with a reach, with a bias, in every type."""
+    """LayerNorm; attention in both directions: short and long texts, with a reach, with a bias, in every type."""
+    for dtype, width in ((BF16, 768), (BF16, 1000), (torch.float32, 1024)):
+        x, gain = torch.zeros(3, width, dtype=dtype), torch.zeros(width, dtype=dtype)
+        for bias in (gain, None):
+            kernels.layer_norm(x, gain, bias, 1e-12)
+            kernels.layer_norm(x, gain, bias, 1e-12, x)
+            kernels.add_layer_norm(x, x, gain, bias, 1e-12)
     for dtype, heads, kv_heads, dim in (
         (BF16, 12, 12, 64),
         (BF16, 12, 12, 32),

@@ -32,6 +32,7 @@ __all__ = [
     "accept_drafts",
     "adapt",
     "add_bias",
+    "add_layer_norm",
     "add_rms_norm",
     "are_compiled",
     "ban_words",
@@ -56,6 +57,7 @@ __all__ = [
     "keep_list",
     "late_compilations",
     "latent_store",
+    "layer_norm",
     "linear",
     "linear_parts",
     "lookup_drafts",
@@ -166,6 +168,26 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     pair: tuple[torch.Tensor, torch.Tensor] = _any_version_for(x).add_rms_norm(x, residual, weight, eps)
+    return pair
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See reference.layer_norm."""
+    normed: torch.Tensor = _version_for(x).layer_norm(x, weight, bias, eps, residual)
+    return normed
+
+
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See reference.add_layer_norm."""
+    pair: tuple[torch.Tensor, torch.Tensor] = _version_for(x).add_layer_norm(x, residual, weight, bias, eps)
     return pair
 
 

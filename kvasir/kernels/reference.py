@@ -54,6 +54,25 @@ def add_rms_norm(
     return rms_norm(residual, weight, eps), residual
 
 
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Mean and variance of the last dimension normalised, in float32; of x + residual, where one is given."""
+    return F.layer_norm(x if residual is None else x + residual, weight.shape, weight, bias, eps)
+
+
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """layer_norm(x + residual), and the sum. The sum may take residual's memory."""
+    residual = x + residual
+    return layer_norm(residual, weight, bias, eps), residual
+
+
 def gated_activation(x: torch.Tensor, kind: str | tuple[float, float]) -> torch.Tensor:
     """x [tokens, 2 * n]: the activation of the left half, times the right half. `kind` is a name of ACTIVATIONS, or
     (alpha, limit) of the clamped SwiGLU: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up between

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from kvasir import kernels
@@ -35,6 +34,11 @@ class Norm(WeightLayer, ABC):
         """The norm of x + residual, and the sum, which is the next residual."""
         residual = x if residual is None else x + residual
         return self(residual), residual
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The norm of x + residual alone, for layers whose residual is the norm's result."""
+        normed: torch.Tensor = self(x + residual)
+        return normed
 
 
 NORMS: Kinds[Norm] = Kinds("norm")  # built from (build, spec, size)
@@ -106,7 +110,15 @@ class LayerNorm(Norm):
         self.eps = spec.eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return kernels.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            return self(x), x
+        return kernels.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return kernels.layer_norm(x, self.weight, self.bias, self.eps, residual)
 
 
 class NoNorm(Norm):

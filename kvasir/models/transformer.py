@@ -139,8 +139,8 @@ class PostNormLayer(DecoderLayer):
         last: LastTokens | None = None,
     ) -> States:
         attended = self.attention(hidden, positions, batch, last)
-        hidden = self.attention_post_norm(_kept(hidden, last) + attended)
-        return self.mlp_post_norm(hidden + self.mlp(hidden)), None
+        hidden = self.attention_post_norm.of_sum(attended, _kept(hidden, last))
+        return self.mlp_post_norm.of_sum(self.mlp(hidden), hidden), None
 
 
 def _kept(x: torch.Tensor, last: LastTokens | None) -> torch.Tensor:

@@ -31,7 +31,7 @@ from kvasir.kernels.triton.encoder_attention import encoder_attention
 from kvasir.kernels.triton.linear import blocks_for, gemv, linear_parts, parts_for, takes, tile_linear
 from kvasir.kernels.triton.paged_decode import Split, Workspace, paged_decode
 from kvasir.kernels.triton.paged_prefill import paged_prefill
-from kvasir.kernels.triton.pointwise import add_rms_norm, gated_activation, rms_norm
+from kvasir.kernels.triton.pointwise import add_layer_norm, add_rms_norm, gated_activation, layer_norm, rms_norm
 from kvasir.kernels.triton.shared_prefix import choose_tiling
 from tests.kernel_builders import DEVICE, DTYPES, GPU, attend, close, paged, randn, share
 from tests.pairwise import each_once, few, pairwise
@@ -46,6 +46,22 @@ def test_rms_norm(width: int, dtype: torch.dtype) -> None:
     close(rms_norm(x, gain, 1e-6), reference.rms_norm(x, gain, 1e-6), dtype)
     wanted, wanted_sum = reference.add_rms_norm(x, residual.clone(), gain, 1e-6)
     got, total = add_rms_norm(x, residual, gain, 1e-6)
+    close(got, wanted, dtype)
+    assert torch.equal(total, wanted_sum)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "has_bias"), [(64, False), (384, True), (768, True), (1000, True), (1024, False)])
+def test_layer_norm(width: int, has_bias: bool, dtype: torch.dtype) -> None:
+    x, residual, gain = randn(5, width, dtype=dtype) + 3, randn(5, width, dtype=dtype), randn(width, dtype=dtype)
+    bias = randn(width, dtype=dtype) if has_bias else None
+    x[2], residual[2] = 7.0, -3.0  # no variance at all
+    close(layer_norm(x, gain, bias, 1e-12), reference.layer_norm(x, gain, bias, 1e-12), dtype)
+    before = residual.clone()
+    close(layer_norm(x, gain, bias, 1e-5, residual), reference.layer_norm(x, gain, bias, 1e-5, before), dtype)
+    assert torch.equal(residual, before), "without keep_sum the residual stays as it is"
+    wanted, wanted_sum = reference.add_layer_norm(x, before, gain, bias, 1e-5)
+    got, total = add_layer_norm(x, residual, gain, bias, 1e-5)
     close(got, wanted, dtype)
     assert torch.equal(total, wanted_sum)
 

@@ -17,12 +17,13 @@ from kvasir.kernels.triton.latent import latent_store
 from kvasir.kernels.triton.linear import blocks_for, gemv, is_fit, linear_parts, parts_for, takes, tile_linear
 from kvasir.kernels.triton.logit_rules import add_bias, ban_words, count_tokens, mask_logits, penalize, push_tokens
 from kvasir.kernels.triton.one_row_experts import one_row_experts
-from kvasir.kernels.triton.pointwise import add_rms_norm, gated_activation, rms_norm
+from kvasir.kernels.triton.pointwise import add_layer_norm, add_rms_norm, gated_activation, layer_norm, rms_norm
 
 __all__ = [
     "accept_drafts",
     "adapt",
     "add_bias",
+    "add_layer_norm",
     "add_rms_norm",
     "ban_words",
     "blocks_for",
@@ -41,6 +42,7 @@ __all__ = [
     "is_coded_fit",
     "is_fit",
     "latent_store",
+    "layer_norm",
     "linear_parts",
     "lookup_drafts",
     "mask_logits",

@@ -1,4 +1,4 @@
-"""RMS norm of each row, alone or after adding the residual, in one launch."""
+"""Norms of each row, alone or after adding the residual, and gated activations: one launch each."""
 
 from __future__ import annotations
 
@@ -57,6 +57,66 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See reference.add_rms_norm. The sum takes residual's memory."""
     return _launch(x, residual, weight, eps), residual
+
+
+# ----------------------------------------------------------------
+# LayerNorm.
+
+
+@triton.jit
+def _layer_norm_kernel(
+    x_ptr, residual_ptr, gain_ptr, bias_ptr, y_ptr, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < WIDTH
+    gain = tl.load(gain_ptr + i, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.zeros((BLOCK,), tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + i, mask=inside, other=0.0).to(tl.float32)
+    await_previous(PDL)
+    x = tl.load(x_ptr + row * WIDTH + i, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        # the sum is rounded before it is normalised, as the reference's is
+        x = (x + tl.load(residual_ptr + row * WIDTH + i, mask=inside, other=0.0).to(tl.float32)).to(
+            residual_ptr.dtype.element_ty
+        )
+        if KEEP:
+            tl.store(residual_ptr + row * WIDTH + i, x, mask=inside)
+        x = x.to(tl.float32)
+    x = tl.where(inside, x - tl.sum(x, 0) / WIDTH, 0.0)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * gain + bias
+    tl.store(y_ptr + row * WIDTH + i, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    keep_sum: bool = False,
+) -> torch.Tensor:
+    """See reference.layer_norm. x and residual must be contiguous. With `keep_sum` the sum takes residual's memory."""
+    width, y = x.shape[-1], torch.empty_like(x)
+    rows, block = x.numel() // width, next_power_of_2(width)
+    if not rows:
+        return y
+    _layer_norm_kernel[(rows,)](
+        x, x if residual is None else residual, weight, weight if bias is None else bias, y, eps,
+        WIDTH=width, BLOCK=block, ADD=residual is not None, KEEP=keep_sum, HAS_BIAS=bias is not None,
+        num_warps=min(8, max(1, block // 512)), **early(y),
+    )  # fmt: skip
+    return y
+
+
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See reference.add_layer_norm. The sum takes residual's memory."""
+    return layer_norm(x, weight, bias, eps, residual, keep_sum=True), residual
 
 
 # ----------------------------------------------------------------
