@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import count
 from types import TracebackType
@@ -25,8 +25,8 @@ from kvasir.entrypoints.llm_engine import LLMEngine
 from kvasir.errors import EngineError, OverloadedError, RequestError
 from kvasir.frontend.requests.input import default_sampling_params
 from kvasir.frontend.requests.metrics import Metric
-from kvasir.frontend.requests.pooling import PoolingParams
-from kvasir.frontend.requests.prompts import PromptType, TextPrompt, TokenizedPrompt
+from kvasir.frontend.requests.pooling import PoolingParams, num_tokens
+from kvasir.frontend.requests.prompts import PromptType, TextPrompt
 from kvasir.frontend.text.tokenizer import Tokenizer
 from kvasir.lora.host import LoRARequest
 from kvasir.outputs import (
@@ -188,6 +188,9 @@ class LLM(MissingVllmMethods):
 
         `pooling_task` is the task of requests whose parameters name none. `tokenization_kwargs` say how texts are read:
         truncate_prompt_tokens, truncation_side (right or left) and add_special_tokens.
+
+        If any prompt or parameter is wrong, a RequestError names it, and nothing is returned. Prompts are checked while
+        those before them run.
         """
         _refuse(lora_request=lora_request)
         batch = [cast(PromptType, prompts)] if _is_one_prompt(prompts) else list(cast(Sequence[PromptType], prompts))
@@ -292,7 +295,11 @@ class LLM(MissingVllmMethods):
                 f"there are {len(batch)} prompts but {len(params)} pooling_params; give one, or one for each",
                 "pooling_params",
             )
-        settled = [_with_task(each, task, reading) for each in params]
+        alike: dict[int, PoolingParams] = {}  # an object given for many prompts is settled once
+        for each in params:
+            if id(each) not in alike:
+                alike[id(each)] = _with_task(each, task, reading)
+        settled = [alike[id(each)] for each in params]
         with self._lock:
             if self.llm_engine.has_unfinished_requests():
                 raise RequestError(
@@ -302,14 +309,9 @@ class LLM(MissingVllmMethods):
             pooling = self.llm_engine.input_processor.pooling
             pooling.pooler_for(task)  # a model that generates text is refused before anything is tokenized
             try:
-                if settled and all(_reads_alike(each, settled[0]) for each in settled):
-                    batch = list(pooling.tokenize(batch, settled[0]))
-                # The shortest first: attention computes texts of one length together.
-                sizes = [len(each.token_ids) if isinstance(each, TokenizedPrompt) else 0 for each in batch]
-                for i in sorted(range(len(batch)), key=sizes.__getitem__):
-                    where = f"prompt {i}: " if len(batch) > 1 else ""
-                    self._add(ids[i], batch[i], settled[i], {}, where)
-                outputs = cast(list[Any], self._run(ids, use_tqdm, "Pooling"))
+                if settled and all(_reads_alike(each, settled[0]) for each in alike.values()):
+                    batch = pooling.tokenize_texts(batch, settled[0])
+                outputs = cast(list[Any], self._run(ids, use_tqdm, "Pooling", self._feed(ids, batch, settled)))
             except BaseException:
                 self.llm_engine.abort_request(ids)
                 raise
@@ -319,6 +321,23 @@ class LLM(MissingVllmMethods):
                     f"request {each.request_id} ended without a result: {each.error or each.finish_reason}"
                 )
         return outputs
+
+    def _feed(self, ids: list[str], batch: list[Any], params: list[PoolingParams]) -> Iterator[None]:
+        """Add prompts, as many at a time as a step takes: the device computes while the host checks and adds the
+        next."""
+        settings = self.llm_engine.config
+        places: Sequence[int] = range(len(batch))
+        if not settings.scheduler.async_scheduling:
+            # Nothing overlaps. The shortest first: a CPU's attention computes texts of one length together.
+            places = sorted(places, key=[num_tokens(each) for each in batch].__getitem__)
+        taken = settings.scheduler.max_num_batched_tokens * settings.parallel.data_parallel_size
+        waiting = 0
+        for i in places:
+            self._add(ids[i], batch[i], params[i], {}, f"prompt {i}: " if len(batch) > 1 else "")
+            waiting += num_tokens(batch[i])
+            if waiting >= taken:
+                yield
+                waiting -= taken
 
     # ------------------------------------------------------------ control
 
@@ -391,13 +410,18 @@ class LLM(MissingVllmMethods):
         except RequestError as error:
             raise type(error)(f"{where}{error}", error.parameter) from error
 
-    def _run(self, ids: list[str], use_tqdm: ProgressBar, title: str = "Generating") -> list[RequestOutput]:
+    def _run(
+        self, ids: list[str], use_tqdm: ProgressBar, title: str = "Generating", feed: Iterator[None] | None = None
+    ) -> list[RequestOutput]:
+        """Step until all requests have ended. `feed` is advanced before each step: it adds those that were not yet."""
         outputs: dict[str, RequestOutput] = {}
         bar = _progress_bar(len(ids), use_tqdm, title)
         started, tokens_in, tokens_out = time.perf_counter(), 0, 0
         with delay_interrupts() as check, bar or nullcontext():
             while len(outputs) < len(ids):
                 check()
+                if feed is not None:
+                    next(feed, None)
                 for output in self.llm_engine.step():
                     outputs[output.request_id] = output
                     if bar is not None:

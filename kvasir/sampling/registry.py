@@ -31,12 +31,13 @@ class FeatureSettings:
 
 def make_features(settings: FeatureSettings, parameters: SamplingParameters) -> list[RowFeature]:
     rows, vocab, device = settings.max_rows, settings.vocab_size, settings.device
+    if settings.poolers:  # nothing is sampled, so nothing has to be known of how
+        return [*(PooledRows(pooler, rows, device) for pooler in settings.poolers.values()), *settings.further]
     return [
         parameters,
         SampleOverrides(rows, vocab, device, rows * (1 + settings.num_drafts)),
         TokenScores(settings.logprobs_mode, rows, device),
         PromptScores(rows - 1, settings.logprobs_mode.endswith("logits"), device),
-        *(PooledRows(pooler, rows, device) for pooler in settings.poolers.values()),
         *settings.further,
     ]
 

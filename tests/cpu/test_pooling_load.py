@@ -13,8 +13,9 @@ import torch
 import transformers
 
 from kvasir import LLM, PoolingParams
+from kvasir.errors import RequestError
 from tests.cpu.test_interplay import assert_at_rest, lose_memory
-from tests.pooling_builders import SIZES
+from tests.pooling_builders import SIZES, save_bert
 
 
 def some_settings(rng: random.Random) -> dict[str, Any]:
@@ -82,3 +83,33 @@ def test_vectors_are_those_of_running_alone(tmp_path: Path, seeds: range) -> Non
             np.testing.assert_allclose(output.outputs.data, wanted, atol=3e-5, rtol=1e-4, err_msg=f"seed {seed}")
             ended += 1
     assert ended > 10 * len(seeds)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_prompts_are_added_while_those_before_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    save_bert(tmp_path)
+    rng = random.Random(3)
+    texts = [[rng.randrange(5, 60) for _ in range(rng.randint(1, 30))] for _ in range(40)]
+    alike = {"dtype": "float32", "skip_tokenizer_init": True}
+    with LLM(str(tmp_path), **alike, max_num_batched_tokens=4096) as llm:
+        wanted = [output.outputs.data for output in llm.encode(texts, use_tqdm=False)]
+    with LLM(str(tmp_path), **alike, async_scheduling=ahead, max_num_batched_tokens=64, max_num_seqs=8) as llm:
+        engine = llm.llm_engine
+        step, unfinished = engine.step, []
+
+        def count() -> Any:
+            unfinished.append(engine.get_num_unfinished_requests())
+            return step()
+
+        monkeypatch.setattr(engine, "step", count)
+        outputs = llm.encode(texts, use_tqdm=False)
+        assert [output.prompt_token_ids for output in outputs] == texts
+        for output, vector in zip(outputs, wanted, strict=True):
+            np.testing.assert_allclose(output.outputs.data, vector, atol=1e-5)
+        assert len(unfinished) > 4 and max(unfinished) < len(texts), "all were added before the first step"
+        with pytest.raises(RequestError, match=r"^prompt 33: Token id 4000 is not in"):
+            llm.encode([*texts[:33], [7, 4000], *texts[33:]], use_tqdm=False)
+        assert not engine.has_unfinished_requests()
+        (alone,) = llm.encode(texts[5], use_tqdm=False)
+        np.testing.assert_allclose(alone.outputs.data, wanted[5], atol=1e-5)
+        assert_at_rest(llm)

@@ -7,7 +7,7 @@ PooledState collects what steps return.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
@@ -167,6 +167,13 @@ class PoolingProcessor:
         messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         return self.prompts.render(messages, chat_template=template, add_generation_prompt=False)
 
+    def tokenize_texts(self, texts: Sequence[PromptType | Pair], params: PoolingParams) -> list[Any]:
+        """Tokenize the texts among these prompts in one call, as `params` say. What `process` reads as quickly by
+        itself, such as token ids, stays as it is and is not checked."""
+        if params.truncate_prompt_tokens is None and not any(_is_pair(each) for each in texts):
+            return self.prompts.tokenize(cast(Sequence[PromptType], texts), params.add_special_tokens)
+        return list(self.tokenize(texts, params))
+
     def tokenize(self, texts: Sequence[PromptType | Pair], params: PoolingParams) -> list[TokenizedPrompt]:
         """Tokenize texts, and pairs of texts for a model that reads two; token ids stay as they are. All are cut as
         `params` say."""
@@ -208,10 +215,10 @@ class PoolingProcessor:
         """The request for the core, and its state for OutputProcessor."""
         params.verify()
         pooler = self.pooler_for(params.task)
-        if isinstance(prompt, TokenizedPrompt):
-            tokenized = prompt
-        else:
+        if _is_pair(prompt) or text_of(prompt) is not None:
             (tokenized,) = self.tokenize([prompt], params)
+        else:
+            tokenized = self.prompts.read(prompt, params.truncate_prompt_tokens, params.truncation_side or "right")
         if not tokenized.token_ids:
             raise RequestError("The text is empty: it has no tokens. Send a text with at least one token.", "prompt")
         activate = params.use_activation if params.use_activation is not None else params.normalize
@@ -271,6 +278,14 @@ class PoolingProcessor:
                 f"{max(params.returned_token_ids or ())}",
                 "returned_token_ids",
             )
+
+
+def num_tokens(prompt: PromptType) -> int:
+    """Number of tokens of a prompt that may not be checked yet; 0 if it is not tokenized."""
+    if isinstance(prompt, TokenizedPrompt):
+        return len(prompt.token_ids)
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
+    return len(ids) if isinstance(ids, Sized) and not isinstance(ids, str) else 0
 
 
 def _prefixed(prefix: str, prompt: Any) -> Any:

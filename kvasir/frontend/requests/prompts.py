@@ -177,6 +177,8 @@ class PromptProcessor:
         the others are removed."""
         if isinstance(prompt, TokenizedPrompt):
             return prompt
+        if type(prompt) is list:
+            return self._read_ids(prompt, None, b"", truncate, side)
         given: dict[str, Any]
         if isinstance(prompt, Mapping):
             given = {**prompt}
@@ -195,6 +197,9 @@ class PromptProcessor:
         if not isinstance(text, str | None):
             raise RequestError(f"A prompt's text must be a string, not {reprlib.repr(text)}.", "prompt")
         ids = given["prompt_token_ids"] if "prompt_token_ids" in given else self._encode(text, truncate, side)
+        return self._read_ids(ids, text, salt, truncate, side)
+
+    def _read_ids(self, ids: Any, text: str | None, salt: bytes, truncate: int | None, side: str) -> TokenizedPrompt:
         plain = _plain_ints(ids)
         array = self._check_vocabulary(plain)
         kept = self._fit(plain, truncate, side)
@@ -276,11 +281,11 @@ class PromptProcessor:
             return np.zeros(0, np.int32)
         try:
             array = np.array(ids, np.int32)
-            ends = int(array.min()), int(array.max())
+            is_inside = int(array.view(np.uint32).max()) < self.config.vocab_size  # unsigned, negative ids are large
         except OverflowError:
-            ends = min(ids), max(ids)
-        outside = next((token for token in ends if not 0 <= token < self.config.vocab_size), None)
-        if outside is not None:
+            is_inside = False
+        if not is_inside:
+            outside = next(token for token in (min(ids), max(ids)) if not 0 <= token < self.config.vocab_size)
             last = self.config.vocab_size - 1
             message = f"Token id {reprlib.repr(outside)} is not in the model's vocabulary, which goes from 0 to {last}."
             raise RequestError(message, "prompt_token_ids")
@@ -370,6 +375,8 @@ def _batches(texts: Collection[str]) -> Iterator[list[str]]:
 
 def _plain_ints(ids: Any) -> list[int]:
     """A new list of Python's own ints."""
+    if type(ids) is list and set(map(type, ids)) == {int}:
+        return ids.copy()
     if isinstance(ids, np.ndarray):
         ids = ids.tolist()
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
