@@ -71,7 +71,8 @@ def steps_to_compile(
 ) -> Iterator[StepPlan]:
     """Steps that together launch every kernel variant of steps that are not graphs: prompts alone, beside numbers of
     decodes for which attention has variants, short and long, with and without a shared prefix, in chunks that differ
-    much, and with each kind of sampling. Without graphs also decodes alone: one row, for which there are kernels of
+    much, and with each kind of sampling; and as many tokens as there can be, by powers of two, because products of
+    experts have tiles for numbers of tokens. Without graphs also decodes alone: one row, for which there are kernels of
     their own, and more. What is computed means nothing."""
     plan = partial(_plan, ahead=2)  # a drafter drafts after the step
     chunk = max(2, min(max_tokens, LARGEST_GRAPH + 76, max_model_len))
@@ -103,9 +104,24 @@ def steps_to_compile(
             step.shared = PrefixGroups(np.array([16], np.int32), np.array([0, count], np.int32), members)
         step.copies = np.zeros((1, 2), np.int32)
         yield step
+    for tokens in _doubled(LARGEST_GRAPH + 1 if has_graphs else 2, max_tokens):
+        rows = -(-tokens // max_model_len)
+        if rows <= max_rows:
+            lengths = np.full(rows, max_model_len, np.int32)
+            lengths[-1] = tokens - (rows - 1) * max_model_len
+            yield plan(lengths, plain, None)
     many = min(max_rows, 200, max_tokens // 4)
     if many > 1:
         yield plan(np.array([2] * (many - 1) + [max(2, min(chunk, max_tokens - 2 * many))], np.int32), plain, None)
+
+
+def _doubled(first: int, last: int) -> Iterator[int]:
+    """`first`, twice as much, and so on, and `last`; nothing if that is less."""
+    while first < last:
+        yield first
+        first *= 2
+    if first < 2 * last:
+        yield last
 
 
 def _plan(

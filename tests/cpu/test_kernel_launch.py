@@ -16,7 +16,9 @@ pytest.importorskip("triton")
 
 from kvasir import kernels
 from kvasir.kernels.triton import launch, pointwise
+from kvasir.kernels.triton.experts import ExpertTile, choose_expert_tile, each_pair_alone
 from kvasir.kernels.triton.launch import cdiv, next_power_of_2
+from kvasir.worker.memory import LARGEST_GRAPH
 from kvasir.worker.profiling import steps_to_compile
 
 
@@ -106,3 +108,21 @@ def test_decodes_alone_are_compiled_where_no_graph_runs_them(max_rows: int, alon
         return {len(step.rows) for step in steps if step.num_decodes == len(step.rows)}
 
     assert decodes(has_graphs=False) == alone and not decodes(has_graphs=True)
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize(
+    ("max_rows", "max_tokens", "max_model_len"), [(256, 8192, 4096), (8, 1500, 128), (64, 16896, 600)]
+)
+def test_tiles_of_experts_are_compiled(max_rows: int, max_tokens: int, max_model_len: int, has_graphs: bool) -> None:
+    """Whatever number of tokens a step has that is no graph."""
+    steps = list(steps_to_compile(max_rows, max_tokens, max_model_len, has_graphs=has_graphs))
+    most = min(max_tokens, max_rows * max_model_len)
+    assert all(step.total_tokens <= most and step.num_tokens.max() <= max_model_len for step in steps)
+    for experts, top_k in ((8, 2), (64, 6), (128, 8), (256, 8), (512, 10)):
+
+        def tile(tokens: int, experts: int = experts, top_k: int = top_k) -> ExpertTile | None:
+            return None if each_pair_alone(tokens * top_k, experts) else choose_expert_tile(tokens * top_k, experts)
+
+        served = {tile(tokens) for tokens in range(LARGEST_GRAPH + 1 if has_graphs else 1, most + 1)}
+        assert served <= {tile(step.total_tokens) for step in steps}
