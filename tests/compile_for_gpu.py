@@ -103,6 +103,11 @@ GPT_OSS = COMMON | {
     **{"intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 8},
     **{"num_experts_per_tok": 4, "sliding_window": 128, "num_hidden_layers": 3, "attention_bias": True},
 }
+BERT = {
+    **{"architectures": ["BertModel"], "model_type": "bert", "hidden_act": "gelu", "layer_norm_eps": 1e-12},
+    **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 2, "num_attention_heads": 12},
+    **{"vocab_size": 4096, "max_position_embeddings": 512, "type_vocab_size": 2},
+}
 LONE, TWO, DECODES = ForwardGraphKey(1, 1, 512), ForwardGraphKey(2, 2, 512), ForwardGraphKey(64, 64, 2048)
 SHARING, MIXED = ForwardGraphKey(256, 256, 1 << 30, shares=True), ForwardGraphKey(512, 128, 1 << 30)
 SMALL = ForwardGraphKey(64, 56, 1 << 30)  # too few tokens for the kernel that takes chunks of larger steps
@@ -308,6 +313,18 @@ def run_encoders() -> None:
             )  # fmt: skip
 
 
+def run_encoder_graphs() -> None:
+    """The steps of an encoder that become graphs."""
+    model = Transformer(Build(BF16, device=CPU), architectures.find(BERT).read_spec(BERT), TritonAttention(), 512)
+    runner = ModelRunner(model, KVMemory(model.kv_spec(64, BF16), 1, CPU), 64, 512, CPU, use_graphs=True)
+    assert runner.graphs is not None and runner.graphs.leaves_all
+    for key in runner.graphs.keys.forwards():
+        if key.tokens in (16, 128, 512):
+            runner.graphs.buffers.clear()
+            with capturing():
+                runner.graphs._forward(key, model)
+
+
 def main() -> int:
     prepare_cpu()
     pretend()
@@ -338,6 +355,7 @@ def main() -> int:
             run_steps(QWEN3, [replace(key, is_changed=True) for key in (LONE, DECODES, MIXED)], max_rank=rank)
         run_others()
         run_encoders()
+        run_encoder_graphs()
     knobs.runtime.jit_cache_hook = None
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda one: one[0][0].preload(one[1]), wanted.items()))  # raises what the compiler did

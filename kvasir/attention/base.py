@@ -36,7 +36,7 @@ class AttentionBatch:
     tables: torch.Tensor  # [rows, max_blocks] int32: the block tables of all rows ...
     rows: torch.Tensor  # [sequences] int64: ... and the row of each sequence
     num_decodes: int
-    query_lens: NDArray[np.int32]  # [sequences], exact
+    query_lens: NDArray[np.int32]  # [sequences], exact; in graphs of encoders upper bounds
     seq_bounds: NDArray[np.int32]  # [sequences], upper bounds of seq_lens; exact for chunks without drafts
     block_size: int
     causal: bool = True

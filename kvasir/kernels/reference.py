@@ -612,7 +612,7 @@ def encoder_attention(
     key: torch.Tensor,  # [tokens, kv_heads, head_dim]
     value: torch.Tensor,
     query_start: torch.Tensor,  # [sequences + 1] int32: where each sequence begins
-    query_lens: NDArray[np.int32],  # [sequences] the same as lengths, on the host
+    query_lens: NDArray[np.int32],  # [sequences] the same as lengths, on the host; on a GPU upper bounds will do
     scale: float,
     reach: int | None = None,  # tokens that one sees on either side; None: all of its sequence
     bias: torch.Tensor | None = None,  # [heads, 2 * n - 1] added to scores, in the order of key - query

@@ -303,7 +303,7 @@ class Transformer(nn.Module):
     @property
     def capturable(self) -> bool:
         """Whether its steps may become CUDA graphs."""
-        return self.backend.capturable and self.head is not None
+        return self.backend.capturable and (self.head is not None or self.spec.is_encoder)
 
     def compile_key(self) -> str:
         return f"{self.spec} {self.max_positions} {type(self.backend).__name__}"

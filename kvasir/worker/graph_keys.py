@@ -36,6 +36,7 @@ class ForwardGraphKey:
     shares: bool = False  # some sequences share a prefix that is read once
     drafts: int = 0  # of a mixed step: most drafts of a row, for each of which it may sample
     is_changed: bool = False  # a feature changes the forward pass: rows may use adapters
+    longest: int = 0  # of an encoder: upper bound of the tokens of a prompt; 0: rows have a cache
 
     @property
     def is_mixed(self) -> bool:
@@ -68,6 +69,50 @@ class DraftGraphKey:
 
     rows: int  # padding included
     number: int  # of the draft that it makes; the highest stands for all higher ones, too
+
+
+# Tokens of an encoder's steps.
+ENCODER_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288)
+FEW_TOKENS = 1024  # steps up to here are bound by launches and may be padded at will, larger ones by a third at most
+MOST_TOKENS = 32768  # launching a larger step takes no time beside computing it
+SHARES = (128, 32, 4)  # tokens of a prompt, on average: attention starts as many rows as a graph has, used or not
+
+
+class EncoderGraphKeys:
+    """The keys of all graphs of an encoder. Its rows are whole prompts, and it samples nothing: there are no heads."""
+
+    num_drafts = 0
+
+    def __init__(self, max_rows: int, max_tokens: int, max_model_len: int) -> None:
+        self.sizes: list[int] = []  # of steps in which every row runs one token
+        self.head_sizes: list[int] = []
+        self.mixed_rows: dict[int, tuple[int, ...]] = {}
+        for tokens in (*(size for size in ENCODER_TOKENS if size < max_tokens), min(max_tokens, MOST_TOKENS)):
+            self.mixed_rows[tokens] = tuple(sorted({min(max_rows, max(4, tokens // each), tokens) for each in SHARES}))
+        self._max_model_len = max_model_len
+
+    @property
+    def max_size(self) -> int:
+        return max(self.mixed_rows)
+
+    def forwards(self) -> Iterator[ForwardGraphKey]:
+        """All forward keys, the largest first."""
+        for tokens in reversed(self.mixed_rows):
+            for rows in reversed(self.mixed_rows[tokens]):
+                yield self._key(tokens, rows)
+
+    def fit(self, plan: StepPlan) -> ForwardGraphKey | None:
+        """The smallest graph that this step fits; None if it would be padded too much, or is larger than all."""
+        count, total = len(plan.rows), plan.total_tokens
+        for tokens, rows in self.mixed_rows.items():
+            if total <= tokens and count <= rows[-1]:
+                if tokens > FEW_TOKENS and total * 4 < tokens * 3:
+                    return None
+                return self._key(tokens, next(size for size in rows if size >= count))
+        return None
+
+    def _key(self, tokens: int, rows: int) -> ForwardGraphKey:
+        return ForwardGraphKey(tokens, rows, UNBOUNDED, longest=min(tokens, self._max_model_len))
 
 
 class GraphKeys:
@@ -144,6 +189,15 @@ class GraphKeys:
         """Numbers of rows for which there are graphs of so many tokens, as heads have them. Some row has two tokens."""
         most = max(size for size in self.sizes if size < tokens)
         return (FEW_ROWS, most) if most > FEW_ROWS else (most,)
+
+
+def make_graph_keys(
+    has_cache: bool, max_rows: int, max_tokens: int, max_model_len: int, num_drafts: int = 0, may_change: bool = False
+) -> GraphKeys | EncoderGraphKeys:
+    """The keys for a model. One without a cache is an encoder."""
+    if has_cache:
+        return GraphKeys(max_rows, max_tokens, num_drafts, may_change)
+    return EncoderGraphKeys(max_rows, max_tokens, max_model_len)
 
 
 def _bounds(rows: int) -> tuple[int, ...]:

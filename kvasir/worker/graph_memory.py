@@ -22,6 +22,7 @@ from kvasir.worker.step_inputs import (
     HostInputs,
     StepInputs,
     decode_graph_inputs,
+    encoder_graph_inputs,
     mixed_graph_inputs,
 )
 
@@ -178,3 +179,30 @@ class GraphBuffers:
             return None
         shared, count = self.shared, max_prefix_groups(key.rows)
         return SharedPrefixes(shared.tokens[: key.rows], shared.members[: key.rows], shared.starts[: count + 1])
+
+
+class EncoderBuffers:
+    """The same for an encoder, whose graphs read whole prompts, and leave the hidden states of all tokens."""
+
+    def __init__(self, state: DeviceRows, size: int, device: torch.device) -> None:
+        self.state, self.size, self.device = state, size, device
+        self.prompts = torch.zeros(3 * size + 1, dtype=torch.int32, device=device)  # see step_inputs.whole_prompts
+        self.hidden = torch.zeros(size, 0, device=device)  # [size, hidden], made when the width is known
+
+    def write(self, key: ForwardGraphKey, inputs: HostInputs[torch.Tensor]) -> None:
+        """Put the inputs of a step where its graph reads them."""
+        self.prompts[: len(inputs.prompts)] = inputs.prompts
+
+    def clear(self) -> None:
+        """Leave no prompt."""
+        self.prompts.zero_()
+
+    def step_inputs(self, key: ForwardGraphKey) -> StepInputs:
+        """What the model gets; captured as part of the graph."""
+        return encoder_graph_inputs(self.state, self.prompts, key)
+
+    def leave(self, key: ForwardGraphKey, hidden: torch.Tensor, inputs: StepInputs) -> None:
+        """Put the states where poolers read them; captured too."""
+        if self.hidden.shape[1] != hidden.shape[1] or self.hidden.dtype != hidden.dtype:
+            self.hidden = torch.zeros(self.size, hidden.shape[1], dtype=hidden.dtype, device=self.device)
+        self.hidden[: key.tokens].copy_(hidden)

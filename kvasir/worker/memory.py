@@ -43,11 +43,18 @@ def kv_share(total: int, utilization: float, profile: Profile, graphs: int) -> i
     return ours - profile.peak - profile.outside - max(0, graphs - (total - ours))
 
 
-def expected_graphs(num_graphs: int, num_lines: int, vocab_size: int, largest_step: int, num_tokens: int) -> int:
+def expected_graphs(
+    num_graphs: int,
+    num_lines: int,
+    vocab_size: int,
+    largest_step: int,
+    num_tokens: int,
+    graph_tokens: int = LARGEST_GRAPH,
+) -> int:
     """An estimate of the bytes that graphs will take: what each keeps of the driver's memory, and the working memory of
     the largest forward pass and the largest head, of `num_lines`, which all share. `num_tokens` is the number of tokens
-    of the largest step, of which `largest_step` is the working memory."""
-    forward = largest_step * min(num_tokens, LARGEST_GRAPH) // num_tokens
+    of the largest step, of which `largest_step` is the working memory, and `graph_tokens` that of the largest graph."""
+    forward = largest_step * min(num_tokens, graph_tokens) // num_tokens
     head = num_lines * vocab_size * HEAD_BYTES
     return num_graphs * GRAPH_BYTES + forward + head
 

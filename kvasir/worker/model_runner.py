@@ -242,7 +242,7 @@ class Running:
     key: ForwardGraphKey | None = None  # of the graph that the forward pass was; None: launched kernel by kernel
     # of a step that was launched kernel by kernel; a graph leaves this in its buffers
     batch: AttentionBatch | None = None
-    hidden: torch.Tensor | None = None  # of the tokens of `batch`
+    hidden: torch.Tensor | None = None  # of the tokens of `batch`, or of all tokens of an encoder's graph
     readers: Sequence[tuple[str, HiddenReader]] = ()  # features that read hidden states, by the name of their part
 
 
@@ -287,12 +287,13 @@ class ModelRunner:
         self._changing = [feature for feature in self.features if feature.changes_forward]
         self.graphs: StepGraphs | None = None
         if use_graphs:
-            from kvasir.worker.graph_keys import GraphKeys
+            from kvasir.worker.graph_keys import make_graph_keys
             from kvasir.worker.step_graphs import StepGraphs
 
-            self.sampler.parameters.reserve()
+            if not poolers:
+                self.sampler.parameters.reserve()
             is_captured = any(feature.is_captured for feature in self._changing)
-            keys = GraphKeys(max_rows, max_tokens, drafts, may_change=is_captured)
+            keys = make_graph_keys(bool(spec.windows), max_rows, max_tokens, max_model_len, drafts, is_captured)
             self.graphs = StepGraphs(model, self.rows, self.sampler, keys, device, num_ranks, self.speculation)
         self.expert_load = expert_load
         self.stats = RunnerStats()
@@ -324,8 +325,9 @@ class ModelRunner:
         use = max(use, ForwardUse.GRAPH) if as_changed else use
         self.stats.changed_steps += use > ForwardUse.PLAIN
         key = None
-        # graphs leave hidden states of last tokens only
-        if self.graphs is not None and as_graph and not readers and use < ForwardUse.EAGER:
+        # most graphs leave hidden states of last tokens only
+        is_left = self.graphs is not None and (self.graphs.leaves_all or not readers)
+        if self.graphs is not None and as_graph and is_left and use < ForwardUse.EAGER:
             key = self.graphs.forward_key(plan, use > ForwardUse.PLAIN)
         inputs = host_inputs(plan, packed, key, self.rows.padding).to_device(self.device)
         self._update_rows(plan, inputs)
@@ -334,7 +336,8 @@ class ModelRunner:
             self._running = self._forward(plan, eager_inputs(self.rows, plan, inputs, with_rows), readers, use)
         else:
             self.graphs.forward(key, inputs)
-            self._running = Running(plan, key)
+            hidden = self.graphs.buffers.hidden[: plan.total_tokens] if self.graphs.leaves_all else None
+            self._running = Running(plan, key, hidden=hidden, readers=readers)
 
     def _update_rows(self, plan: StepPlan, inputs: HostInputs[torch.Tensor]) -> None:
         """Bring rows, block tables and blocks to where this step begins."""
@@ -380,7 +383,7 @@ class ModelRunner:
         outputs = StepOutputs(plan, inputs)
         # Readers come first: sampling may replay a graph, in whose memory the hidden states may lie.
         for name, reader in running.readers:
-            assert running.hidden is not None, "a step with readers is not a graph"
+            assert running.hidden is not None, "a graph of a step with readers leaves all states"
             outputs.add_part(name, reader.read(running.hidden, self.model.logits), reader.part)
         sampled = sampled_lines(plan, inputs)
         if len(sampled.lines):

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,8 +37,8 @@ from kvasir.sampling.features import (
     Uses,
 )
 from kvasir.sampling.sampler import Sampler
-from kvasir.worker.graph_keys import DraftGraphKey, ForwardGraphKey, GraphKeys, HeadGraphKey
-from kvasir.worker.graph_memory import Captured, GraphBuffers, GraphPool
+from kvasir.worker.graph_keys import DraftGraphKey, EncoderGraphKeys, ForwardGraphKey, GraphKeys, HeadGraphKey
+from kvasir.worker.graph_memory import Captured, EncoderBuffers, GraphBuffers, GraphPool
 from kvasir.worker.memory import is_out_of_memory
 from kvasir.worker.speculative.device import RowLines, Speculation, Verified, row_ends
 from kvasir.worker.speculative.drafter import PassDrafter
@@ -76,7 +76,7 @@ class StepGraphs:
         model: Model,
         state: DeviceRows,
         sampler: Sampler,
-        keys: GraphKeys,
+        keys: GraphKeys | EncoderGraphKeys,
         device: torch.device,
         num_ranks: int = 1,  # other ranks capture the same graphs, and would wait for a rank that does not
         speculation: Speculation | None = None,
@@ -84,7 +84,8 @@ class StepGraphs:
         self.speculation = speculation
         self.model, self.sampler, self.keys, self.device, self.num_ranks = model, sampler, keys, device, num_ranks
         self.stats = GraphStats()
-        self.buffers = GraphBuffers(state, keys.max_size, device)
+        self.leaves_all = isinstance(keys, EncoderGraphKeys)  # the hidden states of all tokens
+        self.buffers: Any = (EncoderBuffers if self.leaves_all else GraphBuffers)(state, keys.max_size, device)
         self.pool = GraphPool(device)
         self.forwards: dict[ForwardGraphKey, Captured[None]] = {}
         self.heads: dict[HeadGraphKey, HeadGraph] = {}
@@ -141,7 +142,11 @@ class StepGraphs:
         kernel variants of the real one. Variants change at powers of two, so that other sizes add none."""
         self.buffers.clear()
         for key in self.keys.forwards():
-            if key.tokens.bit_count() == 1 or key.tokens in (self.keys.max_size, self.keys.sizes[-1]):
+            if (
+                self.leaves_all
+                or key.tokens.bit_count() == 1
+                or key.tokens in (self.keys.max_size, self.keys.sizes[-1])
+            ):
                 self._forward(key, model)
         for head in self.head_keys():
             if head.rows.bit_count() == 1 or head.rows in (self.keys.sizes[-1], self.keys.head_sizes[-1]):
@@ -155,6 +160,8 @@ class StepGraphs:
     def measure(self) -> list[tuple[int, float]]:
         """Tokens and seconds of steps, replayed on padding rows: first of a step of single tokens, then of mixed ones.
         Empty if a graph is missing."""
+        if not self.keys.sizes:
+            return []
         sizes = [size for size in self.keys.sizes if size <= 16]
         steps = [ForwardGraphKey(sizes[-1], sizes[-1], UNBOUNDED)]
         drafts = self.keys.num_drafts
@@ -209,7 +216,7 @@ class StepGraphs:
 
     def _forward(self, key: ForwardGraphKey, model: Model) -> None:
         inputs = self.buffers.step_inputs(key)
-        last = inputs.batch.last_tokens() if key.is_mixed and not key.drafts else None
+        last = None if self.leaves_all or key.drafts or not key.is_mixed else inputs.batch.last_tokens()
         use = ForwardUse.GRAPH if key.is_changed else ForwardUse.PLAIN
         for feature in self.sampler.features:
             if feature.changes_forward:
@@ -235,6 +242,7 @@ class StepGraphs:
         """The graph that samples these lines of the forward pass last replayed; None: there is none."""
         if sampled.behind is not None and any(use.observes for _, use in uses):
             return None  # lines are drawn in turns, of which there is no graph
+        assert isinstance(self.keys, GraphKeys), "an encoder samples nothing"
         rows = self.keys.head_rows(len(sampled.lines)) if forward.is_mixed else forward.rows
         chosen = []
         for feature, use in uses:

@@ -54,6 +54,7 @@ class HostInputs(Generic[Array]):
     leaving: Array  # blocks to copy to host memory
     arriving: Array  # blocks to copy from host memory
     drafts: Array  # [3, d] of a step without a graph: for each draft its token, its row, and which draft it is
+    prompts: Array  # of an encoder's graph, which needs none of the first five: see whole_prompts
     features: tuple[Array, ...] = ()  # one per feature: what RowFeature.pack made of the new rows
 
     def to_device(self: HostInputs[Int32Array], device: torch.device) -> HostInputs[torch.Tensor]:
@@ -87,7 +88,11 @@ def host_inputs(
 ) -> HostInputs[Int32Array]:
     """What the device needs for this plan; with a key, for the graph of that key."""
     rows, num_tokens, token_ids, lines, order = plan.rows, plan.num_tokens, plan.token_ids, EMPTY, EMPTY
-    if key is not None:
+    prompts = EMPTY
+    if key is not None and key.longest:
+        rows = num_tokens = token_ids = EMPTY
+        prompts = whole_prompts(plan, key)
+    elif key is not None:
         rows = padded(rows, key.rows, padding_row)
         if key.is_mixed:
             num_tokens, token_ids = padded(num_tokens, key.rows, 0), padded(token_ids, key.tokens, 0)
@@ -111,8 +116,21 @@ def host_inputs(
         leaving=plan.to_host[:, 0],
         arriving=plan.from_host[:, 1],
         drafts=EMPTY if key is not None else _draft_places(plan),
+        prompts=prompts,
         features=features,
     )
+
+
+def whole_prompts(plan: StepPlan, key: ForwardGraphKey) -> Int32Array:
+    """Where each sequence of an encoder's step begins, and the end [rows + 1]; then the tokens' positions [tokens] and
+    ids [tokens]. Sequences and tokens that fill up the graph have no length and belong to none."""
+    total, count, first = plan.total_tokens, len(plan.rows), key.rows + 1
+    packed = np.zeros(first + 2 * key.tokens, np.int32)
+    np.cumsum(plan.num_tokens, out=packed[1 : count + 1])
+    packed[count + 1 : first] = total
+    packed[first : first + total] = within(plan.num_tokens)
+    packed[first + key.tokens : first + key.tokens + total] = plan.token_ids
+    return packed
 
 
 def _draft_places(plan: StepPlan) -> Int32Array:
@@ -292,6 +310,26 @@ def decode_graph_inputs(
     tokens = _Tokens(ids, positions, slots, rows, query_start, lengths)
     bounds = _Bounds(count, np.ones(count, np.int32), np.full(count, UNBOUNDED, np.int32), bound)
     return _assemble(state, rows, tokens, bounds, shared, order=order)
+
+
+def encoder_graph_inputs(state: DeviceRows, prompts: torch.Tensor, key: ForwardGraphKey) -> StepInputs:
+    """Inputs of an encoder's step of fixed size, from what `whole_prompts` packs. Nothing is cached, so there are no
+    slots and no rows."""
+    starts, positions, ids = prompts[: key.rows + 1 + 2 * key.tokens].split((key.rows + 1, key.tokens, key.tokens))
+    none = state.num_computed[:0].long()
+    bounds = np.full(key.rows, key.longest, np.int32)
+    batch = AttentionBatch(
+        slots=none,
+        query_start=starts,
+        seq_lens=starts[1:] - starts[:-1],
+        tables=state.tables,
+        rows=none,
+        num_decodes=0,
+        query_lens=bounds,
+        seq_bounds=bounds,
+        block_size=state.block_size,
+    )
+    return StepInputs(ids.long(), positions.long(), batch)
 
 
 def _assemble(

@@ -189,16 +189,17 @@ class Worker:
     def _expected_graphs(self) -> int:
         if self._profile is None or self.model is None or not self._uses_graphs():
             return 0
-        from kvasir.worker.graph_keys import GraphKeys
+        from kvasir.worker.graph_keys import make_graph_keys
 
         scheduler, num_tokens = self.config.scheduler, int(self._largest_step().num_tokens.sum())
-        sizes = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
-        keys = GraphKeys(*sizes, self._num_drafts, self.adapters is not None)
+        sizes = scheduler.max_num_seqs, scheduler.max_num_batched_tokens, self.config.model.max_model_len
+        has_cache = bool(self.kv_spec().windows)
+        keys = make_graph_keys(has_cache, *sizes, self._num_drafts, self.adapters is not None)
         count = len(list(keys.forwards())) + HEADS_PER_SIZE * len(keys.head_sizes)
         if isinstance(self.drafter, PassDrafter):
             count += self.drafter.num_graphs * len(keys.sizes)
         largest, vocab = self._profile.largest_step, self.model.vocab_size
-        return expected_graphs(count, keys.head_sizes[-1], vocab, largest, num_tokens)
+        return expected_graphs(count, max(keys.head_sizes, default=0), vocab, largest, num_tokens, keys.max_size)
 
     @property
     def _num_drafts(self) -> int:

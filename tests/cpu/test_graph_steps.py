@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from kvasir import LLM, LoRARequest, SamplingParams, kernels
@@ -29,12 +31,14 @@ if torch.cuda.is_available():
 
 from kvasir import messages
 from kvasir.engine.cache import prefix_groups
+from kvasir.kernels import triton as triton_kernels
 from kvasir.kernels.triton import adapters as triton_adapters
 from kvasir.kernels.triton import paged_decode
 from kvasir.worker import graph_keys as keys
 from kvasir.worker import step_graphs
 from kvasir.worker.graph_memory import Captured
 from kvasir.worker.speculative.drafter import PassDrafter
+from tests.capturing import capturing
 from tests.graph_fakes import Repeats
 
 
@@ -331,3 +335,67 @@ def test_the_check_of_logits_sees_those_of_steps_that_are_graphs(
         taken: Any = llm.llm_engine.client.core.executor.runner.graphs  # type: ignore[attr-defined]
         assert sorted(found) == [(0, 3), (0, 4), (0, 5), (1, 1), (1, 2), (1, 3)]
         assert [len(each) for each in sequences] == [6, 4] and taken.stats.replays > 0
+
+
+@pytest.mark.parametrize(("kind", "pooling"), few([("Bert", "cls"), ("ModernBert", "mean")], fast=[("Bert", "cls")]))
+def test_prompts_of_an_encoder_run_as_graphs(
+    kind: str, pooling: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": 48, "pad_token_id": 0}
+    if kind == "ModernBert":
+        sizes |= {"local_attention": 8, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(1)
+    getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes)).save_pretrained(tmp_path)
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(3, 96, int(count)).tolist() for count in (1, 5, 31, 2, 2, 40, 1, 17, 33, 7, 1, 1, 3)]
+    settings: Any = {"dtype": "float32", "device": "cpu", "attention_backend": "torch", "max_num_batched_tokens": 80}
+    settings |= {"skip_tokenizer_init": True, "pooler_config": {"pooling_type": pooling}, "max_num_seqs": 9}
+
+    def vectors() -> tuple[list[Any], Any]:
+        with LLM(str(tmp_path), **settings) as llm:
+            found = [output.outputs.data for output in llm.encode(prompts, use_tqdm=False)]
+            found += [output.outputs.data for output in llm.encode(prompts[1], use_tqdm=False)]
+            every = llm.encode(prompts, use_tqdm=False, pooling_task="token_embed")
+            found += [output.outputs.data[-1] for output in every]
+            core: Any = llm.llm_engine.client.core  # type: ignore[attr-defined]
+            graphs = core.executor.runner.graphs
+            assert core.graphs.use == (GraphUse() if graphs is None else graphs.use)
+            if graphs is not None:
+                for key in graphs.keys.forwards():
+                    graphs.buffers.clear()
+                    with torch.inference_mode(), capturing():
+                        graphs._forward(key, core.executor.runner.model)
+            return found, graphs
+
+    wanted, none = vectors()
+    assert none is None
+    request.getfixturevalue("graphs")
+    monkeypatch.setattr(kernels, "encoder_attention", triton_kernels.encoder_attention)
+    found, graphs = vectors()
+    for vector, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(vector, other, atol=2e-5)
+    assert set(graphs.forwards) == set(graphs.keys.forwards()) and len(graphs.forwards) > 6 and not graphs.heads
+    assert graphs.stats.replays > 6 and graphs.use.late_captures == 0
+
+
+@pytest.mark.parametrize(("max_rows", "max_tokens", "length"), [(1, 16, 16), (9, 80, 48), (1024, 16384, 512)])
+def test_steps_of_an_encoder_have_graphs_with_room_for_them(max_rows: int, max_tokens: int, length: int) -> None:
+    known = keys.make_graph_keys(False, max_rows, max_tokens, length)
+    all_keys = list(known.forwards())
+    assert all_keys[0].tokens == known.max_size == max_tokens and len(set(all_keys)) == len(all_keys) < 60
+    rng, fitting = np.random.default_rng(4), 0
+    for _ in range(300):
+        counts = rng.integers(1, rng.integers(1, length + 1) + 1, int(rng.integers(1, max_rows + 1))).astype(np.int32)
+        counts = counts[np.cumsum(counts) <= max_tokens]
+        plan: Any = SimpleNamespace(rows=counts, total_tokens=int(counts.sum()))
+        key = known.fit(plan)
+        if key is None:
+            assert plan.total_tokens > keys.FEW_TOKENS or len(counts) > plan.total_tokens // 4, "a small step"
+            continue
+        fitting += 1
+        assert key in all_keys and len(counts) <= key.rows and plan.total_tokens <= key.tokens
+        assert counts.max() <= key.longest and (
+            key.tokens <= keys.FEW_TOKENS or key.tokens * 3 <= plan.total_tokens * 4
+        )
+    assert fitting > 200
