@@ -1,7 +1,7 @@
 """Grammars as guides, by llguidance. Core process; no torch, no text.
 
-A grammar is compiled in a thread, once for all requests that have it, and every request gets a copy of the compiled
-matcher. Masks of a step are computed on several threads at once, without Python's lock.
+A grammar is compiled and checked in a thread before the first request that has it runs. Every request follows it with
+a matcher of its own (grammar_lexers.py). The masks of a step are computed on several threads, without Python's lock.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
+from kvasir.engine.grammar_lexers import GrammarLexers, Lexer
 from kvasir.engine.guides import TokenGuide
 from kvasir.errors import RequestError
 from kvasir.log import get_logger
@@ -25,6 +26,7 @@ logger = get_logger(__name__)
 
 GRAMMAR_GUIDE = "grammar"
 _MAX_CACHED = 256  # compiled grammars; each holds some hundred kilobytes
+_MAX_IDLE = 256  # matchers of all grammars that no request uses
 _COMPILER_THREADS = 2
 _TRIED = 64  # forced tokens at the beginning that are tried when a grammar is compiled
 _STACK_BYTES = 512 << 20  # of the thread that compiles; only what it touches takes memory
@@ -73,9 +75,19 @@ def _on_a_deep_stack(work: Callable[[], LLMatcher]) -> LLMatcher:
     return done.result()
 
 
-def _compile(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+def compile_again(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Compile a grammar that has been checked. The matcher shares nothing with the others of the grammar."""
+    return _on_a_deep_stack(lambda: _matcher(tokenizer, grammar))
+
+
+def _matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     matcher.compute_bitmask()  # what a first mask needs is built here
+    return matcher
+
+
+def _compile(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    matcher = _matcher(tokenizer, grammar)
     begun = matcher.deep_copy()  # limits are often reached by what must come first, or right after it
     first = begun.compute_ff_tokens()[:_TRIED]
     if begun.try_consume_tokens(first) < len(first) and not begun.is_error():
@@ -137,6 +149,8 @@ class GrammarGuides:
         self.compiled = CompiledGrammars(tokenizer)
         self._words = -(-vocab_size // 32)
         self._num_threads = min(num_threads, _MAX_MASK_THREADS)
+        self._lexers: OrderedDict[str, GrammarLexers] = OrderedDict()
+        self._compilers = ThreadPoolExecutor(_COMPILER_THREADS, "compile-grammar-again")
 
     @cached_property
     def _executor(self) -> LLExecutor:
@@ -150,13 +164,29 @@ class GrammarGuides:
     def make(self, argument: Mapping[str, Any]) -> GrammarGuide:
         grammar = argument["grammar"]
         guide = GrammarGuide(
-            None if not grammar else self.compiled.submit(grammar).result(),
+            None if not grammar else self.lexers(grammar),
             argument["gate"],
-            {token: self.compiled.submit(grammar).result() for token, grammar in argument["tags"]},
+            {token: self.lexers(grammar) for token, grammar in argument["tags"]},
             argument["jumps"],
         )
         guide.is_lenient = argument["lenient"]
         return guide
+
+    def lexers(self, grammar: str) -> GrammarLexers:
+        """Return the lexers of a grammar, which is compiled now unless it has been."""
+        first = self.compiled.submit(grammar).result()  # always, so that both know when it was last used
+        found = self._lexers.pop(grammar, None)
+        if found is None:
+            for other in self._lexers.values():
+                if sum(each.num_idle for each in self._lexers.values()) <= _MAX_IDLE:
+                    break
+                other.drop_idle()
+            if len(self._lexers) >= _MAX_CACHED:
+                self._lexers.popitem(last=False)
+            tokenizer = self.compiled.tokenizer
+            found = GrammarLexers(first, lambda: compile_again(tokenizer, grammar), self._compilers)
+        self._lexers[grammar] = found
+        return found
 
     def answers(self, guides: Sequence[GrammarGuide]) -> Int32Array:
         width = -(-self.compiled.tokenizer.vocab_size // 32)
@@ -214,8 +244,12 @@ def _all(futures: Sequence[Future[Any]]) -> Future[Any]:
 class GrammarGuide(TokenGuide):
     """Follows the grammar of one request."""
 
+    _lexers: GrammarLexers | None = None  # where its lexer comes from
+    _lexer: Lexer | None = None  # of the matcher, while it holds
+    _taken_in: list[int] | None = None  # the matcher's tokens while it shares its lexer with older guides
+
     def __init__(
-        self, whole: LLMatcher | None, gate: int | None, tags: Mapping[int, LLMatcher], jumps: bool = True
+        self, whole: GrammarLexers | None, gate: int | None, tags: Mapping[int, GrammarLexers], jumps: bool = True
     ) -> None:
         self._whole = whole
         self._gate = gate
@@ -223,33 +257,66 @@ class GrammarGuide(TokenGuide):
         self._jumps = jumps
         self.matcher: Any = None  # the LLMatcher while it holds
         self.holds = False
-        if gate is None:
+        if gate is None and whole is not None:
             self._begin(whole)
 
     def accept(self, token_ids: Sequence[int]) -> None:
         for token in token_ids:
             if self.holds:
-                self.matcher.consume_token(token)
-                self.check()
-                if self.matcher.is_stopped() and self.error is None:
-                    self._complete()
+                if self._taken_in is not None:
+                    self._leave_shared()
+                self._consume(token)
             elif self._gate is not None:
                 if token == self._gate:
                     self._gate = None
-                    self._begin(self._whole)
+                    if self._whole is not None:
+                        self._begin(self._whole)
             elif token in self._tags:
                 self._begin(self._tags[token])
             if self.error is not None or self.is_complete:
                 return
 
-    def _begin(self, compiled: LLMatcher | None) -> None:
-        if compiled is not None:
-            self.matcher, self.holds = compiled.deep_copy(), True
+    def _consume(self, token: int) -> None:
+        self.matcher.consume_token(token)
+        self._note((token,))
+        self.check()
+        if self.matcher.is_stopped() and self.error is None:
+            self._complete()
+
+    def _begin(self, lexers: GrammarLexers) -> None:
+        lexer = lexers.take()
+        self._lexers, self._lexer = lexers, lexer
+        self._taken_in = [] if lexer.users > 1 else None
+        self.matcher, self.holds = lexer.matcher.deep_copy(), True
+
+    def _note(self, tokens: Sequence[int]) -> None:
+        if self._taken_in is not None:
+            self._taken_in += tokens
+
+    def _leave_shared(self) -> None:
+        """Go on with a lexer of its own, if there is one by now."""
+        assert self._lexers is not None and self._lexer is not None and self._taken_in is not None, "it shares a lexer"
+        own = self._lexers.exchange(self._lexer)
+        if own is self._lexer:
+            return
+        matcher = own.matcher.deep_copy()
+        taken_in, self._lexer, self._taken_in = self._taken_in, own, None
+        if matcher.try_consume_tokens(taken_in) == len(taken_in):
+            self.matcher = matcher  # in the same state
 
     def _complete(self) -> None:
         if self._whole is not None:
             self.is_complete = True
-        self.matcher, self.holds = None, False  # after a tag the output is free again
+        self._release()  # after a tag the output is free again
+
+    def _release(self) -> None:
+        if self._lexers is not None and self._lexer is not None:
+            self._lexers.give_back(self._lexer)
+        self._lexers = self._lexer = self._taken_in = self.matcher = None
+        self.holds = False
+
+    def __del__(self) -> None:
+        self._release()
 
     def check(self) -> None:
         """Note an error of the matcher: it has reached a limit, or a token came that the grammar does not allow."""
@@ -279,8 +346,10 @@ class GrammarGuide(TokenGuide):
             self._fail()
             return []
         if self.matcher.is_stopped() and self.error is None:
-            if not completes:
-                self.matcher.rollback(1)
-                return tokens[:-1]
-            self._complete()
+            if completes:
+                self._complete()
+                return tokens
+            self.matcher.rollback(1)
+            tokens = tokens[:-1]
+        self._note(tokens)
         return tokens

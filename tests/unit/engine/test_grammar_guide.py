@@ -160,6 +160,22 @@ def test_several_completions_share_the_prompt_and_their_forced_beginning() -> No
     assert got.tokens[0] == got.tokens[1] == got.tokens[2] == masked_text(prompt, grammar, 80)
 
 
+def test_running_requests_do_not_share_a_lexer() -> None:
+    core, grammar = make_core(), grammar_of(regex="[a-c]{2}(xyz)?[0-9]{30}")
+    guides = core.scheduler.guides.kinds[GRAMMAR_GUIDE]
+    assert isinstance(guides, GrammarGuides)
+    prompts = {key: [key, 4] for key in range(6)}
+    for key, prompt in prompts.items():
+        core.add(request(key, prompt, 60, grammar))
+    got, lexers = Collector(), guides.lexers(grammar)
+    while core.has_work():
+        got.take(core.run_step())
+        while lexers._num_ordered:
+            time.sleep(0.001)
+    assert got.tokens == {key: masked_text(prompt, grammar, 60) for key, prompt in prompts.items()}
+    assert lexers.num_idle == len(lexers) == 6, "as many as ran at a time"
+
+
 def test_rows_without_a_guide_are_not_asked_and_not_changed() -> None:
     grammar = grammar_of(json=PERSON)
     core = make_core(1)
@@ -307,6 +323,7 @@ def test_a_matcher_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyP
         if argument["grammar"] == grammar:
             assert where != "make", "the guide cannot be made"
             guide.matcher = _Faulty(guide.matcher, where)
+            guide._taken_in = None  # it keeps this matcher
         return guide
 
     monkeypatch.setattr(GrammarGuides, "make", make_faulty)

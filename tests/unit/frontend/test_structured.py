@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from pydantic import BaseModel
 
 from kvasir.config.engine import ModelConfig
 from kvasir.engine.grammar_guide import CompiledGrammars, GrammarGuide, compile_grammar, parser_limits
+from kvasir.engine.grammar_lexers import GrammarLexers
 from kvasir.errors import RequestError
 from kvasir.executor.fake import fake_config
 from kvasir.frontend.requests import structured
@@ -276,7 +278,8 @@ def test_a_limit_that_forced_tokens_reach_ends_the_request_alone() -> None:
     with pytest.raises(RequestError, match="too many expressions"):
         compile_grammar(small_vocabulary(), text)
     matcher = LLMatcher(small_vocabulary(), text, log_level=0, limits=parser_limits())
-    guide = GrammarGuide(matcher, None, {})
+    with ThreadPoolExecutor() as threads:
+        guide = GrammarGuide(GrammarLexers(matcher, lambda: matcher, threads), None, {})
     assert guide.jump(1, 60, ()) == []
     assert guide.error is not None and "too many expressions" in guide.error
 
